@@ -54,10 +54,7 @@ class Case:
 
     Attributes:
         model: an id that ships with pcg, or the contents of a config.json.
-        rank: of the adapters.
         targets: peft's `target_modules`.
-        batch: sequences.
-        seq: tokens of each.
     """
 
     model: str | Mapping[str, Any]
@@ -186,7 +183,6 @@ class Partition:
     """The result of torch's partitioner on a model.
 
     Attributes:
-        kept: bytes that are saved for backward.
         outside: bytes of them in logits and what is made of them.
         forward_flops: FLOPs of the whole forward, without what is recomputed.
         head_flops: FLOPs of the product that gives the logits.

@@ -26,14 +26,13 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import write
+from measure import seconds, write
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -58,13 +57,6 @@ def model() -> LlamaForCausalLM:
         num_key_value_heads=8, vocab_size=512, max_position_embeddings=4096,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
-
-
-def seconds(act: Callable[[], object]) -> float:
-    """Return the seconds that a call takes."""
-    started = time.perf_counter()
-    act()
-    return time.perf_counter() - started
 
 
 def raw(folder: Path) -> float:

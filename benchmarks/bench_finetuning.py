@@ -18,14 +18,13 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from bench_generation import RECIPE, random_llama
-from measure import interleave, medians, ratio, write
+from measure import interleave, medians, ratio, seconds, write
 from peft import LoraConfig, get_peft_model
 
 import pcg
@@ -94,13 +93,6 @@ def made(name: str, dtype: str, ids: torch.Tensor) -> Callable[[], None]:
         return peer(model, ids)
     budget = OURS[name]
     return ours(model, ids, budget_of(model, *ids.shape) if budget is None else budget)
-
-
-def seconds(run: Callable[[], object]) -> float:
-    """Return the seconds that a call takes."""
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
 
 
 def resident(field: str) -> int:

@@ -15,14 +15,13 @@ The contenders run in turn in every round; the unit is tokens a second:
 from __future__ import annotations
 
 import argparse
-import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import interleave, medians, ratio, write
+from measure import interleave, medians, ratio, seconds, write
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -54,6 +53,24 @@ def random_llama() -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config)
 
 
+def left_padded(prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, Any]:
+    """Return arguments of transformers' `generate`, which pads prompts on the left."""
+    longest = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "max_new_tokens": new_tokens,
+        "min_new_tokens": new_tokens,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
+
+
 def contenders(
     model: torch.nn.Module, new_tokens: int, recipe: dict[str, Any]
 ) -> dict[str, Callable[[], float]]:
@@ -67,26 +84,11 @@ def contenders(
         adapter = executor.add_adapter(name, {"peft_type": "LORA", **recipe})
         for weights in adapter.weights.values():
             weights.b.normal_(0, 0.02)
-    longest = max(LENGTHS)
-    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
-    options = {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "max_new_tokens": new_tokens,
-        "min_new_tokens": new_tokens,
-        "do_sample": False,
-        "pad_token_id": 0,
-    }
+    options = left_padded(prompts, new_tokens)
 
     def rate(run: Callable[[], object]) -> float:
-        started = time.perf_counter()
         with torch.inference_mode():
-            run()
-        return len(prompts) * new_tokens / (time.perf_counter() - started)
+            return len(prompts) * new_tokens / seconds(run)
 
     def ours(names: list[str] | None) -> float:
         sampling = {"max_new_tokens": new_tokens, "ignore_eos": True}

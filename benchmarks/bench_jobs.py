@@ -12,14 +12,13 @@ second.
 from __future__ import annotations
 
 import argparse
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from bench_generation import RECIPE, random_llama
-from measure import interleave, medians, ratio, write
+from measure import interleave, medians, ratio, seconds, write
 from peft import LoraConfig, get_peft_model
 
 import pcg
@@ -43,8 +42,7 @@ def ours(jobs: int, length: int, steps: int, at_once: bool) -> Callable[[], floa
     options: dict[str, Any] = {"max_steps": steps, "batch_size": 1, "learning_rate": 1e-4}
     recipe = {"peft_type": "LORA", **RECIPE}
 
-    def run() -> float:
-        started = time.perf_counter()
+    def run() -> None:
         for job in range(jobs):
             rows = [Example(ids, ids) for ids in sequences(job, length, steps)]
             engine.finetune(rows, f"job {job}", peft=recipe, **options)
@@ -52,9 +50,8 @@ def ours(jobs: int, length: int, steps: int, at_once: bool) -> Callable[[], floa
                 engine.step()
         while not engine.is_idle:
             engine.step()
-        return jobs * steps * length / (time.perf_counter() - started)
 
-    return run
+    return lambda: jobs * steps * length / seconds(run)
 
 
 def peer(jobs: int, length: int, steps: int) -> Callable[[], float]:
@@ -68,8 +65,7 @@ def peer(jobs: int, length: int, steps: int) -> Callable[[], float]:
         trained = [p for p in wrapped.parameters() if p.requires_grad]
         optimizers[job] = torch.optim.AdamW(trained, lr=1e-4)
 
-    def run() -> float:
-        started = time.perf_counter()
+    def run() -> None:
         for job, optimizer in optimizers.items():
             wrapped.set_adapter(f"job {job}")
             for row in sequences(job, length, steps):
@@ -77,9 +73,8 @@ def peer(jobs: int, length: int, steps: int) -> Callable[[], float]:
                 wrapped(input_ids=ids, labels=ids, use_cache=False).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        return jobs * steps * length / (time.perf_counter() - started)
 
-    return run
+    return lambda: jobs * steps * length / seconds(run)
 
 
 def measure(jobs: int, length: int, steps: int, rounds: int) -> dict[str, Any]:

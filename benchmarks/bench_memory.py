@@ -34,6 +34,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from baselines import (
     Case,
@@ -44,12 +45,16 @@ from baselines import (
     prepared,
     step,
 )
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 from measure import RESULTS, write
 from rich.console import Console
 from rich.table import Table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pcg
+from pcg.explain.page.svg import note, svg_file
 from pcg.trace.partitioner import attention_as_on_cuda
 from pcg.trace.peer_model import MASKLESS
 
@@ -71,8 +76,6 @@ SHARES = (0.47, 0.62, 0.77)
 TINY = {"vocab_size": 96, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
 TINY_LLAMA = {"model_type": "llama", "intermediate_size": 160, "num_key_value_heads": 2, **TINY}
 TINY_OPT = {"model_type": "opt", "ffn_dim": 160, "word_embed_proj_dim": 64, **TINY}
-PANEL = (460, 300)
-"""Width and height of one case in the plot."""
 COLORS = {"eager": "#888888", "checkpointing": "#b3589a", "torch": "#c46a1b", "pcg": "#1f6fb4"}
 
 
@@ -303,58 +306,42 @@ def table(results: Sequence[Mapping[str, Any]]) -> Table:
 
 def plot(results: Sequence[Mapping[str, Any]]) -> str:
     """Return an SVG with a panel a case: MiB a block against the recomputed share of the blocks."""
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * PANEL[0]} '
-        f'{(len(results) + 1) // 2 * PANEL[1] + 70}" font-family="sans-serif" font-size="11" '
-        'fill="#333">',
-        '<rect width="100%" height="100%" fill="#fff"/>',
-        '<text x="20" y="24" font-size="14">MiB a block kept for backward, against the share of '
-        "its forward that is computed again</text>",
-    ]
-    for index, (kind, color) in enumerate(COLORS.items()):
-        title = {"eager": "eager, SDPA", "torch": "torch's partitioner"}.get(kind, kind)
-        lines.append(f'<circle cx="{26 + 150 * index}" cy="42" r="4" fill="{color}"/>')
-        lines.append(f'<text x="{36 + 150 * index}" y="46">{title}</text>')
-    note = "hollow: fp32 adapters, or attention taken for free"
-    lines.append(f'<text x="{36 + 150 * len(COLORS)}" y="46">{note}</text>')
-    for index, result in enumerate(results):
-        lines += _panel(result, 62 + index % 2 * PANEL[0], 84 + index // 2 * PANEL[1])
-    return "\n".join([*lines, "</svg>", ""])
+    rows, title = (len(results) + 1) // 2, "MiB a block kept for backward, against the share"
+
+    def draw(figure: Figure) -> None:
+        figure.set_layout_engine("constrained")
+        figure.suptitle(f"{title} of its forward that is computed again", x=0.02, ha="left")
+        panels = figure.subplots(rows, 2, squeeze=False).flatten()
+        for axes in panels[len(results) :]:
+            axes.axis("off")
+        for axes, result in zip(panels, results, strict=False):
+            _panel(axes, result)
+        note_ = "hollow: fp32 adapters, or attention taken for free"
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=4)
+        figure.text(0.98, 0.01, note_, ha="right")
+
+    return svg_file(draw, (12.5, 3.8 * rows + 0.8), title)
 
 
-def _panel(result: Mapping[str, Any], left: int, top: int) -> list[str]:
-    marks = [point for point in points(result) if "eager attention" not in point[1]]
-    most = 1.08 * max(row["block_mib"] for _, _, row in marks)
-    width, height = PANEL[0] - 86, PANEL[1] - 76
-
-    def at(recomputed: float, block_mib: float) -> tuple[float, float]:
-        return left + width * recomputed / 1.12, top + height * (1 - block_mib / most)
-
-    lines = [f'<text x="{left}" y="{top - 8}" font-size="12">{result["case"]}</text>']
-    for percent in range(0, 101, 20):
-        x, y = at(percent / 100, 0)
-        lines.append(f'<text x="{x:.1f}" y="{y + 16:.1f}" text-anchor="middle">{percent} %</text>')
-    unit = next(size for size in (10, 25, 50, 100, 200) if most / size <= 6)
-    for size in range(0, int(most) + 1, unit):
-        y = at(0, size)[1]
-        lines.append(f'<path d="M{left} {y:.1f}h{width}" stroke="#e4e4e4"/>')
-        lines.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{size}</text>')
-    for kind in ("torch", "pcg"):
-        path = sorted(
-            at(row["recomputed"], row["block_mib"])
-            for found, name, row in marks
-            if found == kind and _on_line(name)
+def _panel(axes: Axes, result: Mapping[str, Any]) -> None:
+    for kind, color in COLORS.items():
+        found = [(name, row) for one, name, row in points(result) if one == kind]
+        marks = [mark for mark in found if "eager attention" not in mark[0]]
+        line = sorted(
+            (row["recomputed"], -row["block_mib"]) for name, row in marks if _on_line(name)
         )
-        joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in path)
-        lines.append(f'<polyline points="{joined}" fill="none" stroke="{COLORS[kind]}"/>')
-    for kind, name, row in sorted(marks, key=lambda mark: not _is_hollow(mark[1])):
-        x, y = at(row["recomputed"], row["block_mib"])
-        inside = "#fff" if _is_hollow(name) else COLORS[kind]
-        lines.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{inside}" stroke="{COLORS[kind]}">'
-            f"<title>{name}: {row['block_mib']} MiB, {row['recomputed']:.1%}</title></circle>"
-        )
-    return lines
+        axes.plot(*np.reshape(line, (-1, 2)).T * [[1], [-1]], color=color, linewidth=1)
+        label = {"eager": "eager, SDPA", "torch": "torch's partitioner"}.get(kind, kind)
+        for name, row in sorted(marks, key=lambda mark: not _is_hollow(mark[0])):
+            inside = "white" if _is_hollow(name) else color
+            place = (row["recomputed"], row["block_mib"])
+            (mark,) = axes.plot(*place, "o", color=color, mfc=inside, markersize=5)
+            note(mark, f"{name}: {row['block_mib']} MiB, {row['recomputed']:.1%}")
+        axes.plot([], [], "o", color=color, markersize=5, label=label)
+    axes.set_title(result["case"], loc="left", size=10)
+    axes.set_xlim(-0.02, 1.1)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
 
 
 def _on_line(name: str) -> bool:

@@ -43,7 +43,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import pcg
 from pcg.parallel.costs.step_costs import SequenceChunk, StepShape
-from pcg.parallel.ranks.group import ALONE
+from pcg.parallel.ranks.group import SINGLE_RANK
 from pcg.runtime.adapters.cache import AdapterCache
 from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.device import Device
@@ -109,7 +109,7 @@ class StubDevice:
 class StubProgram:
     """A program that computes nothing, and reads of a batch what emitted attention reads once."""
 
-    ranks = ALONE
+    ranks = SINGLE_RANK
     drawing = None
     decoding = None
 
@@ -159,8 +159,6 @@ class Load:
     """An engine that always has so many running requests.
 
     Args:
-        running: the number of requests.
-        adapters: the number of adapters that they choose from.
         make: makes a device with so many pages, and their pool.
         program: the program whose time is predicted.
     """

@@ -39,8 +39,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from bench_generation import random_llama
-from measure import RESULTS, environment, interleave, medians, ratio
+from bench_generation import left_padded, random_llama
+from measure import RESULTS, environment, interleave, medians, ratio, seconds
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -116,24 +116,10 @@ def mixed_contenders(model: torch.nn.Module, executor: Executor) -> dict[str, Ca
     drawn = random.Random(0)
     lengths = [PROMPTS.draw(drawn) for _ in range(MIXED)]
     prompts = [[drawn.randrange(5, 31000) for _ in range(length)] for length in lengths]
-    ids = torch.zeros(MIXED, max(lengths), dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, -len(prompt) :] = torch.tensor(prompt)
-        mask[row, -len(prompt) :] = 1
-    options = {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "max_new_tokens": NEW,
-        "min_new_tokens": NEW,
-        "do_sample": False,
-        "pad_token_id": 0,
-    }
+    options = left_padded(prompts, NEW)
 
     def rate(run: Callable[[], object]) -> float:
-        started = time.perf_counter()
-        run()
-        return MIXED * NEW / (time.perf_counter() - started)
+        return MIXED * NEW / seconds(run)
 
     def ours(prefix: str | None) -> float:
         names = None if prefix is None else [f"{prefix}-{index}" for index in range(MIXED)]
@@ -221,13 +207,13 @@ def timed_steps(engine: Engine) -> list[float]:
     return took
 
 
-def co_serving(executor: Executor, seconds: float) -> dict[str, Any]:
+def co_serving(executor: Executor, duration_s: float) -> dict[str, Any]:
     """Measure every rule of sharing under the same requests."""
     rate_per_s = 0.3 * capacity(executor)
     measured = calibrated(executor.state, MachineClock())
     tpot_slo_s = 4 * measured.forward.seconds(Load(8, 8 * 64, sampled=8))
     limits = Limits(running=32, ttft_slo_s=S_LORA_TTFT_SLO_S, tpot_slo_s=tpot_slo_s)
-    workload = synthetic(Poisson(rate_per_s), PROMPTS, Fixed(NEW), seed=3, duration_s=seconds)
+    workload = synthetic(Poisson(rate_per_s), PROMPTS, Fixed(NEW), seed=3, duration_s=duration_s)
     workload = assign_adapters(workload, PowerLaw(8, 1.0), seed=3)
 
     def engine_of(rule: Sharing) -> Engine:
@@ -236,8 +222,8 @@ def co_serving(executor: Executor, seconds: float) -> dict[str, Any]:
     alone = alone_tokens_per_s(executor)
     engine = engine_of(CoServing())
     training(engine)
-    train(engine, min(5.0, seconds))  # compiles
-    in_engine = train(engine, seconds).finetuning_throughput
+    train(engine, min(5.0, duration_s))  # compiles
+    in_engine = train(engine, duration_s).finetuning_throughput
     engine.cancel_job("trained")
     print(f"  finetuning alone {alone:.1f} tokens/s", file=sys.stderr)
     found: dict[str, Any] = {}

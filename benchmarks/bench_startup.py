@@ -24,9 +24,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from measure import interleave, medians, ratio, write
+from measure import interleave, medians, ratio, seconds, write
 from safetensors.torch import load_file
 
 from pcg.compiler import compile_program
@@ -51,13 +52,8 @@ IMPORT = "import torch; from transformers import LlamaForCausalLM"
 
 def process(*command: str) -> Callable[[], float]:
     """Return a call that runs a Python process and returns its wall time."""
-
-    def run() -> float:
-        started = time.perf_counter()
-        subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
-        return time.perf_counter() - started
-
-    return run
+    run = partial(subprocess.run, check=True, stdout=subprocess.DEVNULL)
+    return lambda: seconds(partial(run, [sys.executable, *command]))
 
 
 def reading(folder: Path) -> dict[str, Callable[[], float]]:
@@ -67,17 +63,10 @@ def reading(folder: Path) -> dict[str, Callable[[], float]]:
     linears = {f"model.layers.{i}.{name}": (64, 64) for i in range(32) for name in names}
     write_adapter(new_adapter("x", SHORTHANDS["lora"], linears), folder)
 
-    def timed(read: Callable[[], object]) -> Callable[[], float]:
-        def run() -> float:
-            started = time.perf_counter()
-            read()
-            return time.perf_counter() - started
-
-        return run
-
+    file = folder / "adapter_model.safetensors"
     return {
-        "read": timed(lambda: read_adapter(folder, "x")),
-        "safetensors": timed(lambda: load_file(folder / "adapter_model.safetensors")),
+        "read": lambda: seconds(lambda: read_adapter(folder, "x")),
+        "safetensors": lambda: seconds(lambda: load_file(file)),
     }
 
 
@@ -133,17 +122,17 @@ def main() -> None:
             arguments.rounds,
         )
     peak_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    seconds = medians(values)
+    found = medians(values)
     write(
         "startup",
         {
-            "seconds": seconds,
+            "seconds": found,
             "explain / import (at most 2.5)": ratio(values, "explain", "import"),
             "80 layers / 4 layers (at most 1.1)": ratio(values, "explain", "explain 4"),
             "reading an adapter / its file": ratio(values, "read", "safetensors"),
-            "passes over 70B beyond tracing, seconds (at most 3)": seconds["passes"],
-            "search over a 70B layer, seconds (at most 1)": seconds["search"],
-            "help, seconds (at most 0.5)": seconds["help"],
+            "passes over 70B beyond tracing, seconds (at most 3)": found["passes"],
+            "search over a 70B layer, seconds (at most 1)": found["search"],
+            "help, seconds (at most 0.5)": found["help"],
             "largest peak memory of them, MiB (at most 1024)": round(peak_kib / 1024),
         },
     )

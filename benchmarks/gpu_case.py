@@ -25,21 +25,15 @@ class Row:
     """One measurement.
 
     Attributes:
-        case: its name.
         setting: the measurement of the case.
         ours_us: our time; None where there is none, and `note` says why.
-        peers_us: others' times in the same run, by name.
         floor_us: what bytes and FLOPs take at the ceilings; None where none is counted.
-        bytes: bytes that the work cannot do without.
-        flops: FLOPs that the work cannot do without.
+        bytes: the bytes that the work cannot do without; `flops` likewise.
         target: the time that is aimed at, in words; empty for none.
         ours_bytes: our peak memory; 0 where it is not measured.
         peers_bytes: peak memory of the peers, by name.
         reached: the number that the target is about.
-        met: whether the target is met.
-        note: what else there is to say.
         details: further numbers, for the file alone.
-        failed: whether it could not be measured.
     """
 
     case: str
@@ -93,7 +87,6 @@ class CudaTimer:
 
     Args:
         seconds: time for the repeats of one call, about.
-        most: the most repeats.
     """
 
     def __init__(self, seconds: float, most: int) -> None:
@@ -147,11 +140,8 @@ class Bench:
     """The means of a case to measure.
 
     Attributes:
-        timer: times calls on the device.
         ceilings: the device's, measured before.
-        quick: whether to take few settings.
         until: time of `monotonic` from which on no setting begins.
-        device: the device of all tensors.
     """
 
     timer: Timer
@@ -197,7 +187,6 @@ class Case:
     """Rows that belong together, measured in a process of their own.
 
     Attributes:
-        name: its name, as `--only` takes it.
         seconds: the most that it may take, start and compilation included.
         settings: its measurements, the most important ones first, for time may run out.
     """
@@ -237,3 +226,11 @@ def _said(error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "")
+
+
+def check_close(what: str, found: Any, expected: Any, tolerance: float) -> None:
+    """Raise an AssertionError if tensors differ by more than so much of the largest element."""
+    expected = expected.double()
+    error = float((found.double() - expected).abs().max() / expected.abs().max())
+    if not error <= tolerance:
+        raise AssertionError(f"{what} is off by {error:.1e} of its largest; {tolerance} allowed")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
-from gpu_case import Bench, Case, Row, Setting
+from gpu_case import Bench, Case, Row, Setting, check_close
 from gpu_model import config
 from gpu_work import Work
 
@@ -25,11 +25,7 @@ TOLERANCE = {"f64": 1e-12, "f32": 1e-4, "bf16": 2e-2, "f16": 4e-3}
 
 
 def group_graphs(model: Any) -> list[Any]:
-    """The groups of a model's programs, each different one as a graph of its own.
-
-    Args:
-        model: as `compile_program` takes it.
-    """
+    """The groups of a model's programs, each different one as a graph of its own."""
     from pcg.codegen.group_kernel import group_kernel
     from pcg.compiler import compile_program
     from pcg.ir.graph import Value
@@ -121,12 +117,8 @@ def check_same(graph: Any, ours: Any, theirs: Any) -> None:
     """AssertionError: an output differs by more than rounding."""
     ours, theirs = (x if isinstance(x, tuple) else (x,) for x in (ours, theirs))
     for name, one, other in zip(graph.outputs, ours, theirs, strict=True):
-        error = float((one.double() - other.double()).abs().max() / other.double().abs().max())
         allowed = TOLERANCE.get(graph.types[name].dtype, 0.0)
-        if not error <= allowed:
-            raise AssertionError(
-                f"{name} of {graph.name} is off by {error:.1e} of its largest; {allowed} allowed"
-            )
+        check_close(f"{name} of {graph.name}", one, other, allowed)
 
 
 def group_settings(bench: Bench) -> Iterator[Setting]:

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 import gpu_work as work
-from gpu_case import Bench, Case, Row, Setting
+from gpu_case import Bench, Case, Row, Setting, check_close
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 128_256
 HEADS, KV_HEADS, HEAD = 32, 8, 128
@@ -70,7 +70,7 @@ def _loss(bench: Bench, tokens: int) -> Row:
 
 
 def _with_peak(bench: Bench, run: Callable[[], object]) -> tuple[float, int]:
-    """Its time, and the bytes that it allocates at the most."""
+    """Return the time of a call, and the most bytes that it allocates."""
     import torch
 
     run()
@@ -235,14 +235,7 @@ class _LoraLayer:
         for run in (self.ours, self.loop, self.gather):
             self.y.copy_(kept)
             run()
-            _check(f"LoRA by {run.__name__}", self.y, expected, 1e-2)
-
-
-def _check(what: str, found: Any, expected: Any, tolerance: float) -> None:
-    """AssertionError: it is further from what it should be than so much of the largest."""
-    error = float((found.double() - expected).abs().max() / expected.abs().max())
-    if not error <= tolerance:
-        raise AssertionError(f"{what} is wrong by {error:.1e} of its largest; {tolerance} allowed")
+            check_close(f"LoRA by {run.__name__}", self.y, expected, 1e-2)
 
 
 # ------------------------------------------------------------------------------------- attention
@@ -271,7 +264,7 @@ def _attention(bench: Bench, batch: int, tokens: int, keys: int) -> Row:
     from pcg.kernels.sizes import PAGE_TOKENS
     from pcg.kernels.torch.attention_math import Scoring
     from pcg.kernels.triton.attention.cache_rows import CacheRows, KvRows
-    from pcg.kernels.triton.attention.forward import paged_attention
+    from pcg.kernels.triton.attention.paged_attention import paged_attention
     from pcg.kernels.triton.attention.work import AttentionWork
     from pcg.runtime.memory.pool import PageTable
 
@@ -286,7 +279,7 @@ def _attention(bench: Bench, batch: int, tokens: int, keys: int) -> Row:
         for i, own in enumerate(tables)
     ]
     lists = AttentionWork.build(parts, HEADS // KV_HEADS, q.device)
-    cache = KvRows(CacheRows.of_cache(k), CacheRows.of_cache(v))
+    cache = KvRows(CacheRows.of_layer(k), CacheRows.of_layer(v))
     scale = HEAD**-0.5
 
     def ours() -> torch.Tensor:
@@ -300,7 +293,7 @@ def _attention(bench: Bench, batch: int, tokens: int, keys: int) -> Row:
     peers = _attention_peers(dense_q, dense_k, dense_v, scale)
     first = ours().view(batch, tokens, HEADS, HEAD)[0].double()
     wanted = _reference(dense_q[0], dense_k[0], dense_v[0], scale)
-    _check("paged attention", first.transpose(0, 1)[:, -16:], wanted, 2e-2)
+    check_close("paged attention", first.transpose(0, 1)[:, -16:], wanted, 2e-2)
     is_decode = tokens == 1
     peers_us, wrong = bench.peers_us(peers, captured=is_decode)
     ours_us = bench.timer.median_us(ours, captured=is_decode)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import gpu_work as work
-from gpu_case import Bench, Case, Row, Setting
+from gpu_case import Bench, Case, Row, Setting, check_close
 
 HIDDEN, INTERMEDIATE = 4096, 14336
 RANK = 16
@@ -44,7 +44,7 @@ class _Site:
 
 
 def _forward(bench: Bench, tokens: int, in_: int = HIDDEN, out: int = INTERMEDIATE) -> Row:
-    """Ours and peers of s = x Aᵀ and z = y + scale · s Bᵀ."""
+    """Measure s = x Aᵀ and z = y + scale · s Bᵀ against the peers."""
     import torch
 
     from pcg.kernels.torch import ops as torch_ops
@@ -56,7 +56,7 @@ def _forward(bench: Bench, tokens: int, in_: int = HIDDEN, out: int = INTERMEDIA
         return ops.expand_add(site.y, ops.shrink(site.x, site.a), site.b)
 
     compiled = torch.compile(lambda: run(torch_ops))
-    _check("z", run(triton_ops), run(torch_ops))
+    check_close("z", run(triton_ops), run(torch_ops), 1e-2)
     peers, wrong = bench.peers_us({"torch": lambda: run(torch_ops), "torch.compile": compiled})
     ours_us = bench.timer.median_us(lambda: run(triton_ops))
     moved = BF16 * tokens * (in_ + 2 * out) + 4 * RANK * (in_ + out)
@@ -68,7 +68,7 @@ def _forward(bench: Bench, tokens: int, in_: int = HIDDEN, out: int = INTERMEDIA
 def _backward(
     bench: Bench, counts: Sequence[int], in_: int = HIDDEN, out: int = INTERMEDIATE
 ) -> Row:
-    """Ours and peers of ds, dB, dA and dx of some jobs; the base's product is once for all."""
+    """Measure ds, dB, dA and dx of some jobs; the base's product is once for all."""
     import torch
 
     from pcg.kernels.torch import ops as torch_ops
@@ -99,7 +99,7 @@ def _backward(
 
     for mine, other in zip(ours(), theirs(), strict=True):
         for name, one, expected in zip(("dB", "dx", "dA"), mine, other, strict=True):
-            _check(name, one, expected)
+            check_close(name, one, expected, 1e-2)
     compiled = torch.compile(theirs)
     peers, wrong = bench.peers_us({"torch": theirs, "torch.compile": compiled})
     ours_us = bench.timer.median_us(ours)
@@ -110,13 +110,6 @@ def _backward(
     name = f"{len(counts)} of {counts[0]}" if len(counts) > 1 else str(tokens)
     setting = f"backward, {name} tokens"
     return bench.row("training", setting, ours_us, needed, peers_us=peers, note=wrong)
-
-
-def _check(what: str, found: Any, expected: Any) -> None:
-    """AssertionError: it is further from the peer's than so much of the largest element."""
-    error = float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
-    if not error <= 1e-2:
-        raise AssertionError(f"{what} is wrong by {error:.1e} of its largest; 0.01 allowed")
 
 
 CASES = (Case("training", 30, training_settings),)

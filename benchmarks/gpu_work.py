@@ -15,12 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Work:
-    """The bytes and FLOPs that a task cannot do without.
-
-    Attributes:
-        bytes: bytes read and written.
-        flops: FLOPs of products.
-    """
+    """The bytes and FLOPs that a task cannot do without."""
 
     bytes: int
     flops: int = 0
@@ -83,12 +78,8 @@ def lora_work(tokens: int, distinct: int, in_: int, out: int, rank: int, size: i
     """LoRA of each token's own adapter, y += x Aᵀ Bᵀ.
 
     Args:
-        tokens: tokens with an adapter.
-        distinct: adapters that they have; each is read once.
-        in_: columns of x.
-        out: columns of y, which is read and written.
-        rank: rank of all adapters.
-        size: bytes of an element of all tensors.
+        distinct: the number of their adapters; each is read once.
+        out: the columns of y, which is read and written.
     """
     moved = distinct * rank * (in_ + out) + tokens * in_ + 2 * tokens * out
     return Work(moved * size, 2 * tokens * rank * (in_ + out))
@@ -166,12 +157,9 @@ def decode_work(
     """One token of each sequence, in bf16: weights, keys and values, and distinct adapters, once.
 
     Args:
-        shape: the model's.
-        batch: sequences.
-        context: keys that each token sees, its own among them.
-        distinct: adapters; all sequences have one, or none has.
-        rank: rank of each.
-        adapter_size: bytes of an element of theirs.
+        context: the number of keys that each token sees, its own among them.
+        distinct: the number of adapters; all sequences have one, or none has.
+        adapter_size: the bytes of an element of an adapter.
     """
     weights = Work(2 * shape.product_weights, 2 * batch * shape.product_weights)
     seen = batch * context

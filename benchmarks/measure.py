@@ -11,6 +11,7 @@ import os
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -40,6 +41,13 @@ def interleave(
                 values[name].append(value)
                 print(f"  round {round_} {name:<28} {value:10.3f}", file=sys.stderr)
     return values
+
+
+def seconds(act: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
+    started = time.perf_counter()
+    act()
+    return time.perf_counter() - started
 
 
 def ratio(values: Mapping[str, list[float]], name: str, to: str) -> float:

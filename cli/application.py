@@ -61,11 +61,8 @@ class Group(LazyGroup):
         """Run a command; turn what it raises into a line and an exit status."""
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt as error:
-            fail("interrupted")
-            raise typer.Exit(INTERRUPTED) from error
-        except FinetuneInterrupted as error:
-            fail(str(error))
+        except (KeyboardInterrupt, FinetuneInterrupted) as error:
+            fail(str(error) or "interrupted")
             raise typer.Exit(INTERRUPTED) from error
         except Exception as error:
             # typer's own (a usage error, an exit), and a reader of our output that has gone.
@@ -119,8 +116,9 @@ def options(
     """Compile, serve and finetune many adapters over one frozen language model."""
 
 
-def _add(group: typer.Typer, name: str, command: Callable[..., None], *examples: str) -> None:
-    """Add a command with examples of its use."""
+def _add(group: typer.Typer, command: Callable[..., None], *examples: str) -> None:
+    """Add a command, named as its function, with examples of its use."""
+    name = command.__name__.removesuffix("_command")
     epilog = "\n\n".join(["Example:", *(f"[cyan]{example}[/]" for example in examples)])
 
     def make() -> Any:
@@ -129,46 +127,40 @@ def _add(group: typer.Typer, name: str, command: Callable[..., None], *examples:
         alone.command(name, epilog=epilog)(with_options(command))
         return typer.main.get_command(alone)
 
-    def summary() -> None:
-        """The command in the list of all."""
+    def listed() -> None: ...
 
-    summary.__doc__ = command.__doc__
-    summary.make = make  # type: ignore[attr-defined]
-    group.command(name)(summary)
+    listed.make = make  # type: ignore[attr-defined]
+    group.command(name, help=command.__doc__)(listed)
 
 
 bench = typer.Typer(cls=LazyGroup, no_args_is_help=True, rich_markup_mode="rich")
 app.add_typer(bench, name="bench", help="Serve a workload and report how it went.")
 
-_add(app, "explain", explain_command, "pcg explain llama-3.1-70b --batch 1 --seq 1024")
-_add(app, "compile", compile_command, "pcg compile examples/checkpoint --rank 8 -o program")
+_add(app, explain_command, "pcg explain llama-3.1-70b --batch 1 --seq 1024")
+_add(app, compile_command, "pcg compile examples/checkpoint --rank 8 -o program")
 _add(
     app,
-    "run",
     run_command,
     'pcg run program --prompt "def main(" --adapter sql=adapters/sql --use sql --stream',
 )
 _add(
     app,
-    "finetune",
     finetune_command,
     "pcg finetune program --data train.jsonl --adapter mine --output adapters/mine",
     "pcg finetune MODEL --peft dora --r 16 --dropout 0.1 --data train.jsonl --adapter mine -o mine",
 )
-_add(app, "models", models_command, "pcg models --json")
+_add(app, models_command, "pcg models --json")
 _add(
     app,
-    "opt",
     opt_command,
     "pcg compile MODEL --print-after trace | pcg opt - --passes fold,raise",
     "pcg opt --list",
 )
-_add(app, "profile", profile_command, "pcg profile --tp 2 -o profile.json")
-_add(app, "simulate", simulate_command, "pcg simulate flexllm --model Llama-3.1-8B --duration 60")
-_add(app, "doctor", doctor_command, "pcg doctor")
+_add(app, profile_command, "pcg profile --tp 2 -o profile.json")
+_add(app, simulate_command, "pcg simulate flexllm --model Llama-3.1-8B --duration 60")
+_add(app, doctor_command, "pcg doctor")
 _add(
     bench,
-    "serve",
     serve_command,
     "pcg bench serve examples/checkpoint --request-rate 4 --adapters 8",
     "pcg bench serve MODEL --finetune random --tpot-slo-ms 100 --plot latencies.svg",

@@ -15,12 +15,14 @@ from pcg.options import CompileOptions
 from pcg.units import counted
 
 from .bench_workload import WorkloadOptions, at_least
-from .console import busy, err, out, print_json
+from .console import busy, err, out, print_json, table
 from .executors import PlaceOptions, open_executor
 from .options.arguments import Json, Model
 from .options.fields import Given, Only
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from pcg.runtime.engine.engine import Engine
     from pcg.runtime.engine.limits import Limits
     from pcg.runtime.engine.policies import Policy
@@ -31,6 +33,14 @@ if TYPE_CHECKING:
 
 JOB = "finetuned"
 """Name of the adapter that is trained."""
+
+_TITLES = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "inter-token latency",
+    "e2el": "end-to-end latency",
+    "queueing": "queueing",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +83,13 @@ class FinetuningOptions:
     @property
     def rule(self) -> Sharing:
         """The rule by which the engine shares its time."""
-        from pcg.runtime.engine.sharing import (
-            CoServing,
-            InferenceOnly,
-            SpatialSharing,
-            TemporalSharing,
-        )
+        from pcg.runtime.engine import sharing
 
         if self.sharing == "temporal":
-            return TemporalSharing(self.inference_frequency)
+            return sharing.TemporalSharing(self.inference_frequency)
         if self.sharing == "spatial":
-            return SpatialSharing(self.finetuning_share)
-        return InferenceOnly() if self.sharing == "inference-only" else CoServing()
+            return sharing.SpatialSharing(self.finetuning_share)
+        return sharing.InferenceOnly() if self.sharing == "inference-only" else sharing.CoServing()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,8 +191,7 @@ def serve_command(
             engine.calibrate()  # without SLOs jobs go by the time of an idle step
         with busy("compiling the finetuning job"):
             _finetune(engine, training.finetune, training, requests.seed)
-    serves = training.sharing != "finetuning-only"
-    report = _run(engine, workload, requests) if serves else _train(engine, workload)
+    report = _run(engine, workload, requests, serves=training.sharing != "finetuning-only")
     if how.plot is not None:
         from pcg.simulate.latency_plot import serving_svg
 
@@ -225,12 +229,11 @@ def _finetune(engine: Engine, source: str, training: FinetuningOptions, seed: in
 
     from pcg.peft.lora import LoraConfig
     from pcg.runtime.data.example import Example
-    from pcg.runtime.training.training_data import vocabulary_size
 
     data: Any = Path(source)
     size, rank = training.finetune_batch_size, training.finetune_rank
     if source == "random":
-        random, vocabulary = Random(f"{seed} examples"), vocabulary_size(engine.state.program)
+        random, vocabulary = Random(f"{seed} examples"), engine.state.program.base.vocabulary
         length = training.finetune_len
         rows = [random.choices(range(vocabulary), k=length) for _ in range(16 * size)]
         data = [Example(row, row) for row in rows]
@@ -238,49 +241,90 @@ def _finetune(engine: Engine, source: str, training: FinetuningOptions, seed: in
     engine.finetune(data, JOB, peft=lora, batch_size=size, max_steps=10**9)
 
 
-def _train(engine: Engine, workload: Workload) -> ServingReport:
-    """Train for as long as the requests of a workload take, without them."""
-    from pcg.simulate.replay import train
-
-    try:
-        with busy("finetuning"):
-            return train(engine, max(workload.duration_s, 1.0))
-    finally:
-        _cancel_jobs(engine)
-
-
-def _run(engine: Engine, workload: Workload, options: WorkloadOptions) -> ServingReport:
-    """Serve, beside the job if there is one."""
-    from pcg.runtime.training.training_data import vocabulary_size
-    from pcg.simulate.replay import replay
+def _run(
+    engine: Engine, workload: Workload, options: WorkloadOptions, *, serves: bool
+) -> ServingReport:
+    """Serve, beside the job if there is one; or train for as long as the requests would come."""
+    from pcg.simulate.replay import replay, train
 
     state = engine.state
     try:
+        if not serves:
+            with busy("finetuning"):
+                return train(engine, max(workload.duration_s, 1.0))
         with busy(f"serving {counted(len(workload), 'request')}"):
             return replay(
                 engine,
                 workload,
                 state.adapters,
-                vocabulary_size(state.program),
+                state.program.base.vocabulary,
                 seed=options.seed,
                 prefix_tokens=options.random_prefix_len,
                 most_positions=state.max_positions,
             )
     finally:
-        _cancel_jobs(engine)
-
-
-def _cancel_jobs(engine: Engine) -> None:
-    for job in list(engine.jobs):
-        engine.cancel_job(job.name)
+        for job in list(engine.jobs):
+            engine.cancel_job(job.name)
 
 
 def _print(report: ServingReport, plot: Path | None) -> None:
-    from .serving_tables import latency_table, outcome_table
-
     console = out()
     console.print(outcome_table(report))
     console.print()
     console.print(latency_table(report))
     if plot is not None:
         err().print(f"plot: {plot}", style="dim", soft_wrap=True)
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+
+def latency_table(report: ServingReport) -> Table:
+    """Latencies of finished requests, in milliseconds; dashes where there is no sample."""
+    heads = ("mean", "median", "p90", "p99")
+    made = table("ms", "samples", *heads, right=("samples", *heads))
+    for name, one in report.latencies.items():
+        if one is None:
+            made.add_row(_TITLES[name], "0", *("–" for _ in heads))
+            continue
+        numbers = (one.mean_s, one.median_s, one.p90_s, one.p99_s)
+        made.add_row(_TITLES[name], f"{one.count:,}", *(f"{s * 1e3:,.1f}" for s in numbers))
+    return made
+
+
+def outcome_table(report: ServingReport) -> Table:
+    """Outcomes of requests, tokens, SLOs, jobs and tenants; lines of nothing are left out."""
+    found = report.to_json()
+    made = table("serving", "", right=("",))
+    made.add_row("duration", f"{report.duration_s:,.1f} s")
+    made.add_row("requests", f"{len(report.requests):,}")
+    for outcome in ("completed", "refused", "cancelled", "timed_out", "failed", "unfinished"):
+        if outcome == "completed" or found[outcome]:
+            made.add_row(f"  {outcome.replace('_', ' ')}", f"{found[outcome]:,}")
+    if found["preempted"]:
+        made.add_row("  preempted", f"{found['preempted']:,}, {found['preemptions']:,} times")
+    made.add_row("throughput", f"{report.request_throughput:,.2f} requests/s")
+    if report.request_goodput is not None:
+        made.add_row("goodput", f"{report.request_goodput:,.2f} requests/s")
+    made.add_row("output", f"{report.output_throughput:,.1f} tokens/s")
+    made.add_row("prompts and output", f"{report.total_token_throughput:,.1f} tokens/s")
+    if report.cached_tokens:
+        rate = f"{report.prefix_cache_hit_rate:.1%} of prompts"
+        made.add_row("prefix cache", f"{report.cached_tokens:,} tokens, {rate}")
+    for title, share in (
+        ("SLO attainment", report.slo_attainment),
+        ("  first token", report.ttft_attainment),
+        ("  further tokens", report.tpot_attainment),
+        ("user satisfaction", report.user_satisfaction),
+    ):
+        if share is not None:
+            made.add_row(title, f"{share:.1%}")
+    if report.finetuning_steps:
+        steps = f"{report.finetuning_steps:,} steps"
+        made.add_row("finetuning", f"{report.finetuning_throughput:,.1f} tokens/s, {steps}")
+    fairness = report.fairness
+    if fairness is not None and len(fairness.service) > 1:
+        ratio = fairness.max_min_ratio
+        made.add_row("most served tenant / least", "–" if ratio is None else f"{ratio:,.2f}")
+        made.add_row("Jain index of tenants", f"{fairness.jain_index:.3f}")
+    return made

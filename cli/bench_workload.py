@@ -98,7 +98,7 @@ class WorkloadOptions(AdapterOptions):
         """The requests.
 
         Args:
-            most_positions: of the model; ShareGPT's lengths are cut off at half of them.
+            most_positions: the model's positions; ShareGPT's lengths are cut off at half of them.
         Raises:
             typer.BadParameter: an option that says nothing, or goes against another.
             BenchmarkError: numbers out of range, or a trace that cannot be used.
@@ -124,11 +124,8 @@ class WorkloadOptions(AdapterOptions):
         if self.num_prompts is not None:
             found = Workload(found.requests[: self.num_prompts])
         if self.request_rate is not None:
-            found = (
-                _at_once(found)
-                if math.isinf(self.request_rate)
-                else found.at_rate(self.request_rate)
-            )
+            is_finite = math.isfinite(self.request_rate)
+            found = found.at_rate(self.request_rate) if is_finite else _at_once(found)
         return found if found.adapters else self._spread(found)
 
     # ------------------------------------------------------------------------------- synthetic
@@ -160,12 +157,7 @@ class WorkloadOptions(AdapterOptions):
             )
         arrivals = self._arrivals(1.0 if math.isinf(rate) else rate)
         made = synthetic(
-            arrivals,
-            prompts,
-            outputs,
-            seed=self.seed,
-            requests=requests,
-            duration_s=self.duration,
+            arrivals, prompts, outputs, seed=self.seed, requests=requests, duration_s=self.duration
         )
         return self._spread(_at_once(made) if math.isinf(rate) else made)
 
@@ -180,11 +172,9 @@ class WorkloadOptions(AdapterOptions):
     def _arrivals(self, rate_per_s: float) -> Arrivals:
         from pcg.simulate.workloads.arrivals import Bursty, Constant, Gamma
 
-        if self.arrivals == "gamma":
-            return Gamma(rate_per_s, self._cv)
-        if self.arrivals == "bursty":
-            return Bursty(rate_per_s, self._cv)
-        return Constant(rate_per_s)
+        if self.arrivals == "constant":
+            return Constant(rate_per_s)
+        return (Bursty if self.arrivals == "bursty" else Gamma)(rate_per_s, self._cv)
 
     def _spread(self, workload: Workload) -> Workload:
         """Give requests adapters, of those there are."""
@@ -196,20 +186,14 @@ class WorkloadOptions(AdapterOptions):
         return assign_adapters(workload, self._popularity(), seed=self.seed, adapters=names)
 
     def _popularity(self) -> Popularity:
-        from pcg.simulate.workloads.popularity import (
-            Distinct,
-            Identical,
-            PowerLaw,
-            Skewed,
-            Uniform,
-        )
+        from pcg.simulate.workloads import popularity
 
         known: dict[str, Popularity] = {
-            "zipf": PowerLaw(self.adapters, self.zipf_alpha),
-            "distinct": Distinct(),
-            "uniform": Uniform(self.adapters),
-            "skewed": Skewed(),
-            "identical": Identical(),
+            "zipf": popularity.PowerLaw(self.adapters, self.zipf_alpha),
+            "distinct": popularity.Distinct(),
+            "uniform": popularity.Uniform(self.adapters),
+            "skewed": popularity.Skewed(),
+            "identical": popularity.Identical(),
         }
         return known[self.popularity]
 
@@ -227,20 +211,16 @@ def _at_once(workload: Workload) -> Workload:
 
 
 def _lengths(option: str, value: str, most_positions: int | None) -> Lengths:
-    from pcg.simulate.workloads.lengths import (
-        SHAREGPT_OUTPUTS,
-        SHAREGPT_PROMPTS,
-        Between,
-        Fixed,
-    )
+    from pcg.simulate.workloads import lengths
 
     if value == "sharegpt":
-        whole = SHAREGPT_PROMPTS if option == "--input-len" else SHAREGPT_OUTPUTS
+        is_input = option == "--input-len"
+        whole = lengths.SHAREGPT_PROMPTS if is_input else lengths.SHAREGPT_OUTPUTS
         most = None if most_positions is None else most_positions // 2
         return dataclasses.replace(whole, most=most)
     least, dash, most_text = value.partition("-")
     try:
-        return Between(int(least), int(most_text)) if dash else Fixed(int(least))
+        return lengths.Between(int(least), int(most_text)) if dash else lengths.Fixed(int(least))
     except ValueError as error:
         raise typer.BadParameter(
             f"{value!r}; use a number, a range as 8-512, or sharegpt", param_hint=option

@@ -25,10 +25,7 @@ class Prompt:
 
 def wait_completions(chunks: Iterator[Chunk], prompts: Sequence[Prompt]) -> list[Completion]:
     """Gather the completions."""
-    done: dict[int, Completion] = {}
-    for chunk in chunks:
-        if chunk.completion is not None:
-            done[chunk.index] = chunk.completion
+    done = {chunk.index: chunk.completion for chunk in chunks if chunk.completion is not None}
     return [done[index] for index in range(len(prompts))]
 
 
@@ -37,8 +34,7 @@ def print_completions(chunks: Iterator[Chunk], prompts: Sequence[Prompt]) -> lis
     done = wait_completions(chunks, prompts)
     for index, completion in enumerate(done):
         _head(prompts, index)
-        _text(completion.text)
-        _text("\n")
+        _text(f"{completion.text}\n")
     return done
 
 
@@ -82,9 +78,10 @@ def _text(text: str) -> None:
 
 
 def summary_of(
-    model: str, prompts: Sequence[Prompt], done: list[Completion], tokens: int, seconds: float
+    model: str, prompts: Sequence[Prompt], done: list[Completion], seconds: float
 ) -> dict[str, Any]:
     """The completions as JSON, in the order of the prompts."""
+    tokens = sum(len(completion.token_ids) for completion in done)
     return {
         "model": model,
         "completions": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -25,39 +26,35 @@ NVIDIA = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package and its versions that pcg takes: from `least`, up to but not `below`."""
+    """A package, what it is for, and its versions that pcg takes, as pip writes them."""
 
     name: str
-    least: str | None = None
-    below: str | None = None
-    purpose: str = ""
+    purpose: str
+    wanted: str = ""
     required: bool = True
-
-    @property
-    def wanted(self) -> str:
-        bounds = [f">={self.least}" if self.least else "", f"<{self.below}" if self.below else ""]
-        return ",".join(bound for bound in bounds if bound)
 
     def accepts(self, version: str) -> bool:
         found = _numbers(version)
-        low = self.least is None or found >= _numbers(self.least)
-        return low and (self.below is None or found < _numbers(self.below))
+        for bound in filter(None, self.wanted.split(",")):
+            if (found < _numbers(bound.lstrip("<>="))) != bound.startswith("<"):
+                return False
+        return True
 
 
 REQUIREMENTS = (
-    Requirement("torch", "2.11", "2.14", "tensors"),
-    Requirement("transformers", "5.17", None, "tracing"),
-    Requirement("safetensors", purpose="weights"),
-    Requirement("tokenizers", purpose="text"),
-    Requirement("jinja2", "3.1.6", None, "chat templates"),
-    Requirement("sympy", purpose="formulas"),
-    Requirement("networkx", purpose="graphs"),
-    Requirement("numpy", purpose="arrays"),
-    Requirement("matplotlib", "3.10", None, "plots"),
-    Requirement("rich", purpose="tables"),
-    Requirement("typer", purpose="this command"),
-    Requirement("triton", purpose="GPU kernels", required=False),
-    Requirement("peft", purpose="peft configurations in Python", required=False),
+    Requirement("torch", "tensors", ">=2.11,<2.14"),
+    Requirement("transformers", "tracing", ">=5.17"),
+    Requirement("safetensors", "weights"),
+    Requirement("tokenizers", "text"),
+    Requirement("jinja2", "chat templates", ">=3.1.6"),
+    Requirement("sympy", "formulas"),
+    Requirement("networkx", "graphs"),
+    Requirement("numpy", "arrays"),
+    Requirement("matplotlib", "plots", ">=3.10"),
+    Requirement("rich", "tables"),
+    Requirement("typer", "this command"),
+    Requirement("triton", "GPU kernels", required=False),
+    Requirement("peft", "peft configurations in Python", required=False),
 )
 
 
@@ -97,14 +94,8 @@ def _package(requirement: Requirement) -> dict[str, Any]:
         version = importlib.metadata.version(requirement.name)
     except importlib.metadata.PackageNotFoundError:
         version = None
-    return {
-        "name": requirement.name,
-        "version": version,
-        "wanted": requirement.wanted,
-        "ok": version is not None and requirement.accepts(version),
-        "required": requirement.required,
-        "purpose": requirement.purpose,
-    }
+    is_ok = version is not None and requirement.accepts(version)
+    return {**dataclasses.asdict(requirement), "version": version, "ok": is_ok}
 
 
 def _torch_machine() -> dict[str, Any]:
@@ -116,12 +107,11 @@ def _torch_machine() -> dict[str, Any]:
         capability = f"{gpu.major}.{gpu.minor}"
         gpus.append({"name": gpu.name, "memory_bytes": gpu.total_memory, "capability": capability})
     there = torch.distributed.is_available()
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux
     return {
         "cpu": {
             "capability": torch.backends.cpu.get_cpu_capability(),
-            "cores": len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count(),
+            "cores": os.cpu_count() if affinity is None else len(affinity(0)),
             "threads": torch.get_num_threads(),
         },
         "gpus": gpus,
@@ -165,9 +155,7 @@ def _problems(
     packages: list[dict[str, Any]], machine: dict[str, Any], problem: str | None
 ) -> list[dict[str, Any]]:
     """Missing things, each with the command to get it."""
-    problems = [
-        _problem(f"Python {platform.python_version()} is too old", "install Python 3.11 or newer")
-    ] * (sys.version_info < (3, 11))
+    problems = []
     for package in packages:
         if package["ok"]:
             continue
@@ -180,14 +168,10 @@ def _problems(
     if problem is not None and all(p["ok"] for p in packages if p["name"] == "torch"):
         problems.append(_problem(problem, "pip install --force-reinstall torch"))
     if machine and not machine["gpus"] and NVIDIA.exists():
-        reason = (
-            "this torch is built without CUDA" if machine["cuda"] is None else "torch sees none"
-        )
-        fix = (
-            "install a CUDA build of torch (https://pytorch.org/get-started/locally)"
-            if machine["cuda"] is None
-            else "look at nvidia-smi and CUDA_VISIBLE_DEVICES"
-        )
+        reason, fix = "torch sees none", "look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+        if machine["cuda"] is None:
+            reason = "this torch is built without CUDA"
+            fix = "install a CUDA build of torch (https://pytorch.org/get-started/locally)"
         problems.append(_problem(f"there is an NVIDIA driver, but {reason}", fix, required=False))
     if machine and machine["gpus"] and not shutil.which("cc") and not shutil.which("gcc"):
         problems.append(
@@ -217,12 +201,11 @@ def _print(report: dict[str, Any]) -> None:
     if "cpu" in report:
         cpu = report["cpu"]
         rows.add_row("cpu", cpu["capability"], f"{cpu['cores']} cores, {cpu['threads']} threads")
-        for gpu in report["gpus"] or [None]:
-            if gpu is None:
-                rows.add_row("gpu", "none", "everything runs on the CPU")
-            else:
-                size = size_text(gpu["memory_bytes"])
-                rows.add_row("gpu", gpu["name"], f"{size}, capability {gpu['capability']}")
+        for gpu in report["gpus"]:
+            size = size_text(gpu["memory_bytes"])
+            rows.add_row("gpu", gpu["name"], f"{size}, capability {gpu['capability']}")
+        if not report["gpus"]:
+            rows.add_row("gpu", "none", "everything runs on the CPU")
         backends = [name for name, is_there in report["distributed"].items() if is_there]
         rows.add_row("distributed", ", ".join(backends) or "none", "several processes")
     memory = report["memory_bytes"]

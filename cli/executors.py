@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
+
+from pcg.ir.program.manifest import is_program_folder
 
 from .console import busy
 from .options.fields import flags_of
@@ -33,25 +34,15 @@ class PlaceOptions:
     trust_edits: bool = False
 
 
-def is_program(where: str) -> bool:
-    """True if a compiled program is there, and not a model."""
-    return (Path(where).expanduser() / "manifest.json").is_file()
-
-
 def open_executor(
     where: str, peft: object, compiling: Mapping[str, Any], place: PlaceOptions
 ) -> Executor:
-    """An executor of a program's folder or of a model, with adapters.
+    """An executor of a program's folder, or of a model compiled with fields of `CompileOptions`.
 
-    Args:
-        where: the folder or the model.
-        peft: adapters by name, or None.
-        compiling: fields of `CompileOptions`; a program has its own.
-        place: where it runs.
     Raises:
         PcgError: what is wrong with the folder, the weights or an adapter.
     """
-    if is_program(where):
+    if is_program_folder(where):
         with busy(f"loading {where}"):
             from pcg import compiler
 
@@ -74,60 +65,50 @@ def open_executor(
 def ranks_of(where: str, compiling: Mapping[str, Any], place: PlaceOptions) -> int:
     """The number of ranks that a program's folder or a model runs on.
 
-    Args:
-        where: the folder or the model.
-        compiling: fields of `CompileOptions` that are given.
-        place: where it runs.
     Raises:
         typer.BadParameter: an option for models alone, or for programs alone; or a program was
             compiled for another number of ranks, or otherwise.
     """
-    if not is_program(where):
+    if not is_program_folder(where):
         for name, is_given in (("weights", place.weights), ("trust_edits", place.trust_edits)):
             if is_given:
                 raise typer.BadParameter(
                     f"{where} is not a compiled program", param_hint=flags_of(name)[0]
                 )
         return int(compiling.get("tp", 1))
-    from pcg.ir.program.folder import degree_of, is_sequence_parallel
+    from pcg.ir.program.folder import options_of
 
     for name in compiling:
         if name not in ("tp", "sequence_parallel"):
             raise typer.BadParameter(
                 f"a program's {name} is chosen by pcg compile", param_hint=flags_of(name)[0]
             )
-    folder = Path(where).expanduser()
-    own, asked = degree_of(folder), compiling.get("tp")
-    if asked not in (None, own):
+    own, asked = options_of(where), compiling.get("tp")
+    if asked not in (None, own.tp):
         raise typer.BadParameter(
-            f"{where} was compiled for {own}; compile it again: pcg compile MODEL --tp {asked}",
+            f"{where} was compiled for {own.tp}; compile it again: pcg compile MODEL --tp {asked}",
             param_hint="--tp",
         )
-    if compiling.get("sequence_parallel") and not is_sequence_parallel(folder):
+    if compiling.get("sequence_parallel") and not own.sequence_parallel:
         raise typer.BadParameter(
-            f"{where} was compiled without; compile it again: pcg compile MODEL --tp {own} "
+            f"{where} was compiled without; compile it again: pcg compile MODEL --tp {own.tp} "
             "--sequence-parallel",
             param_hint="--sequence-parallel",
         )
-    return own
+    return own.tp
 
 
 def on_ranks(degree: int, act: Callable[..., None], arguments: Mapping[str, Any]) -> None:
     """Do a command's work here, or on ranks that are started for it.
 
     Under torchrun this process is a rank already.
-
-    Raises:
-        PcgError: what is wrong, on whichever rank.
     """
-    if degree == 1:
-        act(**arguments)
-        return
-    from pcg.parallel.ranks.group import started_ranks
-    from pcg.parallel.ranks.launch import launch, mute_others
+    if degree > 1:
+        from pcg.parallel.ranks.group import started_ranks
+        from pcg.parallel.ranks.launch import launch, mute_others
 
-    if started_ranks() == 1:
-        launch(degree, act, arguments)
-        return
-    mute_others()
+        if started_ranks() == 1:
+            launch(degree, act, arguments)
+            return
+        mute_others()
     act(**arguments)

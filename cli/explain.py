@@ -44,8 +44,17 @@ class ReportOptions:
             raise typer.BadParameter(
                 "it goes with none of --tensors, --peers and --html", param_hint="--compare"
             )
-        if self.html is not None:
-            _check_place(self.html)
+        path = self.html
+        if path is None:
+            return
+        if path.exists() and not path.is_file():
+            kind = "a directory" if path.is_dir() else "not a regular file"
+            raise PcgError(f"--html {path}: it is {kind}; name a file, as report.html")
+        if not path.parent.is_dir():
+            raise PcgError(
+                f"--html {path}: there is no directory {path.parent}; make it first, or name a "
+                "file elsewhere"
+            )
 
 
 def explain_command(
@@ -69,13 +78,12 @@ def explain_command(
         methods = {word: adapter_or_none(word, "--compare") for word in words}
         with busy(f"tracing {source.name}"):
             from pcg.explain import explain as explaining
+            from pcg.explain.text import comparison
 
             reports = explaining.compare(model, methods, **options.values)
         if json:
             print_json({name: report.to_json() for name, report in reports.items()})
         else:
-            from pcg.explain.text import comparison
-
             print(comparison(reports))
         return
     peft = method.configuration()
@@ -91,18 +99,6 @@ def explain_command(
         size = _write_page(show.html, report.to_html())
         # With --json the one object is alone on standard output.
         print(f"wrote {show.html} ({size_text(size)})", file=sys.stderr if json else sys.stdout)
-
-
-def _check_place(path: Path) -> None:
-    """Refuse what no page can be written to, before the work."""
-    if path.exists() and not path.is_file():
-        kind = "a directory" if path.is_dir() else "not a regular file"
-        raise PcgError(f"--html {path}: it is {kind}; name a file, as report.html")
-    if not path.parent.is_dir():
-        raise PcgError(
-            f"--html {path}: there is no directory {path.parent}; make it first, or name a file "
-            "elsewhere"
-        )
 
 
 def _write_page(path: Path, page: str) -> int:

@@ -23,7 +23,6 @@ from .options.fields import Given
 from .options.method import Method
 
 if TYPE_CHECKING:
-    from pcg.ir.program.program import Program
     from pcg.runtime.training.result import FinetuneResult
 
 OWN_CHECKPOINTS = "pcg-checkpoints"
@@ -96,24 +95,27 @@ def train(
     options: Mapping[str, Any],
     json: bool,
 ) -> None:
-    """Finetune an adapter, save it, and print what came of it.
+    """Finetune an adapter, save it, and print the losses.
 
     Args:
-        program: folder or model.
+        program: the folder of a program, or a model.
         compiling: fields of `CompileOptions`.
-        place: where it runs.
+        place: the device, the weights, and the trust in edits.
         files: the data and the adapter.
-        peft: what the adapter starts as; None for the program's own.
+        peft: the configuration or the adapter to start from; None for the program's own.
         options: fields of `FinetuneOptions`.
-        json: print one object.
+        json: True to print one object.
     """
     if options.get("log_every") is not None:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("pcg.finetuning").setLevel(logging.INFO)
+    from pcg.peft.registry import recipe_of_fields
+
     executor = open_executor(program, None, compiling, place)
     name, output = files.adapter, files.output
-    if peft is None:
-        peft = _compiled_recipe(executor.program, name)
+    recipes = executor.program.recipes
+    if peft is None and name not in recipes and len(recipes) == 1:  # which is for any name
+        peft = recipe_of_fields(next(iter(recipes.values())))
     result = executor.finetune(files.data, adapter=name, peft=peft, **options)
     executor.save_adapter(name, output)
     if executor.ranks.rank:
@@ -135,15 +137,6 @@ def _configuration(method: Method, files: AdapterFiles) -> Any:
             raise typer.BadParameter("a saved adapter has its own", param_hint=method.first_flag)
         return files.start_from
     return method.one() if method.is_given else None
-
-
-def _compiled_recipe(program: Program, name: str) -> Any:
-    """The recipe that the program was compiled for, where it is one for any name."""
-    if name in program.recipes or len(program.recipes) != 1:
-        return None
-    from pcg.peft.registry import recipe_of_fields
-
-    return recipe_of_fields(next(iter(program.recipes.values())))
 
 
 def _print(result: FinetuneResult, program: str, output: Path) -> None:

@@ -57,18 +57,17 @@ def profile_command(options: ProfileOptions, json: Json = False) -> None:
 
     from pcg.parallel.costs.operator_profiler import device_name
 
-    where, tp, output = _device(options.device), options.tp, options.output
-    base_dtype, quick = _dtype(options.dtype, where), options.quick
-    name = device_name(where)
-    parts = (name, base_dtype, f"tp{tp}", "quick" if quick else "full", __version__)
+    where, tp, quick = _device(options.device), options.tp, options.quick
+    base_dtype = _dtype(options.dtype, where)
+    parts = (device_name(where), base_dtype, f"tp{tp}", "quick" if quick else "full", __version__)
     kept = _cache() / f"{_slug(*parts, torch.__version__)}.json"
     found = None if options.fresh else _cached(kept)
     profile = _measure(where, base_dtype, tp, quick) if found is None else found
     if found is None:
         profile.save(kept)
-    if output is not None:
-        profile.save(output)
-    written = kept if output is None else output
+    written = options.output or kept
+    if options.output is not None:
+        profile.save(options.output)
     if json:
         print_json({**_summary(profile), "path": str(written), "cached": found is not None})
     else:
@@ -109,13 +108,12 @@ def _dtype(name: str | None, device: torch.device) -> str:
 
 
 def _cache() -> Path:
-    """The folder of profiles, where the user keeps caches."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "pcg" / "profiles"
 
 
 def _cached(path: Path) -> DeviceProfile | None:
-    """The profile in the cache; None where there is none that can be read."""
+    """The profile in the cache, if it can be read."""
     from pcg.errors import CostModelError
     from pcg.parallel.costs.device_profile import DeviceProfile
 
@@ -170,17 +168,16 @@ def _summary(profile: DeviceProfile) -> dict[str, Any]:
         row["seconds"] = min(row["seconds"], point.seconds)
         row["flops_per_s"] = max(row["flops_per_s"], work.flops / point.seconds)
         row["bytes_per_s"] = max(row["bytes_per_s"], work.moved_bytes / point.seconds)
-    links = {
-        kind: {"latency_s": link.latency_s, "bytes_per_s": link.bytes_per_s}
-        for kind, link in profile.links.items()
-    }
     return {
         "device": profile.device,
         "versions": dict(profile.versions),
         "operators": [rows[key] for key in sorted(rows)],
         "tp": profile.degree,
         "backend": profile.backend,
-        "links": links,
+        "links": {
+            kind: {"latency_s": link.latency_s, "bytes_per_s": link.bytes_per_s}
+            for kind, link in profile.links.items()
+        },
     }
 
 

@@ -113,34 +113,33 @@ def complete(
     place: PlaceOptions,
     json: bool,
 ) -> None:
-    """Continue the prompts and print what comes.
+    """Continue the prompts and print the text.
 
     Args:
-        program: folder or model.
-        prompts: with the name of the adapter of each.
-        asked: the adapters to load, and how to print.
+        program: the folder of a program, or a model.
+        prompts: the prompts with their adapters.
+        asked: the adapters to load, and the way to print.
         fresh: the method of a fresh adapter; None for none.
         sampling: fields of `SamplingParams`.
         compiling: fields of `CompileOptions`.
-        place: where it runs.
-        json: print one object.
+        place: the device, the weights, and the trust in edits.
+        json: True to print one object.
     """
     executor = open_executor(program, asked.adapter, compiling, place)
     if fresh is not None:
         executor.add_adapter(FRESH, fresh)
-    inputs: Sequence[Any] = [item.text for item in prompts]
-    if asked.chat:
-        inputs = [_chat(executor.tokenizer, item.text) for item in prompts]
+    texts = [item.text for item in prompts]
+    inputs = [_chat(executor.tokenizer, text) for text in texts] if asked.chat else texts
     started = time.perf_counter()
     names = [item.adapter for item in prompts]
     chunks = executor.generate(inputs, names, stream=True, **sampling)
     show = stream_completions if asked.stream else wait_completions if json else print_completions
     done = show(chunks, prompts)
     seconds = time.perf_counter() - started
-    tokens = sum(len(completion.token_ids) for completion in done)
     if json:
-        print_json(summary_of(executor.program.name, prompts, done, tokens, seconds))
+        print_json(summary_of(executor.program.name, prompts, done, seconds))
         return
+    tokens = sum(len(completion.token_ids) for completion in done)
     reasons = {"stop": "ended", "length": "cut at --max-new-tokens or the model's positions"}
     ends = ", ".join(dict.fromkeys(reasons[completion.finish_reason] for completion in done))
     err().print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .bench_workload import at_least
 from .console import busy, out, print_json, table
 from .options.arguments import Json
 
 if TYPE_CHECKING:
     from pcg.runtime.metrics.metrics import ServingReport
     from pcg.simulate.papers.flexllm import CoServed
-    from pcg.simulate.papers.punica import ClusterMinute
 
 
 class Experiment(StrEnum):
@@ -57,11 +58,11 @@ class SimulateOptions:
     migration: bool = True
 
     def __post_init__(self) -> None:
-        least = {"rate": (self.rate, 0.01), "seeds": ([self.seeds], 1)}
-        least["duration"] = ([] if self.duration is None else [self.duration], 1)
-        for name, (values, most) in least.items():
-            if any(value < most for value in values):
-                raise typer.BadParameter(f"use at least {most:g}", param_hint=f"--{name}")
+        for rate in self.rate:
+            at_least("rate", rate, 0.01)
+        at_least("seeds", self.seeds, 1)
+        if self.duration is not None:
+            at_least("duration", self.duration, 1)
 
 
 def simulate_command(
@@ -75,29 +76,23 @@ def simulate_command(
     the paper's GPUs say. flexllm: finetuning beside inference, co-served or shared otherwise.
     s-lora: throughput over numbers of adapters. punica: an hour of a cluster, consolidated.
     """
-    model, rate, seed, duration = options.model, options.rate, options.seed, options.duration
     if experiment is Experiment.FLEXLLM:
         _flexllm(options, json)
         return
     if options.sharing or options.fit or options.seeds > 1:
         raise typer.BadParameter(f"{experiment} has none", param_hint="--sharing, --seeds, --fit")
+    if len(options.rate) > 1:
+        raise typer.BadParameter("this experiment takes one rate", param_hint="--rate")
     if experiment is Experiment.S_LORA:
-        _s_lora(model, _one(rate), duration or 300.0, seed, json)
+        _s_lora(options, json)
+    elif options.model:
+        raise typer.BadParameter("punica has one model", param_hint="--model")
     else:
-        if model:
-            raise typer.BadParameter("punica has one model", param_hint="--model")
-        rate_per_s = _one(rate) or PUNICA_RATE_PER_S
-        _punica(rate_per_s, duration or 3600.0, seed, options.migration, json)
+        _punica(options, json)
 
 
 PUNICA_RATE_PER_S = 30.0
 """Mean of the hour; the paper's curve has no numbers. The peak is twice as much."""
-
-
-def _one(rates: Sequence[float]) -> float | None:
-    if len(rates) > 1:
-        raise typer.BadParameter("this experiment takes one rate", param_hint="--rate")
-    return rates[0] if rates else None
 
 
 def _chosen(names: Sequence[str], known: Sequence[str], option: str = "--model") -> Sequence[str]:
@@ -209,13 +204,12 @@ def _flexllm_row(
 # ------------------------------------------------------------------------------------- S-LoRA
 
 
-def _s_lora(
-    names: Sequence[str], rate: float | None, duration: float, seed: int, json: bool
-) -> None:
+def _s_lora(options: SimulateOptions, json: bool) -> None:
     from pcg.simulate.papers import s_lora
 
+    rate, seed, duration = next(iter(options.rate), None), options.seed, options.duration or 300.0
     rows: list[dict[str, Any]] = []
-    for name in _chosen(names, list(s_lora.S_LORA_MODELS)):
+    for name in _chosen(options.model, list(s_lora.S_LORA_MODELS)):
         with busy(f"compiling {name}"):
             program = s_lora.many_adapters_program(name)
         for adapters, paper in s_lora.S_LORA_MODELS[name].paper.items():
@@ -253,14 +247,15 @@ def _s_lora(
 # ------------------------------------------------------------------------------------- Punica
 
 
-def _punica(rate: float, duration: float, seed: int, migrates: bool, json: bool) -> None:
+def _punica(options: SimulateOptions, json: bool) -> None:
     from pcg.simulate.papers import punica
 
+    rate, duration = next(iter(options.rate), PUNICA_RATE_PER_S), options.duration or 3600.0
     with busy("compiling Llama-2-7B"):
         program = punica.cluster_program()
     with busy(f"{duration:g} s at {rate:g} requests/s"):
         minutes, first_s = punica.cluster_hour(
-            program, rate, seed=seed, duration_s=duration, migrates=migrates
+            program, rate, seed=options.seed, duration_s=duration, migrates=options.migration
         )
     if json:
         print_json(
@@ -268,29 +263,13 @@ def _punica(rate: float, duration: float, seed: int, migrates: bool, json: bool)
                 "experiment": "punica",
                 "duration_s": duration,
                 "rate_per_s": rate,
-                "seed": seed,
-                "migration": migrates,
+                "seed": options.seed,
+                "migration": options.migration,
                 "mean_ttft_ms": first_s * 1e3,
-                "minutes": [
-                    {
-                        "minute": one.minute,
-                        "requests_per_s": one.requests_per_s,
-                        "output_tokens_per_s": one.output_tokens_per_s,
-                        "busy": list(one.busy),
-                        "batch": list(one.batch),
-                        "used": one.used,
-                        "moved": one.moved,
-                        "freed": one.freed,
-                    }
-                    for one in minutes
-                ],
+                "minutes": [{**dataclasses.asdict(one), "used": one.used} for one in minutes],
             }
         )
         return
-    _print_cluster(minutes, first_s)
-
-
-def _print_cluster(minutes: tuple[ClusterMinute, ...], first_s: float) -> None:
     heads = ("minute", "req/s", "output tok/s", "GPUs in use", "their batch", "moved", "freed")
     made = table(*heads, right=heads)
     every = max(1, len(minutes) // 20)

@@ -75,28 +75,17 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-class _FunctionOverPackage:
-    """A function of pcg that has the name of one of its packages, which import it as attribute.
+def _over_package(home: str, name: str) -> property:
+    """A function with the name of one of pcg's packages, which the import system sets in vain.
 
     `from pcg.trace import …` goes by the package's full name and is not touched.
     """
-
-    def __init__(self, home: str) -> None:
-        self.home = home
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
-        return getattr(import_module(self.home), self.name)
-
-    def __set__(self, instance: object, package: object) -> None:
-        """Ignore the package that the import system sets."""
+    return property(lambda _: getattr(import_module(home), name), lambda *_: None)
 
 
 class _Pcg(ModuleType):
-    trace = _FunctionOverPackage("pcg.compiler")
-    explain = _FunctionOverPackage("pcg.explain.explain")
+    trace = _over_package("pcg.compiler", "trace")
+    explain = _over_package("pcg.explain.explain", "explain")
 
 
 sys.modules[__name__].__class__ = _Pcg

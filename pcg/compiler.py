@@ -1,25 +1,18 @@
-"""The compiler's public calls: from a model and PEFT recipes to a program, and to an executor.
-
-Long by what its calls say of their arguments.
-"""
+"""The compiler's public calls: from a model and PEFT recipes to a program, and to an executor."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pcg.errors import (
-    AdapterError,
-    ProgramError,
-    SourceError,
-    UnsupportedError,
-)
+from pcg.errors import AdapterError, LogitsError, ProgramError, SourceError, UnsupportedError
+from pcg.given_module import VERIFIED_PARAMETERS, check_logits, check_weights, source_of
 from pcg.ir.operators import operator
 from pcg.ir.program.folder import load_program
 from pcg.ir.program.manifest import MANIFEST, read_manifest
@@ -38,8 +31,7 @@ from pcg.peft.reader import is_recipe, recipes_of
 from pcg.peft.recipe import Recipe
 from pcg.peft.registry import recipe_fields, recipe_of_fields
 from pcg.runtime.model.base_weights import TensorSource
-from pcg.runtime.model.random_weights import RandomWeights
-from pcg.runtime.model.weights import Checkpoint, StateDictCheckpoint
+from pcg.runtime.model.weights import Checkpoint, RandomWeights, StateDictCheckpoint
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.source import ModelSource, resolve
 from pcg.trace import TracedModel
@@ -64,13 +56,14 @@ class ProgramArguments(CompileOptions):
     """Arguments of `compile_program`.
 
     Attributes:
-        model: a directory with a config.json, a hub id, an id that ships with pcg, or a config.
+        model: a directory with a config.json, a hub id, an id that ships with pcg, a config, or a
+            transformers model in memory.
         peft: None, a word of `pcg.peft.registry.SHORTHANDS`, a recipe, a configuration of peft's,
             a dict of its fields, or {name: one of these, or the directory of an adapter}.
         observe: a function that is told of each pass as it ends.
     """
 
-    model: str | os.PathLike[str] | Mapping[str, Any]
+    model: Any
     peft: object = "lora"
     observe: Callable[[PassRecord], None] | None = field(default=None, kw_only=True)
 
@@ -82,26 +75,34 @@ def compile_program(given: ProgramArguments) -> Program:
     Raises:
         PcgError: what cannot be read, traced or attached is named.
     """
-    return _compiled(resolve(given.model), given.peft, given, given.observe)
+    source, to_trace = source_of(given.model)
+    return _compiled(source, to_trace, given.peft, given, given.observe)
 
 
 def _compiled(
     source: ModelSource,
+    to_trace: Mapping[str, Any] | torch.nn.Module,
     peft: object,
     options: CompileOptions,
     observe: Callable[[PassRecord], None] | None = None,
+    whole: bool = False,
 ) -> Program:
     recipes = recipes_of(peft)
-    model_type = str(source.config["model_type"])
-
-    def bypasses(base: ModelGraph) -> Bypasses:
-        return bypasses_of(base, recipes.values(), model_type, base.adapter_dtype)
-
-    costs = costs_name(options.costs) if options.tp > 1 else None
-    backend = options.emitted_backend
-    model = None if costs is None else find_cost_model(costs)
-    passes = pipeline(Settings(options, source.name, bypasses, model, backend))
-    traced = passes.trace.run(source.config, observe)
+    settled = CompileOptions(
+        tp=options.tp,
+        costs=costs_name(options.costs) if options.tp > 1 else None,
+        tp_plan=options.styles or None,
+        sequence_parallel=options.sequence_parallel,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
+        dtype=dtype_name(options.dtype),
+        memory_budget=options.budget.written,
+        batch=options.batch,
+        seq=options.seq,
+        backend=options.emitted_backend,
+    )
+    settings = _settings(source.name, source.config, recipes.values(), settled)
+    passes = pipeline(dataclasses.replace(settings, whole=whole))
+    traced = passes.trace.run(to_trace, observe)
     base = passes.raise_operators.run(passes.fold.run(traced, observe), observe)
     _require_runnable(source.name, base.model)
     emitted = passes.emitted(base, observe)
@@ -112,22 +113,24 @@ def _compiled(
         emitted.serving,
         emitted.training,
         {name: recipe_fields(recipe) for name, recipe in recipes.items()},
-        CompileOptions(
-            tp=options.tp,
-            costs=costs,
-            tp_plan=options.styles or None,
-            sequence_parallel=options.sequence_parallel,
-            gradient_accumulation_steps=options.gradient_accumulation_steps,
-            dtype=TORCH_NAMES[traced.trace.dtype],
-            memory_budget=options.budget.written,
-            batch=options.batch,
-            seq=options.seq,
-            backend=backend,
-        ),
+        dataclasses.replace(settled, dtype=TORCH_NAMES[traced.trace.dtype]),
         traced.trace.constants,
         traced.trace.base_prefix,
         traced.trace.dtype,
     )
+
+
+def _settings(
+    name: str, config: Mapping[str, Any], recipes: Collection[Recipe], options: CompileOptions
+) -> Settings:
+    """The settings of a pipeline for a program's own options."""
+    model_type = str(config["model_type"])
+
+    def bypasses(base: ModelGraph) -> Bypasses:
+        return bypasses_of(base, recipes, model_type, base.adapter_dtype)
+
+    costs = None if options.costs is None else find_cost_model(options.costs)
+    return Settings(options, name, bypasses, costs, options.backend)
 
 
 @dataclass(frozen=True)
@@ -142,16 +145,21 @@ class CompileArguments(CompileOptions):
             them, and all of them make the same calls.
         device: the device of the weights; the GPU where there is one, else the CPU. Over ranks
             "cuda" is a GPU of each one's own, and a GPU that two of them name is refused.
+        verify: compare the logits of a few tokens with those of a model given in memory; by
+            default where it has at most 2e9 parameters.
     """
 
     model: Any
     peft: object = None
     device: str | torch.device | None = field(default=None, kw_only=True)
+    verify: bool | None = field(default=None, kw_only=True)
 
 
 @takes(CompileArguments)
 def compile(given: CompileArguments) -> Executor:
     """Compile a model and load its weights: an executor that generates and finetunes.
+
+    A model in memory is traced itself, with its own classes, buffers and hooks, and left as it was.
 
     Raises:
         ParallelError: the ranks have compiled different programs; which, and in what.
@@ -164,27 +172,30 @@ def compile(given: CompileArguments) -> Executor:
         device = own_device(_device(device))
         if given.costs is None:
             options = dataclasses.replace(given, costs=own_sheet(device))
-    if not isinstance(given.model, torch.nn.Module):
-        source = resolve(given.model, weights=True)
-        program = _compiled(source, given.peft, options)
+    module = given.model
+    if not isinstance(module, torch.nn.Module):
+        source = resolve(module, weights=True)
+        program = _compiled(source, source.config, given.peft, options)
         checkpoint = Checkpoint.open(source, program.base_prefix)
         return make_executor(program, checkpoint, given.peft, source.directory, device)
-    module = given.model
-    if hasattr(module, "peft_config"):
-        raise UnsupportedError(
-            "the model is wrapped by peft already; give the base model, and its adapter by "
-            "peft={name: directory}"
-        )
-    if options.dtype is None:
-        options = dataclasses.replace(options, dtype=str(next(module.parameters()).dtype))
-    program = _compiled(resolve(config_of(module)), given.peft, options)
-    weights = StateDictCheckpoint(module.state_dict(), program.base_prefix)
-    return make_executor(program, weights, given.peft, None, device)
+    source, _ = source_of(module)
+    check_weights(module)
+    count = sum(parameter.numel() for parameter in module.parameters())
+    verified = count <= VERIFIED_PARAMETERS if given.verify is None else given.verify
 
+    def compiled(whole: bool) -> Executor:
+        program = _compiled(source, module, given.peft, options, whole=whole)
+        weights = StateDictCheckpoint(module.state_dict(), program.base_prefix)
+        executor = make_executor(program, weights, given.peft, None, device)
+        if verified:
+            check_logits(executor, module)
+        return executor
 
-def config_of(model: Any) -> Any:
-    """The configuration of a transformers model in memory; anything else as it is."""
-    return model.config.to_dict() if isinstance(model, torch.nn.Module) else model  # type: ignore[union-attr,operator]
+    try:
+        return compiled(whole=False)
+    except LogitsError:
+        # Layers that look alike may use their index.
+        return compiled(whole=True)
 
 
 def compile_random(
@@ -198,11 +209,11 @@ def compile_random(
     """Compile a model and give it random weights: an executor to measure, which makes no sense.
 
     Args:
-        model: as `compile_program` takes it; its weights are not read.
+        model: the model, as `compile_program` takes it; its weights are not read.
         backend: "torch" or "triton".
         dtype: torch's name of the dtype; the configuration's own by default.
-        device: of the weights; the GPU where there is one, else the CPU.
-        seed: of the weights.
+        device: the device of the weights; the GPU where there is one, else the CPU.
+        seed: the seed of the weights.
     Raises:
         PcgError: what cannot be read or traced is named.
     """
@@ -222,10 +233,10 @@ def load(
     """Load a compiled folder and its weights: an executor that generates and finetunes.
 
     Args:
-        directory: of a compiled program. Loading it runs its emitted source.
+        directory: the folder of a compiled program. Loading it runs its emitted source.
         weights: directory or hub id that holds the weights; where they lay at compile time by
             default.
-        device: of the weights; the GPU where there is one, else the CPU.
+        device: the device of the weights; the GPU where there is one, else the CPU.
         trust_edits: accept emitted source that was edited.
     Raises:
         PcgError: the folder or the weights are missing, damaged, or of another model.
@@ -297,7 +308,7 @@ def trace(model: Any, dtype: str | None = None, *, whole: bool = False) -> Trace
         SourceError: the model cannot be found or read.
         TraceError: it cannot be turned into a graph; names the operator and the module.
     """
-    return trace_config(resolve(config_of(model)).config, dtype_name(dtype), whole)
+    return trace_config(source_of(model)[1], dtype_name(dtype), whole)
 
 
 def make_executor(
@@ -308,15 +319,14 @@ def make_executor(
     device: str | torch.device | None = None,
     ranks: Ranks | None = None,
 ) -> Executor:
-    """An executor of a program with weights, and the adapters that `peft` names.
+    """An executor of a program with weights.
 
     Args:
-        program: to run.
-        weights: of its base.
-        peft: adapters by name, or recipes without.
-        directory: of the tokenizer; None for none.
-        device: of the weights.
-        ranks: that run it; those that torchrun has started by default.
+        weights: the weights of the program's base.
+        peft: the adapters to add, by name; anything else adds none.
+        directory: the directory of the tokenizer; None for none.
+        device: the device of the weights; the GPU where there is one, else the CPU.
+        ranks: the group that runs it; that of the processes that torchrun started by default.
     """
     from pcg.runtime.executor import Executor
     from pcg.runtime.model.state import ModelState
@@ -370,30 +380,16 @@ class _Specialiser:
         return self._emitted(program, recipes, trains=False).serving
 
     def training(self, program: Program, recipe: Recipe, windows: bool = False) -> Training:
-        training = self._emitted(program, [recipe], trains=True, windows=windows).training
+        training = self._emitted(program, [recipe], windows=windows).training
         assert training is not None  # a recipe attaches somewhere, or is refused
         return training
 
     @staticmethod
     def _emitted(
-        program: Program, recipes: Sequence[Recipe], trains: bool, windows: bool = False
+        program: Program, recipes: Sequence[Recipe], *, trains: bool = True, windows: bool = False
     ) -> Emitted:
-        model_type = str(program.config["model_type"])
-        options = program.options
-
-        def bypasses(base: ModelGraph) -> Bypasses:
-            return bypasses_of(base, recipes, model_type, base.adapter_dtype)
-
-        costs = None if options.costs is None else find_cost_model(options.costs)
-        settings = Settings(
-            options,
-            program.name,
-            bypasses,
-            costs,
-            options.backend,
-            trains=trains,
-            windows=windows,
-        )
+        settings = _settings(program.name, program.config, recipes, program.options)
+        settings = dataclasses.replace(settings, trains=trains, windows=windows)
         return pipeline(settings).emitted(Base(program.base))
 
 

@@ -12,6 +12,7 @@ PcgError
 │       ├── MissingShardError  the index names a file that is not there
 │       └── PickleWeightsError only pickled weights, which can run code
 ├── TraceError                 the model cannot be turned into a graph
+│   └── LogitsError            a compiled module's logits are not its own
 ├── IrError                    the graph
 │   ├── ParseError             text that is not IR
 │   ├── VerifyError            IR that breaks a rule
@@ -73,6 +74,10 @@ class TraceError(PcgError):
     """The model cannot be turned into a graph."""
 
 
+class LogitsError(TraceError):
+    """A compiled module's logits are not the module's own."""
+
+
 class IrError(PcgError):
     """The graph is wrong."""
 
@@ -90,12 +95,7 @@ class TypeCheckError(IrError):
 
 
 class PassError(PcgError):
-    """A pass failed.
-
-    Args:
-        message: what, the numbers, the fix.
-        graph: the graph it failed on, as text; empty when there is none.
-    """
+    """A pass failed on a graph, which it carries as text; empty when there is none."""
 
     def __init__(self, message: str, graph: str = "") -> None:
         super().__init__(message)
@@ -162,7 +162,7 @@ class FinetuneInterrupted(FinetuneError):
     """A finetuning job was interrupted between two steps.
 
     Args:
-        message: what, the numbers, the fix.
+        message: the text, with the fix.
         step: the last step that was done.
         checkpoint: directory to resume from; None where none was written.
     """

@@ -74,11 +74,7 @@ def takes(
 def check_names(
     names: Iterable[str], known: Iterable[str], error: type[PcgError] = UnsupportedError
 ) -> None:
-    """Refuse a name that is not known, with the closest one that is.
-
-    Raises:
-        PcgError: of the class `error`.
-    """
+    """Refuse a name that is not known by an error that names the closest one."""
     known = list(known)
     for name in names:
         if name not in known:

@@ -1,4 +1,4 @@
-"""The options of compiling and of explaining: what they mean, and which of them go together.
+"""The options of compiling and of explaining: their meaning, and which of them go together.
 
 The library's functions take these fields as keywords (`pcg.keywords`), a program carries them, and
 the command line makes its options of them. Importing this file costs next to nothing.
@@ -6,6 +6,7 @@ the command line makes its options of them. Importing this file costs next to no
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -73,14 +74,13 @@ class PlanOptions:
                 raise ParallelError(f"{name}={value!r}; use an int of at least 1")
         if self.tp > 1:
             return
-        steps = self.gradient_accumulation_steps
-        of_ranks = {
-            "costs": self.costs,
-            "tp_plan": self.tp_plan,
-            "gradient_accumulation_steps": None if steps == 1 else steps,
-        }
-        for name, given in of_ranks.items():
-            if given is not None:
+        for name, default in (
+            ("costs", None),
+            ("tp_plan", None),
+            ("gradient_accumulation_steps", 1),
+        ):
+            given = getattr(self, name)
+            if given != default:
                 raise ParallelError(
                     f"{name}={given!r} has no effect with tp=1, where nothing is parallelized; "
                     f"give tp=2 or more (--tp 2), or leave {name} out"
@@ -228,20 +228,17 @@ class MemoryBudget:
         size = parse_bytes(value) if isinstance(value, str) else None
         if size is not None:
             return cls(None, size, batch, seq)
-        number = value
-        if isinstance(value, str):
-            try:
+        number = math.nan
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            with contextlib.suppress(OverflowError, ValueError):
                 number = float(value)
-            except ValueError:
-                raise _refused(value) from None
-        if not isinstance(number, int | float) or isinstance(number, bool):
-            raise _refused(value)
-        if not math.isfinite(number) or number < 0:
-            raise _refused(value)
-        if number <= 1:
-            return cls(float(number), None, batch, seq)
-        if number != int(number):
-            raise _refused(value)
+        if 0 <= number <= 1:
+            return cls(number, None, batch, seq)
+        if not number.is_integer() or number < 0:
+            raise UnsupportedError(
+                f"memory_budget={value!r}; use a number from 0 (least memory) to 1 (no matrix "
+                "product recomputed), or bytes such as '8GiB'"
+            )
         return cls(None, int(number), batch, seq)
 
     @property
@@ -251,13 +248,6 @@ class MemoryBudget:
 
     def __str__(self) -> str:
         return f"{self.share:g}" if self.share is not None else f"{self.size_bytes} bytes"
-
-
-def _refused(value: object) -> UnsupportedError:
-    return UnsupportedError(
-        f"memory_budget={value!r}; use a number from 0 (least memory) to 1 (no matrix product "
-        "recomputed), or bytes such as '8GiB'"
-    )
 
 
 def dtype_name(dtype: object) -> str | None:

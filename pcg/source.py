@@ -7,7 +7,6 @@ here imports torch or transformers, so a wrong name is an answer in milliseconds
 
 import difflib
 import functools
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -22,11 +21,13 @@ from pcg.errors import (
     PickleWeightsError,
     WeightsError,
 )
+from pcg.files import check_no_lfs_pointer, read_json
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHIPPED = Path(__file__).with_name("configs")
+_REPAIR = "; repair or download it again"
 
 # Other names of what ships: hub ids of models with the very same architecture, dtype and context
 # (their special tokens may differ; those come with the weights' own config), and short names.
@@ -76,10 +77,10 @@ DOWNLOADED = (
 class ModelSource:
     """A model's config and files.
 
-    Args:
+    Attributes:
         name: the hub id, or the directory's name.
         config: the parsed config.json.
-        directory: where config, tokenizer and weights lie; None for a config without files.
+        directory: the place of config, tokenizer and weights; None for a config without files.
         weight_files: safetensors files in the order of the index; empty if there are none.
     """
 
@@ -104,9 +105,8 @@ def resolve(
 
     Args:
         model: directory with a config.json, path to a config.json, hub id, or parsed config.
-        weights: the weights are needed too. A shipped config is then not enough: they are taken
-            from the cache or downloaded.
-
+        weights: True if the weights are needed, too. A shipped config is then not enough: they
+            are taken from the cache or downloaded.
     Raises:
         ModelNotFoundError: nothing has that name.
         ConfigError: config.json is missing, damaged, or has no model_type.
@@ -274,7 +274,7 @@ def _read_config(path: Path) -> dict[str, Any]:
                 "give its base model, and the adapter as peft"
             )
         raise ConfigError(f"{path.parent} has no {CONFIG}; give a Hugging Face model directory")
-    config = _read_json(path, ConfigError)
+    config = read_json(path, ConfigError, _REPAIR)
     _check_config(config, str(path))
     return config
 
@@ -286,25 +286,6 @@ def _check_config(config: dict[str, Any], where: str) -> None:
             f'{where} has no "model_type" among its {len(config)} keys; '
             'add the one of its family, such as "model_type": "llama"'
         )
-
-
-def _read_json(path: Path, error_type: type[ConfigError] | type[WeightsError]) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise error_type(
-            f"{path} is damaged at line {error.lineno}, column {error.colno}: {error.msg}; "
-            "repair or download it again"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise error_type(
-            f"{path} is damaged: byte {error.start} is not UTF-8; download it again"
-        ) from error
-    except OSError as error:
-        raise error_type(f"{path} cannot be read: {error.strerror}") from error
-    if not isinstance(content, dict):
-        raise error_type(f"{path} holds a {type(content).__name__}, not an object; repair it")
-    return content
 
 
 def _weight_files(directory: Path) -> tuple[Path, ...]:
@@ -324,13 +305,13 @@ def _weight_files(directory: Path) -> tuple[Path, ...]:
             )
         return ()
     for file in files:
-        _refuse_lfs_pointer(file)
+        check_no_lfs_pointer(file, WeightsError)
     return tuple(files)
 
 
 def _shards(directory: Path) -> list[Path]:
     index = directory / INDEX
-    weight_map = _read_json(index, WeightsError).get("weight_map")
+    weight_map = read_json(index, WeightsError, _REPAIR).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(f'{index} has no "weight_map"; download it again')
     names = list(dict.fromkeys(str(name) for name in weight_map.values()))
@@ -344,13 +325,3 @@ def _shards(directory: Path) -> list[Path]:
             f"that {INDEX} names are not there; download them again"
         )
     return [directory / name for name in names]
-
-
-def _refuse_lfs_pointer(file: Path) -> None:
-    with file.open("rb") as stream:
-        start = stream.read(24)
-    if start.startswith(b"version https://git-lfs"):
-        raise WeightsError(
-            f"{file} is a Git LFS pointer of {file.stat().st_size} bytes, not the weights; "
-            "run `git lfs pull` in its directory"
-        )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pcg.errors import PcgError
+from pcg.files import check_no_lfs_pointer
 
 HEADER_LIMIT_BYTES = 100_000_000  # MAX_HEADER_SIZE in safetensors/src/tensor.rs
 
@@ -36,19 +37,28 @@ def read_header(path: Path, error_type: type[PcgError]) -> dict[str, TensorInfo]
             start = stream.read(8)
             length = int.from_bytes(start, "little")
             if len(start) < 8 or not 2 <= length <= HEADER_LIMIT_BYTES:
-                raise error_type(_not_safetensors(path, size_bytes, start))
+                check_no_lfs_pointer(path, error_type)
+                raise error_type(
+                    f"{path} is not a safetensors file, or damaged: {size_bytes} bytes, starting "
+                    f"with {start.hex() or 'nothing'}; copy or download it again"
+                )
             if 8 + length > size_bytes:
                 raise error_type(
                     f"{path} is damaged: its header alone is {8 + length} bytes, the file "
                     f"{size_bytes}; copy or download it again"
                 )
-            header = json.loads(stream.read(length))
+            header: Any = json.loads(stream.read(length))
     except OSError as error:
         raise error_type(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:  # JSON or UTF-8
         raise error_type(f"{path} is damaged: its header is not JSON: {error}") from error
     try:
-        tensors, end = _entries(header)
+        header.pop("__metadata__", None)
+        tensors = {
+            name: TensorInfo(str(entry["dtype"]), tuple(map(int, entry["shape"])))
+            for name, entry in header.items()
+        }
+        end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise error_type(f"{path} is damaged: its header is not that of tensors") from error
     expected_bytes = 8 + length + end
@@ -59,26 +69,3 @@ def read_header(path: Path, error_type: type[PcgError]) -> dict[str, TensorInfo]
             f"{size_bytes}; copy or download it again"
         )
     return tensors
-
-
-def _entries(header: dict[str, Any]) -> tuple[dict[str, TensorInfo], int]:
-    """The tensors of a parsed header, and where their data ends."""
-    tensors = {}
-    end = 0
-    for name, entry in header.items():
-        if name != "__metadata__":
-            tensors[name] = TensorInfo(str(entry["dtype"]), tuple(map(int, entry["shape"])))
-            end = max(end, int(entry["data_offsets"][1]))
-    return tensors, end
-
-
-def _not_safetensors(path: Path, size_bytes: int, start: bytes) -> str:
-    if start == b"version ":
-        return (
-            f"{path} is a Git LFS pointer of {size_bytes} bytes, not the weights; run "
-            "`git lfs pull` in its directory"
-        )
-    return (
-        f"{path} is not a safetensors file, or damaged: {size_bytes} bytes, starting with "
-        f"{start.hex() or 'nothing'}; copy or download it again"
-    )

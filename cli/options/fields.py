@@ -37,7 +37,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
 
 T = TypeVar("T")
 Collect = Callable[[Mapping[str, Any]], Any]
-"""Makes what a command takes of the values of options."""
+"""A maker of a command's argument from the values of options."""
 
 
 def flags_of(name: str) -> tuple[str, ...]:
@@ -103,12 +103,7 @@ def _shown(default: Any) -> str:
 
 @dataclass(frozen=True)
 class Given(Generic[T]):
-    """The fields of a dataclass that the command line gives; the others are yet to be said.
-
-    Attributes:
-        type: the dataclass.
-        values: the fields that are given.
-    """
+    """The fields of a dataclass that the command line gives."""
 
     type: type[T]
     values: Mapping[str, Any]
@@ -130,8 +125,7 @@ class OptionGroup(ABC):
 
     @classmethod
     @abstractmethod
-    def options(cls) -> list[Option]:
-        """The options."""
+    def options(cls) -> list[Option]: ...
 
     @classmethod
     @abstractmethod

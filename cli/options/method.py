@@ -59,12 +59,7 @@ class Method(OptionGroup):
         return flags_of("peft" if self.peft is not None else next(iter(self.fields)))[0]
 
     def one(self) -> Any:
-        """The one configuration that is named, as `Executor.add_adapter` takes it.
-
-        Raises:
-            typer.BadParameter: it is none.
-            PcgError: a value is out of its range, or the adapter cannot be read.
-        """
+        """The one configuration that is named, as `Executor.add_adapter` takes it."""
         from pcg.peft.reader import recipes_of
 
         found = recipes_of(self.configuration())
@@ -72,18 +67,16 @@ class Method(OptionGroup):
             raise typer.BadParameter("name a method", param_hint="--peft")
         return next(iter(found.values()))
 
-    def configuration(self, default: str = "lora") -> Any:
-        """The configuration that is named, as `pcg.compile` takes it.
+    def configuration(self) -> Any:
+        """The configuration that is named, as `pcg.compile` takes it; LoRA by default.
 
-        Args:
-            default: what `--peft` is where it is not given.
         Raises:
-            typer.BadParameter: options that do not go together.
+            typer.BadParameter: options do not go together.
             AdapterError: a value is out of its range.
         """
         from pcg.peft.registry import SHORTHANDS
 
-        peft = default if self.peft is None else self.peft
+        peft = "lora" if self.peft is None else self.peft
         if peft.lower() in SHORTHANDS:
             return self._recipe(peft.lower()) if self.fields else peft.lower()
         if self.fields:
@@ -109,8 +102,7 @@ class Method(OptionGroup):
                 )
             if named[name] in values:
                 raise typer.BadParameter("it is given twice", param_hint=flags_of(name)[0])
-            option = Option(name, hints[named[name]], "")
-            values[named[name]] = option.value(given)
+            values[named[name]] = Option(name, hints[named[name]], "").value(given)
         if recipe.rank_field in values and "lora_alpha" in recipe.shorthands[word]:
             values.setdefault("lora_alpha", 2 * values[recipe.rank_field])
         return dataclasses.replace(recipe, **values)

@@ -33,11 +33,7 @@ def emit_training(name: str, functions: Sequence[Function], backend: str) -> str
 
 
 def emit_module(
-    title: str,
-    note: str,
-    functions: Sequence[Function],
-    backend: str,
-    others: Sequence[str] = (),
+    title: str, note: str, functions: Sequence[Function], backend: str, others: Sequence[str] = ()
 ) -> str:
     """The source of functions as a Python file, with the sources of others behind them."""
     if backend == "triton":

@@ -26,12 +26,7 @@ Item: TypeAlias = Node | GroupKernel
 
 
 def emit_function(function: Function, items: Sequence[Item] | None = None) -> str:
-    """The source of one function, ending with a line break.
-
-    Args:
-        function: the function.
-        items: nodes and launches, in the order in which they run; the graph's nodes by default.
-    """
+    """The source of one function of nodes and launches, in their order; by default the graph's."""
     graph, given = function.graph, function.given
     expressions = _expressions(graph)
     packed = {value for values in given.values() for value in values}
@@ -117,8 +112,7 @@ def _beginning(node: Node, expressions: Mapping[str, str]) -> list[str]:
     """The statement that begins a collective; its first output's name holds the pending one."""
     entry = collective_of(node)
     assert entry is not None
-    arguments = [expressions[name] for name in node.inputs]
-    source = entry.begun_source(arguments, dict(node.attributes))
+    source = entry.begun_source([expressions[n] for n in node.inputs], dict(node.attributes))
     return [statement(f"{expressions[node.name]} = {source}")]
 
 
@@ -156,9 +150,6 @@ def _returned(
     if groups is None:
         return [f"    return {', '.join(expressions[name] for name in outputs)}"]
     lines: list[str] = []
-    names = []
     for i, group in enumerate(groups):
-        words = [f"{expressions[name]}," for name in group]
-        lines += wrapped(words, f"group_{i} = (", ")")
-        names.append(f"group_{i}")
-    return [*lines, f"    return {', '.join(names)}"]
+        lines += wrapped([f"{expressions[name]}," for name in group], f"group_{i} = (", ")")
+    return [*lines, f"    return {', '.join(f'group_{i}' for i in range(len(groups)))}"]

@@ -1,8 +1,7 @@
 """Write the Triton kernel of a group of nodes, and the decorator that launches it.
 
 A group is one function, of a grid of row blocks and column blocks. Where groups stand side by side
-each is a function of its own, and the kernel calls one of them: the programs of the first come
-first, then those of the second, and so on.
+each is a function of its own, and the kernel calls one of them:
 
     program = program_id        part i runs where first_i <= program < first_(i + 1)
 """
@@ -22,13 +21,9 @@ from pcg.ir.program.program import python_name
 
 @dataclass(frozen=True)
 class GroupKernel:
-    """A kernel's source, and the facts that its launch needs.
+    """A kernel's Triton source, with that of its parts, and the facts that its launch needs.
 
     Attributes:
-        name: the function's name.
-        source: the Triton source, from its decorator on, with that of its parts.
-        inputs: values that it reads, in order.
-        outputs: values that it makes, in order.
         scope: path of the innermost module that holds all nodes.
         appends: True if some outputs go to the KV cache; it then reads the batch, too.
     """

@@ -14,8 +14,6 @@ class Function:
     """A graph, and how the source of its function hands values in and out.
 
     Attributes:
-        graph: the graph that the function computes.
-        name: the function's name.
         doc: the first line of its docstring.
         outputs: groups of the graph's outputs, each of which is returned as a tuple; None to
             return the outputs themselves.
@@ -57,9 +55,8 @@ def training_functions(
         model: the model with bypass networks.
         plans: the ways in which layers are trained.
         layers: for each layer, the index of its plan.
-        epilogue: the graph of loss and gradients.
-        loss: the graph of the loss alone.
-        prologue: backward of the prologue; None where it trains nothing.
+        epilogue: the graph of loss and gradients; `loss` is that of the loss alone.
+        prologue: the backward graph of the prologue; None where it trains nothing.
     """
     yield Function(model.prologue, "prologue", _role(model, model.prologue))
     if prologue is not None:

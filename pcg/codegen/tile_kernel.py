@@ -4,8 +4,7 @@ Each value is an expression over the position that is asked for, (group, column)
 features (`pcg.codegen.tile_layout`), so what reads a value at another column (rotary embedding) or
 with other features (a reshape) recomputes it there. Arithmetic is in fp32 at least; each operator's
 result is rounded to its dtype, as in PyTorch. What is appended to the KV cache is stored at its
-token's row there, slots[token], unless that is negative; without a cache it is a tensor like any
-other.
+token's row there, slots[token], unless that is negative.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pcg.codegen.tile_layout import TilePosition, TileShape, position_read
 from pcg.ir.graph import Node
 from pcg.ir.kernel_group import KernelGroup
 from pcg.ir.operators import operator
-from pcg.ir.operators.tile import Tile
+from pcg.ir.operators.base import Tile
 from pcg.ir.program.program import python_name
 from pcg.ir.types import TensorType
 
@@ -59,12 +58,9 @@ class TileWriter:
     """Writes one function.
 
     Attributes:
-        group: the nodes that it runs.
-        name: the function's name.
-        shape: the shape of its tiles.
         is_part: True if a kernel calls it with the number of one of its programs.
         lines: lines of its body so far.
-        variables: variables by what they hold: a value at a position, an expression, a sum.
+        variables: variables by what they hold: a value at a position, or an expression.
         taken: names in use.
     """
 
@@ -85,8 +81,6 @@ class TileWriter:
         """The function's Triton source, from its decorator on."""
         stored = [line for name in self.group.outputs for line in self._stored(name)]
         return "\n".join(self._head() + self.lines + stored)
-
-    # ------------------------------------------------------------------------- the function
 
     def _head(self) -> list[str]:
         shape = self.shape
@@ -168,8 +162,6 @@ class TileWriter:
             ),
         ]
 
-    # ------------------------------------------------------------------------- values
-
     def main(self, type_: TensorType) -> TilePosition:
         """The position of a program's own elements among a value's features."""
         rows, size = prod(type_.features[:-1]), type_.features[-1]
@@ -242,7 +234,7 @@ class TileWriter:
 
 @dataclass(frozen=True)
 class _NodeTile:
-    """A node's output at a position; see `pcg.ir.operators.tile.Tile`."""
+    """A node's output at a position; see `pcg.ir.operators.base.Tile`."""
 
     writer: TileWriter
     node: Node

@@ -23,12 +23,9 @@ _WARP_ELEMENTS = 512
 
 @dataclass(frozen=True)
 class TilePosition:
-    """A position among a value's features.
+    """A position among a value's features: expressions of row and column, "0" where there is one.
 
-    Attributes:
-        group: expression of the row; "0" where there is one row a token.
-        column: expression of the column; "0" where a row has one element.
-        mask: condition of elements that are there; empty where all are.
+    The mask is the condition of elements that are there; empty where all are.
     """
 
     group: str
@@ -38,15 +35,7 @@ class TilePosition:
 
 @dataclass(frozen=True)
 class TileShape:
-    """The shape of a kernel's tiles.
-
-    Attributes:
-        rows_a_token: R.
-        columns: number of columns of a row.
-        row_block: ROWS.
-        column_block: COLUMNS.
-        warps: number of warps of a program.
-    """
+    """R, the columns of a row, and ROWS, COLUMNS and warps of a program."""
 
     rows_a_token: int
     columns: int
@@ -71,7 +60,6 @@ class TileShape:
 
     @property
     def elements(self) -> int:
-        """Number of elements of a tile."""
         return self.row_block * self.column_block
 
     @property

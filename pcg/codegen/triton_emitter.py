@@ -1,8 +1,7 @@
 """Emit functions for NVIDIA GPUs: a Triton kernel for each group of nodes that one can run.
 
 Kernels stand before the function that launches them. A node in no group is PyTorch, or a template
-kernel behind a function of `pcg.kernels.triton.ops`. The kernel that makes keys appends them to the
-cache.
+kernel behind a function of `pcg.kernels.triton.ops`.
 """
 
 from __future__ import annotations
@@ -45,11 +44,7 @@ _MOST_NAMED = 3
 
 
 def emit_function(function: Function) -> str:
-    """The source of one function, behind its kernels.
-
-    Raises:
-        CodegenError: the nodes of its graph are not grouped to kernels.
-    """
+    """The source of one function, behind its kernels. CodegenError: its nodes are not grouped."""
     graph = function.graph
     if not isinstance(graph, KernelGraph):
         raise CodegenError(f"the nodes of graph @{graph.name} are not grouped to kernels")

@@ -34,32 +34,20 @@ def adapter_use(
 ) -> AdapterUse:
     """The use that recipes, by adapter name, make of a folded model without bypass networks.
 
-    Args:
-        model: the model.
-        recipes: the adapters'.
-        model_type: of config.json, for recipes that name no targets.
-        dtype: dtype of the adapters' parameters.
     Raises:
         AdapterError: a recipe fits no module of the model.
         UnsupportedError: a feature of a recipe that pcg does not do; it is named.
     """
-    shapes, modules = model.module_shapes(), tuple(model.linear_modules())
+    shapes = model.module_shapes()
     trained: list[Shape] = []
     for recipe in recipes.values():
-        biases = bypasses_of(model, [recipe], model_type, dtype).biases
-        trained += _bias_shapes(model, biases)
-        found = recipe.bypasses(modules, model.output_module, model_type)
+        own = bypasses_of(model, [recipe], model_type, dtype)
+        trained += {
+            parameter.source.format(layer=layer): parameter.type.features
+            for parameter, layer in model.parameters()
+            if parameter.source in own.of(layer).biases
+        }.values()
+        found = recipe.bypasses_in(model, model_type)
         trained += recipe.trained_shapes(found, shapes)
     bypasses = bypasses_of(model, recipes.values(), model_type, dtype)
     return AdapterUse(bypasses, tuple(trained))
-
-
-def _bias_shapes(model: ModelGraph, sources: frozenset[str]) -> list[Shape]:
-    if not sources:
-        return []
-    shapes = {
-        parameter.source.format(layer=layer): parameter.type.features
-        for parameter, layer in model.parameters()
-        if parameter.source in sources
-    }
-    return [*shapes.values()]

@@ -22,12 +22,7 @@ MOST = 2**20
 
 
 def capacity(planned: PlannedModel, device: Accelerator) -> GpuCapacity:
-    """Return the steps that fit a device.
-
-    Args:
-        planned: the model, planned for the step that should fit.
-        device: the accelerator.
-    """
+    """Return the steps that fit a device."""
     usable = device.memory_bytes - RESERVED_BYTES
     least = planned.setup.having(memory_budget=0)
 
@@ -86,8 +81,8 @@ def _total(planned: PlannedModel, setup: Setup) -> int:
     if planned.trained is None:
         return memory_bytes(dataclasses.replace(planned, setup=setup))["total"]
     model, kinds = planned.trained.model, planned.trained.frontiers.kinds
-    found = frontiers(model, kinds, setup.batch, setup.seq)
-    return memory_bytes(planned.replanned(setup, found, found.plan(setup.budget)))["total"]
+    found = frontiers(model, kinds, setup.options.batch, setup.options.seq)
+    return memory_bytes(planned.replanned(setup, found, found.plan(setup.options.budget)))["total"]
 
 
 def _largest(total: Callable[[int], int], limit: int) -> int:

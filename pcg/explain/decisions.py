@@ -2,52 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
 
 import sympy
 
-from pcg.ir.analysis.storages import TOKENS_OF_BATCH, Storage, Storages
+from pcg.explain.report_data import GraphNode, SavedTensor
+from pcg.explain.step_memory import bytes_at, formula_text
+from pcg.ir.analysis.storages import SEQUENCES, TOKENS_OF_BATCH, Storage, Storages
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
 from pcg.ir.program.program import TrainingGraph
-from pcg.ir.types import TensorType
-from pcg.passes.layer_kind import LayerKind
+from pcg.ir.types import CONTEXT, TORCH_NAMES, TensorType, tokens_at
+from pcg.passes.differentiate import LayerKind
 
 
-@dataclass(frozen=True)
-class Decision:
-    """The decision on one tensor between forward and backward.
-
-    Attributes:
-        tensor: its plan and value, as `block_0.q_proj`.
-        op: the operator that computes it; "input" for an input of the layer.
-        type: its type.
-        size_bytes: its bytes if saved; a formula in B and S.
-        needed_by: nodes of the emitted backward that read it, by operator and module.
-        decision: save, compress, recompute or drop.
-        reason: the reason in words.
-        layers: the number of layers that have it.
-    """
-
-    tensor: str
-    op: str
-    type: TensorType
-    size_bytes: sympy.Expr
-    needed_by: tuple[str, ...]
-    decision: str
-    reason: str
-    layers: int
-
-
-def decisions(kind: LayerKind, plan: TrainingGraph, layers: int) -> Iterator[Decision]:
-    """Yield the decision on each tensor of a layer, in the graph's order; views are no tensors.
-
-    Args:
-        kind: the kind of layer.
-        plan: the layer's training graphs.
-        layers: the number of layers that are trained so.
-    """
+def decisions(
+    kind: LayerKind, plan: TrainingGraph, layers: int, at: Mapping[sympy.Symbol, int]
+) -> Iterator[SavedTensor]:
+    """Yield the decision on each tensor of a layer, in the graph's order; views are no tensors."""
     graph = kind.gradients.graph
     storages = Storages.of(graph)
     saved = {storages[name].name for name in plan.saved}
@@ -58,7 +31,6 @@ def decisions(kind: LayerKind, plan: TrainingGraph, layers: int) -> Iterator[Dec
         storage = storages[name]
         if storage.name != name or storage.is_parameter:
             continue
-        needed_by = readers.get(name, ())
         if name in saved:
             word = "compress" if storage.op == "pack_signs" else "save"
             reason = _why_saved(storage, kind, saved)
@@ -66,16 +38,58 @@ def decisions(kind: LayerKind, plan: TrainingGraph, layers: int) -> Iterator[Dec
             word, reason = "recompute", _why_recomputed(graph, graph.producers[name])
         else:
             word, reason = "drop", _why_dropped(graph, name, saved)
-        yield Decision(
+        yield SavedTensor(
             f"{prefix}.{name}",
             storage.op,
-            storage.type,
-            storage.size_bytes(TOKENS_OF_BATCH),
-            needed_by,
-            word,
-            reason,
-            layers,
+            **sizes_at(storage.type, storage.size_bytes(TOKENS_OF_BATCH), at),
+            needed_by=readers.get(name, ()),
+            decision=word,
+            reason=reason,
+            layers=layers,
         )
+
+
+def sizes_at(
+    type_: TensorType, size_bytes: sympy.Expr, at: Mapping[sympy.Symbol, int]
+) -> dict[str, Any]:
+    """Return the fields of a `SavedTensor` that are its shape, its dtype and its bytes."""
+    leading: tuple[int, ...] = ()
+    if type_.is_token_wise:
+        leading = (int(tokens_at(type_.shape[0], at[SEQUENCES] * at[CONTEXT])),)
+    return {
+        "shape": leading + type_.features,
+        "dtype": TORCH_NAMES[type_.dtype],
+        "bytes": bytes_at(size_bytes, at),
+        "formula": formula_text(size_bytes),
+    }
+
+
+def decided_graph(
+    kind: LayerKind, plan: TrainingGraph, at: Mapping[sympy.Symbol, int]
+) -> tuple[GraphNode, ...]:
+    """Return the inputs and nodes of a layer's forward, in order, with decisions on their tensors.
+
+    Weights are left out, and views: their readers read what they are views of.
+    """
+    graph = plan.forward
+    storages = Storages.of(graph)
+    rows = decisions(kind, plan, 1, at)
+    decided = {row.tensor.partition(".")[2]: row.decision for row in rows}
+    used = {storages[name].name for node in graph.nodes for name in node.inputs}
+    found = [
+        GraphNode(value.name, "input", "", (), decided[value.name])
+        for value in graph.inputs
+        if value.name in used
+    ]
+    makers = {value.name: node.name for node in graph.nodes for value in node.outputs}
+    for node in graph.nodes:
+        if storages[node.name].name != node.name:
+            continue
+        roots = [storages[name] for name in node.inputs]
+        read = [makers.get(root.name, root.name) for root in roots if not root.is_parameter]
+        inputs = tuple(dict.fromkeys(read))
+        found.append(GraphNode(node.name, node.op, node.scope, inputs, decided[node.name]))
+    return tuple(found)
 
 
 def _readers(backward: Graph | None) -> dict[str, tuple[str, ...]]:

@@ -69,7 +69,7 @@ def eager_account(planned: PlannedModel, notes: list[str]) -> EagerAccount | Non
     setup = planned.setup
     if not planned.use.trainable:
         return None
-    if setup.tp > 1:
+    if setup.options.tp > 1:
         notes.append("eager and checkpointing are measured on one rank alone: --tp 1")
         return None
     try:
@@ -84,13 +84,12 @@ def eager_account(planned: PlannedModel, notes: list[str]) -> EagerAccount | Non
 
 def _measured(planned: PlannedModel, recipe: Recipe) -> EagerAccount:
     setup, base = planned.setup, planned.unraised
-    model_type = str(setup.config["model_type"])
-    at = recipe.bypasses(tuple(base.linear_modules()), base.output_module, model_type)
+    at = recipe.bypasses_in(base, str(setup.config["model_type"]))
     model = EagerModel(setup.config, TORCH_NAMES[base.dtype], recipe, at)
-    virtual = recipe.prompt_tokens
-    memory = model.step(setup.batch, max(setup.seq - virtual, 1))
+    batch, seq, virtual = setup.options.batch, setup.options.seq, recipe.prompt_tokens
+    memory = model.step(batch, max(seq - virtual, 1))
     has_prefix = recipe.peft_type == "PREFIX_TUNING"
-    return EagerAccount(memory, has_prefix, model, setup.batch, setup.seq, virtual)
+    return EagerAccount(memory, has_prefix, model, batch, seq, virtual)
 
 
 def _notes(planned: PlannedModel, eager: EagerAccount) -> Iterable[str]:

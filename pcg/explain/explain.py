@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from pcg.errors import UnsupportedError
 from pcg.explain.capacity import capacity
 from pcg.explain.parallel_report import parallel_rows
+from pcg.explain.plan_validity import parallel_regions, with_formulas
 from pcg.explain.planned_model import Setup, plan_model
-from pcg.explain.regions import parallel_regions, with_formulas
 from pcg.explain.report import Report
 from pcg.explain.report_builder import build_report
+from pcg.given_module import source_of
 from pcg.keywords import takes
 from pcg.options import ExplainOptions
 from pcg.parallel.costs.accelerators import Accelerator, find_accelerator
@@ -23,7 +22,6 @@ from pcg.parallel.costs.catalog import costs_name, find_cost_model
 from pcg.passes.pipeline import Settings, pipeline
 from pcg.peft.reader import recipes_of
 from pcg.runtime.training.torch_optimizers import Optimizer
-from pcg.source import resolve
 
 
 @dataclass(frozen=True)
@@ -76,17 +74,15 @@ def compare(given: CompareArguments) -> dict[str, Report]:
 
 def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -> dict[str, Report]:
     """`compare` with its options as one object."""
-    if isinstance(model, torch.nn.Module):
-        model = model.config.to_dict()  # type: ignore[union-attr,operator]
     devices = [find_accelerator(name) for name in options.gpus]
     recipes = {name: recipes_of(peft) for name, peft in pefts.items()}
     optimizer = Optimizer.of(options.optimizer, options.optimizer_options)
     optimizer.check_parted(options.tp)
-    source = resolve(model)
+    source, to_trace = source_of(model)
     costs = find_cost_model(costs_name(options.costs, options.gpus)) if options.tp > 1 else None
     settings = Settings(options, source.name, costs=costs)
     passes = pipeline(settings)
-    traced = passes.trace.run(source.config)
+    traced = passes.trace.run(to_trace)
     folded = passes.fold.run(traced)
     reports = {}
     for name, found in recipes.items():

@@ -52,7 +52,7 @@ def parallel_rows(sharded: Sharded, costs: DeviceCosts) -> dict[str, Any]:
         "tokens": costs.tokens,
         "context": costs.context,
         "gradient_accumulation_steps": costs.gradient_accumulation_steps,
-        "sequence_parallel": sharded.parts_tokens,
+        "sequence_parallel": sharded.is_sequence_parallel,
         "base": base,
         "bypass": bypass,
         "communication": sent,

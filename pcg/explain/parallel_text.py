@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_LAYOUTS = {"|-2": "column-parallel", "|-1": "row-parallel"}
+LAYOUTS = {"|-2": "column-parallel", "|-1": "row-parallel"}
 
 
 def parallel_lines(parallel: Mapping[str, Any], candidates: bool) -> list[str]:
-    """Return lines of the base's plan, each site's choice, and the bytes between ranks.
-
-    Args:
-        parallel: the `parallel` object of a report.
-        candidates: list the candidates that were not chosen, too.
-    """
+    """Return lines of the base's plan, each site's choice, and the bytes between ranks."""
     lines = [
         f"parallel plan, costs of {parallel['costs']} for {parallel['tokens']:,} tokens "
         f"in sequences of {parallel['context']:,}"
@@ -27,7 +22,7 @@ def parallel_lines(parallel: Mapping[str, Any], candidates: bool) -> list[str]:
         if several:
             lines.append(f"  {block}")
         rows = [row for row in parallel["base"] if row["block"] == block]
-        for layout, called in _LAYOUTS.items():
+        for layout, called in LAYOUTS.items():
             names = [_module(row["weight"]) for row in rows if row["layout"] == layout]
             if names:
                 lines.append(f"  {called:<16} {', '.join(names)}")

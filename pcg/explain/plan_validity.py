@@ -1,23 +1,99 @@
-"""The range in which a plan stays the optimum: sequence lengths, or adapters' ranks.
+"""Formulas in ranks and degrees, and the regions in which plans and strategies stay the best.
 
-The plan depends on the sequence length, as attention grows with its square and most else with its
-first power, and on the rank by what bypass networks save and recompute. The bounds of the range are
-found by doubling and bisection from the number that was asked for.
+formulas    in B and S, the rank of adapters, and the tensor-parallel degree
+plans       the sequence lengths, and the ranks, with the same memory plan: it depends on the
+            length, as attention grows with its square and most else with its first power, and on
+            the rank by what bypass networks save and recompute
+strategies  the numbers of tokens with the same parallel strategies, as asked and with another
+            rank, degree or link
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from pcg.errors import MemoryBudgetError
-from pcg.passes.memory.plan import MemoryPlan
+import sympy
+
+from pcg.errors import MemoryBudgetError, ParallelError
+from pcg.explain.formulas import AtDegree, in_degree, in_rank, rank_of, with_rank
+from pcg.explain.parallel_report import token_regions
+from pcg.explain.planned_model import PlannedModel, Setup, plan_model
+from pcg.explain.report import Report
+from pcg.explain.step_memory import formula_text, step_memory, storage_key
+from pcg.parallel.costs.cost_model import SheetModel
+from pcg.parallel.search import Search
+from pcg.passes.memory.plan import MemoryPlan, frontiers, replanned
+from pcg.passes.sharding.shard import Shard
 
 MOST_TOKENS = 2**20
 MOST_RANK = 2**12
 
 
+def with_formulas(report: Report, planned: PlannedModel) -> Report:
+    """Return the report with formulas in the rank and the degree, and its plan's region."""
+    setup, training = planned.setup, planned.training
+    rank = rank_of(setup.recipes)
+
+    def at_length(seq: int) -> MemoryPlan:
+        found = frontiers(training.model, training.frontiers.kinds, setup.options.batch, seq)
+        return found.plan(setup.having(seq=seq).options.budget)
+
+    def at_rank(other: int) -> MemoryPlan:
+        return plan_model(_with_rank(setup, other)).training.plan
+
+    def at_degree(degree: int) -> AtDegree:
+        found = planned if degree == setup.options.tp else plan_model(setup.having(tp=degree))
+        _, moments = step_memory(found)
+        peak = max(moments, key=lambda moment: moment.total_bytes)
+        return AtDegree(_formulas(found), storage_key(found), peak.label)
+
+    degrees: dict[str, tuple[int, ...]] = {}
+    if setup.options.tp > 1:
+        formulas, degrees = in_degree(at_degree, setup.options.tp)
+    else:
+        formulas = _formulas(planned)
+    return dataclasses.replace(
+        report,
+        formulas={name: formula_text(formula) for name, formula in formulas.items()},
+        region=valid_range(at_length, setup.options.seq, MOST_TOKENS),
+        rank_region=None if rank is None else valid_range(at_rank, rank, MOST_RANK),
+        formula_degrees=degrees,
+    )
+
+
+def _with_rank(setup: Setup, rank: int) -> Setup:
+    return dataclasses.replace(setup, recipes=with_rank(setup.recipes, rank))
+
+
+def _formulas(planned: PlannedModel) -> dict[str, sympy.Expr]:
+    """Return the bytes of a step in B and S, and in the rank if there is one, for one plan."""
+    rank = rank_of(planned.setup.recipes)
+    if rank is None:
+        return step_memory(planned)[0]
+    # The plan is given, and need not be within the budget at other ranks.
+    setup = planned.setup.having(memory_budget=None)
+
+    def at_rank(other: int) -> dict[str, sympy.Expr] | None:
+        if other == rank:
+            return step_memory(planned)[0]
+        found = plan_model(_with_rank(setup, other))
+        frontiers = found.training.frontiers
+        plan = replanned(planned.training.plan, frontiers)
+        if plan is None:
+            return None
+        return step_memory(found.replanned(found.setup, frontiers, plan))[0]
+
+    formulas = in_rank(at_rank, rank)
+    assert formulas is not None
+    return formulas
+
+
 def valid_range(plan_at: Callable[[int], MemoryPlan], here: int, most: int) -> tuple[int, int]:
     """Return the least and the largest number, of tokens or a rank, with the same plan.
+
+    They are found by doubling and bisection from the number that was asked for.
 
     Args:
         plan_at: returns the plan for a number.
@@ -47,3 +123,41 @@ def valid_range(plan_at: Callable[[int], MemoryPlan], here: int, most: int) -> t
         middle = (high + other) // 2
         high, other = (middle, other) if saved(middle) == wanted else (high, middle)
     return low, max(min(high, most), here)
+
+
+def parallel_regions(setup: Setup) -> dict[str, list[dict[str, Any]]]:
+    """Return the token ranges of the best strategies, as asked and with one thing changed."""
+    found = {"as asked": _token_regions(setup)}
+    rank = rank_of(setup.recipes)
+    for other in (8, 64, 256):
+        if rank is not None and other != rank:
+            found[f"rank {other}"] = _token_regions(_with_rank(setup, other))
+    for degree in (2, 4, 8):
+        if degree != setup.options.tp:
+            try:
+                found[f"tp {degree}"] = _token_regions(setup.having(tp=degree))
+            except ParallelError:
+                continue  # it does not divide the model
+    model = setup.settings.costs
+    if isinstance(model, SheetModel):
+        for link in model.sheet.links:
+            if link != model.link_name:
+                costs = SheetModel(model.name, model.sheet, link, model.achieved)
+                settings = dataclasses.replace(setup.settings, costs=costs)
+                found[link] = _token_regions(dataclasses.replace(setup, settings=settings))
+    return found
+
+
+def _token_regions(setup: Setup) -> list[dict[str, Any]]:
+    passes, _, attached = setup.attached()
+    prepared = passes.parallelize.until(Shard).run(attached)
+    settings, model, machine = setup.settings, prepared.training, setup.settings.costs
+    assert model is not None
+    assert machine is not None
+
+    def searches_at(tokens: int, context: int) -> Sequence[Search]:
+        costs = settings.device_costs_at(machine, tokens, context)
+        sharding = Shard(setup.options.tp, costs, settings.options.sequence_parallel)
+        return sharding.searches(model, prepared, trains=True)
+
+    return token_regions(searches_at, setup.options.seq)

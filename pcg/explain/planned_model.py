@@ -16,8 +16,8 @@ from pcg.ir.analysis.saved_memory import SavedMemory, saved_memory
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import CONTEXT
-from pcg.options import MemoryBudget
-from pcg.passes.layer_kind import LayerKind
+from pcg.options import PlanOptions
+from pcg.passes.differentiate import LayerKind
 from pcg.passes.memory.plan import Frontiers, MemoryPlan
 from pcg.passes.pipeline import Pipeline, Settings, in_order, pipeline
 from pcg.passes.stages import Attached, Base, Sharded, Traced, TrainedModel
@@ -27,16 +27,7 @@ from pcg.runtime.training.torch_optimizers import Optimizer
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, recipes and a step to account for.
-
-    Attributes:
-        config: the contents of the model's config.json.
-        settings: the settings of its pipeline, without bypass networks.
-        traced: the traced model.
-        folded: the folded model, without bypass networks.
-        recipes: the adapters' recipes by name.
-        optimizer: the optimizer of the adapters.
-    """
+    """A model, recipes and a step; `settings` and `folded` are without bypass networks."""
 
     config: Mapping[str, Any]
     settings: Settings
@@ -46,29 +37,17 @@ class Setup:
     optimizer: Optimizer
 
     @property
-    def budget(self) -> MemoryBudget:
-        return self.settings.options.budget
-
-    @property
-    def tp(self) -> int:
-        return self.settings.options.tp
-
-    @property
-    def batch(self) -> int:
-        return self.settings.options.batch
-
-    @property
-    def seq(self) -> int:
-        return self.settings.options.seq
+    def options(self) -> PlanOptions:
+        return self.settings.options
 
     @property
     def at(self) -> dict[sympy.Symbol, int]:
         """The values of the symbols of formulas."""
-        return {SEQUENCES: self.batch, CONTEXT: self.seq}
+        return {SEQUENCES: self.options.batch, CONTEXT: self.options.seq}
 
     def having(self, **options: object) -> Setup:
         """Return the setup with other `PlanOptions`, which are checked."""
-        changed = dataclasses.replace(self.settings.options, **options)  # type: ignore[arg-type]
+        changed = dataclasses.replace(self.options, **options)  # type: ignore[arg-type]
         settings = dataclasses.replace(self.settings, options=changed)
         return dataclasses.replace(self, settings=settings)
 
@@ -89,7 +68,6 @@ class PlannedModel:
     """A model that is planned for a setup.
 
     Attributes:
-        setup: the setup.
         use: what the recipes train.
         whole: the model without bypass networks, raised.
         base: one rank's part of it.
@@ -140,7 +118,6 @@ def plan_model(setup: Setup, windows: bool = False) -> PlannedModel:
     """Plan a model for a setup.
 
     Args:
-        setup: the setup.
         windows: plan training in windows through the KV cache, too.
     """
     passes, base, attached = setup.attached()

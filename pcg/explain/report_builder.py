@@ -13,16 +13,20 @@ from collections.abc import Iterable, Mapping, Sequence
 import sympy
 
 from pcg.errors import MemoryBudgetError
-from pcg.explain.decided_graph import decided_graph
-from pcg.explain.decisions import Decision, decisions
+from pcg.explain.decisions import decided_graph, decisions, sizes_at
 from pcg.explain.eager_stage import eager_account
 from pcg.explain.planned_model import PlannedModel
 from pcg.explain.report import Report
 from pcg.explain.report_data import GraphNode, ParetoPoint, SavedTensor, Stage
-from pcg.explain.step_memory import base_weights, bytes_at, carried_bytes, step_memory
-from pcg.ir.analysis.saved_memory import SavedMemory, saved_memory, window_memory
-from pcg.ir.analysis.storages import SEQUENCES
-from pcg.ir.types import CONTEXT, TORCH_NAMES, tokens_at
+from pcg.explain.step_memory import (
+    base_weights,
+    bytes_at,
+    carried_bytes,
+    formula_text,
+    step_memory,
+)
+from pcg.ir.analysis.saved_memory import saved_memory, window_memory
+from pcg.ir.types import TORCH_NAMES
 from pcg.passes.memory.plan import MemoryPlan, frontiers, save_all
 from pcg.passes.pipeline import in_order
 from pcg.passes.stages import TrainedModel
@@ -31,24 +35,23 @@ from pcg.peft.recipe import Recipe
 
 def build_report(planned: PlannedModel) -> Report:
     """Return the report of a planned model."""
-    setup, use, trained, at = planned.setup, planned.use, planned.trained, planned.setup.at
+    setup, use, at = planned.setup, planned.use, planned.setup.at
     notes: list[str] = []
     virtual = max((recipe.prompt_tokens for recipe in setup.recipes.values()), default=0)
     if virtual:
         notes.append(f"S counts the {virtual} virtual tokens that come before a sequence, too")
     stages: list[Stage] = []
-    activations = sympy.Integer(0)
+    untrained: sympy.Expr = sympy.S.Zero
     eager = eager_account(planned, notes)
     if eager:
         stages.append(Stage("eager", eager.memory.total, eager.memory.bytes_per_layer))
-    if trained is not None and planned.saved is not None:
-        activations = planned.saved.total
+    if planned.saved is not None:
         plain = _uncompressed_plan(planned)
-        stages += _own_stages(planned, trained, planned.saved, plain)
+        stages += _own_stages(planned, plain)
         if plain is None:
             notes.append("rematerialized: without compression no plan is within the budget")
     elif use.trainable:
-        activations = eager.formula() if eager else activations
+        untrained = eager.formula() if eager else untrained
         notes.append(
             f"compressed: pcg does not finetune this yet ({planned.refusal}); activations are "
             "eager's, and workspace is of the forward alone"
@@ -57,15 +60,16 @@ def build_report(planned: PlannedModel) -> Report:
         carried = bytes_at(carried_bytes(planned.unraised), at)
         total = eager.memory.outside + carried * len(eager.memory.layers)
         stages.append(Stage("checkpointing", total, carried, 1.0))
-    formulas, moments = step_memory(planned, activations)
+    trained = planned.trained
+    formulas, moments = step_memory(planned, untrained)
     elements, _ = base_weights(planned.whole)
     return Report(
         model=setup.settings.model,
         architecture=str((setup.config.get("architectures") or [setup.config["model_type"]])[0]),
         peft=_recipes_text(setup.recipes),
-        tp=setup.tp,
-        batch=setup.batch,
-        seq=setup.seq,
+        tp=setup.options.tp,
+        batch=setup.options.batch,
+        seq=setup.options.seq,
         dtype=TORCH_NAMES[planned.base.dtype],
         layers=len(planned.base.layers),
         parameters={"base": elements, "trainable": use.trainable},
@@ -75,38 +79,33 @@ def build_report(planned: PlannedModel) -> Report:
         saved=tuple(_tensors(planned)),
         pareto=tuple(ParetoPoint(*one) for one in trained.frontiers.points()) if trained else (),
         notes=tuple(notes),
-        memory_budget=str(setup.budget),
+        memory_budget=str(setup.options.budget),
         optimizer=setup.optimizer.name,
         timeline=tuple(moments),
-        graph=_graph(trained) if trained else (),
+        graph=_graph(trained, at) if trained else (),
     )
 
 
 def _uncompressed_plan(planned: PlannedModel) -> MemoryPlan | None:
     """Return the plan without compression; None where it exceeds the budget."""
     setup = planned.setup
-    found = frontiers(planned.training.model, planned.kinds, setup.batch, setup.seq)
+    found = frontiers(planned.training.model, planned.kinds, setup.options.batch, setup.options.seq)
     try:
-        return in_order(found.plan(setup.budget))
+        return in_order(found.plan(setup.options.budget))
     except MemoryBudgetError:
         return None
 
 
-def _own_stages(
-    planned: PlannedModel, trained: TrainedModel, saved: SavedMemory, plain: MemoryPlan | None
-) -> Iterable[Stage]:
+def _own_stages(planned: PlannedModel, plain: MemoryPlan | None) -> Iterable[Stage]:
     """Yield pcg's stages: pruned, rematerialized, compressed, and by windows."""
-    model, at = trained.model, planned.setup.at
-    pruned = saved_memory(model, in_order(save_all(planned.kinds)))
-    yield _stage("pruned", pruned.total, pruned.layers, at)
-    if plain is not None:
-        found = saved_memory(model, plain)
-        ratio = plain.recompute_flops_ratio
-        yield _stage("rematerialized", found.total, found.layers, at, ratio)
-    ratio = trained.plan.recompute_flops_ratio
-    yield _stage("compressed", saved.total, saved.layers, at, ratio)
+    trained, at = planned.training, planned.setup.at
+    plans = {"pruned": in_order(save_all(planned.kinds)), "rematerialized": plain}
+    for name, plan in (plans | {"compressed": trained.plan}).items():
+        if plan is not None:
+            found = saved_memory(trained.model, plan)
+            yield _stage(name, found.total, found.layers, at, plan.recompute_flops_ratio)
     if planned.windowed is not None:
-        windows = window_memory(model, planned.windowed)
+        windows = window_memory(trained.model, planned.windowed)
         ratio = planned.windowed.recompute_flops_ratio
         yield _stage("token-level", windows.total, windows.layers, at, ratio)
 
@@ -130,11 +129,6 @@ def _recipe_text(recipe: Recipe) -> str:
     return text if recipe.bias == "none" else f"{text}, bias {recipe.bias}"
 
 
-def formula_text(formula: sympy.Expr) -> str:
-    """Return a formula as a string that sympy reads back."""
-    return str(sympy.expand(formula))
-
-
 def _stage(
     name: str,
     total: sympy.Expr,
@@ -148,58 +142,44 @@ def _stage(
     return Stage(name, bytes_at(total, at), round(mean), recompute_flops_ratio)
 
 
-def _graph(trained: TrainedModel) -> tuple[GraphNode, ...]:
+def _graph(trained: TrainedModel, at: Mapping[sympy.Symbol, int]) -> tuple[GraphNode, ...]:
     """Return the graph of the layer that most layers are like."""
     plan, frontiers = trained.plan, trained.frontiers
     index, _ = Counter(plan.layers).most_common(1)[0]
     kind = frontiers.layers[plan.layers.index(index)]
-    return decided_graph(frontiers.kinds[kind], plan.plans[index])
+    return decided_graph(frontiers.kinds[kind], plan.plans[index], at)
 
 
 def _tensors(planned: PlannedModel) -> Iterable[SavedTensor]:
     """Yield the decisions on all tensors of the layers, and what is saved outside them."""
-    if planned.trained is None or planned.saved is None:
+    if planned.saved is None:
         return
-    plan, frontiers = planned.trained.plan, planned.trained.frontiers
-    rows: list[Decision] = []
+    plan, frontiers, at = planned.training.plan, planned.training.frontiers, planned.setup.at
     for index, graphs in enumerate(plan.plans):
         members = [layer for layer, of in enumerate(plan.layers) if of == index]
         kind = frontiers.kinds[frontiers.layers[members[0]]]
         shared = set(kind.shared)
         restored = len({*members} & {*plan.restored})
-        for row in decisions(kind, graphs, len(members)):
+        for row in decisions(kind, graphs, len(members), at):
             if row.tensor.partition(".")[2] not in shared:
                 is_input = row.op == "input" and row.decision == "save"
-                rows += _split(row, restored) if is_input else [row]
-    rows += [
-        Decision(t.tensor, "input", t.type, t.size_bytes, t.needed_by, "save", t.reason, 1)
-        for t in planned.saved.outside
-    ]
-    yield from (_saved_tensor(row, planned.setup.at) for row in rows)
+                yield from _split(row, restored) if is_input else [row]
+    for one in planned.saved.outside:
+        yield SavedTensor(
+            one.tensor,
+            "input",
+            **sizes_at(one.type, one.size_bytes, at),
+            needed_by=one.needed_by,
+            decision="save",
+            reason=one.reason,
+            layers=1,
+        )
 
 
-def _split(row: Decision, restored: int) -> Iterable[Decision]:
+def _split(row: SavedTensor, restored: int) -> Iterable[SavedTensor]:
     """Yield the rows of a layer's input: of layers that save it, and of those that do not."""
     if row.layers > restored:
         yield dataclasses.replace(row, layers=row.layers - restored)
     if restored:
         reason = "the layers share the saved input of one before: recomputed by its forward"
         yield dataclasses.replace(row, decision="recompute", reason=reason, layers=restored)
-
-
-def _saved_tensor(row: Decision, at: Mapping[sympy.Symbol, int]) -> SavedTensor:
-    leading: tuple[int, ...] = ()
-    if row.type.is_token_wise:
-        leading = (int(tokens_at(row.type.shape[0], at[SEQUENCES] * at[CONTEXT])),)
-    return SavedTensor(
-        row.tensor,
-        row.op,
-        leading + row.type.features,
-        TORCH_NAMES[row.type.dtype],
-        bytes_at(row.size_bytes, at),
-        formula_text(row.size_bytes),
-        row.needed_by,
-        row.decision,
-        row.reason,
-        row.layers,
-    )

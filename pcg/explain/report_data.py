@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,16 @@ KINDS = (
     "workspace",
 )
 """The kinds of memory, in the order of a report."""
+STAGES = {
+    "eager": "transformers + peft",
+    "pruned": "all that gradients read",
+    "rematerialized": "the rest recomputed",
+    "compressed": "and bits for signs: pcg",
+    "token-level": "in windows, K/V cached",
+    "checkpointing": "transformers' own",
+    "torch-partitioner": "torch.compile's default",
+}
+"""What each stage saves, in words."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +35,6 @@ class Stage:
     """The bytes that one way to train saves for backward.
 
     Attributes:
-        stage: its name.
-        bytes: the bytes of the whole model.
         bytes_per_block: the bytes of one layer, on average over all but the first.
         recompute_flops_ratio: recomputed floating-point operations, as a share of the forward's.
     """
@@ -58,7 +67,6 @@ class PeerPoint:
 
     Attributes:
         budget: the budget, from 1, torch's default, to 0.
-        bytes: the bytes of the whole model.
         outside_bytes: the part of what layers share, and of logits and loss.
         bytes_per_block: as in `Stage`.
         recompute_flops_ratio: as in `Stage`.
@@ -76,10 +84,7 @@ class GpuCapacity:
     """The steps that fit a GPU.
 
     Attributes:
-        gpu: its name.
-        memory_bytes: its memory.
         usable_bytes: its memory without a reserve.
-        fits: True if the step of the report fits.
         largest_batch: the largest batch at the report's sequence length and budget; 0 for none.
         largest_seq: the largest sequence length at its batch and budget; 0 for none.
         least_largest_batch: the largest batch with a memory budget of 0.
@@ -104,14 +109,11 @@ class SavedTensor:
 
     Attributes:
         tensor: its graph and value.
-        op: the operator that computes it.
         shape: its shape in this batch.
-        dtype: torch's name of its dtype.
         bytes: its bytes if saved, in one layer.
         formula: the same in B and S.
         needed_by: operators of backward that read it.
         decision: "save", "compress", "recompute" or "drop".
-        reason: the reason in words.
         layers: the number of layers that have it.
     """
 
@@ -155,7 +157,6 @@ class GraphNode:
         name: the name of its value.
         op: its operator; "input" for an input of the layer.
         scope: the path of its module, within the layer.
-        inputs: the names of the nodes that it reads.
         decision: as in `SavedTensor`, of its first output.
     """
 
@@ -220,19 +221,8 @@ class ReportData:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain data, which `pcg explain --json` prints."""
-        fields = dataclasses.asdict(self)
-        fields["parameters"] = dict(self.parameters)
-        fields["memory_bytes"] = dict(self.memory_bytes)
-        fields["formulas"] = dict(self.formulas)
-        fields["activations"] = [dataclasses.asdict(stage) for stage in self.activations]
-        fields["saved"] = [
-            dataclasses.asdict(row) | {"shape": list(row.shape), "needed_by": list(row.needed_by)}
-            for row in self.saved
-        ]
-        fields["parallel"] = dict(self.parallel)
-        fields["formula_degrees"] = {n: list(d) for n, d in self.formula_degrees.items()}
-        fields["notes"] = list(self.notes)
-        return fields
+        found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return found
 
     def saved_bytes_at(self, recompute_flops_ratio: float) -> int | None:
         """Return the bytes of pcg's front at a share of recomputed operations; None for none.

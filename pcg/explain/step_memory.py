@@ -3,52 +3,43 @@
     total = weights + adapters + gradients + optimizer + KV cache + activations + workspace
 
 `pcg.explain.report_data.ReportData` defines each. Activations are the bytes saved for backward, the
-workspace the other bytes of the step's peak (`pcg.explain.timeline`).
+workspace the other bytes of the step's peak over its moments:
+
+    forward i    saved = shared + Σ_{j <= i} layer j    tensors saved by forward i count at its end
+    loss         saved = shared + Σ layers + what the loss reads
+    again i      saved = shared + Σ_{j < i} layer j + recomputed inputs of layers of i's segment
+    backward i   saved = the same; its own tensors are freed as they are read
+
+Besides, each moment has a workspace: the most bytes of its own values that are alive at once. The
+adapters' gradients are counted for the whole step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 import sympy
 
 from pcg.explain.planned_model import PlannedModel
 from pcg.explain.report_data import KINDS, Moment
-from pcg.explain.timeline import MomentSizes, timeline
-from pcg.ir.analysis.saved_memory import SavedMemory, transient
+from pcg.ir.analysis.saved_memory import SavedMemory, training_transients, transient
 from pcg.ir.analysis.storages import SEQUENCES, TOKENS_OF_BATCH
 from pcg.ir.analysis.trainable import trained
-from pcg.ir.graph import Graph
 from pcg.ir.layouts import layout_of
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.shapes import Shapes, elements
 from pcg.ir.types import DTYPE_BYTES, TOKENS
-
-LOSS_CHUNK_BYTES = 16 * 2**20
-"""The fp32 logits of one chunk of the loss; `pcg.runtime.training.runner.CHUNK_BYTES`."""
+from pcg.passes.memory.plan import MemoryPlan
+from pcg.runtime.memory.kv_cache import bytes_of_row, kv_types
 
 
 def memory_bytes(planned: PlannedModel) -> dict[str, int]:
-    """Return the bytes of each kind of memory and their total; without a plan none are saved."""
-    saved = planned.saved
-    activations = sympy.Integer(0) if saved is None else saved.total
-    formulas, _ = step_memory(planned, activations)
+    """Return the bytes of each kind of memory and their total."""
+    formulas, _ = step_memory(planned)
     return {kind: bytes_at(formula, planned.setup.at) for kind, formula in formulas.items()}
-
-
-def step_formulas(planned: PlannedModel) -> dict[str, sympy.Expr]:
-    """Return the formula of each kind of memory and of their total, as pcg trains the model."""
-    assert planned.saved is not None
-    formulas, _ = step_memory(planned, planned.saved.total)
-    return formulas
-
-
-def peak_moment(planned: PlannedModel) -> str:
-    """Return the label of the moment that needs the most memory, as pcg trains the model."""
-    assert planned.saved is not None
-    _, moments = step_memory(planned, planned.saved.total)
-    return max(moments, key=lambda moment: moment.total_bytes).label
 
 
 def storage_key(planned: PlannedModel) -> Hashable:
@@ -64,22 +55,25 @@ def storage_key(planned: PlannedModel) -> Hashable:
 
 
 def step_memory(
-    planned: PlannedModel, activations: sympy.Expr
+    planned: PlannedModel, untrained: sympy.Expr = sympy.S.Zero
 ) -> tuple[dict[str, sympy.Expr], list[Moment]]:
     """Return the formulas of the kinds of memory and of their total, and the moments of the step.
 
     Args:
-        planned: the model.
-        activations: the bytes saved for backward.
+        untrained: the activations of a model that pcg cannot train.
     """
     moments: list[Moment] = []
-    if planned.saved is None:
-        workspace = _serving_workspace(planned)
+    at, saved = planned.setup.at, planned.saved
+    if saved is None:
+        activations, workspace = untrained, _serving_workspace(planned)
     else:
-        sizes = _moments(planned, planned.saved)
-        moments = [_moment(one, planned.setup.at) for one in sizes]
+        sizes = _timeline(planned, saved)
+        moments = [
+            Moment(one.label, bytes_at(one.saved, at), bytes_at(one.workspace, at)) for one in sizes
+        ]
         totals = [moment.total_bytes for moment in moments]
         peak = sizes[totals.index(max(totals))]
+        activations = saved.total
         workspace = peak.saved + peak.workspace - activations
     _, weights = base_weights(planned.base)
     shapes, size = _trained_shapes(planned), DTYPE_BYTES[planned.unraised.adapter_dtype]
@@ -89,7 +83,8 @@ def step_memory(
         adapters,
         adapters,
         sympy.Integer(planned.setup.optimizer.state_bytes(shapes, size)),
-        _kv_cache(planned.base) * TOKENS_OF_BATCH,
+        sum(bytes_of_row(type_) for pair in kv_types(planned.base) for type_ in pair)
+        * TOKENS_OF_BATCH,
         activations,
         workspace,
     )
@@ -99,7 +94,7 @@ def step_memory(
 
 def _trained_shapes(planned: PlannedModel) -> Shapes:
     """Return the shapes of the trained tensors of one rank."""
-    if planned.setup.tp == 1 or planned.attached is None:
+    if planned.setup.options.tp == 1 or planned.attached is None:
         return planned.use.trained
     names = {name for graph in planned.attached.graphs for name in trained(graph)}
     found = {
@@ -125,45 +120,82 @@ def base_weights(model: ModelGraph) -> tuple[int, int]:
     return sum(n for n, _ in counts.values()), sum(size for _, size in counts.values())
 
 
-def _kv_cache(model: ModelGraph) -> int:
-    """Return the bytes of keys and values of one token, in all layers."""
-    of_block = []
-    for block in model.blocks:
-        types = [
-            block.types[name]
-            for node in block.nodes
-            if node.op == "attention"
-            for name in node.inputs[1:3]
-        ]
-        of_block.append(sum(prod(t.features) * DTYPE_BYTES[t.dtype] for t in types))
-    return sum(of_block[index] for index in model.layers)
+@dataclass(frozen=True)
+class _MomentSizes:
+    """The bytes of one moment of a step: formulas in B and S, as `Moment` has them in numbers."""
+
+    label: str
+    saved: sympy.Expr
+    workspace: sympy.Expr
 
 
-def _moments(planned: PlannedModel, saved: SavedMemory) -> list[MomentSizes]:
-    training, setup = planned.training, planned.setup
-    loss = _loss_workspace(planned.base, training.epilogue, setup.batch * setup.seq, setup.seq)
-    return timeline(training.model, training.plan, saved, loss, setup.batch, setup.seq)
+def _timeline(planned: PlannedModel, saved: SavedMemory) -> list[_MomentSizes]:
+    """Return the moments of a step: forward layer by layer, the loss, backward layer by layer.
+
+    A layer that trains nothing has no backward.
+    """
+    model, plan, setup = planned.training.model, planned.training.plan, planned.setup
+    workspaces = [
+        [None if one is None else one.formula(TOKENS_OF_BATCH) for one in pair]
+        for pair in training_transients(
+            model, plan.plans, setup.options.batch * setup.options.seq, setup.options.seq
+        )
+    ]
+    shared = sympy.Add(
+        *(row.size_bytes for row in saved.outside if row.tensor.startswith("prologue."))
+    )
+    until = list(accumulate(saved.layers, initial=shared))
+    moments = [
+        _MomentSizes(f"forward {layer}", until[layer + 1], workspaces[index][0])
+        for layer, index in enumerate(plan.layers)
+    ]
+    moments.append(_MomentSizes("loss", saved.total, _loss_workspace(planned)))
+    held = _recomputed_inputs(model, plan)
+    for layer, index in reversed(list(enumerate(plan.layers))):
+        if workspaces[index][1] is None:
+            break
+        alive = until[layer] + held[layer]
+        if layer in plan.restored and layer + 1 not in plan.restored:
+            again = workspaces[plan.layers[layer - 1]][0] + _input_bytes(model, layer)
+            moments.append(_MomentSizes(f"again {layer}", alive, again))
+        moments.append(_MomentSizes(f"backward {layer}", alive, workspaces[index][1]))
+    return moments
 
 
-def _loss_workspace(base: ModelGraph, epilogue: Graph, tokens: int, seq: int) -> sympy.Expr:
+def _recomputed_inputs(model: ModelGraph, plan: MemoryPlan) -> list[sympy.Expr]:
+    """Return the bytes of recomputed inputs that are alive, beside its own, in each backward."""
+    held: list[sympy.Expr] = []
+    for layer in range(len(plan.layers)):
+        in_segment = layer in plan.restored and layer - 1 in plan.restored
+        held.append(held[-1] + _input_bytes(model, layer - 1) if in_segment else sympy.Integer(0))
+    return held
+
+
+def _input_bytes(model: ModelGraph, layer: int) -> sympy.Expr:
+    return model.blocks[model.layers[layer]].inputs[0].type.size_bytes.subs(TOKENS, TOKENS_OF_BATCH)
+
+
+def _loss_workspace(planned: PlannedModel) -> sympy.Expr:
     """Return the workspace of the loss: that of one chunk of tokens, and the gradients of all."""
-    vocabulary = int(base.epilogue.types[base.epilogue.outputs[0]].shape[-1])
-    chunk = min(tokens, max(16, LOSS_CHUNK_BYTES // (4 * vocabulary)))
+    options = planned.setup.options
+    tokens = options.batch * options.seq
+    chunk = min(tokens, planned.base.loss_chunk)
     symbol = TOKENS_OF_BATCH if chunk == tokens else sympy.Integer(chunk)
-    return transient(epilogue, chunk, seq).formula(symbol) + carried_bytes(base)
+    found = transient(planned.training.epilogue, chunk, options.seq)
+    return found.formula(symbol) + carried_bytes(planned.base)
 
 
 def _serving_workspace(planned: PlannedModel) -> sympy.Expr:
     """Return the largest workspace of a layer's forward, or of the logits, without training."""
-    model, batch, seq = planned.attached or planned.base, planned.setup.batch, planned.setup.seq
+    model, batch, seq = (
+        planned.attached or planned.base,
+        planned.setup.options.batch,
+        planned.setup.options.seq,
+    )
     found = [transient(one, batch * seq, seq).formula(TOKENS_OF_BATCH) for one in model.blocks]
     # Only the last token of each sequence gets logits.
     found.append(transient(model.epilogue, batch, seq).formula(SEQUENCES))
     return max(found, key=lambda formula: bytes_at(formula, planned.setup.at))
-
-
-def _moment(sizes: MomentSizes, at: Mapping[sympy.Symbol, int]) -> Moment:
-    return Moment(sizes.label, bytes_at(sizes.saved, at), bytes_at(sizes.workspace, at))
 
 
 def carried_bytes(model: ModelGraph) -> sympy.Expr:
@@ -175,3 +207,8 @@ def carried_bytes(model: ModelGraph) -> sympy.Expr:
 def bytes_at(formula: sympy.Expr, at: Mapping[sympy.Symbol, int]) -> int:
     """Return a formula's value at the values of its symbols."""
     return int(formula.subs(at))
+
+
+def formula_text(formula: sympy.Expr) -> str:
+    """Return a formula as a string that sympy reads back."""
+    return str(sympy.expand(formula))

@@ -6,18 +6,9 @@ from collections.abc import Iterable, Mapping
 from textwrap import fill
 
 from pcg.explain.parallel_text import parallel_lines, region_lines
-from pcg.explain.report_data import KINDS, GpuCapacity, ReportData
+from pcg.explain.report_data import KINDS, STAGES, GpuCapacity, ReportData
 from pcg.units import gib, rounded
 
-_STAGES = {
-    "eager": "transformers + peft",
-    "pruned": "all that gradients read",
-    "rematerialized": "the rest recomputed",
-    "compressed": "and bits for signs: pcg",
-    "token-level": "in windows, K/V cached",
-    "checkpointing": "transformers' own",
-    "torch-partitioner": "torch.compile's default",
-}
 _SYMBOLS = ("B", "S", "r", "tp")
 """The symbols of formulas."""
 _BAR_CELLS = 28
@@ -25,13 +16,7 @@ _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
 def report_text(report: ReportData, tensors: bool, formulas: bool) -> str:
-    """Return the report as monospaced text of at most 100 columns, formulas apart.
-
-    Args:
-        report: the report.
-        tensors: list every tensor of a layer, and what becomes of it.
-        formulas: print formulas of every kind of memory instead of the numbers.
-    """
+    """Return the report as monospaced text of at most 100 columns, formulas apart."""
     if formulas:
         lines = [*_heading(report), "", *_formulas(report, report.formulas), *_region(report)]
         lines += region_lines(report.parallel)
@@ -86,7 +71,7 @@ def _stages(report: ReportData) -> list[str]:
     lines += [
         f"  {stage.stage:<{wide}}{gib(stage.bytes):>10}{stage.bytes_per_block / 2**20:>14,.1f}"
         f"{stage.recompute_flops_ratio:>13.0%}  {bar(stage.bytes, most, 16):<16}"
-        f"  {_STAGES.get(stage.stage, '')}".rstrip()
+        f"  {STAGES[stage.stage]}".rstrip()
         for stage in report.activations
     ]
     return lines
@@ -199,11 +184,7 @@ def _degrees(report: ReportData) -> list[str]:
 
 
 def comparison(reports: Mapping[str, ReportData]) -> str:
-    """Return reports of one model side by side, as text of a line each.
-
-    Args:
-        reports: the reports by name.
-    """
+    """Return reports of one model side by side, as text of a line each."""
     first = next(iter(reports.values()))
     wide = max(len(name) for name in reports)
     lines = [

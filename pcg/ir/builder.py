@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from pcg.errors import VerifyError
 from pcg.ir.graph import Attribute, Graph, Node, Parameter, Value
@@ -30,7 +30,7 @@ class Builder:
 
     @classmethod
     def extending(cls, graph: Graph) -> Builder:
-        """A builder that already holds a graph, for adding nodes at its end."""
+        """A builder that already holds a graph."""
         builder = cls(graph.name)
         for value in graph.inputs:
             builder.input(value.name, value.type)
@@ -87,9 +87,9 @@ class Builder:
         """Apply an operator of several outputs; returns their names."""
         table_entry = operator(op)
         sorted_attributes = tuple(sorted(attributes.items()))
-        key = _node_key(op, inputs, sorted_attributes)
-        if key in self._made:
-            return self._made[key]
+        made = self.equal_node(op, inputs, sorted_attributes)
+        if made is not None:
+            return made
         unknown = [i for i in inputs if i not in self.types]
         if unknown:
             raise VerifyError(
@@ -98,28 +98,27 @@ class Builder:
         input_types = tuple(self.types[i] for i in inputs)
         table_entry.check_arity(input_types)
         types = table_entry.infer(input_types, attributes)
-        stem = name or op
         suffixes = table_entry.output_suffixes(len(types))
-        base = self.fresh(stem)
+        base = self.fresh(name or op)
         outputs = tuple(
             Value(base if not suffix else self.fresh(f"{base}_{suffix}"), type_)
             for suffix, type_ in zip(suffixes, types, strict=True)
         )
         return self.append(Node(op, tuple(inputs), outputs, sorted_attributes, scope))
 
-    def forget(self, op: str, inputs: Sequence[str], attributes: Mapping[str, Attribute]) -> None:
-        """Make the next node like this one anew."""
-        self._made.pop(_node_key(op, inputs, tuple(sorted(attributes.items()))), None)
+    def equal_node(
+        self, op: str, inputs: Sequence[str], attributes: tuple[tuple[str, Attribute], ...]
+    ) -> tuple[str, ...] | None:
+        """The outputs of a node that is there and equals this one; None where none does."""
+        return self._made.get(_node_key(op, inputs, attributes))
 
     def fresh(self, stem: str) -> str:
         """A name that no value has yet."""
-        if stem not in self.types and stem not in self.reserved:
-            return stem
-        while True:
+        name = stem
+        while name in self.types or name in self.reserved:
             self._counts[stem] += 1
             name = f"{stem}_{self._counts[stem]}"
-            if name not in self.types and name not in self.reserved:
-                return name
+        return name
 
     def build(self, outputs: Iterable[str]) -> Graph:
         """The graph so far, with these outputs and without dead code."""

@@ -35,7 +35,6 @@ class Parameter:
     """A tensor that the graph holds rather than is given.
 
     Attributes:
-        value: its name and type.
         role: `frozen` (a weight of the base model, in its checkpoint), `constant` (computed from
             the config, in the program), `adapter` (a bypass network's, trainable).
         source: the tensor's name in the checkpoint, with `{layer}` for the layer's index.
@@ -68,10 +67,10 @@ class Node:
 
     Attributes:
         op: the operator's name in the table `pcg.ir.operators`.
-        inputs: names of the values read.
-        outputs: the values made.
+        inputs: the names of the values that it reads.
+        outputs: the values that it makes.
         attributes: the operator's constants.
-        scope: path of the module that the node came from, within its layer.
+        scope: the path of the module that the node came from, within its layer.
     """
 
     op: str
@@ -91,11 +90,9 @@ class Node:
         return self.outputs[0].name
 
     def attribute(self, name: str) -> Attribute:
-        """An attribute by name; KeyError where there is none."""
         return dict(self.attributes)[name]
 
     def get(self, name: str, default: Attribute | None = None) -> Attribute | None:
-        """An attribute by name, or the default."""
         return dict(self.attributes).get(name, default)
 
 
@@ -174,11 +171,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class KernelGraph(Graph):
-    """A graph that says which of its nodes one kernel runs; each other node runs by itself.
-
-    Attributes:
-        kernels: the parts of each kernel, which stand side by side in it, each by the names of its
-            nodes.
-    """
+    """A graph that says which of its nodes one kernel runs; each other node runs by itself."""
 
     kernels: tuple[tuple[tuple[str, ...], ...], ...]
+    """The parts of each kernel, side by side in it; each part by the names of its nodes."""

@@ -44,7 +44,7 @@ class KernelGroup:
         return tuple(node.name for node in self.nodes if self.leaves(node))
 
     def leaves(self, node: Node) -> bool:
-        """Return whether a node's output is read outside the group."""
+        """Return True if a node's output is read outside the group."""
         readers = self.graph.consumers.get(node.name, ())
         return node.name in self.graph.outputs or any(r.name not in self.made for r in readers)
 
@@ -56,12 +56,14 @@ class KernelGroup:
     @property
     def apart(self) -> tuple[str, ...]:
         """Inputs [T, heads, d] whose heads may not lie side by side: slices of a joined product."""
-        found = []
-        for name in self.inputs:
+
+        def is_apart(name: str) -> bool:
             node, type_ = self.graph.producers.get(name), self.graph.types[name]
-            if node is not None and node.op == "slice" and type_.is_token_wise:
-                found += [name] * (len(type_.features) == 2 and type_.features[0] > 1)
-        return tuple(found)
+            if node is None or node.op != "slice" or not type_.is_token_wise:
+                return False
+            return len(type_.features) == 2 and type_.features[0] > 1
+
+        return tuple(filter(is_apart, self.inputs))
 
     @property
     def sums_rows(self) -> bool:

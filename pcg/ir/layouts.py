@@ -82,11 +82,11 @@ def token_part(type_: TensorType) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """One way in which ranks can run an operator, each on what it holds.
+    """One way in which ranks can run an operator, each on its own part, without communication.
 
     Attributes:
         inputs: layouts that it takes.
-        outputs: layouts that it gives, without communication between the ranks.
+        outputs: layouts that it gives.
         op: the operator that a rank runs instead; empty for the same.
     """
 
@@ -109,10 +109,8 @@ def local_type(type_: TensorType, layout: Layout, degree: int) -> TensorType:
         return type_
     sizes = list(type_.shape)
     size = sizes[layout.dim]
-    if size == TOKENS:
-        sizes[layout.dim] = part_of_tokens(degree)
-    else:
-        sizes[layout.dim] = size // degree if isinstance(size, int) else size / degree
+    part = size // degree if isinstance(size, int) else size / degree
+    sizes[layout.dim] = part_of_tokens(degree) if size == TOKENS else part
     return type_.with_shape(tuple(sizes))
 
 

@@ -11,11 +11,10 @@ from typing import TypeVar
 _Number = TypeVar("_Number", int, float)
 
 WHOLE_MODEL = ""
-"""The path of the model itself, for what an adapter has once; no target means it."""
-
+"""The path of the model itself, where an adapter has something once; no target means it."""
 
 EACH_LAYER = "layers.{layer}"
-"""The path of a layer's attention, whatever it is called, for what an adapter has of each."""
+"""The path of a layer's attention, whatever it is called, where an adapter has one for each."""
 
 
 def layer_path(layer: int) -> str:

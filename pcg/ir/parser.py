@@ -37,10 +37,7 @@ from pcg.ir.types import DTYPE_BYTES, Dim, Size, State, TensorType
 
 ROLES = ("frozen", "constant", "adapter")
 FUNCTIONS: dict[str, Callable[..., sympy.Expr]] = {
-    "Max": sympy.Max,
-    "Min": sympy.Min,
-    "ceiling": sympy.ceiling,
-    "floor": sympy.floor,
+    each.__name__: each for each in (sympy.Max, sympy.Min, sympy.ceiling, sympy.floor)
 }
 # Sizes of tensors need far less; without limits, text such as 9**9**9 would never be done.
 LARGEST_EXPONENT = 16
@@ -57,8 +54,7 @@ def parse_graph(text: str) -> Graph:
     """
     parser = _Parser(text)
     graph = parser.graph()
-    if parser.token.kind != "end":
-        parser.fail("the end of the text, after one graph")
+    parser.end("graph")
     return graph
 
 
@@ -83,8 +79,7 @@ def parse_type(text: str) -> TensorType:
     """
     parser = _Parser(text)
     type_ = parser.type()
-    if parser.token.kind != "end":
-        parser.fail("the end of the text, after one type")
+    parser.end("type")
     return type_
 
 
@@ -94,6 +89,10 @@ class _Parser(TokenReader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = 0
+
+    def end(self, what: str) -> None:
+        if self.token.kind != "end":
+            self.fail(f"the end of the text, after one {what}")
 
     # ---------------------------------------------------------------------------------- graphs
 
@@ -118,7 +117,7 @@ class _Parser(TokenReader):
         if not self.accept("return"):
             before = "" if nodes else f"a parameter ({', '.join(ROLES)}), "
             self.fail(f"{before}a node (%name: type = …) or 'return'")
-        outputs = self._names() if self.token.kind == "value" else ()
+        outputs = self._names()
         self.expect("}")
         return Graph(label.text[1:], tuple(inputs), tuple(parameters), tuple(nodes), outputs)
 
@@ -128,10 +127,16 @@ class _Parser(TokenReader):
         return Value(name.text[1:], self.type())
 
     def _names(self) -> tuple[str, ...]:
-        names = [self.take("value", "a value's name, as in %x").text[1:]]
+        """Values' names; none where none follows."""
+        if self.token.kind != "value":
+            return ()
+        return self._several(lambda: self.take("value", "a value's name, as in %x").text[1:])
+
+    def _several(self, read: Callable[[], _Read]) -> tuple[_Read, ...]:
+        found = [read()]
         while self.accept(","):
-            names.append(self.take("value", "a value's name, as in %x").text[1:])
-        return tuple(names)
+            found.append(read())
+        return tuple(found)
 
     def _parameter(self) -> Parameter:
         role = self.advance().text
@@ -140,12 +145,13 @@ class _Parser(TokenReader):
         token = self.take("string", "the tensor's name in the checkpoint, in double quotes")
         source = self.unquote(token.text, token.start)
         transposed = self.accept("transposed")
-        rows = (self._row(), self._row()) if self.accept("rows") else None
+        number = "the number of a row"
+        rows = (self._count(number), self._count(number)) if self.accept("rows") else None
         part, degree = self._part()
         return Parameter(value, role, source, transposed, part, degree, rows)
 
-    def _row(self) -> int:
-        return int(self.take("number", "the number of a row").text)
+    def _count(self, expected: str) -> int:
+        return int(self.take("number", expected).text)
 
     def _part(self) -> tuple[Layout, int]:
         """The layout of a rank's part of a parameter, and the number of ranks."""
@@ -154,29 +160,24 @@ class _Parser(TokenReader):
                 dim = 0
                 if state is State.PARTITIONED:
                     self.expect("-")
-                    dim = -int(self.take("number", "the dim that ranks hold parts of").text)
+                    dim = -self._count("the dim that ranks hold parts of")
                 self.expect("of")
-                return Layout(state, dim), int(self.take("number", "a number of ranks").text)
+                return Layout(state, dim), self._count("a number of ranks")
         return WHOLE, 1
 
     def _node(self) -> Node:
-        outputs = [self._value()]
-        while self.accept(","):
-            outputs.append(self._value())
+        outputs = self._several(self._value)
         self.expect("=")
         op = self.take("word", "an operator's name").text
         self.expect("(")
-        inputs = self._names() if self.token.kind == "value" else ()
+        inputs = self._names()
         self.expect(")")
         attributes = self._attributes() if self.next_is("{") else ()
-        return Node(op, inputs, tuple(outputs), attributes, self._scope())
-
-    def _scope(self) -> str:
-        if self.token.kind != "label":
-            return ""
-        token = self.advance()
-        name = token.text[1:]
-        return self.unquote(name, token.start + 1) if name.startswith('"') else name
+        token = self.token
+        scope = self.advance().text[1:] if token.kind == "label" else ""
+        if scope.startswith('"'):
+            scope = self.unquote(scope, token.start + 1)
+        return Node(op, inputs, outputs, attributes, scope)
 
     # ------------------------------------------------------------------------------ attributes
 

@@ -69,24 +69,15 @@ def print_graphs(graphs: Iterable[Graph]) -> str:
 
 def print_parameter(parameter: Parameter) -> str:
     """A parameter's line, not indented."""
-    transposed = " transposed" if parameter.transposed else ""
-    return (
-        f"{parameter.role} {parameter.value} = {quote(parameter.source)}{transposed}"
-        f"{_rows(parameter)}{_part(parameter)}"
-    )
-
-
-def _rows(parameter: Parameter) -> str:
-    return f" rows {parameter.rows[0]} {parameter.rows[1]}" if parameter.rows else ""
-
-
-def _part(parameter: Parameter) -> str:
-    """The text for a rank's part of a parameter; empty for a whole one."""
+    line = f"{parameter.role} {parameter.value} = {quote(parameter.source)}"
+    if parameter.transposed:
+        line += " transposed"
+    if parameter.rows:
+        line += f" rows {parameter.rows[0]} {parameter.rows[1]}"
     if parameter.part == WHOLE:
-        return ""
-    word = PARTS[parameter.part.state]
+        return line
     dim = f" {parameter.part.dim}" if parameter.part.dim else ""
-    return f" {word}{dim} of {parameter.degree}"
+    return f"{line} {PARTS[parameter.part.state]}{dim} of {parameter.degree}"
 
 
 def print_node(node: Node) -> str:

@@ -48,16 +48,7 @@ def counts_tokens(size: Size) -> bool:
     )
 
 
-DTYPE_BYTES = {
-    "f64": 8,
-    "f32": 4,
-    "bf16": 2,
-    "f16": 2,
-    "i64": 8,
-    "i32": 4,
-    "u8": 1,
-    "bool": 1,
-}
+DTYPE_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "i64": 8, "i32": 4, "u8": 1, "bool": 1}
 TORCH_NAMES = {
     "f64": "float64",
     "f32": "float32",
@@ -68,17 +59,12 @@ TORCH_NAMES = {
     "u8": "uint8",
     "bool": "bool",
 }
-_FLOAT_RANK = {"f16": 0, "bf16": 0, "f32": 1, "f64": 2}
-_INTEGER_RANK = {"bool": 0, "u8": 1, "i32": 2, "i64": 3}
+_FLOATS = ("f16", "bf16", "f32", "f64")
+_RANKS = {"bool": 0, "u8": 1, "i32": 2, "i64": 3, "f16": 4, "bf16": 4, "f32": 5, "f64": 6}
 
 
 def tokens_at(size: Size, tokens: Size) -> Size:
-    """A size that counts tokens, where T stands for so many.
-
-    Args:
-        size: T, or a rank's part of it.
-        tokens: a number or a formula.
-    """
+    """A size that counts tokens, with a number or a formula in the place of T."""
     return tokens if size == TOKENS else sympy.sympify(size).subs(TOKENS, tokens)
 
 
@@ -143,12 +129,11 @@ class TensorType:
 
     @property
     def is_token_wise(self) -> bool:
-        """True if the first dim counts tokens."""
         return bool(self.dims) and counts_tokens(self.dims[0].size)
 
     @property
     def is_float(self) -> bool:
-        return self.dtype in _FLOAT_RANK
+        return self.dtype in _FLOATS
 
     @property
     def is_sized(self) -> bool:
@@ -169,7 +154,6 @@ class TensorType:
 
     @property
     def elements(self) -> sympy.Expr:
-        """Number of elements of the whole tensor."""
         return sympy.Mul(*self.shape) if self.dims else sympy.Integer(1)
 
     @property
@@ -197,16 +181,9 @@ def tensor(dtype: str, *shape: Size) -> TensorType:
 
 def promote(left: str, right: str) -> str:
     """The dtype of an elementwise result of two tensors, as torch.promote_types has it."""
-    if left == right:
-        return left
-    for name, other in ((left, right), (right, left)):
-        if name in _FLOAT_RANK and other in _INTEGER_RANK:
-            return name
-    if left in _INTEGER_RANK:
-        return max(left, right, key=_INTEGER_RANK.__getitem__)
     if {left, right} == {"f16", "bf16"}:
         return "f32"
-    return max(left, right, key=_FLOAT_RANK.__getitem__)
+    return max(left, right, key=_RANKS.__getitem__)
 
 
 def result_dtype(left: TensorType, right: TensorType) -> str:
@@ -224,7 +201,7 @@ def result_dtype(left: TensorType, right: TensorType) -> str:
 
 def _category(dtype: str) -> int:
     """Bools, integers, floats: 0, 1, 2."""
-    return 2 if dtype in _FLOAT_RANK else int(dtype != "bool")
+    return 2 if dtype in _FLOATS else int(dtype != "bool")
 
 
 def broadcast(left: tuple[Size, ...], right: tuple[Size, ...]) -> tuple[Size, ...]:

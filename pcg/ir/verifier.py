@@ -58,7 +58,7 @@ class _Verifier:
         for node in self.graph.nodes:
             self.shown = partial(_shown, node)
             self._node(node)
-        self.shown = partial(_returned, self.graph)
+        self.shown = lambda: f"return {', '.join(f'%{name}' for name in self.graph.outputs)}"
         for name in self.graph.outputs:
             if name not in self.defined:
                 self._fail(f"output %{name} is not defined; return a value of the graph")
@@ -201,12 +201,7 @@ def _reads_back(size: sympy.Expr) -> bool:
         return False
 
 
-def _returned(graph: Graph) -> str:
-    return f"return {', '.join(f'%{name}' for name in graph.outputs)}"
-
-
 def _shown(node: Node) -> str:
-    """The node as printed; as Python shows it, where it does not print."""
     try:
         return print_node(node)
     except VerifyError:

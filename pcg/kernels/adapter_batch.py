@@ -1,9 +1,8 @@
 """The adapters of a batch as emitted programs and kernels read them; the runtime makes them.
 
-A program's adapter parameter is a `SegmentedWeight`, a `JoinedLora` or `LoraRows`. Where adapters
-of several widths run, it is a tuple of these, with None for a width that has none at the site; it
-is None where no adapter of the batch has a weight there. In training it is the one
-adapter's `pcg.peft.weights.AdapterWeight`, or a tensor that the program made of some.
+A program's adapter parameter is a `SegmentedWeight`, a `JoinedLora` or `LoraRows`; None where no
+adapter of the batch has a weight at the site; or a tuple of these where adapters of several widths
+run. In training it is the one adapter's `pcg.peft.weights.AdapterWeight`, or a tensor made of some.
 """
 
 from __future__ import annotations
@@ -21,13 +20,7 @@ from pcg.kernels.uploads import uploaded
 
 
 class GatheredRows(NamedTuple):
-    """The rows of a batched product that some tokens are not in, or not in order.
-
-    Attributes:
-        gather: [adapters · size], token of each row.
-        tokens: the tokens that are in the product.
-        places: the row of each of these.
-    """
+    """The token of each row of a batched product, [adapters · size]; its tokens, and their rows."""
 
     gather: Tensor
     tokens: Tensor
@@ -38,18 +31,17 @@ class GatheredRows(NamedTuple):
 class Segments:
     """The tokens of each adapter.
 
-    Segments of the size that most have are one batched product, whose weights are read where they
-    lie; what it computes for the slots of others is dropped. The others are products of their own.
+    Segments of the size that most have are one batched product, whose results for the slots of
+    others are dropped. The others are products of their own.
 
     Attributes:
-        start: first token that uses any.
-        stop: end of these tokens.
+        start: first token that uses any; stop is the end of these.
         sizes: tokens of each adapter, in the order of the stacks; 0 where it does not run.
         size: tokens of each segment in the batched product; 0 where there is none.
         gathered: rows of the batched product, tokens counting from start; None where there is none,
             or all tokens are in it, in order.
         loose: index in the stacks, first token and end, from start, of each other segment.
-        known: tables that kernels make of them, for all layers.
+        known: tables that kernels make of them.
     """
 
     start: int
@@ -87,7 +79,7 @@ class Segments:
 
     @property
     def is_batched(self) -> bool:
-        """True if all its tokens are in the batched product, in order."""
+        """True if all tokens are in the batched product, in order."""
         return bool(self.size) and self.gathered is None
 
 
@@ -99,7 +91,7 @@ class SegmentedWeight:
         weight: [adapters, in, out], scaled; of a bias [adapters, 1, out]. A matrix is a transposed
             view: what one output is made of lies together.
         segments: the tokens of each.
-        present: for each adapter, whether it has a weight here; else its part of the stack is
+        present: for each adapter, True if it has a weight here; else its part of the stack is
             zeros, or ones where the program scales by it.
     """
 
@@ -135,7 +127,6 @@ class JoinedLora:
         a: [adapters, ranks, in], the ranks of all outputs one behind the other.
         runs: B of the outputs that have one, in as few runs as can be, zeros between them included.
         parts: the same without such zeros.
-        segments: the tokens of each adapter.
     """
 
     column: int
@@ -148,12 +139,7 @@ class JoinedLora:
 
 @dataclass(frozen=True)
 class TokenSpans:
-    """The adapter of each token, by its slot in the tables of rows.
-
-    Attributes:
-        spans: first token, tokens and slot of neighbours with one adapter.
-        known: tables that kernels make of it, for all layers.
-    """
+    """First token, tokens and slot of neighbours with one adapter; `known` holds tables."""
 
     spans: tuple[tuple[int, int, int], ...]
     known: dict[str, Any] = field(default_factory=dict)
@@ -173,7 +159,6 @@ class LoraRows:
         out_sizes: columns of each output.
         bias_rows: first element of a bottleneck's bias, [1, slots, most_rank]; of LoRA [0, …].
         biases: number of a bottleneck's biases, [1, slots].
-        tokens: the adapter of each token.
         known: tables that kernels make of these, for all steps.
     """
 

@@ -15,9 +15,7 @@ from pcg.parallel.ranks.group import Ranks
 class BlockTable(Protocol):
     """The pages of a sequence in the KV cache.
 
-    Attributes:
-        pages: their numbers, in order.
-        replaced: how often a page was put in the place of another; else they only grow in number.
+    Pages only grow in number, but for those that are `replaced` by others so many times.
     """
 
     pages: list[int]
@@ -39,8 +37,7 @@ class Span(NamedTuple):
         length: tokens in the batch.
         context: tokens before them, in the KV cache.
         table: pages of the sequence in the KV cache; None without one.
-        virtual: number of its first tokens that are virtual: those of its adapter's prompt, whose
-            ids mean nothing.
+        virtual: number of its first tokens that are of its adapter's prompt, and have no ids.
         origin: in training, tokens of the pass before the sequence's first.
         number: in training, the sequence's index in the pass.
     """
@@ -58,12 +55,7 @@ class Span(NamedTuple):
 class DroppedPart:
     """Tokens that dropout draws random numbers for together.
 
-    Attributes:
-        start: index of the first in the batch.
-        count: tokens in the batch.
-        skipped: tokens of the part that come before them.
-        whole: tokens of the part.
-        generator: the part's random numbers.
+    `count` tokens from `start` are in the batch; `skipped` of the part's `whole` come before them.
     """
 
     start: int
@@ -99,9 +91,7 @@ class DecodeTokens:
     """The tokens of a decode step, one of each sequence; each attribute has one item a token.
 
     Attributes:
-        ids: the tokens.
         contexts: tokens before each, in the cache.
-        tables: pages of each sequence.
         slots: slot of each one's adapter; -1 without one.
     """
 
@@ -114,22 +104,13 @@ class DecodeTokens:
 class KvGradients:
     """One layer's gradients of the keys and values of all tokens of a training pass.
 
-    They are those of keys after rotary embedding, and add up from the last window to the first;
-    what a window finds of its own tokens is final (FlexLLM v2 §6.1, figure 8).
-
-    Attributes:
-        keys: [tokens, kv_heads, head_dim], in fp32 at least.
-        values: likewise.
+    They are those of keys after rotary embedding, [tokens, kv_heads, head_dim], in fp32 at least,
+    and add up from the last window to the first; what a window finds of its own tokens is final
+    (FlexLLM v2 §6.1, figure 8).
     """
 
     def __init__(self, keys: Tensor, values: Tensor, tokens: int) -> None:
-        """Start with zeros.
-
-        Args:
-            keys: the layer's cache.
-            values: likewise.
-            tokens: tokens of the pass.
-        """
+        """Start with zeros for so many tokens of keys and values as the layer's cache has them."""
         self.keys, self.values = (_zeros(rows, tokens) for rows in (keys, values))
 
 
@@ -192,8 +173,4 @@ class ProgramBatch(Protocol):
         """The spans of one token, in groups; `window` limits the rows attended to, 0 does not."""
 
     def dropped_parts(self, key: int) -> Sequence[DroppedPart]:
-        """Parts that cover all tokens in order, the same for each call; none without dropout.
-
-        Args:
-            key: the dropout operator's key in its layer.
-        """
+        """Parts that cover all tokens in order, the same for each call; none without dropout."""

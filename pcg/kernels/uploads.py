@@ -11,8 +11,8 @@ from torch import Tensor
 def uploaded(x: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to a device.
 
-    A GPU reads it from pinned memory asynchronously, which torch keeps until then; the host would
-    wait for a copy from any other memory.
+    A GPU reads it from pinned memory, which torch keeps until then; the host would wait for a copy
+    from any other memory.
     """
     if device.type != "cuda":
         return x.to(device)

@@ -37,7 +37,7 @@ def base_plan(
 
     Args:
         graph: a layer's graph without bypass networks.
-        degree: number of ranks.
+        degree: the number of ranks.
         given: the user's plan, `PlanOptions.styles`; products that it does not name are replicated.
     Raises:
         ParallelError: the degree divides neither heads nor products; names those that do. Or a
@@ -57,7 +57,8 @@ def base_plan(
 
 def _given(graph: Graph, given: Mapping[str, str]) -> dict[str, Layout]:
     weights = [w for node in graph.nodes if (w := _frozen_weight(graph, node)) is not None]
-    paths = {w: _path(graph.parameters_by_name[w].source) for w in weights}
+    sources = {w: graph.parameters_by_name[w].source.removesuffix(".weight") for w in weights}
+    paths = {w: source.rpartition("{layer}.")[2] for w, source in sources.items()}
     plan = dict.fromkeys(weights, REPLICATED)
     for module, style in given.items():
         wanted = f".{module.rpartition('*.')[2]}"
@@ -69,11 +70,6 @@ def _given(graph: Graph, given: Mapping[str, str]) -> dict[str, Layout]:
             )
         plan |= dict.fromkeys(named, _LAYOUTS[style])
     return plan
-
-
-def _path(source: str) -> str:
-    """The module of a weight, within its layer."""
-    return source.removesuffix(".weight").rpartition("{layer}.")[2]
 
 
 def _sizes(graph: Graph, plan: Mapping[str, Layout]) -> Iterator[tuple[str, int]]:
@@ -92,9 +88,7 @@ def _sizes(graph: Graph, plan: Mapping[str, Layout]) -> Iterator[tuple[str, int]
 def partitioned_attentions(graph: Graph, plan: Mapping[str, Layout]) -> frozenset[str]:
     """Names of attentions whose queries come from a column-parallel product: each rank has heads.
 
-    Args:
-        graph: a layer's graph without bypass networks.
-        plan: layouts of its weights.
+    The graph is a layer's without bypass networks, the plan has the layouts of its weights.
     """
     has_part: set[str] = set()
     found = set()
@@ -114,7 +108,8 @@ def _pairs(graph: Graph, degree: int) -> dict[str, Layout]:
     carried = {value.name for value in graph.inputs[: len(graph.outputs)]}
     for node in graph.nodes:
         weight = _frozen_weight(graph, node)
-        behind = frozenset().union(*(makers.get(name, frozenset()) for name in node.inputs))
+        behind = frozenset().union(*(makers.get(name, ()) for name in node.inputs))
+        made = behind
         if weight is None:
             values = [name for name in node.inputs if name not in graph.parameters_by_name]
             adds_whole = node.op in ("add", "sub") and not all(makers.get(n) for n in values)
@@ -122,22 +117,17 @@ def _pairs(graph: Graph, degree: int) -> dict[str, Layout]:
                 # A shard meets a whole value: those products are no pairs with a later one.
                 for name in behind:
                     plan.pop(name, None)
-                behind = frozenset()
+                made = frozenset()
             if node.op == "attention" and graph.types[node.inputs[1]].features[-2] % degree:
                 for name in {*makers.get(node.inputs[1], ()), *makers.get(node.inputs[2], ())}:
                     plan[name] = REPLICATED
-            for value in node.outputs:
-                makers[value.name] = behind
         elif behind & plan.keys():
-            plan[weight] = ROW
-            for value in node.outputs:
-                makers[value.name] = frozenset()
+            plan[weight], made = ROW, frozenset()
         else:
-            plan[weight] = COLUMN
-            for value in node.outputs:
-                makers[value.name] = frozenset([weight])
+            plan[weight], made = COLUMN, frozenset([weight])
+        makers.update((value.name, made) for value in node.outputs)
     for name in graph.outputs:
-        for weight in makers.get(name, frozenset()):
+        for weight in makers.get(name, ()):
             plan.pop(weight, None)
     return plan
 

@@ -14,6 +14,7 @@ import networkx
 
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout, Sharding
+from pcg.ir.types import State
 from pcg.parallel.base_plan import COLUMN, ROW
 
 _OF_COLUMN = {
@@ -34,13 +35,9 @@ _OF_ROW = {
 
 @dataclass(frozen=True)
 class BypassSite:
-    """One bypass network of a layer.
+    """One bypass network of a layer, by the path of its module and the names of nodes and weights.
 
-    Attributes:
-        name: path of the module that it stands at.
-        nodes: names of its nodes, in the order of the graph.
-        weights: names of the adapter's weights that they read.
-        is_row: True if what it adds to is a sum over ranks; None where that is whole.
+    `is_row` is True if what it adds to is a sum over ranks; None where that is whole.
     """
 
     name: str
@@ -50,12 +47,7 @@ class BypassSite:
 
 
 def bypass_sites(graph: Graph, base: Mapping[str, Sharding]) -> tuple[BypassSite, ...]:
-    """The bypass networks of a layer.
-
-    Args:
-        graph: the layer's graph, with whole tensors.
-        base: ways of the base's nodes, by name.
-    """
+    """The bypass networks of a layer of whole tensors, by the ways of the base's nodes."""
     added = [node for node in graph.nodes if node.name not in base]
     made = {value.name: node.name for node in added for value in node.outputs}
     adapter = {p.name for p in graph.parameters if p.role == "adapter"}
@@ -75,8 +67,8 @@ def bypass_sites(graph: Graph, base: Mapping[str, Sharding]) -> tuple[BypassSite
             at = nodes[-1]
             reads = [base[name] for node in nodes for name in node.inputs if name in base]
             outputs = [rule.outputs[0] for rule in reads]
-            is_row = None if not outputs else any(o.state.value == "+" for o in outputs)
-            if is_row is False and not any(o.dim for o in outputs):
+            is_row: bool | None = any(o.state is State.PRE_REDUCE for o in outputs)
+            if not is_row and not any(o.dim for o in outputs):
                 is_row = None
             names = tuple(node.name for node in nodes)
             found.append(BypassSite(at.scope or at.name, names, tuple(weights), is_row))

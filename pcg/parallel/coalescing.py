@@ -26,12 +26,9 @@ _COALESCED = ("all_gather", "all_reduce")
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The values that one node reads and makes, and the key of the message that it sends.
+    """The values that one node reads and makes, and the message that it sends.
 
-    Attributes:
-        key: kind and dtype of the message; None where the node shares none.
-        reads: values.
-        makes: values.
+    `key` is the kind and the dtype of the message; None where the node shares none.
     """
 
     key: tuple[str, str] | None
@@ -41,16 +38,12 @@ class Access:
 
 def accesses_of(graph: Graph) -> list[Access]:
     """The accesses of a rank's graph, in the order of its nodes."""
-    return [
-        Access(
-            (node.op, graph.types[node.inputs[0]].dtype)
-            if node.op in _COALESCED and not node.get("tokens")
-            else None,
-            node.inputs,
-            tuple(value.name for value in node.outputs),
-        )
-        for node in graph.nodes
-    ]
+    found = []
+    for node in graph.nodes:
+        is_shared = node.op in _COALESCED and not node.get("tokens")
+        key = (node.op, graph.types[node.inputs[0]].dtype) if is_shared else None
+        found.append(Access(key, node.inputs, tuple(value.name for value in node.outputs)))
+    return found
 
 
 def coalesced_runs(accesses: Sequence[Access]) -> list[list[int]]:
@@ -113,11 +106,7 @@ def plan_messages(
 ) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
     """The messages of a plan's forward and backward, in order, once its graphs are coalesced.
 
-    Args:
-        graph: a graph of whole tensors.
-        plan: its plan.
-        degree: number of ranks.
-        active: its values that a gradient may flow back to; none without a backward.
+    A gradient may flow back to the `active` values: to none without a backward.
     """
     events: list[_Event] = []
     for node in graph.nodes:

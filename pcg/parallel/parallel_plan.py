@@ -6,7 +6,7 @@ Source: FlexLLM (v1 §5.1, figure 6; v2 figure 3), for layouts and the transitio
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pcg.ir.layouts import REPLICATED, Layout, Sharding
@@ -82,15 +82,13 @@ _BACKWARD = {
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of a node or a layer on one rank.
+    """The cost of a layer on one rank, or of a part of it.
 
     Attributes:
         value: the number that plans are compared by: operations, or seconds.
         forward_bytes: bytes that a rank sends in the forward.
         backward_bytes: bytes that it sends in the backward.
         step_bytes: bytes that it sends once an optimizer step, to sum gradients.
-        forward_messages: number of messages of the forward.
-        backward_messages: number of messages of the backward.
     """
 
     value: float = 0.0
@@ -100,14 +98,9 @@ class Cost:
     forward_messages: int = 0
     backward_messages: int = 0
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(*map(operator.add, _NUMBERS(self), _NUMBERS(other)))
-
     def __sub__(self, other: Cost) -> Cost:
-        return Cost(*map(operator.sub, _NUMBERS(self), _NUMBERS(other)))
-
-
-_NUMBERS = operator.attrgetter(*Cost.__slots__)
+        numbers = operator.attrgetter(*Cost.__slots__)
+        return Cost(*map(operator.sub, numbers(self), numbers(other)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,22 +112,21 @@ class NodePlan:
         reshards: transitions of its inputs, by value, in order.
         held: layouts of the adapters' weights that no earlier node has read.
         cost: the cost of the node and the transitions, each message by itself.
+        step_bytes: bytes that a rank sends once an optimizer step, to sum gradients.
     """
 
     rule: Sharding
     reshards: tuple[tuple[str, tuple[Reshard, ...]], ...]
     held: tuple[tuple[str, Layout], ...]
-    cost: Cost
+    cost: float
+    step_bytes: int
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """The way in which ranks run a graph.
+    """The way in which ranks run a graph: the plans of its nodes, by name, and of its outputs.
 
-    Attributes:
-        nodes: the plan of each node, by its name.
-        outputs: the transitions of the graph's outputs.
-        inputs: layouts of the graph's inputs; whole where not named.
+    Inputs that are not named are whole.
     """
 
     nodes: Mapping[str, NodePlan]
@@ -151,14 +143,10 @@ class ParallelPlan:
         """The way that each node is sharded, by its name."""
         return {name: node.rule for name, node in self.nodes.items()}
 
-    def cost_of(self, nodes: Iterable[str]) -> Cost:
-        """The cost of some nodes, with the transitions made for them."""
-        return sum((self.nodes[name].cost for name in nodes), Cost())
-
     @property
-    def cost(self) -> Cost:
+    def cost(self) -> float:
         """The cost of all nodes and of the outputs' transitions, each message by itself."""
-        return self.cost_of(self.nodes) + self.outputs.cost
+        return sum(node.cost for node in self.nodes.values()) + self.outputs.cost
 
 
 @dataclass(frozen=True)
@@ -169,7 +157,7 @@ class Constraints:
         layouts: layouts of parameters by name. A frozen one that is not named takes the cheapest.
         rules: rules of nodes by name.
         inputs: layouts of the graph's inputs; whole where not named.
-        outputs: layouts of its outputs, likewise.
+        outputs: layouts of the graph's outputs, likewise.
         gathered: sharded adapters' weights that all their readers gather.
         direct: adapters' weights that all their readers take in the layout that they are held in.
     """

@@ -16,13 +16,7 @@ from pcg.parallel.planner import Planner
 
 
 class PlanCosts:
-    """The costs of one layer's plans.
-
-    Args:
-        planner: the layer's planner.
-        given: layouts of the base's weights and of the layer's ends, and adapters' weights that all
-            readers take as they are held.
-    """
+    """The costs of one layer's plans, with what is given of all of them."""
 
     def __init__(self, planner: Planner, given: Constraints) -> None:
         self.planner = planner
@@ -31,7 +25,6 @@ class PlanCosts:
         self._planners: dict[frozenset[str], Planner] = {}
 
     def of(self, plan: ParallelPlan) -> Cost:
-        """The cost of a plan."""
         return _cost(self.planner, plan)
 
     def without(self, plan: ParallelPlan, nodes: Collection[str]) -> Cost:
@@ -57,7 +50,7 @@ class PlanCosts:
 
 
 def _cost(planner: Planner, plan: ParallelPlan) -> Cost:
-    costs, total = planner.costs, plan.cost
+    costs = planner.costs
     forward, backward = plan_messages(planner.graph, plan, planner.degree, planner.active)
     alone = sum(
         planner.paths.send(reshard, planner.graph.types[name], name in planner.active)
@@ -70,14 +63,9 @@ def _cost(planner: Planner, plan: ParallelPlan) -> Cost:
     def sent(messages: Sequence[Message]) -> int:
         return sum(costs.bytes_sent(one.kind, *one.types) for one in messages)
 
-    return Cost(
-        total.value - alone + together,
-        sent(forward),
-        sent(backward),
-        total.step_bytes,
-        len(forward),
-        len(backward),
-    )
+    step_bytes = sum(node_plan.step_bytes for node_plan in plan.nodes.values())
+    bytes_ = (sent(forward), sent(backward), step_bytes)
+    return Cost(plan.cost - alone + together, *bytes_, len(forward), len(backward))
 
 
 def _without(graph: Graph, nodes: Collection[str]) -> Graph:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pcg.errors import TypeCheckError
 from pcg.ir.analysis.trainable import reachable, trained
@@ -27,10 +27,16 @@ from pcg.ir.graph import Graph, Node, Parameter
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding, token_part
 from pcg.ir.operators import operator
 from pcg.parallel.costs.layer_costs import LayerCosts
-from pcg.parallel.node_plan_builder import NodePlanBuilder
-from pcg.parallel.parallel_plan import Constraints, NodePlan, ParallelPlan, is_saved, saved
+from pcg.parallel.parallel_plan import (
+    Constraints,
+    NodePlan,
+    ParallelPlan,
+    Reshard,
+    is_saved,
+    saved,
+)
 from pcg.parallel.resharding import Path, ReshardPaths
-from pcg.parallel.saved_for_backward import saved_reads
+from pcg.parallel.sequence_parallel import saved_reads
 
 _FREE = Constraints()
 
@@ -40,13 +46,9 @@ Versions = dict[str, frozenset[Layout]]
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The versions behind a node, and the cheapest way there.
+    """The versions behind a node, and the cheapest way there: the state before, and a plan.
 
-    Attributes:
-        versions: the layouts of each value.
-        cost: the way's cost, and its number of reshards.
-        parent: the state before; None for the first.
-        node_plan: the plan of the node between.
+    `cost` is the way's cost, and its number of reshards.
     """
 
     versions: Versions
@@ -55,13 +57,32 @@ class _State:
     node_plan: NodePlan | None = None
 
 
+@dataclass
+class _NodePlanBuilder:
+    """Adds up the cost of the reshards that bring a node's inputs into layouts.
+
+    `held` are the layouts of adapters' weights that no earlier node has read.
+    """
+
+    cost: float = 0.0
+    step_bytes: int = 0
+    reshards: list[tuple[str, tuple[Reshard, ...]]] = field(default_factory=list)
+    held: list[tuple[str, Layout]] = field(default_factory=list)
+
+    def state_after(
+        self, state: _State, versions: Versions, rule: Sharding, work: float = 0.0
+    ) -> _State:
+        """The state after a node that runs by a rule, with the cost of its own work."""
+        count = sum(len(some) for _, some in self.reshards)
+        total = (state.cost[0] + work + self.cost, state.cost[1] + count)
+        parts = (tuple(self.reshards), tuple(self.held), work + self.cost, self.step_bytes)
+        return _State(versions, total, state, NodePlan(rule, *parts))
+
+
 class Planner:
-    """Plans one graph; the costs that it learns serve further plans of it.
+    """Plans one graph of whole tensors; the costs that it learns serve further plans of it.
 
     Args:
-        graph: a graph with whole tensors.
-        degree: number of ranks.
-        costs: costs of nodes and messages.
         trains: True if there is a backward.
         token_nodes: names of nodes that ranks may run on shards of the tokens.
     """
@@ -134,7 +155,7 @@ class Planner:
             node_plans.append(at.node_plan)
             at = at.parent
         outputs, *rest = node_plans
-        names = [node.name for node in self.graph.nodes]
+        names = (node.name for node in self.graph.nodes)
         nodes = dict(zip(names, reversed(rest), strict=True))
         return ParallelPlan(nodes, outputs, fixed.inputs)
 
@@ -165,12 +186,11 @@ class Planner:
                     versions[value.name] = self.paths.made(value.type, layout)
                 for name in self._last.get(place, ()):
                     versions.pop(name, None)
-                total = (state.cost[0] + work + built.cost.value, state.cost[1] + built.count)
-                yield _State(versions, total, state, built.build(rule, work))
+                yield built.state_after(state, versions, rule, work)
 
     def _brought(
         self, state: _State, node: Node, rule: Sharding, fixed: Constraints
-    ) -> Iterator[tuple[Versions, NodePlanBuilder]]:
+    ) -> Iterator[tuple[Versions, _NodePlanBuilder]]:
         """The ways to have the inputs in a rule's layouts."""
         names, holdings = [], []
         for name, layout in dict.fromkeys(zip(node.inputs, rule.inputs, strict=True)):
@@ -190,10 +210,14 @@ class Planner:
                 holdings.append(held)
         for holding in itertools.product(*holdings):
             versions = dict(state.versions)
-            built = NodePlanBuilder(self.costs)
+            built = _NodePlanBuilder()
             for name, layout in zip(names, holding, strict=True):
                 versions[name] = frozenset([layout])
-                built.hold(name, layout, self.graph.types[name], name in self.active)
+                built.held.append((name, layout))
+                if layout == REPLICATED and name in self.active:
+                    type_ = self.graph.types[name]
+                    built.cost += self.costs.sum_gradient(type_)
+                    built.step_bytes += self.costs.bytes_sent("all_reduce", type_)
             if self._bring(versions, *self._wanted(node, rule), built, fixed):
                 yield versions, built
 
@@ -214,7 +238,7 @@ class Planner:
         versions: Versions,
         names: Sequence[str],
         layouts: Sequence[Layout],
-        built: NodePlanBuilder,
+        built: _NodePlanBuilder,
         fixed: Constraints,
     ) -> bool:
         """Bring values into layouts; False where there is no way."""
@@ -225,10 +249,9 @@ class Planner:
             if path is None:
                 return False
             cost, reshards = path
-            type_ = self.graph.types[name]
-            versions[name] = self.paths.after(type_, versions[name], reshards)
-            messages = [(one, one.message(type_, self.degree)) for one in reshards]
-            built.reshard(name, cost, messages, name in self.active)
+            versions[name] = self.paths.after(self.graph.types[name], versions[name], reshards)
+            built.reshards.append((name, reshards))
+            built.cost += cost
         return True
 
     def _path(
@@ -256,12 +279,11 @@ class Planner:
 
     def _ended(self, state: _State, fixed: Constraints) -> _State | None:
         """The state with the outputs in their layouts; None where there is no way."""
-        versions, built = dict(state.versions), NodePlanBuilder(self.costs)
+        versions, built = dict(state.versions), _NodePlanBuilder()
         layouts = self._outputs(fixed)
         if not self._bring(versions, self.graph.outputs, layouts, built, fixed):
             return None
-        total = (state.cost[0] + built.cost.value, state.cost[1] + built.count)
-        return _State(versions, total, state, built.build(Sharding(layouts, ()), 0.0))
+        return built.state_after(state, versions, Sharding(layouts, ()))
 
     def _outputs(self, fixed: Constraints) -> tuple[Layout, ...]:
         return tuple(fixed.outputs.get(name, WHOLE) for name in self.graph.outputs)
@@ -324,8 +346,7 @@ def _last_readers(graph: Graph) -> dict[int, list[str]]:
     """Values that no node after one reads, by its place; outputs are read to the end."""
     last: dict[str, int] = {}
     for place, node in enumerate(graph.nodes):
-        for name in (*node.inputs, *(value.name for value in node.outputs)):
-            last[name] = place
+        last |= dict.fromkeys((*node.inputs, *(value.name for value in node.outputs)), place)
     found: dict[int, list[str]] = {}
     for name, place in last.items():
         if name not in graph.outputs:

@@ -33,10 +33,7 @@ Path = tuple[float, tuple[Reshard, ...]]
 class ReshardPaths:
     """Cheapest paths between layouts, found once each.
 
-    Args:
-        degree: number of ranks.
-        costs: costs of messages and copies.
-        shards_tokens: True if ranks may hold shards of the tokens.
+    `shards_tokens` is True if ranks may hold shards of the tokens.
     """
 
     def __init__(self, degree: int, costs: LayerCosts, shards_tokens: bool) -> None:
@@ -110,12 +107,9 @@ class ReshardPaths:
     def cheapest(
         self, type_: TensorType, is_active: bool, have: Iterable[Layout]
     ) -> dict[Layout, Path]:
-        """The cheapest path to every layout.
+        """The cheapest path to every layout of a value that is had in some.
 
-        Args:
-            type_: the value's type.
-            is_active: True if a gradient flows back to it.
-            have: its layouts.
+        `is_active` is True if a gradient flows back to the value.
         """
         best: dict[Layout, Path] = {}
         best.update(dict.fromkeys(sorted(have, key=str), (0.0, ())))
@@ -159,10 +153,8 @@ def reshards_from(
 ) -> tuple[Reshard, ...]:
     """The reshards from a layout.
 
-    Args:
-        layout: the layout that a tensor has.
-        parts: partitioned layouts that it can be held in.
-        tokens: the one of these that shards its tokens, where ranks may hold such.
+    A tensor can be held in `parts`; `tokens` is the one of these that shards its tokens, where
+    ranks may hold such.
     """
     found: list[tuple[str, Layout]]
     if layout == SAVED_COPY:

@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from pcg.errors import TypeCheckError
 from pcg.ir.graph import Graph
@@ -46,18 +47,15 @@ class Candidate:
     """One way to parallelize a site.
 
     Attributes:
-        strategy: its name; see `strategy_name`.
-        layouts: layouts of its weights, by name.
+        strategy: the way's name; see `strategy_name`.
         gathered: weights that are gathered where they are read.
-        added: the cost that it adds to the layer.
-        layer: the layer's cost with it.
+        added: the cost that the way adds to the layer.
     """
 
     strategy: str
     layouts: Mapping[str, Layout]
     gathered: frozenset[str]
     added: Cost
-    layer: Cost
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -86,8 +84,6 @@ class Search:
 
     Args:
         graph: the layer's graph with bypass networks, of whole tensors.
-        degree: number of ranks.
-        costs: costs of nodes and messages.
         layouts: layouts of the base's weights.
         base: ways of the base's nodes, by name.
         trains: True if there is a backward, and each adapter's weight is one tensor, which may be
@@ -110,7 +106,6 @@ class Search:
         self.layouts = layouts
         nodes = token_sharded_nodes(graph, not trains) if sequence_parallel else frozenset()
         self.planner = Planner(graph, degree, costs, trains, nodes)
-        self._best: ParallelPlan | None = None
         self.sites = bypass_sites(graph, self.base)
         weights = frozenset(name for site in self.sites for name in site.weights)
         self._direct = frozenset[str]() if trains else weights
@@ -122,10 +117,9 @@ class Search:
 
     def plan(self) -> ParallelPlan:
         """The cheapest plan that is found, with neighbouring messages coalesced."""
-        if self._best is None:
-            self._best = self._cheapest()
-        return self._best
+        return self._cheapest
 
+    @cached_property
     def _cheapest(self) -> ParallelPlan:
         best = self.planner.plan(self._given)
         others = [self.planner.where_free(free).plan(self._given) for free in _FREE]
@@ -168,11 +162,10 @@ class Search:
     def hold(
         self, layouts: Mapping[str, Layout], gathered: frozenset[str] = frozenset()
     ) -> ParallelPlan:
-        """The cheapest plan that holds adapters' weights in given layouts.
+        """The cheapest plan that holds adapters' weights in given layouts; other weights are free.
 
-        Args:
-            layouts: layouts of weights by name; those that are not named are free.
-            gathered: those of them that are gathered where they are read.
+        `gathered` are those of them that are gathered where they are read.
+
         Raises:
             TypeCheckError: there is no way to run it so.
         """
@@ -225,12 +218,8 @@ class Search:
     @staticmethod
     def _gathered(plan: ParallelPlan, site: BypassSite) -> frozenset[str]:
         """Weights that the site's nodes gather."""
-        combined = {
-            name
-            for node in site.nodes
-            for name, reshards in plan.nodes[node].reshards
-            if any(reshard.op == "combine" for reshard in reshards)
-        }
+        reshards = [some for node in site.nodes for some in plan.nodes[node].reshards]
+        combined = {name for name, some in reshards if any(one.op == "combine" for one in some)}
         return frozenset(n for n in site.weights if n in combined and plan.held[n].dim)
 
     def _choice(self, best: ParallelPlan, site: BypassSite) -> SiteChoice:
@@ -250,9 +239,8 @@ class Search:
         self, plan: ParallelPlan, best: ParallelPlan, site: BypassSite, gathered: frozenset[str]
     ) -> Candidate:
         layouts = {name: plan.held[name] for name in site.weights}
-        layer = self.costs.of(plan)
-        added = layer - self.costs.without(best, site.nodes)
-        return Candidate(strategy_name(site, layouts, gathered), layouts, gathered, added, layer)
+        added = self.costs.of(plan) - self.costs.without(best, site.nodes)
+        return Candidate(strategy_name(site, layouts, gathered), layouts, gathered, added)
 
     def _ways(
         self, site: BypassSite, chosen: Candidate

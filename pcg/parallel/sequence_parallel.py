@@ -1,11 +1,19 @@
-"""Sequence parallelism: the nodes that run on shards of the tokens, and a layer's ends."""
+"""Sequence parallelism: the nodes that run on shards of the tokens, and a layer's ends.
+
+A value that was gathered of the ranks' tokens is not saved for backward, but gathered again there
+(Korthikanti et al. 2022, §4.2.2), where backward reads it, or reads a value that is recomputed from
+it without a matrix product (`pcg.passes.memory.rematerialize`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
-from pcg.ir.graph import Graph
+from pcg.errors import UnsupportedError
+from pcg.ir.graph import Graph, Node
 from pcg.ir.layouts import token_part
+from pcg.ir.operators import operator
+from pcg.parallel.costs.layer_costs import backward_of
 from pcg.parallel.parallel_plan import Constraints
 
 
@@ -32,4 +40,40 @@ def token_sharded_ends(graph: Graph) -> Constraints:
     return Constraints(
         inputs={name: token_part(graph.types[name]) for name in carried},
         outputs={name: token_part(graph.types[name]) for name in graph.outputs},
+    )
+
+
+def saved_reads(graph: Graph, active: Container[str]) -> frozenset[tuple[str, int]]:
+    """Inputs of nodes, by the node's name and their place, that backward needs.
+
+    A gradient may flow back to the `active` values.
+    """
+    needed: set[str] = set()
+    found: set[tuple[str, int]] = set()
+    for node in reversed(graph.nodes):
+        inputs, outputs = _gradient_reads(graph, node, active)
+        needed.update(node.outputs[index].name for index in outputs)
+        is_recomputed = not operator(node.op).is_product
+        if is_recomputed and any(value.name in needed for value in node.outputs):
+            inputs = set(range(len(node.inputs)))
+        needed.update(node.inputs[index] for index in inputs)
+        found.update((node.name, index) for index in inputs)
+    return frozenset(found)
+
+
+def _gradient_reads(graph: Graph, node: Node, active: Container[str]) -> tuple[set[int], set[int]]:
+    """Places of the inputs and of the outputs that a node's gradient reads."""
+    needs = tuple(name in active for name in node.inputs)
+    if not any(needs) or not node.output.type.is_float:
+        return set(), set()
+    types = tuple(graph.types[name] for name in node.inputs)
+    outputs = tuple(value.type for value in node.outputs)
+    try:
+        backward = backward_of(node.op, types, outputs, dict(node.attributes), needs)
+    except UnsupportedError:
+        return set(), set()  # it is not trained
+    read = {name for one in backward.nodes for name in one.inputs}
+    return (
+        {index for index in range(len(types)) if f"i{index}" in read},
+        {index for index in range(len(outputs)) if f"o{index}" in read},
     )

@@ -63,14 +63,12 @@ class _Sharder:
                 if layout not in self.versions.get(name, {}):
                     self._hold(parameter, layout)
             inputs.append(self.versions[name][layout])
-        outputs = tuple(
-            Value(value.name, layout.of(value.type, self.degree))
-            for value, layout in zip(node.outputs, node_plan.rule.outputs, strict=True)
-        )
-        op = node_plan.rule.op or node.op
-        self.builder.append(Node(op, tuple(inputs), outputs, node.attributes, node.scope))
+        outputs = []
         for value, layout in zip(node.outputs, node_plan.rule.outputs, strict=True):
+            outputs.append(Value(value.name, layout.of(value.type, self.degree)))
             self.versions[value.name] = {layout: value.name}
+        op = node_plan.rule.op or node.op
+        self.builder.append(Node(op, tuple(inputs), tuple(outputs), node.attributes, node.scope))
 
     def _bring(self, node_plan: NodePlan) -> None:
         for name, reshards in node_plan.reshards:

@@ -9,12 +9,17 @@ adds it. The base program is unchanged but for reading what bypass networks made
 
 A site where adapters of several methods meet has the operators of all. A token has one adapter, and
 the others' operators change nothing of it, so that their order does not matter.
+
+Layers of one block that have different networks, or networks of different ranks, become blocks of
+their own: what trains has a schedule of layer kinds beside that of the base, and what serves, where
+every layer has all networks, keeps the base's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 import sympy
 
@@ -24,7 +29,7 @@ from pcg.ir.graph import Attribute, Graph, Node, Parameter, Value
 from pcg.ir.module_paths import EACH_LAYER, WHOLE_MODEL
 from pcg.ir.program.program import ModelGraph, site_of, token_embedding
 from pcg.ir.types import RANK, Size, tensor
-from pcg.passes.bypasses import Bypasses
+from pcg.passes.bypasses import Bypasses, LayerBypasses
 from pcg.peft.method import Bypass, Shape
 
 VIRTUAL = sympy.Symbol("n", integer=True, positive=True)
@@ -39,11 +44,16 @@ def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
     """
     shapes = model.linear_sites()
     prompted = embeds(model.prologue) if WHOLE_MODEL in bypasses.at else ""
-    attached = model.map(
-        lambda graph: _attach_graph(
-            graph, bypasses, shapes, prompted if graph is model.prologue else ""
-        )
-    )
+
+    def attached_graph(graph: Graph, here: LayerBypasses) -> Graph:
+        embedding = prompted if graph is model.prologue else ""
+        return _attach_graph(graph, bypasses, here, shapes, embedding)
+
+    blocks, layers = _attach_layers(model, bypasses, attached_graph)
+    outside = bypasses.of(None)
+    ends = (attached_graph(graph, outside) for graph in (model.prologue, model.epilogue))
+    prologue, epilogue = ends
+    attached = ModelGraph(prologue, blocks, layers, epilogue)
     there = {p.source for graph in attached.graphs for p in graph.parameters if p.role == "adapter"}
     missing = sorted(bypasses.biases - there)
     if missing:
@@ -52,6 +62,29 @@ def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
             'other biases; use bias="none"'
         )
     return attached
+
+
+def _attach_layers(
+    model: ModelGraph, bypasses: Bypasses, attached: Callable[[Graph, LayerBypasses], Graph]
+) -> tuple[tuple[Graph, ...], tuple[int, ...]]:
+    """The distinct layers with their networks, and the index of each layer's."""
+    graphs: dict[Hashable, Graph] = {}
+    of_layers: list[tuple[int, Graph]] = []
+    kinds: list[tuple[int, Graph]] = []
+    for layer, block in enumerate(model.layers):
+        here = bypasses.of(layer)
+        key = (block, here.key)
+        if key not in graphs:
+            graphs[key] = attached(model.blocks[block], here)
+        of_layers.append((block, graphs[key]))
+        if of_layers[-1] not in kinds:
+            kinds.append(of_layers[-1])
+    kinds.sort(key=lambda kind: kind[0])
+    layers = tuple(map(kinds.index, of_layers))
+    blocks = tuple(graph for _, graph in kinds)
+    if len(blocks) > len(model.blocks):
+        blocks = tuple(block.replace(name=f"block_{i}") for i, block in enumerate(blocks))
+    return blocks, layers
 
 
 def embeds(prologue: Graph) -> str:
@@ -69,52 +102,53 @@ def embeds(prologue: Graph) -> str:
 
 
 def _attach_graph(
-    graph: Graph, bypasses: Bypasses, shapes: Mapping[str, Shape], prompted: str
+    graph: Graph,
+    bypasses: Bypasses,
+    here: LayerBypasses,
+    shapes: Mapping[str, Shape],
+    prompted: str,
 ) -> Graph:
-    builder = Builder(graph.name)
-    for value in graph.inputs:
-        builder.input(value.name, value.type)
-    for parameter in graph.parameters:
-        builder.parameter(parameter)
+    builder = Builder.extending(graph.replace(nodes=()))
     names: dict[str, str] = {}
     for node in graph.nodes:
         inputs = tuple(names.get(name, name) for name in node.inputs)
-        place = _Place(builder, graph, dataclasses.replace(node, inputs=inputs), bypasses, shapes)
+        node_here = dataclasses.replace(node, inputs=inputs)
+        place = _Place(builder, graph, node_here, bypasses, here, shapes)
         new = place.attach(node.name == prompted)
         if new != node.name:
             names[node.name] = new
     return builder.build([names.get(name, name) for name in graph.outputs])
 
 
+@dataclass
 class _Place:
     """A node of the base, and what attaches to it: `pcg.peft.method.Place`."""
 
-    def __init__(
-        self,
-        builder: Builder,
-        graph: Graph,
-        node: Node,
-        bypasses: Bypasses,
-        shapes: Mapping[str, Shape],
-    ) -> None:
-        self._builder = builder
-        self._graph = graph
-        self._node = node
-        self._bypasses = bypasses
-        self._shapes = shapes  # (out, in) of each linear site
-        self.site = site_of(graph, node) or ""
-        self.serving = bypasses.serving
-        weight = node.inputs[1] if self.site else ""
+    _builder: Builder
+    _graph: Graph
+    _node: Node
+    _bypasses: Bypasses
+    _here: LayerBypasses
+    _shapes: Mapping[str, Shape]  # (out, in) of each linear site
+
+    def __post_init__(self) -> None:
+        self.site = site_of(self._graph, self._node) or ""
+        self.serving = self._bypasses.serving
         # What the names of the site's parameters begin with in the graph.
-        self._stem = weight.removesuffix(".weight") if "{layer}" in self.site else node.scope
+        self._stem = self._node.scope
+        if "{layer}" in self.site:
+            self._stem = self._node.inputs[1].removesuffix(".weight")
 
     def attach(self, prompted: bool) -> str:
         """Add the node with its bypass networks; returns what stands for its output.
 
-        Args:
-            prompted: whether the output is that of the token embedding.
+        `prompted` is True if that is the output of the token embedding.
         """
-        found = self._found()
+        at = self._here.at
+        site = EACH_LAYER if self._node.op == "attention" else self.site
+        found = at.get(site, ()) if site else ()
+        if found and self._node.op == "linear":
+            self._require_plain()
         for bypass in found:
             bypass.read(self)
         self._builder.append(self._node)
@@ -124,22 +158,31 @@ class _Place:
         value = self._bias(value)
         for bypass in found:
             value = bypass.attach(self, value) if bypass.behind_bias else value
-        for bypass in self._bypasses.at.get(WHOLE_MODEL, ()) if prompted else ():
+        for bypass in at.get(WHOLE_MODEL, ()) if prompted else ():
             value = bypass.attach(self, value)
         return value
 
-    def _found(self) -> Sequence[Bypass]:
-        """The networks of the node's site."""
-        if self._node.op == "attention":
-            return self._bypasses.at.get(EACH_LAYER, ())
-        return self._bypasses.at.get(self.site, ()) if self.site else ()
+    def _require_plain(self) -> None:
+        """Refuse a module that computes more than its product, by a hook or in a subclass.
+
+        An adapter would read the module's input and be added to its output, and not the product's.
+        """
+        scope = self._node.scope
+        inside = (n for n in self._graph.nodes if f"{n.scope}.".startswith(f"{scope}."))
+        others = {n.op for n in inside} - {"linear", "reshape"}
+        if others:
+            raise UnsupportedError(
+                f"{self.site} computes {', '.join(sorted(others))} beside its product, and pcg "
+                "attaches adapters to plain linear modules; do that in a module around it, or "
+                "leave it out of the recipe's targets"
+            )
 
     def _bias(self, value: str) -> str:
         if self._node.op not in ("linear", "layer_norm"):
             return value
         for name in self._node.inputs[1:]:
             parameter = self._graph.parameters_by_name.get(name)
-            if parameter is not None and parameter.source in self._bypasses.biases:
+            if parameter is not None and parameter.source in self._here.biases:
                 size = parameter.type.features[0]
                 own = self._parameter(f"{name}.own", parameter.source, size)
                 return self._builder.add("bias_add", [value, own, name], scope=self._node.scope)
@@ -160,11 +203,7 @@ class _Place:
 
     def largest(self, kind: type[Bypass]) -> Shape:
         sites = self._bypasses.at.items()
-        shapes = [
-            self._shapes[site]
-            for site, found in sites
-            if any(isinstance(bypass, kind) for bypass in found)
-        ]
+        shapes = [self._shapes[site] for site, found in sites for b in found if isinstance(b, kind)]
         return max(out for out, _ in shapes), max(in_ for _, in_ in shapes)
 
     def module_input(self, names: Sequence[str]) -> str | None:

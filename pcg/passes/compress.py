@@ -15,11 +15,11 @@ cut.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 
 from pcg.ir.builder import Builder
-from pcg.ir.graph import Graph, Node, Value
-from pcg.passes.differentiate import Differentiated, GradientPass
+from pcg.ir.graph import Graph, Value
+from pcg.passes.differentiate import Differentiated, GradientPass, with_nodes
 
 SIGNS_PER_BYTE = 8
 
@@ -45,7 +45,7 @@ class Compress(GradientPass):
         return dataclasses.replace(
             before,
             graph=before.graph.replace(nodes=tuple(forward.nodes)),
-            backward=_reading(before.backward, nodes, inputs),
+            backward=with_nodes(before.backward, nodes, inputs.values()),
         )
 
 
@@ -60,14 +60,7 @@ def uncompressed(gradients: Differentiated, saved: Container[str]) -> Graph:
             inputs.setdefault(y, Value(y, gradients.graph.types[y]))
             node = dataclasses.replace(node, op="relu_backward", inputs=(dy, y))
         nodes.append(node)
-    return _reading(backward, nodes, inputs)
-
-
-def _reading(backward: Graph, nodes: Sequence[Node], inputs: Mapping[str, Value]) -> Graph:
-    """The graph with other nodes, and with only the inputs that they read."""
-    read = {name for node in nodes for name in node.inputs} | set(backward.outputs)
-    kept = tuple(value for value in inputs.values() if value.name in read)
-    return backward.replace(nodes=tuple(nodes), inputs=kept)
+    return with_nodes(backward, nodes, inputs.values())
 
 
 def _packs(name: str, inputs: Mapping[str, Value]) -> bool:

@@ -9,7 +9,7 @@ backward recomputes them is decided by `pcg.passes.memory.rematerialize`.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from pcg.ir.analysis.trainable import reachable, trained
@@ -42,8 +42,27 @@ class Differentiated:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """The values of the graph that backward reads: some of its inputs, and outputs of nodes."""
+        """The values of the graph that backward reads."""
         return tuple(v.name for v in self.backward.inputs if v.name in self.graph.types)
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers that are differentiated alike: those of one block, but for the first that trains.
+
+    `block` is the index of their block in the model, `shared` are inputs that come from the
+    prologue, which all layers read.
+    """
+
+    name: str
+    block: int
+    layers: tuple[int, ...]
+    shared: tuple[str, ...]
+    gradients: Differentiated
+
+
+class GradientPass(Pass[Differentiated, Differentiated]):
+    """A pass over a graph and its backward."""
 
 
 def gradient_name(name: str) -> str:
@@ -51,8 +70,10 @@ def gradient_name(name: str) -> str:
     return f"d_{name}"
 
 
-class GradientPass(Pass[Differentiated, Differentiated]):
-    """A pass over a graph and its backward."""
+def with_nodes(graph: Graph, nodes: Sequence[Node], inputs: Iterable[Value]) -> Graph:
+    """The graph with other nodes, and those of some inputs that they read."""
+    read = {name for node in nodes for name in node.inputs} | set(graph.outputs)
+    return graph.replace(nodes=tuple(nodes), inputs=tuple(v for v in inputs if v.name in read))
 
 
 @dataclass(frozen=True)
@@ -76,40 +97,29 @@ class Differentiate(Pass[Graph, Differentiated]):
         wrt = self.wrt
         if wrt is None:
             wrt = tuple(value.name for value in before.inputs if value.type.is_float)
-        outputs = before.outputs if self.outputs is None else self.outputs
-        return _differentiated(before, wrt, outputs, wrt if self.wanted is None else self.wanted)
+        wanted = wrt if self.wanted is None else self.wanted
+        frozen = _product_weights(before)
+        active = reachable(before, {*wrt, *trained(before), *frozen})
+        builder = Builder(f"{before.name}_backward")
+        builder.reserved = before.types
+        gradients: dict[str, str] = {}
+        for name in before.outputs if self.outputs is None else self.outputs:
+            if name in active:
+                gradients[name] = builder.input(gradient_name(name), before.types[name])
+        for node in reversed(before.nodes):
+            _backpropagate(builder, before, node, active, gradients)
+        adapters = tuple(name for name in trained(before) if name in gradients)
+        frozen = tuple(name for name in frozen if name in gradients)
+        backward = builder.build([gradients[name] for name in (*wrt, *adapters, *frozen)])
+        backward = with_nodes(backward, backward.nodes, backward.inputs)
+        backward = backward.renamed(_gradient_names(backward, gradients))
+        return Differentiated(before, backward, wrt, adapters, frozen, wanted)
 
 
-def _differentiated(
-    graph: Graph, wrt: Sequence[str], outputs: Sequence[str], wanted: Sequence[str]
-) -> Differentiated:
-    frozen = _product_weights(graph)
-    active = reachable(graph, {*wrt, *trained(graph), *frozen})
-    builder = Builder(f"{graph.name}_backward")
-    builder.reserved = graph.types
-    gradients: dict[str, str] = {}
-    for name in outputs:
-        if name in active:
-            value = Value(gradient_name(name), graph.types[name])
-            gradients[name] = builder.input(value.name, value.type)
-    for node in reversed(graph.nodes):
-        _backpropagate(builder, graph, node, active, gradients)
-    adapters = [name for name in trained(graph) if name in gradients]
-    frozen = [name for name in frozen if name in gradients]
-    results = [gradients[name] for name in [*wrt, *adapters, *frozen]]
-    backward = builder.build(results)
-    backward = _drop_unused_inputs(backward)
-    backward = backward.renamed(_gradient_names(backward, gradients))
-    return Differentiated(
-        graph, backward, tuple(wrt), tuple(adapters), tuple(frozen), tuple(wanted)
-    )
-
-
-def _product_weights(graph: Graph) -> list[str]:
+def _product_weights(graph: Graph) -> tuple[str, ...]:
     """Frozen weights, and biases, of matrix products."""
-    products = (node for node in graph.nodes if node.op == "linear")
-    read = {name for node in products for name in node.inputs[1:]}
-    return [p.name for p in graph.parameters if p.role == "frozen" and p.name in read]
+    read = {name for node in graph.nodes if node.op == "linear" for name in node.inputs[1:]}
+    return tuple(p.name for p in graph.parameters if p.role == "frozen" and p.name in read)
 
 
 def _backpropagate(
@@ -119,32 +129,19 @@ def _backpropagate(
     needs = tuple(name in active for name in node.inputs)
     if not any(upstream) or not any(needs):
         return
-    context = Gradient(builder, graph, node, upstream, needs)
-    for name, need, gradient in zip(
-        node.inputs, needs, operator(node.op).gradient(context), strict=True
-    ):
+    made = operator(node.op).gradient(Gradient(builder, graph, node, upstream, needs))
+    for name, need, gradient in zip(node.inputs, needs, made, strict=True):
         if need and gradient is not None:
-            before = gradients.get(name)
-            gradients[name] = (
-                gradient
-                if before is None
-                else builder.add("add", [before, gradient], scope=node.scope)
-            )
-
-
-def _drop_unused_inputs(graph: Graph) -> Graph:
-    read = {name for node in graph.nodes for name in node.inputs} | set(graph.outputs)
-    return graph.replace(inputs=tuple(value for value in graph.inputs if value.name in read))
+            if name in gradients:
+                gradient = builder.add("add", [gradients[name], gradient], scope=node.scope)
+            gradients[name] = gradient
 
 
 def _gradient_names(backward: Graph, gradients: dict[str, str]) -> dict[str, str]:
     """`d_x` for the gradient of x, where no other value has that name."""
     names: dict[str, str] = {}
-    taken = set(backward.types)
-    made = set(backward.producers)
     for name, gradient in gradients.items():
         new = gradient_name(name)
-        if gradient in made and gradient not in names and new not in taken:
+        if gradient in backward.producers and gradient not in names and new not in backward.types:
             names[gradient] = new
-            taken.add(new)
     return names

@@ -7,8 +7,7 @@ from pcg.ir.builder import Builder
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TOKENS, tensor
-from pcg.passes.differentiate import Differentiate
-from pcg.passes.layer_kind import LayerKind
+from pcg.passes.differentiate import Differentiate, LayerKind
 from pcg.passes.pass_base import Pass
 from pcg.passes.stages import Attached, Gradients, ModelGradients, WithLoss
 
@@ -20,7 +19,8 @@ class AddLoss(Pass[Attached, WithLoss]):
 
     def run(self, before: Attached) -> WithLoss:
         model = before.training
-        return WithLoss(before.serving, model, None if model is None else with_loss(model.epilogue))
+        loss = None if model is None else with_loss(model.epilogue)
+        return WithLoss(before.base, before.serving, model, loss)
 
 
 class DifferentiateModel(Pass[WithLoss, Gradients]):
@@ -37,13 +37,15 @@ class DifferentiateModel(Pass[WithLoss, Gradients]):
             carried = model.prologue.outputs[: len(model.blocks[0].outputs)]
             prologue = Differentiate(wrt=(), outputs=carried).run(model.prologue)
         of_loss = Differentiate(wrt=(loss.inputs[0].name,)).run(loss)
-        return Gradients(
-            before.serving, ModelGradients(model, layer_kinds(model), prologue, of_loss)
-        )
+        training = ModelGradients(model, layer_kinds(model), prologue, of_loss)
+        return Gradients(before.serving, training)
 
 
 def layer_kinds(model: ModelGraph) -> tuple[LayerKind, ...]:
-    """The layers of a model, differentiated; below all that is trained no gradient is wanted."""
+    """The layers of a model, differentiated.
+
+    The first layer that trains passes no gradient on, and those below it have no backward.
+    """
     groups: dict[tuple[int, bool], list[int]] = {}
     trained_below = bool(trained(model.prologue))
     for layer, index in enumerate(model.layers):
@@ -52,11 +54,11 @@ def layer_kinds(model: ModelGraph) -> tuple[LayerKind, ...]:
     kinds = []
     for (index, passes_on), layers in groups.items():
         block = model.blocks[index]
-        inputs, count = [value.name for value in block.inputs], len(block.outputs)
-        carried, shared = tuple(inputs[:count]), tuple(inputs[count:])
-        wanted = carried if passes_on else ()
-        gradients = Differentiate(wrt=carried, wanted=wanted).run(block)
-        name = block.name if passes_on else f"{block.name}_first"
+        inputs, count = tuple(value.name for value in block.inputs), len(block.outputs)
+        carried, shared = inputs[:count], inputs[count:]
+        gradients = Differentiate(wrt=carried, wanted=carried if passes_on else ()).run(block)
+        below = "_first" if trained(block) else "_below"
+        name = block.name if passes_on else f"{block.name}{below}"
         kinds.append(LayerKind(name, index, tuple(layers), shared, gradients))
     return tuple(kinds)
 
@@ -65,11 +67,9 @@ def with_loss(epilogue: Graph) -> Graph:
     """The epilogue with the loss of each token: hidden states and `targets` [T] to loss [T]."""
     builder = Builder.extending(epilogue)
     targets = builder.input("targets", tensor("i64", TOKENS))
-    logits = epilogue.outputs[0]
+    op, logits = "cross_entropy", epilogue.outputs[0]
     gathered = epilogue.producers.get(logits)
     if gathered is not None and gathered.op == "all_gather" and not gathered.get("tokens"):
         # Each rank has a part of the vocabulary, and the loss needs no more.
-        loss = builder.add("cross_entropy_part", [gathered.inputs[0], targets], name="loss")
-    else:
-        loss = builder.add("cross_entropy", [logits, targets], name="loss")
-    return builder.build([loss])
+        op, logits = "cross_entropy_part", gathered.inputs[0]
+    return builder.build([builder.add(op, [logits, targets], name="loss")])

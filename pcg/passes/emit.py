@@ -18,29 +18,16 @@ class ListFunctions(Pass[Trained, Functions]):
 
     def run(self, before: Trained) -> Functions:
         training: tuple[Function, ...] = ()
-        found = before.training
-        if found is not None:
-            training = tuple(
-                training_functions(
-                    found.model,
-                    found.plan.plans,
-                    found.plan.layers,
-                    found.epilogue,
-                    found.loss,
-                    found.prologue,
-                )
-            )
+        if (found := before.training) is not None:
+            plans, layers = found.plan.plans, found.plan.layers
+            ends = (found.epilogue, found.loss, found.prologue)
+            training = tuple(training_functions(found.model, plans, layers, *ends))
         return Functions(before, serving_functions(before.serving), training)
 
 
 @dataclass(frozen=True)
 class Emit(Pass[Functions, Emitted]):
-    """Write the functions as Python.
-
-    Attributes:
-        model: the model's name.
-        backend: "torch" or "triton".
-    """
+    """Write the functions of a model as Python, for a backend, "torch" or "triton"."""
 
     name = "emit"
     model: str

@@ -61,10 +61,8 @@ class _Folder:
         self._pattern = re.compile(re.escape(layers_path) + r"\.(\d+)(?:\.(.*))?$")
         self._positional = self._depend_on({"position_ids"}, "constant")
         self._weights = self._depend_on(set(), "frozen", "constant")
-        self._count = 1 + max(
-            (int(match[1]) for node in graph.nodes if (match := self._pattern.match(node.scope))),
-            default=-1,
-        )
+        matches = (self._pattern.match(node.scope) for node in graph.nodes)
+        self._count = 1 + max((int(match[1]) for match in matches if match), default=-1)
         if not self._count:
             raise TraceError(f"no node of the graph comes from a layer of {layers_path}")
         self._region = self._find_regions()
@@ -74,23 +72,18 @@ class _Folder:
         regions = [self._with_recomputed(i) for i in range(PROLOGUE, self._count + 1)]
         reads = [self._reads(nodes) for nodes in regions]
         carried = [self._carried(reads[i + 1], i) for i in range(self._count + 1)]
-        invariants = list(
-            dict.fromkeys(
-                name
-                for i, names in enumerate(reads[1:])
-                for name in names
-                if name not in carried[i] and name not in self._parameter_names
-            )
+        others = (
+            name for i, names in enumerate(reads[1:]) for name in names if name not in carried[i]
         )
+        invariants = list(dict.fromkeys(others))
         for name in invariants:
             if self._region_of(name) != PROLOGUE:
                 raise TraceError(
                     f"%{name}, made by layer {self._region_of(name)}, is read by a later layer "
                     "than the next; pcg folds models whose layers form a chain"
                 )
-        prologue = self._graph(
-            "prologue", regions[0], self.graph.inputs, [*carried[0], *invariants]
-        )
+        outputs = [*carried[0], *invariants]
+        prologue = self._graph("prologue", regions[0], self.graph.inputs, outputs)
         shared = readable_names(prologue)
         prologue = prologue.renamed(shared)
         blocks: list[Graph] = []
@@ -102,22 +95,15 @@ class _Folder:
                 blocks.append(block)
             block_of.append(blocks.index(block))
         used = [name for name in invariants if name in reads[-1]]
-        inputs = [self._value(name) for name in [*carried[-1], *used]]
+        inputs = self._values([*carried[-1], *used])
         epilogue = self._graph("epilogue", regions[-1], inputs, self.graph.outputs)
-        names = shared | _carried_names(carried[-1])
-        epilogue = epilogue.renamed(readable_names(epilogue, names))
+        epilogue = _readable(epilogue, carried[-1], shared)
         return ModelGraph(
             prologue,
             tuple(block.replace(name=f"block_{i}") for i, block in enumerate(blocks)),
             tuple(block_of[traced] for traced in schedule),
             epilogue,
         )
-
-    # ------------------------------------------------------------------ regions
-
-    @property
-    def _parameter_names(self) -> frozenset[str]:
-        return frozenset(self.graph.parameters_by_name)
 
     def _depend_on(self, inputs: set[str], *roles: str) -> set[str]:
         """Values that depend on these inputs and on parameters of these roles alone."""
@@ -128,28 +114,23 @@ class _Folder:
         return names
 
     def _find_regions(self) -> dict[str, int]:
-        """The region of each node by name: the prologue, a layer, or the epilogue."""
+        """The region of each made value: the prologue, a layer, or the epilogue."""
         regions: dict[str, int] = {}
         for node in self.graph.nodes:
             match = self._pattern.match(node.scope)
-            before = [regions.get(self._producer_name(name), PROLOGUE) for name in node.inputs]
+            before = [regions.get(name, PROLOGUE) for name in node.inputs]
             latest = max(before, default=PROLOGUE)
-            if node.name in self._positional:
-                regions[node.name] = PROLOGUE
-            elif match:
-                regions[node.name] = int(match[1])
+            if node.name in self._positional or (not match and latest == PROLOGUE):
+                region = PROLOGUE
             else:
-                regions[node.name] = PROLOGUE if latest == PROLOGUE else self._count
-            if regions[node.name] < latest:
+                region = int(match[1]) if match else self._count
+            if region < latest:
                 raise TraceError(f"%{node.name} of {node.scope} reads what a later layer makes")
+            regions.update((value.name, region) for value in node.outputs)
         return regions
 
-    def _producer_name(self, name: str) -> str:
-        node = self.graph.producers.get(name)
-        return node.name if node else name
-
     def _region_of(self, name: str) -> int:
-        return self._region.get(self._producer_name(name), PROLOGUE)
+        return self._region.get(name, PROLOGUE)
 
     def _is_recomputed(self, node: Node) -> bool:
         """Return whether each reading region computes a node: positional views, work on weights."""
@@ -162,10 +143,8 @@ class _Folder:
         nodes: list[Node] = []
         for node in self.graph.nodes:
             if self._region[node.name] == region:
-                if region != PROLOGUE:
-                    for view in self._recomputed_before(node):
-                        if view not in nodes:
-                            nodes.append(view)
+                views = self._recomputed_before(node) if region != PROLOGUE else ()
+                nodes += [view for view in dict.fromkeys(views) if view not in nodes]
                 nodes.append(node)
         return nodes
 
@@ -184,7 +163,7 @@ class _Folder:
         for node in nodes:
             reads.update(dict.fromkeys(name for name in node.inputs if name not in made))
             made.update(value.name for value in node.outputs)
-        return [name for name in reads if name not in self._parameter_names]
+        return [name for name in reads if name not in self.graph.parameters_by_name]
 
     def _carried(self, reads: Sequence[str], region: int) -> list[str]:
         """A region's reads of the one before; the first region's values that no other reads."""
@@ -195,17 +174,14 @@ class _Folder:
         }
         return [name for name in reads if name not in self._positional and name not in others]
 
-    # ------------------------------------------------------------------ graphs
-
-    def _value(self, name: str) -> Value:
-        return Value(name, self.graph.types[name])
+    def _values(self, names: Iterable[str]) -> list[Value]:
+        return [Value(name, self.graph.types[name]) for name in names]
 
     def _graph(
         self, name: str, nodes: Sequence[Node], inputs: Iterable[Value], outputs: Iterable[str]
     ) -> Graph:
-        return Graph(
-            name, tuple(inputs), self.graph.parameters, tuple(nodes), tuple(outputs)
-        ).without_dead_code()
+        parts = (tuple(inputs), self.graph.parameters, tuple(nodes), tuple(outputs))
+        return Graph(name, *parts).without_dead_code()
 
     def _block(
         self,
@@ -216,8 +192,7 @@ class _Folder:
         outputs: Sequence[str],
         shared: Mapping[str, str],
     ) -> Graph:
-        inputs = [self._value(name) for name in [*carried, *invariants]]
-        graph = self._graph("block", nodes, inputs, outputs)
+        graph = self._graph("block", nodes, self._values([*carried, *invariants]), outputs)
         prefix = f"{self.layers_path}.{index}"
         parameters = tuple(_relative(p, prefix, self.layers_path) for p in graph.parameters)
         names = {old.name: new.name for old, new in zip(graph.parameters, parameters, strict=True)}
@@ -225,22 +200,21 @@ class _Folder:
             dataclasses.replace(node, scope=self._relative_scope(node.scope))
             for node in graph.nodes
         )
-        renamed = graph.replace(nodes=scoped).renamed(names)
-        by_name = {p.name: p for p in parameters}
-        renamed = renamed.replace(parameters=tuple(by_name[p.name] for p in renamed.parameters))
-        return renamed.renamed(readable_names(renamed, dict(shared) | _carried_names(carried)))
+        renamed = graph.replace(nodes=scoped).renamed(names).replace(parameters=parameters)
+        return _readable(renamed, carried, shared)
 
     def _relative_scope(self, scope: str) -> str:
         match = self._pattern.match(scope)
         return (match[2] or "") if match else scope
 
 
-def _carried_names(carried: Sequence[str]) -> dict[str, str]:
-    return {name: "x" if i == 0 else f"x_{i}" for i, name in enumerate(carried)}
+def _readable(graph: Graph, carried: Sequence[str], shared: Mapping[str, str]) -> Graph:
+    """The graph with readable names, which for the values that layers carry are x, x_1, …."""
+    names = {name: f"x_{i}" if i else "x" for i, name in enumerate(carried)}
+    return graph.renamed(readable_names(graph, {**shared, **names}))
 
 
 def _relative(parameter: Parameter, prefix: str, layers_path: str) -> Parameter:
-    """A layer's parameter by its path within the layer."""
     if not parameter.source.startswith(prefix + "."):
         return parameter
     name = parameter.name.removeprefix(prefix + ".")

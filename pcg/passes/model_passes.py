@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from pcg.ir.program.program import ModelGraph
 from pcg.passes.attach import attach
@@ -12,15 +11,15 @@ from pcg.passes.bypasses import Bypasses
 from pcg.passes.fold import Fold
 from pcg.passes.pass_base import Pass
 from pcg.passes.stages import Attached, Base, Traced
-from pcg.trace import trace_once
+from pcg.trace import ToTrace, trace_once
 
 
 @dataclass(frozen=True)
-class Trace(Pass[Mapping[str, Any], Traced]):
-    """Trace the model of a config.json.
+class Trace(Pass[ToTrace, Traced]):
+    """Trace the model of a config.json, or a module.
 
     Attributes:
-        dtype: torch's name of the dtype; None for the configuration's own.
+        dtype: torch's name of the dtype; None for the model's own.
         whole: True to trace every layer instead of one of each kind (and one more).
     """
 
@@ -28,7 +27,7 @@ class Trace(Pass[Mapping[str, Any], Traced]):
     dtype: str | None = None
     whole: bool = False
 
-    def run(self, before: Mapping[str, Any]) -> Traced:
+    def run(self, before: ToTrace) -> Traced:
         return Traced(trace_once(before, self.dtype, self.whole))
 
 
@@ -44,12 +43,7 @@ class FoldTrace(Pass[Traced, Base]):
 
 @dataclass(frozen=True)
 class Attach(Pass[Base, Attached]):
-    """Attach bypass networks, for what serves and for what trains.
-
-    Attributes:
-        bypasses: the bypass networks of a base.
-        trains: True to make a model to train where there are any.
-    """
+    """Attach bypass networks, for what serves and, if that is asked for, for what trains."""
 
     name = "attach"
     bypasses: Callable[[ModelGraph], Bypasses]

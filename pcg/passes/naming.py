@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from itertools import count
 
 from pcg.ir.graph import Graph
 
@@ -17,13 +17,9 @@ def readable_names(graph: Graph, inputs: Mapping[str, str] | None = None) -> dic
     """
     names = {v.name: (inputs or {}).get(v.name, v.name) for v in graph.inputs}
     taken = {*names.values(), *graph.parameters_by_name}
-    counts: Counter[str] = Counter()
 
     def unique(stem: str) -> str:
-        name = stem
-        while name in taken:
-            counts[stem] += 1
-            name = f"{stem}_{counts[stem]}"
+        name = unused_name(stem, taken)
         taken.add(name)
         return name
 
@@ -36,3 +32,10 @@ def readable_names(graph: Graph, inputs: Mapping[str, str] | None = None) -> dic
             suffix = value.name.removeprefix(node.outputs[0].name + "_")
             names[value.name] = unique(f"{base}_{suffix}")
     return names
+
+
+def unused_name(stem: str, taken: Container[str]) -> str:
+    """The stem, else the first of `stem_1`, `stem_2`, … that is not taken."""
+    if stem not in taken:
+        return stem
+    return next(name for n in count(1) if (name := f"{stem}_{n}") not in taken)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeAlias, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph, TrainingGraph
@@ -50,25 +50,15 @@ class LayerPass(Pass[TrainingGraph, TrainingGraph]):
     """A pass over a layer's forward and backward."""
 
 
-Lens: TypeAlias = Callable[[Whole, Callable[[Part], Part]], Whole]
-"""A method of a stage that changes some of its parts by a function."""
-
-
 @dataclass(frozen=True)
 class On(Pass[Whole, Whole], Generic[Whole, Part]):
-    """A pass over some parts of a stage.
+    """A pass over some parts of a stage; a method of the stage, the lens, has these changed."""
 
-    Attributes:
-        lens: the method of the stage that changes these parts.
-        inner: the pass over each of them.
-    """
-
-    lens: Lens[Whole, Part]
+    lens: Callable[[Whole, Callable[[Part], Part]], Whole]
     inner: Pass[Part, Part]
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """The name of the pass over the parts."""
         return self.inner.name
 
     def run(self, before: Whole) -> Whole:

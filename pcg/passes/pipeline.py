@@ -10,11 +10,11 @@ verifier looks at every graph that a pass made (`pcg.passes.stage`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pcg.ir.program.program import ModelGraph, TrainingGraph
+from pcg.ir.program.program import ModelGraph
 from pcg.options import PlanOptions, dtype_name
 from pcg.parallel.costs.cost_model import CostModel
 from pcg.parallel.costs.layer_costs import DeviceCosts
@@ -40,9 +40,8 @@ from pcg.passes.raising.raise_operators import RaiseOperators
 from pcg.passes.sharding.coalesce_collectives import CoalesceCollectives, CoalesceLayer
 from pcg.passes.sharding.localize import Localize
 from pcg.passes.sharding.overlap import Overlap, OverlapLayer
-from pcg.passes.sharding.plan_base import PlanBase
-from pcg.passes.sharding.repeat_heads_of_models import RepeatHeadsOfModels
-from pcg.passes.sharding.shard import Shard
+from pcg.passes.sharding.repeat_heads import RepeatHeadsOfModels
+from pcg.passes.sharding.shard import PlanBase, Shard
 from pcg.passes.sharding.split_fused_projections import SplitFusedProjections
 from pcg.passes.stage import Observer, Stage
 from pcg.passes.stages import (
@@ -56,6 +55,7 @@ from pcg.passes.stages import (
     Trained,
 )
 from pcg.passes.window_attention import WindowAttention
+from pcg.trace import ToTrace
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,15 @@ class Settings:
 
     def device_costs_at(self, costs: CostModel, tokens: int, context: int) -> DeviceCosts:
         """The costs of so many tokens that attend to so many, by a device's."""
-        options = self.options
-        return DeviceCosts(costs, options.tp, tokens, context, options.gradient_accumulation_steps)
+        steps = self.options.gradient_accumulation_steps
+        return DeviceCosts(costs, self.options.tp, tokens, context, steps)
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """The stages of a compilation, in order; users know a stage's result by the stage's name."""
 
-    trace: Stage[Mapping[str, Any], Traced]
+    trace: Stage[ToTrace, Traced]
     fold: Stage[Traced, Base]
     raise_operators: Stage[Base, Base]
     attach: Stage[Base, Attached]
@@ -122,13 +122,13 @@ class Pipeline:
         labels = (names for stage in self.stages for _, names in stage.flat())
         return tuple(dict.fromkeys(name for names in labels for name in names))
 
-    def base(self, config: Mapping[str, Any], observe: Observer | None = None) -> Base:
-        """The model of a config.json, without bypass networks."""
-        folded = self.fold.run(self.trace.run(config, observe), observe)
+    def base(self, model: ToTrace, observe: Observer | None = None) -> Base:
+        """The model without bypass networks."""
+        folded = self.fold.run(self.trace.run(model, observe), observe)
         return self.raise_operators.run(folded, observe)
 
     def trained(self, attached: Attached, observe: Observer | None = None) -> Trained:
-        """The graphs of a program, from models with bypass networks; not fused yet."""
+        """The graphs of a program, not fused yet, from models with bypass networks."""
         sharded = self.parallelize.run(attached, observe)
         pruned = self.prune.run(self.differentiate.run(sharded, observe), observe)
         return self.rematerialize.run(self.compress.run(pruned, observe), observe)
@@ -147,14 +147,15 @@ def pipeline(given: Settings) -> Pipeline:
     """The pipeline for these settings."""
     options, triton = given.options, given.backend == "triton"
     tp, sequence_parallel = options.tp, options.sequence_parallel
+    serving, functions = Trained.map_serving_graphs, Functions.map_graphs
     return Pipeline(
-        trace=Stage("trace", (Trace(dtype_name(options.dtype), given.whole),)),
-        fold=Stage("fold", (FoldTrace(),)),
-        raise_operators=Stage("raise", (On(Base.map_model, RaiseOperators()),)),
-        attach=Stage("attach", (Attach(given.bypasses, given.trains),)),
-        parallelize=Stage(
+        trace=_stage("trace", Trace(dtype_name(options.dtype), given.whole)),
+        fold=_stage("fold", FoldTrace()),
+        raise_operators=_stage("raise", On(Base.map_model, RaiseOperators())),
+        attach=_stage("attach", Attach(given.bypasses, given.trains)),
+        parallelize=_stage(
             "parallelize",
-            when(
+            *when(
                 tp > 1,
                 On(Attached.map_blocks, SplitFusedProjections()),
                 PlanBase(tp, options.styles),
@@ -163,63 +164,55 @@ def pipeline(given: Settings) -> Pipeline:
                 On(Sharded.map_graphs, Localize(tp)),
             ),
         ),
-        differentiate=Stage("differentiate", (AddLoss(), DifferentiateModel())),
-        prune=Stage("prune", (On(Gradients.map_all, Prune()),)),
-        compress=Stage(
+        differentiate=_stage("differentiate", AddLoss(), DifferentiateModel()),
+        prune=_stage("prune", On(Gradients.map_all, Prune())),
+        compress=_stage(
             "compress",
-            (
-                *when(given.windows, On(Gradients.map_layers, WindowAttention())),
-                On(Gradients.map_layers, Compress()),
-            ),
+            *when(given.windows, On(Gradients.map_layers, WindowAttention())),
+            On(Gradients.map_layers, Compress()),
         ),
-        rematerialize=Stage(
+        rematerialize=_stage(
             "rematerialize",
-            (
-                Rematerialize(options.budget),
-                *(On(Trained.map_layers, one) for one in LAYER_ORDER),
-            ),
+            Rematerialize(options.budget),
+            *(On(Trained.map_layers, one) for one in LAYER_ORDER),
         ),
-        fuse=Stage(
+        fuse=_stage(
             "fuse",
-            (
-                Stage(
-                    "fuse_serving",
-                    (
-                        On(Trained.map_serving_graphs, FuseLinears()),
-                        On(Trained.map_serving_graphs, FuseLora()),
-                        On(Trained.map_serving_graphs, CoalesceCollectives()),
-                        On(Trained.map_serving_prologue, Overlap()),
-                        *when(triton, On(Trained.map_serving, DeferResidualAdd())),
-                    ),
-                ),
-                Stage(
-                    "fuse_training",
-                    (
-                        On(Trained.map_forwards, FuseLinears()),
-                        *when(
-                            triton,
-                            On(Trained.map_backwards, FuseGradients()),
-                            On(Trained.map_losses, FuseLoss()),
-                        ),
-                    ),
-                ),
+            _stage(
+                "fuse_serving",
+                On(serving, FuseLinears()),
+                On(serving, FuseLora()),
+                On(serving, CoalesceCollectives()),
+                On(Trained.map_serving_prologue, Overlap()),
+                *when(triton, On(Trained.map_serving, DeferResidualAdd())),
             ),
-        ),
-        emit=Stage(
-            "emit",
-            (
-                ListFunctions(),
+            _stage(
+                "fuse_training",
+                On(Trained.map_forwards, FuseLinears()),
                 *when(
                     triton,
-                    On(Functions.map_graphs, SplitCacheAppend()),
-                    On(Functions.map_graphs, GroupKernels()),
-                    On(Functions.map_graphs, SideBySide()),
-                    On(Functions.map_graphs, OrderKernels()),
+                    On(Trained.map_backwards, FuseGradients()),
+                    On(Trained.map_losses, FuseLoss()),
                 ),
-                Emit(given.model, given.backend),
             ),
         ),
+        emit=_stage(
+            "emit",
+            ListFunctions(),
+            *when(
+                triton,
+                On(functions, SplitCacheAppend()),
+                On(functions, GroupKernels()),
+                On(functions, SideBySide()),
+                On(functions, OrderKernels()),
+            ),
+            Emit(given.model, given.backend),
+        ),
     )
+
+
+def _stage(name: str, *passes: Pass[Any, Any] | Stage[Any, Any]) -> Stage[Any, Any]:
+    return Stage(name, passes)
 
 
 def when(condition: bool, *passes: Pass[Any, Any]) -> tuple[Pass[Any, Any], ...]:
@@ -229,10 +222,6 @@ def when(condition: bool, *passes: Pass[Any, Any]) -> tuple[Pass[Any, Any], ...]
 
 def in_order(plan: MemoryPlan) -> MemoryPlan:
     """A memory plan's layers as they run, in the order that hides collectives."""
-
-    def ordered(layer: TrainingGraph) -> TrainingGraph:
-        for one in LAYER_ORDER:
-            layer = one.run(layer)
-        return layer
-
-    return plan.map(ordered)
+    for one in LAYER_ORDER:
+        plan = plan.map(one.run)
+    return plan

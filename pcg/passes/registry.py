@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import re
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from pcg.errors import PassError
 from pcg.ir.graph import Graph
@@ -40,7 +41,7 @@ from pcg.passes.fusion.side_by_side import SideBySide
 from pcg.passes.fusion.split_cache_append import SplitCacheAppend
 from pcg.passes.pass_base import ModelPass, Pass
 from pcg.passes.prune import Prune
-from pcg.passes.raising.raise_operators import RaiseGraph, RaiseOperators
+from pcg.passes.raising.raise_operators import RaiseOperators, raise_graph
 from pcg.passes.sharding.coalesce_collectives import CoalesceCollectives
 from pcg.passes.sharding.localize import Localize
 from pcg.passes.sharding.overlap import Overlap
@@ -73,7 +74,6 @@ PASSES: tuple[type[Pass[Any, Any]], ...] = (
 )
 """The passes that run over graphs in text, in the order of their names."""
 
-_MORE = "pcg compile MODEL --print-after {}"
 REFUSED: dict[str, str] = {
     "trace": "it needs a model's configuration, not a graph",
     "attach": "it needs recipes of adapters",
@@ -99,7 +99,7 @@ class GraphFile:
     def every(self) -> tuple[Graph, ...]:
         """All graphs in order, each backward behind its forward."""
         pairs = ((i,) if isinstance(i, Graph) else (i.graph, i.backward) for i in self.items)
-        return tuple(graph for pair in pairs for graph in pair)
+        return tuple(itertools.chain.from_iterable(pairs))
 
     @property
     def graphs(self) -> Named:
@@ -112,11 +112,7 @@ class GraphFile:
 
 @dataclass(frozen=True)
 class OnFile(Pass[GraphFile, GraphFile]):
-    """A pass over the graphs of a file.
-
-    Attributes:
-        given: the pass.
-    """
+    """A pass over the graphs of a file."""
 
     given: Pass[Any, Any]
 
@@ -134,10 +130,10 @@ class OnFile(Pass[GraphFile, GraphFile]):
                 )
             items = (i if isinstance(i, Graph) else given.run(i) for i in before.items)
             return GraphFile(tuple(items))
-        if isinstance(given, RaiseOperators) and _model(before) is None:
-            given = RaiseGraph()
+        model = _model(before)
+        if isinstance(given, RaiseOperators) and model is None:
+            return GraphFile(tuple(map(raise_graph, before.every)))
         if isinstance(given, ModelPass):
-            model = _model(before)
             if model is None:
                 names = ", ".join(f"@{graph.name}" for graph in before.every)
                 raise PassError(
@@ -166,11 +162,8 @@ def _model(file: GraphFile) -> ModelGraph | None:
 
 
 def run_text(text: str, passes: str | None) -> str:
-    """The graphs of a text after some passes, as text.
+    """Text IR after some passes, as the module's docstring has them; after none for None.
 
-    Args:
-        text: text IR.
-        passes: the passes, as the module's docstring has them; None for none.
     Raises:
         PassError: a pass is not known, is refused or failed.
         IrError: the text is no IR, or breaks its rules.
@@ -218,8 +211,8 @@ def _made(name: str, options: str) -> Pass[Any, Any]:
     found = {one.name: one for one in PASSES}
     if name in REFUSED:
         raise PassError(
-            f"pass {name!r} does not run over graphs in text: {REFUSED[name]}; use "
-            + _MORE.format(name)
+            f"pass {name!r} does not run over graphs in text: {REFUSED[name]}; use pcg compile "
+            f"MODEL --print-after {name}"
         )
     if name not in found:
         close = difflib.get_close_matches(name, [*found, *REFUSED], n=2)
@@ -261,22 +254,13 @@ def options_of(kind: type[Pass[Any, Any]]) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
-_Scalar: TypeAlias = int | str
-
-
-def _value(where: str, text: str, hint: Any) -> _Scalar | tuple[_Scalar, ...]:
-    """An option's value of the type that the pass declares."""
+def _value(where: str, text: str, hint: Any) -> Any:
     if isinstance(hint, types.UnionType):
         hint = next(one for one in typing.get_args(hint) if one is not types.NoneType)
     if typing.get_origin(hint) is tuple:
-        item = typing.get_args(hint)[0]
-        words: Iterable[str] = text.strip("()").split(",")
-        return tuple(_scalar(where, word.strip(), item) for word in words if word.strip())
-    return _scalar(where, text, hint)
-
-
-def _scalar(where: str, text: str, kind: type[_Scalar]) -> _Scalar:
+        words = (word.strip() for word in text.strip("()").split(","))
+        return tuple(_value(where, word, typing.get_args(hint)[0]) for word in words if word)
     try:
-        return kind(text)
+        return hint(text)
     except ValueError:
-        raise PassError(f"{where}: {text!r} is no {kind.__name__}") from None
+        raise PassError(f"{where}: {text!r} is no {hint.__name__}") from None

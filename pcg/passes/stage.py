@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,14 +25,10 @@ Named: TypeAlias = Mapping[str, Graph]
 
 @dataclass(frozen=True)
 class PassRecord:
-    """The record of one pass that ran.
+    """The record of one pass that ran: its time, verification included, and the graphs behind it.
 
-    Attributes:
-        name: the pass's name.
-        labels: names by which users know the state after it: its own, unless it is a stage's that
-            goes on, and those of the stages that end with it.
-        seconds: the time that it took, verification included.
-        graphs: the graphs behind it, by what they are for.
+    Users know the state after it by `labels`: its own name, unless it is that of a stage that goes
+    on, and those of the stages that end with it.
     """
 
     name: str
@@ -41,11 +38,9 @@ class PassRecord:
 
     @property
     def nodes(self) -> int:
-        """The number of nodes of all graphs."""
         return sum(len(graph.nodes) for graph in self.graphs.values())
 
     def text(self) -> str:
-        """The graphs as text IR, each under its full name."""
         return text_of(self.graphs)
 
 
@@ -60,12 +55,7 @@ def text_of(graphs: Named) -> str:
 
 @dataclass(frozen=True)
 class Stage(Generic[Before, After]):
-    """Passes that lead from one state of a compilation to another, in order.
-
-    Attributes:
-        name: the stage's name, by which users know the state after it.
-        passes: passes, and stages within this one.
-    """
+    """Passes, and stages, that lead from one state of a compilation to another, in order."""
 
     name: str
     passes: tuple[Pass[Any, Any] | Stage[Any, Any], ...]
@@ -75,9 +65,7 @@ class Stage(Generic[Before, After]):
     ) -> Iterator[tuple[Pass[Any, Any], tuple[str, ...]]]:
         """The passes in order, each with the names by which users know the state after it.
 
-        Args:
-            within: names of the stages around this one.
-            ends: names of those of them that end with it.
+        `within` names the stages around this one, `ends` those of them that end with it.
         """
         within = (*within, self.name)
         for number, one in enumerate(self.passes, 1):
@@ -97,9 +85,6 @@ class Stage(Generic[Before, After]):
     def run(self, before: Before, observe: Observer | None = None) -> After:
         """The state after the stage.
 
-        Args:
-            before: the state before it.
-            observe: told of each pass as it ends.
         Raises:
             PassError: a pass failed; it names the pass, and carries the graphs that it was given.
             BrokenGraphError: a pass made a graph that breaks a rule of the IR; likewise.
@@ -149,12 +134,10 @@ def dump_to(directory: str | Path) -> Observer:
     """An observer that writes each pass's text IR to `<n>-<pass>.pcg` in a directory."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    count = 0
+    numbers = itertools.count()
 
     def observe(record: PassRecord) -> None:
-        nonlocal count
-        path = folder / f"{count:02}-{record.name}.pcg"
+        path = folder / f"{next(numbers):02}-{record.name}.pcg"
         path.write_text(record.text(), encoding="utf-8")
-        count += 1
 
     return observe

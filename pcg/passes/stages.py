@@ -3,14 +3,13 @@
     Traced → Base → Attached → Sharded → Gradients → Trained → Functions → Emitted
 
 A stage has all of its fields from the pass on that makes it. Where nothing is trained, the fields
-of training are None in every stage.
+of training are None in every stage. The methods `map_…` give the stage with some parts changed.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from pcg.codegen.program_functions import Function
@@ -19,8 +18,7 @@ from pcg.ir.layouts import Layout, layout_of
 from pcg.ir.program.program import ModelGraph, Serving, Training, TrainingGraph
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search
-from pcg.passes.differentiate import Differentiated
-from pcg.passes.layer_kind import LayerKind
+from pcg.passes.differentiate import Differentiated, LayerKind
 from pcg.passes.memory.plan import Frontiers, MemoryPlan
 from pcg.passes.stage import Named
 from pcg.trace import TracedModel
@@ -70,30 +68,28 @@ class Attached:
         training = self.training.graphs if self.training else ()
         return {**_named("serving.", self.serving.graphs), **_named("training.", training)}
 
+    def base_blocks(self, model: ModelGraph) -> tuple[int, ...]:
+        """The index of the base's block of which each block of a model with networks is made."""
+        found = dict(zip(model.layers, self.base.layers, strict=True))
+        return tuple(found[block] for block in range(len(model.blocks)))
+
     def map_models(self, change: Callable[[ModelGraph], ModelGraph]) -> Self:
-        """The stage with each model changed."""
         training = None if self.training is None else change(self.training)
-        return dataclasses.replace(
-            self, base=change(self.base), serving=change(self.serving), training=training
-        )
+        base, serving = change(self.base), change(self.serving)
+        return replace(self, base=base, serving=serving, training=training)
 
     def map_graphs(self, change: Callable[[Graph], Graph]) -> Self:
-        """The stage with each graph of each model changed."""
         return self.map_models(lambda model: model.map(change))
 
     def map_blocks(self, change: Callable[[Graph], Graph]) -> Self:
-        """The stage with each layer of each model changed."""
-        return self.map_models(
-            lambda model: dataclasses.replace(model, blocks=tuple(map(change, model.blocks)))
-        )
+        return self.map_models(lambda x: replace(x, blocks=tuple(map(change, x.blocks))))
 
 
 @dataclass(frozen=True)
 class Prepared(Attached):
     """Models whose base is planned over ranks, with products and heads that ranks can divide.
 
-    Attributes:
-        layouts: for each block, the layouts of the base's weights by name.
+    `layouts` has for each block of the base the layouts of its weights by name.
     """
 
     layouts: tuple[Mapping[str, Layout], ...]
@@ -107,10 +103,8 @@ class Prepared(Attached):
 class Sharded(Prepared):
     """Models over ranks: first with layouts in their types, then the graphs of one rank.
 
-    Attributes:
-        typed: the model with layouts that is trained; where nothing is, the one that serves.
-        searches: the search for the bypass networks of each of its blocks.
-        plans: the plan of each of its blocks.
+    `typed` is the model with layouts that is trained, or serves where none is, `searches` and
+    `plans` are those of its blocks.
     """
 
     typed: ModelGraph
@@ -118,32 +112,21 @@ class Sharded(Prepared):
     plans: tuple[ParallelPlan, ...]
 
     @property
-    def parts_tokens(self) -> bool:
+    def is_sequence_parallel(self) -> bool:
         """True if ranks hold parts of the tokens between the base's products."""
         return layout_of(self.typed.epilogue.inputs[0].type).dim != 0
 
 
 @dataclass(frozen=True)
-class WithLoss:
-    """Models before differentiation.
+class WithLoss(Attached):
+    """Models before differentiation; `loss` is the epilogue to train with the loss."""
 
-    Attributes:
-        serving: the model that serves.
-        training: the model to train; None where nothing is trained.
-        loss: its epilogue with the loss; None likewise.
-    """
-
-    serving: ModelGraph
-    training: ModelGraph | None
     loss: Graph | None
 
     @property
     def graphs(self) -> Named:
-        found = dict(_named("serving.", self.serving.graphs))
-        if self.training is not None and self.loss is not None:
-            found |= _named("training.", self.training.graphs)
-            found["training.epilogue_loss"] = self.loss
-        return found
+        loss = {} if self.loss is None else {"training.epilogue_loss": self.loss}
+        return {**super().graphs, **loss}
 
 
 @dataclass(frozen=True)
@@ -152,7 +135,7 @@ class ModelGradients:
 
     Attributes:
         model: the model.
-        kinds: its layers, those that are differentiated alike together.
+        kinds: the model's layers, those that are differentiated alike together.
         prologue: the prologue and its backward; None where it trains nothing.
         loss: the epilogue with the loss, and its backward.
     """
@@ -188,27 +171,21 @@ class Gradients:
         return {**_named("serving.", self.serving.graphs), **training}
 
     def map_layers(self, change: Callable[[Differentiated], Differentiated]) -> Gradients:
-        """The stage with the gradients of each layer changed."""
         if self.training is None:
             return self
         kinds = tuple(
-            dataclasses.replace(kind, gradients=change(kind.gradients))
-            for kind in self.training.kinds
+            replace(kind, gradients=change(kind.gradients)) for kind in self.training.kinds
         )
-        return dataclasses.replace(self, training=dataclasses.replace(self.training, kinds=kinds))
+        return replace(self, training=replace(self.training, kinds=kinds))
 
     def map_all(self, change: Callable[[Differentiated], Differentiated]) -> Gradients:
         """The stage with the gradients of layers, prologue and loss changed."""
         found = self.map_layers(change)
         if found.training is None:
             return found
-        prologue = found.training.prologue
-        training = dataclasses.replace(
-            found.training,
-            prologue=None if prologue is None else change(prologue),
-            loss=change(found.training.loss),
-        )
-        return dataclasses.replace(found, training=training)
+        prologue, loss = found.training.prologue, change(found.training.loss)
+        prologue = None if prologue is None else change(prologue)
+        return replace(found, training=replace(found.training, prologue=prologue, loss=loss))
 
 
 @dataclass(frozen=True)
@@ -244,17 +221,12 @@ class TrainedModel:
         return {**_named("training.", graphs), **losses}
 
     def map_layers(self, change: Callable[[TrainingGraph], TrainingGraph]) -> TrainedModel:
-        return dataclasses.replace(self, plan=self.plan.map(change))
+        return replace(self, plan=self.plan.map(change))
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The graphs of a program.
-
-    Attributes:
-        serving: the model that serves.
-        training: the model that trains; None where nothing is trained.
-    """
+    """The graphs of a program: models that serve and train, None where nothing is trained."""
 
     serving: ModelGraph
     training: TrainedModel | None
@@ -265,56 +237,41 @@ class Trained:
         return {**_named("serving.", self.serving.graphs), **training}
 
     def map_serving(self, change: Callable[[ModelGraph], ModelGraph]) -> Trained:
-        """The stage with the model that serves changed."""
-        return dataclasses.replace(self, serving=change(self.serving))
+        return replace(self, serving=change(self.serving))
 
     def map_serving_graphs(self, change: Callable[[Graph], Graph]) -> Trained:
-        """The stage with each graph that serves changed."""
         return self.map_serving(lambda model: model.map(change))
 
     def map_serving_prologue(self, change: Callable[[Graph], Graph]) -> Trained:
-        """The stage with the prologue that serves changed."""
-        return self.map_serving(
-            lambda model: dataclasses.replace(model, prologue=change(model.prologue))
-        )
+        return self.map_serving(lambda model: replace(model, prologue=change(model.prologue)))
 
     def map_layers(self, change: Callable[[TrainingGraph], TrainingGraph]) -> Trained:
-        """The stage with each layer that trains changed."""
         training = None if self.training is None else self.training.map_layers(change)
-        return dataclasses.replace(self, training=training)
+        return replace(self, training=training)
 
     def map_forwards(self, change: Callable[[Graph], Graph]) -> Trained:
-        """The stage with the forward of each layer that trains changed."""
-        return self.map_layers(lambda x: dataclasses.replace(x, forward=change(x.forward)))
+        return self.map_layers(lambda layer: replace(layer, forward=change(layer.forward)))
 
     def map_backwards(self, change: Callable[[Graph], Graph]) -> Trained:
-        """The stage with the backward of each layer that trains changed."""
-        return self.map_layers(
-            lambda layer: (
-                layer
-                if layer.backward is None
-                else dataclasses.replace(layer, backward=change(layer.backward))
-            )
-        )
+        def changed(layer: TrainingGraph) -> TrainingGraph:
+            backward = layer.backward
+            return layer if backward is None else replace(layer, backward=change(backward))
+
+        return self.map_layers(changed)
 
     def map_losses(self, change: Callable[[Graph], Graph]) -> Trained:
         """The stage with the epilogue that trains, and the loss alone, changed."""
         if self.training is None:
             return self
         epilogue, loss = change(self.training.epilogue), change(self.training.loss)
-        return dataclasses.replace(
-            self, training=dataclasses.replace(self.training, epilogue=epilogue, loss=loss)
-        )
+        return replace(self, training=replace(self.training, epilogue=epilogue, loss=loss))
 
 
 @dataclass(frozen=True)
 class Functions:
-    """The functions of a program, each a graph and how its source hands values in and out.
+    """The functions that serve and train, each a graph and how its source hands values in and out.
 
-    Attributes:
-        trained: the graphs that the program keeps.
-        serving: the functions that serve.
-        training: the functions that train; none where nothing is trained.
+    `trained` has the graphs that the program keeps.
     """
 
     trained: Trained
@@ -323,34 +280,20 @@ class Functions:
 
     @property
     def graphs(self) -> Named:
-        return {
-            f"{kind}.{function.name}": function.graph
-            for kind, functions in (("serving", self.serving), ("training", self.training))
-            for function in functions
-        }
+        serving = {f"serving.{function.name}": function.graph for function in self.serving}
+        training = {f"training.{function.name}": function.graph for function in self.training}
+        return {**serving, **training}
 
     def map_graphs(self, change: Callable[[Graph], Graph]) -> Functions:
-        """The stage with the graph of each function changed."""
+        def changed(functions: Iterable[Function]) -> tuple[Function, ...]:
+            return tuple(replace(one, graph=change(one.graph)) for one in functions)
 
-        def changed(function: Function) -> Function:
-            return dataclasses.replace(function, graph=change(function.graph))
-
-        return dataclasses.replace(
-            self,
-            serving=tuple(map(changed, self.serving)),
-            training=tuple(map(changed, self.training)),
-        )
+        return replace(self, serving=changed(self.serving), training=changed(self.training))
 
 
 @dataclass(frozen=True)
 class Emitted:
-    """The result of a compilation: graphs with their source.
-
-    Attributes:
-        functions: the functions as they were emitted.
-        serving: the program that serves.
-        training: the program that trains; None where nothing is trained.
-    """
+    """The result of a compilation: programs that serve and train, and their functions."""
 
     functions: Functions
     serving: Serving

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 
 from pcg.ir.graph import Graph, Node
-from pcg.passes.differentiate import Differentiated, GradientPass
+from pcg.passes.differentiate import Differentiated, GradientPass, with_nodes
 
 
 class WindowAttention(GradientPass):
@@ -23,10 +23,8 @@ class WindowAttention(GradientPass):
 
     def run(self, before: Differentiated) -> Differentiated:
         backward = before.backward
-        nodes = tuple(_cached(node, backward) for node in backward.nodes)
-        read = {name for node in nodes for name in node.inputs} | set(backward.outputs)
-        inputs = tuple(value for value in backward.inputs if value.name in read)
-        return dataclasses.replace(before, backward=backward.replace(nodes=nodes, inputs=inputs))
+        nodes = [_cached(node, backward) for node in backward.nodes]
+        return dataclasses.replace(before, backward=with_nodes(backward, nodes, backward.inputs))
 
 
 def _cached(node: Node, backward: Graph) -> Node:

@@ -69,7 +69,7 @@ class AdaLoraBypass(MadeLoraBypass):
         A' = singular_down(A, E)
 
     Attributes:
-        scale: of the product.
+        scale: the factor on the product.
     """
 
     scale: float
@@ -90,11 +90,7 @@ class AdaLoraBypass(MadeLoraBypass):
 
 @dataclass(frozen=True, eq=False)
 class AdaLoraWeights(LowRankWeights):
-    """AdaLoRA's weights of one module: y += scale · B (E ⊙ (A x)).
-
-    Attributes:
-        e: [rank, 1].
-    """
+    """AdaLoRA's weights of one module: y += scale · B (E ⊙ (A x)), E: [rank, 1]."""
 
     suffixes: ClassVar[tuple[str, ...]] = ("lora_A", "lora_B", "lora_E")
     kinds: ClassVar[Mapping[str, ParameterKind]] = {
@@ -186,6 +182,7 @@ class AdaLoraConfig(LayeredRecipe):
         "use_rslora": refused("rank-stabilised scales", False),
     }
     rank_field: ClassVar[str] = "init_r"
+    dropout_field: ClassVar[str] = "lora_dropout"
     trains_beside: ClassVar[bool] = True
     biases: ClassVar[Names] = ("none", "all", "lora_only")
     family_targets: ClassVar[Mapping[str, Names]] = FAMILY_TARGETS
@@ -209,20 +206,13 @@ class AdaLoraConfig(LayeredRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_probabilities("lora_dropout")
         self._check_ints(1, "init_r", "target_r", "deltaT")
         self._check_ints(0, "tinit", "tfinal")
         self._check_ints(1, "total_step", optional=True)
         self._check_finite("lora_alpha", "beta1", "beta2", "orth_reg_weight")
-        if self.lora_alpha <= 0:
-            raise AdapterError(f"lora_alpha={self.lora_alpha:g}; use a number above 0")
-        if self.orth_reg_weight < 0:
-            raise AdapterError(
-                f"orth_reg_weight={self.orth_reg_weight:g}; use a number of at least 0"
-            )
-        for name in ("beta1", "beta2"):
-            if not 0 < getattr(self, name) < 1:
-                raise AdapterError(f"{name}={getattr(self, name):g}; use a number between 0 and 1")
+        self._check(["lora_alpha"], "a number above 0", lambda alpha: alpha > 0)
+        self._check(["orth_reg_weight"], "a number of at least 0", lambda weight: weight >= 0)
+        self._check(["beta1", "beta2"], "a number between 0 and 1", lambda beta: 0 < beta < 1)
         self._check_flags("init_lora_weights")
         if self.total_step is not None and self.tinit >= self.total_step - self.tfinal:
             raise AdapterError(
@@ -243,10 +233,6 @@ class AdaLoraConfig(LayeredRecipe):
                     f"rank_pattern has {len(which)} of {key!r}; give init_r={self.init_r} values "
                     f"of a module's path and {_KEY}"
                 )
-
-    @property
-    def dropout(self) -> float:
-        return self.lora_dropout
 
     @property
     def one_rank(self) -> int | None:
@@ -274,8 +260,11 @@ class AdaLoraConfig(LayeredRecipe):
 
     @property
     def schedule(self) -> Mapping[str, object]:
-        names = "lora_alpha beta1 beta2 deltaT orth_reg_weight init_r total_step tfinal tinit"
-        values = {name: getattr(self, name) for name in (*names.split(), "target_r")}
+        names = (
+            "lora_alpha", "beta1", "beta2", "deltaT", "orth_reg_weight", "init_r", "total_step",
+            "tfinal", "tinit", "target_r",
+        )  # fmt: skip
+        values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
     def training_beside(self, shards: Shards, total_steps: int) -> TrainingBeside:
@@ -295,14 +284,14 @@ class AdaLoraTraining(RankAllocator):
     def __init__(self, recipe: AdaLoraConfig, shards: Shards) -> None:
         assert recipe.total_step is not None
         schedule = Schedule(
-            recipe.init_r,
-            recipe.target_r,
-            recipe.tinit,
-            recipe.total_step - recipe.tfinal,
-            recipe.deltaT,
-            recipe.beta1,
-            recipe.beta2,
-            recipe.orth_reg_weight,
+            rank=recipe.init_r,
+            target_rank=recipe.target_r,
+            before=recipe.tinit,
+            last=recipe.total_step - recipe.tfinal,
+            interval=recipe.deltaT,
+            beta1=recipe.beta1,
+            beta2=recipe.beta2,
+            orthogonality=recipe.orth_reg_weight,
         )
         super().__init__(schedule, shards, _RANK_DIMS, "adalora_E")
         self._recipe = recipe

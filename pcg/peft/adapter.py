@@ -1,7 +1,7 @@
 """An adapter in memory: a recipe of any method, and the weights that belong to it."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Self
@@ -23,17 +23,13 @@ class Adapter:
 
     Attributes:
         name: the name that requests and jobs use.
-        recipe: the configuration.
         weights: the weights of each module, by its path.
-        biases: biases of the base as trained with the adapter (`recipe.bias`), by path of their
-            module; each stands in for the base's own, it is not added to it.
+        biases: trained biases (`recipe.bias`) by module, which replace the base's own.
         base_model_name: the base that it was trained for; empty if that is not known.
-        extra: fields of adapter_config.json that change nothing here, such as task_type; written
-            back as they were read.
-        shared: tensors that all modules share and that are not trained, by name.
-        encoder: the parameters of the network that makes `weights` and is trained in their place
-            (`recipe.encoder`), by peft's names; empty where the method has none, or the adapter
-            comes from a file.
+        extra: notes of adapter_config.json, such as task_type, written back as they were read.
+        shared: untrained tensors that all modules share, by name.
+        encoder: the parameters of the network that makes `weights` (`recipe.encoder`), by peft's
+            names; empty where the method has none, or the adapter comes from a file.
     """
 
     name: str
@@ -101,11 +97,8 @@ def new_adapter(
     the base (`recipe.bias`) are not here: they start as the base's own.
 
     Args:
-        name: the adapter's name.
-        recipe: its configuration.
         module_shapes: (out, in) of the base's modules, as `ModelGraph.module_shapes`.
         dtype: dtype of the weights, which are drawn in float32 and cast.
-        seed: seed of the random weights.
         output_layer: the path of the head, which "all-linear" leaves out.
         model_type: the base's; needed where the recipe names no targets.
         base_weights: [out, in] of the linear modules, by path; DoRA begins with their lengths.
@@ -121,21 +114,15 @@ def new_adapter(
     shared = kind.fresh_shared(recipe, shapes)
     resolved = recipe.resolved(linear, output_layer, model_type)
     encoder: Mapping[str, Tensor] = {}
-    weights: Mapping[str, ModuleWeights]
-    if recipe.encoder is None:
-        weights = {
-            path: kind.fresh(
-                recipe,
-                bypass,
-                module_shapes[path],
-                Draw(_seed(seed, path)),
-                Around(partial(_base_weight, base_weights, path), shared, module_shapes[path]),
-            )
-            for path, bypass in bypasses.items()
-        }
-    else:
+    weights: dict[str, ModuleWeights] = {}
+    if recipe.encoder is not None:
         encoder = recipe.encoder.fresh(shapes, _seed(seed, WHOLE_MODEL))
-        weights = made_by_encoder(recipe.encoder, resolved, encoder)
+        weights.update(made_by_encoder(resolved, encoder))
+    else:
+        for path, bypass in bypasses.items():
+            shape, draw = module_shapes[path], Draw(_seed(seed, path))
+            around = Around(partial(_base_weight, base_weights, path), shared, shape)
+            weights[path] = kind.fresh(recipe, bypass, shape, draw, around)
     notes = {"task_type": "CAUSAL_LM"}
     fresh = Adapter(name, resolved, weights, extra=notes, shared=shared, encoder=encoder)
     return fresh.map(lambda tensor: tensor.to(dtype))
@@ -153,11 +140,8 @@ def _seed(seed: int, path: str) -> int:
 
 
 def check_biases(adapter: Adapter, base_biases: Mapping[str, Tensor]) -> None:
-    """Refuse an adapter whose biases are not those that its recipe trains.
+    """Refuse an adapter whose biases are not those of the base that its recipe trains, by module.
 
-    Args:
-        adapter: the adapter to be attached.
-        base_biases: the base's own, of those that the recipe trains, by path of their module.
     Raises:
         AdapterError: one is missing, or of another shape, or the base has none of it.
     """
@@ -179,9 +163,6 @@ def check_biases(adapter: Adapter, base_biases: Mapping[str, Tensor]) -> None:
 def with_shared(adapter: Adapter, module_shapes: Mapping[str, Shape]) -> Adapter:
     """The adapter with what its modules share, drawn again where its file does not hold it.
 
-    Args:
-        adapter: an adapter that fits the base.
-        module_shapes: (out, in) of the base's modules, as `ModelGraph.module_shapes`.
     Raises:
         AdapterError: what the file holds is smaller than the modules.
     """
@@ -202,51 +183,41 @@ def check_fits(
     base_model_name: str = "",
     output_layer: str | None = None,
 ) -> None:
-    """Refuse an adapter that was trained for another base.
+    """Refuse an adapter that was trained for another base; arguments are those of `new_adapter`.
 
-    Args:
-        adapter: the adapter to be attached.
-        module_shapes: (out, in) of the base's modules, as `ModelGraph.module_shapes`.
-        base_model_name: the base's name, for the message.
-        output_layer: the path of the head, which "all-linear" leaves out.
     Raises:
         AdapterError: a module is not in the base or has another shape, or the recipe adapts a
             module that the adapter has no weights for.
     """
     base = f"the base {base_model_name!r}" if base_model_name else "this base"
     trained_for = f" (trained for {adapter.base_model_name!r})" if adapter.base_model_name else ""
-    who = f"adapter {adapter.name!r}{trained_for}"
+    who, other = f"adapter {adapter.name!r}{trained_for}", "it is an adapter for another base"
     for path, weights in adapter.weights.items():
         if path not in module_shapes:
             raise AdapterError(
                 f"{who} adapts {path}, which is no linear module of {base}"
-                f"{did_you_mean(path, module_shapes)}; it is an adapter for another base"
+                f"{did_you_mean(path, module_shapes)}; {other}"
             )
         sizes = zip(weights.module_shape, module_shapes[path], strict=True)
         if any(own not in (None, size) for own, size in sizes):
-            where = path or "the token embedding"
             raise AdapterError(
-                f"{who} has {weights.shapes} for {where}, which is {list(module_shapes[path])} in "
-                f"{base}; it is an adapter for another base"
+                f"{who} has {weights.shapes} for {path or 'the token embedding'}, which is "
+                f"{list(module_shapes[path])} in {base}; {other}"
             )
     for path, bias in adapter.biases.items():
         if path in module_shapes and bias.shape != (module_shapes[path][0],):
             raise AdapterError(
                 f"{who} has a bias {list(bias.shape)} for {path}, which has "
-                f"{module_shapes[path][0]} outputs in {base}; it is an adapter for another base"
+                f"{module_shapes[path][0]} outputs in {base}; {other}"
             )
-    if adapter.recipe.target_modules is None:
+    recipe = adapter.recipe
+    if recipe.target_modules is None or (recipe.is_all_linear and output_layer is None):
         return
-
-    def targets(paths: Iterable[str]) -> list[str]:
-        return [p for p in paths if adapter.recipe.bypass(p, output_layer=output_layer)]
-
-    linear = [*filter(is_module, module_shapes)]
-    missing = targets(path for path in linear if path not in adapter.weights)
-    if missing and not (adapter.recipe.is_all_linear and output_layer is None):
-        expected = targets(linear)
+    linear = filter(is_module, module_shapes)
+    expected = [path for path in linear if recipe.bypass(path, output_layer)]
+    missing = [path for path in expected if path not in adapter.weights]
+    if missing:
         raise AdapterError(
             f"{who} has no weights for {len(missing)} of the {len(expected)} modules that it "
-            f"targets in {base}, such as {missing[0]}; it is an adapter for another base, or not "
-            "all of it was saved"
+            f"targets in {base}, such as {missing[0]}; {other}, or not all of it was saved"
         )

@@ -5,13 +5,13 @@ peft does not have it; the configuration is pcg's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pcg.errors import AdapterError
 from pcg.peft.method import Bypass
-from pcg.peft.recipe import OF_PCG, OtherField, Recipe
+from pcg.peft.recipe import OF_PCG, Names, OtherField, Recipe
 from pcg.peft.weights import ModuleWeights
 
 
@@ -33,9 +33,6 @@ class BitFitConfig(Recipe):
         raise AdapterError(f"BitFit trains biases alone, and none but those at {path}")
 
     def bypasses(
-        self,
-        paths: Sequence[str],
-        output_layer: str | None = None,
-        model_type: str | None = None,
+        self, paths: Names, output_layer: str | None = None, model_type: str | None = None
     ) -> dict[str, Bypass]:
         return {}

@@ -17,14 +17,14 @@ peft does not have them; the configuration and the keys are pcg's own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.errors import UnsupportedError
 from pcg.ir.shapes import Shapes
 from pcg.peft.method import Bypass, Place, Shape
-from pcg.peft.recipe import OF_PCG, OtherField, saved_as
+from pcg.peft.recipe import OF_PCG, Names, OtherField, Recipe, saved_as
 from pcg.peft.targets import TargetedRecipe
 from pcg.peft.weights import (
     DOWN,
@@ -65,10 +65,10 @@ class BottleneckBypass(Bypass):
         h = activate(shrink(x, D), d);  z = bias_add(expand_add(y, h, U), u)
 
     Attributes:
-        size: of the bottleneck; None is left open, as serving has it.
+        size: the size of the bottleneck; None is left open, as serving has it.
         non_linearity: σ, a name of `NON_LINEARITIES`.
-        scaling: of what the adapter adds.
-        is_parallel: it reads the input of the MLP that the module ends, not y.
+        scaling: the factor on what the adapter adds.
+        is_parallel: True if it reads the input of the MLP that the module ends, not y.
     """
 
     behind_bias: ClassVar[bool] = True
@@ -105,29 +105,22 @@ class BottleneckBypass(Bypass):
 
     def attach(self, at: Place, y: str) -> str:
         (out,), prefix, size = at.features(y), self.prefix, self.size
-        x: str | None = y
-        if self.is_parallel and (x := at.module_input(MLP_INPUTS)) is None:
+        x = at.module_input(MLP_INPUTS) if self.is_parallel else y
+        if x is None:
             raise UnsupportedError(
                 f"{at.site} ends no MLP whose input pcg knows, beside which a parallel adapter "
                 f"would be; its first module is named {', '.join(MLP_INPUTS)}"
             )
-        assert x is not None
         down = at.adapter(f"{prefix}_down", size, *at.features(x))
         up = at.adapter(f"{prefix}_up", out, size)
         biases = at.adapter(f"{prefix}_down_bias", size), at.adapter(f"{prefix}_up_bias", out)
         s = at.add("shrink", f"{prefix}_s", x, down)
         h = at.add("activate", f"{prefix}_h", s, biases[0], function=self.non_linearity)
-        return at.add(
-            "bias_add", f"{prefix}_b", at.add("expand_add", f"{prefix}_z", y, h, up), biases[1]
-        )
+        z = at.add("expand_add", f"{prefix}_z", y, h, up)
+        return at.add("bias_add", f"{prefix}_b", z, biases[1])
 
 
-_KINDS = {
-    "_down": DOWN,
-    "_down_bias": ParameterKind(rank_dim=0),
-    "_up": UP,
-    "_up_bias": SUMMAND,
-}
+_KINDS = {"down": DOWN, "down_bias": ParameterKind(rank_dim=0), "up": UP, "up_bias": SUMMAND}
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,21 +128,17 @@ class BottleneckWeights(ModuleWeights):
     """The adapter's weights of one module: y += scaling · (up σ(down x + down_bias) + up_bias).
 
     Attributes:
-        down: [size, in].
-        down_bias: [size].
-        up: [out, size].
-        up_bias: [out].
-        does: σ, the scaling, and whether x is the MLP's input or the module's output.
+        does: σ, the scaling, and the choice of x, the MLP's input or the module's output.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = (
         "adapter_down.weight", "adapter_down.bias", "adapter_up.weight", "adapter_up.bias",
     )  # fmt: skip
     kinds: ClassVar[Mapping[str, ParameterKind]] = {
-        f"{BottleneckBypass(None, name, is_parallel=is_parallel).prefix}{end}": kind
+        f"{BottleneckBypass(None, name, is_parallel=is_parallel).prefix}_{part}": kind
         for name in NON_LINEARITIES
         for is_parallel in (False, True)
-        for end, kind in _KINDS.items()
+        for part, kind in _KINDS.items()
     }
 
     down: Tensor
@@ -159,20 +148,12 @@ class BottleneckWeights(ModuleWeights):
     does: BottleneckBypass
 
     @classmethod
-    def fresh(
-        cls,
-        recipe: BottleneckConfig,
-        bypass: BottleneckBypass,
-        shape: Shape,
-        draw: Draw,
-        around: Around,
-    ) -> Self:
-        """As nn.Linear begins going down, and zeros going up, which change nothing.
+    def fresh(cls, recipe: Recipe, bypass: Any, shape: Shape, draw: Draw, around: Around) -> Self:
+        """Weights that begin as nn.Linear's going down, and as zeros going up.
 
-        All that is read has as many features as what is written, as a layer's residuals have.
+        x has as many features as y, as a layer's residuals have.
         """
         out, size = shape[0], bypass.size
-        assert size is not None
         down, down_bias = draw.linear(size, out), draw.uniform(out**-0.5, size)
         return cls(down, down_bias, draw.zeros(out, size), draw.zeros(out), bypass)
 
@@ -187,13 +168,9 @@ class BottleneckWeights(ModuleWeights):
 
     @property
     def parameters(self) -> Mapping[str, AdapterWeight]:
-        scaling, prefix = self.does.scaling, self.does.prefix
-        return {
-            f"{prefix}_down": AdapterWeight(self.down),
-            f"{prefix}_down_bias": AdapterWeight(self.down_bias),
-            f"{prefix}_up": AdapterWeight(self.up, scaling),
-            f"{prefix}_up_bias": AdapterWeight(self.up_bias, scaling),
-        }
+        scales = (1.0, 1.0, self.does.scaling, self.does.scaling)
+        parts = zip(_KINDS, self.tensors, scales, strict=True)
+        return {f"{self.does.prefix}_{part}": AdapterWeight(t, scale) for part, t, scale in parts}
 
     @property
     def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
@@ -222,7 +199,7 @@ class BottleneckConfig(TargetedRecipe):
         variant: a name of `VARIANTS`: houlsby, parallel or pfeiffer.
         bottleneck_size: features between the two matrices.
         non_linearity: σ, a name of `NON_LINEARITIES`; gelu_new is GELU's tanh form.
-        scaling: of what an adapter adds.
+        scaling: the factor on what an adapter adds.
     """
 
     method: ClassVar[str] = "bottleneck adapters"
@@ -256,10 +233,7 @@ class BottleneckConfig(TargetedRecipe):
         return dataclasses.replace(self, target_modules=VARIANTS[self.variant])
 
     def resolved(
-        self,
-        paths: Sequence[str],
-        output_layer: str | None = None,
-        model_type: str | None = None,
+        self, paths: Names, output_layer: str | None = None, model_type: str | None = None
     ) -> Self:
         recipe = super().resolved(paths, output_layer, model_type)
         if self.target_modules is not None:
@@ -267,6 +241,6 @@ class BottleneckConfig(TargetedRecipe):
         names = [n for n in VARIANTS[self.variant] if any(p.endswith(f".{n}") for p in paths)]
         return dataclasses.replace(recipe, target_modules=tuple(names))
 
-    def _check_names(self, paths: Sequence[str]) -> None:
+    def _check_names(self, paths: Names) -> None:
         if self.target_modules != VARIANTS[self.variant]:
             super()._check_names(paths)

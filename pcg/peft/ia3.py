@@ -10,7 +10,7 @@ Source: `IA3Config`, `IA3Model` and `IA3Layer` of peft 0.21.2.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from re import fullmatch
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -44,18 +44,12 @@ FAMILY_TARGETS: Mapping[str, Names] = {
     "opt": ("q_proj", "k_proj", "fc2"),
     "phi": ("q_proj", "v_proj", "fc2"),
 }
-FAMILY_FEEDFORWARD: Mapping[str, Names] = {
-    model_type: targets[-1:] for model_type, targets in FAMILY_TARGETS.items()
-}
+FAMILY_FEEDFORWARD: Mapping[str, Names] = {of: names[-1:] for of, names in FAMILY_TARGETS.items()}
 
 
 @dataclass(frozen=True)
 class Ia3Bypass(Bypass):
-    """(IA)³ at one module: scale(y, l), or scale(x, l) before it.
-
-    Attributes:
-        is_feedforward: the input is scaled, not the output.
-    """
+    """(IA)³ at one module: scale(y, l), or scale(x, l) before a feedforward module."""
 
     behind_bias: ClassVar[bool] = True
 
@@ -88,12 +82,7 @@ class Ia3Bypass(Bypass):
 
 @dataclass(frozen=True, eq=False)
 class Ia3Weights(ModuleWeights):
-    """(IA)³'s vector of one module.
-
-    Attributes:
-        vector: [in] at a feedforward module, else [out].
-        is_feedforward: the input is scaled.
-    """
+    """(IA)³'s vector of one module: [in] at a feedforward module, else [out]."""
 
     suffixes: ClassVar[tuple[str, ...]] = ("ia3_l",)
     kinds: ClassVar[Mapping[str, ParameterKind]] = {"ia3_l": FACTOR, "ia3_l_in": FACTOR}
@@ -113,10 +102,8 @@ class Ia3Weights(ModuleWeights):
     def read(cls, path: str, parts: Mapping[str, Tensor], recipe: IA3Config) -> Self:
         (vector,) = parts.values()
         is_feedforward = recipe.bypass_at(path).is_feedforward
-        ones = vector.shape[0 if is_feedforward else 1 :][:1]
-        if vector.ndim != 2 or ones != (1,):
-            expected = "[1, in]" if is_feedforward else "[out, 1]"
-            role = "is" if is_feedforward else "is not"
+        if vector.ndim != 2 or vector.shape[not is_feedforward] != 1:
+            expected, role = ("[1, in]", "is") if is_feedforward else ("[out, 1]", "is not")
             raise AdapterError(
                 f"{path} has ia3_l {list(vector.shape)}; expected {expected}, as it {role} among "
                 "feedforward_modules"
@@ -186,13 +173,15 @@ class IA3Config(TargetedRecipe):
         return Ia3Bypass(path.endswith(tuple(names)))
 
     def bypasses(
-        self,
-        paths: Sequence[str],
-        output_layer: str | None = None,
-        model_type: str | None = None,
+        self, paths: Names, output_layer: str | None = None, model_type: str | None = None
     ) -> dict[str, Bypass]:
         found = super().bypasses(paths, output_layer, model_type)
         names = self.feedforward_modules
+        if isinstance(names, str) and not any(fullmatch(names, path) for path in found):
+            raise AdapterError(
+                f"feedforward_modules={names!r}, a regex for the whole path, matches none of the "
+                f"{len(found)} adapted modules; {name_list(found)}"
+            )
         for name in names if isinstance(names, tuple) else ():
             if not any(path.endswith(name) for path in found):
                 raise AdapterError(

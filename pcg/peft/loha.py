@@ -47,7 +47,7 @@ class LohaBypass(MadeLoraBypass):
         A = khatri_rao(w1_b, w2_b) of rows;  B = khatri_rao(w1_a, w2_a) of columns
 
     Attributes:
-        scale: of what they make.
+        scale: the factor on what they make.
     """
 
     scale: float
@@ -69,15 +69,7 @@ class LohaBypass(MadeLoraBypass):
 
 @dataclass(frozen=True, eq=False)
 class LohaWeights(ModuleWeights):
-    """LoHa's weights of one module: y += scale · ((w1_a w1_b) ⊙ (w2_a w2_b)) x.
-
-    Attributes:
-        w1_a: [out, r].
-        w1_b: [r, in].
-        w2_a: [out, r].
-        w2_b: [r, in].
-        scale: alpha / r.
-    """
+    """LoHa's weights of one module: y += scale · ((w1_a w1_b) ⊙ (w2_a w2_b)) x."""
 
     suffixes: ClassVar[tuple[str, ...]] = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
     kinds: ClassVar[Mapping[str, ParameterKind]] = {
@@ -118,19 +110,14 @@ class LohaWeights(ModuleWeights):
     @property
     def parameters(self) -> Mapping[str, AdapterWeight]:
         """The factors; the first has the scale of what all make."""
-        scales = {"hada_w1_a": self.scale}
-        return {
-            kind: AdapterWeight(tensor, scales.get(kind, 1.0))
-            for kind, tensor in self.stored.items()
-        }
+        return {**super().parameters, "hada_w1_a": AdapterWeight(self.w1_a, self.scale)}
 
     @property
     def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
+        a1, a2 = self.w1_a.t(), self.w2_a.t()
         return {
             "lora_A": lambda around: (self.w1_b.unsqueeze(1) * self.w2_b).flatten(0, 1),
-            "lora_B": lambda around: (
-                self.w1_a.t().unsqueeze(1) * (self.w2_a.t() * self.scale)
-            ).flatten(0, 1),
+            "lora_B": lambda around: (a1.unsqueeze(1) * (a2 * self.scale)).flatten(0, 1),
         }
 
     @property

@@ -20,7 +20,7 @@ Source: `LoraConfig`, `LoraLayer` and `DoraLinearLayer` of peft 0.21.2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -61,10 +61,10 @@ class LoraBypass(Bypass):
         n = column_norm(W, A, B);  f = column_factor(m, n);  scale(z, f, b)
 
     Attributes:
-        rank: None is left open, as serving has it.
-        scale: of the product.
-        use_dora: magnitudes are trained, too.
-        has_bias: B has a bias.
+        rank: the rank; None is left open, as serving has it.
+        scale: the factor on the product.
+        use_dora: True if magnitudes are trained, too.
+        has_bias: True if B has a bias.
     """
 
     rank: int | None
@@ -115,11 +115,7 @@ class LoraBypass(Bypass):
 
 @dataclass(frozen=True)
 class MadeLoraBypass(Bypass):
-    """A network that is LoRA, whose A and B training makes of other parameters, and serving has.
-
-    Attributes:
-        rank: the rank of its parameters.
-    """
+    """A network that is LoRA, whose A and B training makes of other parameters, and serving has."""
 
     rank: int
 
@@ -140,11 +136,8 @@ class LoraWeights(LowRankWeights):
     """LoRA's weights of one module: y += scale · (B (A x) + bias).
 
     Attributes:
-        a: [rank, in].
-        b: [out, rank].
-        scale: alpha / rank, or alpha / √rank.
-        bias: [out], B's own bias (`lora_bias`); most adapters have none.
-        magnitude: [out], DoRA's.
+        bias: B's own (`lora_bias`), [out]; most adapters have none.
+        magnitude: DoRA's magnitude, [out].
     """
 
     suffixes: ClassVar[tuple[str, ...]] = (
@@ -165,16 +158,16 @@ class LoraWeights(LowRankWeights):
     def fresh(
         cls, recipe: LoraConfig, bypass: LoraBypass, shape: Shape, draw: Draw, around: Around
     ) -> Self:
-        out, in_ = shape
-        rank, init = bypass.rank, recipe.init_lora_weights
+        (out, in_), rank = shape, bypass.rank
         assert rank is not None
-        if isinstance(init, str):
-            _check_init(init)
-        a = draw.normal(rank, in_) / rank if isinstance(init, str) else draw.linear(rank, in_)
-        b = draw.linear(out, rank) if init is False else draw.zeros(out, rank)
-        bias = None
-        if recipe.lora_bias:
-            bias = draw.uniform(rank**-0.5, out) if init is False else draw.zeros(out)
+        if isinstance(recipe.init_lora_weights, str):
+            _check_init(recipe.init_lora_weights)
+            a = draw.normal(rank, in_) / rank
+        else:
+            a = draw.linear(rank, in_)
+        bound = 0.0 if recipe.init_lora_weights else rank**-0.5
+        b = draw.uniform(bound, out, rank)
+        bias = draw.uniform(bound, out) if recipe.lora_bias else None
         fresh = cls(a, b, bypass.scale, bias)
         return fresh if not bypass.use_dora else replace(fresh, magnitude=fresh._norm(around))
 
@@ -272,6 +265,7 @@ class LoraConfig(PatternedRecipe):
     }
     other_fields: ClassVar[Mapping[str, OtherField]] = LORA_FIELDS
     rank_field: ClassVar[str] = "r"
+    dropout_field: ClassVar[str] = "lora_dropout"
     biases: ClassVar[Names] = ("none", "all", "lora_only")
     family_targets: ClassVar[Mapping[str, Names]] = FAMILY_TARGETS
     alpha_field: ClassVar[str] = "lora_alpha"
@@ -287,7 +281,6 @@ class LoraConfig(PatternedRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_probabilities("lora_dropout")
         self._check_flags("use_rslora", "use_dora", "lora_bias")
         init = self.init_lora_weights
         if not isinstance(init, bool | str):
@@ -300,10 +293,6 @@ class LoraConfig(PatternedRecipe):
     @property
     def title(self) -> str:
         return "DoRA" if self.use_dora else self.method
-
-    @property
-    def dropout(self) -> float:
-        return self.lora_dropout
 
     @property
     def one_rank(self) -> int | None:
@@ -323,7 +312,7 @@ class LoraConfig(PatternedRecipe):
         super().check_config(config, saved=saved, allowed=ours)
 
     def config_fields(
-        self, target_modules: Sequence[str] | str | None, base_model_name: str, notes: Json
+        self, target_modules: Names | str | None, base_model_name: str, notes: Json
     ) -> dict[str, Any]:
         init = self.init_lora_weights
         # How trained weights began is history; peft would prepare for it again.

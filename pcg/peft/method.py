@@ -27,9 +27,10 @@ class Place(Protocol):
 
     Attributes:
         site: the module's path with `{layer}` for the layer's index.
-        inputs: of the node, as they are by now.
+        inputs: the node's inputs by now.
         shape: (out, in) of the weight of a linear node.
-        serving: the graph serves, and what can be made once of an adapter is a parameter.
+        serving: True if the graph serves; tensors that can be made of an adapter once are then
+            parameters.
     """
 
     @property
@@ -62,9 +63,8 @@ class Place(Protocol):
     def dropped(self, *, keeps_dtype: bool = False) -> str:
         """The node's input, with the recipe's dropout in training.
 
-        Args:
-            keeps_dtype: drop in the base's dtype, as the base multiplies it, too; else in the
-                adapters', as peft does.
+        It is dropped in the adapters' dtype, as peft does; with `keeps_dtype` in the base's, as
+        the base multiplies it, too.
         """
 
     def set_input(self, index: int, value: str) -> None:
@@ -117,17 +117,13 @@ def low_rank(at: Place, y: str, x: str, a: str, b: str, prefix: str = "") -> str
 
 
 class Shards(Protocol):
-    """The shards of an adapter's tensors that this rank of the group trains, by name.
-
-    Attributes:
-        tensors: the shards, with their gradients.
-        is_first: whether this rank counts what all of them have, where they sum what each has.
-    """
+    """The shards of an adapter's tensors that this rank of the group trains, by name."""
 
     tensors: dict[str, Tensor]
 
     @property
-    def is_first(self) -> bool: ...
+    def is_first(self) -> bool:
+        """True if this rank counts what all of them have, where they sum what each has."""
 
     def path_of(self, name: str) -> str:
         """The path of a shard's tensor in the adapter."""
@@ -138,7 +134,7 @@ class Shards(Protocol):
     def ranges(self, name: str) -> Sequence[tuple[int, int]]:
         """The range of a shard in each dim of the whole."""
 
-    def parted_dim(self, name: str) -> int | None:
+    def sharded_dim(self, name: str) -> int | None:
         """The dim that each rank has a part of; None where all have the same."""
 
     def summed(self, values: Sequence[Tensor]) -> list[Tensor]:

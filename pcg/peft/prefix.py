@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -27,11 +28,14 @@ from pcg.ir.shapes import Shapes
 from pcg.peft.method import Bypass, Place, Shape
 from pcg.peft.prompt import VirtualTokens, VirtualTokensRecipe
 from pcg.peft.prompt_encoder import KEY, PREFIX, PromptEncoder
-from pcg.peft.recipe import OtherField, saved_as
-from pcg.peft.weights import SUMMAND, AdapterWeight, Around, Draw, ModuleWeights, ParameterKind
+from pcg.peft.recipe import Names, OtherField, saved_as
+from pcg.peft.weights import SUMMAND, Around, Draw, ModuleWeights, ParameterKind
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_KINDS = ("prefix_keys", "prefix_values")
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class PrefixBypass(VirtualTokens):
         return f"a prefix of {self.tokens} virtual tokens"
 
     def read(self, at: Place) -> None:
-        for index, kind in enumerate(("prefix_keys", "prefix_values"), 1):
+        for index, kind in enumerate(_KINDS, 1):
             read = at.inputs[index]
             size = prod(at.features(read))
             prefix = at.shared(kind, f"layers.{{layer}}.{kind}", self.tokens, size)
@@ -61,37 +65,19 @@ class PrefixBypass(VirtualTokens):
 
 @dataclass(frozen=True, eq=False)
 class PrefixWeights(ModuleWeights):
-    """The prefix of one layer.
-
-    Attributes:
-        keys: [tokens, features], heads one behind the other.
-        values: likewise.
-    """
+    """The prefix of one layer: keys and values [tokens, features], heads one behind the other."""
 
     whole_keys: ClassVar[tuple[str, ...]] = (KEY,)
-    kinds: ClassVar[Mapping[str, ParameterKind]] = {
-        "prefix_keys": SUMMAND,
-        "prefix_values": SUMMAND,
-    }
+    kinds: ClassVar[Mapping[str, ParameterKind]] = dict.fromkeys(_KINDS, SUMMAND)
 
     keys: Tensor
     values: Tensor
 
     @classmethod
-    def fresh(
-        cls, recipe: PrefixTuningConfig, bypass: PrefixBypass, shape: Shape, draw: Draw,
-        around: Around,
-    ) -> Self:  # fmt: skip
-        (out, in_), tokens = shape, bypass.tokens
-        assert tokens is not None
+    def fresh(cls, recipe: Any, bypass: Any, shape: Shape, draw: Draw, around: Around) -> Self:
+        out, in_ = shape
         make = draw.zeros if recipe.init_weights == "zero" else draw.normal
-        return cls(make(tokens, in_), make(tokens, out))
-
-    @classmethod
-    def read(cls, path: str, parts: Mapping[str, Tensor], recipe: PrefixTuningConfig) -> Self:
-        (both,) = parts.values()
-        keys, values = both.chunk(2, -1)
-        return cls(keys.contiguous(), values.contiguous())
+        return cls(make(bypass.tokens, in_), make(bypass.tokens, out))
 
     @classmethod
     def read_whole(
@@ -106,37 +92,19 @@ class PrefixWeights(ModuleWeights):
                 f"{KEY} is {list(whole.shape)}, and its configuration gives it "
                 f"[{tokens}, 2 · {count} · features]; the two files are not of one save"
             )
-        return {
-            layer_path(layer): cls.read(layer_path(layer), {KEY: both}, recipe)
-            for layer, both in enumerate(whole.chunk(count, -1))
-        }
+        found = [part.contiguous() for part in whole.chunk(2 * count, -1)]
+        return {layer_path(n): cls(*found[2 * n : 2 * n + 2]) for n in range(count)}
 
     @classmethod
     def stored_whole(cls, weights: Mapping[str, Self]) -> Mapping[str, Tensor]:
         import torch
 
         parts = [weights[layer_path(layer)].tensors for layer in range(len(weights))]
-        return {KEY: torch.cat([tensor for pair in parts for tensor in pair], -1)}
+        return {KEY: torch.cat([*chain.from_iterable(parts)], -1)}
 
     @property
     def bypass(self) -> PrefixBypass:
         return PrefixBypass(len(self.keys))
-
-    @property
-    def stored(self) -> Mapping[str, Tensor]:
-        return {}
-
-    @property
-    def parameters(self) -> Mapping[str, AdapterWeight]:
-        pairs = zip(self.kinds, self.tensors, strict=True)
-        return {kind: AdapterWeight(tensor) for kind, tensor in pairs}
-
-    @property
-    def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
-        return {
-            "prefix_keys": lambda around: self.keys,
-            "prefix_values": lambda around: self.values,
-        }
 
     @property
     def module_shape(self) -> Shape:
@@ -180,18 +148,14 @@ class PrefixTuningConfig(VirtualTokensRecipe):
     def encoder(self) -> PromptEncoder | None:
         if not self.prefix_projection:
             return None
-        makes_zeros = self.init_weights == "zero"
         tokens, hidden = self.prompt_tokens, self.encoder_hidden_size
-        return PromptEncoder(PREFIX, tokens, hidden, makes_zeros=makes_zeros)
+        return PromptEncoder(PREFIX, tokens, hidden, makes_zeros=self.init_weights == "zero")
 
     def bypass_at(self, path: str) -> PrefixBypass:
         return PrefixBypass(self.num_virtual_tokens)
 
     def bypasses(
-        self,
-        paths: Sequence[str],
-        output_layer: str | None = None,
-        model_type: str | None = None,
+        self, paths: Names, output_layer: str | None = None, model_type: str | None = None
     ) -> dict[str, Bypass]:
         count = _layers(paths)
         if self.num_layers not in (None, count):
@@ -199,15 +163,12 @@ class PrefixTuningConfig(VirtualTokensRecipe):
         return {layer_path(layer): self.bypass_at(layer_path(layer)) for layer in range(count)}
 
     def resolved(
-        self,
-        paths: Sequence[str],
-        output_layer: str | None = None,
-        model_type: str | None = None,
+        self, paths: Names, output_layer: str | None = None, model_type: str | None = None
     ) -> Self:
         return dataclasses.replace(self, num_layers=_layers(paths))
 
 
-def _layers(paths: Iterable[str]) -> int:
+def _layers(paths: Names) -> int:
     """Layers of a model with linear modules of these paths; the first number is the layer's."""
     found = (re.match(r".*?\.(\d+)\.", path) for path in paths)
     return max((int(match[1]) + 1 for match in found if match), default=0)

@@ -13,7 +13,7 @@ Source: `PromptEmbedding`, `PromptEncoder` and `get_peft_model_state_dict` of pe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -22,22 +22,16 @@ from pcg.ir.module_paths import WHOLE_MODEL
 from pcg.ir.shapes import Shapes
 from pcg.peft.method import Bypass, Place, Shape
 from pcg.peft.prompt_encoder import KEY, LSTM, MLP, PromptEncoder
-from pcg.peft.recipe import COMMON, OtherField, Recipe, note, refused, saved_as
-from pcg.peft.weights import SUMMAND, AdapterWeight, Around, Draw, ModuleWeights, ParameterKind
+from pcg.peft.recipe import COMMON, Names, OtherField, Recipe, note, refused, saved_as
+from pcg.peft.weights import SUMMAND, Around, Draw, ModuleWeights, ParameterKind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# ------------------------------------------------------------------------------ virtual tokens
-
 
 @dataclass(frozen=True)
 class VirtualTokens(Bypass):
-    """Virtual tokens before a sequence, and what of them is trained at one place.
-
-    Attributes:
-        tokens: at most so many; None is left open, as serving has it.
-    """
+    """At most `tokens` virtual tokens before a sequence; None is left open, as serving has it."""
 
     tokens: int | None
 
@@ -58,7 +52,7 @@ class VirtualTokensRecipe(Recipe):
 
     Attributes:
         num_virtual_tokens: tokens before each sequence.
-        num_transformer_submodules: submodules that have them: 1, as a causal LM has no encoder.
+        num_transformer_submodules: submodules that have them; 1, as a causal LM has no encoder.
     """
 
     other_fields: ClassVar[Mapping[str, OtherField]] = {
@@ -93,9 +87,6 @@ class VirtualTokensRecipe(Recipe):
         return tuple(self.encoder.shapes([shapes[path] for path in bypasses]).values())
 
 
-# ------------------------------------------------------------------------------------- prompts
-
-
 @dataclass(frozen=True)
 class PromptBypass(VirtualTokens):
     """A prompt's embeddings in the rows of virtual tokens, behind the token embedding.
@@ -117,11 +108,7 @@ class PromptBypass(VirtualTokens):
 
 @dataclass(frozen=True, eq=False)
 class PromptWeights(ModuleWeights):
-    """The prompt of a model.
-
-    Attributes:
-        embeddings: [tokens, hidden].
-    """
+    """The prompt of a model: embeddings [tokens, hidden]."""
 
     whole_keys: ClassVar[tuple[str, ...]] = (KEY,)
     kinds: ClassVar[Mapping[str, ParameterKind]] = {KEY: SUMMAND}
@@ -130,25 +117,24 @@ class PromptWeights(ModuleWeights):
 
     @classmethod
     def fresh(
-        cls, recipe: PromptRecipe, bypass: PromptBypass, shape: Shape, draw: Draw, around: Around
+        cls, recipe: PromptTuningConfig, bypass: Bypass, shape: Shape, draw: Draw, around: Around
     ) -> Self:
-        recipe.check_fresh()
-        assert bypass.tokens is not None
-        return cls(draw.normal(bypass.tokens, shape[1]))
+        if recipe.prompt_tuning_init != "RANDOM":
+            raise UnsupportedError(
+                f"prompt_tuning_init={recipe.prompt_tuning_init!r}: pcg begins a prompt with "
+                'random numbers; use "RANDOM", or let peft make and save one, and load that'
+            )
+        return cls(draw.normal(recipe.prompt_tokens, shape[1]))
 
     @classmethod
-    def read(cls, path: str, parts: Mapping[str, Tensor], recipe: PromptRecipe) -> Self:
+    def read_whole(cls, parts: Mapping[str, Tensor], recipe: PromptRecipe) -> Mapping[str, Self]:
         (embeddings,) = parts.values()
         if embeddings.ndim != 2 or len(embeddings) != recipe.prompt_tokens:
             raise AdapterError(
                 f"{KEY} is {list(embeddings.shape)}, and its configuration gives it "
                 f"[{recipe.prompt_tokens}, hidden]; the two files are not of one save"
             )
-        return cls(embeddings)
-
-    @classmethod
-    def read_whole(cls, parts: Mapping[str, Tensor], recipe: PromptRecipe) -> Mapping[str, Self]:
-        return {WHOLE_MODEL: cls.read(WHOLE_MODEL, parts, recipe)}
+        return {WHOLE_MODEL: cls(embeddings)}
 
     @classmethod
     def stored_whole(cls, weights: Mapping[str, Self]) -> Mapping[str, Tensor]:
@@ -157,18 +143,6 @@ class PromptWeights(ModuleWeights):
     @property
     def bypass(self) -> PromptBypass:
         return PromptBypass(len(self.embeddings))
-
-    @property
-    def stored(self) -> Mapping[str, Tensor]:
-        return {}
-
-    @property
-    def parameters(self) -> Mapping[str, AdapterWeight]:
-        return {KEY: AdapterWeight(self.embeddings)}
-
-    @property
-    def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
-        return {KEY: lambda around: self.embeddings}
 
     @property
     def module_shape(self) -> tuple[None, int]:
@@ -189,15 +163,9 @@ class PromptRecipe(VirtualTokensRecipe):
         return PromptBypass(self.num_virtual_tokens)
 
     def bypasses(
-        self,
-        paths: Sequence[str],
-        output_layer: str | None = None,
-        model_type: str | None = None,
+        self, paths: Names, output_layer: str | None = None, model_type: str | None = None
     ) -> dict[str, Bypass]:
         return {WHOLE_MODEL: self.bypass_at(WHOLE_MODEL)}
-
-    def check_fresh(self) -> None:
-        """Refuse a prompt that pcg does not begin. UnsupportedError: it is made of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,13 +193,6 @@ class PromptTuningConfig(PromptRecipe):
         super().__post_init__()
         self._check_choice("prompt_tuning_init", ("RANDOM", "SAMPLE_VOCAB", "TEXT"))
 
-    def check_fresh(self) -> None:
-        if self.prompt_tuning_init != "RANDOM":
-            raise UnsupportedError(
-                f"prompt_tuning_init={self.prompt_tuning_init!r}: pcg begins a prompt with random "
-                'numbers; use "RANDOM", or let peft make and save one, and load that'
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class PromptEncoderConfig(PromptRecipe):
@@ -241,7 +202,7 @@ class PromptEncoderConfig(PromptRecipe):
         encoder_reparameterization_type: the network that makes the prompt: MLP or LSTM.
         encoder_hidden_size: features within it; None is as many as an embedding has.
         encoder_num_layers: layers of an LSTM.
-        encoder_dropout: between the layers of an LSTM; an MLP has none.
+        encoder_dropout: dropout between the layers of an LSTM; an MLP has none.
     """
 
     method: ClassVar[str] = "P-tuning"

@@ -42,9 +42,9 @@ class PromptEncoder:
         kind: MLP, LSTM or PREFIX.
         tokens: virtual tokens.
         hidden: features within; None is the width.
-        layers: of the LSTM; the others have as many as they have.
-        dropout: between the layers of the LSTM.
-        makes_zeros: at the start.
+        layers: layers of the LSTM; the others have a fixed number.
+        dropout: dropout between the layers of the LSTM.
+        makes_zeros: True if a fresh encoder makes zeros.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class PromptEncoder:
         Args:
             shapes: (out, in) of the token embedding, or (values, keys) of each layer.
         Raises:
-            AdapterError: values are not as wide as keys, or layers differ, as no prefix of peft's.
+            AdapterError: values are not as wide as keys, or layers differ; peft has no such prefix.
         """
         width = shapes[0][1]
         if self.kind == PREFIX and any(shape != (width, width) for shape in shapes):
@@ -72,7 +72,7 @@ class PromptEncoder:
         return width, self.hidden or width, out
 
     def shapes(self, shapes: Sequence[tuple[int, int]]) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of the encoder's parameters; arguments and errors as of `widths`."""
+        """The shapes of the encoder's parameters, by name; arguments are those of `widths`."""
         import torch
 
         with torch.device("meta"):
@@ -80,11 +80,8 @@ class PromptEncoder:
         return {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
 
     def fresh(self, shapes: Sequence[tuple[int, int]], seed: int) -> dict[str, Tensor]:
-        """Fresh parameters, as peft initialises them, in float32.
+        """Fresh parameters, as peft initialises them, in float32; `shapes` are those of `widths`.
 
-        Args:
-            shapes: as of `widths`.
-            seed: of the random numbers.
         Raises:
             UnsupportedError: the encoder has dropout.
         """
@@ -138,11 +135,8 @@ def _bound_network(encoder: PromptEncoder, tensors: Mapping[str, Tensor]) -> nn.
     head = "transform" if encoder.kind == PREFIX else "mlp_head"
     last = max(key for key in tensors if key.startswith(head) and key.endswith("weight"))
     out, width = tensors[last].shape[0], tensors["embedding.weight"].shape[1]
-    hidden = (
-        tensors["lstm_head.weight_hh_l0"].shape[1]
-        if encoder.kind == LSTM
-        else tensors[f"{head}.0.weight"].shape[0]
-    )
+    inner = "lstm_head.weight_hh_l0" if encoder.kind == LSTM else f"{head}.2.weight"
+    hidden = tensors[inner].shape[1]
     with torch.device("meta"):
         network = _network(encoder, width, hidden, out)
     network.load_state_dict(dict(tensors), assign=True)
@@ -153,30 +147,18 @@ def _made(encoder: PromptEncoder, network: Any) -> Tensor:
     """The virtual tokens that the network makes, [tokens, out]."""
     import torch
 
-    made: Tensor
     x = network["embedding"].weight
-    if encoder.kind == PREFIX:
-        made = network["transform"](x)
-    elif encoder.kind == LSTM:
+    if encoder.kind == LSTM:
         # cuDNN would have its parameters in one piece of memory, and warns at each call.
         with torch.backends.cudnn.flags(enabled=False):
-            made = network["mlp_head"](network["lstm_head"](x.unsqueeze(0))[0])[0]
-    else:
-        made = network["mlp_head"](x)
-    return made
+            x = network["lstm_head"](x.unsqueeze(0))[0]
+    made: Tensor = network["transform" if encoder.kind == PREFIX else "mlp_head"](x)
+    return made[0] if encoder.kind == LSTM else made
 
 
-def made_by_encoder(
-    encoder: PromptEncoder, recipe: Any, tensors: Mapping[str, Tensor]
-) -> Mapping[str, ModuleWeights]:
-    """The weights, by path, that an encoder makes.
-
-    Args:
-        encoder: the recipe's.
-        recipe: of the adapter.
-        tensors: the encoder's parameters.
-    """
-    made = _made(encoder, _bound_network(encoder, tensors)).detach()
+def made_by_encoder(recipe: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, ModuleWeights]:
+    """The weights, by path, that the recipe's encoder makes with these parameters."""
+    made = _made(recipe.encoder, _bound_network(recipe.encoder, tensors)).detach()
     return recipe.weights.read_whole({KEY: made}, recipe)  # type: ignore[no-any-return]
 
 
@@ -190,12 +172,8 @@ class EncodedTraining:
     def __init__(
         self, recipe: Any, tensors: Mapping[str, Tensor], weights: Mapping[str, ModuleWeights]
     ) -> None:
-        """Take an adapter's encoder.
+        """Take the encoder of an adapter's recipe, its parameters, and the weights that it makes.
 
-        Args:
-            recipe: of the adapter, with an encoder.
-            tensors: the encoder's parameters.
-            weights: what it makes, by path; written over.
         Raises:
             UnsupportedError: the encoder has dropout.
         """

@@ -78,8 +78,7 @@ class RankAllocator:
         """Begin with all triplets.
 
         Args:
-            schedule: of the job.
-            shards: what this rank of the group trains of the adapter.
+            shards: this rank's shards of the adapter.
             rank_dims: the dim of each kind of parameter that the triplets are along.
             values: the kind of E.
         """
@@ -103,14 +102,14 @@ class RankAllocator:
         shards = self._shards
         dims = {n: dim for n, dim in self._rank_dims.items() if n not in self._values}
         parts = {name: shards.tensors[name].detach() for name in dims}
-        of_rows = {name: parts[name] for name in dims if shards.parted_dim(name) == dims[name]}
+        of_rows = {name: parts[name] for name in dims if shards.sharded_dim(name) == dims[name]}
         for name, found in shards.gathered(of_rows).items():
             parts[name] = torch.cat(found, dims[name])
         rows = {name: part if dims[name] == 0 else part.t() for name, part in parts.items()}
 
         grams: dict[str, Tensor] = {}
         for name, p in rows.items():
-            counts = shards.is_first or shards.parted_dim(name) not in (None, dims[name])
+            counts = shards.is_first or shards.sharded_dim(name) not in (None, dims[name])
             gram = p @ p.t() if counts else p.new_zeros(len(p), len(p))
             path = shards.path_of(name)
             grams[path] = grams[path] + gram if path in grams else gram
@@ -138,7 +137,7 @@ class RankAllocator:
         """Update the scores and zero what is beyond the budget.
 
         Args:
-            step: that the optimizer has just done, from 1; its gradients are still there.
+            step: the step that the optimizer has just done, from 1; its gradients are still there.
         """
         schedule, last = self._schedule, self._schedule.last
         if step > last:
@@ -189,7 +188,7 @@ class RankAllocator:
             each = self._importance[name] * self._uncertainty[name]
             along, across = self._rank_dims[name], 1 - self._rank_dims[name]
             scores = found.setdefault(module, each.new_zeros(self._schedule.rank))
-            if shards.is_first or shards.parted_dim(name) is not None:
+            if shards.is_first or shards.sharded_dim(name) is not None:
                 start, stop = shards.ranges(name)[along]
                 whole = shards.whole_shape(shards.path_of(name))
                 scores[start:stop] += each.sum(across) / whole[across]

@@ -9,7 +9,6 @@
 Source: `PeftModel.save_pretrained` and `get_peft_model_state_dict` of peft 0.21.2.
 """
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -20,9 +19,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pcg.errors import AdapterError, PcgError, UnsupportedError
+from pcg.files import read_json
 from pcg.peft.adapter import Adapter
 from pcg.peft.recipe import Recipe, short
-from pcg.peft.registry import is_shorthand, notes_of, recipe_from
+from pcg.peft.registry import is_shorthand, recipe_from
 from pcg.peft.weights import ModuleWeights
 from pcg.tensor_file import read_header
 
@@ -37,11 +37,8 @@ _Read = TypeVar("_Read")
 
 
 def read_adapter(path: str | os.PathLike[str], name: str) -> Adapter:
-    """Read an adapter that peft or pcg saved. Its tensors are mapped, not copied.
+    """Read an adapter of that name, which peft or pcg saved, from a directory; tensors are mapped.
 
-    Args:
-        path: the directory.
-        name: the name that requests and jobs will use.
     Raises:
         AdapterError: a file is missing or damaged, or config and weights do not go together.
         UnsupportedError: another PEFT method, or a feature that pcg does not do, by name.
@@ -55,16 +52,15 @@ def read_adapter(path: str | os.PathLike[str], name: str) -> Adapter:
     file = directory / WEIGHTS
     if not file.is_file():
         raise AdapterError(_no_weights(directory))
-    parts, biases, shared, whole = _read_tensors(file, recipe)
-    kind = recipe.weights
-    if not (parts or whole) and (kind.suffixes or kind.whole_keys):
+    found, kind = _read_tensors(file, recipe), recipe.weights
+    if not (found.parts or found.whole) and (kind.suffixes or kind.whole_keys):
         raise AdapterError(f"{file} holds no {recipe.method} weights")
-    weights = {path: _weights(file, path, found, recipe) for path, found in parts.items()}
-    if whole:
-        weights |= _checked(file, lambda: kind.read_whole(whole, recipe))
-    _check_biases(file, recipe, weights, biases)
-    base = config.get("base_model_name_or_path")
-    return Adapter(name, recipe, weights, biases, str(base or ""), notes_of(config), shared)
+    weights = {path: _weights(file, path, each, recipe) for path, each in found.parts.items()}
+    if found.whole:
+        weights |= _checked(file, lambda: kind.read_whole(found.whole, recipe))
+    _check_biases(file, recipe, weights, found.biases)
+    base = str(config.get("base_model_name_or_path") or "")
+    return Adapter(name, recipe, weights, found.biases, base, recipe.notes_of(config), found.shared)
 
 
 def recipes_of(peft: object) -> dict[str, Recipe]:
@@ -77,7 +73,7 @@ def recipes_of(peft: object) -> dict[str, Recipe]:
 
 
 def is_recipe(peft: Mapping[Any, Any]) -> bool:
-    """True if a mapping is one recipe's fields, and not recipes by name."""
+    """Return whether a mapping is one recipe's fields, and not recipes by name."""
     return "peft_type" in peft
 
 
@@ -91,19 +87,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     file = directory / CONFIG
     if not file.is_file():
         raise AdapterError(_no_config(directory))
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise AdapterError(
-            f"{file} is damaged at line {error.lineno}, column {error.colno}: {error.msg}"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise AdapterError(f"{file} is damaged: byte {error.start} is not UTF-8") from error
-    except OSError as error:
-        raise AdapterError(f"{file} cannot be read: {error.strerror}") from error
-    if not isinstance(config, dict):
-        raise AdapterError(f"{file} holds a {type(config).__name__}; expected an object")
-    return config
+    return read_json(file, AdapterError)
 
 
 def _no_config(directory: Path) -> str:
@@ -128,21 +112,24 @@ def _no_weights(directory: Path) -> str:
     return f"{directory} has a {CONFIG} but no {WEIGHTS}; copy it too, or save the adapter again"
 
 
-def _read_tensors(
-    file: Path, recipe: Recipe
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """The method's tensors by module and part, biases by module, shared tensors, and the rest."""
-    kind = recipe.weights
+class _Tensors:
+    """A file's tensors: by module and part, biases by module, shared ones, and whole keys."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, dict[str, Tensor]] = {}
+        self.biases: dict[str, Tensor] = {}
+        self.shared: dict[str, Tensor] = {}
+        self.whole: dict[str, Tensor] = {}
+
+
+def _read_tensors(file: Path, recipe: Recipe) -> _Tensors:
+    kind, found = recipe.weights, _Tensors()
     suffixes = "|".join(map(re.escape, kind.suffixes)) or "(?!)"
     shared_keys = {f"{SHARED_PREFIX}{name}": name for name in kind.shared_names}
-    shared: dict[str, Tensor] = {}
-    whole: dict[str, Tensor] = {}
     expected = re.compile(
         rf"(?:base_model\.model\.)?(?P<module>.+?)\.(?:(?P<part>{suffixes})|(?:base_layer\.)?bias)"
     )
     header = read_header(file, AdapterError)
-    parts: dict[str, dict[str, Tensor]] = {}
-    biases: dict[str, Tensor] = {}
     try:
         with safe_open(file, framework="pt") as stream:
             for key, info in header.items():
@@ -150,27 +137,26 @@ def _read_tensors(
                     raise UnsupportedError(
                         f"{file}: {key} is {info.dtype}; pcg reads {', '.join(_FLOATS)}"
                     )
+                match, tensor = expected.fullmatch(key), stream.get_tensor(key)
                 if key in shared_keys:
-                    shared[shared_keys[key]] = stream.get_tensor(key)
-                    continue
-                if key in kind.whole_keys:
-                    whole[key] = stream.get_tensor(key)
-                    continue
-                match = expected.fullmatch(key)
-                if match is None:
+                    found.shared[shared_keys[key]] = tensor
+                elif key in kind.whole_keys:
+                    found.whole[key] = tensor
+                elif match is None:
                     raise _unknown_key(file, key, recipe)
-                if match["part"]:
-                    parts.setdefault(match["module"], {})[match["part"]] = stream.get_tensor(key)
+                elif match["part"]:
+                    found.parts.setdefault(match["module"], {})[match["part"]] = tensor
                 else:
-                    biases[match["module"]] = stream.get_tensor(key)
+                    found.biases[match["module"]] = tensor
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{file} is damaged: {error}; save or download it again") from error
+    shared = found.shared
     if kind.shared_is_stored(recipe) != bool(shared) or len(shared) not in (0, len(shared_keys)):
         raise AdapterError(
             f"{file} has {', '.join(shared) or 'nothing'} of {', '.join(kind.shared_names)}, which "
             f"does not go with {CONFIG}; the two files are not of one save"
         )
-    return parts, biases, shared, whole
+    return found
 
 
 def _unknown_key(file: Path, key: str, recipe: Recipe) -> PcgError:
@@ -208,10 +194,7 @@ def _checked(file: Path, read: Callable[[], _Read]) -> _Read:
 
 
 def _check_biases(
-    file: Path,
-    recipe: Recipe,
-    weights: Mapping[str, ModuleWeights],
-    biases: Mapping[str, Tensor],
+    file: Path, recipe: Recipe, weights: Mapping[str, ModuleWeights], biases: Mapping[str, Tensor]
 ) -> None:
     for path, bias in biases.items():
         if not recipe.trains_bias(path, weights):

@@ -17,15 +17,19 @@ import dataclasses
 import enum
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeAlias
+from itertools import chain
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 from pcg.errors import AdapterError, UnsupportedError
 from pcg.ir.shapes import Shapes
 from pcg.peft.method import Bypass, Shards, TrainingBeside
 from pcg.peft.prompt_encoder import PromptEncoder
 from pcg.peft.weights import ModuleWeights
+
+if TYPE_CHECKING:
+    from pcg.ir.program.program import ModelGraph
 
 ALL_LINEAR = "all-linear"
 
@@ -40,8 +44,8 @@ class OtherField:
     Attributes:
         default: the value that peft writes.
         feature: in words, the feature that it turns on, which pcg does not have; empty for none.
-        is_note: it changes nothing here, and is written back as it was read.
-        is_written: peft writes it.
+        is_note: True if it changes nothing here, and is written back as it was read.
+        is_written: True if peft writes it.
     """
 
     default: Any = None
@@ -105,6 +109,8 @@ class Recipe(ABC):
     other_fields: ClassVar[Mapping[str, OtherField]] = OF_LAYERS
     rank_field: ClassVar[str] = ""
     """The field that is the rank of modules."""
+    dropout_field: ClassVar[str] = ""
+    """The field that is `dropout`."""
 
     def __post_init__(self) -> None:
         """Let lists, which peft has, be tuples."""
@@ -136,7 +142,8 @@ class Recipe(ABC):
     @property
     def dropout(self) -> float:
         """The probability that an element of a bypass network's input is dropped in training."""
-        return 0.0
+        probability: float = getattr(self, self.dropout_field) if self.dropout_field else 0.0
+        return probability
 
     @property
     def rank(self) -> int | None:
@@ -175,61 +182,48 @@ class Recipe(ABC):
     def bypass_at(self, path: str) -> Bypass:
         """The bypass network of the module at `path`, taking for granted that it is adapted."""
 
-    def bypass(
-        self, path: str, *, output_layer: str | None = None, model_type: str | None = None
-    ) -> Bypass | None:
-        """The bypass network of the linear module at `path`; None where it gets none.
-
-        Arguments and errors are those of `bypasses`.
-        """
+    def bypass(self, path: str, output_layer: str | None = None) -> Bypass | None:
+        """The bypass network of the linear module at `path`; None where it gets none."""
         return None
 
     @abstractmethod
     def bypasses(
-        self,
-        paths: Sequence[str],
-        output_layer: str | None = None,
-        model_type: str | None = None,
+        self, paths: Names, output_layer: str | None = None, model_type: str | None = None
     ) -> dict[str, Bypass]:
         """The bypass networks of a model, by path in the order of `paths`.
 
         Args:
-            paths: those of all linear modules of the model.
+            paths: the paths of all linear modules of the model.
             output_layer: path of the head, which "all-linear" leaves out.
-            model_type: of config.json; needed where the recipe names no modules.
+            model_type: the model's, of config.json; needed where the recipe names no modules.
         Raises:
             AdapterError: the recipe does not fit the model.
         """
 
+    def bypasses_in(self, model: ModelGraph, model_type: str) -> dict[str, Bypass]:
+        """The bypass networks of a folded model, by path; errors are those of `bypasses`."""
+        self.check_embeddings(model.embedding_modules())
+        return self.bypasses(tuple(model.linear_modules()), model.output_module, model_type)
+
+    def check_embeddings(self, paths: Names) -> None:  # noqa: B027  most name no modules
+        """Refuse a recipe whose targets include an embedding. AdapterError: it names one."""
+
     def resolved(
-        self,
-        paths: Sequence[str],
-        output_layer: str | None = None,
-        model_type: str | None = None,
+        self, paths: Names, output_layer: str | None = None, model_type: str | None = None
     ) -> Self:
         """The recipe with its modules named so that they are the same without the model."""
         return self
 
     def trains_bias(self, module: str, adapted: Collection[str]) -> bool:
-        """Return whether the bias of a module of the base is trained.
-
-        Args:
-            module: its path or site.
-            adapted: those of the modules with a bypass network.
-        """
+        """Return whether the bias of a module is trained, given the modules with a bypass."""
         return self.bias == "all" or (self.bias != "none" and module in adapted)
 
     def trained_shapes(
         self, bypasses: Mapping[str, Bypass], shapes: Mapping[str, tuple[int, int]]
     ) -> Shapes:
-        """The shapes of all that is trained but biases.
-
-        Args:
-            bypasses: those of the model, by path.
-            shapes: as `ModelGraph.module_shapes`.
-        """
+        """The shapes of all that is trained but biases; `shapes` are `ModelGraph.module_shapes`."""
         trained = (bypass.trained_shapes(*shapes[path]) for path, bypass in bypasses.items())
-        return tuple(shape for of_module in trained for shape in of_module)
+        return tuple(chain.from_iterable(trained))
 
     # ---------------------------------------------------------------------------------- training
 
@@ -248,9 +242,6 @@ class Recipe(ABC):
     def training_beside(self, shards: Shards, total_steps: int) -> TrainingBeside | None:
         """The part of a job that is outside the program; None for most methods.
 
-        Args:
-            shards: what this rank of the group trains of the adapter.
-            total_steps: of the job.
         Raises:
             FinetuneError: such an adapter cannot be trained.
         """
@@ -260,11 +251,8 @@ class Recipe(ABC):
 
     @classmethod
     def from_config(cls, config: Json, *, saved: bool) -> Self:
-        """The recipe of fields as in adapter_config.json.
+        """The recipe of fields as in adapter_config.json; `saved` ones belong to saved weights.
 
-        Args:
-            config: the fields.
-            saved: they belong to saved weights.
         Raises:
             UnsupportedError: a feature that pcg does not have, by name.
             AdapterError: a value out of its range.
@@ -292,14 +280,14 @@ class Recipe(ABC):
             )
 
     def config_fields(
-        self, target_modules: Sequence[str] | str | None, base_model_name: str, notes: Json
+        self, target_modules: Names | str | None, base_model_name: str, notes: Json
     ) -> dict[str, Any]:
         """The fields of adapter_config.json, as peft writes them.
 
         Args:
             target_modules: names or a regex; peft writes no "all-linear" and no null.
-            base_model_name: empty is null.
-            notes: fields as of `notes_of`.
+            base_model_name: the base's name; empty is null.
+            notes: the fields that `notes_of` found.
         """
         others = {n: other.default for n, other in self.other_fields.items() if other.is_written}
         fields = {
@@ -330,38 +318,33 @@ class Recipe(ABC):
 
     # ------------------------------------------------------------------------------------ checks
 
-    def _check_ints(self, least: int, *names: str, optional: bool = False) -> None:
+    def _check(self, names: Names, expected: str, is_good: Callable[[Any], bool]) -> None:
         for name in names:
-            value = getattr(self, name)
-            if value is None and optional:
-                continue
-            if type(value) is not int or value < least:
-                raise AdapterError(f"{name}={value!r}; use an int of at least {least}")
+            if not is_good(getattr(self, name)):
+                raise AdapterError(f"{name}={getattr(self, name)!r}; use {expected}")
+
+    def _check_ints(self, least: int, *names: str, optional: bool = False) -> None:
+        def is_good(value: Any) -> bool:
+            return (optional and value is None) or (type(value) is int and value >= least)
+
+        self._check(names, f"an int of at least {least}", is_good)
 
     def _check_flags(self, *names: str) -> None:
-        for name in names:
-            if not isinstance(getattr(self, name), bool):
-                raise AdapterError(f"{name}={getattr(self, name)!r}; use True or False")
+        self._check(names, "True or False", lambda value: isinstance(value, bool))
 
     def _check_choice(self, name: str, choices: Collection[str]) -> None:
-        if getattr(self, name) not in choices:
-            raise AdapterError(f"{name}={getattr(self, name)!r}; use one of {', '.join(choices)}")
+        self._check([name], f"one of {', '.join(choices)}", choices.__contains__)
 
     def _check_finite(self, *names: str) -> None:
-        for name in names:
-            if not is_finite(getattr(self, name)):
-                raise AdapterError(f"{name}={getattr(self, name)!r}; use a finite number")
+        self._check(names, "a finite number", is_finite)
 
     def _check_probabilities(self, *names: str) -> None:
-        for name in names:
-            if not is_finite(getattr(self, name)) or not 0 <= getattr(self, name) <= 1:
-                raise AdapterError(f"{name}={getattr(self, name)!r}; use a probability in [0, 1]")
+        self._check(names, "a probability in [0, 1]", lambda p: is_finite(p) and 0 <= p <= 1)
 
 
 def is_finite(value: object) -> bool:
     """Return whether it is a number."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)  # type: ignore[arg-type]
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _note_names(cls: type[Recipe]) -> list[str]:

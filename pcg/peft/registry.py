@@ -47,8 +47,8 @@ def recipe_from(config: object, *, saved: bool = False) -> Recipe:
     Args:
         config: a word of `SHORTHANDS`, a recipe, a configuration of peft's, or a
             mapping as in adapter_config.json.
-        saved: it belongs to saved weights, so that how they were initialised matters only where
-            that changed the base.
+        saved: True if it belongs to saved weights, whose initialisation matters only where it
+            changed the base.
     Raises:
         UnsupportedError: another PEFT method, or a feature that pcg does not do, by name.
         AdapterError: not a configuration, or a value out of its range.
@@ -59,11 +59,6 @@ def recipe_from(config: object, *, saved: bool = False) -> Recipe:
         return _from_shorthand(config)
     fields = _fields(config)
     return _method_of(fields).from_config(fields, saved=saved)
-
-
-def notes_of(config: Json) -> dict[str, Any]:
-    """The fields of adapter_config.json that change nothing here."""
-    return _method_of(config).notes_of(config)
 
 
 def _from_shorthand(config: str) -> Recipe:

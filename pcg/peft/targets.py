@@ -58,28 +58,22 @@ class TargetedRecipe(Recipe):
         super().__post_init__()
         _check_targets(self)
         self._check_choice("bias", self.biases)
+        if self.dropout_field:
+            self._check_probabilities(self.dropout_field)
 
-    def bypass(
-        self, path: str, *, output_layer: str | None = None, model_type: str | None = None
-    ) -> Bypass | None:
-        recipe = self.for_family(model_type)
+    def bypass(self, path: str, output_layer: str | None = None) -> Bypass | None:
+        recipe = self.for_family(None)
         if not recipe._wants(path, output_layer) or recipe._is_excluded(path):
             return None
         return recipe.bypass_at(path)
 
     def bypasses(
-        self,
-        paths: Sequence[str],
-        output_layer: str | None = None,
-        model_type: str | None = None,
+        self, paths: Names, output_layer: str | None = None, model_type: str | None = None
     ) -> dict[str, Bypass]:
         recipe = self.for_family(model_type)
         recipe._check_names(paths)
-        found = {}
-        for path in paths:
-            bypass = recipe.bypass(path, output_layer=output_layer)
-            if bypass is not None:
-                found[path] = bypass
+        every = {path: recipe.bypass(path, output_layer) for path in paths}
+        found = {path: bypass for path, bypass in every.items() if bypass is not None}
         if not found:
             raise AdapterError(
                 f"target_modules={recipe.target_modules!r} with exclude_modules="
@@ -90,6 +84,16 @@ class TargetedRecipe(Recipe):
         for name in recipe.patterns:
             _check_pattern(name, getattr(recipe, name), found)
         return found
+
+    def check_embeddings(self, paths: Names) -> None:
+        if self.target_modules is None or self.is_all_linear:
+            return
+        for path in paths:
+            if self._wants(path, None) and not self._is_excluded(path):
+                raise AdapterError(
+                    f"target_modules={self.target_modules!r} includes {path}, an embedding, and "
+                    f"{self.title} adapts linear modules alone; leave it out of target_modules"
+                )
 
     @property
     def exclude_modules(self) -> Names | str | None:
@@ -125,10 +129,7 @@ class TargetedRecipe(Recipe):
         return usual[model_type]
 
     def resolved(
-        self,
-        paths: Sequence[str],
-        output_layer: str | None = None,
-        model_type: str | None = None,
+        self, paths: Names, output_layer: str | None = None, model_type: str | None = None
     ) -> Self:
         """The recipe with its targets as names, which mean the same modules without the model.
 
@@ -149,69 +150,54 @@ class TargetedRecipe(Recipe):
     # --------------------------------------------------------------------------------- matching
 
     def _wants(self, path: str, output_layer: str | None) -> bool:
-        targets = self.target_modules
-        if isinstance(targets, str):
-            if self.is_all_linear:
-                return path != output_layer
-            return re.fullmatch(targets, path) is not None
-        if targets is None or path in targets:
-            return targets is not None
-        if not ends_in(path, targets):
-            return False
-        return not self.layers_to_transform or self._layer(path) in self.layers_to_transform
+        targets = () if self.target_modules is None else self.target_modules
+        if self.is_all_linear:
+            return path != output_layer
+        if isinstance(targets, str) or path in targets or not self.layers_to_transform:
+            return _matches(path, targets)
+        return ends_in(path, targets) and self._layer(path) in self.layers_to_transform
 
     def _is_excluded(self, path: str) -> bool:
-        if not self.exclude_modules:
-            return False
-        if isinstance(self.exclude_modules, str):
-            return re.fullmatch(self.exclude_modules, path) is not None
-        return path in self.exclude_modules or ends_in(path, self.exclude_modules)
+        return _matches(path, self.exclude_modules or ())
 
     def _layer(self, path: str) -> int | None:
         """Index of the layer that the module is in: the first number, not that of an expert."""
-        if not self.layers_pattern:
-            found = re.match(r".*?\.[^.]*\.(?P<index>\d+)\.", path)
-            return int(found["index"]) if found else None
-        for pattern in self.layers_pattern:
-            found = re.match(rf"(?:^|.*?\.){pattern}\.(?P<index>\d+)\.", path)
-            if found:
+        patterns = [rf"(?:^|.*?\.){pattern}" for pattern in self.layers_pattern or ()]
+        for pattern in patterns or [r".*?\.[^.]*"]:
+            if found := re.match(rf"{pattern}\.(?P<index>\d+)\.", path):
                 return int(found["index"])
         return None
 
     # ----------------------------------------------------------------------------------- checks
 
-    def _check_names(self, paths: Sequence[str]) -> None:
+    def _check_names(self, paths: Names) -> None:
         """Refuse a target that matches no module."""
-        if self.is_all_linear or self.target_modules is None:
-            return
-        if isinstance(self.target_modules, str):
-            if not any(re.fullmatch(self.target_modules, path) for path in paths):
+        targets = () if self.target_modules is None else self.target_modules
+        if isinstance(targets, str):
+            if not self.is_all_linear and not any(_matches(path, targets) for path in paths):
                 raise AdapterError(
-                    f"target_modules={self.target_modules!r}, a regex for the whole path, matches "
-                    f"none of the {len(paths)} linear modules, such as {''.join(paths[:1])}; "
-                    + name_list(paths)
+                    f"target_modules={targets!r}, a regex for the whole path, matches none of the "
+                    f"{len(paths)} linear modules, such as {''.join(paths[:1])}; {name_list(paths)}"
                 )
             return
-        for name in self.target_modules:
-            if not any(path == name or path.endswith(f".{name}") for path in paths):
+        for name in targets:
+            if not any(_matches(path, (name,)) for path in paths):
                 raise AdapterError(
                     f"target_modules has {name!r}, which no linear module is named"
                     f"{did_you_mean(name, paths)}; {name_list(paths)}"
                 )
 
-    def _check_layers(self, paths: Sequence[str]) -> None:
+    def _check_layers(self, paths: Names) -> None:
         """Refuse a layer that holds no module of that name."""
         if not self.layers_to_transform:
             return
-        names = self.target_modules or ()
-        targets = [path for path in paths if path in names or ends_in(path, names)]
-        layers = {self._layer(path) for path in targets} - {None}
+        found = {self._layer(path) for path in paths if _matches(path, self.target_modules or ())}
+        layers = sorted(index for index in found if index is not None)
         missing = [index for index in self.layers_to_transform if index not in layers]
         if missing:
-            there = ", ".join(map(str, sorted(index for index in layers if index is not None)))
             raise AdapterError(
                 f"layers_to_transform has {missing[0]}, but the target modules are in layers "
-                f"{there or '(none)'}"
+                f"{', '.join(map(str, layers)) or '(none)'}"
             )
 
 
@@ -264,6 +250,13 @@ class PatternedRecipe(LayeredRecipe):
         """The rank and the alpha of the module at `path`."""
         rank = first_match(self.rank_pattern, path, getattr(self, self.rank_field))
         return rank, first_match(self.alpha_pattern, path, self._alpha)
+
+
+def _matches(path: str, targets: Names | str) -> bool:
+    """Return whether a regex matches the whole path, or one of the names its end."""
+    if isinstance(targets, str):
+        return re.fullmatch(targets, path) is not None
+    return path in targets or ends_in(path, targets)
 
 
 # ----------------------------------------------------------------------------------- construction

@@ -25,14 +25,7 @@ from pcg.peft.lora import MadeLoraBypass
 from pcg.peft.method import Place, Shape, low_rank
 from pcg.peft.recipe import ALL_LINEAR, Names, saved_as
 from pcg.peft.targets import FAMILY_TARGETS, TargetedRecipe
-from pcg.peft.weights import (
-    SUMMAND,
-    AdapterWeight,
-    Around,
-    Draw,
-    ModuleWeights,
-    ParameterKind,
-)
+from pcg.peft.weights import SUMMAND, Around, Draw, ModuleWeights, ParameterKind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,10 +35,7 @@ if TYPE_CHECKING:
 class VeraBypass(MadeLoraBypass):
     """VeRA beside one module: LoRA, whose A and B training makes of what all modules share.
 
-        A = vera_down(vera_A);  B = vera_up(vera_B, λ_b, λ_d)
-
-    Serving has LoRA's A and B.
-
+    A = vera_down(vera_A);  B = vera_up(vera_B, λ_b, λ_d)
     """
 
     def trained_shapes(self, out: int, in_: int) -> Shapes:
@@ -67,19 +57,11 @@ class VeraBypass(MadeLoraBypass):
 
 @dataclass(frozen=True, eq=False)
 class VeraWeights(ModuleWeights):
-    """VeRA's vectors of one module.
-
-    Attributes:
-        lambda_b: [out].
-        lambda_d: [rank].
-    """
+    """VeRA's vectors of one module: λ_b [out] and λ_d [rank]."""
 
     suffixes: ClassVar[tuple[str, ...]] = ("vera_lambda_b", "vera_lambda_d")
     shared_names: ClassVar[tuple[str, ...]] = ("vera_A", "vera_B")
-    kinds: ClassVar[Mapping[str, ParameterKind]] = {
-        "vera_lambda_b": SUMMAND,
-        "vera_lambda_d": SUMMAND,
-    }
+    kinds: ClassVar[Mapping[str, ParameterKind]] = dict.fromkeys(suffixes, SUMMAND)
 
     lambda_b: Tensor
     lambda_d: Tensor
@@ -95,11 +77,10 @@ class VeraWeights(ModuleWeights):
     @classmethod
     def fresh_shared(cls, recipe: VeraConfig, shapes: Iterable[Shape]) -> Mapping[str, Tensor]:
         outs, ins = zip(*shapes, strict=True)
-        draw = Draw(recipe.projection_prng_key)
-        made = {}
-        for name, shape in (("vera_A", (recipe.r, max(ins))), ("vera_B", (max(outs), recipe.r))):
-            made[name] = draw.uniform(math.sqrt(6 / shape[1]), *shape)  # Kaiming's, a gain of √2
-        return made
+        draw, r = Draw(recipe.projection_prng_key), recipe.r
+        sizes = {"vera_A": (r, max(ins)), "vera_B": (max(outs), r)}
+        # Kaiming's bound with a gain of √2.
+        return {name: draw.uniform(math.sqrt(6 / n), m, n) for name, (m, n) in sizes.items()}
 
     @classmethod
     def shared_is_stored(cls, recipe: VeraConfig) -> bool:
@@ -114,20 +95,15 @@ class VeraWeights(ModuleWeights):
         return VeraBypass(len(self.lambda_d))
 
     @property
-    def parameters(self) -> Mapping[str, AdapterWeight]:
-        return {kind: AdapterWeight(tensor) for kind, tensor in self.stored.items()}
-
-    @property
     def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
         """LoRA's, as the shared matrices with the vectors are LoRA's of scale 1."""
+        out = len(self.lambda_b)
         return {
             "lora_A": lambda around: around.shared["vera_A"][:, : around.shape[1]],
-            "lora_B": self._up,
+            "lora_B": lambda around: (
+                (around.shared["vera_B"][:out] * self.lambda_d).t() * self.lambda_b
+            ),
         }
-
-    def _up(self, around: Around) -> Tensor:
-        b = around.shared["vera_B"][: len(self.lambda_b)]
-        return (b * self.lambda_d).t() * self.lambda_b
 
     @property
     def module_shape(self) -> tuple[int, None]:
@@ -157,6 +133,7 @@ class VeraConfig(TargetedRecipe):
     weights: ClassVar[type[ModuleWeights]] = VeraWeights
     shorthands: ClassVar[Mapping[str, Mapping[str, Any]]] = {"vera": {"target_modules": ALL_LINEAR}}
     rank_field: ClassVar[str] = "r"
+    dropout_field: ClassVar[str] = "vera_dropout"
     biases: ClassVar[Names] = ("none", "all", "vera_only")
     # TRANSFORMERS_MODELS_TO_VERA_TARGET_MODULES_MAPPING in peft 0.21.2.
     family_targets: ClassVar[Mapping[str, Names]] = {**FAMILY_TARGETS, "phi": ("q_proj", "v_proj")}
@@ -173,15 +150,10 @@ class VeraConfig(TargetedRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_probabilities("vera_dropout")
         self._check_ints(1, "r")
         self._check_ints(0, "projection_prng_key")
         self._check_finite("d_initial")
         self._check_flags("save_projection", "init_weights")
-
-    @property
-    def dropout(self) -> float:
-        return self.vera_dropout
 
     def bypass_at(self, path: str) -> VeraBypass:
         return VeraBypass(self.r)

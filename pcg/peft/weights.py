@@ -12,6 +12,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.errors import AdapterError
@@ -29,10 +30,10 @@ class ParameterKind:
         fill: the value of entries that an adapter does not have, with which nothing changes.
         rank_dim: the dim of the trained tensor that is as long as the rank, or the bottleneck; an
             adapter without the parameter has it empty.
-        is_factor: a matrix of a low-rank product: A [rank, in], or B [out, rank], of which serving
-            has the transpose.
-        is_costly: serving's is made by a pass over the base's weight, once for each adapter.
-        of_base: makes of the base's weight what an adapter without the parameter has.
+        is_factor: True for a matrix of a low-rank product: A [rank, in], or B [out, rank], of which
+            serving has the transpose.
+        is_costly: True if serving's is made by a pass over the base's weight, once an adapter.
+        of_base: a function of the base's weight, for an adapter without the parameter.
     """
 
     fill: float = 0.0
@@ -63,9 +64,9 @@ class Around:
     """The surroundings of a module's weights, which making some of them needs.
 
     Attributes:
-        base: gives the base's own weight of the module, [out, in].
+        base: a function that gives the base's own weight of the module, [out, in].
         shared: the adapter's tensors that all its modules share, by name.
-        shape: of the base's own weight, which need not be got for that.
+        shape: the shape of the base's own weight, which need not be got for that.
     """
 
     base: Callable[[], Tensor]
@@ -79,7 +80,7 @@ class AdapterWeight:
 
     Attributes:
         weight: A [r, in], B [out, r], or a vector.
-        scale: of the product with it.
+        scale: the factor on the product with it.
         segments: always None; serving has `SegmentedWeight`s, whose tokens are of many adapters.
     """
 
@@ -134,10 +135,10 @@ class ModuleWeights(ABC):
         """Fresh weights, as peft initialises them, in float32.
 
         Args:
-            recipe: of the method.
-            bypass: what the recipe does at the module.
+            recipe: the method's recipe.
+            bypass: the recipe's network at the module.
             shape: (out, in) of the module.
-            draw: makes what is random.
+            draw: the source of random tensors.
             around: the base's weight, and what is shared.
         Raises:
             UnsupportedError: an initialisation that needs the base's weights or data.
@@ -145,12 +146,7 @@ class ModuleWeights(ABC):
 
     @classmethod
     def fresh_shared(cls, recipe: Any, shapes: Iterable[Shape]) -> Mapping[str, Tensor]:
-        """Tensors that all modules of a fresh adapter share, and that are not trained.
-
-        Args:
-            recipe: of the method.
-            shapes: (out, in) of the adapted modules.
-        """
+        """The untrained tensors that modules of a fresh adapter, of these (out, in), share."""
         return {}
 
     @classmethod
@@ -160,18 +156,13 @@ class ModuleWeights(ABC):
 
     @classmethod
     def read(cls, path: str, parts: Mapping[str, Tensor], recipe: Any) -> Self:
-        """The weights of what a file has for the module.
+        """The weights of the module at `path`, of a file's tensors by suffix, at least one.
 
-        Args:
-            path: of the module.
-            parts: tensors by suffix; at least one.
-            recipe: of the configuration beside it.
         Raises:
             AdapterError: a part is missing, has a shape that none can have, or is not the recipe's.
         """
-        return cls.of(recipe.bypass_at(path), *partners(path, parts, cls.suffixes)).checked(
-            path, recipe
-        )
+        tensors = partners(path, parts, cls.suffixes)
+        return cls.of(recipe.bypass_at(path), *tensors).checked(path, recipe)
 
     @classmethod
     def of(cls, bypass: Any, *tensors: Tensor) -> Self:
@@ -187,21 +178,17 @@ class ModuleWeights(ABC):
             raise AdapterError(f"{path} has {self.shapes}; expected {shapes}")
         if own != bypass:
             patterns = recipe.rank_pattern if hasattr(recipe, "alpha_pattern") else ()
+            order = ", or rank_pattern was in another order (peft sorts keys)"
             raise AdapterError(
                 f"{path} has {own}, and its configuration gives it {bypass}; the two files are not "
-                "of one save"
-                + ", or rank_pattern was in another order (peft sorts keys)"
-                * (len(patterns) > 1)
+                f"of one save{order * (len(patterns) > 1)}"
             )
         return self
 
     @classmethod
     def read_whole(cls, parts: Mapping[str, Tensor], recipe: Any) -> Mapping[str, Self]:
-        """The weights, by path, of what a file has under `whole_keys`.
+        """The weights, by path, of a file's tensors under `whole_keys`, at least one.
 
-        Args:
-            parts: tensors by key; at least one.
-            recipe: of the configuration beside it.
         Raises:
             AdapterError: a tensor has a shape that none can have, or is not the recipe's.
         """
@@ -220,17 +207,18 @@ class ModuleWeights(ABC):
     @property
     def stored(self) -> Mapping[str, Tensor]:
         """The tensors by suffix, as peft stores them."""
-        return dict(zip(self.suffixes, self.tensors, strict=True))
+        return dict(zip(self.suffixes, self.tensors, strict=not self.whole_keys))
 
     @property
-    @abstractmethod
     def parameters(self) -> Mapping[str, AdapterWeight]:
         """The weights that a training program reads, by kind."""
+        pairs = zip(self.kinds, self.tensors, strict=True)
+        return {kind: AdapterWeight(tensor) for kind, tensor in pairs}
 
     @property
-    @abstractmethod
     def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
         """Makers of what serving programs read, by kind: matrices, scaled, a vector as [1, n]."""
+        return {kind: partial(_weight, one) for kind, one in self.parameters.items()}
 
     @property
     def rank(self) -> int:
@@ -283,6 +271,10 @@ class LowRankWeights(ModuleWeights):
     @property
     def module_shape(self) -> Shape:
         return len(self.b), self.a.shape[-1]
+
+
+def _weight(trained: AdapterWeight, around: Around) -> Tensor:
+    return trained.weight
 
 
 def partners(path: str, parts: Mapping[str, Tensor], suffixes: Sequence[str]) -> list[Tensor]:

@@ -4,11 +4,11 @@ The keys are those of `reader`, the configuration's fields those of the recipe. 
 README.md, is not written.
 """
 
-import contextlib
 import json
 import os
 import secrets
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pcg.errors import AdapterError
+from pcg.files import sync, sync_names
 from pcg.peft.adapter import Adapter
 from pcg.peft.reader import CONFIG, PREFIX, SHARED_PREFIX, WEIGHTS
 from pcg.peft.weights import ModuleWeights
 
 
 def write_adapter(adapter: Adapter, path: str | os.PathLike[str]) -> None:
-    """Save an adapter so that peft reads it, too.
+    """Save an adapter in a directory so that peft reads it, too.
 
     The files are written whole beside where they go, then renamed: whatever happens, a file at
     `path` is the old one or the new one. An equal config stays as it is, so that saving an adapter
     again replaces one file, in one step. Other files in the directory stay.
 
-    Args:
-        adapter: the adapter to be saved.
-        path: the directory, made if it is not there.
     Raises:
         AdapterError: it cannot be written, or its weights are not those of its recipe.
     """
@@ -49,7 +47,8 @@ def write_adapter(adapter: Adapter, path: str | os.PathLike[str]) -> None:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         beside.mkdir()
-        _write_files(beside, tensors, text)
+        write_tensors(beside / WEIGHTS, tensors, {"format": "pt"})
+        write_text(beside / CONFIG, text)
         if is_new:
             beside.rename(directory)
         else:
@@ -57,7 +56,7 @@ def write_adapter(adapter: Adapter, path: str | os.PathLike[str]) -> None:
             if not _holds(directory / CONFIG, text):
                 state = f"{WEIGHTS} there is the new one, {CONFIG} is not: save again"
                 (beside / CONFIG).replace(directory / CONFIG)
-        _sync_directory(parent)
+        sync_names(parent)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         size_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -79,7 +78,7 @@ def _config_to_write(adapter: Adapter) -> dict[str, Any]:
 
 
 def _tensors_to_write(adapter: Adapter) -> dict[str, Tensor]:
-    """The tensors by peft's keys, each contiguous, on the CPU, and with a storage of its own."""
+    """The tensors by peft's keys."""
     tensors: dict[str, Tensor] = {}
     for path, weights in adapter.weights.items():
         _check_bypass(adapter, path, weights)
@@ -93,7 +92,7 @@ def _tensors_to_write(adapter: Adapter) -> dict[str, Tensor]:
     if kind.shared_is_stored(adapter.recipe):
         for name, tensor in adapter.shared.items():
             tensors[f"{SHARED_PREFIX}{name}"] = tensor
-    return {key: _own_copy(tensor) for key, tensor in tensors.items()}
+    return tensors
 
 
 def _check_bypass(adapter: Adapter, path: str, weights: ModuleWeights) -> None:
@@ -110,20 +109,6 @@ def _check_bypass(adapter: Adapter, path: str, weights: ModuleWeights) -> None:
         )
 
 
-def _own_copy(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().to("cpu").contiguous()
-    # A row of a pool shares its storage, which safetensors refuses.
-    return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
-
-
-def _write_files(directory: Path, tensors: dict[str, Tensor], text: str) -> None:
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
-    (directory / CONFIG).write_text(text, encoding="utf-8")
-    for file in (directory / WEIGHTS, directory / CONFIG):
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-
-
 def _holds(file: Path, text: str) -> bool:
     try:
         return file.read_text(encoding="utf-8") == text
@@ -131,11 +116,24 @@ def _holds(file: Path, text: str) -> bool:
         return False
 
 
-def _sync_directory(directory: Path) -> None:
-    """Make renames last through a power failure; not every file system can."""
-    with contextlib.suppress(OSError):
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+# ------------------------------------------------------------------------- files that are durable
+
+
+def write_tensors(
+    file: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file, and wait until it is on the disk."""
+    save_file({key: _own_copy(tensor) for key, tensor in tensors.items()}, file, metadata)
+    sync(file)
+
+
+def _own_copy(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().to("cpu").contiguous()
+    # A row of a pool shares its storage, which safetensors refuses.
+    return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a text in UTF-8, and wait until it is on the disk."""
+    file.write_text(text, encoding="utf-8")
+    sync(file)

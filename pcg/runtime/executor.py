@@ -25,7 +25,6 @@ from pcg.runtime.engine.request import (
     make_request,
     make_requests,
 )
-from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import whole_sequences
 from pcg.runtime.model.sampling_params import SamplingFields
 from pcg.runtime.model.specialised import ServingProgram
@@ -42,19 +41,13 @@ class Executor:
 
     `pcg.compile` and `pcg.load` return one. Over ranks there is one on each, and all of them are
     called alike, in the same order.
-
-    Attributes:
-        state: the model, which engines and jobs share.
     """
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
 
-    # ------------------------------------------------------------------------------- facts
-
     @property
     def program(self) -> Program:
-        """The compiled program."""
         return self.state.program
 
     @property
@@ -64,7 +57,6 @@ class Executor:
 
     @property
     def ranks(self) -> Ranks:
-        """The group of ranks that run the program."""
         return self.state.ranks
 
     @property
@@ -86,16 +78,6 @@ class Executor:
     def adapters(self) -> Mapping[str, Adapter]:
         """The adapters by name."""
         return self.state.adapters
-
-    @property
-    def weights_bytes(self) -> int:
-        """Bytes of the base's weights that this rank holds."""
-        return self.state.weight_store.size_bytes
-
-    @property
-    def base_weights(self) -> BaseWeights:
-        """The frozen base's weights and constants."""
-        return self.serving.weights
 
     @property
     def adapter_dtype(self) -> str:
@@ -160,11 +142,8 @@ class Executor:
         chunks = self._run(requests)
         if stream:
             return chunks
-        done: list[Completion | None] = [None] * len(requests)
-        for chunk in chunks:
-            if chunk.completion is not None:
-                done[chunk.index] = chunk.completion
-        completions = [completion for completion in done if completion is not None]
+        done = {chunk.index: chunk.completion for chunk in chunks if chunk.completion is not None}
+        completions = [done[index] for index in range(len(requests))]
         return completions[0] if single else completions
 
     def _run(self, requests: Sequence[Request]) -> Iterator[Chunk]:
@@ -240,9 +219,7 @@ class Executor:
         """Load an adapter from a directory in peft's format, or make a fresh one from a recipe.
 
         Args:
-            name: the name that requests use.
             path_or_config: a directory, "lora", a peft LoraConfig, or a dict of its fields.
-            seed: the seed of a fresh adapter's weights.
         Raises:
             AdapterError: the name is taken, the files are damaged, or it fits another base.
             UnsupportedError: the adapter has a feature that pcg does not support.

@@ -21,7 +21,7 @@ import torch
 from pcg.errors import CostModelError
 from pcg.parallel.costs.step_costs import SequenceChunk, StepShape
 from pcg.runtime.engine.clock import Clock
-from pcg.runtime.engine.device import Device, Side
+from pcg.runtime.engine.device import Device, SideStream
 from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.loop import EngineLoop
@@ -74,7 +74,7 @@ class ProfiledDevice:
 
     def __init__(self, device: Device, clock: Clock, profile: StepProfile) -> None:
         self.cache = device.cache
-        self.side: Side | None = None
+        self.side: SideStream | None = None
         self.shape: StepShape | None = None
         self.behind_s = 0.0
         self.open, self.evict = device.open, device.evict

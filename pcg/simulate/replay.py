@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from random import Random
 
 from pcg.errors import BenchmarkError, OutOfMemoryError
@@ -41,10 +42,7 @@ def replay(
 
     Args:
         engine: an engine whose log keeps all events; jobs that it has go on after the end.
-        workload: the timed requests.
         adapters: the adapters by the names that the workload uses.
-        vocabulary: the number of the model's tokens.
-        seed: the seed of the prompts.
         prefix_tokens: the number of tokens that all prompts have in front of their own.
         most_positions: the model's positions; None for any number.
         wait: lets so many seconds pass on the engine's clock while there is nothing to do.
@@ -60,7 +58,8 @@ def replay(
     while next_ < len(requests) or scheduler.waiting or scheduler.running:
         now_s = clock.now_s()
         while next_ < len(requests) and start_s + workload.requests[next_].time_s <= now_s:
-            _submit(engine, requests[next_], start_s + workload.requests[next_].time_s)
+            with suppress(OutOfMemoryError):  # the log has the refusal, with its reason
+                engine.submit(requests[next_], start_s + workload.requests[next_].time_s)
             next_ += 1
         if not engine.is_idle:
             engine.step()
@@ -127,10 +126,3 @@ def _requests(
             )
         requests.append(request)
     return requests
-
-
-def _submit(engine: EngineLoop, request: Request, came_s: float) -> None:
-    try:
-        engine.submit(request, came_s)
-    except OutOfMemoryError:
-        return  # the log has the refusal, with its reason

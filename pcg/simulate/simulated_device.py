@@ -17,11 +17,11 @@ from pcg.errors import GenerationError
 from pcg.parallel.costs.step_costs import SequenceChunk, StepCosts, StepShape
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import SimulatedClock
-from pcg.runtime.engine.device import Side
+from pcg.runtime.engine.device import SideStream
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.sequence import Sequence
 from pcg.runtime.training.work_units import Backward, Forward
-from pcg.simulate.simulated_training import SimulatedBackward, SimulatedForward
+from pcg.simulate.simulated_training import SimulatedPass
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class SimulatedDevice:
         self, costs: StepCosts, clock: SimulatedClock, most_positions: int | None = None
     ) -> None:
         self.cache: Any = None
-        self.side: Side | None = None
+        self.side: SideStream | None = None
         self.busy_s = 0.0
         self.waited_s = 0.0
         self._costs = costs
@@ -127,7 +127,7 @@ class SimulatedDevice:
                 SequenceChunk(count, sequence.cached, is_sampled, False, id(adapter), rank)
             )
         for unit, count in windows:
-            assert isinstance(unit, SimulatedForward)
+            assert isinstance(unit.whole, SimulatedPass)
             unit.run(count)
             pieces += unit.whole.windows[-1]
         self.waited_s += max(0.0, there_s - self._clock.now_s())
@@ -139,7 +139,7 @@ class SimulatedDevice:
         """Run backward units of one layer together."""
         pieces: list[SequenceChunk] = []
         for unit in units:
-            assert isinstance(unit, SimulatedBackward)
+            assert isinstance(unit.whole, SimulatedPass)
             pieces += unit.whole.next_window
         self._take(self._costs.backward_seconds(units[0].layer, StepShape.of(pieces)))
         for unit in units:

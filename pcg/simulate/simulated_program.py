@@ -42,10 +42,7 @@ class SimulatedProgram:
     """A model on a machine.
 
     Attributes:
-        name: the model's name.
         device: the name of the device that each rank has.
-        tp: the number of ranks.
-        costs: the seconds of its steps.
         page_bytes: the bytes of a page on one rank.
         pages: the pages that fit beside weights and what finetuning saves for backward.
         shapes: (out, in) of the linear modules that have adapters, of all layers.
@@ -108,7 +105,6 @@ def simulated_program(
     Args:
         model: a model as `pcg.explain` takes it.
         device: the name of a device with a data sheet, as A100-80.
-        tp: the tensor-parallel degree.
         targets: the modules that have LoRA adapters, of any rank where they only serve, in the
             base's precision, as the papers have them.
         rank: the rank of the adapter that is trained.

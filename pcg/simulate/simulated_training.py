@@ -6,27 +6,18 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pcg.parallel.costs.step_costs import SequenceChunk
 from pcg.runtime.model.load import Load
-from pcg.runtime.training.work_units import Backward, Forward, Pages, Release, Work
+from pcg.runtime.training.work_units import Backward, Forward, Pages, Release, WindowedPass, Work
 
 
-class SimulatedPass:
+class SimulatedPass(WindowedPass):
     """A forward pass in windows of tokens, and a backward layer by layer over the windows.
 
     Attributes:
         windows: the windows that went forward, each as the chunks of its sequences.
-        layers: the number of the model's layers.
-        layer: the layer whose backward comes next.
     """
 
     def __init__(self, lengths: Sequence[int], layers: int, adapter: object, rank: int) -> None:
-        """Begin before the first token.
-
-        Args:
-            lengths: the number of tokens of each sequence.
-            layers: the number of the model's layers.
-            adapter: an object that stands for the adapter.
-            rank: the adapter's rank.
-        """
+        """Begin before the first token; an object stands for the adapter."""
         self.windows: list[list[SequenceChunk]] = []
         self.layers = layers
         self.layer = layers - 1
@@ -39,12 +30,10 @@ class SimulatedPass:
 
     @property
     def remaining(self) -> int:
-        """The number of tokens that have not gone forward."""
         return sum(self._lengths[self._place :]) - self._context
 
     @property
     def context(self) -> int:
-        """The number of tokens of its sequence before the next one to go forward."""
         return self._context
 
     @property
@@ -58,12 +47,10 @@ class SimulatedPass:
         return self.windows[self._index]
 
     @property
-    def next_load(self) -> Load:
-        """The work of that window, as the engine counts it."""
+    def load(self) -> Load:
         return sum((Load.of(one.tokens, one.context) for one in self.next_window), Load())
 
     def forward(self, tokens: int) -> None:
-        """Take the next tokens forward."""
         window: list[SequenceChunk] = []
         while tokens and self._place < len(self._lengths):
             count = min(tokens, self._lengths[self._place] - self._context)
@@ -76,7 +63,6 @@ class SimulatedPass:
         self.windows.append(window)
 
     def backward(self) -> None:
-        """Take the next layer of the next window back."""
         index = self._index
         if index:
             self._window = index - 1
@@ -87,46 +73,6 @@ class SimulatedPass:
     @property
     def _index(self) -> int:
         return len(self.windows) - 1 if self._window is None else self._window
-
-
-class SimulatedForward(Forward):
-    """The unit of the tokens of a pass that have not gone forward."""
-
-    def __init__(self, whole: SimulatedPass) -> None:
-        self.whole = whole
-
-    @property
-    def remaining(self) -> int:
-        return self.whole.remaining
-
-    @property
-    def context(self) -> int:
-        return self.whole.context
-
-    @property
-    def layers(self) -> int:
-        return self.whole.layers
-
-    def run(self, tokens: int) -> None:
-        self.whole.forward(tokens)
-
-
-class SimulatedBackward(Backward):
-    """The unit of the next layer and window of a pass."""
-
-    def __init__(self, whole: SimulatedPass) -> None:
-        self.whole = whole
-
-    @property
-    def layer(self) -> int:
-        return self.whole.layer
-
-    @property
-    def load(self) -> Load:
-        return self.whole.next_load
-
-    def run(self) -> None:
-        self.whole.backward()
 
 
 def simulated_steps(
@@ -140,10 +86,8 @@ def simulated_steps(
 
     Args:
         batches: the lengths of each step's sequences.
-        layers: the number of the model's layers.
         update: runs an optimizer's update, between units.
         on_step: a function called with each step's number of tokens.
-        rank: the rank of the adapter that is trained.
     Returns:
         The number of steps.
     """
@@ -151,9 +95,9 @@ def simulated_steps(
     for lengths in batches:
         yield Pages(lengths)
         whole = SimulatedPass(lengths, layers, adapter, rank)
-        yield SimulatedForward(whole)
+        yield Forward(whole)
         while not whole.is_done:
-            yield SimulatedBackward(whole)
+            yield Backward(whole)
         yield Release()
         update()
         steps += 1

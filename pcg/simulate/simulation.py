@@ -27,8 +27,7 @@ from pcg.runtime.metrics.events import Event
 from pcg.runtime.model.sampling_params import SamplingParams
 from pcg.simulate.migration import Migration, continued, free_pages, working_set
 from pcg.simulate.simulated_engine import SimulatedEngine
-from pcg.simulate.workloads.timed_request import TimedRequest
-from pcg.simulate.workloads.workload import Workload
+from pcg.simulate.workloads.workload import TimedRequest, Workload
 
 
 class Router(Protocol):
@@ -98,7 +97,6 @@ class Simulation:
     Attributes:
         engines: the engines, with their jobs.
         router: the rule that chooses among them.
-        adapters: the adapters by name.
         on_step: a function called with an engine's place after each of its steps.
         migration: the rule by which requests leave engines; None for none.
         on_move: a function called with an engine's place and a request that leaves it.
@@ -118,7 +116,6 @@ class Simulation:
         """Serve a workload until nothing is left to do.
 
         Args:
-            workload: the timed requests.
             jobs_end_s: the time at which jobs that are left are cancelled.
         Returns:
             The events of all engines in order of time; subjects begin with their engine's place.

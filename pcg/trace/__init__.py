@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,6 +16,9 @@ from pcg.trace.importer import import_graph
 
 _MOST_CACHED = 64
 """Number of traces cached for later compilations; one holds a graph of 1 MiB or less."""
+
+ToTrace: TypeAlias = Mapping[str, Any] | torch.nn.Module
+"""The contents of a config.json, or a module."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +36,18 @@ class TracedModel(TraceFacts):
     dtype: str
 
 
-def trace(config: Mapping[str, Any], dtype: str | None = None, whole: bool = False) -> TracedModel:
-    """Trace the model of a configuration, on the meta device, without weights.
+def trace(model: ToTrace, dtype: str | None = None, whole: bool = False) -> TracedModel:
+    """Trace a causal LM.
 
     Args:
-        config: the contents of a config.json.
-        dtype: torch's name of the dtype, as `bfloat16`; the configuration's own by default.
+        model: the contents of a config.json, whose model is traced on the meta device without
+            weights; or the module itself, with its own classes, buffers and hooks.
+        dtype: torch's name of the dtype, as `bfloat16`; the model's own by default.
         whole: trace every layer, not one of each kind and one more.
     Raises:
         TraceError: the model cannot be turned into a graph; names the operator and the module.
     """
-    exported = export(config, dtype, whole)
+    exported = export(model, dtype, whole)
     graph, constants = import_graph(exported)
     floating = next(
         p.type.dtype for p in graph.parameters if p.role == "frozen" and p.type.is_float
@@ -52,9 +56,11 @@ def trace(config: Mapping[str, Any], dtype: str | None = None, whole: bool = Fal
     return TracedModel(**facts, graph=graph, constants=constants, dtype=floating)
 
 
-def trace_once(config: Mapping[str, Any], dtype: str | None, whole: bool) -> TracedModel:
-    """The same, once a process: to compile a model again, for other adapters, is quicker."""
-    return _trace_of_json(json.dumps(config, sort_keys=True), dtype, whole)
+def trace_once(model: ToTrace, dtype: str | None, whole: bool) -> TracedModel:
+    """The same; that of a configuration is made once a process."""
+    if isinstance(model, torch.nn.Module):
+        return trace(model, dtype, whole)
+    return _trace_of_json(json.dumps(model, sort_keys=True), dtype, whole)
 
 
 @functools.lru_cache(_MOST_CACHED)

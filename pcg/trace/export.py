@@ -10,24 +10,31 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from pcg.errors import PcgError, TraceError
-from pcg.trace.layer_kinds import layer_kinds, shorten
+from pcg.errors import PcgError, TraceError, UnsupportedError
+from pcg.trace.layer_kinds import layer_kinds, schedule_of
 from pcg.trace.markers import (
     IMPLEMENTATION,
     NumbersOnMeta,
-    has_attention_marker,
     register_markers,
 )
-from pcg.trace.model_config import parse_config
+from pcg.trace.model_config import check_module, parse_config
+from pcg.trace.prepared_module import (
+    uses_attention_of_transformers,
+    with_attention,
+    with_frozen,
+    with_layers,
+    without_custom_gradients,
+)
 
 
 @dataclass(frozen=True)
@@ -64,53 +71,71 @@ class Exported(TraceFacts):
     checkpoint_names: Mapping[str, str]
 
 
-def export(config: Mapping[str, Any], dtype: str | None = None, whole: bool = False) -> Exported:
-    """Export a causal LM from its configuration.
+def export(
+    model: Mapping[str, Any] | nn.Module, dtype: str | None = None, whole: bool = False
+) -> Exported:
+    """Export a causal LM; arguments as of `pcg.trace.trace`.
 
-    Args:
-        config: the contents of a config.json.
-        dtype: torch's name of the dtype to compute in; the configuration's own by default.
-        whole: export every layer, not one of each kind and one more.
     Raises:
         TraceError: transformers cannot build or torch cannot export it; names the module.
     """
     with quiet():
-        parsed = parse_config(config)
-        dtype = dtype or str(parsed.dtype or torch.float32).removeprefix("torch.")
-        parsed.dtype = getattr(torch, dtype)
-        with _torch_dtype(dtype):
-            errors = []
-            for implementation in (IMPLEMENTATION, "sdpa", "eager"):
-                try:
-                    return _export_with(implementation, parsed, whole)
-                except _NotThisWay as error:
-                    errors.append(f"with {implementation} attention, {error}")
-    raise TraceError(f"cannot trace a causal LM of type {parsed.model_type}: {'; '.join(errors)}")
+        if isinstance(model, nn.Module):
+            return _export_module(model, None if dtype is None else getattr(torch, dtype), whole)
+        config = parse_config(model)
+        config.dtype = getattr(torch, dtype) if dtype else config.dtype or torch.float32
+        with _torch_dtype(config.dtype):
+            return _first_way(
+                config.model_type,
+                lambda way: _export_with(way, _build(config, way), whole),
+                (IMPLEMENTATION, "sdpa", "eager"),
+            )
 
 
 class _NotThisWay(Exception):
     """An attention implementation that an architecture does not take."""
 
 
-def _export_with(implementation: str, config: Any, whole: bool) -> Exported:
-    full = _build(config, implementation)
-    path, kinds = layer_kinds(full)
-    model, schedule = full, tuple(range(len(kinds)))
-    if not whole:
-        shorter, chosen, shortened_config = shorten(config, kinds)
-        candidate = _build(shortened_config, implementation)
-        if layer_kinds(candidate)[1] == [kinds[index] for index in chosen]:
-            model, schedule = candidate, shorter
-    constants = _constant_buffers(model)
-    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    held = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    names = {name: tied.get(name, name) for name in [*held, *_persistent_buffers(model)]}
-    program = _export(model)
-    if implementation == IMPLEMENTATION and not has_attention_marker(program):
-        raise _NotThisWay("the model does not call it")
+def _first_way(name: str, run: Callable[[str], Exported], ways: Sequence[str]) -> Exported:
+    """The export by the first attention implementation that an architecture takes."""
+    reasons: dict[str, str] = {}
+    for implementation in ways:
+        try:
+            return run(implementation)
+        except _NotThisWay as error:
+            reasons.setdefault(str(error), implementation)
+    if len(reasons) == 1:
+        raise TraceError(f"cannot trace {name}: {next(iter(reasons))}")
+    each = [f"with {implementation} attention, {why}" for why, implementation in reasons.items()]
+    raise TraceError(f"cannot trace {name}: {'; '.join(each)}")
+
+
+def _export_module(model: nn.Module, dtype: torch.dtype | None, whole: bool) -> Exported:
+    check_module(model)
+    # A module without the marker has its attention in a class, which was chosen when it was built.
+    own = getattr(model.config, "_attn_implementation", None) or "eager"
+    ways = (IMPLEMENTATION, own) if uses_attention_of_transformers(model) else (own,)
+    with with_frozen(model, dtype), without_custom_gradients(model):
+        return _first_way(type(model).__name__, lambda way: _export_with(way, model, whole), ways)
+
+
+def _export_with(implementation: str, model: nn.Module, whole: bool) -> Exported:
+    path, kinds = layer_kinds(model)
+    schedule, chosen = schedule_of(kinds)
+    if whole:
+        chosen = list(range(len(kinds)))
+        schedule = tuple(chosen)
+    attention_marked = with_attention(model, implementation, experts=IMPLEMENTATION)
+    with attention_marked, with_layers(model, path, chosen):
+        constants = _constant_buffers(model)
+        names = _checkpoint_names(model)
+        program = _export(model)
     prefix = str(getattr(model, "base_model_prefix", ""))
-    kind = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
-    attention = kind if implementation == IMPLEMENTATION else f"own-{kind}"
+    attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    if implementation != IMPLEMENTATION:
+        attention = f"own-{attention}"
+    elif all(node.target is not torch.ops.pcg.attention.default for node in program.graph.nodes):
+        raise _NotThisWay("the model does not call it")
     return Exported(path, schedule, prefix, attention, program, constants, names)
 
 
@@ -125,8 +150,19 @@ def _build(config: Any, implementation: str) -> nn.Module:
             model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     except (ValueError, KeyError) as error:
         raise _NotThisWay(f"transformers says: {error}") from error
-    model.config._experts_implementation = IMPLEMENTATION
-    return model.eval().requires_grad_(False)  # type: ignore[no-any-return]
+    return model.requires_grad_(False)  # type: ignore[no-any-return]
+
+
+def _checkpoint_names(model: nn.Module) -> dict[str, str]:
+    """Parameters and buffers that a checkpoint holds; tied ones map to the name that it holds."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    held: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        if name not in tied:
+            held.setdefault(id(parameter), name)
+    names = {name: held.get(id(parameter), name) for name, parameter in parameters.items()}
+    return names | {name: name for name in _persistent_buffers(model)}
 
 
 def _persistent_buffers(model: nn.Module) -> list[str]:
@@ -139,47 +175,89 @@ def _persistent_buffers(model: nn.Module) -> list[str]:
 
 
 def _constant_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Values of the buffers that no checkpoint holds, made by the model's own initialisation."""
+    """Values of the buffers that no checkpoint holds.
+
+    Those on the meta device are made by the model's own initialisation.
+    """
     values: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules():
+        before = dict(module._buffers)
         names = [
-            name
-            for name in module._non_persistent_buffers_set
-            if module._buffers.get(name) is not None
+            name for name in module._non_persistent_buffers_set if before.get(name) is not None
         ]
-        if not names:
-            continue
-        meta = dict(module._buffers)
-        for name in names:
-            old = module._buffers[name]
+        on_meta = [name for name in names if before[name].is_meta]
+        for name in on_meta:
+            old = before[name]
             fill = float("nan") if old.is_floating_point() else -1
             module._buffers[name] = torch.full_like(old, fill, device="cpu")
-        with torch.device("cpu"):
-            model._init_weights(module)  # type: ignore[operator]
+        if on_meta and hasattr(model, "_init_weights"):
+            with torch.device("cpu"):
+                model._init_weights(module)  # type: ignore[operator]
         for name in names:
             value = module._buffers[name]
-            if not torch.isnan(value).any():
-                values[f"{prefix}.{name}" if prefix else name] = value.clone()
-        module._buffers.update(meta)
+            if name not in on_meta or not torch.isnan(value).any():
+                values[f"{prefix}.{name}" if prefix else name] = value.detach().cpu().clone()
+        module._buffers.update(before)
     return values
 
 
 def _export(model: nn.Module) -> torch.export.ExportedProgram:
-    ids = torch.zeros(1, 7, dtype=torch.long, device="meta")
-    inputs: dict[str, object] = {"input_ids": ids}
-    if "position_ids" in inspect.signature(model.forward).parameters:
+    ids = torch.zeros(1, 7, dtype=torch.long, device=next(model.parameters()).device)
+    taken = inspect.signature(model.forward).parameters
+    is_hidden = "input_ids" not in taken  # behind *args and **kwargs
+    inputs = {"input_ids": ids}
+    if is_hidden or "position_ids" in taken:
         inputs["position_ids"] = ids.clone()
+    options = {"use_cache": False} if is_hidden or "use_cache" in taken else {}
     tokens = torch.export.Dim("T", min=2, max=_most_tokens(model))
-    shapes: dict[str, object] = {name: {1: tokens} for name in inputs}
-    inputs["use_cache"], shapes["use_cache"] = False, None
+    shapes = {name: {1: tokens} for name in inputs}
+    original = model.forward
+
+    def forward(**given: torch.Tensor) -> torch.Tensor:
+        return _logits(model, original(**given, **options), given["input_ids"].shape[1])
+
+    names = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in inputs]
+    forward.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
+    own = vars(model).get("forward")
+    model.forward = forward
     try:
-        with NumbersOnMeta():
+        # torch prints the graph of what it cannot trace.
+        with NumbersOnMeta(), contextlib.redirect_stderr(io.StringIO()):
             return torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=False)
     except PcgError:
         raise
     except Exception as error:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise _NotThisWay(f"torch.export cannot trace {type(model).__name__}: {line}") from error
+        raise _NotThisWay(_reason(error)) from error
+    finally:
+        del model.forward
+        if own is not None:
+            model.forward = own
+
+
+def _logits(model: nn.Module, out: Any, tokens: Any) -> torch.Tensor:
+    """The logits that a model returns. UnsupportedError: there are none, or not of each token."""
+    name = type(model).__name__
+    logits = out if isinstance(out, torch.Tensor) else getattr(out, "logits", None)
+    if logits is None and type(out) in (tuple, list):
+        logits = out[0]
+    if not isinstance(logits, torch.Tensor):
+        raise UnsupportedError(f"{name} returns no logits; give a causal LM, with its head")
+    if logits.dim() != 3 or logits.shape[1] != tokens:
+        raise UnsupportedError(
+            f"{name} returns logits of shape {list(logits.shape)} for one sequence, and not a row "
+            "for each token; give a causal LM"
+        )
+    return logits
+
+
+def _reason(error: Exception) -> str:
+    """Why torch.export fails, in a line."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if "data-dependent" in line:
+        line = "it branches on the values of tensors"
+    elif "Constraints violated" in line or "specialized it to be a constant" in line:
+        line = "what it computes changes with the number of tokens"
+    return line
 
 
 def _most_tokens(model: nn.Module) -> int:
@@ -190,9 +268,9 @@ def _most_tokens(model: nn.Module) -> int:
 
 
 @contextlib.contextmanager
-def _torch_dtype(name: str) -> Iterator[None]:
+def _torch_dtype(dtype: torch.dtype) -> Iterator[None]:
     previous = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, name))
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:
@@ -201,15 +279,15 @@ def _torch_dtype(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence third parties' warnings, and what torch logs of an error beside raising it."""
-    levels = {"transformers": logging.ERROR, "torch._subclasses.fake_tensor": logging.CRITICAL}
-    before = {name: logging.getLogger(name).level for name in levels}
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
+    """Silence third parties' warnings, which are about training and generation settings."""
+    loggers = [logging.getLogger(name) for name in ("transformers", "torch")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for name, level in before.items():
-            logging.getLogger(name).setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -18,6 +18,7 @@ from torch.fx import Node
 from pcg.errors import TraceError, TypeCheckError
 from pcg.ir.builder import Builder
 from pcg.ir.graph import Attribute, Parameter, Value
+from pcg.ir.graph import Node as IrNode
 from pcg.ir.types import TORCH_NAMES, tensor
 
 _DTYPES = {getattr(torch, name): short for short, name in TORCH_NAMES.items()}
@@ -60,23 +61,19 @@ class _TraceBuilder(Builder):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._activations = {"input_ids"}
+        self.activations = {"input_ids"}
 
-    def add_many(
-        self,
-        op: str,
-        inputs: Sequence[str],
-        *,
-        name: str = "",
-        scope: str = "",
-        **attributes: Attribute,
-    ) -> tuple[str, ...]:
-        is_activation = any(i in self._activations for i in inputs)
-        if is_activation:
-            self.forget(op, inputs, attributes)
-        names = super().add_many(op, inputs, name=name, scope=scope, **attributes)
-        if is_activation:
-            self._activations.update(names)
+    def equal_node(
+        self, op: str, inputs: Sequence[str], attributes: tuple[tuple[str, Attribute], ...]
+    ) -> tuple[str, ...] | None:
+        if self.activations.isdisjoint(inputs):
+            return super().equal_node(op, inputs, attributes)
+        return None
+
+    def append(self, node: IrNode) -> tuple[str, ...]:
+        names = super().append(node)
+        if not self.activations.isdisjoint(node.inputs):
+            self.activations.update(names)
         return names
 
 
@@ -84,14 +81,13 @@ class FlatGraph:
     """The flat graph, to which rules add nodes.
 
     Attributes:
-        builder: builds the graph.
-        values: what each traced node became.
-        constants: values of the graph's constants.
-        scope: module path of the node at hand.
+        values: the flat value of each traced node.
+        constants: the values of the graph's constants.
+        scope: the module path of the node at hand.
     """
 
     def __init__(self) -> None:
-        self.builder: Builder = _TraceBuilder("model")
+        self.builder = _TraceBuilder("model")
         self.values: dict[Node, Any] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self.scope = ""
@@ -115,8 +111,12 @@ class FlatGraph:
         """Add a node, and return its outputs' names."""
         return self.builder.add_many(op, inputs, scope=self.scope, **attributes)
 
+    def carries_gradient(self, name: str) -> bool:
+        """Return whether backward may go through a value: a float that depends on the tokens."""
+        return name in self.builder.activations and self.builder.types[name].is_float
+
     def reshape(self, name: str, features: tuple[int, ...]) -> str:
-        """The flat value with other feature dims; itself where it has them."""
+        """The flat value with other feature dims."""
         type_ = self.builder.types[name]
         if type_.features == features:
             return name
@@ -128,33 +128,25 @@ class FlatGraph:
         return value.named(self.reshape(name, value.features))
 
     def cast(self, name: str, dtype: str) -> str:
-        """The flat value in a dtype; itself where it has it."""
         is_cast = self.builder.types[name].dtype == dtype
         return name if is_cast else self.add("cast", name, dtype=dtype)
 
     def constant(self, name: str, value: torch.Tensor) -> FlatValue:
         """A tensor computed from the configuration, kept in the program."""
         shape = tuple(value.shape)
+        lies = FlatValue("", "d" * len(shape), shape)
         for known, data in self.constants.items():
-            if data.shape == value.shape and data.dtype == value.dtype and torch.equal(data, value):
-                return FlatValue(known, "d" * len(shape), shape)
+            if data.dtype == value.dtype and torch.equal(data, value):
+                return lies.named(known)
         unique = self.builder.fresh(name)
         type_ = tensor(dtype_of(value), *shape)
         self.builder.parameter(Parameter(Value(unique, type_), "constant", unique))
         self.constants[unique] = value
-        return FlatValue(unique, "d" * len(shape), shape)
+        return lies.named(unique)
 
     def data(self, value: FlatValue) -> torch.Tensor | None:
         """The data of a constant; None for what depends on tokens or weights."""
         return self.constants.get(value.name)
-
-    def transpose_parameter(self, parameter: Parameter) -> str:
-        """The parameter as [out, in], for a checkpoint that holds [in, out]."""
-        type_ = parameter.type.with_shape(tuple(reversed(parameter.type.shape)))
-        name = f"{parameter.name}.T"
-        return self.builder.parameter(
-            Parameter(Value(name, type_), parameter.role, parameter.source, transposed=True)
-        )
 
 
 def argument(node: Node, index: int, default: Any = None, name: str = "") -> Any:

@@ -30,7 +30,7 @@ def import_graph(exported: Exported) -> tuple[Graph, dict[str, torch.Tensor]]:
     parameters are named as the checkpoint names them, and a node's scope is its module's path.
 
     Raises:
-        TraceError: an operator neither in the table nor token-wise; names it and its module.
+        TraceError: an operator is neither in the table nor token-wise; names it and its module.
     """
     importer = _Importer(exported)
     graph = importer.run()
@@ -45,13 +45,12 @@ class _Importer:
         self._scores: dict[Node, ScoreAttention] = {}
 
     def run(self) -> Graph:
-        """Import everything that the logits depend on."""
         program = self.exported.program
         data = self._placeholder_data()
         by_node = {node.name: data[node.name] for node in program.graph.nodes if node.name in data}
         self._scores = find_scores(program.graph, by_node)
-        output = next(node for node in program.graph.nodes if node.op == "output")
-        logits = output.args[0][0]
+        results: Any = program.graph.output_node().args[0]
+        logits = results[0]
         live = self._live_nodes(logits)
         for name in ("input_ids", "position_ids"):
             self.flat.builder.input(name, tensor("i64", TOKENS))
@@ -96,12 +95,17 @@ class _Importer:
     def _subgraph(self, node: Node, module: torch.fx.GraphModule) -> list[Any]:
         reference: Any = node.args[1]
         body = getattr(module, reference.target)
-        holders = [n for n in body.graph.nodes if n.op == "placeholder"]
+        holders = body.graph.find_nodes(op="placeholder")
         for holder, argument in zip(holders, node.args[2:], strict=True):
             self.flat.values[holder] = self.flat.value(argument)
         self._run_nodes(body, set(body.graph.nodes), {})
-        output = next(n for n in body.graph.nodes if n.op == "output")
-        return [self.flat.value(result) for result in output.args[0]]
+        results = [self.flat.value(result) for result in body.graph.output_node().args[0]]
+        for result in results:
+            if not node.args[0] and self.flat.carries_gradient(getattr(result, "name", "")):
+                raise refusal(
+                    node, "torch.no_grad() around what depends on the tokens cuts gradients"
+                )
+        return results
 
     def _live_nodes(self, root: Node) -> set[Node]:
         live: set[Node] = set()
@@ -134,7 +138,7 @@ class _Importer:
         for holder, name in signature.inputs_to_lifted_tensor_constants.items():
             value = self.exported.program.constants[name]
             if isinstance(value, torch.Tensor) and value.device.type != "meta":
-                data[holder] = value
+                data[holder] = value.detach().cpu()
         return data
 
     def _placeholder(self, node: Node, data: Mapping[str, torch.Tensor]) -> FlatValue | None:
@@ -162,11 +166,10 @@ class _Importer:
         """The node computed here and now when all its tensors are constants."""
         values, data = self.flat.values, self.flat.data
         inputs = [values.get(n) for n in node.all_input_nodes]
-        tensors = [value for value in inputs if isinstance(value, FlatValue)]
-        if not tensors or len(tensors) != len(inputs) or any(data(v) is None for v in tensors):
+        if not inputs or any(not isinstance(x, FlatValue) or data(x) is None for x in inputs):
             return None
         value = node.meta["val"]
-        if not isinstance(value, torch.Tensor) or not all(isinstance(s, int) for s in value.shape):
+        if not isinstance(value, torch.Tensor) or None in traced_shape(node):
             return None
         arguments = torch.fx.node.map_arg(node.args, lambda n: data(values[n]))
         keywords = {k: v for k, v in node.kwargs.items() if k != "device"}
@@ -178,7 +181,7 @@ class _Importer:
     # ------------------------------------------------------------------------- score attention
 
     def _score_attention(self, node: Node) -> FlatValue:
-        """A recognised attention: q, k, v in whatever layout, to the layout of the product."""
+        """A recognised attention, in the layout of its product."""
         flat, found = self.flat, self._scores[node]
         dtype = dtype_of(node.meta["val"])
         inputs = []

@@ -2,57 +2,104 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+import functools
+import hashlib
+import types
+from collections.abc import Hashable, Mapping, Set
 
+import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from pcg.errors import TraceError
+from pcg.errors import TraceError, UnsupportedError
+
+_INDICES = ("layer_idx", "layer_id", "layer_number")
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_forward_hooks", "_forward_pre_hooks"}
 
 
-def layer_kinds(model: nn.Module) -> tuple[str, list[object]]:
+def layer_kinds(model: nn.Module) -> tuple[str, list[Hashable]]:
     """Path of the list of layers, and for each layer a value equal for layers of one kind."""
-    count = model.config.num_hidden_layers  # type: ignore[union-attr]
+    name = type(model).__name__
+    count = getattr(getattr(model, "config", None), "num_hidden_layers", None)
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
+            if len({id(layer) for layer in module}) < len(module):
+                raise UnsupportedError(f"{path} of {name} holds one layer more than once")
             return path, [fingerprint(layer) for layer in module]
-    raise TraceError(f"{type(model).__name__} has no list of its {count} layers")
+    raise TraceError(f"{name} has no list of its {count} layers (config.num_hidden_layers)")
 
 
-def fingerprint(layer: nn.Module) -> object:
-    """Classes, constants and tensor shapes of all modules of a layer, but not its index."""
+def fingerprint(layer: nn.Module) -> Hashable:
+    """Classes, attributes, hooks and tensor shapes of all modules of a layer, but not its index.
+
+    Values of tensors that no checkpoint holds count, too.
+    """
+    names = {id(module): name for name, module in layer.named_modules()}
     rows = []
     for name, module in layer.named_modules():
-        constants = sorted(
-            (key, value)
+        attributes = [
+            (key, _described(value, names))
             for key, value in vars(module).items()
-            if isinstance(value, bool | int | float | str)
-            and key not in ("layer_idx", "layer_id", "layer_number")
-        )
-        tensors = [
+            if key not in _OF_EVERY_MODULE and key not in _INDICES
+        ]
+        held: list[Hashable] = [
             (key, tuple(value.shape), value.dtype)
-            for key, value in [*module._parameters.items(), *module._buffers.items()]
+            for key, value in module._parameters.items()
             if value is not None
         ]
-        rows.append((name, type(module).__name__, tuple(constants), tuple(tensors)))
+        for key, value in module._buffers.items():
+            is_saved = key not in module._non_persistent_buffers_set
+            shape = None if value is None else (tuple(value.shape), value.dtype)
+            held.append((key, shape if is_saved else _described(value, names)))
+        rows.append((name, type(module), tuple(attributes), tuple(held)))
     return tuple(rows)
 
 
-def shorten(config: Any, kinds: list[object]) -> tuple[tuple[int, ...], list[int], Any]:
-    """The schedule over, the indices of, and the configuration with a few layers.
+def schedule_of(kinds: list[Hashable]) -> tuple[tuple[int, ...], list[int]]:
+    """The schedule over a few layers, and their indices.
 
-    They are one layer of each kind in order of appearance, then one of the first kind again, which
-    lets the fold see that a block's output is the next one's input.
+    They are one layer of each kind in order of appearance, then one more, which lets the fold see
+    that a block's output is the next one's input.
     """
     first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
     chosen = sorted(first.values())
     slot = {kinds[index]: position for position, index in enumerate(chosen)}
-    schedule = tuple(slot[kind] for kind in kinds)
-    if len(kinds) > len(chosen):
-        chosen.append(chosen[0])
-    shortened = copy.deepcopy(config)
-    for key, value in list(vars(config).items()):
-        if isinstance(value, list | tuple) and len(value) == len(kinds):
-            setattr(shortened, key, [value[index] for index in chosen])
-    shortened.num_hidden_layers = len(chosen)
-    return schedule, chosen, shortened
+    others = [index for index in range(len(kinds)) if index not in chosen]
+    again = [index for index in others if kinds[index] == kinds[0]]
+    return tuple(slot[kind] for kind in kinds), chosen + (again or others)[:1]
+
+
+def _described(value: object, names: Mapping[int, str], depth: int = 4) -> Hashable:
+    """A value that is equal for attributes that mean the same in two layers.
+
+    Args:
+        value: an attribute.
+        names: names of the layer's modules by id, which bound methods and closures may hold.
+        depth: how many objects deep to look before an object stands for itself alone.
+    """
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
+        return type(value).__name__, value
+    if id(value) in names:
+        return "module", names[id(value)]
+    if isinstance(value, torch.Tensor):
+        digest = None
+        if not value.is_meta and not isinstance(value, FakeTensor):
+            data = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digest = hashlib.sha256(data.numpy().tobytes()).digest()
+        return tuple(value.shape), value.dtype, digest
+    if depth:
+        inner = functools.partial(_described, names=names, depth=depth - 1)
+        if isinstance(value, list | tuple):
+            return type(value), tuple(map(inner, value))
+        if isinstance(value, Set):
+            return type(value), frozenset(map(inner, value))
+        if isinstance(value, Mapping):
+            return type(value), tuple((inner(key), inner(item)) for key, item in value.items())
+        if isinstance(value, types.MethodType):
+            return inner(value.__func__), inner(value.__self__)
+        if isinstance(value, functools.partial):
+            return inner(value.func), inner(value.args), inner(value.keywords)
+        if isinstance(value, types.FunctionType):
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            return value.__code__, inner(value.__defaults__), inner(cells)
+    return type(value), id(value)

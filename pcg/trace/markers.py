@@ -71,11 +71,6 @@ def register_markers() -> None:
         experts.register(IMPLEMENTATION, _experts_interface)
 
 
-def has_attention_marker(program: torch.export.ExportedProgram) -> bool:
-    """Return whether an exported model called the attention marker."""
-    return any(node.target is torch.ops.pcg.attention.default for node in program.graph.nodes)
-
-
 def _attention_interface(
     module: nn.Module,
     query: torch.Tensor,
@@ -85,7 +80,9 @@ def _attention_interface(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """The marker as transformers calls it; which options are given differs by architecture."""
-    if not getattr(module, "is_causal", True):
+    if attention_mask is not None:
+        raise ValueError(f"{type(module).__name__} is given an attention mask of the model's own")
+    if not options.get("is_causal", getattr(module, "is_causal", True)):
         raise TraceError(f"{type(module).__name__} attends to later tokens; pcg needs a causal LM")
     scaling = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from pcg.errors import TraceError, UnsupportedError
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -18,7 +20,7 @@ def parse_config(config: Mapping[str, Any]) -> Any:
         TraceError: transformers does not know or refuses it.
         UnsupportedError: pcg does not compile such a model; says why.
     """
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     fields = dict(config)
     model_type = str(fields.pop("model_type", ""))
@@ -35,21 +37,45 @@ def parse_config(config: Mapping[str, Any]) -> Any:
         raise TraceError(
             f"transformers refuses the configuration of this {model_type}: {error}"
         ) from error
+    if not getattr(parsed, "is_encoder_decoder", False) and (
+        type(parsed) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    ):
+        raise UnsupportedError(
+            f"{model_type} is no causal LM in transformers; pcg compiles causal LMs"
+        )
     _check_supported(parsed)
     return parsed
 
 
-def _check_supported(config: Any) -> None:
-    """Refuse by name what would trace to another model than the configuration means."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def check_module(model: nn.Module) -> None:
+    """Refuse by name a module that would trace to another model than it is.
 
-    kind = config.model_type
+    Raises:
+        UnsupportedError: says why, and what to give instead.
+    """
+    name = type(model).__name__
+    if hasattr(model, "_orig_mod"):
+        raise UnsupportedError("the model is wrapped by torch.compile; give model._orig_mod")
+    if hasattr(model, "peft_config"):
+        raise UnsupportedError(
+            "the model is wrapped by peft already; give the base model, and its adapter by "
+            "peft={name: directory}"
+        )
+    config = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        raise UnsupportedError(
+            f"{name} has no transformers configuration as model.config; give a causal LM, a "
+            "transformers.PreTrainedModel"
+        )
+    _check_supported(config)
+
+
+def _check_supported(config: Any) -> None:
+    kind = config.model_type or type(config).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(
             f"{kind} is an encoder-decoder; pcg compiles decoder-only causal LMs"
         )
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UnsupportedError(f"{kind} is no causal LM in transformers; pcg compiles causal LMs")
     text = config.get_text_config()
     if text is not config:
         raise UnsupportedError(

@@ -26,6 +26,8 @@ _aten = torch.ops.aten
 _SOFTMAX = {_aten.softmax.int, _aten._softmax.default}
 _PRODUCT = {_aten.matmul.default, _aten.bmm.default, _aten.baddbmm.default, _aten.mm.default}
 _CALL = _aten.scaled_dot_product_attention.default
+_VIEWS = ("dropout", "view", "reshape", "type_as", "contiguous", "clone", "_to_copy")
+_TRANSPARENT = {_aten.to.dtype, *(getattr(_aten, name).default for name in _VIEWS)}
 _HIDDEN = -1e4
 _HALF = (torch.bfloat16, torch.float16)
 _LENGTHS = (6, 9)
@@ -36,12 +38,10 @@ class ScoreAttention:
     """An attention found in a graph.
 
     Attributes:
-        q: the node of the queries.
-        k: the node of the keys, transposed or not.
-        v: the node of the values.
-        scale: factor of the scores.
-        window: number of tokens that a token attends to; 0 for all.
-        slopes: ALiBi slope of each head; empty for none.
+        q, k, v: the nodes of the queries, the keys (transposed or not) and the values.
+        scale: the factor on the scores.
+        window: the number of tokens that a token attends to; 0 for all.
+        slopes: the ALiBi slope of each head; empty for none.
     """
 
     q: Node
@@ -59,13 +59,13 @@ _Measured = tuple[float, int, tuple[float, ...]]
 def find_scores(
     graph: torch.fx.Graph, constants: Mapping[str, torch.Tensor]
 ) -> dict[Node, ScoreAttention]:
-    """The attentions of a graph, by the node that multiplies probabilities and values.
+    """The attentions of an exported graph, by the node that multiplies probabilities and values.
 
     Args:
-        graph: an exported graph; token dims are symbolic.
-        constants: values of constant placeholders, by placeholder name.
+        graph: a graph whose token dims are symbolic.
+        constants: the values of constant placeholders, by name.
     Raises:
-        TraceError: probabilities over tokens that are not causal attention.
+        TraceError: there are probabilities over tokens that are not causal attention.
     """
     found: dict[Node, ScoreAttention] = {}
     for node in graph.nodes:
@@ -80,17 +80,7 @@ def find_scores(
 
 def _probabilities(node: Node) -> Node | None:
     """The softmax over keys that a node's value is, up to casts, views and inactive dropout."""
-    transparent = {
-        _aten.to.dtype,
-        _aten.dropout.default,
-        _aten.view.default,
-        _aten.reshape.default,
-        _aten.type_as.default,
-        _aten.contiguous.default,
-        _aten.clone.default,
-        _aten._to_copy.default,
-    }
-    while node.target in transparent:
+    while node.target in _TRANSPARENT:
         node = node.args[0]  # type: ignore[assignment]
     value = node.meta.get("val")
     if node.target in _SOFTMAX and not isinstance(value.shape[-1], int):  # type: ignore[union-attr]
@@ -101,13 +91,12 @@ def _probabilities(node: Node) -> Node | None:
 def _recognise(node: Node, softmax: Node, constants: Mapping[str, torch.Tensor]) -> ScoreAttention:
     product = _score_product(softmax)
     q, k = product.args[1:3] if product.target is _aten.baddbmm.default else product.args[:2]
+    root: Any = softmax.args[0]
     measured = []
     for tokens in _LENGTHS:
-        scores = [
-            _evaluate(softmax.args[0], product, constants, tokens, fill).to(torch.float64)  # type: ignore[arg-type]
-            for fill in (0.0, 1.0)
-        ]
-        measured.append(_measure(softmax, *(x.reshape(-1, tokens, tokens) for x in scores)))
+        scores = (_evaluate(root, product, constants, tokens, fill) for fill in (0.0, 1.0))
+        shaped = (x.to(torch.float64).reshape(-1, tokens, tokens) for x in scores)
+        measured.append(_measure(softmax, *shaped))
     return ScoreAttention(q, k, node.args[1], *_agreed(softmax, measured))  # type: ignore[arg-type]
 
 
@@ -123,19 +112,15 @@ def _recognise_call(node: Node, constants: Mapping[str, torch.Tensor]) -> ScoreA
         bias = torch.zeros(1, tokens, tokens, dtype=torch.float64)
         if given.get("is_causal"):
             bias.masked_fill_(torch.ones(tokens, tokens).triu(1) > 0, -torch.inf)
-        mask = given.get("attn_mask")
+        mask: Any = given.get("attn_mask")
         if mask is not None:
-            bias = _additive(_evaluate(mask, None, constants, tokens, 0.0))  # type: ignore[arg-type]
-            bias = bias.broadcast_to(*bias.shape[:-2], tokens, tokens).reshape(-1, tokens, tokens)
+            bias = _evaluate(mask, None, constants, tokens, 0.0)
+            if bias.dtype == torch.bool:
+                bias = torch.zeros(bias.shape).masked_fill_(~bias, -torch.inf)
+            bias = bias.to(torch.float64).broadcast_to(*bias.shape[:-2], tokens, tokens)
+        bias = bias.reshape(-1, tokens, tokens)
         measured.append(_measure(node, bias, bias + scale))
     return ScoreAttention(q, k, v, *_agreed(node, measured))  # type: ignore[arg-type]
-
-
-def _additive(mask: torch.Tensor) -> torch.Tensor:
-    """The numbers that a mask adds to the scores."""
-    if mask.dtype != torch.bool:
-        return mask.to(torch.float64)
-    return torch.zeros(mask.shape, dtype=torch.float64).masked_fill_(~mask, -torch.inf)
 
 
 def _agreed(node: Node, measured: list[_Measured]) -> _Measured:
@@ -171,7 +156,7 @@ def _is_square(node: Node) -> bool:
 
 
 def _measure(softmax: Node, zeros: torch.Tensor, ones: torch.Tensor) -> _Measured:
-    """Scale, window and slopes, from the scores [heads, n, n] where q kᵀ is all 0 and all 1."""
+    """The measurement of the scores [heads, n, n] where q kᵀ is all 0, and where it is all 1."""
     tokens = zeros.shape[-1]
     visible = zeros > _HIDDEN
     row, column = torch.arange(tokens)[:, None], torch.arange(tokens)[None, :]

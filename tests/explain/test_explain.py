@@ -19,10 +19,8 @@ from pcg.errors import UnsupportedError
 from pcg.explain import explain as explaining
 from pcg.explain.report import Report
 from pcg.explain.report_data import KINDS
-from pcg.explain.step_memory import LOSS_CHUNK_BYTES
 from pcg.explain.text import bar, comparison
 from pcg.peft.lora import LoraConfig
-from pcg.runtime.training.bound_training import CHUNK_BYTES
 from pcg.source import resolve
 from pcg.units import gib, rounded
 
@@ -347,7 +345,3 @@ def test_depth_costs_no_nodes() -> None:
 
 def _short(model: str) -> Mapping[str, Any]:
     return {**resolve(model).config, "num_hidden_layers": 2}
-
-
-def test_the_loss_runs_in_the_chunks_that_are_counted() -> None:
-    assert LOSS_CHUNK_BYTES == CHUNK_BYTES

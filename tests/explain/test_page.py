@@ -22,7 +22,7 @@ import pcg
 from cli.application import app
 from pcg.explain.page.layout import layered
 from pcg.explain.report import Report
-from pcg.explain.report_data import KINDS, Stage
+from pcg.explain.report_data import KINDS, GpuCapacity, Stage
 from pcg.source import resolve
 
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -180,6 +180,17 @@ def test_every_way_to_train_is_a_point(report: Report) -> None:
         assert f">{name}</text>" in page.html
     for name in ("pruned", "rematerialized"):
         assert f">{name}</text>" not in page.html
+
+
+def test_gpus_have_their_largest_steps_and_advice(report: Report) -> None:
+    small = GpuCapacity(
+        "L4", 24 << 30, 23 << 30, False, 0, 3, 4_321, 5, ("--seq 3", "a larger GPU")
+    )
+    page = Page(dataclasses.replace(report, fits=(small,)).to_html())
+    assert [attributes["id"] for attributes in page.of("section")][1] == "fits"
+    assert "4,321" in page.text
+    assert "does not fit" in page.text
+    assert re.search(r"To make it fit on L4:\s+--seq 3\s*, or a larger GPU", page.text)
 
 
 def test_names_are_escaped(report: Report) -> None:

@@ -14,8 +14,8 @@ import torch
 from pcg.compiler import compile_program
 from pcg.errors import ProgramError
 from pcg.ir.program import folder as program_folder
-from pcg.ir.program.folder import is_program_folder, load_program, save_program
-from pcg.ir.program.manifest import FORMAT, read_manifest
+from pcg.ir.program.folder import load_program, options_of, save_program
+from pcg.ir.program.manifest import FORMAT, is_program_folder, read_manifest
 from pcg.ir.program.program import Program
 from pcg.peft.lora import LoraConfig
 from pcg.peft.registry import recipe_fields
@@ -98,7 +98,7 @@ def test_manifest_says_what_it_was_made_of(folder: Path) -> None:
 def test_plan_lists_what_is_kept(program: Program, folder: Path) -> None:
     plan = json.loads((folder / "plan.json").read_text())
     assert plan["layers"] == [0, 0]
-    assert plan["memory_budget"]["share"] == 1.0
+    assert plan["memory_budget"] == 1.0
     assert plan["training"]["layers"] == [0, 1]
     first, block = plan["training"]["plans"]
     assert (first["layers"], block["layers"]) == ([0], [1])
@@ -128,6 +128,20 @@ def test_tokenizer_files_come_along(program: Program, tmp_path: Path) -> None:
         assert (tmp_path / "program" / name).read_bytes() == (source / name).read_bytes()
     assert not (tmp_path / "program" / "model.safetensors").exists()
     load_program(tmp_path / "program")
+
+
+def test_options_of_older_folders(program: Program, folder: Path) -> None:
+    """Their plan has the budget as an object with batch and seq, no dtype, and words for none."""
+    plan = json.loads((folder / "plan.json").read_text())
+    for name in ("dtype", "batch", "seq", "backend", "sequence_parallel"):
+        del plan[name]
+    plan |= {"costs": "", "tp_plan": {}}
+    for budget, written in (((0.5, None), 0.5), ((None, 9), "9B")):
+        parts = zip(("share", "size_bytes"), budget, strict=True)
+        plan["memory_budget"] = {**dict(parts), "batch": 2, "seq": 8}
+        (folder / "plan.json").write_text(json.dumps(plan))
+        expected = dataclasses.replace(program.options, memory_budget=written, batch=2, seq=8)
+        assert options_of(folder) == expected
 
 
 # ------------------------------------------------------------------------------------------ saving

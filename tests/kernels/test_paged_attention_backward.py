@@ -14,9 +14,8 @@ from torch import Tensor
 from pcg.errors import UnsupportedError
 from pcg.kernels.batch import KvGradients, Span
 from pcg.kernels.sizes import PAGE_TOKENS
-from pcg.kernels.triton.attention.backward import paged_attention_backward
 from pcg.kernels.triton.attention.cache_rows import CacheRows, KvRows, append
-from pcg.kernels.triton.attention.forward import paged_attention
+from pcg.kernels.triton.attention.paged_attention import paged_attention, paged_attention_backward
 from pcg.kernels.triton.attention.work import AttentionWork
 from tests.support.attention_cases import TOLERANCE, Case, cases, reference, rows_of, span
 from tests.support.interpreter import bf16

@@ -18,7 +18,6 @@ from pcg.kernels.triton.adapters.segmented_activate import (
     FUNCTIONS,
     segment_sum,
     segmented_activate,
-    segmented_activate_backward,
 )
 from pcg.kernels.triton.adapters.segmented_vectors import (
     segment_inner,
@@ -141,7 +140,7 @@ def test_activations(function: str, case: Case, parts: int, is_scaled: bool) -> 
     before = gradients.memory.clone()
     with sanitized():
         z = segmented_activate(s, biases, widths, tiles, function, scales)
-        ds = segmented_activate_backward(dz, s, biases, widths, tiles, function, scales)
+        ds = segmented_activate(s, biases, widths, tiles, function, scales, dz)
         segment_sum(ds, gradients, widths, tiles, scales)
     for j in range(slices):
         for slot, first, count in tiles.segments.tolist():

@@ -90,9 +90,9 @@ def test_norms_and_residuals_are_of_a_part_of_the_tokens(name: str) -> None:
 
 def test_without_the_option_no_value_is_parted_by_tokens() -> None:
     plain = sharded("llama3", 2)
-    assert not plain.parts_tokens
+    assert not plain.is_sequence_parallel
     assert "T|" not in "".join(map(print_graph, plain.typed.graphs))
-    assert sharded("llama3", 2, sequence_parallel=True).parts_tokens
+    assert sharded("llama3", 2, sequence_parallel=True).is_sequence_parallel
 
 
 # ------------------------------------------------------------------------------- rows of the ranks
@@ -121,7 +121,7 @@ def test_every_target_is_in_one_chunk(targets: list[int], size: int, degree: int
         own = rows_of_rank(hidden, ranks.rank, degree)
         back = torch.zeros_like(own)
         rows = []
-        for chunk in loss_chunks(wanted, size, ranks, parts_tokens=True):
+        for chunk in loss_chunks(wanted, size, ranks, is_sequence_parallel=True):
             assert len(chunk.rows) <= max(size, degree)
             part = chunk.of_own(own)
             joined = torch.cat(ranks.all_gather(part))

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from pcg.ir.parser import parse_graph
-from pcg.ir.verifier import verify
-from pcg.passes.sharding.coalesce_collectives import CoalesceCollectives
+from pcg.passes.registry import run_text
 from tests.support.evaluate import evaluate
 from tests.support.spread import Spread
 from tests.support.threads import ThreadRanks, run_ranks
@@ -61,27 +60,24 @@ graph @g(%x: f32[T, 8], %y: f32[T, 8]) {
 
 
 def test_neighbours_are_one_message_where_the_last_of_them_stood() -> None:
-    found = CoalesceCollectives().run(parse_graph(NEIGHBOURS))
-    verify(found)
-    assert found == parse_graph(JOINED)
-    assert CoalesceCollectives().run(found) == found
+    assert run_text(NEIGHBOURS, "coalesce_collectives") == JOINED
+    assert run_text(JOINED, "coalesce_collectives") == JOINED
 
 
 @pytest.mark.parametrize("text", APART.values(), ids=APART)
 def test_others_stay_apart(text: str) -> None:
-    graph = parse_graph(text)
-    assert CoalesceCollectives().run(graph) == graph
+    assert run_text(text, "coalesce_collectives") == text
 
 
 def test_numbers_and_bytes_stay_the_same() -> None:
-    graph = parse_graph(NEIGHBOURS)
+    graph, joined = parse_graph(NEIGHBOURS), parse_graph(JOINED)
     x = torch.randn(2, 5, 8)
 
     def on_rank(ranks: ThreadRanks) -> None:
         batch = Spread(ranks)
         apart = evaluate(graph, {"x": x[ranks.rank]}, batch)
         sent, messages = dict(ranks.moved_bytes), dict(ranks.messages)
-        together = evaluate(CoalesceCollectives().run(graph), {"x": x[ranks.rank]}, batch)
+        together = evaluate(joined, {"x": x[ranks.rank]}, batch)
         assert torch.equal(apart[0], together[0])
         assert ranks.moved_bytes == {kind: 2 * size for kind, size in sent.items()}
         assert messages["all_gather"] == 2

@@ -18,9 +18,8 @@ from pcg.ir.program.program import ModelGraph
 from pcg.ir.verifier import verify
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
-from pcg.passes.differentiate import Differentiate, Differentiated
+from pcg.passes.differentiate import Differentiate, Differentiated, LayerKind
 from pcg.passes.differentiate_model import layer_kinds
-from pcg.passes.layer_kind import LayerKind
 from pcg.passes.memory.recompute import plan_layer
 from pcg.passes.pipeline import Settings, pipeline
 from pcg.passes.prune import Prune

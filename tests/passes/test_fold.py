@@ -14,7 +14,7 @@ from pcg.ir.parser import parse_graph, parse_graphs
 from pcg.ir.printer import print_graphs
 from pcg.ir.program.program import ModelGraph
 from pcg.passes.fold import Fold
-from pcg.passes.raising.raise_operators import RaiseGraph
+from pcg.passes.raising.raise_operators import raise_graph
 from pcg.passes.registry import run_text
 from pcg.runtime.model.batch import whole_sequences
 from tests.support import oracle
@@ -146,7 +146,7 @@ def test_the_unfolded_graph_computes_the_same(name: str) -> None:
     batch = whole_sequences([[3, 1, 4, 1, 5, 9], [2, 6, 5]], torch.device("cpu"))
     values |= {"input_ids": batch.input_ids, "position_ids": batch.positions, **trace.constants}
     (expected,) = evaluate(trace.graph, values, batch)
-    (found,) = evaluate(RaiseGraph().run(trace.graph), values, batch)
+    (found,) = evaluate(raise_graph(trace.graph), values, batch)
     assert oracle.relative_error(found, expected) < 1e-5
     for model in (folded(name), raised(name)):
         assert oracle.relative_error(run_folded(model, by_source, batch), expected) < 1e-5

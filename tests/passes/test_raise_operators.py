@@ -16,7 +16,8 @@ from pcg.ir.graph import Graph
 from pcg.ir.operators import operator
 from pcg.ir.parser import parse_graph
 from pcg.ir.verifier import verify
-from pcg.passes.raising.raise_operators import RaiseGraph
+from pcg.passes.raising.raise_operators import raise_graph
+from pcg.passes.registry import run_text
 from pcg.runtime.model.batch import whole_sequences
 from tests.support.evaluate import evaluate, random_values
 from tests.support.families import FAMILIES
@@ -28,12 +29,9 @@ TOLERANCES = {"f64": 1e-12, "f32": 1e-5, "bf16": 3e-2}
 
 def check(before: str, after: str) -> None:
     """The pass turns one text into the other, and the two compute the same."""
-    old, expected = parse_graph(before), parse_graph(after)
-    verify(old)
-    new = RaiseGraph().run(old)
-    verify(new)
-    assert str(new) == str(expected)
-    assert_same_function(old, new)
+    found = run_text(before, "raise")
+    assert found == run_text(after, None)
+    assert_same_function(parse_graph(before), parse_graph(found))
 
 
 def assert_same_function(old: Graph, new: Graph, seed: int = 0) -> None:
@@ -190,7 +188,7 @@ graph @norm(%x: bf16[T, 2, 8]) {
 )
 def test_what_is_no_norm_stays(old: str, new: str) -> None:
     graph = parse_graph(LAYER_NORM.replace(old, new))
-    is_norm = [node.op for node in RaiseGraph().run(graph).nodes] == ["layer_norm"]
+    is_norm = [node.op for node in raise_graph(graph).nodes] == ["layer_norm"]
     assert is_norm == (old == new)
 
 
@@ -301,7 +299,7 @@ graph @rope(%x: bf16[T, 2, 8], %y: f32[T, 2, 8], %cos: f32[T, 8], %sin: f32[T, 8
 """,
     )
     # Where fp32 is what comes out, a bf16 rope would round what the model does not.
-    assert "rope" not in {node.op for node in RaiseGraph().run(parse_graph(before)).nodes}
+    assert "rope" not in {node.op for node in raise_graph(parse_graph(before)).nodes}
 
 
 @pytest.mark.parametrize(
@@ -319,7 +317,7 @@ graph @rope(%x: bf16[T, 2, 8], %y: f32[T, 2, 8], %cos: f32[T, 8], %sin: f32[T, 8
 def test_what_is_no_rotation_stays(old: str, new: str) -> None:
     graph = parse_graph(ROPE_HALF.replace(old, new))
     verify(graph)
-    assert "rope" not in {node.op for node in RaiseGraph().run(graph).nodes}
+    assert "rope" not in {node.op for node in raise_graph(graph).nodes}
 
 
 # ------------------------------------------------------------------------------------ activations
@@ -394,7 +392,7 @@ def test_activations_by_their_values(before: str, after: str) -> None:
 )
 def test_an_activation_of_other_values_stays(before: str, old: str, new: str) -> None:
     changed = parse_graph(before.replace(old, new))
-    assert [n.op for n in RaiseGraph().run(changed).nodes] == [n.op for n in changed.nodes]
+    assert [n.op for n in raise_graph(changed).nodes] == [n.op for n in changed.nodes]
 
 
 def test_blooms_gelu_is_its_own_in_fp64() -> None:
@@ -447,7 +445,7 @@ graph @mlp(%x: f32[T, 4]) {
 }
 """
     )
-    assert [node.op for node in RaiseGraph().run(graph).nodes] == ["linear", "add", "mul"]
+    assert [node.op for node in raise_graph(graph).nodes] == ["linear", "add", "mul"]
 
 
 def test_attention_reads_each_kv_head_once() -> None:
@@ -484,8 +482,8 @@ graph @attn(
 @given(st.lists(st.sampled_from([LLAMA_NORM, GEMMA_NORM, OLMO_NORM]), min_size=1, max_size=3))
 def test_raising_twice_changes_nothing(texts: list[str]) -> None:
     for text in texts:
-        once = RaiseGraph().run(parse_graph(text))
-        assert RaiseGraph().run(once) == once
+        once = raise_graph(parse_graph(text))
+        assert raise_graph(once) == once
 
 
 # --------------------------------------------------------------------------------------- families

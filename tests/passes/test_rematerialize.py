@@ -18,8 +18,7 @@ from pcg.ir.verifier import verify
 from pcg.options import MemoryBudget
 from pcg.passes.attach import attach
 from pcg.passes.compress import Compress
-from pcg.passes.differentiate import Differentiate
-from pcg.passes.layer_kind import LayerKind
+from pcg.passes.differentiate import Differentiate, LayerKind
 from pcg.passes.memory.budget import mixed, mixes, spread
 from pcg.passes.memory.recompute import plan_layer
 from pcg.passes.memory.save_problem import Choice, SaveProblem

@@ -53,6 +53,8 @@ def test_what_is_refused() -> None:
         recipe_from(peft.IA3Config(modules_to_save=["lm_head"]))
     with pytest.raises(AdapterError, match=r"feedforward_modules has 'down'.*did you mean"):
         IA3Config(target_modules=("downs",), feedforward_modules=("down",)).bypasses(("a.downs",))
+    with pytest.raises(AdapterError, match=r"feedforward_modules='.*_proj', a regex for the whole"):
+        IA3Config(target_modules=("q",), feedforward_modules=r".*_proj").bypasses(("a.q",))
     with pytest.raises(AdapterError, match=r"target_modules is not given.*'mystery'"):
         IA3Config().bypasses(("a.q",), model_type="mystery")
     with pytest.raises(AdapterError, match=r"feedforward_modules is not given.*'mystery'"):

@@ -13,8 +13,7 @@ from pcg.simulate.migration import Migration
 from pcg.simulate.simulated_device import SimulatedAdapter
 from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.simulate.simulation import FullestFirst, Simulation
-from pcg.simulate.workloads.timed_request import TimedRequest
-from pcg.simulate.workloads.workload import Workload
+from pcg.simulate.workloads.workload import TimedRequest, Workload
 from tests.support.linear_costs import LinearCosts
 
 

@@ -11,8 +11,7 @@ from pcg.runtime.engine.limits import Limits
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.timelines import Outcome
 from pcg.simulate.replay import replay, train
-from pcg.simulate.workloads.timed_request import TimedRequest
-from pcg.simulate.workloads.workload import Workload
+from pcg.simulate.workloads.workload import TimedRequest, Workload
 from tests.support.small_engine import DATA, LORA, OPTIONS, make_engine, make_executor
 
 WORKLOAD = Workload(

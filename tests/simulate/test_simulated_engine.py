@@ -21,8 +21,7 @@ from pcg.runtime.training.work_units import Backward
 from pcg.simulate.simulated_device import SimulatedAdapter
 from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.simulate.simulation import FullestFirst, RoundRobin, Simulation
-from pcg.simulate.workloads.timed_request import TimedRequest
-from pcg.simulate.workloads.workload import Workload
+from pcg.simulate.workloads.workload import TimedRequest, Workload
 from tests.support.linear_costs import LinearCosts
 
 COSTS = LinearCosts()

@@ -79,7 +79,7 @@ class Case:
                 torch.full((self.kv_heads, pages * PAGE_TOKENS, size), nan, **kind)
                 for size in (self.size, self.value_size)
             )
-            return KvRows(CacheRows.of_cache(k), CacheRows.of_cache(v))
+            return KvRows(CacheRows.of_layer(k), CacheRows.of_layer(v))
         both = self.size + self.value_size
         shape = (pages, PAGE_TOKENS, self.kv_heads, both)
         arena = torch.full(shape, nan, **kind)

@@ -67,8 +67,7 @@ class Case:
     def _sites(self) -> Mapping[str, Any]:
         passes = pipeline(Settings(PlanOptions(dtype=self._dtype_name)))
         base = passes.fold.run(passes.trace.run(self.config)).model
-        modules, kind = tuple(base.linear_modules()), str(self.config["model_type"])
-        return self.recipe.bypasses(modules, base.output_module, kind)
+        return self.recipe.bypasses_in(base, str(self.config["model_type"]))
 
 
 # ------------------------------------------------------------------------------------ random ones

@@ -46,8 +46,9 @@ def with_adapter(
     rank: int,
     excluded: Sequence[str] = (),
     seed: int = 1,
+    copied: bool = True,
 ) -> Any:
-    """A copy of the model wrapped by peft, whose adapter does something."""
+    """A copy of the model, or the model itself, wrapped by peft; its adapter does something."""
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
@@ -57,7 +58,7 @@ def with_adapter(
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # GPT-2's Conv1D stores its weight the other way round
-        wrapped = peft.get_peft_model(copy.deepcopy(model), config).eval()
+        wrapped = peft.get_peft_model(copy.deepcopy(model) if copied else model, config).eval()
     generator = torch.Generator().manual_seed(seed)
     for parameter in lora_parameters(wrapped).values():
         parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))

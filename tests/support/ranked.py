@@ -154,10 +154,10 @@ def rank_memory(executor: Executor, adapter: str) -> dict[str, int]:
     trained = parameters.values()
     for tensor in trained:
         tensor.grad = torch.zeros_like(tensor)
-    optimizer = make_optimizer(parameters, Optimizer.default(), 1e-3)
+    optimizer = make_optimizer(parameters, Optimizer.of("adamw"), 1e-3)
     optimizer.step()
     return {
-        "weights": executor.weights_bytes - constants,
+        "weights": executor.state.weight_store.size_bytes - constants,
         "adapters": sum(tensor.nbytes for tensor in trained),
         "optimizer": sum(kept.nbytes for of in optimizer.state.values() for kept in of.values()),
         "activations": measured(executor),

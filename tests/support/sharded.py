@@ -14,8 +14,7 @@ from pcg.ir.verifier import verify
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search, SearchResult
 from pcg.parallel.sharder import shard
-from pcg.passes.differentiate import Differentiate
-from pcg.passes.layer_kind import LayerKind
+from pcg.passes.differentiate import Differentiate, LayerKind
 from pcg.passes.memory.recompute import plan_layer
 from pcg.passes.memory.save_problem import SaveProblem
 from pcg.passes.pipeline import LAYER_ORDER
@@ -67,7 +66,7 @@ def run(
     found = Prune().run(Differentiate(wrt=tuple(carried)).run(graph))
     forward, backward = graph.replace(outputs=(*graph.outputs, *found.needed)), found.backward
     count = len(graph.outputs)
-    if parts_tokens(graph):
+    if is_sequence_parallel(graph):
         shared = tuple(value.name for value in graph.inputs[count:])
         kind = LayerKind("layer", 0, (0,), shared, found)
         problem = SaveProblem(graph, found.needed, shared, len(lengths), max(lengths))
@@ -89,7 +88,7 @@ def run(
                 generator=torch.Generator().manual_seed(5),
                 dtype=out.dtype,
             ),
-            parts_tokens(graph),
+            is_sequence_parallel(graph),
             ranks,
         )
         for name, out in zip(graph.outputs, outputs, strict=True)
@@ -99,7 +98,7 @@ def run(
     return list(outputs), dict(zip(names, gradients, strict=True))
 
 
-def parts_tokens(graph: Graph) -> bool:
+def is_sequence_parallel(graph: Graph) -> bool:
     """Whether a layer is handed, and hands on, a rank's part of the tokens."""
     return graph.inputs[0].type.shape[0] != TOKENS
 
@@ -149,7 +148,7 @@ def errors(
     result = {}
     for i, (name, expected) in enumerate(zip(graph.outputs, outputs, strict=True)):
         parts = [own[i] for own, _ in found]
-        if parts_tokens(local):
+        if is_sequence_parallel(local):
             parts = [torch.cat(parts)[:tokens]]
         for rank, part in enumerate(parts):
             result[f"{name} on rank {rank}"] = _error(part, expected)
@@ -226,7 +225,7 @@ def check_candidates(
             degree = search.planner.degree
             worst = errors(search.graph, degree, plan, sent, messages, lengths)
             assert max(worst.values()) < 1e-5, (candidate.strategy, worst)
-            said = candidate.layer
+            said = search.costs.of(plan)
             assert sum(sent.values()) == said.forward_bytes + said.backward_bytes, (
                 candidate.strategy,
                 sent,
@@ -235,7 +234,7 @@ def check_candidates(
                 candidate.strategy,
                 messages,
             )
-            extra, bill = said - choice.chosen.layer, candidate.added - choice.chosen.added
+            extra, bill = said - search.costs.of(found.plan), candidate.added - choice.chosen.added
             assert extra.forward_bytes + extra.backward_bytes == (
                 bill.forward_bytes + bill.backward_bytes
             )

@@ -45,12 +45,13 @@ def step_plot(moments: Sequence[Moment]) -> Markup:
             (0, 5),
             textcoords="offset points",
             ha="center",
+            backgroundcolor=COLORS["paper"],
         )
         axes.set_ylim(top=1.15 * top)
         axes.set_ylabel(name)
         axes.yaxis.set_major_locator(MaxNLocator(4))
         _label_layers(axes, moments)
-        axes.legend(loc="upper left")
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
 
     return svg_element("timeline", draw, _SIZE, "Memory over one step")
 
@@ -84,7 +85,6 @@ class Point:
     """A way to train.
 
     Attributes:
-        name: what it is called.
         size_bytes: the bytes that it saves for backward.
         ratio: the operations that it recomputes, as a share of the forward's.
     """

@@ -49,8 +49,6 @@ def layered(inputs: Mapping[str, Sequence[str]], widths: Mapping[str, float], ga
 
     Args:
         inputs: the names that each node reads, in topological order.
-        widths: the width of each node.
-        gap: the space between two nodes.
     """
     graph = nx.DiGraph((source, name) for name, sources in inputs.items() for source in sources)
     graph.add_nodes_from(inputs)

@@ -16,7 +16,8 @@ from pcg.explain.page.figures import (
     step_plot,
 )
 from pcg.explain.page.layer_graph import graph_plot
-from pcg.explain.report_data import ReportData, SavedTensor
+from pcg.explain.parallel_text import LAYOUTS
+from pcg.explain.report_data import STAGES, ReportData, SavedTensor
 from pcg.units import gib, rounded
 
 KINDS = {
@@ -28,24 +29,15 @@ KINDS = {
     "activations": "saved for backward",
     "workspace": "what the fullest moment needs beside",
 }
-STAGES = {
-    "eager": "transformers + peft",
-    "pruned": "what gradients read, no more",
-    "rematerialized": "the rest recomputed",
-    "compressed": "and bits for signs: pcg",
-    "token-level": "in windows, keys and values in the KV cache",
-    "checkpointing": "layer inputs, forward run twice",
-    "torch-partitioner": "torch's min-cut partitioner",
-}
 DECISIONS = {
     "save": "saved for backward",
     "compress": "saved, packed",
     "recompute": "recomputed in backward",
     "drop": "freed: backward does not read it",
 }
-LAYOUTS = {"|-2": "column-parallel", "|-1": "row-parallel", "-": "whole on each rank"}
 SECTIONS = {
     "memory": "Memory",
+    "fits": "GPUs",
     "stages": "Stages",
     "timeline": "Over time",
     "pareto": "Front",
@@ -84,6 +76,7 @@ def _heading(report: ReportData) -> dict[str, Any]:
         number, _, unit = report.memory_budget.partition(" ")
         facts["memory budget"] = f"{gib(int(number))} GiB" if unit else number
     present = {
+        "fits": report.fits,
         "stages": report.activations,
         "timeline": report.timeline,
         "pareto": report.pareto,
@@ -137,7 +130,7 @@ def _memory(report: ReportData) -> dict[str, Any]:
         "chosen": report.chosen_stage,
         "most_of_stages": max((stage.bytes for stage in report.activations), default=0) or 1,
         "stage_words": STAGES,
-        "layout_words": LAYOUTS,
+        "layout_words": {**LAYOUTS, "-": "whole on each rank"},
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 from xml.etree import ElementTree
@@ -48,7 +49,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def note(artist: Artist, words: str) -> None:
-    """Give what an artist draws a title, which a page shows where it is pointed at."""
+    """Give what an artist draws a title, which is shown where it is pointed at."""
     artist.set_gid(f"{_NOTE}{words}")
 
 
@@ -69,7 +70,7 @@ def svg_file(
         FigureCanvasSVG(figure)
         draw(figure)
         figure.savefig(file, format="svg", metadata={"Date": None, "Title": title})
-    return file.getvalue()
+    return re.sub(f'<g id="{_NOTE}([^"]*)">', r"<g><title>\1</title>", file.getvalue())
 
 
 def svg_element(
@@ -95,11 +96,8 @@ def svg_element(
         given = {key.rpartition("}")[2]: value for key, value in part.attrib.items()}
         part.attrib = {k: v for k, v in given.items() if k not in ("id", "clip-path")}
         id_ = given.get("id", "")
-        if id_.startswith(_NOTE):
+        if part.find("{*}title") is not None:
             part.set("class", "point")
-            words = ElementTree.Element("title")
-            words.text = id_.removeprefix(_NOTE)
-            part.insert(0, words)
         elif part.tag == "path" and id_:  # a marker, which others refer to
             part.set("id", f"{name}-{id_}")
         if "href" in given:

@@ -34,12 +34,9 @@ def collective_of(item: Reader) -> Collective | None:
 
 
 def waits(items: Sequence[Reader]) -> dict[int, int]:
-    """The place where each collective is waited for that has work beside it, by its own place.
+    """The place where each collective that has work beside it is waited for, by its own place.
 
-    Args:
-        items: nodes and launches of several, in the order in which they run.
-    Returns:
-        The place of the first item that reads the collective's outputs; the end where none does.
+    That is the place of the first item that reads its outputs; the end where none does.
     """
     found = {}
     for place, item in enumerate(items):

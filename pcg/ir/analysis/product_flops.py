@@ -8,7 +8,7 @@ from pcg.ir.types import CONTEXT, TOKENS
 
 
 def node_flops(graph: Graph, node: Node, tokens: int, seq: int) -> int:
-    """Operations of a matrix product or attention; 0 of any other operator."""
+    """Operations of a matrix product or attention; 0 for any other operator."""
     entry = operator(node.op)
     if not entry.is_product:
         return 0

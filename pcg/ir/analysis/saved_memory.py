@@ -46,9 +46,7 @@ class OutsideTensor:
 
     Attributes:
         tensor: its graph and value, as `prologue.cos`.
-        type: the tensor's type.
         needed_by: operators that read it, or another reader.
-        reason: the reason that it is saved.
     """
 
     tensor: str
@@ -80,12 +78,7 @@ class SavedMemory:
 
 
 def saved_memory(model: ModelGraph, plan: Planned) -> SavedMemory:
-    """The memory that training with a plan saves.
-
-    Args:
-        model: the model with bypass networks attached.
-        plan: the plan of its layers.
-    """
+    """The memory that training a model with bypass networks saves, by a plan of its layers."""
     saved = [_saved_storages(model.blocks[p.block], p) for p in plan.plans]
     sizes: dict[tuple[int, bool], sympy.Expr] = {}
     layers: list[sympy.Expr] = []
@@ -112,10 +105,6 @@ def window_memory(model: ModelGraph, plan: Planned) -> SavedMemory:
     The loss leaves its gradients by the last layer's outputs, and no logits; keys and values are in
     the KV cache, and the plan reads them there (`pcg.passes.window_attention`). Sizes are those of
     all windows together, however sequences are cut.
-
-    Args:
-        model: the model with bypass networks attached.
-        plan: a plan of layers whose attention has such a backward.
     """
     outside = [*_shared(model, plan), *_gradients_of_loss(model)]
     return SavedMemory(saved_memory(model, plan).layers, tuple(outside))
@@ -225,23 +214,14 @@ def training_transients(
 
 
 def transient(graph: Graph, tokens: int, seq: int, counted: Iterable[str] = ()) -> Transient:
-    """The most bytes alive at one node of a graph.
-
-    Args:
-        graph: parameters are not counted.
-        tokens: the number of tokens at which the nodes are compared.
-        seq: tokens of a sequence.
-        counted: values whose memory is counted elsewhere.
-    """
+    """The most bytes alive at one node of a graph, at so many tokens in sequences of `seq`."""
     return Alive(graph, counted).most(graph.nodes, tokens, seq)
 
 
 class Alive:
     """The values alive at the nodes of a graph, in whatever order they run.
 
-    Args:
-        graph: parameters are not counted.
-        counted: values whose memory is counted elsewhere.
+    Parameters are not counted, nor are `counted`: values whose memory is counted elsewhere.
     """
 
     def __init__(self, graph: Graph, counted: Iterable[str] = ()) -> None:
@@ -252,7 +232,16 @@ class Alive:
         self._sizes = _sizes(storages, {*self._names.values()})
         leading = {t.shape[0] for t in graph.types.values() if t.is_token_wise}
         self._parts = max(map(parts_of_tokens, leading), default=1)
-        self._kernels = {n.name: _temporaries(graph, n, self._parts) for n in graph.nodes}
+        self._kernels = {
+            node.name: _temporaries(
+                node.op,
+                tuple(graph.types[name] for name in node.inputs),
+                tuple(value.type for value in node.outputs),
+                node.attributes,
+                self._parts,
+            )
+            for node in graph.nodes
+        }
         self._graph = graph
 
     def most(self, nodes: Sequence[Node], tokens: int, seq: int) -> Transient:
@@ -268,11 +257,10 @@ class Alive:
         best = Transient(0, 0)
         for index, (node, _) in enumerate(moments):
             alive |= {self._names[value.name] for value in node.outputs} - self._elsewhere
-            kernel = self._kernels[node.name]
-            per_token, fixed, per_row = (
-                kernel[i] + sum(self._sizes[name][i] for name in alive) for i in range(3)
-            )
-            now = Transient(per_token, fixed, kernel[3], per_row, self._parts)
+            *kernel, per_pair = self._kernels[node.name]
+            sizes = zip(kernel, *(self._sizes[name] for name in alive), strict=True)
+            per_token, fixed, per_row = map(sum, sizes)
+            now = Transient(per_token, fixed, per_pair, per_row, self._parts)
             if now.size_bytes(tokens, seq) > best.size_bytes(tokens, seq):
                 best = now
             alive = {name for name in alive if last[name] > index}
@@ -294,21 +282,15 @@ def _moments(nodes: Sequence[Node]) -> list[tuple[Node, tuple[str, ...]]]:
     return found
 
 
-def _temporaries(graph: Graph, node: Node, parts: int) -> tuple[int, int, int, int]:
-    """Bytes of a kernel's temporaries a token, fixed, a rank's row, and a pair of tokens."""
-    types = tuple(graph.types[name] for name in node.inputs)
-    outputs = tuple(v.type for v in node.outputs)
-    return _kernel_bytes(node.op, types, outputs, node.attributes, parts)
-
-
 @lru_cache(maxsize=4096)
-def _kernel_bytes(
+def _temporaries(
     op: str,
     types: tuple[TensorType, ...],
     outputs: tuple[TensorType, ...],
     attributes: tuple[tuple[str, Attribute], ...],
     parts: int,
 ) -> tuple[int, int, int, int]:
+    """Bytes of a kernel's temporaries a token, fixed, a rank's row, and a pair of tokens."""
     formula = operator(op).temporaries(types, outputs, dict(attributes))
     fixed, first, all_ranks, pair = (
         int(formula.subs({TOKENS: tokens, CONTEXT: seq}))

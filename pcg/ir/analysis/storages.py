@@ -40,11 +40,9 @@ class Storage:
 
     @property
     def is_parameter(self) -> bool:
-        """True if it is resident, whatever backward needs."""
         return self.op == "parameter"
 
     def size_bytes(self, tokens: sympy.Expr) -> sympy.Expr:
-        """Its bytes with so many tokens."""
         one = prod(self.type.features) * DTYPE_BYTES[self.type.dtype]
         if not self.type.is_token_wise:
             return sympy.Integer(one)
@@ -79,9 +77,8 @@ class Storages:
         return self._storages[name]
 
     def make(self, name: str, op: str, type_: TensorType) -> Storage:
-        """Memory of its own for a value."""
-        storage = Storage(name, op, type_)
-        self._storages[name] = storage
+        """Give a value memory of its own."""
+        self._storages[name] = storage = Storage(name, op, type_)
         self._layouts[name] = _contiguous(type_.features)
         return storage
 

@@ -29,7 +29,7 @@ __all__ = ["OPERATORS", "Gradient", "Operator", "operator"]
 
 
 def _entries() -> Iterator[Operator]:
-    """An entry for each class of these modules that has a name of its own."""
+    """An entry for each class of these modules that has a name of its own, and the transitions."""
     for module in (
         *(activations, arithmetic, attention, bypass, collectives, linear, lora),
         *(lora_variants, norms, reductions, rope, shape, vectors, virtual_tokens, vocabulary),
@@ -38,6 +38,7 @@ def _entries() -> Iterator[Operator]:
             is_own = isinstance(found, type) and found.__module__ == module.__name__
             if is_own and issubclass(found, Operator) and "name" in vars(found):
                 yield found()
+    yield from collectives.TRANSITIONS
 
 
 OPERATORS: dict[str, Operator] = {
@@ -46,11 +47,7 @@ OPERATORS: dict[str, Operator] = {
 
 
 def operator(name: str) -> Operator:
-    """The table's entry of that name.
-
-    Raises:
-        IrError: there is none; the message names the closest.
-    """
+    """The table's entry of that name. IrError: there is none; the message names the closest."""
     try:
         return OPERATORS[name]
     except KeyError:

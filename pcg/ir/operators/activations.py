@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pcg.errors import TypeCheckError
 from pcg.ir.operators.arithmetic import Unary, UnaryBackward
-from pcg.ir.operators.base import Attributes, Gradient, Operator, Types
-from pcg.ir.operators.tile import Tile
+from pcg.ir.operators.base import Attributes, Operator, Tile, Types
 
 _SQRT_HALF = 0.7071067811865476
 _SQRT_2_OVER_PI = 0.7978845608028654
@@ -19,10 +18,7 @@ class Tanh(Unary):
     name = "tanh"
     template = "torch.tanh({0})"
     tile_template = "2.0 * tl.sigmoid(2.0 * {0}) - 1.0"
-    saves = (~0,)
-
-    def gradient(self, context: Gradient) -> list[str | None]:
-        return [context.add("tanh_backward", context.incoming, context.output())]
+    reads_output = True
 
 
 class TanhBackward(UnaryBackward):
@@ -39,10 +35,7 @@ class Sigmoid(Unary):
     name = "sigmoid"
     template = "torch.sigmoid({0})"
     tile_template = "tl.sigmoid({0})"
-    saves = (~0,)
-
-    def gradient(self, context: Gradient) -> list[str | None]:
-        return [context.add("sigmoid_backward", context.incoming, context.output())]
+    reads_output = True
 
 
 class SigmoidBackward(UnaryBackward):
@@ -60,9 +53,6 @@ class Silu(Unary):
     template = "F.silu({0})"
     tile_template = "{0} * tl.sigmoid({0})"
 
-    def gradient(self, context: Gradient) -> list[str | None]:
-        return [context.add("silu_backward", context.incoming, context.input(0))]
-
 
 class SiluBackward(UnaryBackward):
     """dx = dy σ(x) (1 + x (1 - σ(x)))."""
@@ -78,10 +68,7 @@ class Relu(Unary):
     name = "relu"
     template = "torch.relu({0})"
     tile_template = "tl.maximum({0}, 0.0)"
-    saves = (~0,)
-
-    def gradient(self, context: Gradient) -> list[str | None]:
-        return [context.add("relu_backward", context.incoming, context.output())]
+    reads_output = True
 
 
 class ReluBackward(UnaryBackward):
@@ -127,10 +114,6 @@ class Gelu(Unary):
             half = tile.let("gelu_half", f"tl.sigmoid(2.0 * {_tanh_argument(x)})")
             return f"{x} * {half}"
         return f"0.5 * {x} * (1.0 + tl.erf({x} * {_SQRT_HALF!r}))"
-
-    def gradient(self, context: Gradient) -> list[str | None]:
-        incoming, x = context.incoming, context.input(0)
-        return [context.add("gelu_backward", incoming, x, **context.attributes)]
 
 
 class GeluBackward(UnaryBackward):

@@ -12,21 +12,19 @@ from pcg.ir.operators.base import (
     Attributes,
     Gradient,
     Operator,
+    Tile,
     Types,
     broadcast_dims,
     same_dims,
 )
-from pcg.ir.operators.tile import Tile
 from pcg.ir.types import TORCH_NAMES, broadcast, result_dtype, tensor
 
 
 class Elementwise(Operator):
-    """An operator whose element depends on the same element of each input.
-
-    `tile_template` is its element in Triton.
-    """
+    """An operator whose element depends on the same element of each input."""
 
     tile_template: ClassVar[str] = ""
+    """An element in Triton."""
 
     def tiles(self, attributes: Attributes) -> bool:
         return bool(self.tile_template) or type(self).tile is not Elementwise.tile
@@ -38,8 +36,17 @@ class Elementwise(Operator):
 class Unary(Elementwise):
     """y = f(x); `template` is f in PyTorch."""
 
+    reads_output: ClassVar[bool] = False
+    """True if its gradient reads y, and not x."""
+
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         return same_dims(types[0])
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        """The operator named `{name}_backward` of dy and of y or x."""
+        read = context.output() if self.reads_output else context.input(0)
+        op = f"{self.name}_backward"
+        return [context.add(op, context.incoming, read, **context.attributes)]
 
 
 class UnaryBackward(Elementwise):
@@ -134,10 +141,6 @@ class Clamp(Unary):
         if "min" in attributes:
             x = f"tl.maximum({x}, {attributes['min']!r})"
         return f"tl.minimum({x}, {attributes['max']!r})" if "max" in attributes else x
-
-    def gradient(self, context: Gradient) -> list[str | None]:
-        dy, x = context.incoming, context.input(0)
-        return [context.add("clamp_backward", dy, x, **context.attributes)]
 
 
 class ClampBackward(UnaryBackward):
@@ -235,9 +238,7 @@ class PointwiseBackward(Operator):
 
     name = "pointwise_backward"
     inputs = (2, 2)
-
-    def infer(self, types: Types, attributes: Attributes) -> Types:
-        return (types[1],)
+    made_like = 1
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         function = f"lambda x: {Pointwise().source(['x'], attributes)}"

@@ -7,16 +7,15 @@ from collections.abc import Iterator, Sequence
 import sympy
 
 from pcg.errors import TypeCheckError
-from pcg.ir.operators.base import Aligned, Attributes, Gradient, Operator, Types, same_dims
-from pcg.ir.operators.tile import Tile
+from pcg.ir.operators.base import Aligned, Attributes, Gradient, Operator, Tile, Types, same_dims
 from pcg.ir.types import CONTEXT, DTYPE_BYTES, TensorType, tensor
 
 
 class Append(Operator):
-    """Keys or values where attention reads them: in the layer's cache, where the batch keeps one.
+    """Keys or values (`to`) where attention reads them: in the layer's cache, where there is one.
 
-    Attribute `to`: `keys` or `values`. Only programs for Triton have it, whose kernels write keys
-    and values to the cache as they make them; without it attention appends its own.
+    Only programs for Triton have it, whose kernels write keys and values as they make them; without
+    it attention appends its own.
     """
 
     name = "append"
@@ -55,6 +54,7 @@ class Attention(Operator):
     inputs = (3, 5)
     suffixes = ("", "lse")
     sees_sequences = True
+    computes_in_first = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         q, k, v = types[:3]
@@ -73,16 +73,13 @@ class Attention(Operator):
         yield (-2, -2, -2, *(-1,) * (len(types) - 3)), (-2, -1)
 
     def gradient(self, context: Gradient) -> list[str | None]:
-        arguments = [context.input(i) for i in range(len(context.node.inputs))]
+        # The inputs first: the backward graph takes them in this order.
+        inputs = context.inputs
+        outputs = context.output(0), context.output(1)
         dq, dk, dv = context.add_many(
-            "attention_backward",
-            context.incoming,
-            context.output(0),
-            context.output(1),
-            *arguments,
-            **context.attributes,
+            "attention_backward", context.incoming, *outputs, *inputs, **context.attributes
         )
-        return [dq, dk, dv, None, None][: len(arguments)]
+        return [dq, dk, dv, None, None][: len(inputs)]
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         # Scores in fp32, once with a cap and once without, their weights and a copy of one.
@@ -92,9 +89,6 @@ class Attention(Operator):
         q, _, v = inputs[:3]
         keys = _mean_keys(attributes)
         return 2 * q.shape[0] * q.shape[1] * keys * (q.shape[2] + v.shape[2])
-
-    def compute_dtype(self, inputs: Types) -> str:
-        return inputs[0].dtype
 
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return super().moved_bytes(inputs, outputs, attributes) + _cached_bytes(inputs[1:3])
@@ -108,6 +102,7 @@ class AttentionBackward(Operator):
     inputs = (6, 8)
     suffixes = ("", "dk", "dv")
     sees_sequences = True
+    computes_in_first = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         return types[3], types[4], types[5]
@@ -125,9 +120,6 @@ class AttentionBackward(Operator):
         keys = _mean_keys(attributes)
         return q.shape[0] * q.shape[1] * keys * (6 * q.shape[2] + 4 * v.shape[2])
 
-    def compute_dtype(self, inputs: Types) -> str:
-        return inputs[0].dtype
-
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         # The gradients of cached keys and values are added to: read and written.
         return super().moved_bytes(inputs, outputs, attributes) + 3 * _cached_bytes(inputs[4:6])
@@ -136,9 +128,7 @@ class AttentionBackward(Operator):
 class WindowAttentionBackward(AttentionBackward):
     """dq, dk, dv where keys and values are in the KV cache: from dout, out, lse and q.
 
-    dk and dv are final: they hold what later windows have added up.
-
-    Attributes: those of attention; `kv_heads`; `value_size`, d_v.
+    dk and dv are final: they hold what later windows have added up. `value_size` is d_v.
     """
 
     name = "window_attention_backward"
@@ -175,10 +165,7 @@ def _mean_keys(attributes: Attributes) -> sympy.Expr:
 
 
 def _cached_bytes(kv: Types) -> sympy.Expr:
-    """Bytes of keys and values that are read beside the tokens' own: the rest of one context.
-
-    At least as many tokens as a context has are whole sequences, which read no cache.
-    """
+    """Bytes of keys and values that are read beside the tokens' own: the rest of one context."""
     a_token = sympy.Add(*(type_.size_bytes / type_.shape[0] for type_ in kv))
     return a_token * sympy.Max(0, CONTEXT - kv[0].shape[0])
 
@@ -186,12 +173,8 @@ def _cached_bytes(kv: Types) -> sympy.Expr:
 def _score_bytes(q: TensorType, attributes: Attributes, copies: int) -> sympy.Expr:
     """Bytes of scores and masks that the PyTorch kernel makes, one sequence at a time.
 
-    The fused kernel has only the mask that a window or ALiBi needs, in q's dtype.
-
-    Args:
-        q: [T, heads, d].
-        attributes: the node's.
-        copies: scores [heads, S, S] in fp32 that are alive at once where it is not fused.
+    The fused kernel has only the mask that a window or ALiBi needs, in q's dtype; where it is not
+    fused, so many copies of scores [heads, S, S] in fp32 are alive at once.
     """
     pairs, heads = CONTEXT**2, int(q.shape[1])
     if attributes["softcap"] or attributes.get("sinks"):

@@ -1,16 +1,15 @@
 """The base class of the table's operators, and the context in which gradients are built.
 
 A subclass states one operator in one place: the types it gives (`infer`), its meaning as a PyTorch
-expression (`source`: what the torch emitter writes, and what the interpreter evaluates), its
-gradient as nodes of the backward graph (`gradient`: the values that it reads are what backward
-needs, Algorithm 1's UPDATEINPUT), how the ranks of a tensor-parallel group can share it (`aligned`,
-`linear_in`, `shardings`), and its cost (`flops`, `moved_bytes`). Operators that kernels fuse also
-state an element of theirs in Triton (`tile`).
+expression (`source`), its gradient as nodes of the backward graph (`gradient`: the values that it
+reads are what backward needs, Algorithm 1's UPDATEINPUT), how the ranks of a tensor-parallel group
+can share it (`aligned`, `linear_in`, `shardings`), its cost (`flops`, `moved_bytes`), and an
+element in Triton, if kernels fuse it (`tile`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
 from typing import Any, ClassVar, Protocol, TypeAlias
@@ -20,7 +19,6 @@ import sympy
 from pcg.errors import TypeCheckError, UnsupportedError
 from pcg.ir.graph import Attribute, Graph, Node, Parameter
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Sharding, partitioned
-from pcg.ir.operators.tile import Tile
 from pcg.ir.types import DTYPE_BYTES, TensorType, counts_tokens
 
 Types: TypeAlias = tuple[TensorType, ...]
@@ -62,20 +60,22 @@ class Operator:
     """Sets of inputs in which it is linear, taken together, the others being fixed."""
     constant_in: ClassVar[tuple[int, ...]] = ()
     """Inputs that it takes for constants: no gradient flows back to them."""
+    adjoint: ClassVar[str] = ""
+    """The operator of its gradient, where that takes the upstream gradient and its attributes."""
+    made_like: ClassVar[int] = 0
+    """The input whose type the output has, where `infer` says no more."""
+    computes_in_first: ClassVar[bool] = False
+    """True if arithmetic is in the first input's dtype, whatever the others are."""
     has_kernel: ClassVar[bool] = False
     """True if there is a Triton kernel of it alone, beside those that `tile` puts it in."""
     made_rows: ClassVar[tuple[bool, ...]] = ()
-    """Of a value made of weights alone: whether some rows of it are made of these of each input."""
+    """For each input, where all are weights: True if rows of the output are made of its rows."""
     executable: ClassVar[bool] = True
     """False if a program with this operator can only be explained."""
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        """Types of the outputs.
-
-        Raises:
-            TypeCheckError: the operator does not take these types.
-        """
-        return (types[0],)
+        """Types of the outputs. TypeCheckError: the operator does not take these types."""
+        return (types[self.made_like],)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         """The PyTorch expression of the operator over Python expressions of its inputs."""
@@ -88,10 +88,7 @@ class Operator:
         return self.template.format(*inputs, name=self.name, inputs=", ".join(inputs), **named)
 
     def request_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
-        """The expression in a function that requests the base's products from its caller.
-
-        None if the operator has no such product (`pcg.kernels.torch.products`).
-        """
+        """The expression that requests a product of the base's (`pcg.kernels.torch.products`)."""
         return None
 
     def tiles(self, attributes: Attributes) -> bool:
@@ -104,7 +101,9 @@ class Operator:
 
     def gradient(self, context: Gradient) -> list[str | None]:
         """Add the backward nodes; returns the gradient of each input, None where not needed."""
-        raise UnsupportedError(f"operator {self.name!r} has no gradient")
+        if not self.adjoint:
+            raise UnsupportedError(f"operator {self.name!r} has no gradient")
+        return [context.add(self.adjoint, context.incoming, **context.attributes)]
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         """Feature dims along which it treats each entry alike, whatever the others are."""
@@ -113,8 +112,8 @@ class Operator:
     def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
         """The ways in which ranks can run it without communication.
 
-        All whole, all replicated, parts of a dim along which it treats each entry alike, summands
-        of what it is linear in. Operators that sum over a dim add theirs.
+        All whole, all replicated, parts of an aligned dim, summands of what it is linear in.
+        Operators that sum over a dim add theirs.
         """
         outputs = self.infer(types, attributes)
         for layout in (WHOLE, REPLICATED):
@@ -142,34 +141,25 @@ class Operator:
         return sympy.Integer(0) if self.is_view else outputs[0].elements
 
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        """Bytes that a kernel reads and writes at least, a formula in `T`.
-
-        Each input and each output once, but for operators that touch a part; a view moves none.
-        """
+        """Bytes that a kernel reads and writes at least, a formula in `T`; a view moves none."""
         if self.is_view:
             return sympy.Integer(0)
         return sympy.Add(*(type_.size_bytes for type_ in (*inputs, *outputs)))
 
     def compute_dtype(self, inputs: Types) -> str:
         """The dtype of its arithmetic: the widest float that it reads, else the first input's."""
-        floats = [type_.dtype for type_ in inputs if type_.is_float]
+        floats = [type_.dtype for type_ in inputs if type_.is_float and not self.computes_in_first]
         return max(floats, key=DTYPE_BYTES.__getitem__) if floats else inputs[0].dtype
 
     def measured(self, size: int, rank: int, dtype: str) -> Iterator[Measured]:
         """The measurements of an operator of adapters' parameters alone, for a profile.
 
-        Args:
-            size: a module's inputs or outputs.
-            rank: the adapter's.
-            dtype: of its parameters.
+        `size` is the number of a module's inputs or outputs; rank and dtype are the adapter's.
         """
         return iter(())
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        """Bytes that the PyTorch kernel has alive beside its inputs and outputs, at most.
-
-        A formula in `T`; what is of the order of a number a token is left out.
-        """
+        """Bytes alive in PyTorch's kernel beside inputs and outputs, at most; not a few a token."""
         return sympy.Integer(0)
 
     def output_suffixes(self, count: int) -> tuple[str, ...]:
@@ -207,6 +197,43 @@ def _has(type_: TensorType, dim: int, size: object) -> bool:
     return len(type_.features) >= -dim and type_.shape[dim] == size
 
 
+class Tile(Protocol):
+    """A tile of an operator's output: rows, along the last dim, and columns.
+
+    An element (`Operator.tile`) is made of what is read at the same place, at another column of the
+    same row, or summed over the row. Values are in the dtype of arithmetic: fp32 for half ones.
+    """
+
+    @property
+    def column(self) -> str:
+        """Expression of each element's place along the last dim."""
+
+    @property
+    def inputs(self) -> int:
+        """The number of the operator's inputs."""
+
+    def size(self, index: int) -> int:
+        """Size of an input's last dim."""
+
+    def dtype(self, index: int) -> str:
+        """An input's dtype, as `bf16`."""
+
+    def read(self, index: int, column: str | None = None, where: str = "") -> str:
+        """An input where the output is, or at another column, broadcast to it.
+
+        `where` is the condition of elements that have such a column; any number stands for others.
+        """
+
+    def let(self, name: str, expression: str) -> str:
+        """A variable with an expression's value; its name begins like that."""
+
+    def rounded(self, expression: str, dtype: str) -> str:
+        """The expression as a value of a dtype would hold it."""
+
+    def row_sum(self, name: str, summand: Callable[[Tile], str]) -> str:
+        """A variable with the sum of an expression over the row, for each row."""
+
+
 class GraphBuilder(Protocol):
     """The part of `pcg.ir.builder.Builder` that gradient rules use."""
 
@@ -235,7 +262,7 @@ class Gradient:
         forward: the graph that is differentiated.
         node: its node whose gradient is built.
         upstream: gradient of each output of the node; None where nothing flows back.
-        needs: for each input of the node, whether its gradient is needed.
+        needs: for each input of the node, True if its gradient is needed.
     """
 
     builder: GraphBuilder
@@ -266,6 +293,11 @@ class Gradient:
     def input(self, index: int) -> str:
         """An input of the forward node, read by the backward graph."""
         return self.saved(self.node.inputs[index])
+
+    @property
+    def inputs(self) -> list[str]:
+        """All inputs of the forward node, read by the backward graph."""
+        return [self.saved(name) for name in self.node.inputs]
 
     def output(self, index: int = 0) -> str:
         """An output of the forward node, read by the backward graph."""
@@ -321,11 +353,7 @@ def cast_bytes(type_: TensorType, dtype: str) -> sympy.Expr:
 
 
 def feature_dim(type_: TensorType, dim: int) -> int:
-    """A dim counted from the end, checked to be no token dim.
-
-    Raises:
-        TypeCheckError: the dim is out of range, or the token dim.
-    """
+    """A dim counted from the end. TypeCheckError: it is out of range, or the token dim."""
     rank = len(type_.dims)
     if not -rank <= dim < 0 or counts_tokens(type_.shape[dim]):
         raise TypeCheckError(f"dim {dim} is no feature dim of {type_}; dims count from the end")

@@ -13,10 +13,9 @@ their place, and their gradients in its backward:
     scatter      + → |d    reduce_scatter backward: all_gather
     gather       |d → =    gathered_copy  backward: reduce_scatter
 
-take and place move nothing: each rank can take its part of a tensor that all hold, and a part among
-zeros is a summand of the whole. scatter and gather are of the token dim alone, whose parts have as
-many rows on all ranks: where the number of ranks does not divide T, the last rows are zeros, which
-a whole tensor is without (`pcg.parallel.ranks.token_shards`).
+take and place move nothing: a part among zeros is a summand of the whole. scatter and gather are of
+the token dim alone, whose parts have as many rows on all ranks: where the number of ranks does not
+divide T, the last rows are zeros (`pcg.parallel.ranks.token_shards`).
 
 `coalesce_collectives` joins several tensors in one message, as a message waits for a link once for
 each step of its ring, whatever it carries: all_reduces and all_gathers.
@@ -47,76 +46,40 @@ class Transition(Operator):
     """Layouts of its input and output; None for parts of the dim that the attribute `dim` names."""
 
     def layouts(self, attributes: Attributes) -> tuple[Layout, Layout]:
-        """The layouts of its input and of its output."""
         dim = attributes.get("dim", 0)
         return self.before or partitioned(dim), self.after or partitioned(dim)
+
+    @classmethod
+    def between(cls, name: str, before: Layout | None, after: Layout | None) -> Transition:
+        """The transition of that name, of a class of its own."""
+        found: Transition = type(name, (cls,), {"name": name, "before": before, "after": after})()
+        return found
 
 
 class Replicate(Transition):
     """x, of which each rank has a part of the gradient from here on."""
 
     name = "replicate"
+    adjoint = "all_reduce"
     template = "{0}"
     executable = True
     is_view = True
     after = REPLICATED
 
-    def gradient(self, context: Gradient) -> list[str | None]:
-        return [context.add("all_reduce", context.incoming)]
 
-
-class Reduce(Transition):
-    """The sum of what the ranks hold."""
-
-    name = "reduce"
-    before = PRE_REDUCE
-
-
-class Partition(Transition):
-    """An equal part for each rank of dim `dim`, counted from the end."""
-
-    name = "partition"
-    after = None
-
-
-class Combine(Transition):
-    """The ranks' parts of dim `dim`, joined."""
-
-    name = "combine"
-    before = None
-
-
-class Take(Transition):
-    """A rank's part of dim `dim` of what each holds a copy of."""
-
-    name = "take"
-    before = REPLICATED
-    after = None
-
-
-class Place(Transition):
-    """A rank's part of dim `dim` among zeros: a summand."""
-
-    name = "place"
-    before = None
-    after = PRE_REDUCE
-
-
-class Scatter(Transition):
-    """A rank's part of the tokens, dim `dim`, of the sum of what the ranks hold."""
-
-    name = "scatter"
-    before = PRE_REDUCE
-    after = None
-
-
-class Gather(Transition):
-    """The ranks' parts of the tokens joined: a copy on each, which has a part of the gradient."""
-
-    name = "gather"
-    before = None
-    after = REPLICATED
-
+TRANSITIONS = tuple(
+    Transition.between(name, before, after)
+    for name, before, after in (
+        ("reduce", PRE_REDUCE, WHOLE),
+        ("partition", WHOLE, None),
+        ("combine", None, WHOLE),
+        ("take", REPLICATED, None),
+        ("place", None, PRE_REDUCE),
+        ("scatter", PRE_REDUCE, None),
+        ("gather", None, REPLICATED),
+    )
+)
+"""The others, with the layouts of their input and output; None for parts of dim `dim`."""
 
 FLOPS_PER_BYTE = 1000
 """Operations in the time of a byte between ranks, where no device is known: an A100, of 312 TFLOP/s
@@ -138,7 +101,7 @@ class Collective(Operator):
         return self.source(inputs, attributes).replace("(", ".begin(", 1)
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        return FLOPS_PER_BYTE * self.rounds * outputs[0].size_bytes
+        return FLOPS_PER_BYTE * self.rounds * _bytes(outputs)
 
 
 class AllReduce(Collective):
@@ -160,6 +123,7 @@ class OwnPart(Operator):
     """
 
     name = "own_part"
+    adjoint = "all_gather"
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         if attributes.get("kept", True) is not True:
@@ -173,23 +137,19 @@ class OwnPart(Operator):
         kept = ", kept=True" if attributes.get("kept") else ""
         return f"K.own_part({_part_arguments(inputs, attributes)}{kept})"
 
-    def gradient(self, context: Gradient) -> list[str | None]:
-        return [context.add("all_gather", context.incoming, **context.attributes)]
-
 
 class TakenPart(OwnPart):
     """The rank's part of a copy: the other ranks' parts have gradients of their own."""
 
     name = "taken_part"
-
-    def gradient(self, context: Gradient) -> list[str | None]:
-        return [context.add("placed_part", context.incoming, **context.attributes)]
+    adjoint = "placed_part"
 
 
 class AllGather(Collective):
     """The parts of `degree` ranks, joined along dim `dim`; with `tokens`, of the tokens."""
 
     name = "all_gather"
+    adjoint = "own_part"
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         return (_joined(types, attributes),)
@@ -202,14 +162,12 @@ class AllGather(Collective):
         rows = attributes["degree"] * inputs[0].size_bytes
         return rows if attributes.get("tokens") else sympy.Integer(0)
 
-    def gradient(self, context: Gradient) -> list[str | None]:
-        return [context.add("own_part", context.incoming, **context.attributes)]
-
 
 class PlacedPart(AllGather):
     """The rank's part among zeros in the place of the others'."""
 
     name = "placed_part"
+    adjoint = "taken_part"
     is_product = False
     rounds = 0
 
@@ -218,9 +176,6 @@ class PlacedPart(AllGather):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.placed_part({_part_arguments(inputs, attributes)})"
-
-    def gradient(self, context: Gradient) -> list[str | None]:
-        return [context.add("taken_part", context.incoming, **context.attributes)]
 
 
 class GatheredCopy(AllGather):
@@ -305,9 +260,6 @@ class JoinedCollective(Collective):
     """One message of several tensors of one dtype."""
 
     inputs = (2, MOST_JOINED)
-
-    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        return FLOPS_PER_BYTE * self.rounds * _bytes(outputs)
 
     def _check(self, types: Types) -> None:
         dtypes = {type_.dtype for type_ in types}

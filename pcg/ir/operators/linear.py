@@ -36,7 +36,7 @@ def product_request(x: str, weights: Sequence[str], biases: Sequence[str], *rest
 
 
 def weight_name(weight: str) -> str:
-    """The name of a weight in its layer."""
+    """A weight's name in its layer."""
     return weight.rpartition(".")[2]
 
 
@@ -142,14 +142,12 @@ class Experts(Operator):
     is_product = True
     inputs = (5, 7)
     executable = False
+    computes_in_first = True
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         gate_up, down = inputs[3], inputs[4]
         rows = inputs[1].elements
         return 2 * rows * (gate_up.shape[1] * gate_up.shape[2] + down.shape[1] * down.shape[2])
-
-    def compute_dtype(self, inputs: Types) -> str:
-        return inputs[0].dtype
 
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         # At most as many experts as tokens choose are read.

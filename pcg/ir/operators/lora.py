@@ -1,8 +1,7 @@
 """Products of low-rank bypass networks.
 
-A bypass network's operators take *adapter* parameters. In a batch of many adapters each token uses
-its own adapter's weights (segmented products: Punica §4, S-LoRA §5.3), and the scale α/r belongs to
-the adapter, so it appears in no attribute.
+They take *adapter* parameters: in a batch of many adapters each token uses its own adapter's
+weights (segmented products: Punica §4, S-LoRA §5.3). The scale α/r is the adapter's, no attribute.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ class ExpandAdd(Product):
 class ExpandAddPart(ExpandAdd):
     """z = y + scale · s Bᵀ in the rank's own columns: `y: [T, out]`, `s: [T, r]`, `B: [out/n, r]`.
 
-    y is a summand, and so is z: other ranks add what is missing of the other columns.
+    y is a summand, and so is z: other ranks add theirs to the other columns.
     """
 
     name = "expand_add_part"
@@ -170,10 +169,7 @@ class Outer(Product):
 
 
 class OuterRequest(Outer):
-    """An outer product requested from the caller, for the value that `of` names; for Triton.
-
-    So the products of several jobs are one launch.
-    """
+    """An outer product requested from the caller, for the value that `of` names; for Triton."""
 
     name = "asked_outer"
     template = "yield from K.{name}(batch, {of!r}, {inputs})"
@@ -202,6 +198,7 @@ class LoraLinear(Product):
     name = "lora_linear"
     inputs = (4, 129)
     returns_sequence = True
+    computes_in_first = True  # the base's product; LoRA's are small beside it
 
     @staticmethod
     def adapted(attributes: Attributes) -> tuple[int, ...]:
@@ -245,21 +242,18 @@ class LoraLinear(Product):
         biases = inputs[1 + count : -2 * own]
         return [inputs[1 : 1 + count], biases, inputs[-2 * own : -own], inputs[-own:]]
 
-    def compute_dtype(self, inputs: Types) -> str:
-        return inputs[0].dtype  # the base's product; LoRA's are small beside it
-
 
 class LoraLinearBackward(Product):
     """The gradients of a linear operator with LoRA, without A's; in programs for Triton.
 
-    ds = scale · dz B, dB = scale · dzᵀ s, dx = dz W + ds A
-
-    `dz: [T, out]`, `W: [out, in]`, `A: [r, in]`, `B: [out, r]`, `s: [T, r]`.
+    ds = scale · dz B, dB = scale · dzᵀ s, dx = dz W + ds A; `dz: [T, out]`, `W: [out, in]`,
+    `A: [r, in]`, `B: [out, r]`, `s: [T, r]`.
     """
 
     name = "lora_linear_backward"
     inputs = (5, 5)
     suffixes = ("s", "B", "x")
+    computes_in_first = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         dz, weight, a, b, s = types
@@ -273,9 +267,6 @@ class LoraLinearBackward(Product):
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         name = weight_name(inputs[1])
         return f'yield from K.lora_linear_backward(batch, "{name}", {", ".join(inputs)})'
-
-    def compute_dtype(self, inputs: Types) -> str:
-        return inputs[0].dtype  # the base's product; LoRA's are small beside it
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return 2 * outputs[2].elements * inputs[0].shape[-1]

@@ -121,8 +121,7 @@ class VeraUp(Operator):
         return vectors + 2 * outputs[0].size_bytes  # of the shared matrix the site's rows
 
     def gradient(self, context: Gradient) -> list[str | None]:
-        inputs = [context.input(i) for i in range(3)]
-        return [None, *context.add_many("vera_up_backward", context.incoming, *inputs)]
+        return [None, *context.add_many("vera_up_backward", context.incoming, *context.inputs)]
 
     def measured(self, size: int, rank: int, dtype: str) -> Iterator[Measured]:
         yield _vera_types(size, rank, dtype), {}, (0, 1, 2)
@@ -171,8 +170,8 @@ class SingularDown(Operator):
         return (a,)
 
     def gradient(self, context: Gradient) -> list[str | None]:
-        inputs = [context.input(i) for i in range(2)]
-        return [*context.add_many("singular_down_backward", context.incoming, *inputs)]
+        incoming, inputs = context.incoming, context.inputs
+        return [*context.add_many("singular_down_backward", incoming, *inputs)]
 
     def measured(self, size: int, rank: int, dtype: str) -> Iterator[Measured]:
         yield (tensor(dtype, rank, size), tensor(dtype, rank, 1)), {}, (0, 1)
@@ -222,8 +221,8 @@ class KhatriRao(Operator):
         yield (other, other), (other,)
 
     def gradient(self, context: Gradient) -> list[str | None]:
-        inputs, dim = [context.input(i) for i in range(2)], context.attributes["dim"]
-        return [*context.add_many("khatri_rao_backward", context.incoming, *inputs, dim=dim)]
+        incoming, attributes = context.incoming, context.attributes
+        return [*context.add_many("khatri_rao_backward", incoming, *context.inputs, **attributes)]
 
     def measured(self, size: int, rank: int, dtype: str) -> Iterator[Measured]:
         factor = tensor(dtype, size, _root(rank))

@@ -12,11 +12,11 @@ from pcg.ir.operators.base import (
     Attributes,
     Gradient,
     Operator,
+    Tile,
     Types,
     cast_bytes,
     widened,
 )
-from pcg.ir.operators.tile import Tile
 
 
 class Norm(Operator):
@@ -36,9 +36,7 @@ class NormBackward(Operator):
 
     inputs = (2, 3)
     sums_rows = True
-
-    def infer(self, types: Types, attributes: Attributes) -> Types:
-        return (types[1],)
+    made_like = 1
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         weight = inputs[2] if len(inputs) == 3 else "None"

@@ -9,12 +9,12 @@ from pcg.ir.operators.base import (
     Attributes,
     Gradient,
     Operator,
+    Tile,
     Types,
     feature_dim,
     same_dims,
 )
 from pcg.ir.operators.shape import other_dims
-from pcg.ir.operators.tile import Tile
 
 
 class Reduction(Operator):

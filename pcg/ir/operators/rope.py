@@ -7,17 +7,15 @@ from collections.abc import Iterator
 import sympy
 
 from pcg.errors import TypeCheckError
-from pcg.ir.operators.base import Aligned, Attributes, Gradient, Operator, Types
-from pcg.ir.operators.tile import Tile
+from pcg.ir.operators.base import Aligned, Attributes, Gradient, Operator, Tile, Types
 from pcg.ir.types import promote
 
 
 class Rope(Operator):
     """Rotary embedding: y = x · cos + rotate(x) · sin on the first `rotary_dim` of each head.
 
-    `x: [T, heads, d]`, `cos, sin: [T, rotary_dim]`. `style` says how rotate pairs up the dims:
-    `half` (i with i + rotary_dim/2: Llama, GPT-NeoX) or `interleaved` (2i with 2i + 1: GPT-J,
-    Cohere).
+    `x: [T, heads, d]`, `cos, sin: [T, rotary_dim]`. The `style` pairs up dims: `half` (i with
+    i + rotary_dim/2: Llama, GPT-NeoX) or `interleaved` (2i with 2i + 1: GPT-J, Cohere).
     """
 
     name = "rope"

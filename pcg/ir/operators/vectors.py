@@ -64,10 +64,7 @@ class VectorGradient(Operator):
 
 
 class Inner(VectorGradient):
-    """dl = Σ dz ⊙ (y - b) over the adapter's tokens: `dz: [T, n]`, `y: [T, n]` give `[n]`.
-
-    `b: [n]` may be missing.
-    """
+    """dl = Σ dz ⊙ (y - b) over the adapter's tokens: `dz, y: [T, n]`, and b or not, give `[n]`."""
 
     name = "inner"
     inputs = (2, 3)

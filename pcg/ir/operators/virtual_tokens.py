@@ -16,8 +16,8 @@ from pcg.ir.operators.base import Attributes, Gradient, Operator, Types
 class VirtualTokens(Operator):
     """x, with its adapter's own in each virtual row: embeddings, or a layer's keys or values.
 
-    `x: [T, …]`, `prompt: [n, h]` with h the features of x. What x has in a virtual row does not
-    matter; it keeps the rows of an adapter without a prompt here.
+    `x: [T, …]`, `prompt: [n, h]` with h the features of x, which keeps the rows of an adapter
+    without a prompt here.
     """
 
     name = "virtual_tokens"
@@ -43,7 +43,7 @@ class VirtualTokens(Operator):
 class WithoutVirtual(Operator):
     """x with zeros in each virtual row: the gradient of what a prompt replaced."""
 
-    name = "without_virtual"
+    name = adjoint = "without_virtual"
     template = "K.{name}(batch, {inputs})"
     sees_rows = True
 
@@ -51,9 +51,6 @@ class WithoutVirtual(Operator):
         if not types[0].is_token_wise:
             raise TypeCheckError(f"without_virtual of {types[0]}, which has no tokens")
         return (types[0],)
-
-    def gradient(self, context: Gradient) -> list[str | None]:
-        return [context.add("without_virtual", context.incoming)]
 
 
 class VirtualTokensBackward(Operator):

@@ -55,10 +55,7 @@ class EmbeddingPart(Embedding):
 
 
 class CrossEntropy(Operator):
-    """loss = -log softmax(logits)[target] of each token, in fp32; 0 where the target is negative.
-
-    `logits: [T, V]`, `targets: [T]` give `[T]`.
-    """
+    """The loss, -log softmax(logits [T, V])[target] in fp32; 0 where the target is negative."""
 
     name = "cross_entropy"
     inputs = (2, 2)
@@ -84,9 +81,7 @@ class CrossEntropyBackward(Operator):
 
     name = "cross_entropy_backward"
     inputs = (3, 3)
-
-    def infer(self, types: Types, attributes: Attributes) -> Types:
-        return (types[1],)
+    made_like = 1
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         wide = widened(inputs[1])
@@ -116,7 +111,7 @@ class LinearCrossEntropy(Operator):
     """The loss of a frozen head, and with `dloss` the gradient of its input.
 
     Inputs: x, W, b where `bias`, targets, and dloss. Logits are l = scale · (x Wᵀ + b), or with
-    `softcap` c · tanh(l / c), and never exist for all tokens.
+    `softcap` c · tanh(l / c).
     """
 
     name = "linear_cross_entropy"

@@ -1,4 +1,4 @@
-"""A program as the files of its folder, and back: `program_from(files_of(program))` equals it.
+"""A program as the files of its folder, and back: `program_from` gives it again.
 
     base.pcg, serving.pcg, training.pcg   every graph as text IR, in the order of `_graphs` below
     serving.py, training.py               the emitted source
@@ -6,23 +6,23 @@
     constants.safetensors                 tensors computed from the configuration
     config.json                           the model's
 
-The rest of a program, such as its name and recipes, is in manifest.json (`pcg.ir.program.folder`).
+The rest, such as the name and the recipes, is in manifest.json (`pcg.ir.program.manifest`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import sympy
 
 from pcg.errors import IrError, ProgramError
+from pcg.files import json_object
 from pcg.ir.graph import Graph
 from pcg.ir.parser import parse_graphs
 from pcg.ir.printer import print_graph
+from pcg.ir.program.manifest import AGAIN, Manifest, json_text
 from pcg.ir.program.program import ModelGraph, Program, Serving, Training, TrainingGraph
 from pcg.ir.types import TORCH_NAMES
 from pcg.options import CompileOptions, MemoryBudget
@@ -38,16 +38,6 @@ CONFIG = "config.json"
 
 REQUIRED = (BASE_IR, SERVING_IR, SERVING, PLAN, CONSTANTS, CONFIG)
 SOURCES = (SERVING, TRAINING)
-
-
-@dataclass(frozen=True)
-class Facts:
-    """The fields of a `Program` that the files do not hold."""
-
-    name: str
-    recipes: Mapping[str, Mapping[str, Any]]
-    base_prefix: str
-    dtype: str
 
 
 def files_of(program: Program) -> dict[str, bytes]:
@@ -75,7 +65,7 @@ def files_of(program: Program) -> dict[str, bytes]:
     return {**encoded, CONSTANTS: safetensors.torch.save(constants)}
 
 
-def program_from(files: Mapping[str, bytes], facts: Facts) -> Program:
+def program_from(files: Mapping[str, bytes], manifest: Manifest) -> Program:
     """The program of files that `files_of` made.
 
     Raises:
@@ -83,28 +73,21 @@ def program_from(files: Mapping[str, bytes], facts: Facts) -> Program:
     """
     import safetensors.torch
 
-    plan = _json(files, PLAN)
+    plan = json_object(files[PLAN], PLAN, ProgramError, AGAIN)
     try:
         layers = tuple(map(int, plan["layers"]))
-        trains = plan["training"]
-        serving_model = _model(_graphs(files, SERVING_IR), layers)
-        training = None
-        if trains is not None:
-            training = _training(
-                _graphs(files, TRAINING_IR), layers, trains, _text(files, TRAINING)
-            )
-        constants = safetensors.torch.load(files[CONSTANTS])
+        serving = Serving(_model(_graphs(files, SERVING_IR), layers), _text(files, SERVING))
         return Program(
-            facts.name,
-            _json(files, CONFIG),
+            manifest.model,
+            json_object(files[CONFIG], CONFIG, ProgramError, AGAIN),
             _model(_graphs(files, BASE_IR), layers),
-            Serving(serving_model, _text(files, SERVING)),
-            training,
-            facts.recipes,
-            _options(plan, facts.dtype),
-            constants,
-            facts.base_prefix,
-            facts.dtype,
+            serving,
+            None if plan["training"] is None else _training(files, layers, plan["training"]),
+            manifest.recipes,
+            options_from(plan, manifest.dtype),
+            safetensors.torch.load(files[CONSTANTS]),
+            manifest.base_prefix,
+            manifest.dtype,
         )
     except (KeyError, IndexError, TypeError, ValueError, StopIteration) as error:
         raise ProgramError(
@@ -113,40 +96,6 @@ def program_from(files: Mapping[str, bytes], facts: Facts) -> Program:
         ) from error
     except safetensors.SafetensorError as error:
         raise ProgramError(f"{CONSTANTS} is damaged: {error}; compile again") from error
-
-
-def json_text(value: object, what: str = "it") -> str:
-    """JSON as it stands in the folder.
-
-    Raises:
-        ProgramError: it holds what JSON cannot.
-    """
-    try:
-        return json.dumps(value, indent=2) + "\n"
-    except (TypeError, ValueError) as error:
-        raise ProgramError(f"{what} cannot be saved as JSON: {error}") from error
-
-
-def json_object(content: bytes, name: str) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ProgramError: it is damaged, or holds something else; says where.
-    """
-    try:
-        value = json.loads(content)
-    except json.JSONDecodeError as error:
-        raise ProgramError(
-            f"{name} is damaged at line {error.lineno}, column {error.colno}: {error.msg}; "
-            "compile again"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ProgramError(
-            f"{name} is damaged: byte {error.start} is not UTF-8; compile again"
-        ) from error
-    if not isinstance(value, dict):
-        raise ProgramError(f"{name} holds a {type(value).__name__}, not an object; compile again")
-    return value
 
 
 # ------------------------------------------------------------------------------------------ graphs
@@ -171,10 +120,14 @@ def _training_sections(training: Training) -> Iterator[tuple[str, Iterable[Graph
 
 
 def _training(
-    graphs: Iterable[Graph], layers: tuple[int, ...], plan: Mapping[str, Any], source: str
+    files: Mapping[str, bytes], layers: tuple[int, ...], plan: Mapping[str, Any]
 ) -> Training:
-    rest = iter(graphs)
-    model = _model((next(rest) for _ in range(2 + len(set(layers)))), layers)
+    rest = iter(_graphs(files, TRAINING_IR))
+    # Older folders have the base's blocks here, too.
+    blocks = tuple(map(int, plan.get("blocks", layers)))
+    if len(blocks) != len(layers):
+        raise ValueError(f"{len(blocks)} layers to train, of {len(layers)}")
+    model = _model((next(rest) for _ in range(2 + len(set(blocks)))), blocks)
     plans = []
     for entry in plan["plans"]:
         forward = next(rest)
@@ -197,7 +150,7 @@ def _training(
         of_layers,
         epilogue,
         tuple(plan["epilogue_trained"]),
-        source,
+        _text(files, TRAINING),
         prologue,
         prologue_trained,
         tuple(map(int, plan.get("restored", ()))),  # older folders make no input again
@@ -227,47 +180,27 @@ def _text(files: Mapping[str, bytes], name: str) -> str:
         raise ProgramError(f"{name} is damaged: byte {error.start} is not UTF-8") from error
 
 
-def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    if name not in files:
-        raise ProgramError(f"{name} is missing; compile again")
-    return json_object(files[name], name)
-
-
 # ------------------------------------------------------------------------------------------- plan
 
 
 def _plan(program: Program) -> dict[str, Any]:
-    """The facts that the graphs do not hold: ranks, layers' blocks, saved values."""
-    options = program.options
+    """The facts that the graphs do not hold: options, layers' blocks, saved values."""
     return {
         "symbols": {"T": "tokens of the step"},
-        "tp": options.tp,
-        "costs": "" if options.costs is None else str(options.costs),
-        "tp_plan": options.styles,
-        "sequence_parallel": options.sequence_parallel,
-        "gradient_accumulation_steps": options.gradient_accumulation_steps,
-        "backend": options.backend,
+        **dataclasses.asdict(program.options),
         "layers": list(program.base.layers),
-        "memory_budget": dataclasses.asdict(options.budget),
         "training": None if program.training is None else _training_plan(program.training),
     }
 
 
-def _options(plan: Mapping[str, Any], dtype: str) -> CompileOptions:
-    """The options of a plan; older folders are of one rank."""
-    budget = MemoryBudget(**plan["memory_budget"])
-    return CompileOptions(
-        tp=int(plan.get("tp", 1)),
-        costs=str(plan.get("costs", "")) or None,
-        tp_plan=dict(plan.get("tp_plan", {})) or None,
-        sequence_parallel=bool(plan.get("sequence_parallel", False)),
-        gradient_accumulation_steps=int(plan.get("gradient_accumulation_steps", 1)),
-        dtype=TORCH_NAMES[dtype],
-        memory_budget=budget.written,
-        batch=budget.batch,
-        seq=budget.seq,
-        backend=plan.get("backend", "torch"),
-    )
+def options_from(plan: Mapping[str, Any], dtype: str) -> CompileOptions:
+    """The options in plan.json; older folders lack some, and have no dtype, batch and seq there."""
+    names = {field.name for field in dataclasses.fields(CompileOptions)} & plan.keys()
+    given = {name: plan[name] for name in names if plan[name] not in ("", {})}
+    if isinstance(plan.get("memory_budget"), dict):
+        budget = MemoryBudget(**plan["memory_budget"])
+        given |= {"memory_budget": budget.written, "batch": budget.batch, "seq": budget.seq}
+    return CompileOptions(**{"dtype": TORCH_NAMES.get(dtype, dtype), "backend": "torch", **given})
 
 
 def _training_plan(training: Training) -> dict[str, Any]:
@@ -297,6 +230,7 @@ def _training_plan(training: Training) -> dict[str, Any]:
             }
         )
     return {
+        "blocks": list(training.model.layers),
         "layers": list(training.layers),
         "restored": list(training.restored),
         "plans": plans,

@@ -22,25 +22,27 @@ from pathlib import Path
 from typing import Any
 
 from pcg.errors import ProgramError
+from pcg.files import json_object, sync
 from pcg.ir.program.files import (
     PLAN,
     REQUIRED,
     SOURCES,
-    Facts,
     files_of,
-    json_object,
-    json_text,
+    options_from,
     program_from,
 )
 from pcg.ir.program.manifest import (
+    AGAIN,
     FORMAT,
     MANIFEST,
     Manifest,
     compile_again,
+    json_text,
     read_bytes,
     read_manifest,
 )
 from pcg.ir.program.program import Program
+from pcg.options import CompileOptions
 from pcg.version import __version__
 
 REPORT = "report.json"
@@ -55,24 +57,15 @@ TOKENIZER_FILES = (
 )
 
 
-def is_program_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether a compiled program is there, be it a damaged one."""
-    return (Path(path) / MANIFEST).is_file()
+def options_of(directory: str | os.PathLike[str]) -> CompileOptions:
+    """The options that a program was compiled with.
 
-
-def degree_of(directory: str | os.PathLike[str]) -> int:
-    """The number of ranks that a program was compiled for. ProgramError: its plan is unreadable."""
-    return int(_plan(directory).get("tp", 1))
-
-
-def is_sequence_parallel(directory: str | os.PathLike[str]) -> bool:
-    """Return whether ranks hold parts of the tokens between products; errors as of `degree_of`."""
-    return bool(_plan(directory).get("sequence_parallel", False))
-
-
-def _plan(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    Raises:
+        ProgramError: its manifest or its plan cannot be read.
+    """
     path = Path(directory).expanduser() / PLAN
-    return json_object(read_bytes(path), str(path))
+    plan = json_object(read_bytes(path), str(path), ProgramError, AGAIN)
+    return options_from(plan, read_manifest(directory).dtype)
 
 
 # ------------------------------------------------------------------------------------------- save
@@ -86,16 +79,12 @@ def save_program(
     tokenizer_directory: str | os.PathLike[str] | None = None,
     report: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Write a program's folder, in place of a program that is there.
+    """Write a program's folder, in place of a program that is there; returns its manifest.
 
     Args:
-        program: the program to save.
-        directory: its folder.
         weights: directory or hub id that holds the weights, for the manifest.
         tokenizer_directory: directory of the tokenizer's files, which are copied.
         report: the report of `pcg explain`, as JSON.
-    Returns:
-        The manifest that was written.
     Raises:
         ProgramError: it cannot be written, or something else is there.
     """
@@ -137,10 +126,8 @@ def save_program(
 
 
 def _check_free(target: Path) -> None:
-    """Refuse to replace what is not a program, or has more in it."""
-    if not target.exists():
-        return
-    if not target.is_dir():
+    """Refuse to replace a folder that is no program, or has other files."""
+    if target.exists() and not target.is_dir():
         raise ProgramError(f"{target} is a file; give the folder of a program, or a new one")
     there = {p.relative_to(target).as_posix() for p in target.rglob("*") if not p.is_dir()}
     if not there:
@@ -183,23 +170,20 @@ def _versions() -> dict[str, str]:
 
 def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
+    path.write_bytes(content)
+    sync(path)
 
 
 def _replace(target: Path, new: Path) -> None:
     """Rename `new` to `target`; a program that is there goes when the new one has its place."""
-    if not target.exists():
-        new.rename(target)
-        return
     old = new.with_name(f"{new.name}-old")
-    target.rename(old)
+    if target.exists():
+        target.rename(old)
     try:
         new.rename(target)
     except BaseException:
-        old.rename(target)
+        if old.exists():
+            old.rename(target)
         raise
     shutil.rmtree(old, ignore_errors=True)
 
@@ -211,7 +195,6 @@ def load_program(directory: str | os.PathLike[str], *, trust_edits: bool = False
     """Read a program's folder.
 
     Args:
-        directory: its folder.
         trust_edits: accept files whose edits stand alone: emitted source, the tokenizer's files,
             the report. Loading a program runs its source.
     Raises:
@@ -228,23 +211,21 @@ def load_program(directory: str | os.PathLike[str], *, trust_edits: bool = False
     missing = [name for name in REQUIRED if name not in files]
     if missing:
         raise ProgramError(f"{folder / MANIFEST} names no {missing[0]}; {compile_again(folder)}")
-    facts = Facts(manifest.model, manifest.recipes, manifest.base_prefix, manifest.dtype)
     try:
-        return program_from(files, facts)
+        return program_from(files, manifest)
     except ProgramError as error:
         raise ProgramError(f"{folder}: {error}") from error
 
 
 def _check_edit(folder: Path, name: str, found: str, expected: str, trust_edits: bool) -> None:
     hashes = f"SHA-256 {found[:8]}…, compiled as {expected[:8]}…"
-    if name in SOURCES or (name not in REQUIRED and not name.endswith(".pcg")):
-        if not trust_edits:
-            raise ProgramError(
-                f"{folder / name} was edited ({hashes}); if the edit is meant, accept it: "
-                "--trust-edits (trust_edits=True); else " + compile_again(folder)
-            )
-        return
-    raise ProgramError(
-        f"{folder / name} is damaged or was edited ({hashes}); only the emitted source may be "
-        f"edited: {compile_again(folder)}"
-    )
+    if name not in SOURCES and (name in REQUIRED or name.endswith(".pcg")):
+        raise ProgramError(
+            f"{folder / name} is damaged or was edited ({hashes}); only the emitted source may be "
+            f"edited: {compile_again(folder)}"
+        )
+    if not trust_edits:
+        raise ProgramError(
+            f"{folder / name} was edited ({hashes}); if the edit is meant, accept it: "
+            f"--trust-edits (trust_edits=True); else {compile_again(folder)}"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from pcg.errors import ProgramError
-from pcg.ir.program.files import json_object
+from pcg.files import json_object
 from pcg.version import __version__
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+AGAIN = "; compile again"
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,7 @@ class Manifest:
 
     Attributes:
         format: the folder's format; `FORMAT` is the newest that this pcg reads.
-        versions: the versions of pcg, torch and transformers that compiled it.
-        model: its name.
+        versions: the versions of pcg, torch and transformers that compiled the model.
         dtype: the dtype of weights and activations, in the IR's names.
         base_prefix: name of the base model within the causal LM.
         weights: directory or hub id that holds the weights; None when compiled without a source.
@@ -42,6 +42,11 @@ class Manifest:
     files: Mapping[str, str]
 
 
+def is_program_folder(path: str | os.PathLike[str]) -> bool:
+    """Return whether a compiled program is there, be it a damaged one."""
+    return (Path(path).expanduser() / MANIFEST).is_file()
+
+
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     """Read and check a folder's manifest.
 
@@ -56,7 +61,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         raise ProgramError(f"{folder} is {kind}; {again}")
     if not path.is_file():
         raise ProgramError(f"{folder} has no {MANIFEST}: it is not a program; {again}")
-    content = json_object(read_bytes(path), str(path))
+    content = json_object(read_bytes(path), str(path), ProgramError, AGAIN)
     version = content.get("format")
     if type(version) is not int or version < 1:
         raise ProgramError(f'{path} has "format": {version!r}; {again}')
@@ -67,10 +72,10 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
             f"{folder} is of format {version}, written by pcg {writer or '(unknown)'}; this is pcg "
             f"{__version__}, which reads up to format {FORMAT}; update pcg, or compile again"
         )
-    for field in dataclasses.fields(Manifest):
-        if field.name not in content or not isinstance(content[field.name], _KINDS[field.name]):
-            state = "damaged" if field.name in content else "missing"
-            raise ProgramError(f'{path}: "{field.name}" is {state}; {again}')
+    for name, kind in _KINDS.items():
+        if name not in content or not isinstance(content[name], kind):
+            state = "damaged" if name in content else "missing"
+            raise ProgramError(f'{path}: "{name}" is {state}; {again}')
     unknown = sorted(set(content) - set(_KINDS))
     if unknown:
         raise ProgramError(f'{path} has "{unknown[0]}", which no manifest has; {again}')
@@ -108,3 +113,11 @@ def read_bytes(path: Path) -> bytes:
 def compile_again(folder: Path) -> str:
     """The fix that ends a message."""
     return f"compile it: pcg compile MODEL -o {folder}"
+
+
+def json_text(value: object, what: str = "it") -> str:
+    """JSON as it stands in the folder. ProgramError: the value holds what JSON cannot."""
+    try:
+        return json.dumps(value, indent=2) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ProgramError(f"{what} cannot be saved as JSON: {error}") from error

@@ -35,7 +35,6 @@ class ModelGraph:
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
-        """All graphs in order: prologue, blocks, epilogue."""
         return (self.prologue, *self.blocks, self.epilogue)
 
     @property
@@ -47,10 +46,6 @@ class ModelGraph:
     def adapter_dtype(self) -> str:
         """The dtype of adapters: fp32 over a half-precision base, as peft has it, else its own."""
         return "f64" if self.dtype == "f64" else "f32"
-
-    @property
-    def hidden_size(self) -> int:
-        return self.epilogue.inputs[0].type.features[-1]
 
     def linear_sites(self) -> dict[str, tuple[int, int]]:
         """(out, in) of every linear operator by site: its module's path, with `{layer}`."""
@@ -91,14 +86,31 @@ class ModelGraph:
             shapes[WHOLE_MODEL] = (vocabulary, width)
         return shapes
 
+    def embedding_modules(self) -> tuple[str, ...]:
+        """Paths of the embeddings, of tokens and of learned positions; no method adapts them."""
+        nodes = [node for node in self.prologue.nodes if node.op == "embedding"]
+        tables = [self.prologue.parameters_by_name.get(node.inputs[0]) for node in nodes]
+        sources = [table.source for table in tables if table is not None]
+        return tuple(s.removesuffix(".weight") for s in sources if s.endswith(".weight"))
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens that the model has a logit for."""
+        return int(self.epilogue.types[self.epilogue.outputs[0]].shape[-1])
+
+    @property
+    def loss_chunk(self) -> int:
+        """The most tokens whose logits, in fp32, exist at once in training: 16 MiB, or 16 tokens.
+
+        Backward holds their gradient beside them.
+        """
+        return max(16, 16 * 2**20 // (4 * self.vocabulary))
+
     @property
     def output_module(self) -> str:
         """Path of the module that makes the logits."""
-        return next(
-            site
-            for node in reversed(self.epilogue.nodes)
-            if (site := site_of(self.epilogue, node)) is not None
-        )
+        sites = (site_of(self.epilogue, node) for node in reversed(self.epilogue.nodes))
+        return next(site for site in sites if site is not None)
 
     def map(self, change: Callable[[Graph], Graph]) -> ModelGraph:
         """The model with each graph changed."""
@@ -111,13 +123,9 @@ class ModelGraph:
 
     def parameters(self) -> Iterator[tuple[Parameter, int | None]]:
         """Every parameter of every layer, with the layer's index; None outside the layers."""
-        for parameter in self.prologue.parameters:
-            yield parameter, None
-        for layer, block in enumerate(self.layers):
-            for parameter in self.blocks[block].parameters:
-                yield parameter, layer
-        for parameter in self.epilogue.parameters:
-            yield parameter, None
+        layers = [(self.blocks[block], layer) for layer, block in enumerate(self.layers)]
+        for graph, layer in [(self.prologue, None), *layers, (self.epilogue, None)]:
+            yield from ((parameter, layer) for parameter in graph.parameters)
 
 
 def token_embedding(prologue: Graph) -> Node | None:
@@ -173,11 +181,10 @@ class Training:
         plans: the distinct ways in which layers are trained.
         layers: the index of each layer's plan.
         epilogue: the graph from hidden states and targets to loss and gradients.
-        epilogue_trained: adapter parameters of the epilogue with a gradient.
+        epilogue_trained, prologue_trained: adapter parameters with a gradient there.
         source: emitted Python of all of them.
         prologue: backward of the prologue, from its inputs and the gradients of what the first
             layer is given; None where it trains nothing.
-        prologue_trained: adapter parameters of the prologue with a gradient.
         restored: layers whose input is not saved: backward recomputes it by the layers before it,
             from the nearest whose input is saved.
     """
@@ -195,12 +202,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Serving:
-    """The graphs and source that serve adapters at one set of sites.
-
-    Attributes:
-        model: the model with bypass networks, their ranks left open.
-        source: emitted Python of its graphs.
-    """
+    """The graphs, with ranks left open, and the source that serve adapters at one set of sites."""
 
     model: ModelGraph
     source: str
@@ -211,8 +213,7 @@ class Program:
     """A compiled model.
 
     Attributes:
-        name: the model's name.
-        config: its config.json.
+        config: the model's config.json.
         base: the whole model without bypass networks; specialised anew when adapters need other
             sites.
         serving: the graphs and source that generate.
@@ -222,7 +223,7 @@ class Program:
             `serving` and `training` are those of one rank of the group.
         constants: tensors computed from the configuration, by name.
         base_prefix: name of the base model within the causal LM, for checkpoints that leave it out.
-        dtype: the dtype of weights and activations.
+        dtype: the dtype of weights and activations, in the IR's names.
     """
 
     name: str

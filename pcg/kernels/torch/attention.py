@@ -1,19 +1,21 @@
 """Attention over ragged token-flat batches, on PyTorch alone: the reference of the kernels.
 
-A batch is a run of sequences, one behind the other. With a cache, the new keys and values are
-appended before they are attended to, so a token sees cached and new tokens alike and nothing is
-padded.
+With a cache, the new keys and values are appended before they are attended to, so a token sees
+cached and new tokens alike and nothing is padded.
 
 Shapes: T tokens, H heads, K KV heads, D head size, m keys that a span sees.
 """
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
-from pcg.kernels.batch import KvGradients, ProgramBatch, Span
+from pcg.kernels.batch import ProgramBatch, Span
 from pcg.kernels.torch.attention_math import (
+    Scores,
     Scoring,
     attend,
     attend_backward,
@@ -25,39 +27,26 @@ from pcg.kernels.torch.attention_math import (
 _attend_fused = torch.nn.functional.scaled_dot_product_attention
 
 
-def attention(  # emitted programs name each of its nine parameters
-    batch: ProgramBatch,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    alibi: Tensor | None = None,
-    sinks: Tensor | None = None,
+def attention(
+    batch: ProgramBatch, q: Tensor, k: Tensor, v: Tensor, **scores: Unpack[Scores]
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of every token to its own sequence; see the operator of that name.
 
-    Args:
-        batch: spans and cache.
-        q: [T, H, D]; k: [T, K, D]; v: [T, K, Dv].
-        scale: with the rest, the fields of `Scoring`.
-    Returns:
-        out [T, H, Dv], and the log-sum-exp [T, H] in fp32 of a batch that is trained on.
+    q is [T, H, D], k [T, K, D], v [T, K, Dv]; scores are the fields of `Scoring`. Returns out
+    [T, H, Dv], and the log-sum-exp [T, H] in fp32 of a batch that is trained on.
     """
-    scoring = Scoring(scale, window, softcap, alibi, sinks)
+    scoring = Scoring(**scores)
     cache = batch.append(k, v)
     is_plain, length = scoring.is_plain(q, v), batch.uniform_length
     if cache is None and is_plain and length and q.is_cpu:
         split = (x.unflatten(0, (-1, length)) for x in (q, k, v))
-        out, lse = flash(*split, bias=scoring.bias(batch.spans[0], q), scale=scale)
+        out, lse = flash(*split, bias=scoring.bias(batch.spans[0], q), scale=scoring.scale)
         return out.flatten(0, 1), lse.flatten(0, 1)
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
     kept = q.new_empty(q.shape[:2], dtype=lse_dtype(q)) if batch.keeps else None
     spans = batch.spans
-    if cache is not None and not batch.keeps and is_plain and alibi is None:
-        _decode(batch, q, *cache, out, scale, window)
+    if cache is not None and not batch.keeps and is_plain and scoring.alibi is None:
+        _decode(batch, q, *cache, out, scoring)
         spans = batch.longer_spans
     for span in spans:
         new = slice(span.start, span.start + span.length)
@@ -68,7 +57,7 @@ def attention(  # emitted programs name each of its nine parameters
     return out, kept
 
 
-def attention_backward(  # emitted programs name each of its twelve parameters
+def attention_backward(
     batch: ProgramBatch,
     dout: Tensor,
     out: Tensor,
@@ -76,20 +65,14 @@ def attention_backward(  # emitted programs name each of its twelve parameters
     q: Tensor,
     k: Tensor | None,
     v: Tensor | None,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    alibi: Tensor | None = None,
-    sinks: Tensor | None = None,
+    **scores: Unpack[Scores],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of attention: shapes and arguments as there.
 
-    Of a window of sequences in the cache, k and v are read there, and dk and dv are final: later
-    windows have added theirs to the batch's gradients, and the window adds its own to those of all
-    tokens that it saw.
+    For a window of sequences in the cache, k and v are read there, and dk and dv are final: later
+    windows have added theirs to the batch's gradients, and this one adds its own.
     """
-    scoring = Scoring(scale, window, softcap, alibi, sinks)
+    scoring = Scoring(**scores)
     cache = batch.cached
     if cache is not None:
         return _window_backward(batch, dout, out, lse, q, cache, scoring)
@@ -98,7 +81,8 @@ def attention_backward(  # emitted programs name each of its twelve parameters
     length = batch.uniform_length
     if scoring.is_plain(q, v) and q.is_cpu and length:
         split = [x.unflatten(0, (-1, length)) for x in (dout, out, lse, q, k, v)]
-        grads = flash_backward(*split, bias=scoring.bias(batch.spans[0], q), scale=scale)
+        bias = scoring.bias(batch.spans[0], q)
+        grads = flash_backward(*split, bias=bias, scale=scoring.scale)
         dq, dk, dv = (gradient.flatten(0, 1) for gradient in grads)
         return dq, dk, dv
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -120,7 +104,7 @@ def _window_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq of the window's tokens, and the gradients of their keys and values, which are final."""
     assert batch.gradients is not None
-    sums = _pair(batch.gradients)
+    sums = batch.gradients.keys, batch.gradients.values
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (x.new_empty((q.shape[0], *x.shape[1:]), dtype=q.dtype) for x in sums)
     for span in batch.spans:
@@ -135,10 +119,6 @@ def _window_backward(
     return dq, dk, dv
 
 
-def _pair(sums: KvGradients) -> tuple[Tensor, Tensor]:
-    return sums.keys, sums.values
-
-
 def _seen(batch: ProgramBatch, span: Span, cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Keys and values of a sequence up to the end of its span, [m, K, D]."""
     rows = batch.seen(span)
@@ -151,24 +131,16 @@ def _seen(batch: ProgramBatch, span: Span, cache: tuple[Tensor, Tensor]) -> tupl
 
 
 def _decode(
-    batch: ProgramBatch,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    scale: float,
-    window: int,
+    batch: ProgramBatch, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scoring: Scoring
 ) -> None:
     """One token of each sequence against its own rows; heads that share a KV head are one product.
 
-    Sequences whose rows lie at equal distances are one call. Within it the shorter ones read on
-    into rows that the mask hides. What lies elsewhere is gathered.
-
-    q: [T, H, D]; keys, values: [K, rows, D]; written to out: [T, H, D].
+    Sequences whose rows lie at equal distances are one call, in which the shorter ones read on into
+    rows that the mask hides. What lies elsewhere is gathered.
     """
     kv_heads, _, size = keys.shape
     (head, row, one), (v_head, v_row, _) = keys.stride(), values.stride()
-    groups = batch.decode_groups(window)
+    groups = batch.decode_groups(scoring.window)
     if not groups:
         return
     tokens = groups[0].tokens if len(groups) == 1 else torch.cat([group.tokens for group in groups])
@@ -189,7 +161,7 @@ def _decode(
             stride = (group.stride * v_row, v_head, v_row, one)
             v = values.as_strided(shape, stride, group.row * v_row)
         own = queries[start : start + count]
-        found.append(_attend_fused(own, k, v, attn_mask=group.mask, scale=scale))
+        found.append(_attend_fused(own, k, v, attn_mask=group.mask, scale=scoring.scale))
         start += count
     every = found[0] if len(found) == 1 else torch.cat(found)
     out.index_copy_(0, tokens, every.view(-1, *out.shape[1:]))

@@ -8,7 +8,7 @@ Shapes: H heads, K KV heads, D head size, n new tokens of a span, m keys that it
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import torch
 from torch import Tensor
@@ -19,17 +19,19 @@ _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+class Scores(TypedDict, total=False):
+    """The fields of `Scoring`, as emitted programs name them."""
+
+    scale: Required[float]
+    window: int
+    softcap: float
+    alibi: Tensor | None
+    sinks: Tensor | None
+
+
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """The options of attention's scores of queries and keys; see the operator `attention`.
-
-    Attributes:
-        scale: factor of the logits.
-        window: keys seen, the token's own included; 0 for all.
-        softcap: bound of the logits; 0 for none.
-        alibi: slope of each head, [H].
-        sinks: logit of each head that takes weight and gives nothing, [H].
-    """
+    """The options of attention's scores of queries and keys; see the operator `attention`."""
 
     scale: float
     window: int = 0
@@ -80,22 +82,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, scoring: Scoring) -> tup
     return out.transpose(0, 1).to(q.dtype), lse.transpose(0, 1)
 
 
-def attend_backward(
-    dout: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    span: Span,
-    scoring: Scoring,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """ds = p (dout vᵀ - rowsum(dout out)), through the cap; dq = ds k, dk = dsᵀ q, dv = pᵀ dout."""
+def attend_backward(*saved: Tensor, span: Span, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of `attend`, from dout, out, lse, q, k and v.
+
+    ds = p (dout vᵀ - rowsum(dout out)), through the cap; dq = ds k, dk = dsᵀ q, dv = pᵀ dout.
+    """
+    dout, out, lse, q, k, v = saved
     if scoring.is_plain(q, v) and q.is_cpu:
         bias = scoring.bias(span, q)
-        arguments = (x[None] for x in (dout, out, lse, q, k, v))
-        dq, dk, dv = flash_backward(*arguments, bias=bias, scale=scoring.scale)
+        dq, dk, dv = flash_backward(*(x[None] for x in saved), bias=bias, scale=scoring.scale)
         return dq[0], dk[0], dv[0]
     scores, tanh = _capped_scores(q, k, scoring)
     weights = torch.exp(scores + scoring.mask(span, q)[0] - lse.transpose(0, 1).unsqueeze(-1))
@@ -124,23 +119,12 @@ def flash(
 
 
 def flash_backward(
-    dout: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    bias: Tensor | None,
-    scale: float,
+    *saved: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of `flash`."""
+    """dq, dk and dv of `flash`, from dout, out, lse, q, k and v."""
+    dout, out, lse, q, k, v = (x.transpose(1, 2) for x in saved)
     dq, dk, dv = _flash_cpu_backward(
-        *(x.transpose(1, 2) for x in (dout, q, k, v, out, lse)),
-        0.0,
-        bias is None,
-        attn_mask=bias,
-        scale=scale,
+        dout, q, k, v, out, lse, 0.0, bias is None, attn_mask=bias, scale=scale
     )
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 

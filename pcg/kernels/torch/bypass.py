@@ -14,14 +14,7 @@ from pcg.kernels.batch import ProgramBatch
 
 
 def dropout(batch: ProgramBatch, x: Tensor, p: float, key: int) -> Tensor:
-    """x · mask / (1 - p), the mask drawn anew for each step, layer and key; x where not training.
-
-    Args:
-        batch: has no `dropped_parts` where it is not trained on.
-        x: [T, n].
-        p: probability that an element is dropped.
-        key: the dropout's key in its layer.
-    """
+    """x · mask / (1 - p), drawn anew for each step, layer and key; x where not training."""
     parts = list(batch.dropped_parts(key))
     if not parts:
         return x
@@ -38,13 +31,9 @@ def dropout(batch: ProgramBatch, x: Tensor, p: float, key: int) -> Tensor:
 
 
 def activate(s: Any, bias: Any, function: str) -> Any:
-    """σ(s + scale · bias) of a bottleneck; s and what comes out as `shrink` gives it.
+    """σ(s + scale · bias) of a bottleneck; s and what comes out are as `shrink` gives them.
 
-    Args:
-        s: [T, size], [tokens of adapters, size], or [adapters, tokens, size]; None where no token
-            of the batch has such an adapter.
-        bias: [size], or a stack [adapters, 1, size] with segments, scaled already.
-        function: σ's name.
+    The bias is [size], or a stack [adapters, 1, size] with segments, scaled already.
     """
     if s is None:
         return None

@@ -9,7 +9,7 @@ Each runs at once, as `all_reduce(x, batch)`, or goes on while other work is don
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +24,7 @@ from pcg.peft.weights import AdapterWeight
 
 @dataclass(frozen=True)
 class Exchange:
-    """A collective's message, and the function that makes its result.
-
-    Attributes:
-        ranks: the group.
-        kind: all_gather, all_reduce or reduce_scatter.
-        sent: the message.
-        made: makes the result of what came.
-    """
+    """A message to a group, the kind of its collective, and what makes its result of what came."""
 
     ranks: Ranks
     kind: str
@@ -40,13 +33,10 @@ class Exchange:
 
 
 class Collective:
-    """A collective that runs at once, or is begun.
-
-    Args:
-        exchange: returns the exchange, or the result itself where there is nothing to exchange.
-    """
+    """A collective that runs at once, or is begun."""
 
     def __init__(self, exchange: Callable[..., Any]) -> None:
+        """Keep what makes the exchange, or the result where there is nothing to exchange."""
         self._exchange = exchange
         self.__doc__ = exchange.__doc__
 
@@ -88,31 +78,41 @@ def all_gather(x: Any, dim: int, batch: ProgramBatch, tokens: bool = False) -> E
     if x is None:
         return None
 
-    def joined(parts: list[Tensor]) -> Tensor:
-        return gathered_rows(parts, batch.tokens) if tokens else torch.cat(parts, dim)
+    tensor, scale = _taken_apart(x)
 
-    if isinstance(x, Tensor):
-        return Exchange(batch.ranks, "all_gather", x.contiguous(), joined)
-    scale = x.scale
-    sent = x.weight.contiguous()
-    return Exchange(batch.ranks, "all_gather", sent, lambda p: AdapterWeight(joined(p), scale))
+    def joined(parts: list[Tensor]) -> Any:
+        whole = gathered_rows(parts, batch.tokens) if tokens else torch.cat(parts, dim)
+        return whole if scale is None else AdapterWeight(whole, scale)
+
+    return Exchange(batch.ranks, "all_gather", tensor.contiguous(), joined)
+
+
+def _taken_apart(x: Any) -> tuple[Tensor, float | None]:
+    """A tensor, or an adapter's weight, and the weight's scale."""
+    return (x, None) if isinstance(x, Tensor) else (x.weight, x.scale)
 
 
 @Collective
 def all_reduces(xs: Sequence[Tensor | None], batch: ProgramBatch) -> Exchange | list[None]:
     """The sums over the ranks, in one message."""
-    there = [x for x in xs if x is not None]
+    there = {i: x for i, x in enumerate(xs) if x is not None}
+    found: list[Any] = [None] * len(xs)
     if not there:
-        return [None] * len(xs)
-    shapes = [None if x is None else x.shape for x in xs]
-    sizes = [x.numel() for x in there]
+        return found
+    shapes = {i: x.shape for i, x in there.items()}
 
     def apart(total: Tensor) -> list[Tensor | None]:
-        parts = iter(total.split(sizes))
-        return [None if shape is None else next(parts).view(shape).clone() for shape in shapes]
+        parts = total.split([shape.numel() for shape in shapes.values()])
+        for (i, shape), part in zip(shapes.items(), parts, strict=True):
+            found[i] = part.view(shape).clone()
+        return found
 
-    flat = torch.cat([x.reshape(-1) for x in there])
-    return Exchange(batch.ranks, "all_reduce", flat, apart)
+    return Exchange(batch.ranks, "all_reduce", _joined(there.values()), apart)
+
+
+def _joined(tensors: Iterable[Tensor]) -> Tensor:
+    """All numbers of some tensors, one behind the other."""
+    return torch.cat([x.reshape(-1) for x in tensors])
 
 
 @Collective
@@ -120,27 +120,22 @@ def all_gathers(
     xs: Sequence[Any], dims: Sequence[int], batch: ProgramBatch
 ) -> Exchange | list[None]:
     """The ranks' parts of tensors, or of one adapter's weights, in one message; each is joined."""
-    tensors = [x if x is None or isinstance(x, Tensor) else x.weight for x in xs]
-    there = [x for x in tensors if x is not None]
+    there = {i: _taken_apart(x) for i, x in enumerate(xs) if x is not None}
+    found: list[Any] = [None] * len(xs)
     if not there:
-        return [None] * len(xs)
-    shapes = [None if x is None else x.shape for x in tensors]
-    scales = [None if x is None or isinstance(x, Tensor) else x.scale for x in xs]
-    sizes = [x.numel() for x in there]
+        return found
+    kinds = {i: (tensor.shape, scale) for i, (tensor, scale) in there.items()}
 
     def joined(came: list[Tensor]) -> list[Any]:
-        parts = iter(zip(*(one.split(sizes) for one in came), strict=True))
-        found: list[Any] = []
-        for shape, scale, dim in zip(shapes, scales, dims, strict=True):
-            if shape is None:
-                found.append(None)
-                continue
-            whole = torch.cat([part.view(shape) for part in next(parts)], dim)
-            found.append(whole if scale is None else AdapterWeight(whole, scale))
+        sizes = [shape.numel() for shape, _ in kinds.values()]
+        by_tensor = zip(*(one.split(sizes) for one in came), strict=True)
+        for (i, (shape, scale)), parts in zip(kinds.items(), by_tensor, strict=True):
+            whole = torch.cat([part.view(shape) for part in parts], dims[i])
+            found[i] = whole if scale is None else AdapterWeight(whole, scale)
         return found
 
-    flat = torch.cat([x.reshape(-1) for x in there])
-    return Exchange(batch.ranks, "all_gather", flat, joined)
+    sent = _joined(tensor for tensor, _ in there.values())
+    return Exchange(batch.ranks, "all_gather", sent, joined)
 
 
 def placed_part(
@@ -162,7 +157,7 @@ def placed_part(
 def own_part(
     x: Any, dim: int, batch: ProgramBatch, tokens: bool = False, kept: bool = False
 ) -> Any:
-    """The rank's part of a dim of a tensor, or of one adapter's weight: a view, but if it is kept.
+    """The rank's part of a dim of a tensor, or of one adapter's weight, as a view.
 
     A part that is kept is a copy, as a view would keep the whole; one of the tokens always is.
     """

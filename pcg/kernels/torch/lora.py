@@ -144,11 +144,9 @@ def add_lora(
     Args:
         y: the product of x by the base's weights, [T, outs]; written over.
         x: [T, in].
-        weight: the base's, joined.
-        a: each output's; the first holds the LoRA of all, a `JoinedLora`.
-        b: likewise.
-    Returns:
-        Each operator's output.
+        weight: the base's weight, joined.
+        a: each output's A; the first holds the LoRA of all, a `JoinedLora`.
+        b: each output's B, likewise.
     """
     for lora in by_width(a[0]):
         _add_joined(y, x, lora)

@@ -2,72 +2,73 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from pcg.kernels.batch import ProgramBatch
+from pcg.peft.weights import AdapterWeight
 
 
-def column_norm(weight: Tensor, a: Any, b: Any) -> Tensor:
+def column_norm(weight: Tensor, a: AdapterWeight, b: AdapterWeight) -> Tensor:
     """||W + scale · B A|| of each output, [out], in A's dtype."""
     whole = torch.addmm(weight.to(a.weight.dtype), b.weight, a.weight, alpha=b.scale)
     norm: Tensor = torch.linalg.vector_norm(whole, dim=1)
     return norm
 
 
-def column_norm_part(weight: Tensor, a: Any, b: Any, batch: ProgramBatch) -> Tensor:
+def column_norm_part(
+    weight: Tensor, a: AdapterWeight, b: AdapterWeight, batch: ProgramBatch
+) -> Tensor:
     """||W + scale · B A|| where each rank has columns of the weight, and of A."""
     own = torch.addmm(weight.to(a.weight.dtype), b.weight, a.weight, alpha=b.scale)
-    norm: Tensor = batch.ranks.all_reduce(own.square().sum(1)).sqrt()
-    return norm
+    return batch.ranks.all_reduce(own.square().sum(1)).sqrt()
 
 
-def column_factor(magnitude: Any, norm: Tensor) -> Tensor:
+def column_factor(magnitude: AdapterWeight, norm: Tensor) -> Tensor:
     """The magnitude in units of the length, [out]."""
-    factor: Tensor = magnitude.weight / norm
-    return factor
+    return magnitude.weight / norm
 
 
-def vera_down(shared: Any, size: int) -> Tensor:
+def vera_down(shared: AdapterWeight, size: int) -> Tensor:
     """A site's A [r, in]: the shared matrix's first columns."""
-    a: Tensor = shared.weight[:, :size]
-    return a
+    return shared.weight[:, :size]
 
 
-def vera_up(shared: Any, lambda_b: Any, lambda_d: Any) -> Tensor:
+def vera_up(shared: AdapterWeight, lambda_b: AdapterWeight, lambda_d: AdapterWeight) -> Tensor:
     """A site's B [out, r]: the shared matrix's first rows, λ_b ⊙ B ⊙ λ_d."""
     b: Tensor = shared.weight[: len(lambda_b.weight)] * lambda_d.weight
     return b.mul_(lambda_b.weight.unsqueeze(-1))
 
 
 def vera_up_backward(
-    gradient: Tensor, shared: Any, lambda_b: Any, lambda_d: Any
+    gradient: Tensor, shared: AdapterWeight, lambda_b: AdapterWeight, lambda_d: AdapterWeight
 ) -> tuple[Tensor, Tensor]:
     """dλ_b [out] and dλ_d [r] of vera_up."""
     product = gradient * shared.weight[: len(lambda_b.weight)]
     return product @ lambda_d.weight, lambda_b.weight @ product
 
 
-def singular_down(a: Any, e: Any) -> Tensor:
+def singular_down(a: AdapterWeight, e: AdapterWeight) -> Tensor:
     """E ⊙ A, [r, in]."""
-    scaled: Tensor = a.weight * e.weight
-    return scaled
+    return a.weight * e.weight
 
 
-def singular_down_backward(gradient: Tensor, a: Any, e: Any) -> tuple[Tensor, Tensor]:
+def singular_down_backward(
+    gradient: Tensor, a: AdapterWeight, e: AdapterWeight
+) -> tuple[Tensor, Tensor]:
     """dA [r, in] and dE [r, 1] of singular_down."""
     return gradient * e.weight, (gradient * a.weight).sum(1, keepdim=True)
 
 
-def khatri_rao(p: Any, q: Any, dim: int) -> Tensor:
+def khatri_rao(p: AdapterWeight, q: AdapterWeight, dim: int) -> Tensor:
     """scale · P_j ⊙ Q_k of each pair of rows [r, n] (dim -2) or columns [n, r] (dim -1)."""
     pairs: Tensor = p.weight.unsqueeze(dim) * q.weight.unsqueeze(dim - 1)
     return pairs.flatten(dim - 1, dim).mul_(p.scale * q.scale)
 
 
-def khatri_rao_backward(gradient: Tensor, p: Any, q: Any, dim: int) -> tuple[Tensor, Tensor]:
+def khatri_rao_backward(
+    gradient: Tensor, p: AdapterWeight, q: AdapterWeight, dim: int
+) -> tuple[Tensor, Tensor]:
     """dP and dQ of khatri_rao, of their shapes."""
     pairs = gradient.unflatten(dim, (p.weight.shape[dim], q.weight.shape[dim]))
     equation = "jkn,kn->jn jkn,jn->kn" if dim == -2 else "njk,nk->nj njk,nj->nk"

@@ -3,8 +3,6 @@
 They are the reference meaning of the operators of `pcg.ir.operators`, in files of the same names.
 """
 
-# ruff: noqa: F401
-
 from __future__ import annotations
 
 from pcg.kernels.torch.attention import attention, attention_backward

@@ -2,15 +2,15 @@
 
 Such a function is a generator: it yields a `Product`, and goes on when that was run. So functions
 that run in the same step, such as the one that serves a batch and the window of a finetuning job,
-or the windows of several jobs on their way back, run the products that they have in common once,
-over the tokens of all of them: the base executor of Symbiosis, in one process. The base's weights
-are read once, whatever else the functions differ in.
+run the products that they have in common once, over the tokens of all of them: the base executor of
+Symbiosis, in one process.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
@@ -25,6 +25,7 @@ ProductRequest: TypeAlias = Generator["Product", None, Result]
 """A running function that requests products, and what it returns."""
 
 
+@dataclass(slots=True, eq=False)
 class Product(ABC):
     """A product, to be run by the caller of the function that requests it.
 
@@ -33,13 +34,15 @@ class Product(ABC):
         is_own: True if it is by an adapter's weights alone, which not all functions have.
     """
 
-    __slots__ = ("_outputs", "_x", "key")
+    key: tuple[object, ...]
+    _x: Tensor | None
+    _outputs: Any = field(default=None, init=False)
     is_own: ClassVar[bool] = False
 
-    def __init__(self, key: tuple[object, ...], x: Tensor) -> None:
-        self.key = key
-        self._x: Tensor | None = x
-        self._outputs: Any = None
+    def requested(self) -> ProductRequest[Any]:
+        """Ask the caller to run it; returns its outputs."""
+        yield self
+        return self.take()
 
     @abstractmethod
     def run(self) -> None:
@@ -61,12 +64,19 @@ class Product(ABC):
         return x
 
 
+def fulfilled(result: Result) -> ProductRequest[Result]:
+    """A request of nothing, with a result that is there already."""
+    yield from ()
+    return result
+
+
 def joined_tokens(every: Sequence[Product]) -> tuple[Tensor, list[int]]:
     """The first factors of all, one behind the other, and how many tokens each has."""
     parts = [one._take_x() for one in every]
     return torch.cat(parts) if len(parts) > 1 else parts[0], [len(part) for part in parts]
 
 
+@dataclass(slots=True, eq=False)
 class LinearProduct(Product):
     """x Wᵀ (+ b) by some weights.
 
@@ -76,20 +86,9 @@ class LinearProduct(Product):
         is_whole: True if the outputs are wanted side by side in one tensor.
     """
 
-    __slots__ = ("biases", "is_whole", "weights")
-
-    def __init__(
-        self,
-        key: tuple[object, ...],
-        x: Tensor,
-        weights: Sequence[Tensor | None],
-        biases: Sequence[Tensor | None],
-        is_whole: bool,
-    ) -> None:
-        super().__init__(key, x)
-        self.weights = weights
-        self.biases = biases
-        self.is_whole = is_whole
+    weights: Sequence[Tensor | None]
+    biases: Sequence[Tensor | None]
+    is_whole: bool
 
     def run(self) -> None:
         x = self._take_x()
@@ -102,7 +101,7 @@ class LinearProduct(Product):
     def run_with(self, others: Sequence[LinearProduct]) -> None:
         """Run it and others of its key as one, by the weights of one that has them joined."""
         every = (self, *others)
-        best = next((one for one in every if one._is_joined), self)
+        best = next((one for one in every if hasattr(one.weights[0], "group_sizes")), self)
         x, counts = joined_tokens(every)
         outputs = linear_group(x, best.weights, best.biases)
         split = [out.split(counts) for out in outputs]
@@ -110,10 +109,6 @@ class LinearProduct(Product):
             own = [rows[i] for rows in split]
             # Each has memory of its own, which goes when it needs it no more.
             one._outputs = torch.cat(own, -1) if one.is_whole else [rows.clone() for rows in own]
-
-    @property
-    def _is_joined(self) -> bool:
-        return hasattr(self.weights[0], "group_sizes")
 
 
 class InputGradientTerm(ABC):
@@ -123,32 +118,18 @@ class InputGradientTerm(ABC):
     def add(
         self, dy: Tensor, dx: Tensor, jobs: Sequence[Self], spans: Sequence[tuple[int, int]]
     ) -> None:
-        """Add the terms of several jobs to dx in one go.
+        """Add the terms of several jobs, this one included, to the base's dx [T, in] in one go.
 
-        Args:
-            dy: [T, out].
-            dx: the base's gradient, [T, in]; written over.
-            jobs: the jobs' terms, this one included.
-            spans: first token and tokens of each.
+        `spans` are the first token of each and its number of tokens in dy [T, out].
         """
 
 
+@dataclass(slots=True, eq=False)
 class InputGradient(Product):
-    """dy W, and a bypass network's term added to it.
+    """dy W, with a bypass network's term added where nodes of its own do not."""
 
-    Attributes:
-        weight: [out, in].
-        term: the bypass network's; None where it is in nodes of its own.
-    """
-
-    __slots__ = ("term", "weight")
-
-    def __init__(
-        self, key: tuple[object, ...], dy: Tensor, weight: Tensor, term: InputGradientTerm | None
-    ) -> None:
-        super().__init__(key, dy)
-        self.weight = weight
-        self.term = term
+    weight: Tensor
+    term: InputGradientTerm | None
 
     def run(self) -> None:
         (self._outputs,) = self._made((self,))
@@ -210,23 +191,13 @@ def product(
     *,
     whole: bool = False,
 ) -> ProductRequest[Any]:
-    """Request x by each of some weights.
+    """Request x [T, in] by each of some weights [out, in]; returns their outputs, [T, out] each.
 
-    Args:
-        batch: the step's.
-        name: the first weight's name in its layer.
-        x: [T, in].
-        weights: [out, in] each.
-        biases: one for each weight; empty for none.
-        whole: give the outputs as one tensor, [T, outs], that may be written over.
-    Returns:
-        Their outputs, [T, out] each.
+    `name` is that of the first weight in its layer; with `whole` the outputs are one tensor,
+    [T, outs], that may be written over.
     """
     key = (batch.layer, name, len(weights), bool(biases))
-    request = LinearProduct(key, x, weights, biases, whole)
-    del x
-    yield request
-    return request.take()
+    return LinearProduct(key, x, weights, biases, whole).requested()
 
 
 def product_backward(
@@ -236,18 +207,5 @@ def product_backward(
     weight: Tensor,
     term: InputGradientTerm | None = None,
 ) -> ProductRequest[Any]:
-    """Request dy by a weight, the gradient of its linear operator's input.
-
-    Args:
-        batch: the step's.
-        name: the weight's name in its layer.
-        dy: [T, out].
-        weight: [out, in].
-        term: a bypass network's, which is added.
-    Returns:
-        dx, [T, in].
-    """
-    request = InputGradient((batch.layer, name, "backward"), dy, weight, term)
-    del dy
-    yield request
-    return request.take()
+    """Request dx = dy W, [T, in], with a bypass network's term added; `name` is the weight's."""
+    return InputGradient((batch.layer, name, "backward"), dy, weight, term).requested()

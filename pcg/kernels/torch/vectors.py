@@ -14,10 +14,8 @@ from pcg.kernels.torch.norms import widened
 def scale(y: Tensor, vector: Any, base: Tensor | None = None) -> Tensor:
     """vector ⊙ (y - base) + base, each token by its own adapter's vector; y where there is none.
 
-    Args:
-        y: [T, n]; not written over, as the base may read it elsewhere.
-        vector: [n], the program's own or one adapter's, or a stack [adapters, 1, n] with segments.
-        base: [n], what is not scaled.
+    The vector is [n], the program's own or one adapter's, or a stack [adapters, 1, n] with
+    segments. y [T, n] is not written over, as it may be read elsewhere.
     """
     for one in by_width(vector):
         y = _scale(y, one, base)

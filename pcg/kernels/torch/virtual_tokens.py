@@ -14,11 +14,8 @@ from pcg.kernels.torch.lora import by_width
 def virtual_tokens(batch: ProgramBatch, x: Tensor, prompt: Any) -> Tensor:
     """x with its own adapter's prompt, in x's dtype, in each virtual row.
 
-    Args:
-        batch: its virtual rows.
-        x: [T, …], of h features.
-        prompt: [n, h], or a stack [adapters, n, h] with segments, which may be padded; None where
-            no adapter of the batch has one.
+    x is [T, …] of h features; the prompt is [n, h], or a stack [adapters, n, h] with segments,
+    which may be padded, or None where no adapter of the batch has one.
     """
     for one in by_width(prompt):
         x = _with_prompt(batch, x, one)

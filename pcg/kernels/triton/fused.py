@@ -47,13 +47,9 @@ class FusedPart:
 
 @dataclass(frozen=True)
 class _Output:
-    """One output: a tensor, or keys or values of the cache.
+    """One output: a tensor, or with `to` the `keys` or `values` of the cache.
 
-    Attributes:
-        to: `keys` or `values`; empty for a tensor.
-        dtype: its dtype.
-        features: its sizes behind the tokens.
-        given: index of the value that stands for it without a cache; None where none does.
+    `given` is the index of the value that stands for it without a cache; None where none does.
     """
 
     to: str
@@ -84,11 +80,11 @@ class Fused:
         warps: int,
         apart: Sequence[int] = (),
     ) -> None:
-        """Keep a kernel.
+        """Keep a jitted kernel.
 
         Args:
             kernel: the jitted kernel.
-            token_wise: for each input, whether its first dim is the tokens.
+            token_wise: for each input, True if its first dim is the tokens.
             parts: parts that stand side by side; most kernels have one.
             warps: warps of a program.
             apart: indices of inputs [T, heads, d] whose heads may lie apart.
@@ -104,11 +100,7 @@ class Fused:
         self._warps = warps
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run it; its output, or the tuple of them.
-
-        Args:
-            arguments: the inputs; before them the batch, where something goes to the cache.
-        """
+        """Run it on its inputs, after the batch where it writes to the cache."""
         batch, inputs = (arguments[0], arguments[1:]) if self._appends else (None, arguments)
         cached = None if batch is None else batch.cached
         tokens, device = inputs[self._first].shape[0], inputs[self._first].device

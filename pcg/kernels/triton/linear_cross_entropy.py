@@ -5,20 +5,14 @@
     dz = dloss · (softmax(l) - onehot(target)) · dl/dz          dx = dz W
 
 The products are torch's. Between the two a kernel goes over each row of z, a block of columns at a
-time: for the maximum and the sum, and again to write dz over z. So what exists of [T, V] is z of
-one chunk. W is frozen and gets no gradient. That loss and gradient are taken together, in chunks
-and in place, is the idea of Liger Kernel (Hsu et al. 2024, section 3.2).
+time: for the maximum and the sum, and again to write dz over z. So only z of one chunk exists of
+[T, V]: the idea of Liger Kernel (Hsu et al. 2024, section 3.2). W is frozen.
 
-Shapes: T tokens, h hidden, V vocabulary. z is rounded to x's dtype; l,
-the sums and dz are computed in fp32, in fp64 of fp64. Sums are in a fixed order.
-Grid: a program a row.
+Shapes: T tokens, h hidden, V vocabulary. z is rounded to x's dtype; l, the sums and dz are computed
+in fp32, in fp64 of fp64. Sums are in a fixed order. Grid: a program a row.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -118,12 +112,7 @@ def loss_rows(
 
 
 def chunk_tokens(vocabulary: int, element_bytes: int) -> int:
-    """Tokens of a chunk: as many steps of CHUNK_STEP as CHUNK_BYTES hold, at least one.
-
-    Args:
-        vocabulary: V.
-        element_bytes: bytes of an element of x.
-    """
+    """Tokens of a chunk: as many steps of CHUNK_STEP as CHUNK_BYTES hold, at least one."""
     fitting = CHUNK_BYTES // (vocabulary * element_bytes)
     return max(1, fitting // CHUNK_STEP) * CHUNK_STEP
 
@@ -163,6 +152,7 @@ def linear_cross_entropy(
     stride = triton.cdiv(vocabulary, 16) * 16  # every row starts at a multiple of 16 bytes
     room = torch.empty((min(size, tokens), stride), dtype=x.dtype, device=x.device)
     room[:, vocabulary:] = 0
+    block = min(BLOCK, triton.next_power_of_2(vocabulary))  # a narrow row is one block
     for start in range(0, tokens, size):
         part = slice(start, start + size)
         rows = x[part]
@@ -171,30 +161,11 @@ def linear_cross_entropy(
             torch.mm(rows, weight.t(), out=z)
         else:
             torch.addmm(bias, rows, weight.t(), out=z)
-        slopes = None if dloss is None else dloss[part]
-        _loss_of(z, targets[part], slopes, loss[part], scale, softcap)
+        loss_rows[(len(z),)](
+            z, targets[part], None if dloss is None else dloss[part], loss[part], vocabulary,
+            stride, SCALE=scale, SOFTCAP=softcap, TRAINS=dloss is not None, BLOCK=block,
+            num_warps=max(1, block // 256),
+        )  # fmt: skip
         if dx is not None:
             torch.mm(z, weight, out=dx[part])
     return loss, dx
-
-
-def _loss_of(
-    z: Tensor, targets: Tensor, dloss: Tensor | None, loss: Tensor, scale: float, softcap: float
-) -> None:
-    """Write the loss of some rows, and dz over z."""
-    options = _options(z, scale, softcap)
-    trains = dloss is not None
-    loss_rows[(z.shape[0],)](
-        z, targets, dloss, loss, z.shape[1], z.stride(0), TRAINS=trains, **options
-    )
-
-
-def _options(z: Tensor, scale: float, softcap: float) -> dict[str, Any]:
-    """The kernels' constants: a narrow row is one block; 8 columns a thread."""
-    block = min(BLOCK, triton.next_power_of_2(z.shape[1]))
-    return {
-        "SCALE": scale,
-        "SOFTCAP": softcap,
-        "BLOCK": block,
-        "num_warps": max(1, block // 256),
-    }

@@ -3,8 +3,6 @@
 Names, shapes and meanings are those of `pcg.kernels.torch.ops`.
 """
 
-# ruff: noqa: F401
-
 from __future__ import annotations
 
 from typing import Any

@@ -3,15 +3,12 @@
     greedy   the first v with l_v = max l
     draw     p_v = exp((l_v - max l) / temperature);  the first v with Σ_{w ≤ v} p_w > u · Σ_w p_w
 
-Each is one launch in place of up to eight over fp32 and fp64 copies of [R, V], and of the question
-to the host whether a row can be drawn from. Filters (top-k, top-p, min-p) and penalties come
-before; what they remove is -inf here.
+Each is one launch in place of up to eight over fp32 and fp64 copies of [R, V]. Filters (top-k,
+top-p, min-p) and penalties come before; what they remove is -inf here.
 
 Shapes: R rows, V vocabulary. Sums are in fp64, in a fixed order.
-Grid: a program a row. What several of them found of one would take a second launch.
+Grid: a program a row; several for one would take a second launch.
 """
-
-# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
@@ -65,16 +62,9 @@ def _probabilities(row, start, V, top, temperature, BLOCK: tl.constexpr):
 
 @triton.jit
 def draw_rows(
-    logits,
-    temperatures,
-    uniform,
-    tokens,
-    are_drawn,
-    V,
-    stride,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, temperatures, uniform, tokens, are_drawn, V, stride,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A token of a row; 0 and false where the sum is no number, or 0.
 
     The maximum; each block's sum; the block in which the sums pass the point; the token in it.
@@ -123,9 +113,8 @@ def draw(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> tuple[Tensor,
         temperatures: [R], fp32, above 0; 1 where filters have divided by it.
         uniform: u, [R], fp64, at least 0 and less than 1.
     Returns:
-        tokens: [R], int64.
-        are_drawn: [R], bool; false, and the token 0, where the logits hold NaN or no finite number.
-            To be asked when the tokens are read.
+        Tokens [R], int64, and a mask [R]; false, and the token 0, where the logits hold NaN or no
+        finite number.
     """
     rows, vocabulary = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -134,16 +123,9 @@ def draw(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> tuple[Tensor,
         options = _options(DRAW_BLOCK, vocabulary)
         blocks = triton.cdiv(vocabulary, options["BLOCK"])
         draw_rows[(rows,)](
-            logits,
-            temperatures,
-            uniform,
-            tokens,
-            are_drawn,
-            vocabulary,
-            logits.stride(0),
-            BLOCKS=max(2, triton.next_power_of_2(blocks)),
-            **options,
-        )
+            logits, temperatures, uniform, tokens, are_drawn, vocabulary, logits.stride(0),
+            BLOCKS=max(2, triton.next_power_of_2(blocks)), **options,
+        )  # fmt: skip
     return tokens, are_drawn
 
 

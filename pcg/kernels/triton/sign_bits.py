@@ -7,8 +7,6 @@ Shapes: y, dy, dx: [.., n]; signs: [.., n / 8], u8.
 Grid: a program for BLOCK bytes of signs, which are 8 BLOCK elements.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import torch

@@ -7,7 +7,7 @@ that programs can be fit to, but no cost.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -77,13 +77,7 @@ nccl-tests' bus bandwidth are commonly reported at about these shares on A100 an
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One kind of accelerator.
-
-    Attributes:
-        name: the name as people write it.
-        memory_bytes: the total that the driver reports.
-        sheet: the data sheet that costs are estimated from; None where there is none.
-    """
+    """One kind of accelerator, with the total of memory that the driver reports."""
 
     name: str
     memory_bytes: int
@@ -92,8 +86,6 @@ class Accelerator:
 
 RESERVED_BYTES = 2**30
 """Memory left free on a device, for the CUDA context, libraries' workspaces and fragmentation."""
-
-# ---------------------------------------------------------------------------------------- links
 
 
 def _link(step_us: float, gb_per_s: int, name: str) -> Link:
@@ -116,8 +108,6 @@ GLOO_LOOPBACK = Link(
     is_measured=True,
 )
 
-# --------------------------------------------------------------------------------------- sheets
-
 
 def _gpu(
     half_tflops: float,
@@ -129,13 +119,8 @@ def _gpu(
 ) -> DeviceSheet:
     """A GPU's data sheet.
 
-    Args:
-        half_tflops: peak of dense bf16 and fp16 on tensor cores.
-        fp32_tflops: peak of fp32 without tensor cores.
-        memory_gb_per_s: bandwidth of the memory.
-        links: links by name.
-        source: the data sheet and its words.
-        fp64_tflops: peaks of fp64 on tensor cores and without, where the data sheet has them.
+    Peaks are those of dense bf16 and fp16 on tensor cores, of fp32 without them, and of fp64 on
+    tensor cores and without, where the data sheet has them.
     """
     half, fp32 = half_tflops * TERA, fp32_tflops * TERA
     products = {"bf16": half, "f16": half, "f32": fp32}
@@ -202,8 +187,6 @@ CPU = DeviceSheet(
 )
 """A server's socket, for models that are split over CPUs."""
 
-# --------------------------------------------------------------------------------------- devices
-
 # Totals as nvidia-smi (rocm-smi) reports them, in MiB; with ECC where it is on by default.
 _TOTALS_MIB = {
     "A10G": 23_028,
@@ -239,9 +222,14 @@ def find_accelerator(name: str) -> Accelerator:
     Raises:
         UnsupportedError: pcg knows none of that name; lists them.
     """
-    for known, device in ACCELERATORS.items():
-        if known.lower() == name.lower():
-            return device
+    known = known_name(name, ACCELERATORS)
+    if known is not None:
+        return ACCELERATORS[known]
     close = get_close_matches(name.upper(), ACCELERATORS, 1)
     hint = f"; did you mean {close[0]}?" if close else "."
     raise UnsupportedError(f"no GPU is known as {name!r}{hint} Known are {', '.join(ACCELERATORS)}")
+
+
+def known_name(name: str, among: Iterable[str]) -> str | None:
+    """A known name as it is written, in whatever case it was asked for."""
+    return next((known for known in among if known.lower() == name.lower()), None)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
 import torch
 
 from pcg.errors import CostModelError
-from pcg.parallel.costs.accelerators import ACCELERATORS, SHEETS
+from pcg.parallel.costs.accelerators import ACCELERATORS, SHEETS, known_name
 from pcg.parallel.costs.cost_model import CostModel, SheetModel
 from pcg.parallel.costs.device_profile import DeviceProfile, ProfileModel
 
@@ -20,12 +20,12 @@ def find_cost_model(name_or_path: str | os.PathLike[str], link: str | None = Non
 
     Args:
         name_or_path: a name of `SHEETS` in any case, or a file of `pcg profile`.
-        link: name of one of the sheet's links; its first by default. A profile has its own.
+        link: the name of one of the sheet's links, its first by default; a profile has its own.
     Raises:
         CostModelError: there is neither; the closest names are named.
     """
     wanted = str(name_or_path)
-    name = _known(wanted, SHEETS)
+    name = known_name(wanted, SHEETS)
     if name is not None:
         return SheetModel(name, SHEETS[name], link)
     path = Path(name_or_path).expanduser()
@@ -34,7 +34,7 @@ def find_cost_model(name_or_path: str | os.PathLike[str], link: str | None = Non
             raise CostModelError(f"{path} is a profile, which has its own link, not {link!r}")
         return ProfileModel(DeviceProfile.load(path))
     known = ", ".join(SHEETS)
-    accelerator = _known(wanted, ACCELERATORS)
+    accelerator = known_name(wanted, ACCELERATORS)
     if accelerator is not None:
         raise CostModelError(
             f"{accelerator} has no data sheet here, so no cost; use one of {known}, or a profile "
@@ -53,9 +53,7 @@ def find_cost_model(name_or_path: str | os.PathLike[str], link: str | None = Non
 def costs_name(costs: str | os.PathLike[str] | None, gpus: Sequence[str] = ()) -> str:
     """The name of the data sheet, or the path of the profile, that is asked for.
 
-    Args:
-        costs: a name or a path; None for the first of `gpus` that has a sheet, else an H100.
-        gpus: names of GPUs.
+    None asks for the first of the named `gpus` that has a sheet, else for an H100's.
     """
     if costs is None:
         return next((name for name in gpus if name.upper() in map(str.upper, SHEETS)), "H100")
@@ -64,11 +62,7 @@ def costs_name(costs: str | os.PathLike[str] | None, gpus: Sequence[str] = ()) -
 
 
 def own_sheet(device: torch.device) -> str:
-    """The name of the data sheet of a device that is there.
-
-    Raises:
-        CostModelError: it has none.
-    """
+    """The name of the data sheet of a device that is there; a CostModelError where it has none."""
     if device.type == "cpu":
         return "CPU"
     called = torch.cuda.get_device_name(device)
@@ -80,8 +74,3 @@ def own_sheet(device: torch.device) -> str:
         f"{called} has no data sheet here, so no cost; measure it with pcg profile -o FILE --tp N, "
         "and say costs=FILE"
     )
-
-
-def _known(name: str, among: Mapping[str, object]) -> str | None:
-    """A known name as it is written, in whatever case it was asked for."""
-    return next((known for known in among if known.lower() == name.lower()), None)

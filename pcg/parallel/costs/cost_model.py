@@ -23,11 +23,7 @@ _ROUNDS = {"all_gather": 1, "all_reduce": 2, "reduce_scatter": 1}
 
 
 class CostModel(ABC):
-    """Seconds of operators and collectives on one kind of device.
-
-    Attributes:
-        name: the device's name.
-    """
+    """Seconds of operators and collectives on one kind of device, by its name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -55,30 +51,25 @@ class CostModel(ABC):
         Args:
             op: an operator of a rank's graph, no collective.
             inputs: types of one rank, in `T` and `S` alone.
-            outputs: likewise.
+            outputs: the types of its outputs, likewise.
             attributes: the node's attributes.
-            tokens: T, of the step.
-            context: S, tokens of a sequence.
+            tokens: T, the number of tokens of the step.
+            context: S, the number of tokens of a sequence.
         Raises:
             CostModelError: no cost is known.
         """
         key = (op, inputs, outputs, tuple(attributes.items()), tokens, context)
-        seconds = self._known.get(key)
-        if seconds is None:
-            seconds = 0.0
-            if not is_free(op):
-                for part in parts_of(op, inputs, outputs, attributes):
-                    seconds += self.work_seconds(work_of(*part, tokens, context))
-            self._known[key] = seconds
-        return seconds
+        if key not in self._known:
+            parts = () if is_free(op) else parts_of(op, inputs, outputs, attributes)
+            works = (work_of(*part, tokens, context) for part in parts)
+            self._known[key] = sum(map(self.work_seconds, works), 0.0)
+        return self._known[key]
 
     def collective_seconds(self, kind: str, size_bytes: int, degree: int) -> float:
-        """Seconds of a collective; 0 of one rank.
+        """Seconds of an all_reduce, all_gather or reduce_scatter; 0 of one rank.
 
-        Args:
-            kind: all_reduce, all_gather or reduce_scatter.
-            size_bytes: size of the tensor that is summed, or of the whole that is gathered.
-            degree: number of ranks.
+        `size_bytes` is the size of the tensor that is summed, or of the whole that is gathered.
+
         Raises:
             CostModelError: no link is known, or no such collective.
         """
@@ -97,7 +88,7 @@ class SheetModel(CostModel):
     Args:
         name: the device's name.
         sheet: its data sheet.
-        link: name of one of the sheet's links, in any case; its first by default.
+        link: the name of one of the sheet's links, in any case; its first by default.
         achieved: shares of the sheet's peaks.
     Raises:
         CostModelError: the sheet has no such link.

@@ -57,14 +57,9 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """Measurements of one device.
+    """Measurements of one device, with the versions of pcg and torch that made them.
 
-    Attributes:
-        device: the device's name.
-        versions: versions of pcg and torch.
-        points: times of operators.
-        exchanges: times of collectives; none where one rank was measured.
-        backend: the backend of torch.distributed that made them.
+    `exchanges` are times of collectives over a backend of torch.distributed; none of one rank.
     """
 
     device: str
@@ -80,29 +75,20 @@ class DeviceProfile:
         vectors: dict[str, float] = {}
         for point in self.points:
             work = point.work
-            dtype = work.dtype
-            if not work.is_product and dtype != "f64":
-                dtype = "f32"
+            dtype = work.dtype if work.is_product or work.dtype == "f64" else "f32"
             peaks = products if work.is_product else vectors
             peaks[dtype] = max(peaks.get(dtype, 0.0), work.flops / point.seconds)
-        return DeviceSheet(
-            products,
-            vectors,
-            max(point.work.moved_bytes / point.seconds for point in self.points),
-            min(point.seconds for point in self.points),
-            {},
-            "measured",
-            "measured",
-        )
+        bytes_per_s = max(point.work.moved_bytes / point.seconds for point in self.points)
+        launch_s = min(point.seconds for point in self.points)
+        return DeviceSheet(products, vectors, bytes_per_s, launch_s, {}, "measured", "measured")
 
     @cached_property
     def links(self) -> Mapping[str, Link]:
         """The link of each kind of collective."""
-        kinds = sorted({exchange.kind for exchange in self.exchanges})
-        return {
-            kind: fitted_link([e for e in self.exchanges if e.kind == kind], self.backend)
-            for kind in kinds
-        }
+        of_kind: dict[str, list[CollectiveTime]] = {}
+        for one in sorted(self.exchanges, key=lambda exchange: exchange.kind):
+            of_kind.setdefault(one.kind, []).append(one)
+        return {kind: fitted_link(found, self.backend) for kind, found in of_kind.items()}
 
     @property
     def degree(self) -> int:

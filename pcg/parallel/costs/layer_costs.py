@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Protocol
 
 import sympy
 
@@ -22,48 +22,61 @@ CONTEXT_TOKENS = 1024
 """Tokens that a token attends to, where operations are counted and no device is known."""
 
 
-class LayerCosts(Protocol):
-    """Costs of nodes and messages, in any unit: only sums are compared."""
+class LayerCosts(ABC):
+    """Costs of nodes and messages over `degree` ranks, in any unit: only sums are compared.
 
+    `tokens` is the number of tokens of a step.
+    """
+
+    def __init__(self, degree: int, tokens: int) -> None:
+        self.degree = degree
+        self.tokens = tokens
+
+    @abstractmethod
     def node(self, node: Node, graph: Graph, rule: Sharding, needs: tuple[bool, ...]) -> float:
         """Cost of a node of a graph of whole tensors, and of its gradients, on one rank.
 
         `needs` says which inputs need a gradient.
         """
 
+    @abstractmethod
     def send(self, kind: str, *types: TensorType) -> float:
         """Cost of one message: a sum of tensors, or a gather to the wholes.
 
         Of no tensor it is the cost of a message that carries nothing.
         """
 
-    def bytes_sent(self, kind: str, *types: TensorType) -> int:
-        """Bytes that each rank sends for a message."""
-
     def place(self, type_: TensorType, dim: int) -> float:
         """Cost of writing a rank's part of a whole tensor among zeros."""
+        return 0.0
 
     def sum_gradient(self, type_: TensorType) -> float:
         """A batch's share of the sum of an adapter weight's gradient over the ranks."""
+        return 0.0
+
+    def message_bytes(self, types: Iterable[TensorType]) -> int:
+        """Bytes of the tensors of a message."""
+        return sum(size_bytes(type_, self.tokens) for type_ in types)
+
+    def bytes_sent(self, kind: str, *types: TensorType) -> int:
+        """Bytes that each rank sends for a message."""
+        return ring_bytes(kind, self.message_bytes(types), self.degree)
 
 
-class ByteCosts:
+class ByteCosts(LayerCosts):
     """Bytes between ranks for one token, and a byte for every FLOPS_PER_BYTE operations.
 
     Operations count, as all ranks do a product on whole tensors. No device is known: the base's
     plan is the same on all. The unit is an operation of all ranks, so that sums are of whole
     numbers, and ways of equal cost compare as equal.
 
-    Args:
-        degree: number of ranks.
-        shards_tokens: True if ranks may hold shards of the tokens. Then costs are those of a token
-            on each rank, and all operators count: else a norm on all tokens were as good.
+    Where ranks may hold shards of the tokens, costs are those of a token on each rank, and all
+    operators count: else a norm on all tokens were as good.
     """
 
     def __init__(self, degree: int, shards_tokens: bool = False) -> None:
-        self.degree = degree
+        super().__init__(degree, degree if shards_tokens else 1)
         self._shards_tokens = shards_tokens
-        self._tokens = degree if shards_tokens else 1
 
     def node(self, node: Node, graph: Graph, rule: Sharding, needs: tuple[bool, ...]) -> float:
         entry = operator(node.op)
@@ -72,32 +85,18 @@ class ByteCosts:
         types = tuple(graph.types[name] for name in node.inputs)
         outputs = tuple(value.type for value in node.outputs)
         flops = entry.flops(types, outputs, dict(node.attributes))
-        work = _number(flops, self._tokens)
         is_sharded = any(layout.dim for layout in rule.inputs)
-        return work if is_sharded else work * self.degree
+        return _number(flops, self.tokens) * (1 if is_sharded else self.degree)
 
     def send(self, kind: str, *types: TensorType) -> float:
         return float(FLOPS_PER_BYTE * self.degree * self.bytes_sent(kind, *types))
 
-    def place(self, type_: TensorType, dim: int) -> float:
-        return 0.0
 
-    def bytes_sent(self, kind: str, *types: TensorType) -> int:
-        size = sum(size_bytes(type_, self._tokens) for type_ in types)
-        return ring_bytes(kind, size, self.degree)
-
-    def sum_gradient(self, type_: TensorType) -> float:
-        return 0.0
-
-
-class DeviceCosts:
+class DeviceCosts(LayerCosts):
     """Seconds of a layer's forward and backward on one rank.
 
     Args:
-        model: cost model of the device and its links.
-        degree: number of ranks.
-        tokens: number of tokens of a step.
-        context: number of tokens that a token attends to.
+        context: the number of tokens that a token attends to.
         gradient_accumulation_steps: batches an optimizer step, which share the sums of gradients.
     """
 
@@ -109,9 +108,8 @@ class DeviceCosts:
         context: int,
         gradient_accumulation_steps: int = 1,
     ) -> None:
+        super().__init__(degree, tokens)
         self.model = model
-        self.degree = degree
-        self.tokens = tokens
         self.context = context
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self._known: dict[object, float] = {}
@@ -122,22 +120,15 @@ class DeviceCosts:
         key = (rule.op or node.op, ins, outs, node.attributes, needs)
         if key not in self._known:
             attributes = operator(key[0]).local_attributes(dict(node.attributes), outs)
-            self._known[key] = self._seconds(key[0], ins, outs, attributes)
+            seconds = self._seconds(key[0], ins, outs, attributes)
             if any(needs):
                 local = backward_of(key[0], ins, outs, attributes, needs)
-                self._known[key] += sum(
-                    self._seconds(n.op, t, tuple(v.type for v in n.outputs), dict(n.attributes))
-                    for n, t in ((n, tuple(local.types[i] for i in n.inputs)) for n in local.nodes)
-                )
+                seconds += sum(self._node_seconds(local, one) for one in local.nodes)
+            self._known[key] = seconds
         return self._known[key]
 
     def send(self, kind: str, *types: TensorType) -> float:
-        size = sum(size_bytes(type_, self.tokens) for type_ in types)
-        return self.model.collective_seconds(kind, size, self.degree)
-
-    def bytes_sent(self, kind: str, *types: TensorType) -> int:
-        size = sum(size_bytes(type_, self.tokens) for type_ in types)
-        return ring_bytes(kind, size, self.degree)
+        return self.model.collective_seconds(kind, self.message_bytes(types), self.degree)
 
     def place(self, type_: TensorType, dim: int) -> float:
         whole = with_rank(type_)
@@ -147,15 +138,18 @@ class DeviceCosts:
     def sum_gradient(self, type_: TensorType) -> float:
         """A batch's share of its bytes' time; the message is that of all gradients together."""
         size = size_bytes(type_, self.tokens)
-        one, two = (
-            self.model.collective_seconds("all_reduce", times * size, self.degree)
-            for times in (1, 2)
-        )
+        seconds = self.model.collective_seconds
+        one, two = (seconds("all_reduce", times * size, self.degree) for times in (1, 2))
         return (two - one) / self.gradient_accumulation_steps
 
     def _held(self, types: Sequence[TensorType], layouts: Sequence[Layout]) -> Types:
         pairs = zip(types, layouts, strict=True)
         return tuple(local_type(with_rank(type_), layout, self.degree) for type_, layout in pairs)
+
+    def _node_seconds(self, graph: Graph, node: Node) -> float:
+        ins = tuple(graph.types[name] for name in node.inputs)
+        outs = tuple(value.type for value in node.outputs)
+        return self._seconds(node.op, ins, outs, dict(node.attributes))
 
     def _seconds(self, op: str, ins: Types, outs: Types, attributes: Attributes) -> float:
         if operator(op).is_view:
@@ -187,6 +181,5 @@ def backward_of(
     builder = Builder("backward")
     incoming = builder.input("d", outs[0])
     upstream = (incoming, *(None,) * (len(outs) - 1))
-    context = Gradient(builder, graph, node, upstream, needs)
-    gradients = operator(op).gradient(context)
+    gradients = operator(op).gradient(Gradient(builder, graph, node, upstream, needs))
     return builder.build([name for name in gradients if name is not None])

@@ -33,16 +33,6 @@ from pcg.peft.weights import AdapterWeight
 HALVES = ("bf16", "f16")
 
 
-@dataclass(frozen=True)
-class _Span:
-    """The one sequence of the batch."""
-
-    length: int
-    start: int = 0
-    context: int = 0
-    origin: int = 0
-
-
 class _OneOfTwo(Ranks):
     """One rank of two without the other: only its own work is measured."""
 
@@ -65,15 +55,14 @@ class _Step:
     ranks: Ranks = field(default_factory=_OneOfTwo)
 
     def __post_init__(self) -> None:
-        self.spans = (_Span(self.tokens),)
+        self.spans = (SimpleNamespace(length=self.tokens, start=0, context=0, origin=0),)
         self.uniform_length = self.tokens
         rows = torch.arange(min(self.virtual, self.tokens), device=self.device)
         self.virtual_rows, self.virtual_places = rows, rows
 
     def dropped_parts(self, key: int) -> list[SimpleNamespace]:
-        generator = torch.Generator(self.device).manual_seed(key)
-        count = self.tokens
-        return [SimpleNamespace(start=0, count=count, skipped=0, whole=count, generator=generator)]
+        generator, n = torch.Generator(self.device).manual_seed(key), self.tokens
+        return [SimpleNamespace(start=0, count=n, skipped=0, whole=n, generator=generator)]
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Keep no cache."""
@@ -91,7 +80,7 @@ def measure_operators(
     Args:
         device: the device to measure.
         dtype: the base model's; in half precision adapters are measured in it and in f32.
-        quick: measure a small grid, in seconds, for trying out.
+        quick: True to measure a small grid, in seconds, for trying out.
         on_case: called with the name of each operator before it is measured.
     Raises:
         CostModelError: the dtype is no float.
@@ -129,14 +118,12 @@ def _points(case: Case, grid: Grid, device: torch.device) -> Iterator[OperatorTi
 
 
 def _room_bytes(device: torch.device) -> float:
-    """Memory that one operator may take."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / 4
     return 2.0**31
 
 
 def _call(case: Case, tokens: int, device: torch.device) -> Callable[[], Any]:
-    """The operator's expression, with random inputs."""
     values: dict[str, Any] = {}
     for i, type_ in enumerate(case.inputs):
         value = _random(type_, tokens, device)
@@ -156,7 +143,6 @@ def _random(type_: TensorType, tokens: int, device: torch.device) -> Tensor:
 
 
 def _seconds(call: Callable[[], Any], device: torch.device, budget_s: float) -> float:
-    """Seconds of one call."""
     first = _row(call, device, 1)
     once = _row(call, device, 1)
     if once > 3 * budget_s:
@@ -166,7 +152,6 @@ def _seconds(call: Callable[[], Any], device: torch.device, budget_s: float) -> 
 
 
 def _row(call: Callable[[], Any], device: torch.device, count: int) -> float:
-    """Seconds of so many calls."""
     _wait(device)
     start = time.perf_counter()
     for _ in range(count):

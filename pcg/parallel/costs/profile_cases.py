@@ -7,7 +7,6 @@ have its size. Carried operators (`pointwise`) are measured by ELU, and stand fo
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -22,15 +21,7 @@ CARRIED: Mapping[str, Attribute] = {"target": "aten.elu.default", "arguments": "
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes that are measured.
-
-    Attributes:
-        tokens: numbers of tokens of a step.
-        widths: features of a layer, multiples of 64.
-        ranks: ranks of adapters.
-        vocabulary: number of rows of the embedding.
-        budget_s: time for one measurement.
-    """
+    """The sizes that are measured, `budget_s` long each; widths of layers are multiples of 64."""
 
     tokens: tuple[int, ...]
     widths: tuple[int, ...]
@@ -46,14 +37,7 @@ GPU_GRID = Grid((1, 16, 128, 1024, 8192), (1024, 4096, 8192), (8, 64), 128_000, 
 
 @dataclass(frozen=True)
 class Case:
-    """An operator to measure.
-
-    Attributes:
-        op: the operator's name.
-        inputs: types in `T`.
-        attributes: the node's attributes.
-        adapters: places of the inputs that are an adapter's parameters.
-    """
+    """An operator to measure; `adapters` are the places of inputs that are adapters' parameters."""
 
     op: str
     inputs: Types
@@ -101,7 +85,6 @@ def _elementwise(width: int, dtype: str) -> Iterator[Case]:
 
 
 def _integers() -> Iterator[Case]:
-    """Operators of positions and ids."""
     ids = tensor("i64", TOKENS)
     for op in ("add", "sub", "mul"):
         yield Case(op, (ids,), {"scalar": 2})
@@ -175,7 +158,6 @@ def _vocabulary(width: int, size: int, dtype: str) -> Iterator[Case]:
 
 
 def _vectors(width: int, dtype: str, adapter_dtype: str) -> Iterator[Case]:
-    """Bypass networks without a rank."""
     x, vector, base = _flat(dtype, width), tensor(adapter_dtype, width), tensor(dtype, width)
     prompt = tensor(adapter_dtype, 8, width)
     yield Case("bias_add", (x, vector), {}, (1,))
@@ -203,10 +185,8 @@ def _low_rank(width: int, rank: int, dtype: str, adapter_dtype: str) -> Iterator
         for op in OPERATORS.values():
             for measured in op.measured(size, rank, adapter_dtype):
                 yield Case(op.name, *measured)
-    for out_size, in_ in itertools.product((width,), (width, 4 * width)):
-        weight = tensor(dtype, out_size, in_)
-        a, b = tensor(adapter_dtype, rank, in_), tensor(adapter_dtype, out_size, rank)
-        yield Case("column_norm", (weight, a, b), {}, (1, 2))
+        a, b = tensor(adapter_dtype, rank, size), tensor(adapter_dtype, width, rank)
+        yield Case("column_norm", (tensor(dtype, width, size), a, b), {}, (1, 2))
     for function in ("gelu", "gelu_new", "relu", "silu", "tanh"):
         bias = tensor(adapter_dtype, rank)
         yield Case("activate", (s, bias), {"function": function}, (1,))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import NamedTuple, Protocol
 
 from pcg.errors import CostModelError
@@ -32,15 +33,10 @@ from pcg.parallel.costs.work import Work, is_free, parts_of, size_bytes, with_ra
 
 
 class SequenceChunk(NamedTuple):
-    """Tokens of one sequence in a step.
+    """Tokens of one sequence in a step, behind `context` others.
 
-    Attributes:
-        tokens: number of tokens.
-        context: number of tokens before them.
-        is_sampled: True if logits of the last one are wanted.
-        is_trained: True if the loss of all of them is wanted.
-        adapter: the adapter that they use; None for the base.
-        rank: the adapter's rank.
+    Logits of the last one are wanted where they are sampled, the loss of all where they are
+    trained. The adapter, of a rank, is None for the base.
     """
 
     tokens: int
@@ -53,17 +49,15 @@ class SequenceChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The sizes of a step that its time depends on.
+    """The sizes of a step that its time depends on, numbers of tokens where nothing else is said.
 
     Attributes:
-        tokens: number of tokens of all chunks.
-        pairs: number of keys that each token attends to, summed over tokens.
-        cached: number of tokens whose keys and values are read, summed over chunks.
-        sampled: number of rows of logits.
-        trained: number of tokens whose loss is wanted.
-        adapted: number of tokens that use an adapter.
+        pairs: the number of keys that each token attends to, summed over tokens.
+        cached: tokens whose keys and values are read, summed over chunks.
+        sampled: rows of logits.
+        adapted: tokens that use an adapter.
         adapted_ranks: ranks of these tokens' adapters, summed over tokens.
-        adapters: number of different adapters.
+        adapters: the number of different adapters.
         ranks: ranks of the different adapters, summed.
     """
 
@@ -79,7 +73,6 @@ class StepShape:
 
     @classmethod
     def of(cls, chunks: Iterable[SequenceChunk]) -> StepShape:
-        """The shape of a step of these chunks."""
         tokens = pairs = cached = sampled = trained = adapted = adapted_ranks = 0
         ranks: dict[Hashable, int] = {}
         for chunk in chunks:
@@ -93,17 +86,14 @@ class StepShape:
                 adapted += count
                 adapted_ranks += count * chunk.rank
                 ranks[chunk.adapter] = chunk.rank
-        total = sum(ranks.values())
-        return cls(
-            tokens, pairs, cached, sampled, trained, adapted, adapted_ranks, len(ranks), total
-        )
+        adapters = (adapted, adapted_ranks, len(ranks), sum(ranks.values()))
+        return cls(tokens, pairs, cached, sampled, trained, *adapters)
 
 
 class StepCosts(Protocol):
     """Seconds of a device's work for an engine.
 
-    Attributes:
-        layers: number of layers of the model; those below all trained ones have a backward, too.
+    `layers` is the number of the model's layers; those below all trained ones have a backward, too.
     """
 
     layers: int
@@ -122,11 +112,9 @@ class StepCosts(Protocol):
 
 
 class GraphCosts:
-    """The costs of one rank's graphs; see `StepCosts`.
+    """The costs of one rank's graphs, of `degree` ranks.
 
     Args:
-        model: cost model of the device and its links.
-        degree: number of ranks.
         serving: the model with bypass networks whose rank is open.
         backward: each layer's backward; empty where nothing is trained.
         loss: graph of the loss and its gradient; None where nothing is trained.
@@ -186,13 +174,7 @@ class GraphCosts:
 
 
 class GraphSeconds:
-    """Seconds of one graph on one rank, for any step.
-
-    Args:
-        graph: a rank's graph.
-        model: cost model of the device and its links.
-        degree: number of ranks.
-    """
+    """Seconds of a rank's graph, of `degree` ranks, for any step."""
 
     def __init__(self, graph: Graph, model: CostModel, degree: int) -> None:
         self._model = model
@@ -206,7 +188,6 @@ class GraphSeconds:
         self._known: dict[int, float] = {}
 
     def seconds(self, shape: StepShape) -> float:
-        """Seconds of a step."""
         tokens = shape.tokens
         total = self._known.get(tokens)
         if total is None:
@@ -218,14 +199,7 @@ class GraphSeconds:
             for one in self._bypass:
                 total += one.seconds(self._model, *sums)
         for kind, types in self._open:
-            size = sum(
-                size_bytes(type_, 1, 1) * shape.adapted_ranks
-                if _is_open(type_)
-                else size_bytes(type_, tokens, 1)
-                for type_ in types
-            )
-            if size:
-                total += self._model.collective_seconds(kind, size, self._degree)
+            total += self._message_seconds(kind, types, tokens, shape.adapted_ranks)
         return total
 
     def _add(self, graph: Graph, node: Node) -> None:
@@ -239,14 +213,10 @@ class GraphSeconds:
             wholes = ins if kind == "reduce_scatter" else outs
             if is_open:
                 self._open.append((kind, wholes))
-                return
-            self._plain.append(
-                lambda tokens: self._model.collective_seconds(
-                    kind, sum(size_bytes(type_, tokens, 1) for type_ in wholes), self._degree
-                )
-            )
+            else:
+                self._plain.append(lambda tokens: self._message_seconds(kind, wholes, tokens))
         elif is_free(node.op):
-            return
+            pass
         elif entry.sees_sequences:
             if attributes.get("window"):
                 raise CostModelError(
@@ -258,11 +228,15 @@ class GraphSeconds:
             for op, inputs, outputs, own in parts_of(node.op, ins, outs, attributes):
                 self._bypass.append(_bypass(op, inputs, outputs, own))
         else:
-            self._plain.append(
-                lambda tokens: self._model.operator_seconds(
-                    node.op, ins, outs, attributes, tokens, 1
-                )
-            )
+            call = (node.op, ins, outs, attributes)
+            self._plain.append(lambda tokens: self._model.operator_seconds(*call, tokens, 1))
+
+    def _message_seconds(self, kind: str, types: Types, tokens: int, ranks: int = 0) -> float:
+        """Seconds of a message; `ranks` are those of all tokens' adapters, summed."""
+        by_token = sum(size_bytes(type_, tokens, 1) for type_ in types if not _is_open(type_))
+        by_rank = ranks * sum(size_bytes(type_, 1, 1) for type_ in types if _is_open(type_))
+        size = by_token + by_rank
+        return self._model.collective_seconds(kind, size, self._degree) if size else 0.0
 
 
 _Coefficients = tuple[float, float, float, float]
@@ -270,13 +244,7 @@ _Coefficients = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class _Bilinear:
-    """An operator's work as a sum over 1, x, y and x · y.
-
-    Attributes:
-        work: a call of it.
-        flops: coefficients of its operations.
-        moved_bytes: coefficients of its bytes.
-    """
+    """An operator's work as a sum over 1, x, y and x · y, by its coefficients; `work` is a call."""
 
     work: Work
     flops: _Coefficients
@@ -284,22 +252,13 @@ class _Bilinear:
 
     def seconds(self, model: CostModel, *sums: float) -> float:
         """Seconds of a call that has these sums of 1, x, y and x · y."""
-        flops, moved_bytes = (
-            sum(coefficient * total for coefficient, total in zip(found, sums, strict=True))
-            for found in (self.flops, self.moved_bytes)
-        )
-        work = self.work
-        return model.work_seconds(
-            Work(work.kernel, work.is_product, work.dtype, "", sums[1], flops, moved_bytes)
-        )
+        flops, moved_bytes = (sum(map(mul, f, sums)) for f in (self.flops, self.moved_bytes))
+        kernel, is_product, dtype = self.work.kernel, self.work.is_product, self.work.dtype
+        return model.work_seconds(Work(kernel, is_product, dtype, "", sums[1], flops, moved_bytes))
 
 
 def _coefficients(at: Callable[[int, int], float], what: str) -> _Coefficients:
-    """Coefficients of a bilinear function.
-
-    Raises:
-        CostModelError: it is none.
-    """
+    """Coefficients of a bilinear function; a CostModelError where it is none."""
     a, x, y, xy = at(1, 1), at(2, 1), at(1, 2), at(2, 2)
     both = xy - x - y + a
     f = (a - (x - a) - (y - a) + both, x - a - both, y - a - both, both)

@@ -9,42 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 
 import sympy
 
 from pcg.errors import CostModelError, IrError
 from pcg.ir.graph import Attribute
 from pcg.ir.operators import operator
-from pcg.ir.operators.attention import AttentionBackward, WindowAttentionBackward
 from pcg.ir.operators.base import Attributes, Operator, Types
-from pcg.ir.operators.bypass import Activate, BottleneckBackward
-from pcg.ir.operators.collectives import Collective, PlacedPart, Transition
-from pcg.ir.operators.linear import Linear, LinearBackward
+from pcg.ir.operators.bypass import Activate
+from pcg.ir.operators.collectives import Collective, Transition
 from pcg.ir.operators.lora import (
-    ExpandAdd,
-    ExpandAddPart,
-    ExpandBackward,
     LoraLinear,
-    LoraLinearBackward,
-    Outer,
-    OuterRequest,
-    ScaledOuter,
-    Shrink,
-    ShrinkBackward,
 )
-from pcg.ir.operators.lora_variants import ColumnNorm, ColumnNormPart
-from pcg.ir.operators.vectors import BiasAdd, Inner, InnerRequest, SumTokens, SumTokensRequest
-from pcg.ir.operators.vocabulary import CrossEntropy, CrossEntropyBackward, LinearCrossEntropy
 from pcg.ir.types import CONTEXT, TOKENS, Size, TensorType
 
 OPEN_RANK = 16
 """The rank that stands for an adapter's where programs serve any."""
-_ASKED = {
-    InnerRequest.name: Inner.name,
-    OuterRequest.name: Outer.name,
-    SumTokensRequest.name: SumTokens.name,
-}
-"""Operators that the caller runs, by the operator that they are."""
 _NAMED = {"activate": "function", "gelu": "approximate", "rope": "style"}
 """Operators with the name of the attribute that chooses their kernel."""
 _FLAGS = ("alibi", "sinks", "softcap", "window")
@@ -60,8 +41,8 @@ class Work:
         is_product: True of a matrix product or attention.
         dtype: the dtype of its arithmetic.
         shapes: types of inputs and outputs, as text; of attention the context, too.
-        rows: leading size of its first output.
-        flops: number of operations.
+        rows: the leading size of its first output.
+        flops: the number of operations.
         moved_bytes: bytes read and written.
     """
 
@@ -89,11 +70,8 @@ def work_of(
     pairs = tuple(attributes.items())
     numbers = _numbers(op, inputs, outputs, pairs)
     flops, moved_bytes, *sizes = numbers(tokens, context)
-    left = iter(sizes)
-    texts = [
-        f"{type_.dtype}[{','.join(str(int(next(left))) for _ in type_.dims)}]"
-        for type_ in (*inputs, *outputs)
-    ]
+    left = map(str, map(int, sizes))
+    texts = [f"{t.dtype}[{','.join(islice(left, len(t.dims)))}]" for t in (*inputs, *outputs)]
     entry = operator(op)
     shapes = f"{' '.join(texts[: len(inputs)])} → {' '.join(texts[len(inputs) :])}"
     if entry.sees_sequences:
@@ -141,78 +119,72 @@ def parts_of(
     op: str, inputs: Types, outputs: Types, attributes: Attributes
 ) -> Iterator[tuple[str, Types, Types, Attributes]]:
     """The operator itself; of a fused or sharded one, the operators that it stands for."""
-    if op == ColumnNormPart.name:
-        yield ColumnNorm.name, inputs, outputs, {}
-        return
-    if op == ExpandAddPart.name:
-        whole, s, b = inputs
-        part = whole.with_shape((*whole.shape[:-1], b.shape[0]))
-        degree = int(whole.shape[-1]) // int(b.shape[0])
-        yield ExpandAdd.name, (part, s, b), (part,), {}
-        yield PlacedPart.name, (part,), (whole,), {"dim": -1, "degree": degree}
-        return
-    if op == WindowAttentionBackward.name:
-        own = {k: v for k, v in attributes.items() if k not in ("kv_heads", "value_size")}
-        whole_inputs = (*inputs[:4], *outputs[1:], *inputs[4:])
-        yield AttentionBackward.name, whole_inputs, outputs, own
-        return
-    if op == LinearCrossEntropy.name:
-        yield from _parts_of_loss(inputs, outputs, attributes)
-        return
-    if op in _ASKED:
-        own = {key: value for key, value in attributes.items() if key != "of"}
-        yield _ASKED[op], inputs, outputs, own
-        return
-    if op in (LoraLinearBackward.name, BottleneckBackward.name):
-        yield from _parts_of_gradients(op, inputs, outputs, attributes)
-        return
-    if op != LoraLinear.name:
-        yield op, inputs, outputs, attributes
-        return
-    count, x = len(outputs), inputs[0]
-    adapted = LoraLinear.adapted(attributes)
-    bases = len(inputs) - 2 * len(adapted)
-    for i, out in enumerate(outputs):
-        yield Linear.name, (x, *inputs[1 + i : bases : count]), (out,), {}
-    for i, a, b in zip(adapted, inputs[bases:], inputs[bases + len(adapted) :], strict=False):
-        (s,) = Shrink().infer((x, a), {})
-        yield Shrink.name, (x, a), (s,), {}
-        yield ExpandAdd.name, (outputs[i], s, b), (outputs[i],), {}
+    match op:
+        case "column_norm_part":
+            yield "column_norm", inputs, outputs, {}
+        case "expand_add_part":
+            whole, s, b = inputs
+            part = whole.with_shape((*whole.shape[:-1], b.shape[0]))
+            degree = int(whole.shape[-1]) // int(b.shape[0])
+            yield "expand_add", (part, s, b), (part,), {}
+            yield "placed_part", (part,), (whole,), {"dim": -1, "degree": degree}
+        case "window_attention_backward":
+            own = {k: v for k, v in attributes.items() if k not in ("kv_heads", "value_size")}
+            yield "attention_backward", (*inputs[:4], *outputs[1:], *inputs[4:]), outputs, own
+        case "linear_cross_entropy":
+            yield from _parts_of_loss(inputs, outputs, attributes)
+        case "asked_inner" | "asked_outer" | "asked_sum_tokens":
+            own = {key: value for key, value in attributes.items() if key != "of"}
+            yield op.removeprefix("asked_"), inputs, outputs, own
+        case "lora_linear_backward" | "bottleneck_backward":
+            yield from _parts_of_gradients(op, inputs, outputs, attributes)
+        case "lora_linear":
+            count, x = len(outputs), inputs[0]
+            adapted = LoraLinear.adapted(attributes)
+            bases = len(inputs) - 2 * len(adapted)
+            for i, out in enumerate(outputs):
+                yield "linear", (x, *inputs[1 + i : bases : count]), (out,), {}
+            for i, a, b in zip(
+                adapted, inputs[bases:], inputs[bases + len(adapted) :], strict=False
+            ):
+                (s,) = operator("shrink").infer((x, a), {})
+                yield "shrink", (x, a), (s,), {}
+                yield "expand_add", (outputs[i], s, b), (outputs[i],), {}
+        case _:
+            yield op, inputs, outputs, attributes
 
 
 def _parts_of_loss(
     inputs: Types, outputs: Types, attributes: Attributes
 ) -> Iterator[tuple[str, Types, Types, Attributes]]:
-    """A head's product, its loss, and their backward where there is one."""
     x, weight, *rest = inputs
     bias, (targets, *dloss) = (rest[:1], rest[1:]) if attributes["bias"] else ([], rest)
-    (logits,) = Linear().infer((x, weight, *bias), {})
-    yield Linear.name, (x, weight, *bias), (logits,), {}
-    yield CrossEntropy.name, (logits, targets), outputs[:1], {}
+    (logits,) = operator("linear").infer((x, weight, *bias), {})
+    yield "linear", (x, weight, *bias), (logits,), {}
+    yield "cross_entropy", (logits, targets), outputs[:1], {}
     if dloss:
-        yield CrossEntropyBackward.name, (*dloss, logits, targets), (logits,), {}
-        yield LinearBackward.name, (logits, weight), outputs[1:], {}
+        yield "cross_entropy_backward", (*dloss, logits, targets), (logits,), {}
+        yield "linear_backward", (logits, weight), outputs[1:], {}
 
 
 def _parts_of_gradients(
     op: str, inputs: Types, outputs: Types, attributes: Attributes
 ) -> Iterator[tuple[str, Types, Types, Attributes]]:
-    """The gradients of an adapter, and of the base's product beside it."""
-    if op == LoraLinearBackward.name:
+    if op == "lora_linear_backward":
         dz, weight, a, b, s = inputs
         ds, db, dx = outputs
-        yield LinearBackward.name, (dz, weight), (dx,), {}
-        yield ShrinkBackward.name, (ds, a), (dx.with_dtype(ds.dtype),), {}
+        yield "linear_backward", (dz, weight), (dx,), {}
+        yield "shrink_backward", (ds, a), (dx.with_dtype(ds.dtype),), {}
     else:
         dz, b, s, bias = inputs
         ds, db, dbias = outputs
         slope, own = Activate.gradients[str(attributes["function"])]
-        yield Activate.name, (s, bias), (s,), attributes
-        yield BiasAdd.name, (s, bias), (s,), {}
+        yield "activate", (s, bias), (s,), attributes
+        yield "bias_add", (s, bias), (s,), {}
         yield slope, (ds, s), (ds,), own
-        yield SumTokens.name, (ds, bias), (dbias,), {"dtype": dbias.dtype}
-    yield ExpandBackward.name, (dz, b), (ds,), {}
-    yield ScaledOuter.name, (dz, s, b), (db,), {}
+        yield "sum_tokens", (ds, bias), (dbias,), {"dtype": dbias.dtype}
+    yield "expand_backward", (dz, b), (ds,), {}
+    yield "scaled_outer", (dz, s, b), (db,), {}
 
 
 def _entry(op: str) -> Operator:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -76,16 +76,13 @@ class Ranks:
         return partial(getattr(self, collective), x)
 
 
-ALONE = Ranks()
+SINGLE_RANK = Ranks()
 
 
 class ProcessRanks(Ranks):
-    """A group of processes, over a process group of torch.
+    """A group of processes, over a process group of torch: NCCL's for a GPU, else gloo's.
 
-    Args:
-        group: NCCL's where the device is a GPU, else gloo's.
-        device: the device of the tensors that they exchange.
-        store: the store in which ranks leave word that they are there; None where there is none.
+    In the store, where there is one, ranks leave word that they are there.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, store: Any = None) -> None:
@@ -97,22 +94,18 @@ class ProcessRanks(Ranks):
         self._store = store
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        total: Tensor = self._begin("all_reduce", x, False)()
-        return total
+        return cast("Tensor", self._begin("all_reduce", x, False)())
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        parts: list[Tensor] = self._begin("all_gather", x, False)()
-        return parts
+        return cast("list[Tensor]", self._begin("all_gather", x, False)())
 
     def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
-        own: Tensor = self._begin("reduce_scatter", parts, False)()
-        return own
+        return cast("Tensor", self._begin("reduce_scatter", parts, False)())
 
     def begin(self, collective: str, x: Any) -> PendingCollective:
         return self._begin(collective, x, True)
 
     def _begin(self, collective: str, x: Any, meanwhile: bool) -> PendingCollective:
-        """Begin a collective; its tensors are held until it is done."""
         result: Any
         if collective == "all_reduce":
             result = x.clone(memory_format=torch.contiguous_format)
@@ -158,10 +151,11 @@ class ProcessRanks(Ranks):
         # The store is gone where the rank that kept it is; a user's own group gives none.
         with contextlib.suppress(RuntimeError):
             if self._store is not None:
-                self._store.set(_word(self.rank), "here")
+                word = "pcg/still-there/{}".format
+                self._store.set(word(self.rank), "here")
                 end = time.monotonic() + ROLL_CALL_S
                 while missing and time.monotonic() < end:
-                    missing = [rank for rank in missing if not self._store.check([_word(rank)])]
+                    missing = [rank for rank in missing if not self._store.check([word(rank)])]
                     time.sleep(0.05)
                 is_told = bool(missing)
         names = missing or others
@@ -171,10 +165,6 @@ class ProcessRanks(Ranks):
         return f"ranks {listed}" if is_told else f"one of the ranks {listed}"
 
 
-def _word(rank: int) -> str:
-    return f"pcg/still-there/{rank}"
-
-
 def join_group(degree: int, device: torch.device) -> Ranks:
     """Join the group of so many ranks, of which this process, with its device, is one.
 
@@ -182,7 +172,7 @@ def join_group(degree: int, device: torch.device) -> Ranks:
         ParallelError: this process is not one of so many, or another one has its GPU.
     """
     if degree == 1:
-        return ALONE
+        return SINGLE_RANK
     store: Any = None
     if not dist.is_initialized():
         check_started(degree)
@@ -217,26 +207,22 @@ def check_own_gpu(store: Any, rank: int, size: int, uuid: str) -> None:
 
     Args:
         store: a store that all ranks share.
-        rank: number of this rank.
-        size: number of ranks.
-        uuid: the UUID of its GPU.
+        rank: the number of this rank.
+        size: the number of ranks.
+        uuid: the UUID of this rank's GPU.
     Raises:
         ParallelError: on every rank; names those that share one.
     """
-    store.set(_gpu(rank), uuid)
+    store.set(f"pcg/gpu/{rank}", uuid)
     owners: dict[str, list[int]] = {}
     for other in range(size):
-        owners.setdefault(store.get(_gpu(other)).decode(), []).append(other)
+        owners.setdefault(store.get(f"pcg/gpu/{other}").decode(), []).append(other)
     shared = [ranks for ranks in owners.values() if len(ranks) > 1]
     if shared:
         raise ParallelError(
             f"{size} ranks need a GPU each, and ranks {', '.join(map(str, shared[0]))} have the "
             'same one; use device="cuda", which gives each its own by torchrun\'s LOCAL_RANK'
         )
-
-
-def _gpu(rank: int) -> str:
-    return f"pcg/gpu/{rank}"
 
 
 def started_ranks() -> int:
@@ -247,8 +233,8 @@ def started_ranks() -> int:
 def own_device(device: torch.device) -> torch.device:
     """The rank's own device: torchrun's LOCAL_RANK numbers the GPUs.
 
-    A GPU that is named by its number, as "cuda:1", is taken as it is; `join` refuses one that two
-    ranks have named.
+    A GPU that is named by its number, as "cuda:1", is taken as it is; `join_group` refuses one that
+    two ranks have named.
 
     Raises:
         ParallelError: the machine has fewer GPUs than ranks.

@@ -27,12 +27,10 @@ LOOPBACK = "127.0.0.1"
 
 
 def launch(degree: int, act: Callable[..., object], arguments: Mapping[str, Any]) -> None:
-    """Do something on so many ranks, and wait for all; the first alone prints.
+    """Call a function of a module on so many ranks, and wait for all; the first alone prints.
 
-    Args:
-        degree: number of ranks.
-        act: a function of a module, which is called on each rank.
-        arguments: its arguments by name; they are pickled.
+    The function's arguments, by name, are pickled.
+
     Raises:
         ParallelError: a rank failed, and why; the others were ended.
         KeyboardInterrupt: Ctrl-C.

@@ -24,11 +24,8 @@ _SHOWN_BYTES = 32
 
 
 def check_same_program(ranks: Ranks, program: Program) -> None:
-    """Refuse to run on ranks that have compiled different programs.
+    """Refuse to run on ranks that have compiled different programs; all ranks call this.
 
-    Args:
-        ranks: the group; all of them call this.
-        program: this rank's program.
     Raises:
         ParallelError: on every rank; names those that differ from the first, and in what.
     """
@@ -56,9 +53,8 @@ def check_same_program(ranks: Ranks, program: Program) -> None:
 def check_same(ranks: Ranks, texts: Mapping[str, str]) -> None:
     """Refuse to go on where ranks differ in texts that have to be equal.
 
-    Args:
-        ranks: the group; all of them call this, with the same names.
-        texts: the texts, by the name of what they describe.
+    All ranks call this, with texts by the names of what these describe.
+
     Raises:
         ParallelError: on every rank; names those that differ from the first, and in what.
     """
@@ -120,7 +116,6 @@ def _model_text(model: ModelGraph) -> str:
 
 
 def _costs_text(costs: str | os.PathLike[str] | None) -> str:
-    """A sheet's name, or a profile's contents."""
     if costs is None:
         return ""
     path = Path(costs)

@@ -46,12 +46,9 @@ def placed_rows(part: Tensor, rank: int, tokens: int) -> Tensor:
 
 
 def chosen_rows(part: Tensor, rows: Tensor, rank: int) -> Tensor:
-    """The wanted rows of the whole that are in a rank's shard, zeros for others: [rows, …].
+    """The wanted rows of the whole that are in a rank's shard [P, …], zeros for others: [rows, …].
 
-    Args:
-        part: the shard, [P, …].
-        rows: indices of tokens of the whole.
-        rank: the rank that has the shard.
+    `rows` are indices of tokens of the whole.
     """
     own = rows - rank * part.shape[0]
     is_own = (own >= 0) & (own < part.shape[0])

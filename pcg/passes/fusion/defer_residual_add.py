@@ -16,6 +16,7 @@ from pcg.ir.graph import Graph, Node, Value
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TOKENS
 from pcg.passes.fusion.group_kernels import is_fusible
+from pcg.passes.naming import unused_name
 from pcg.passes.pass_base import ModelPass
 
 
@@ -36,15 +37,12 @@ class DeferResidualAdd(ModelPass):
             nodes = tuple(node for node in block.nodes if node is not last)
             blocks.append(_summed(block.replace(nodes=nodes, outputs=last.inputs)))
         prologue = before.prologue
-        first = prologue.outputs[0]
-        zeros = Node(
-            "sub", (first, first), (Value(_fresh(prologue, "zeros"), prologue.types[first]),)
-        )
+        first, *shared = prologue.outputs
+        zeros = Value(unused_name("zeros", prologue.types), prologue.types[first])
+        nodes = (*prologue.nodes, Node("sub", (first, first), (zeros,)))
         return dataclasses.replace(
             before,
-            prologue=prologue.replace(
-                nodes=(*prologue.nodes, zeros), outputs=(first, zeros.name, *prologue.outputs[1:])
-            ),
+            prologue=prologue.replace(nodes=nodes, outputs=(first, zeros.name, *shared)),
             blocks=tuple(blocks),
             epilogue=_summed(before.epilogue),
         )
@@ -55,9 +53,9 @@ def _last_sum(block: Graph) -> Node | None:
     if len(block.outputs) != 1:
         return None
     last = block.producers.get(block.outputs[0])
-    if last is None or last.op != "add" or len(last.inputs) != 2:
+    if last is None or last.op != "add" or len({*last.inputs, last.name}) != 3:
         return None
-    if block.consumers.get(last.name) or len({*last.inputs, last.name}) != 3:
+    if block.consumers.get(last.name):
         return None
     types = {block.types[name] for name in (*last.inputs, last.name)}
     return last if len(types) == 1 and all(_is_there(block, n) for n in last.inputs) else None
@@ -72,15 +70,7 @@ def _is_there(block: Graph, name: str) -> bool:
 def _summed(graph: Graph) -> Graph:
     """The graph with the sum of two inputs in place of the input that was the sum."""
     x = graph.inputs[0]
-    summands = [Value(_fresh(graph, name), x.type) for name in ("residual", "branch")]
+    names = (unused_name(name, graph.types) for name in ("residual", "branch"))
+    summands = [Value(name, x.type) for name in names]
     total = Node("add", tuple(value.name for value in summands), (x,))
     return graph.replace(inputs=(*summands, *graph.inputs[1:]), nodes=(total, *graph.nodes))
-
-
-def _fresh(graph: Graph, name: str) -> str:
-    """A name like this one that no value of the graph has."""
-    number, found = 0, name
-    while found in graph.types:
-        number += 1
-        found = f"{name}_{number}"
-    return found

@@ -20,7 +20,7 @@ Functions then request dA = dsᵀ x from their caller, too, and everywhere the g
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from pcg.ir.analysis.in_flight import waits
 from pcg.ir.graph import Graph, Node
@@ -119,17 +119,16 @@ def _path(graph: Graph, base: Node, down: Node) -> tuple[str, Sequence[Node]] | 
     None where they are not summands of one sum, and where another reads a part of it on the way.
     """
     lora = down.name
-    readers = graph.consumers[lora]
-    if len(readers) == 1 and readers[0].op == "cast":
-        lora = readers[0].name
+    reader, *others = graph.consumers[lora]
+    if reader.op == "cast" and not others:
+        lora = reader.name
     if graph.types[lora] != graph.types[base.name]:
         return None
-    chains = [_sums(graph, name) for name in (lora, base.name)]
-    first = next((node for node in chains[0] if node in chains[1]), None)
+    own, others = (_sums(graph, name) for name in (lora, base.name))
+    first = next((node for node in own if node in others), None)
     if first is None:
         return None
-    chains = [chain[: chain.index(first)] for chain in chains]
-    return lora, (*chains[0], *chains[1], first)
+    return lora, (*own[: own.index(first)], *others[: others.index(first)], first)
 
 
 def _sums(graph: Graph, name: str) -> list[Node]:
@@ -160,17 +159,16 @@ def _with_operator(
     (last,) = [node for node in sums if lora in node.inputs]
     (other,) = [name for name in last.inputs if name != lora]
     gone = {expand.name, outer.name, down.name, lora, last.name}
+
+    def renamed(names: Sequence[str]) -> tuple[str, ...]:
+        return tuple(other if name == last.name else name for name in names)
+
     kept = tuple(
-        dataclasses.replace(node, inputs=tuple(_renamed(node.inputs, last.name, other)))
+        dataclasses.replace(node, inputs=renamed(node.inputs))
         for node in (fused if node is base else node for node in graph.nodes)
         if node.name not in gone or node is fused
     )
-    outputs_of_graph = tuple(_renamed(graph.outputs, last.name, other))
-    return graph.replace(nodes=kept, outputs=outputs_of_graph)
-
-
-def _renamed(names: Sequence[str], old: str, new: str) -> Iterator[str]:
-    return (new if name == old else name for name in names)
+    return graph.replace(nodes=kept, outputs=renamed(graph.outputs))
 
 
 # ------------------------------------------------------------------------------- bottlenecks

@@ -8,6 +8,7 @@ run a product together.
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import takewhile
 
 from pcg.ir.graph import Graph, Node
@@ -21,13 +22,17 @@ class FuseLinears(GraphPass):
 
     def run(self, before: Graph) -> Graph:
         groups: dict[tuple[str, int], list[Node]] = {}
+        # A weight of two products stays where it is.
+        products = Counter(node.inputs[1] for node in before.nodes if node.op == "linear")
         for node in before.nodes:
-            if node.op == "linear" and all(
-                name in before.parameters_by_name for name in node.inputs[1:]
+            if (
+                node.op == "linear"
+                and products[node.inputs[1]] == 1
+                and all(name in before.parameters_by_name for name in node.inputs[1:])
             ):
                 groups.setdefault((node.inputs[0], len(node.inputs)), []).append(node)
         joined = {nodes[0].name: _joined(nodes) for nodes in groups.values() if len(nodes) > 1}
-        dropped = {node.name for nodes in groups.values() if len(nodes) > 1 for node in nodes[1:]}
+        dropped = {node.name for nodes in groups.values() for node in nodes[1:]}
         nodes = tuple(joined.get(n.name, n) for n in before.nodes if n.name not in dropped)
         return before.replace(nodes=nodes)
 

@@ -11,7 +11,7 @@ to its logits, stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from pcg.ir.graph import Graph, Node
 from pcg.passes.pass_base import GraphPass
@@ -23,43 +23,30 @@ class FuseLoss(GraphPass):
     name = "fuse_loss"
 
     def run(self, before: Graph) -> Graph:
-        return _fused(before)
-
-
-def _fused(graph: Graph) -> Graph:
-    loss = next((node for node in graph.nodes if node.op == "cross_entropy"), None)
-    if loss is None:
-        return graph
-    logits, targets = loss.inputs
-    *factors, head = _chain(graph, logits, ("mul", "div", "tanh"))
-    shape = _scale_and_cap(list(reversed(factors)))
-    if head.op != "linear" or shape is None or not _is_frozen(graph, head):
-        return graph
-    inputs, outputs = [*head.inputs, targets], [loss.output]
-    back = next((n for n in graph.nodes if n.op == "cross_entropy_backward"), None)
-    if back is not None:
-        last = _linear_backward(graph, back, logits, head)
-        if last is None:
-            return graph
-        inputs.append(back.inputs[0])
-        outputs.append(last.output)
-    attributes = {
-        "bias": len(head.inputs) == 3,
-        "scale": shape[0],
-        "softcap": shape[1],
-    }
-    fused = Node(
-        "linear_cross_entropy",
-        tuple(inputs),
-        tuple(outputs),
-        tuple(sorted(attributes.items())),
-        head.scope,
-    )
-    made = {value.name for value in outputs}
-    kept = [node for node in graph.nodes if node.name not in made]
-    # At the head's place, whose inputs are all there; what only the old ones read is dead.
-    nodes = [new for node in kept for new in ((fused, node) if node is head else (node,))]
-    return graph.replace(nodes=tuple(nodes)).without_dead_code()
+        by_op = {node.op: node for node in reversed(before.nodes)}
+        loss, back = by_op.get("cross_entropy"), by_op.get("cross_entropy_backward")
+        if loss is None:
+            return before
+        logits, targets = loss.inputs
+        *factors, head = _chain(before, logits, ("mul", "div", "tanh"))
+        shape = _scale_and_cap(reversed(factors))
+        if head.op != "linear" or shape is None or not _is_frozen(before, head):
+            return before
+        inputs, outputs = [*head.inputs, targets], [loss.output]
+        if back is not None:
+            last = _linear_backward(before, back, logits, head)
+            if last is None:
+                return before
+            inputs.append(back.inputs[0])
+            outputs.append(last.output)
+        scale, softcap = shape
+        attributes = (("bias", len(head.inputs) == 3), ("scale", scale), ("softcap", softcap))
+        operands = (tuple(inputs), tuple(outputs))
+        fused = Node("linear_cross_entropy", *operands, attributes, head.scope)
+        kept = [node for node in before.nodes if node.output not in outputs]
+        # At the head's place, whose inputs are all there; what only the old ones read is dead.
+        nodes = [new for node in kept for new in ((fused, node) if node is head else (node,))]
+        return before.replace(nodes=tuple(nodes)).without_dead_code()
 
 
 def _chain(graph: Graph, value: str, through: tuple[str, ...]) -> Iterator[Node]:
@@ -72,16 +59,16 @@ def _chain(graph: Graph, value: str, through: tuple[str, ...]) -> Iterator[Node]
         value = node.inputs[0]
 
 
-def _scale_and_cap(factors: list[Node]) -> tuple[float, float] | None:
+def _scale_and_cap(factors: Iterable[Node]) -> tuple[float, float] | None:
     """Scale and soft cap of the logits, as some operators make them; None for anything else."""
     before, after, tanhs = 1.0, 1.0, 0
     for node in factors:
         if node.op == "tanh":
             tanhs += 1
             continue
-        scalar = float(node.attribute("scalar"))  # type: ignore[arg-type]
         if node.get("reversed"):
             return None
+        scalar = float(node.attribute("scalar"))  # type: ignore[arg-type]
         factor = scalar if node.op == "mul" else 1.0 / scalar
         if tanhs:
             after *= factor

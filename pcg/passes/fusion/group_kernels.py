@@ -38,17 +38,12 @@ class GroupKernels(GraphPass):
 
     def run(self, before: Graph) -> KernelGraph:
         kernels = tuple(map(names_of, _Grouping(before).run()))
-        return KernelGraph(
-            before.name, before.inputs, before.parameters, before.nodes, before.outputs, kernels
-        )
+        parts = (before.inputs, before.parameters, before.nodes, before.outputs)
+        return KernelGraph(before.name, *parts, kernels)
 
 
 def grouped(graph: Graph, name: str) -> KernelGraph:
-    """The graph, for a pass that runs behind `group_kernels`.
-
-    Raises:
-        PassError: its nodes are not grouped.
-    """
+    """The graph, for a pass that runs behind `group_kernels`; a PassError where none has."""
     if not isinstance(graph, KernelGraph):
         raise PassError(f"pass {name!r} runs behind 'group_kernels'; put that before it")
     return graph
@@ -73,10 +68,8 @@ class _Grouping:
                 if j is not None and is_fusible(graph, graph.nodes[j]):
                     self._join(i, j)
         for i, j in self._reading_the_same():
-            if self._owner[j] != self._owner[i] and _loads_in_common(
-                self._group(self._members[self._owner[i]]),
-                self._group(self._members[self._owner[j]]),
-            ):
+            one, other = (self._group(self._members[self._owner[k]]) for k in (i, j))
+            if self._owner[j] != self._owner[i] and _loads_in_common(one, other):
                 self._join(i, j)
         fusible = (m for m in self._members if m and is_fusible(graph, graph.nodes[m[0]]))
         found = [_without_views_at_borders(self._group(members)) for members in fusible]
@@ -99,9 +92,8 @@ class _Grouping:
         graph = self._graph
         for name, readers in graph.consumers.items():
             if graph.types[name].is_token_wise:
-                fusible = [n for n in readers if is_fusible(graph, n)]
-                first, *others = [self._places[n.name] for n in fusible] or [0]
-                yield from ((other, first) for other in others)
+                fusible = [self._places[n.name] for n in readers if is_fusible(graph, n)]
+                yield from ((other, fusible[0]) for other in fusible[1:])
 
     def _has_detour(self, first: int, second: int) -> bool:
         """Return whether a path leads from one group to another through nodes of neither."""
@@ -165,7 +157,6 @@ def _fits(group: KernelGroup) -> bool:
 
 
 def _row(type_: TensorType) -> tuple[int, int]:
-    """Rows of a token, and their size."""
     return prod(type_.features[:-1]), type_.features[-1]
 
 

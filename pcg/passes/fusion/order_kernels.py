@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from heapq import heapify, heappop, heappush
+from collections.abc import Iterable
 
-from pcg.ir.graph import Graph, KernelGraph
-from pcg.ir.kernel_group import KernelGroup, items_of
+import networkx
+
+from pcg.ir.graph import Graph, KernelGraph, Node
+from pcg.ir.kernel_group import KernelGroup, group_of
 from pcg.passes.fusion.group_kernels import grouped
 from pcg.passes.pass_base import GraphPass
 
@@ -18,26 +20,23 @@ class OrderKernels(GraphPass):
 
     def run(self, before: Graph) -> KernelGraph:
         graph = grouped(before, self.name)
-        items = [i.nodes if isinstance(i, KernelGroup) else (i,) for i in items_of(graph)]
-        place_of = {node.name: place for place, nodes in enumerate(items) for node in nodes}
-        readers: list[set[int]] = [set() for _ in items]
-        missing = [0] * len(items)
-        for place, nodes in enumerate(items):
-            read = (graph.producers.get(name) for node in nodes for name in node.inputs)
-            for maker in {place_of[node.name] for node in read if node is not None} - {place}:
-                readers[maker].add(place)
-                missing[place] += 1
-        ready = [place for place, count in enumerate(missing) if not count]
-        heapify(ready)
-        ordered = []
-        while ready:
-            place = heappop(ready)
-            ordered.append(items[place])
-            for reader in readers[place]:
-                missing[reader] -= 1
-                if not missing[reader]:
-                    heappush(ready, reader)
-        if len(ordered) != len(items):
-            waiting = [nodes[0].name for place, nodes in enumerate(items) if missing[place]]
-            raise AssertionError(f"kernels of %{', %'.join(waiting)} wait for one another")
-        return dataclasses.replace(graph, nodes=tuple(n for nodes in ordered for n in nodes))
+        groups = [group_of(graph, parts) for parts in graph.kernels]
+        items: dict[str, tuple[Node, ...]] = {node.name: (node,) for node in graph.nodes}
+        items |= {group.nodes[0].name: group.nodes for group in groups}
+        places = {node.name: place for place, node in enumerate(graph.nodes)}
+        order = networkx.lexicographical_topological_sort(
+            dependencies(graph, groups), key=places.__getitem__
+        )
+        return dataclasses.replace(graph, nodes=tuple(n for first in order for n in items[first]))
+
+
+def dependencies(graph: Graph, groups: Iterable[KernelGroup]) -> networkx.DiGraph[str]:
+    """The groups and other nodes, by the name of their first node, each with those that read it."""
+    first = {value.name: node.name for node in graph.nodes for value in node.outputs}
+    first |= {name: group.nodes[0].name for group in groups for name in group.made}
+    found: networkx.DiGraph[str] = networkx.DiGraph()
+    found.add_nodes_from(first[node.name] for node in graph.nodes)
+    for node in graph.nodes:
+        made = {first[name] for name in node.inputs if name in first} - {first[node.name]}
+        found.add_edges_from((maker, first[node.name]) for maker in made)
+    return found

@@ -13,10 +13,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from pcg.ir.graph import Graph, KernelGraph, Node
+import networkx
+
+from pcg.ir.graph import Graph, KernelGraph
 from pcg.ir.kernel_group import KernelGroup, group_of, names_of
 from pcg.ir.operators import operator
 from pcg.passes.fusion.group_kernels import MOST_VALUES, grouped
+from pcg.passes.fusion.order_kernels import dependencies
 from pcg.passes.pass_base import GraphPass
 
 
@@ -38,11 +41,15 @@ class SideBySide(GraphPass):
 
 def _with_shared(groups: list[KernelGroup], around: Sequence[KernelGroup]) -> list[KernelGroup]:
     """The groups, with those that can share a kernel of some around one attention as one."""
+    if len(around) < 2:
+        return groups
+    order = dependencies(around[0].graph, groups)
     parts = list(around[:1])
     for group in around[1:]:
-        both = _joined([*parts, group])
+        both, own = _joined([*parts, group]), group.nodes[0].name
         fits = len(both.inputs) + len(both.outputs) <= MOST_VALUES
-        if fits and not any(_has_path(groups, one, group) for one in parts):
+        connected = networkx.ancestors(order, own) | networkx.descendants(order, own)
+        if fits and connected.isdisjoint(part.nodes[0].name for part in parts):
             parts.append(group)
     if len(parts) < 2:
         return groups
@@ -63,26 +70,3 @@ def _of_values(
 
 def _joined(parts: Sequence[KernelGroup]) -> KernelGroup:
     return group_of(parts[0].graph, [names for part in parts for names in names_of(part)])
-
-
-def _has_path(groups: Sequence[KernelGroup], first: KernelGroup, second: KernelGroup) -> bool:
-    """Return whether a path leads from one group to another, or back; groups run as a whole."""
-    graph = first.graph
-    group_of_node = {name: group for group in groups for name in group.made}
-
-    def nodes_with(node: Node) -> tuple[Node, ...]:
-        """The nodes that run together with one."""
-        return group_of_node[node.name].nodes if node.name in group_of_node else (node,)
-
-    for start, end in ((first, second), (second, first)):
-        waiting, seen = [start.nodes], {start.nodes[0].name}
-        while waiting:
-            made = [value.name for node in waiting.pop() for value in node.outputs]
-            for reader in (r for name in made for r in graph.consumers.get(name, ())):
-                nodes = nodes_with(reader)
-                if nodes[0].name in end.made:
-                    return True
-                if nodes[0].name not in seen:
-                    seen.add(nodes[0].name)
-                    waiting.append(nodes)
-    return False

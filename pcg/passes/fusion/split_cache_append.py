@@ -17,6 +17,7 @@ from pcg.ir.operators import operator
 from pcg.ir.program.program import python_name
 from pcg.kernels.sizes import HEAD_SIZES, KERNEL_DTYPES
 from pcg.passes.fusion.group_kernels import is_fusible
+from pcg.passes.naming import unused_name
 from pcg.passes.pass_base import GraphPass
 
 
@@ -43,7 +44,8 @@ class SplitCacheAppend(GraphPass):
             q, k, v, *rest = node.inputs
             appended = []
             for value, to in ((k, "keys"), (v, "values")):
-                name = _unused(to, names)
+                name = unused_name(to, names)
+                names.add(name)
                 appended.append(name)
                 output = Value(name, before.types[value])
                 nodes.append(Node("append", (value,), (output,), (("to", to),), node.scope))
@@ -63,13 +65,3 @@ def _is_made_by_a_kernel(graph: Graph, value: str) -> bool:
     while node is not None and operator(node.op).is_view:
         node = graph.producers.get(node.inputs[0])
     return node is not None and is_fusible(graph, node)
-
-
-def _unused(stem: str, names: set[str]) -> str:
-    """A name that is none of these; it becomes one of them."""
-    name, count = stem, 0
-    while name in names:
-        count += 1
-        name = f"{stem}_{count}"
-    names.add(name)
-    return name

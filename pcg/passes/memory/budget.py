@@ -12,22 +12,20 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from itertools import pairwise
 
 from pcg.options import MemoryBudget
 from pcg.passes.memory.save_problem import Choice
 
-Frontiers = Sequence[Sequence[Choice]]
+LayerFrontiers = Sequence[Sequence[Choice]]
 Mix = tuple[int, ...]
 """The index of each layer's choice on its frontier."""
 
 
-def spread(frontiers: Frontiers, budget: MemoryBudget, outside_bytes: int) -> Mix | None:
+def spread(frontiers: LayerFrontiers, budget: MemoryBudget, outside_bytes: int) -> Mix | None:
     """The mix with the fewest recomputed operations that is within a budget; None for none.
 
-    Args:
-        frontiers: the frontier of each layer.
-        budget: the budget of the whole model.
-        outside_bytes: bytes that are saved outside the layers, whatever they do.
+    `outside_bytes` are saved outside the layers, whatever they do.
     """
     steps = list(mixes(frontiers))
     most, least = (mixed(frontiers, steps[i]).size_bytes for i in (0, -1))
@@ -39,35 +37,25 @@ def spread(frontiers: Frontiers, budget: MemoryBudget, outside_bytes: int) -> Mi
     return next((mix for mix in steps if mixed(frontiers, mix).size_bytes <= limit), None)
 
 
-def mixes(frontiers: Frontiers) -> Iterator[Mix]:
+def mixes(frontiers: LayerFrontiers) -> Iterator[Mix]:
     """Every mix on the way from no product recomputed to the fewest bytes, one layer's step each.
 
     Each saves fewer bytes than the one before, at the best rate of bytes for operations.
     """
     mix = [0] * len(frontiers)
     yield tuple(mix)
-    steps: list[tuple[Fraction, int]] = []
-    for layer, frontier in enumerate(frontiers):
-        _push(steps, frontier, layer, 0)
-    while steps:
-        _, layer = heapq.heappop(steps)
+    for _, layer in heapq.merge(*(_steps(one, layer) for layer, one in enumerate(frontiers))):
         mix[layer] += 1
         yield tuple(mix)
-        _push(steps, frontiers[layer], layer, mix[layer])
 
 
-def mixed(frontiers: Frontiers, mix: Mix) -> Choice:
+def _steps(frontier: Sequence[Choice], layer: int) -> Iterator[tuple[Fraction, int]]:
+    """The price of each step of a layer, in operations a byte."""
+    for now, then in pairwise(frontier):
+        yield Fraction(then.flops - now.flops, now.size_bytes - then.size_bytes), layer
+
+
+def mixed(frontiers: LayerFrontiers, mix: Mix) -> Choice:
     """Bytes and operations of all layers together."""
     choices = [frontier[i] for frontier, i in zip(frontiers, mix, strict=True)]
-    return Choice(
-        (), (), sum(choice.size_bytes for choice in choices), sum(c.flops for c in choices)
-    )
-
-
-def _push(
-    steps: list[tuple[Fraction, int]], frontier: Sequence[Choice], layer: int, at: int
-) -> None:
-    if at + 1 < len(frontier):
-        now, then = frontier[at], frontier[at + 1]
-        price = Fraction(then.flops - now.flops, now.size_bytes - then.size_bytes)
-        heapq.heappush(steps, (price, layer))
+    return Choice((), (), sum(c.size_bytes for c in choices), sum(c.flops for c in choices))

@@ -12,7 +12,7 @@ from pcg.ir.analysis.saved_memory import outside_bytes
 from pcg.ir.program.program import ModelGraph, TrainingGraph
 from pcg.ir.types import TOKENS
 from pcg.options import MemoryBudget
-from pcg.passes.layer_kind import LayerKind
+from pcg.passes.differentiate import LayerKind
 from pcg.passes.memory.budget import Mix, mixed, mixes, spread
 from pcg.passes.memory.recompute import plan_layer
 from pcg.passes.memory.save_problem import Choice, SaveProblem
@@ -61,7 +61,7 @@ class Frontiers:
         layer_flops: operations of each layer's matrix products and attention.
         outside_bytes: bytes that are saved outside the layers.
         model: the model with bypass networks attached.
-        tokens: tokens of the batch.
+        tokens: number of tokens of the batch.
     """
 
     kinds: tuple[LayerKind, ...]
@@ -91,7 +91,7 @@ class Frontiers:
         forward_flops = sum(self.layer_flops) or 1
         found = [(c.size_bytes + self.outside_bytes, c.flops / forward_flops, 0) for c in corners]
         least = self._least()
-        restored = most_shared(self._restorable(least))
+        restored = most_shared(restorable(self.model, least.plans, least.layers))
         if restored:
             shared = dataclasses.replace(least, restored=restored)
             spared = sum(self._input_bytes(layer) for layer in restored)
@@ -113,9 +113,9 @@ class Frontiers:
     def _sharing_inputs(self, budget: MemoryBudget, limit: int) -> MemoryPlan:
         """The plan in which layers save the least, and as few inputs as need be are recomputed."""
         least = self._least()
-        restorable = self._restorable(least)
+        can_be = restorable(self.model, least.plans, least.layers)
         size = sum(least.choices[index].size_bytes for index in least.layers)
-        spared = [self._input_bytes(layer) for layer in most_shared(restorable)]
+        spared = [self._input_bytes(layer) for layer in most_shared(can_be)]
         if size - sum(spared) > limit:
             needed = size - sum(spared) + self.outside_bytes
             raise MemoryBudgetError(
@@ -124,15 +124,11 @@ class Frontiers:
                 "that much, or use a smaller batch or shorter sequences"
             )
         count = -((limit - size) // max(spared))
-        restored = shared_inputs(restorable, count) or most_shared(restorable)
+        restored = shared_inputs(can_be, count) or most_shared(can_be)
         return dataclasses.replace(least, restored=restored)
 
     def _least(self) -> MemoryPlan:
-        """The plan in which every layer saves the least."""
         return self._planned(tuple(len(frontier) - 1 for frontier in self.of_layers))
-
-    def _restorable(self, plan: MemoryPlan) -> list[bool]:
-        return restorable(self.model, plan.plans, plan.layers)
 
     def _input_bytes(self, layer: int) -> int:
         """Bytes of the input that a layer gets from the one before."""
@@ -153,39 +149,21 @@ class Frontiers:
 
 
 def frontiers(model: ModelGraph, kinds: Sequence[LayerKind], batch: int, seq: int) -> Frontiers:
-    """The frontier of every kind of layer.
-
-    Args:
-        model: the model with bypass networks attached.
-        kinds: the kinds of its layers.
-        batch: sequences of a step.
-        seq: tokens of each sequence.
-    """
+    """The frontier of every kind of layer, at a step of `batch` sequences of `seq` tokens."""
     found = tuple(
         SaveProblem(kind.gradients.graph, kind.gradients.needed, kind.shared, batch, seq).frontier()
         for kind in kinds
     )
     tokens = batch * seq
-    flops = {block: graph_flops(model.blocks[block], tokens, seq) for block in set(model.layers)}
+    of_block = [graph_flops(block, tokens, seq) for block in model.blocks]
+    flops = tuple(of_block[index] for index in model.layers)
     read = {name for kind in kinds for name in kind.gradients.needed if name in kind.shared}
-    return Frontiers(
-        tuple(kinds),
-        found,
-        _kind_of_layers(kinds),
-        tuple(flops[block] for block in model.layers),
-        outside_bytes(model, read, tokens),
-        model,
-        tokens,
-    )
+    outside = outside_bytes(model, read, tokens)
+    return Frontiers(tuple(kinds), found, _kind_of_layers(kinds), flops, outside, model, tokens)
 
 
 def replanned(plan: MemoryPlan, found: Frontiers) -> MemoryPlan | None:
-    """A plan's choices for layers of other sizes; None where they lack a tensor that it saves.
-
-    Args:
-        plan: the plan whose choices are taken.
-        found: the frontiers of the layers.
-    """
+    """A plan's choices for layers of other sizes; None where they lack a tensor that it saves."""
     plans = []
     for index, choice in enumerate(plan.choices):
         kind = found.kinds[found.layers[plan.layers.index(index)]]

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from pcg.ir.builder import Builder
-from pcg.ir.graph import Graph, Value
+from pcg.ir.graph import Graph, Node, Value
 from pcg.ir.operators.collectives import OwnPart, TakenPart
 from pcg.ir.program.program import TrainingGraph
 from pcg.passes.compress import uncompressed
-from pcg.passes.differentiate import Differentiated, gradient_name
-from pcg.passes.layer_kind import LayerKind
+from pcg.passes.differentiate import Differentiated, LayerKind, gradient_name
 
 
 def plan_layer(kind: LayerKind, saved: tuple[str, ...], name: str) -> TrainingGraph:
     """A layer's forward that saves these values, and its backward that recomputes the others.
 
-    Args:
-        kind: the layer's kind.
-        saved: values that storages were made for; their views are recomputed.
-        name: the name for the two graphs.
+    `saved` are values that storages were made for: their views are recomputed.
     """
     graph = kind.gradients.graph
     if not kind.gradients.backward.outputs:
@@ -29,27 +25,18 @@ def plan_layer(kind: LayerKind, saved: tuple[str, ...], name: str) -> TrainingGr
     given = {value.name for value in backward.inputs}
     inputs = tuple(v.name for v in graph.inputs if v.name in given)
     made = tuple(n for n in saved if n in given and n not in inputs)
-    forward = _with_copies(graph, {*made})
-    forward = forward.replace(name=f"{name}_forward", outputs=(*graph.outputs, *made))
-    return TrainingGraph(
-        kind.block,
-        forward.without_dead_code(),
-        backward,
-        (*inputs, *made),
-        kind.gradients.trained,
-    )
+    nodes = tuple(_copying(node) if node.name in made else node for node in graph.nodes)
+    forward = graph.replace(name=f"{name}_forward", nodes=nodes, outputs=(*graph.outputs, *made))
+    saves = (*inputs, *made)
+    trained = kind.gradients.trained
+    return TrainingGraph(kind.block, forward.without_dead_code(), backward, saves, trained)
 
 
-def _with_copies(graph: Graph, kept: Collection[str]) -> Graph:
-    """The graph that copies a rank's parts that are saved, so that the whole tensors can go."""
-    pairs = (("kept", True),)
-    nodes = tuple(
-        dataclasses.replace(node, attributes=tuple(sorted((*node.attributes, *pairs))))
-        if node.op in (OwnPart.name, TakenPart.name) and node.name in kept
-        else node
-        for node in graph.nodes
-    )
-    return graph.replace(nodes=nodes)
+def _copying(node: Node) -> Node:
+    """The node that copies a rank's part, so that the whole tensor can go."""
+    if node.op not in (OwnPart.name, TakenPart.name):
+        return node
+    return dataclasses.replace(node, attributes=tuple(sorted((*node.attributes, ("kept", True)))))
 
 
 def _recomputing(gradients: Differentiated, kept: set[str], name: str) -> Graph:
@@ -89,11 +76,7 @@ def _recomputing(gradients: Differentiated, kept: set[str], name: str) -> Graph:
 def prologue_backward(gradients: Differentiated, carried: Sequence[str]) -> Graph:
     """The prologue's backward, which recomputes all that it reads of the forward: that is little.
 
-    It takes the prologue's inputs, then the gradient of each value that the first layer is given.
-
-    Args:
-        gradients: the prologue and its pruned backward.
-        carried: the values that the first layer is given.
+    It takes the prologue's inputs, then the gradients of what the first layer is given.
     """
     graph = gradients.graph
     backward = _recomputing(gradients, set(), f"{graph.name}_backward")
@@ -106,9 +89,6 @@ def loss_and_gradients(gradients: Differentiated) -> Graph:
 
     It takes the hidden states, `targets` [T] and the gradient of each token's loss, and gives the
     loss [T], the hidden states' gradient, and the trained parameters'.
-
-    Args:
-        gradients: the pruned gradients of the epilogue with its loss.
     """
     forward, (loss,) = gradients.graph, gradients.graph.outputs
     builder = Builder.extending(forward)

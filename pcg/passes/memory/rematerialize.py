@@ -19,8 +19,6 @@ from pcg.passes.stages import Gradients, ModelGradients, Trained, TrainedModel
 class Rematerialize(Pass[Gradients, Trained]):
     """Write forwards that save, and backwards that recompute the rest, within a budget.
 
-    Attributes:
-        budget: what may be saved, at a number of sequences and tokens.
     Raises:
         MemoryBudgetError: the least that backward needs is more than the budget.
     """

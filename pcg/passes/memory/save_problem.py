@@ -32,7 +32,7 @@ work queue and does not reach a minimum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import networkx
@@ -66,14 +66,12 @@ class Choice:
 
 
 class SaveProblem:
-    """The cut of one layer.
+    """The cut of one layer, at a step of `batch` sequences of `seq` tokens.
 
     Args:
         graph: the layer's forward graph.
         needed: values of it that backward reads.
         resident: inputs that are there in backward whatever this layer does: all layers share them.
-        batch: sequences of a step.
-        seq: tokens of each sequence.
     """
 
     def __init__(
@@ -83,35 +81,26 @@ class SaveProblem:
         self._storages = Storages.of(graph)
         self._resident = {self._storages[name].name for name in resident}
         self._tokens = batch * seq
-        self._needed = [s for s in map(self._storage, needed) if s is not None]
+        self._needed = self._stored(needed)
+        self._given = self._stored(value.name for value in graph.inputs)
         self._nodes = self._makers()
         self._flops = {n.name: node_flops(graph, n, self._tokens, seq) for n in self._nodes}
         self._elements = {n.name: self._elements_of(n) for n in self._nodes}
-        made = [s for node in self._nodes for s in self._made(node)]
-        given = [self._storage(value.name) for value in graph.inputs]
-        kept = [storage for storage in (*given, *made) if storage is not None]
+        kept = [*self._given, *(s for node in self._nodes for s in self._made(node))]
         self._bytes = {storage.name: int(storage.size_bytes(self._tokens)) for storage in kept}
 
     def choose(self, byte_weight: int, flop_weight: int | None) -> Choice:
-        """The best choice at these weights; a flop weight of None forbids products.
-
-        Raises:
-            networkx.NetworkXUnbounded: something that cannot be saved is needed (cannot happen).
-        """
+        """The best choice at these weights; a flop weight of None forbids products."""
         cut: networkx.DiGraph[str] = networkx.DiGraph()
-        for value in self.graph.inputs:
-            storage = self._storage(value.name)
-            if storage is not None:
-                cut.add_edge(_SOURCE, storage.name, capacity=self._save_price(storage, byte_weight))
+        for storage in self._given:
+            cut.add_edge(_SOURCE, storage.name, capacity=self._save_price(storage, byte_weight))
         for node in self._nodes:
-            made = [s for s in self._made(node) if s is not None]
+            made = self._made(node)
             place = f"node {node.name}"
             price = self._recompute_price(node, flop_weight)
             cut.add_edge(_SOURCE, place, **({} if price is None else {"capacity": price}))
-            for name in node.inputs:
-                read = self._storage(name)
-                if read is not None:
-                    cut.add_edge(read.name, place)
+            for read in self._stored(node.inputs):
+                cut.add_edge(read.name, place)
             for storage in made:
                 inner = place if len(made) == 1 else f"in {storage.name}"
                 if inner != place:
@@ -145,30 +134,23 @@ class SaveProblem:
             return []
         return [*self._between(left, middle), middle, *self._between(middle, right)]
 
-    # ------------------------------------------------------------------------------------ the parts
+    def _stored(self, names: Iterable[str]) -> list[Storage]:
+        """The storages of values that are not resident."""
+        found = (self._storages[name] for name in names)
+        return [s for s in found if not s.is_parameter and s.name not in self._resident]
 
-    def _storage(self, name: str) -> Storage | None:
-        """The storage of a value; None where it is resident."""
-        storage = self._storages[name]
-        return None if storage.is_parameter or storage.name in self._resident else storage
-
-    def _made(self, node: Node) -> list[Storage | None]:
-        return [self._storage(value.name) for value in node.outputs]
-
-    def _is_view(self, node: Node) -> bool:
-        return self._storages[node.name].name != node.name
+    def _made(self, node: Node) -> list[Storage]:
+        return self._stored(value.name for value in node.outputs)
 
     def _makers(self) -> list[Node]:
         """The nodes that compute a needed value, or an input of such a node; views do not count."""
         live = {storage.name for storage in self._needed}
         nodes = []
         for node in reversed(self.graph.nodes):
-            if self._is_view(node):
-                continue
-            if any(s is not None and s.name in live for s in self._made(node)):
+            is_view = self._storages[node.name].name != node.name
+            if not is_view and any(storage.name in live for storage in self._made(node)):
                 nodes.append(node)
-                reads = map(self._storage, node.inputs)
-                live.update(storage.name for storage in reads if storage is not None)
+                live.update(storage.name for storage in self._stored(node.inputs))
         return nodes[::-1]
 
     def _save_price(self, storage: Storage, byte_weight: int) -> int:
@@ -185,10 +167,9 @@ class SaveProblem:
 
     def _choice(self, there: set[str]) -> Choice:
         recomputed = [node for node in self._nodes if f"node {node.name}" in there]
-        again = {s.name for node in recomputed for s in self._made(node) if s is not None}
+        again = {storage.name for node in recomputed for storage in self._made(node)}
         read = {storage.name for storage in self._needed}
-        for node in recomputed:
-            read.update(s.name for s in map(self._storage, node.inputs) if s is not None)
+        read.update(s.name for node in recomputed for s in self._stored(node.inputs))
         saved = [name for name in self._bytes if name in read - again]
         products = [node for node in recomputed if operator(node.op).is_product]
         return Choice(

@@ -28,24 +28,15 @@ def restorable(
 ) -> list[bool]:
     """True for each layer whose input can be recomputed by the layer before.
 
-    Both must save their one carried input, and nothing of their own beside it.
-
-    Args:
-        model: the model with bypass networks attached.
-        plans: the ways in which layers are trained.
-        layers: the index of each layer's plan.
+    Both must save their one carried input, and nothing of their own beside it. `layers` has the
+    index of each layer's plan.
     """
     alone = [_saves_its_input_alone(model, plan) for plan in plans]
     return [False, *(alone[before] and alone[layer] for before, layer in pairwise(layers))]
 
 
 def shared_inputs(restorable: Sequence[bool], count: int) -> tuple[int, ...] | None:
-    """So many layers whose input is recomputed; None if there are fewer.
-
-    Args:
-        restorable: True for each layer whose input can be recomputed.
-        count: number of inputs to recompute.
-    """
+    """So many layers whose input is recomputed, of those that can be; None if there are fewer."""
     for longest in range(1, max(isqrt(len(restorable)), 1) + 1):
         found = _in_segments(restorable, longest)
         if len(found) >= count:

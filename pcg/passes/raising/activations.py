@@ -1,7 +1,4 @@
-"""A rule that raises activations: they are recognised by their values.
-
-0.5 x (1 + tanh(…)), x sigmoid(x)             gelu, silu
-"""
+"""A rule that raises activations: they are recognised by their values."""
 
 from __future__ import annotations
 

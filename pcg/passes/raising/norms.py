@@ -1,34 +1,19 @@
-"""Rules that raise norms: RMS norm with its roundings and offset, and layer norm written out.
-
-x · rsqrt(mean(x²) + eps) · w                 rms_norm
-(x - mean) · rsqrt(var + eps) · w             layer_norm
-"""
+"""Rules that raise norms: RMS norm with its roundings and offset, and layer norm written out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import cast
 
 from pcg.ir.graph import Node
-from pcg.passes.raising.rewriter import NewName, Rewriter
+from pcg.passes.raising.rewriter import NewName, Rewriter, orders
 
 
-@dataclass(frozen=True)
-class _Normalised:
-    """x / sqrt(mean(x²) + eps): the x before its cast to fp32, and eps."""
-
-    x: str
-    eps: float
-
-
-def _normalised(rewriter: Rewriter, name: str) -> _Normalised | None:
-    node = rewriter.producer(name, "mul")
-    if node is None or len(node.inputs) != 2:
-        return None
-    for wide, scale in (node.inputs, node.inputs[::-1]):
+def _normalised(rewriter: Rewriter, name: str) -> tuple[str, float] | None:
+    """The x before its cast to fp32, and eps, where the value is x / sqrt(mean(x²) + eps)."""
+    for wide, scale in orders(rewriter.producer(name, "mul")):
         eps = _inverse_root_mean_square(rewriter, scale, wide)
         if eps is not None:
-            return _Normalised(_before_widening(rewriter, wide), eps)
+            return _before_widening(rewriter, wide), eps
     return None
 
 
@@ -54,26 +39,25 @@ def _before_widening(rewriter: Rewriter, name: str) -> str:
 
 def rms_norm(rewriter: Rewriter, node: Node) -> NewName | None:
     """W · normalised(x), whatever is rounded when."""
-    root = node
-    if node.op == "cast" and (inner := rewriter.producer(node.inputs[0], "mul")):
-        root = inner
-    if root.op != "mul" or len(root.inputs) != 2:
-        return None
-    for weight, value in (root.inputs, root.inputs[::-1]):
+    types = rewriter.graph.types
+    for weight, value in _factors(rewriter, node):
         rounding = rewriter.producer(value, "cast")
         found = _normalised(rewriter, rounding.inputs[0] if rounding else value)
         scale = _norm_weight(rewriter, weight)
         if found is None or scale is None:
             continue
-        types = rewriter.graph.types
-        if types[found.x] != node.output.type or types[scale[0]].shape != types[found.x].shape[-1:]:
+        (x, eps), (parameter, offset) = found, scale
+        if types[x] != node.output.type or types[parameter].shape != types[x].shape[-1:]:
             return None
         # Without a cast in between nothing is rounded, so either order is the same.
-        round_first = rounding is not None or (root is node and node.output.type.dtype == "f32")
-        return rewriter.add(
-            "rms_norm", found.x, scale[0], eps=found.eps, offset=scale[1], round_first=round_first
-        )
+        first = rounding is not None or (node.op == "mul" and node.output.type.dtype == "f32")
+        return rewriter.add("rms_norm", x, parameter, eps=eps, offset=offset, round_first=first)
     return None
+
+
+def _factors(rewriter: Rewriter, node: Node) -> tuple[tuple[str, str], ...]:
+    """The factors of a product, cast or not, in both orders."""
+    return orders(rewriter.producer(node.inputs[0] if node.op == "cast" else node.name, "mul"))
 
 
 def _norm_weight(rewriter: Rewriter, name: str) -> tuple[str, float] | None:
@@ -89,24 +73,18 @@ def plain_rms_norm(rewriter: Rewriter, node: Node) -> NewName | None:
     """normalised(x) that no weight follows."""
     name = node.inputs[0] if node.op == "cast" else node.name
     found = _normalised(rewriter, name)
-    if found is None or rewriter.graph.types[found.x] != node.output.type:
+    if found is None or rewriter.graph.types[found[0]] != node.output.type:
         return None
-    return rewriter.add("rms_norm", found.x, eps=found.eps, offset=0.0, round_first=True)
+    return rewriter.add("rms_norm", found[0], eps=found[1], offset=0.0, round_first=True)
 
 
 def layer_norm(rewriter: Rewriter, node: Node) -> NewName | None:
     """W · (x - mean(x)) · rsqrt(mean((x - mean(x))²) + eps), as Cohere writes it out."""
-    root = node
-    if node.op == "cast" and (inner := rewriter.producer(node.inputs[0], "mul")):
-        root = inner
-    if root.op != "mul" or len(root.inputs) != 2:
-        return None
-    for weight, value in (root.inputs, root.inputs[::-1]):
+    for weight, value in _factors(rewriter, node):
         parameter = rewriter.through(weight, "cast")
-        product = rewriter.producer(value, "mul")
-        if not rewriter.is_parameter(parameter) or product is None or len(product.inputs) != 2:
+        if not rewriter.is_parameter(parameter):
             continue
-        for centred, scale in (product.inputs, product.inputs[::-1]):
+        for centred, scale in orders(rewriter.producer(value, "mul")):
             eps = _inverse_root_mean_square(rewriter, scale, centred)
             wide = _centred(rewriter, centred)
             if eps is None or wide is None:

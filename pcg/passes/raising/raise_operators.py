@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pcg.ir.graph import Graph, Node
 from pcg.ir.program.program import ModelGraph
 from pcg.passes.naming import readable_names
-from pcg.passes.pass_base import GraphPass, ModelPass
+from pcg.passes.pass_base import ModelPass
 from pcg.passes.raising.activations import activation
 from pcg.passes.raising.norms import layer_norm, plain_rms_norm, rms_norm
 from pcg.passes.raising.rewriter import NewName, Rewriter, orders, rewrite
@@ -30,37 +30,23 @@ class RaiseOperators(ModelPass):
     name = "raise"
 
     def run(self, before: ModelGraph) -> ModelGraph:
-        prologue = _raised(before.prologue)
+        prologue = raise_graph(before.prologue)
         shared = dict(zip(before.prologue.outputs, prologue.outputs, strict=True))
         return ModelGraph(
             prologue,
-            tuple(_raised(block, shared) for block in before.blocks),
+            tuple(raise_graph(block, shared) for block in before.blocks),
             before.layers,
-            _raised(before.epilogue, shared),
+            raise_graph(before.epilogue, shared),
         )
 
 
-class RaiseGraph(GraphPass):
-    """Write one graph in fewer, larger operators, with readable names."""
-
-    name = "raise"
-
-    def run(self, before: Graph) -> Graph:
-        return _raised(before)
-
-
-def _raised(graph: Graph, inputs: Mapping[str, str] | None = None) -> Graph:
-    """A graph of the same function in fewer, larger operators.
-
-    Args:
-        graph: any graph.
-        inputs: new names for the graph's inputs.
-    """
+def raise_graph(graph: Graph, inputs: Mapping[str, str] | None = None) -> Graph:
+    """A graph of the same function in fewer, larger operators; `inputs` gives inputs new names."""
     graph = rewrite(graph, (_drop_identity, _join_reshapes))
     graph = rewrite(graph, (layer_norm, rms_norm, _linear_bias, rope, activation))
     graph = rewrite(graph, (plain_rms_norm, partial_rope, _drop_identity, _join_reshapes))
     graph = rewrite(graph, (_unrepeat_heads, _drop_identity, _join_reshapes))
-    return graph.renamed(readable_names(graph, inputs or {}))
+    return graph.renamed(readable_names(graph, inputs))
 
 
 def _drop_identity(rewriter: Rewriter, node: Node) -> NewName | None:
@@ -84,7 +70,7 @@ def _join_reshapes(rewriter: Rewriter, node: Node) -> NewName | None:
 
 
 def _linear_bias(rewriter: Rewriter, node: Node) -> NewName | None:
-    if node.op != "add" or len(node.inputs) != 2:
+    if node.op != "add":
         return None
     for product, bias in orders(node):
         linear = rewriter.producer(product, "linear")

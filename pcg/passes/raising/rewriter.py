@@ -25,7 +25,7 @@ class Rewriter:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.builder = Builder(graph.name)
+        self.builder = Builder.extending(graph.replace(nodes=()))
         self.new_names: dict[str, NewName] = {}
         self._scope = ""
 
@@ -63,19 +63,12 @@ class Rewriter:
         return name if isinstance(name, NewName) else self.new_names.get(name, NewName(name))
 
     def run(self, rules: Sequence[Rule]) -> Graph:
-        for value in self.graph.inputs:
-            self.builder.input(value.name, value.type)
-        for parameter in self.graph.parameters:
-            self.builder.parameter(parameter)
         for node in self.graph.nodes:
             self._scope = node.scope
-            replacement = next(
-                (new for rule in rules if (new := rule(self, node)) is not None), None
-            )
+            found = (new for rule in rules if (new := rule(self, node)) is not None)
+            replacement = next(found, None)
             if replacement is None:
-                names = self.add_many(
-                    node.op, *node.inputs, scope=node.scope, **dict(node.attributes)
-                )
+                names = self.add_many(node.op, *node.inputs, scope="", **dict(node.attributes))
                 for old, new in zip(node.outputs, names, strict=True):
                     self.new_names[old.name] = new
             else:
@@ -95,7 +88,9 @@ def rewrite(graph: Graph, rules: Sequence[Rule]) -> Graph:
         graph = new
 
 
-def orders(node: Node) -> tuple[tuple[str, str], tuple[str, str]]:
-    """The two inputs of a node, in both orders."""
+def orders(node: Node | None) -> tuple[tuple[str, str], ...]:
+    """The two inputs of a node, in both orders; none where there are not two."""
+    if node is None or len(node.inputs) != 2:
+        return ()
     a, b = node.inputs
     return (a, b), (b, a)

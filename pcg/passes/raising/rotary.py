@@ -1,7 +1,4 @@
-"""Rules that raise rotary embedding: half or interleaved, on a part of the head.
-
-x · cos + rotate(x) · sin                     rope
-"""
+"""Rules that raise rotary embedding: half or interleaved, on a part of the head."""
 
 from __future__ import annotations
 
@@ -14,18 +11,15 @@ from pcg.passes.raising.rewriter import NewName, Rewriter, orders
 
 def rope(rewriter: Rewriter, node: Node) -> NewName | None:
     """X · cos + rotate(x) · sin over the whole of x."""
-    if node.op != "add" or len(node.inputs) != 2 or len(node.output.type.dims) != 3:
+    if node.op != "add" or len(node.output.type.dims) != 3:
         return None
-    products = [rewriter.producer(name, "mul") for name in node.inputs]
-    if any(p is None or len(p.inputs) != 2 for p in products):
-        return None
-    for plain, turned in (products, products[::-1]):
-        for rotated, sin in orders(cast("Node", turned)):
+    for plain, turned in orders(node):
+        for rotated, sin in orders(rewriter.producer(turned, "mul")):
             found = _rotation(rewriter, rotated)
             if found is None:
                 continue
             style, x = found
-            for same, cos in orders(cast("Node", plain)):
+            for same, cos in orders(rewriter.producer(plain, "mul")):
                 if same != x or not _keeps_dtype(rewriter, node, x):
                     continue
                 tables = [_table(rewriter, table) for table in (cos, sin)]
@@ -46,23 +40,21 @@ def _keeps_dtype(rewriter: Rewriter, node: Node, x: str) -> bool:
 
 def _rotation(rewriter: Rewriter, name: str) -> tuple[str, str] | None:
     """Style and x, where the value is rotate(x)."""
-    node = rewriter.producer(name, "concat")
-    if node is not None:
-        parts = [_slice_of(rewriter, part) for part in node.inputs]
-        size = int(node.output.type.shape[-1])
-        half = [(True, size // 2, size, 1), (False, 0, size // 2, 1)]
-        if [p and p[1:] for p in parts] == half and parts[0][0] == parts[1][0]:  # type: ignore[index]
-            return "half", parts[0][0]  # type: ignore[index]
+    pairs = rewriter.producer(name, "reshape")
+    joined = rewriter.producer(pairs.inputs[0] if pairs else name, "concat")
+    if joined is None:
         return None
-    flat = rewriter.producer(name, "reshape")
-    pairs = flat and rewriter.producer(flat.inputs[0], "concat")
-    if not (flat and pairs):
-        return None
-    parts = [_slice_of(rewriter, rewriter.through(part, "reshape")) for part in pairs.inputs]
-    size = int(flat.output.type.shape[-1])
-    interleaved = [(True, 1, size, 2), (False, 0, size, 2)]
-    if [p and p[1:] for p in parts] == interleaved and parts[0][0] == parts[1][0]:  # type: ignore[index]
-        return "interleaved", parts[0][0]  # type: ignore[index]
+    size = int(rewriter.graph.types[name].shape[-1])
+    if pairs:
+        parts = [rewriter.through(part, "reshape") for part in joined.inputs]
+        style, turned = "interleaved", [(True, 1, size, 2), (False, 0, size, 2)]
+    else:
+        parts = [*joined.inputs]
+        style, turned = "half", [(True, size // 2, size, 1), (False, 0, size // 2, 1)]
+    slices = [_slice_of(rewriter, part) for part in parts]
+    sources = {found[0] for found in slices if found}
+    if len(sources) == 1 and [found and found[1:] for found in slices] == turned:
+        return style, sources.pop()
     return None
 
 

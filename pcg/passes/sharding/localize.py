@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.layouts import WHOLE, layout_of, local_type, whole_type
 from pcg.ir.operators import operator
-from pcg.ir.types import TensorType
 from pcg.passes.pass_base import GraphPass
 
 _COLLECTIVES = {
@@ -28,54 +27,41 @@ _COLLECTIVES = {
 
 @dataclass(frozen=True)
 class Localize(GraphPass):
-    """Write the graph of one rank, from a graph with layouts in its types.
-
-    Attributes:
-        degree: number of ranks.
-    """
+    """Write the graph of one rank, of so many, from a graph with layouts in its types."""
 
     name = "localize"
     degree: int
 
     def run(self, before: Graph) -> Graph:
-        return _local(before, self.degree)
+        return before.replace(
+            inputs=tuple(map(self._value, before.inputs)),
+            parameters=tuple(map(self._parameter, before.parameters)),
+            nodes=tuple(map(self._node, before.nodes)),
+        )
 
+    def _value(self, whole: Value) -> Value:
+        type_ = local_type(whole_type(whole.type), layout_of(whole.type), self.degree)
+        return Value(whole.name, type_)
 
-def _local(graph: Graph, degree: int) -> Graph:
-
-    def local(type_: TensorType) -> TensorType:
-        return local_type(whole_type(type_), layout_of(type_), degree)
-
-    def value(whole: Value) -> Value:
-        return Value(whole.name, local(whole.type))
-
-    def parameter(whole: Parameter) -> Parameter:
+    def _parameter(self, whole: Parameter) -> Parameter:
         part = layout_of(whole.type)
         if part == WHOLE:
             return whole
-        return dataclasses.replace(whole, value=value(whole.value), part=part, degree=degree)
+        value = self._value(whole.value)
+        return dataclasses.replace(whole, value=value, part=part, degree=self.degree)
 
-    nodes = []
-    for node in graph.nodes:
-        outputs = tuple(map(value, node.outputs))
+    def _node(self, node: Node) -> Node:
+        outputs = tuple(map(self._value, node.outputs))
         attributes = dict(node.attributes)
         if "dim" in attributes and node.op in _COLLECTIVES:
-            attributes["degree"] = degree
+            attributes["degree"] = self.degree
             if node.op != "scatter" and _is_of_tokens(node):
                 attributes["tokens"] = True
         else:
             types = tuple(output.type for output in outputs)
             attributes = dict(operator(node.op).local_attributes(attributes, types))
-        op = _COLLECTIVES.get(node.op, node.op)
-        pairs = tuple(sorted(attributes.items()))
-        nodes.append(Node(op, node.inputs, outputs, pairs, node.scope))
-    return Graph(
-        graph.name,
-        tuple(map(value, graph.inputs)),
-        tuple(map(parameter, graph.parameters)),
-        tuple(nodes),
-        graph.outputs,
-    )
+        op, pairs = _COLLECTIVES.get(node.op, node.op), tuple(sorted(attributes.items()))
+        return Node(op, node.inputs, outputs, pairs, node.scope)
 
 
 def _is_of_tokens(node: Node) -> bool:

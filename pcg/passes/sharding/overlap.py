@@ -40,10 +40,8 @@ MORE = 0.02
 class Overlap(GraphPass):
     """Put a rank's nodes in an order in which collectives have something to run beside them.
 
-    A graph with sizes that are open, as a served prompt's, stays as it is.
-
-    Attributes:
-        counted: values whose memory is counted elsewhere.
+    A graph with sizes that are open, as a served prompt's, stays as it is. The memory of `counted`
+    values is counted elsewhere.
     """
 
     name = "overlap"
@@ -85,12 +83,6 @@ def _overlapped(graph: Graph, counted: frozenset[str]) -> Graph:
 
 
 class _Order:
-    """An order of a graph's nodes.
-
-    Attributes:
-        nodes: the nodes in this order.
-    """
-
     def __init__(self, graph: Graph, counted: frozenset[str]) -> None:
         self.nodes = list(graph.nodes)
         self._alive = Alive(graph, counted)
@@ -107,11 +99,12 @@ class _Order:
             self.nodes = before
 
     def _begin_early(self, collective: Node) -> None:
-        """Move a collective up, past nodes that it does not read."""
+        """Move a collective up past nodes that it does not read, but no other collective."""
         place = to = self.nodes.index(collective)
         while not self._is_enough(collective):
             to -= 1
-            if to < 0 or _is_barred(collective, self.nodes[to]):
+            above = self.nodes[to] if to >= 0 else None
+            if above is None or collective_of(above) is not None or _reads(collective, above):
                 return
             if self._move(place, to):
                 place = to
@@ -167,11 +160,6 @@ def _flops(graph: Graph, node: Node) -> int:
     types = tuple(graph.types[name] for name in node.inputs)
     formula = entry.flops(types, tuple(v.type for v in node.outputs), dict(node.attributes))
     return int(formula.subs(TOKENS, MANY_TOKENS))
-
-
-def _is_barred(collective: Node, above: Node) -> bool:
-    """Return whether a collective may not move past a node."""
-    return collective_of(above) is not None or _reads(collective, above)
 
 
 def _reads(node: Node, other: Node) -> bool:

@@ -13,16 +13,17 @@ from math import lcm
 
 from pcg.ir.builder import Builder
 from pcg.ir.graph import Graph
-from pcg.passes.pass_base import GraphPass
+from pcg.ir.program.program import ModelGraph
+from pcg.parallel.base_plan import partitioned_attentions
+from pcg.passes.pass_base import GraphPass, Pass
+from pcg.passes.stages import Prepared
 
 
 @dataclass(frozen=True)
 class RepeatHeads(GraphPass):
     """Give attentions of a layer KV heads that so many ranks divide.
 
-    Attributes:
-        degree: number of ranks.
-        attentions: names of the attentions of which each rank has heads.
+    `attentions` names those of which each rank has heads.
     """
 
     name = "repeat_heads"
@@ -30,12 +31,8 @@ class RepeatHeads(GraphPass):
     attentions: tuple[str, ...]
 
     def run(self, before: Graph) -> Graph:
-        builder = Builder(before.name)
+        builder = Builder.extending(before.replace(nodes=()))
         builder.reserved = before.types
-        for value in before.inputs:
-            builder.input(value.name, value.type)
-        for parameter in before.parameters:
-            builder.parameter(parameter)
         for node in before.nodes:
             if node.name in self.attentions:
                 heads, kv_heads = (before.types[name].features[-2] for name in node.inputs[:2])
@@ -43,18 +40,37 @@ class RepeatHeads(GraphPass):
                 wanted = wanted if heads % wanted == 0 else heads
                 if wanted != kv_heads:
                     # Named after the attention, as a bypass network may stand before them.
-                    repeated = [
-                        builder.add(
+                    inputs = list(node.inputs)
+                    for place, kind in ((1, "keys"), (2, "values")):
+                        inputs[place] = builder.add(
                             "repeat_interleave",
-                            [name],
+                            [inputs[place]],
                             name=f"{node.name}_{kind}_repeated",
                             scope=node.scope,
                             dim=-2,
                             repeats=wanted // kv_heads,
                         )
-                        for name, kind in zip(node.inputs[1:3], ("keys", "values"), strict=True)
-                    ]
-                    inputs = (node.inputs[0], *repeated, *node.inputs[3:])
-                    node = dataclasses.replace(node, inputs=inputs)
+                    node = dataclasses.replace(node, inputs=tuple(inputs))
             builder.append(node)
         return builder.build(before.outputs)
+
+
+@dataclass(frozen=True)
+class RepeatHeadsOfModels(Pass[Prepared, Prepared]):
+    """Give the attentions of which ranks have heads by the base's plan KV heads, in each model."""
+
+    name = RepeatHeads.name
+    degree: int
+
+    def run(self, before: Prepared) -> Prepared:
+        passes = [
+            RepeatHeads(self.degree, tuple(sorted(partitioned_attentions(block, layouts))))
+            for block, layouts in zip(before.base.blocks, before.layouts, strict=True)
+        ]
+
+        def repeated(model: ModelGraph) -> ModelGraph:
+            pairs = zip(before.base_blocks(model), model.blocks, strict=True)
+            blocks = tuple(passes[place].run(block) for place, block in pairs)
+            return dataclasses.replace(model, blocks=blocks)
+
+        return before.map_models(repeated)

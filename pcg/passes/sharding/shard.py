@@ -1,20 +1,20 @@
-"""Shard: write the layouts of a plan over ranks into the types of a model's graphs.
+"""Shard: plan a model over ranks, and write the layouts into the types of its graphs.
 
-The base's plan comes first (`pcg.passes.sharding.plan_base`), and does not depend on adapters;
-bypass networks are sharded under it (dependent parallelization, FlexLLM §5.1). Where a value has to
-change its layout, a parallelization operator stands between.
+The base's plan comes first, and does not depend on adapters; bypass networks are sharded under it
+(dependent parallelization, FlexLLM §5.1). Where a value has to change its layout, a parallelization
+operator stands between.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import Layout, token_part
 from pcg.ir.program.program import ModelGraph, token_embedding
-from pcg.parallel.base_plan import COLUMN
+from pcg.parallel.base_plan import COLUMN, base_plan
 from pcg.parallel.costs.layer_costs import ByteCosts, LayerCosts
 from pcg.parallel.parallel_plan import Constraints, ParallelPlan
 from pcg.parallel.planner import Planner
@@ -22,7 +22,27 @@ from pcg.parallel.search import Search
 from pcg.parallel.sequence_parallel import token_sharded_ends, token_sharded_nodes
 from pcg.parallel.sharder import shard
 from pcg.passes.pass_base import Pass
-from pcg.passes.stages import Prepared, Sharded
+from pcg.passes.stages import Attached, Prepared, Sharded
+
+
+@dataclass(frozen=True)
+class PlanBase(Pass[Attached, Prepared]):
+    """Choose the layouts of the base's weights, from each layer's own graph or as the user says.
+
+    Attributes:
+        degree: the number of ranks.
+        styles: the user's plan, a style by module path; empty to read Megatron's off the graph.
+    Raises:
+        ParallelError: the degree divides neither heads nor products; those that do are named.
+    """
+
+    name = "plan_base"
+    degree: int
+    styles: Mapping[str, str] = field(default_factory=dict)
+
+    def run(self, before: Attached) -> Prepared:
+        layouts = tuple(base_plan(block, self.degree, self.styles) for block in before.base.blocks)
+        return Prepared(before.base, before.serving, before.training, layouts)
 
 
 @dataclass(frozen=True)
@@ -30,7 +50,7 @@ class Shard(Pass[Prepared, Sharded]):
     """Search for the layouts of bypass networks, and write all layouts into the graphs.
 
     Attributes:
-        degree: number of ranks.
+        degree: the number of ranks.
         costs: the costs that bypass networks are parallelized by; bytes between ranks by default.
         sequence_parallel: True if ranks hold parts of the tokens between the base's products.
     """
@@ -41,44 +61,40 @@ class Shard(Pass[Prepared, Sharded]):
     sequence_parallel: bool = False
 
     def run(self, before: Prepared) -> Sharded:
-        base, _, _ = dataclasses.replace(self, costs=None)._over_ranks(before.base, before, True)
-        serving, searches, plans = self._over_ranks(before.serving, before, False)
-        typed, training = serving, None
+        base, *_ = dataclasses.replace(self, costs=None)._over_ranks(before.base, before, True)
+        found = self._over_ranks(before.serving, before, False)
+        serving, training = found[0], None
         if before.training is not None:
-            training, searches, plans = self._over_ranks(before.training, before, True)
-            typed = training
-        return Sharded(base, serving, training, before.layouts, typed, searches, plans)
+            found = self._over_ranks(before.training, before, True)
+            training = found[0]
+        return Sharded(base, serving, training, before.layouts, *found)
 
     def search(
         self, block: Graph, plain: Graph, layouts: Mapping[str, Layout], trains: bool = True
     ) -> Search:
         """The search for a layer's bypass networks, under the plan of the base's own layer.
 
-        Args:
-            block: the layer, with products and heads that ranks can divide.
-            plain: the same layer without bypass networks.
-            layouts: the layouts of the base's weights.
-            trains: True if there is a backward, and each adapter's weight is one tensor, not those
-                of a batch's many adapters.
+        `plain` is the same layer without bypass networks, with the layouts of its weights.
         """
         sequence, degree = self.sequence_parallel, self.degree
         ends = token_sharded_ends(plain) if sequence else Constraints()
         fixed = dataclasses.replace(ends, layouts=layouts)
         nodes = token_sharded_nodes(plain, many_adapters=False) if sequence else frozenset()
-        planner = Planner(plain, degree, ByteCosts(degree, sequence), token_nodes=nodes)
-        costs = self.costs or ByteCosts(degree, sequence)
-        rules = planner.plan(fixed).rules
-        return Search(block, degree, costs, layouts, rules, trains, sequence)
+        by_bytes = ByteCosts(degree, sequence)
+        rules = Planner(plain, degree, by_bytes, token_nodes=nodes).plan(fixed).rules
+        return Search(block, degree, self.costs or by_bytes, layouts, rules, trains, sequence)
 
     def searches(self, model: ModelGraph, given: Prepared, trains: bool) -> tuple[Search, ...]:
         """The searches for the bypass networks of each layer of a model."""
-        layers = zip(model.blocks, given.base.blocks, given.layouts, strict=True)
-        return tuple(self.search(*layer, trains) for layer in layers)
+        places = zip(model.blocks, given.base_blocks(model), strict=True)
+        return tuple(
+            self.search(block, given.base.blocks[place], given.layouts[place], trains)
+            for block, place in places
+        )
 
     def _over_ranks(
         self, model: ModelGraph, given: Prepared, trains: bool
     ) -> tuple[ModelGraph, tuple[Search, ...], tuple[ParallelPlan, ...]]:
-        """A model with layouts, and the searches and plans of its layers."""
         searches = self.searches(model, given, trains)
         plans = tuple(search.plan() for search in searches)
         blocks = tuple(
@@ -90,7 +106,6 @@ class Shard(Pass[Prepared, Sharded]):
         return typed, searches, plans
 
     def _end(self, model: ModelGraph, base: ModelGraph, trains: bool, *, is_first: bool) -> Graph:
-        """The prologue, or the epilogue, with layouts."""
         graph = model.prologue if is_first else model.epilogue
         fixed, nodes = Constraints(), frozenset[str]()
         if self.sequence_parallel:
@@ -108,10 +123,8 @@ def _carried_layouts(model: ModelGraph, *, is_first: bool) -> Constraints:
     """Parts of the tokens of what the prologue hands the first layer, or the last the epilogue."""
     count = len(model.blocks[0].outputs)
     if is_first:
-        types = model.prologue.types
-        return Constraints(
-            outputs={n: token_part(types[n]) for n in model.prologue.outputs[:count]}
-        )
+        types, outputs = model.prologue.types, model.prologue.outputs[:count]
+        return Constraints(outputs={name: token_part(types[name]) for name in outputs})
     return Constraints(inputs={v.name: token_part(v.type) for v in model.epilogue.inputs[:count]})
 
 
@@ -119,11 +132,8 @@ def _vocabulary(base: ModelGraph, degree: int, *, is_first: bool) -> dict[str, L
     """Rows of the token embedding, or of the output's weight, on each rank, if equally many."""
     if is_first:
         graph, node = base.prologue, token_embedding(base.prologue)
-        weight = node.inputs[0] if node is not None else None
+        weights = [] if node is None else [node.inputs[0]]
     else:
         graph = base.epilogue
-        products = [node for node in graph.nodes if node.op == "linear"]
-        weight = products[-1].inputs[1] if products else None
-    if weight is None or graph.types[weight].features[0] % degree:
-        return {}
-    return {weight: COLUMN}
+        weights = [node.inputs[1] for node in graph.nodes if node.op == "linear"]
+    return {name: COLUMN for name in weights[-1:] if graph.types[name].features[0] % degree == 0}

@@ -10,6 +10,7 @@ one behind the other can be sharded by heads only so: equal parts of the fused r
 
 from __future__ import annotations
 
+import dataclasses
 from math import prod
 from typing import cast
 
@@ -52,21 +53,22 @@ class _Splitter:
                 if name in self.graph.parameters_by_name:
                     self.builder.parameter(self.graph.parameters_by_name[name])
             source = self._rows_of(node)
-            if source is None:
-                self.builder.append(node)
-            else:
-                name, start, stop, shape = source
-                self._finish(node, self._sliced(name, start, stop), shape)
+            if source is not None:
+                # The slice's own value is the product, in the shape that the slice had.
+                shape = (("shape", node.output.type.reshape_sizes),)
+                inputs = (self._sliced(*source),)
+                node = dataclasses.replace(node, op="reshape", inputs=inputs, attributes=shape)
+            self.builder.append(node)
         return self.builder.build(self.graph.outputs)
 
-    def _rows_of(self, node: Node) -> tuple[str, int, int, tuple[int, ...] | None] | None:
-        """The product that a slice is of, the entries of its last dim, and the slice's shape."""
+    def _rows_of(self, node: Node) -> tuple[str, int, int] | None:
+        """The product that a slice is of, and the entries of its last dim."""
         if node.op != "slice" or node.get("step", 1) != 1:
             return None
         name, dim = node.inputs[0], cast("int", node.attribute("dim"))
         start, stop = (cast("int", node.attribute(key)) for key in ("start", "stop"))
         if dim == -1 and self._is_split(name):
-            return name, start, stop, None
+            return name, start, stop
         maker = self.graph.producers.get(name)
         if maker is None or maker.op != "reshape":
             return None
@@ -75,8 +77,7 @@ class _Splitter:
         leads = prod(features[: len(features) + dim]) == 1
         if first and leads and self._is_split(maker.inputs[0]):
             width = prod(features[len(features) + dim + 1 :])
-            shape = node.output.type.reshape_sizes
-            return maker.inputs[0], start * width, stop * width, shape
+            return maker.inputs[0], start * width, stop * width
         return None
 
     def _is_split(self, name: str) -> bool:
@@ -111,22 +112,17 @@ class _Splitter:
         node = self.graph.producers[name]
         made_rows = operator(node.op).made_rows
         takes = _ROWS.get(node.op) or made_rows
-        inputs = [
+        inputs = tuple(
             self._sliced(other, start, stop) if part else other
             for other, part in zip(node.inputs, takes, strict=False)
-        ]
-        type_ = node.output.type
-        features = (stop - start, *type_.shape[1:]) if made_rows else ()
-        type_ = type_.with_shape(features) if features else type_.with_features(stop - start)
-        self.builder.append(
-            Node(node.op, tuple(inputs), (Value(made, type_),), node.attributes, node.scope)
         )
+        type_, size = node.output.type, stop - start
+        if made_rows:
+            type_ = type_.with_shape((size, *type_.shape[1:]))
+        else:
+            type_ = type_.with_features(size)
+        self.builder.append(dataclasses.replace(node, inputs=inputs, outputs=(Value(made, type_),)))
         return made
-
-    def _finish(self, node: Node, name: str, shape: tuple[int, ...] | None) -> None:
-        """The slice's own value: the product, in the shape that the slice had."""
-        sizes = node.output.type.reshape_sizes if shape is None else shape
-        self.builder.append(Node("reshape", (name,), node.outputs, (("shape", sizes),), node.scope))
 
 
 def rows_of(parameter: Parameter, start: int, stop: int) -> Parameter:

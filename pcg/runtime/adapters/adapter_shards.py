@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -25,21 +26,19 @@ from torch import Tensor
 from pcg.errors import ParallelError
 from pcg.ir.graph import Parameter
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED
-from pcg.ir.program.program import ModelGraph
+from pcg.ir.program.program import ModelGraph, python_name
+from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.ranks.group import Ranks
 from pcg.parallel.ranks.shards import Ranges, ranges_of, shard_of
 from pcg.peft.adapter import Adapter
+from pcg.peft.registry import parameter_kind
 from pcg.peft.weights import AdapterWeight
 
 
 class AdapterShards:
     """A rank's shards of one adapter at a training program's sites.
 
-    Args:
-        adapter: the adapter that is trained.
-
-    Attributes:
-        tensors: the trained tensors by name: their path in the adapter, and rows in brackets.
+    Their names are their paths in the adapter, and rows in brackets.
     """
 
     def __init__(
@@ -73,14 +72,23 @@ class AdapterShards:
         shard = shard_of(whole, parameter, self._ranks)
         return shard.detach().clone().contiguous().to(self._device)
 
-    def weight(self, parameter: Parameter, layer: int) -> AdapterWeight | None:
-        """Return the shard that a rank's graph reads; None if the adapter has no weight there."""
-        return self._weights.get(_name(parameter.source.format(layer=layer), parameter))
+    def bind(
+        self, parameters: Sequence[Parameter], layer: int, weights: SimpleNamespace
+    ) -> SimpleNamespace:
+        """Return the adapter's weights as a layer's graph with these parameters reads them.
 
-    # ------------------------------------------------------------------------------ gradients
+        A layer without the adapter gets neutral weights, as LoRA of rank 0, and the base's biases.
+        """
+        bound = SimpleNamespace()
+        for parameter in parameters:
+            if parameter.role == "adapter":
+                weight = self._weights.get(_name(parameter.source.format(layer=layer), parameter))
+                if weight is None:
+                    weight = AdapterWeight(_neutral(parameter, parameters, weights))
+                setattr(bound, python_name(parameter.name), weight)
+        return bound
 
     def sum_gradients(self) -> None:
-        """Sum the gradients of replicated shards over the ranks."""
         if self._ranks.size == 1:
             return
         summands = [
@@ -94,18 +102,16 @@ class AdapterShards:
     def norm(self) -> Tensor:
         """Return the norm of the whole adapter's gradients, once they are summed."""
         whole: list[Tensor] = []
-        parted: list[Tensor] = []
+        sharded: list[Tensor] = []
         for name, tensor in self.tensors.items():
             assert tensor.grad is not None
-            (parted if self._is_parted(name) else whole).append(tensor.grad)
+            (sharded if self._is_sharded(name) else whole).append(tensor.grad)
         norm = torch.nn.utils.get_total_norm(whole)
         if self._ranks.size == 1:
             return norm
-        others = torch.nn.utils.get_total_norm(parted).to(self._device, torch.float64)
+        others = torch.nn.utils.get_total_norm(sharded).to(self._device, torch.float64)
         squares = self._ranks.all_reduce(others.square().reshape(1))[0]
         return (norm.to(squares) ** 2 + squares).sqrt()
-
-    # ------------------------------------------------------------------------- over the ranks
 
     def summed(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Sum tensors over the ranks in one exchange, with the same bits on all of them."""
@@ -132,12 +138,11 @@ class AdapterShards:
         return ranges_of(parameter, self.whole_shape(path), self._ranks)
 
     def whole_shape(self, path: str) -> tuple[int, ...]:
-        """Return the shape of an adapter's whole tensor."""
         weight = self._adapter.parameter(path)
         assert weight is not None
         return tuple(weight.weight.shape)
 
-    def parted_dim(self, name: str) -> int | None:
+    def sharded_dim(self, name: str) -> int | None:
         """Return the dim, from 0, along which a tensor is partitioned; None if it is not."""
         path, parameter = self._parameters[name]
         dim = parameter.part.dim
@@ -147,8 +152,6 @@ class AdapterShards:
     def is_first(self) -> bool:
         """True if this is the first rank, which contributes what all ranks have to a sum."""
         return self._ranks.rank == 0
-
-    # ------------------------------------------------------------------------- whole tensors
 
     def gather(self) -> None:
         """Write the shards of all ranks into the adapter."""
@@ -171,7 +174,7 @@ class AdapterShards:
         """Join every rank's tensors for its shards, by name, to whole tensors by path."""
         if self._ranks.size == 1:
             return dict(values)
-        everywhere = self.gathered({n: v for n, v in values.items() if self._is_parted(n)})
+        everywhere = self.gathered({n: v for n, v in values.items() if self._is_sharded(n)})
         by_path: dict[str, list[tuple[tuple[int, int], Tensor]]] = {}
         for name, value in values.items():
             path, parameter = self._parameters[name]
@@ -192,10 +195,9 @@ class AdapterShards:
         }
 
     def path_of(self, name: str) -> str:
-        """Return a shard's path in the adapter."""
         return self._parameters[name][0]
 
-    def _is_parted(self, name: str) -> bool:
+    def _is_sharded(self, name: str) -> bool:
         return bool(self._parameters[name][1].part.dim)
 
 
@@ -208,3 +210,25 @@ def _name(path: str, parameter: Parameter) -> str:
 
 def _sizes(tensors: Iterable[Tensor]) -> list[int]:
     return [prod(tensor.shape) for tensor in tensors]
+
+
+def _neutral(
+    parameter: Parameter, parameters: Sequence[Parameter], weights: SimpleNamespace
+) -> Tensor:
+    """Return a weight that changes nothing, for an adapter that has none there."""
+    kind = parameter.source.rpartition(".")[2]
+    if kind == "bias":
+        frozen = {(p.source, p.rows): p.name for p in parameters if p.role == "frozen"}
+        own: Tensor = getattr(weights, python_name(frozen[parameter.source, parameter.rows]))
+        return own
+    dtype, of = getattr(torch, TORCH_NAMES[parameter.type.dtype]), parameter_kind(kind)
+    if of.of_base is not None:
+        source = f"{parameter.source.removesuffix(kind)}weight"
+        (name,) = (p.name for p in parameters if p.role == "frozen" and p.source == source)
+        own = getattr(weights, python_name(name))
+        return of.of_base(own.to(dtype))
+    sizes = [int(size) for size in parameter.type.shape]
+    if of.rank_dim is not None:
+        sizes[of.rank_dim] = 0
+    device = next(iter(vars(weights).values())).device
+    return torch.full(sizes, of.fill, dtype=dtype, device=device)

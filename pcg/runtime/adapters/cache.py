@@ -41,15 +41,7 @@ class _Resident:
 
 
 class AdapterCache:
-    """The adapters that have pages.
-
-    Args:
-        pages_of: counts the pages that an adapter takes.
-
-    Attributes:
-        on_page_in: called with each adapter that gets pages.
-        on_evict: called with each adapter that loses them.
-    """
+    """The adapters that have pages; `idle_pages` counts those that no running request uses."""
 
     def __init__(self, pool: PagePool, pages_of: Callable[[ServedAdapter], int]) -> None:
         self.on_page_in: Callable[[ServedAdapter], None] = lambda adapter: None
@@ -59,7 +51,7 @@ class AdapterCache:
         self._known: WeakKeyDictionary[ServedAdapter, int] = WeakKeyDictionary()
         self._residents: dict[int, _Resident] = {}
         self._idle: OrderedDict[int, _Resident] = OrderedDict()
-        self._idle_pages = 0
+        self.idle_pages = 0
 
     def __len__(self) -> int:
         return len(self._residents)
@@ -78,13 +70,8 @@ class AdapterCache:
         return self._residents[id(adapter)].table
 
     def has(self, adapter: ServedAdapter | None) -> bool:
-        """Return whether an adapter is on the device; True for None."""
+        """Return True for an adapter on the device, and for None."""
         return adapter is None or id(adapter) in self._residents
-
-    @property
-    def idle_pages(self) -> int:
-        """Number of pages of adapters that no running request uses."""
-        return self._idle_pages
 
     def bring(self, adapter: ServedAdapter) -> bool:
         """Page an adapter in, evicting unused ones if need be; returns False if it does not fit."""
@@ -98,7 +85,7 @@ class AdapterCache:
         table = self._pool.open(f"adapter {adapter.name!r}")
         self._pool.extend(table, need, last=True)
         self._residents[id(adapter)] = self._idle[id(adapter)] = _Resident(adapter, table)
-        self._idle_pages += need
+        self.idle_pages += need
         self.on_page_in(adapter)
         return True
 
@@ -116,7 +103,7 @@ class AdapterCache:
             found = self._residents[id(adapter)]
             found.users += 1
             if self._idle.pop(id(adapter), None) is not None:
-                self._idle_pages -= len(found.table.pages)
+                self.idle_pages -= len(found.table.pages)
 
     def release(self, adapter: ServedAdapter | None) -> None:
         """Count one request less of an adapter."""
@@ -125,7 +112,7 @@ class AdapterCache:
             found.users -= 1
             if not found.users:
                 self._idle[id(adapter)] = found
-                self._idle_pages += len(found.table.pages)
+                self.idle_pages += len(found.table.pages)
 
     def forget(self, adapter: ServedAdapter) -> None:
         """Free the pages of a removed adapter, unless running requests still use them."""
@@ -137,7 +124,7 @@ class AdapterCache:
         """Raise an AssertionError if a resident has wrong pages, or is idle and used."""
         idle = {key: found for key, found in self._residents.items() if not found.users}
         assert idle == dict(self._idle)
-        assert self._idle_pages == sum(len(found.table.pages) for found in idle.values())
+        assert self.idle_pages == sum(len(found.table.pages) for found in idle.values())
         for resident in self._residents.values():
             assert len(resident.table.pages) == self.pages_of(resident.adapter)
             assert resident.users >= 0
@@ -147,6 +134,6 @@ class AdapterCache:
         if resident.users:
             raise PcgError(f"adapter {resident.adapter.name!r} is in use and cannot be evicted")
         del self._idle[key]
-        self._idle_pages -= len(resident.table.pages)
+        self.idle_pages -= len(resident.table.pages)
         self._pool.close(resident.table)
         self.on_evict(resident.adapter)

@@ -12,9 +12,6 @@ class AdapterCopies:
     """Copies that run one after the other on a thread of their own, by the adapter's id.
 
     On GPUs they have a stream of their own, too, which waits for the caller's stream first.
-
-    Args:
-        device: the device that the adapters are copied to.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,29 +20,22 @@ class AdapterCopies:
         self._under_way: dict[int, Future[bool]] = {}
 
     def begin(self, key: int, copy: Callable[[], bool]) -> None:
-        """Begin a copy.
-
-        Args:
-            key: the adapter's id.
-            copy: writes into memory that nothing else reads or writes; returns False if the adapter
-                does not fit there.
-        """
+        """Begin a copy of an adapter, by its id, into memory that nothing else reads or writes."""
         before = None
         if self._stream is not None:
             before = torch.cuda.current_stream(self._stream.device).record_event()
         self._under_way[key] = self._thread.submit(self._make, copy, before)
 
     def is_under_way(self, key: int) -> bool:
-        """Return whether a copy began and has not finished."""
+        """Return True if a copy began and has not finished."""
         copy = self._under_way.get(key)
         return copy is not None and not copy.done()
 
     def take(self, key: int) -> bool:
-        """Wait for a copy and forget it; returns whether the adapter fits, or raises its error."""
+        """Wait for a copy and forget it; returns True if the adapter fits, or raises its error."""
         return self._under_way.pop(key).result()
 
     def wait(self) -> None:
-        """Wait for all copies that began."""
         wait(self._under_way.values())
 
     def _make(self, copy: Callable[[], bool], before: torch.cuda.Event | None) -> bool:

@@ -23,24 +23,23 @@ from torch import Tensor
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
 from pcg.kernels.adapter_batch import Segments
-from pcg.parallel.ranks.group import ALONE, Ranks
+from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.copies import AdapterCopies
-from pcg.runtime.adapters.served_weights import ServedWeights
 from pcg.runtime.adapters.sites import GraphSites
 from pcg.runtime.adapters.slots import AdapterSlots
-from pcg.runtime.adapters.weight_stacker import WeightStacker
+from pcg.runtime.adapters.weight_stacker import ServedWeights, WeightStacker
 from pcg.runtime.memory.pool import PageTable
 
 
-class _NoAdapters:
-    """An adapter's weights without any: None at every site."""
+class Namespace(SimpleNamespace):
+    """Attributes by site; a site that no adapter of the batch has is None."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
-NO_ADAPTERS = _NoAdapters()
+NO_ADAPTERS = Namespace()
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class PaddedTables:
         model: ModelGraph,
         weights: ServedWeights,
         device: torch.device,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_RANK,
     ) -> None:
         self._stacker = WeightStacker(weights, device, ranks)
         self._device = device
@@ -79,13 +78,9 @@ class PaddedTables:
         return GraphSites.of(graph)
 
     def in_pages(self, pages: Tensor | None, table: Callable[[Adapter], PageTable]) -> PaddedTables:
-        """Return tables for an engine that gives adapters pages of its cache.
+        """Return tables for an engine that gives adapters pages of its cache, each its `table`.
 
-        Args:
-            pages: the cache's memory, [pages, bytes of one]; None if it is not in pages.
-            table: returns an adapter's pages.
-        Returns:
-            These tables themselves, because stacks have memory of their own.
+        Stacks have memory of their own, so these are the tables themselves.
         """
         return self
 
@@ -97,11 +92,7 @@ class PaddedTables:
     def prefetch(self, adapters: Sequence[Adapter]) -> None:
         """Begin to copy adapters that run soon, as far as there is room, beside what runs now.
 
-        Ranks would have to agree on what is copied, so over ranks adapters are copied when they
-        run.
-
-        Args:
-            adapters: the adapters in the order of their turns.
+        Ranks would have to agree on what is copied, so over ranks adapters are copied as they run.
         """
         if not self._has_widths:
             return
@@ -113,7 +104,7 @@ class PaddedTables:
                 self._update_places()
 
     def is_copying(self, adapter: Adapter) -> bool:
-        """Return whether an adapter is being copied, so that a step that runs it would wait."""
+        """Return True while an adapter is being copied, so that a step that runs it would wait."""
         return self._copies.is_under_way(id(adapter))
 
     @torch.inference_mode(False)
@@ -121,9 +112,6 @@ class PaddedTables:
         """Give a batch's adapters slots, and return the order of its sequences, by index.
 
         Slots are written again later, so this runs outside inference mode.
-
-        Args:
-            adapters: the adapter of each sequence.
         """
         by_width: dict[int, list[Adapter]] = {}
         wanted = {id(one): one for one in adapters if one is not None}
@@ -157,12 +145,7 @@ class PaddedTables:
         return max(1 << (rank - 1).bit_length(), _LEAST_WIDTH) if rank and self._has_widths else 0
 
     def bind(self, adapters: Sequence[Adapter | None], sizes: Sequence[int]) -> BoundAdapters:
-        """Bind the adapters of a batch.
-
-        Args:
-            adapters: the adapter of each sequence, in the order of `order`.
-            sizes: tokens of each sequence.
-        """
+        """Bind the adapters of sequences of these sizes in tokens, in the order of `order`."""
         start, chosen, merged = _merge(adapters, sizes)
         if not chosen:
             return self._none
@@ -174,11 +157,7 @@ class PaddedTables:
         return self._bound[key]
 
     def bind_epilogue(self, adapters: Sequence[Adapter | None]) -> BoundAdapters:
-        """Bind the adapters of tokens for the epilogue alone.
-
-        Args:
-            adapters: the adapter of each token, in the order of `order`.
-        """
+        """Bind the adapters of tokens, in the order of `order`, for the epilogue alone."""
         if not (self._of_epilogue.joined or self._of_epilogue.single):
             return self._none
         return self.bind(adapters, [1] * len(adapters))
@@ -196,7 +175,9 @@ class PaddedTables:
             by_width.append(self._by_width[width].bound(slots, segments))
             start = segments.stop
         *layers, prologue, epilogue = map(_joined, zip(*by_width, strict=True))
-        return BoundAdapters(Namespace(prologue | epilogue), [Namespace(layer) for layer in layers])
+        return BoundAdapters(
+            Namespace(**(prologue | epilogue)), [Namespace(**layer) for layer in layers]
+        )
 
     def close(self) -> None:
         """Wait for copies, and write nothing from now on: another program serves."""
@@ -226,16 +207,6 @@ def _joined(by_width: Sequence[Mapping[str, object]]) -> dict[str, object]:
 
 _BOUND = 8
 """Batches whose bound stacks are kept until adapters get other slots."""
-
-
-class Namespace(SimpleNamespace):
-    """Attributes by site; a site that no adapter of the batch has is None."""
-
-    def __init__(self, values: Mapping[str, object]) -> None:
-        super().__init__(**values)
-
-    def __getattr__(self, name: str) -> None:
-        return None
 
 
 def _merge(

@@ -6,6 +6,7 @@ Weights that kernels cannot read as rows lie in stacks, as in `padded_tables.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -16,7 +17,7 @@ from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.adapter_batch import TokenSpans
-from pcg.parallel.ranks.group import ALONE, Ranks
+from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.padded_tables import BoundAdapters, Namespace, PaddedTables
 from pcg.runtime.adapters.row_allocator import (
@@ -25,18 +26,20 @@ from pcg.runtime.adapters.row_allocator import (
     RowAllocator,
     pages_of_rows,
 )
-from pcg.runtime.adapters.row_memory import LoraSite, RowMemory
-from pcg.runtime.adapters.served_weights import ServedWeights
-from pcg.runtime.adapters.sites import GraphSites, bottlenecks_of
-from pcg.runtime.adapters.sources import model_sources, served_sources
+from pcg.runtime.adapters.row_memory import RowMemory
+from pcg.runtime.adapters.sites import (
+    GraphSites,
+    JoinedSite,
+    bottlenecks_of,
+    model_sources,
+    served_sources,
+)
+from pcg.runtime.adapters.weight_stacker import ServedWeights
 from pcg.runtime.memory.pool import PageTable
 
 
 class RaggedTables(PaddedTables):
     """Keeps the adapters that run; see `PaddedTables`.
-
-    Args:
-        allocator: makes the allocator of rows of a dtype; rows have memory of their own by default.
 
     Attributes:
         lora: the rows of the adapters' matrices; None if the program has none as rows.
@@ -47,7 +50,7 @@ class RaggedTables(PaddedTables):
         model: ModelGraph,
         weights: ServedWeights,
         device: torch.device,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_RANK,
         allocator: Callable[[torch.dtype], RowAllocator] | None = None,
     ) -> None:
         super().__init__(model, weights, device, ranks)
@@ -58,7 +61,7 @@ class RaggedTables(PaddedTables):
         ]
         self.lora: RowMemory | None = None
         if sites:
-            dtype = getattr(torch, TORCH_NAMES[sites[0].joined.modules[0].a.type.dtype])
+            dtype = getattr(torch, TORCH_NAMES[sites[0].modules[0].a.type.dtype])
             own = OwnRowAllocator(dtype, device) if allocator is None else allocator(dtype)
             self.lora = RowMemory(sites, self._stacker, own)
         self._model = model
@@ -66,7 +69,7 @@ class RaggedTables(PaddedTables):
         in_rows = {
             parameter.source.format(layer=site.layer)
             for site in sites
-            for parameter in site.joined.matrices
+            for parameter in site.matrices
         }
         prompts = {source for graph, layer in graphs for source in _prompts(graph, layer)}
         self._in_stacks = model_sources(model) - in_rows - prompts
@@ -151,19 +154,13 @@ class RaggedTables(PaddedTables):
             for name in site.names:
                 setattr(part, name, rows)
 
-    # ------------------------------------------------------------------------------- recorded steps
-
     @property
     def layout(self) -> object:
         """The places of the rows' memory and tables, which changes when they move."""
         return None if self.lora is None else self.lora.layout
 
     def slots(self, adapters: Sequence[Adapter | None]) -> list[int] | None:
-        """Return the slot of each token's adapter, -1 without one; None if one has more than rows.
-
-        Args:
-            adapters: the adapter of each token; none is virtual, and `order` has admitted them.
-        """
+        """Return each token's slot, -1 without an adapter; None if one has more than rows."""
         found = []
         for adapter in adapters:
             if adapter is None:
@@ -175,7 +172,7 @@ class RaggedTables(PaddedTables):
         return found
 
     def _is_in_rows(self, adapter: Adapter) -> bool:
-        """Return whether the program reads only rows of an adapter, virtual tokens aside."""
+        """Return True if the program reads only rows of an adapter, virtual tokens aside."""
         found = self._has_rows_alone.get(adapter)
         if found is None:
             found = self._in_stacks.isdisjoint(served_sources(adapter))
@@ -183,14 +180,10 @@ class RaggedTables(PaddedTables):
         return found
 
     def bind_tiles(self, tiles: object) -> BoundAdapters:
-        """Bind the rows of all adapters, and nothing else.
-
-        Args:
-            tiles: the slots of the tokens, as kernels read them; None if no token has any.
-        """
+        """Bind the rows of all adapters, and nothing else; `tiles` holds tokens' slots, if any."""
         if self.lora is None or tiles is None:
             return self._none
-        bound = BoundAdapters(Namespace({}), [Namespace({}) for _ in self._model.layers])
+        bound = BoundAdapters(Namespace(), [Namespace() for _ in self._model.layers])
         self._put_rows(bound, self.lora, TokenSpans((), {"tiles": tiles}))
         return bound
 
@@ -202,8 +195,7 @@ def _prompts(graph: Graph, layer: int) -> list[str]:
     return [parameters[node.inputs[1]].source.format(layer=layer) for node in nodes]
 
 
-def _rows(graph: Graph, part: int, layer: int) -> list[LoraSite]:
+def _rows(graph: Graph, part: int, layer: int) -> list[JoinedSite]:
     """Return the sites of a graph that kernels can read as rows."""
-    joined = [*GraphSites.of(graph).joined, *bottlenecks_of(graph)]
-    found = [LoraSite(part, layer, one) for one in joined]
-    return [site for site in found if site.fits_kernels]
+    sites = (*GraphSites.of(graph).joined, *bottlenecks_of(graph))
+    return [replace(site, part=part, layer=layer) for site in sites if site.fits_kernels]

@@ -24,30 +24,25 @@ Shapes: TypeAlias = Sequence[Sequence[int]]
 
 
 class RowAllocator(Protocol):
-    """Memory for rows, given out to adapters."""
+    """Memory for rows, flat and in the adapters' dtype, given out to adapters."""
 
-    @property
-    def memory(self) -> Tensor:
-        """The whole memory, flat, in the adapters' dtype."""
+    memory: Tensor
 
     def reserve(
         self, adapter: Adapter, shapes: Shapes, drop: Callable[[], bool], *, grows: bool
     ) -> list[Tensor] | None:
-        """Reserve memory for an adapter.
+        """Reserve memory for an adapter; return the first element of each row, int64, or None.
 
         Args:
-            shapes: shapes of its matrices, [rows, size] each.
             drop: frees another adapter's memory; returns False if none can be freed.
-            grows: whether the memory may grow and move; nothing reads or writes it meanwhile.
-        Returns:
-            The first element of each row of each matrix, int64; None if there is no room.
+            grows: True if the memory may grow and move; nothing reads or writes it meanwhile.
         """
 
     def write(self, adapter: Adapter, matrices: Sequence[Tensor]) -> None:
         """Write an adapter's matrices into its memory, on any thread."""
 
     def holds(self, adapter: Adapter) -> bool:
-        """Return whether what was written of an adapter is still there."""
+        """Return True if what was written of an adapter is still there."""
 
     def drop(self, key: int) -> None:
         """Free an adapter's memory, by the adapter's id."""
@@ -57,13 +52,9 @@ class OwnRowAllocator:
     """A memory of its own, which grows as adapters come."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._memory = torch.empty(0, dtype=dtype, device=device)
+        self.memory = torch.empty(0, dtype=dtype, device=device)
         self._free = FreeRuns()
         self._runs: dict[int, tuple[int, int]] = {}
-
-    @property
-    def memory(self) -> Tensor:
-        return self._memory
 
     def reserve(
         self, adapter: Adapter, shapes: Shapes, drop: Callable[[], bool], *, grows: bool
@@ -74,9 +65,9 @@ class OwnRowAllocator:
         if self._free.longest < units:
             if not grows:
                 return None
-            held = len(self._memory) // _UNIT
+            held = len(self.memory) // _UNIT
             more = max(held, units, _LEAST_UNITS)
-            self._memory = torch.nn.functional.pad(self._memory, (0, more * _UNIT))
+            self.memory = torch.nn.functional.pad(self.memory, (0, more * _UNIT))
             self._free.add(held, more)
         start = self._free.fitting(units)
         self._free.take(start, units)
@@ -89,9 +80,9 @@ class OwnRowAllocator:
         return found
 
     def write(self, adapter: Adapter, matrices: Sequence[Tensor]) -> None:
-        flat = _joined(matrices, self._memory.dtype)
+        flat = _joined(matrices, self.memory.dtype)
         first = self._runs[id(adapter)][0] * _UNIT
-        self._memory[first : first + len(flat)].copy_(flat)
+        self.memory[first : first + len(flat)].copy_(flat)
 
     def holds(self, adapter: Adapter) -> bool:
         return id(adapter) in self._runs
@@ -103,25 +94,18 @@ class OwnRowAllocator:
 
 
 class PagedRowAllocator:
-    """Pages of the KV cache's memory, of which each adapter was given some.
+    """Pages of the KV cache's memory, u8, of which each adapter was given some.
 
-    Args:
-        pages: the memory, [pages, bytes of one], u8.
-        table: returns an adapter's pages; another table means that it was evicted in between.
-        dtype: the adapters' dtype.
+    Another `table` of an adapter means that it was evicted in between.
     """
 
     def __init__(
         self, pages: Tensor, table: Callable[[Adapter], PageTable], dtype: torch.dtype
     ) -> None:
         self._pages = pages.view(dtype)
-        self._memory = self._pages.view(-1)
+        self.memory = self._pages.view(-1)
         self._table = table
         self._tables: dict[int, PageTable] = {}
-
-    @property
-    def memory(self) -> Tensor:
-        return self._memory
 
     def reserve(
         self, adapter: Adapter, shapes: Shapes, drop: Callable[[], bool], *, grows: bool
@@ -152,14 +136,7 @@ class PagedRowAllocator:
 
 
 def pages_of_rows(shapes: Shapes, page_elements: int) -> int:
-    """Count the pages that the rows of some matrices take.
-
-    Args:
-        shapes: shapes of the matrices.
-        page_elements: elements of a page.
-    Raises:
-        UnsupportedError: a row is longer than a page.
-    """
+    """Count the pages that rows take; UnsupportedError if one is longer than a page."""
     return max((page + 1 for _, _, _, page, _ in _packed(shapes, page_elements)), default=0)
 
 

@@ -19,12 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
 import torch
 from torch import Tensor
 
-from pcg.ir.program.program import python_name
 from pcg.kernels.adapter_batch import LoraRows, TokenSpans
 from pcg.kernels.sizes import RANK_STEP, ROW_ALIGNMENT
 from pcg.peft.adapter import Adapter
@@ -34,36 +33,6 @@ from pcg.runtime.adapters.sites import JoinedSite
 from pcg.runtime.adapters.weight_stacker import WeightStacker
 
 _LEAST_SLOTS = 16
-
-
-@dataclass(frozen=True)
-class LoraSite:
-    """Linear operators of one input in one layer, or a bottleneck adapter.
-
-    Attributes:
-        part: index of the part of the model: a layer, or after the layers prologue and epilogue.
-        layer: index of the layer that its parameters belong to.
-        joined: the site.
-    """
-
-    part: int
-    layer: int
-    joined: JoinedSite
-
-    @property
-    def fits_kernels(self) -> bool:
-        """True if kernels can read its rows, and sum in fp32."""
-        modules, places = self.joined.modules, [self.joined.in_size, self.joined.columns]
-        places += [place for one in modules for place in (one.column, one.size)]
-        is_aligned = not any(place % ROW_ALIGNMENT for place in places)
-        return is_aligned and modules[0].a.type.dtype != "f64"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The attributes that emitted functions read of it."""
-        if self.joined.bias is None:
-            return (self.joined.name,)
-        return tuple(python_name(matrix.name) for matrix in self.joined.matrices)
 
 
 @dataclass(frozen=True)
@@ -78,26 +47,17 @@ _NO_TOKENS = TokenSpans(())
 
 
 class RowMemory:
-    """The rows of the adapters that run, and tables of where they lie.
-
-    Args:
-        sites: the sites in order.
-        stacker: cuts the adapters' matrices for the tables' device.
-        allocator: the memory of the rows.
-    """
+    """The rows of the adapters that run, and tables of where they lie."""
 
     def __init__(
-        self, sites: Sequence[LoraSite], stacker: WeightStacker, allocator: RowAllocator
+        self, sites: Sequence[JoinedSite], stacker: WeightStacker, allocator: RowAllocator
     ) -> None:
         self.sites = tuple(sites)
         self._stacker = stacker
         self._device = device = stacker.device
         self._allocator = allocator
-        self._first: list[int] = []
-        matrices = 0
-        for site in self.sites:
-            self._first.append(matrices)
-            matrices += len(site.joined.matrices)
+        counts = [len(site.matrices) for site in self.sites]
+        *self._first, matrices = accumulate(counts, initial=0)
         self._copies = AdapterCopies(device)
         self._slots: dict[int, int] = {}
         self._copying: dict[int, int] = {}
@@ -110,25 +70,19 @@ class RowMemory:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the memory."""
         return self._allocator.memory.nbytes
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element of the adapters' dtype."""
         return self._allocator.memory.itemsize
 
     def slot(self, adapter: Adapter) -> int:
-        """Return the slot of an adapter that was admitted."""
         return self._slots[id(adapter)]
 
     def prefetch(self, wanted: Sequence[Adapter]) -> bool:
-        """Begin to copy adapters that run next into memory that no running adapter needs.
+        """Begin to copy adapters that run next, in turn, into memory that no running one needs.
 
-        Args:
-            wanted: the adapters in the order of their turns; those without room are left out.
-        Returns:
-            True if any adapter got or lost memory.
+        It returns True if any adapter got or lost memory.
         """
         moved = self._finish_copies()
         kept = self._running | set(map(id, wanted))
@@ -146,7 +100,6 @@ class RowMemory:
         return moved
 
     def is_copying(self, adapter: Adapter) -> bool:
-        """Return whether an adapter is being copied, so that a step that runs it would wait."""
         return self._copies.is_under_way(id(adapter))
 
     def close(self) -> None:
@@ -154,10 +107,9 @@ class RowMemory:
         self._copies.wait()
 
     def admit(self, wanted: Sequence[Adapter]) -> bool:
-        """Have adapters in memory; others stay as long as nobody needs their memory.
+        """Have adapters in memory; returns True if any came.
 
-        Returns:
-            True if any came.
+        Others stay as long as nobody needs their memory.
         """
         self._running = set(map(id, wanted))
         came = self._finish_copies()
@@ -184,9 +136,9 @@ class RowMemory:
         """
         shapes = []
         for site in self.sites:
-            sizes = [site.joined.in_size] * len(site.joined.modules)
-            sizes += [one.size for one in site.joined.modules]
-            for parameter, size in zip_longest(site.joined.matrices, sizes):
+            sizes = [site.in_size] * len(site.modules)
+            sizes += [one.size for one in site.modules]
+            for parameter, size in zip_longest(site.matrices, sizes):
                 module, _, kind = parameter.source.format(layer=site.layer).rpartition(".")
                 weights = adapter.weights.get(module)
                 if weights is not None and kind in weights.served:
@@ -200,7 +152,7 @@ class RowMemory:
         tensors = (self._allocator.memory, self._rows, self._ranks)
         return tuple((tensor.data_ptr(), tensor.shape) for tensor in tensors)
 
-    def bound(self, tokens: TokenSpans) -> list[tuple[LoraSite, LoraRows]]:
+    def bound(self, tokens: TokenSpans) -> list[tuple[JoinedSite, LoraRows]]:
         """Return what emitted functions read at each site."""
         layout = self.layout
         if layout != self._views_of:
@@ -210,17 +162,17 @@ class RowMemory:
         pairs = zip(self.sites, self._views, strict=True)
         return [(site, replace(view, tokens=tokens)) for site, view in pairs]
 
-    def _view_at(self, site: LoraSite, first: int) -> LoraRows:
+    def _view_at(self, site: JoinedSite, first: int) -> LoraRows:
         """Return a site's part of the tables, without tokens."""
-        modules = site.joined.modules
+        modules = site.modules
         middle, end = first + len(modules), first + 2 * len(modules)
-        bias = slice(end, first + len(site.joined.matrices))
+        bias = slice(end, first + len(site.matrices))
         return LoraRows(
             self._allocator.memory,
             self._rows[first:middle],
             self._rows[middle:end],
             self._ranks[first:middle],
-            site.joined.in_size,
+            site.in_size,
             tuple(one.column for one in modules),
             tuple(one.size for one in modules),
             self._rows[bias],
@@ -228,8 +180,6 @@ class RowMemory:
             _NO_TOKENS,
             {},
         )
-
-    # ------------------------------------------------------------------------------- an adapter
 
     def _has(self, adapter: Adapter) -> bool:
         return id(adapter) in self._slots and self._allocator.holds(adapter)
@@ -266,7 +216,7 @@ class RowMemory:
         parts = [
             _aligned(self._stacker.part(adapter, parameter, site.layer))
             for site in self.sites
-            for parameter in site.joined.matrices
+            for parameter in site.matrices
         ]
         self._allocator.write(adapter, [part for part in parts if part is not None])
         rows = torch.zeros(self._rows.shape[::2], dtype=torch.int64)
@@ -321,7 +271,6 @@ class RowMemory:
         return self._free_slots.pop()
 
     def _widen(self, rank: int) -> None:
-        """Widen the tables for a rank."""
         most = self._rows.shape[2]
         if rank > most:
             more = -(-rank // RANK_STEP) * RANK_STEP - most
@@ -329,12 +278,11 @@ class RowMemory:
 
 
 def _aligned(part: Tensor | None) -> Tensor | None:
-    """Pad a matrix's rows to a multiple of what kernels load at once."""
     if part is None or _aligned_size(part.shape[1]) == part.shape[1]:
         return part
     return torch.nn.functional.pad(part, (0, _aligned_size(part.shape[1]) - part.shape[1]))
 
 
 def _aligned_size(size: int) -> int:
-    """Return the size of a row after padding."""
+    """Return a row's size, padded to a multiple of what kernels load at once."""
     return -(-size // ROW_ALIGNMENT) * ROW_ALIGNMENT

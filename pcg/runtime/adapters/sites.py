@@ -1,4 +1,4 @@
-"""Sites: the operators of a graph that read adapters' weights.
+"""Sites, the operators of a graph that read adapters' weights, and sources, their paths.
 
 z_i = y_i + (x A_iᵀ) B_iᵀ          the LoRA of linear operators of one input, whose products are
                                    one (lora_linear)
@@ -7,25 +7,24 @@ z = y + σ(x Aᵀ + b) Bᵀ             a bottleneck adapter (shrink, activate, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
 from pcg.ir.graph import Graph, Node, Parameter
+from pcg.ir.module_paths import WHOLE_MODEL
 from pcg.ir.operators import operator
 from pcg.ir.operators.lora import LoraLinear
-from pcg.ir.program.program import python_name
+from pcg.ir.program.program import ModelGraph, python_name
+from pcg.kernels.sizes import ROW_ALIGNMENT
+from pcg.peft.adapter import Adapter
 
 
 @dataclass(frozen=True)
 class LoraModule:
     """A and B of one linear operator, or of a bottleneck adapter.
 
-    Attributes:
-        a: the parameter of A.
-        b: the parameter of B.
-        size: number of outputs.
-        column: the first output, in the joined product of all operators of the input.
+    `column` is its first output in the joined product of all operators of the input.
     """
 
     a: Parameter
@@ -36,25 +35,22 @@ class LoraModule:
 
 @dataclass(frozen=True)
 class JoinedSite:
-    """A lora_linear operator, or a bottleneck adapter.
+    """A lora_linear operator, or a bottleneck adapter with its bias.
 
     Attributes:
-        modules: the linear operators that can have LoRA, in order; one for a bottleneck.
-        columns: columns of the joined product, operators without LoRA included.
-        bias: the bias b of a bottleneck.
+        columns: columns of the joined product, of operators without LoRA too.
+        part: index of the part of the model: a layer, or after the layers prologue and epilogue.
     """
 
     modules: tuple[LoraModule, ...]
     columns: int
     bias: Parameter | None = None
+    part: int = 0
+    layer: int = 0
 
     @classmethod
     def of(cls, node: Node, parameters: Mapping[str, Parameter]) -> JoinedSite:
-        """Return the site of an operator.
-
-        Args:
-            parameters: the parameters of its graph, by name.
-        """
+        """Return the site of an operator, by the parameters of its graph."""
         adapted = LoraLinear.adapted(dict(node.attributes))
         a, b = node.inputs[-2 * len(adapted) : -len(adapted)], node.inputs[-len(adapted) :]
         sizes = [value.type.features[0] for value in node.outputs]
@@ -71,6 +67,21 @@ class JoinedSite:
         return python_name(self.modules[0].a.name)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The attributes that emitted functions read of it."""
+        if self.bias is None:
+            return (self.name,)
+        return tuple(python_name(matrix.name) for matrix in self.matrices)
+
+    @property
+    def fits_kernels(self) -> bool:
+        """True if kernels can read its rows, and sum in fp32."""
+        places = [self.in_size, self.columns]
+        places += [place for one in self.modules for place in (one.column, one.size)]
+        is_aligned = not any(place % ROW_ALIGNMENT for place in places)
+        return is_aligned and self.modules[0].a.type.dtype != "f64"
+
+    @property
     def matrices(self) -> list[Parameter]:
         """A of each module, then B of each, then b as a matrix of one row."""
         biases = [] if self.bias is None else [self.bias]
@@ -78,7 +89,6 @@ class JoinedSite:
 
     @property
     def in_size(self) -> int:
-        """Size of the input."""
         return int(self.modules[0].a.type.shape[-1])
 
 
@@ -98,19 +108,14 @@ def bottlenecks_of(graph: Graph) -> list[JoinedSite]:
 
 
 def _is_its_own(graph: Graph, name: str) -> bool:
-    """Return whether a value is a whole tensor, and no view of a part of one."""
+    """Return True for a whole tensor, which is no view of a part of one."""
     node = graph.producers.get(name)
     return node is None or (len(node.outputs) == 1 and not operator(node.op).is_view)
 
 
 @dataclass(frozen=True)
 class GraphSites:
-    """The sites of a graph.
-
-    Attributes:
-        joined: the lora_linear operators.
-        single: every other adapter parameter, with its attribute's name.
-    """
+    """The sites of a graph: its lora_linear operators, and other adapter parameters by name."""
 
     joined: tuple[JoinedSite, ...]
     single: tuple[tuple[str, Parameter], ...]
@@ -129,3 +134,36 @@ class GraphSites:
             if p.role == "adapter" and p.name not in names
         )
         return cls(tuple(joined), single)
+
+
+def model_sources(model: ModelGraph) -> frozenset[str]:
+    """Return the sources of the adapter parameters that a program reads, in all layers."""
+    return frozenset(
+        parameter.source.format(layer=layer)
+        for parameter, layer in model.parameters()
+        if parameter.role == "adapter"
+    )
+
+
+def served_sources(adapter: Adapter) -> frozenset[str]:
+    """Return the sources of the parameters that a program needs to serve an adapter."""
+    served = _joined((path, w.served) for path, w in adapter.weights.items())
+    return served | _bias_sources(adapter)
+
+
+def trained_sources(adapter: Adapter) -> frozenset[str]:
+    """Return the sources of the parameters that a program needs to train an adapter."""
+    trained = _joined((path, w.parameters) for path, w in adapter.weights.items())
+    return trained | {*adapter.shared} | _bias_sources(adapter)
+
+
+def _joined(kinds_by_path: Iterable[tuple[str, Iterable[str]]]) -> frozenset[str]:
+    return frozenset(
+        kind if path == WHOLE_MODEL else f"{path}.{kind}"
+        for path, kinds in kinds_by_path
+        for kind in kinds
+    )
+
+
+def _bias_sources(adapter: Adapter) -> frozenset[str]:
+    return frozenset(f"{path}.bias" for path in adapter.biases)

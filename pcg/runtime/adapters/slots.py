@@ -23,13 +23,6 @@ class AdapterSlots:
     Adapters that run together lie side by side from the first slot on, because a product reads
     whatever lies between them. A newcomer replaces an adapter that does not run; where some have
     left and nobody came, the last ones move up.
-
-    Args:
-        sites: the sites of each part of the model, and its layer.
-        copies: runs copies beside the steps.
-
-    Attributes:
-        places: the slot of each adapter that has one, by the adapter's id.
     """
 
     def __init__(
@@ -45,13 +38,9 @@ class AdapterSlots:
         self._stacks: list[dict[str, StackedWeight]] = []
 
     def prefetch(self, wanted: Sequence[Adapter]) -> bool:
-        """Begin to copy adapters that run next into slots that no running adapter needs.
+        """Begin to copy adapters that run next, in turn, into slots that no running one needs.
 
-        Args:
-            wanted: the adapters in the order of their turns; those without a free slot are left
-                out.
-        Returns:
-            True if any adapter got or lost a slot.
+        It returns True if any adapter got or lost a slot.
         """
         moved = self._finish_copies()
         kept = self._running | self._copying.keys() | set(map(id, wanted))
@@ -72,11 +61,7 @@ class AdapterSlots:
         return moved
 
     def admit(self, wanted: Sequence[Adapter]) -> bool:
-        """Give adapters slots; returns True if any got one.
-
-        Args:
-            wanted: the adapters that run, each once.
-        """
+        """Give the adapters that run, each once, slots; returns True if any got one."""
         self._running = set(map(id, wanted))
         came = self._finish_copies()
         found = [(one, self.places.get(id(one))) for one in wanted]
@@ -140,7 +125,6 @@ class AdapterSlots:
         )
 
     def _clear(self, place: int) -> bool:
-        """Free a slot; returns True if an adapter had it."""
         gone = self._slots[place]
         return gone is not None and self.forget(gone)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,16 +34,6 @@ def stack_sites(
     return stacks
 
 
-class StackedWeight(Protocol):
-    """The weights of all slots at one attribute of a layer."""
-
-    def put(self, slot: int, adapter: Adapter, layer: int, stacker: WeightStacker) -> bool:
-        """Write an adapter's weights into a slot; returns False if they do not fit."""
-
-    def bound(self, slots: slice, segments: Segments) -> object:
-        """Return what the program reads; None if no adapter has a weight there."""
-
-
 class _StackedParameter:
     """The stacked weights of one parameter."""
 
@@ -62,12 +52,14 @@ class _StackedParameter:
         self._is_a = kind.is_down
 
     def put(self, slot: int, adapter: Adapter, layer: int, stacker: WeightStacker) -> bool:
+        """Write an adapter's weights into a slot; returns False if they do not fit."""
         view = None if self._stack is None else self._stack[slot]
         has = stacker.write(view, adapter, self._parameter, layer)
         self._present[slot] = bool(has)
         return has is not None
 
     def bound(self, slots: slice, segments: Segments) -> SegmentedWeight | None:
+        """Return what the program reads; None if no adapter has a weight there."""
         if self._stack is None or not any(self._present[slots]):
             return None
         weight = self._stack[slots]
@@ -186,6 +178,7 @@ class _StackedLora:
         )
 
 
+StackedWeight: TypeAlias = _StackedParameter | _StackedLora
 _LoraRuns: TypeAlias = tuple[LoraRun, ...]
 
 _CUT = 32
@@ -194,15 +187,7 @@ _CUT = 32
 
 @dataclass(frozen=True)
 class _OutputRun:
-    """Neighbouring modules of one output size and rank.
-
-    Attributes:
-        column: the first module's first output, counted from that of the first module with LoRA.
-        row: the first module's first rank.
-        count: number of modules.
-        out: outputs of each.
-        rank: rank of each.
-    """
+    """Neighbouring modules of one output size and rank, from their first output and rank on."""
 
     column: int
     row: int

@@ -1,31 +1,63 @@
-"""Stacks adapters' weights, padded to the largest, and cuts this rank's shard out of the stack."""
+"""The weights that serving programs read of adapters: each by itself, and stacked as shards."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from pcg.ir.graph import Parameter
 from pcg.parallel.ranks.group import Ranks
-from pcg.parallel.ranks.shards import is_sharded
+from pcg.parallel.ranks.shards import has_zeros, is_sharded
 from pcg.peft.adapter import Adapter
+from pcg.peft.method import Shape
 from pcg.peft.registry import parameter_kind
-from pcg.runtime.adapters.served_weights import ServedWeights
-from pcg.runtime.adapters.stack_shards import open_dims, parted_dim, shard_of_stack
+from pcg.peft.weights import Around, ModuleWeights
+
+
+class ServedWeights:
+    """Derives the tensors that programs read of adapters, when they are first read."""
+
+    def __init__(self, base: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> None:
+        self._base = base
+        self._shapes = shapes
+        self._kept: WeakKeyDictionary[ModuleWeights, dict[str, Tensor]] = WeakKeyDictionary()
+
+    def part(self, adapter: Adapter, path: str) -> Tensor | None:
+        """Return a matrix, such as A [r, in] or scaled Bᵀ [r, out], or a vector [1, n].
+
+        The path ends in the parameter's kind. Without such a weight the result is None.
+        """
+        module, _, kind = path.rpartition(".")
+        if kind == "bias":
+            bias = adapter.biases.get(module)
+            return None if bias is None else bias.unsqueeze(0)
+        weights = adapter.weights.get(module)
+        make = None if weights is None else weights.served.get(kind)
+        if weights is None or make is None:
+            return None
+        base = partial(self._base.__getitem__, module)
+        around = Around(base, adapter.shared, self._shapes[module])
+        if not parameter_kind(kind).is_costly:
+            return make(around)
+        kept = self._kept.setdefault(weights, {})
+        if kind not in kept:
+            kept[kind] = make(around)
+        return kept[kind]
+
+    def changed(self, adapter: Adapter) -> None:
+        """Forget what was computed of an adapter, after its tensors were changed in place."""
+        for weights in adapter.weights.values():
+            self._kept.pop(weights, None)
 
 
 @dataclass(frozen=True)
 class WeightStacker:
-    """Stacks adapters' weights, and cuts this rank's shard out of a stack.
-
-    Attributes:
-        weights: the adapters' weights as serving reads them.
-        device: the device of the stacks.
-        ranks: the group.
-    """
+    """Stacks adapters' weights as serving reads them, and cuts this rank's shard out of a stack."""
 
     weights: ServedWeights
     device: torch.device
@@ -38,11 +70,8 @@ class WeightStacker:
         layer: int,
         least: tuple[int, int] = (0, 0),
     ) -> tuple[Tensor | None, list[bool]]:
-        """Stack the weights of adapters at one parameter.
+        """Stack the weights of adapters at one parameter, of `least` rows and columns.
 
-        Args:
-            adapters: the adapters in order; None for a free slot.
-            least: the least rows and columns of the whole weights.
         Returns:
             [adapters, …], or None if no adapter has a weight there; and which adapters have one.
         """
@@ -54,14 +83,13 @@ class WeightStacker:
     def _cut(
         self, parts: Sequence[Tensor | None], parameter: Parameter, least: Sequence[int]
     ) -> Tensor | None:
-        """Stack parts and return this rank's shard of the stack."""
         multiples = [1, 1]
-        for dim in open_dims(parameter):
+        for dim in _open_dims(parameter):
             multiples[dim] = self.ranks.size
         stack = _padded(parts, parameter_kind(parameter.source).fill, multiples, least)
         if stack is None:
             return None
-        piece = shard_of_stack(stack, parameter, self.ranks)
+        piece = _shard_of_stack(stack, parameter, self.ranks)
         # A copy, so that the stack of whole weights is freed.
         return piece.contiguous() if piece is not stack else stack
 
@@ -76,8 +104,8 @@ class WeightStacker:
     def inner_size(self, size: int, parameter: Parameter) -> int:
         """Return the inner size that `part` has for an adapter of this rank or width."""
         size = -(-size // self.ranks.size) * self.ranks.size
-        is_parted = parted_dim(parameter) in open_dims(parameter)
-        return size // self.ranks.size if is_parted else size
+        is_split = _sharded_dim(parameter) in _open_dims(parameter)
+        return size // self.ranks.size if is_split else size
 
     def write(
         self, view: Tensor | None, adapter: Adapter, parameter: Parameter, layer: int
@@ -110,33 +138,19 @@ class WeightStacker:
         return has
 
     def _whole_of(self, view: Tensor | None, parameter: Parameter) -> tuple[int, int]:
-        """Return the least rows and columns of whole weights whose shard fills a place.
-
-        Args:
-            view: the place of a shard; None if there is no stack yet.
-        """
+        """Return the least rows and columns of whole weights whose shard fills a place."""
         least = [0, 0]
         if view is not None:
-            for dim in open_dims(parameter):
-                is_parted = dim == parted_dim(parameter)
-                least[dim] = view.shape[dim] * (self.ranks.size if is_parted else 1)
+            for dim in _open_dims(parameter):
+                is_split = dim == _sharded_dim(parameter)
+                least[dim] = view.shape[dim] * (self.ranks.size if is_split else 1)
         return least[0], least[1]
 
 
 def _padded(
-    parts: Sequence[Tensor | None],
-    absent: float,
-    multiples: Sequence[int],
-    least: Sequence[int],
+    parts: Sequence[Tensor | None], absent: float, multiples: Sequence[int], least: Sequence[int]
 ) -> Tensor | None:
-    """Stack parts, with `absent` in missing rows, columns and parts; None if all are missing.
-
-    Args:
-        parts: matrices, None for missing ones.
-        absent: the value of what is missing.
-        multiples: numbers of which the stack's rows and columns are multiples.
-        least: the least rows and columns.
-    """
+    """Stack parts, with `absent` in missing rows, columns and parts; None if all are missing."""
     present = [part for part in parts if part is not None]
     if not present:
         return None
@@ -149,3 +163,32 @@ def _padded(
         if part is not None:
             stack[i, : part.shape[0], : part.shape[1]] = part
     return stack
+
+
+def _shard_of_stack(stack: Tensor, parameter: Parameter, ranks: Ranks) -> Tensor:
+    """Return a rank's shard of a stack of adapters' matrices, or of vectors as [1, n]."""
+    if parameter.rows:
+        start, stop = parameter.rows
+        stack = stack.narrow(_stack_dim(parameter, -len(parameter.type.dims)), start, stop - start)
+    if parameter.part.dim:
+        dim = _sharded_dim(parameter)
+        size = stack.shape[dim] // ranks.size
+        stack = stack.narrow(dim, ranks.rank * size, size)
+    return torch.zeros_like(stack) if has_zeros(parameter, ranks) else stack
+
+
+def _sharded_dim(parameter: Parameter) -> int:
+    """Return the dim of a stack that is partitioned over ranks; 0 for none."""
+    return _stack_dim(parameter, parameter.part.dim) if parameter.part.dim else 0
+
+
+def _open_dims(parameter: Parameter) -> tuple[int, ...]:
+    """Return the dims of a stack whose sizes depend on the adapters, such as their rank."""
+    dims = len(parameter.type.dims)
+    sizes = enumerate(parameter.type.shape)
+    return tuple(_stack_dim(parameter, at - dims) for at, n in sizes if not isinstance(n, int))
+
+
+def _stack_dim(parameter: Parameter, dim: int) -> int:
+    """Return a dim of the stack, which holds B as the transpose of what training reads."""
+    return -3 - dim if parameter_kind(parameter.source).is_up else dim

@@ -18,17 +18,10 @@ from typing import Literal, overload
 
 from pcg.errors import DataError, GenerationError
 from pcg.runtime.data.example import IGNORED, Example
-from pcg.runtime.data.formats import (
-    FORMATS,
-    ChatSample,
-    Format,
-    Sample,
-    TextSample,
-    detect,
-    parse,
-)
+from pcg.runtime.data.formats import FORMATS, ChatSample, Format, Sample, TextSample, detect, parse
 from pcg.runtime.data.rows import Row, Source, is_document, read_rows
-from pcg.runtime.text.chat import Span, assistant_spans
+from pcg.runtime.text.chat import Span
+from pcg.runtime.text.chat_spans import assistant_spans
 from pcg.runtime.text.tokenizer import Encoding, Tokenizer
 
 
@@ -113,7 +106,7 @@ def load_examples(
         example = tokenize(sample, tokenizer, row.where, append_eos)
         whole_targets, length = example.targets, len(example.ids)
         if max_length is not None and length > max_length:
-            example = Example(example.ids[:max_length], example.labels[:max_length])
+            example = example.cut(max_length)
             truncated += 1
         if example.targets:
             examples.append(example)
@@ -131,14 +124,10 @@ def load_examples(
 
 
 def tokenize(sample: Sample, tokenizer: Tokenizer, where: str, append_eos: bool = True) -> Example:
-    """Return the tokens and labels of one sample.
+    """Return the tokens and labels of one sample; `append_eos` ends a `TextSample` with that token.
 
-    Args:
-        sample: the result of `formats.parse`.
-        where: the row's place, for messages.
-        append_eos: end a `TextSample` with the end-of-sequence token.
     Raises:
-        DataError: a chat cannot be rendered.
+        DataError: a chat cannot be rendered; `where` names its row.
     """
     if isinstance(sample, ChatSample):
         return _tokenize_chat(sample, tokenizer, where)

@@ -20,6 +20,10 @@ class Example:
     ids: list[int]
     labels: list[int]
 
+    def cut(self, length: int) -> Example:
+        """Return its first tokens, at most `length`."""
+        return Example(self.ids[:length], self.labels[:length])
+
     @property
     def targets(self) -> int:
         """The number of tokens that the loss counts; nothing predicts the first."""

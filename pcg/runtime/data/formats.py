@@ -69,11 +69,7 @@ class Format:
 
 
 def detect(value: Any, where: str) -> Format:
-    """Return the format of the first row.
-
-    Raises:
-        DataError: the row is of no known format.
-    """
+    """Return the format of the first row. DataError: the row is of no known format."""
     if isinstance(value, str):
         return FORMATS["text"]
     if not isinstance(value, Mapping):

@@ -26,8 +26,7 @@ class Batches:
         examples: at least one.
         batch_size: examples a batch; the last of an epoch may have fewer.
         max_tokens: tokens a batch; as many examples as fit, in order. Both bounds may be given.
-        seed: the seed of the order.
-        shuffle: a new order each epoch; else the order of `examples`.
+        shuffle: True for a new order each epoch; else that of `examples`.
 
     Attributes:
         epoch: epoch of the next batch, from 0.
@@ -115,11 +114,7 @@ class Batches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position.
-
-        Raises:
-            FinetuneError: it was saved with other examples or settings.
-        """
+        """Go to a saved position. FinetuneError: it was saved with other examples or settings."""
         own = self.state_dict()
         for key in own:
             if key not in state:

@@ -45,12 +45,7 @@ _BLOCKED_S = 0.01
 class AsyncEngine:
     """Takes requests and jobs from any thread; a context manager, with `async` or without.
 
-    Args:
-        engine: the engine that it runs.
-        prepare_job: makes a finetuning job ready, on any thread; see `Engine.prepare_job`.
-
-    Attributes:
-        engine: the engine whose steps the thread runs; nobody else may call it meanwhile.
+    Nobody else may call `engine`, whose steps the thread runs.
     """
 
     def __init__(
@@ -78,19 +73,7 @@ class AsyncEngine:
         adapter: str | None = None,
         **fields: Unpack[RequestFields],
     ) -> Stream:
-        """Submit a prompt.
-
-        Args:
-            prompt: text, or token ids.
-            adapter: the adapter's name; None for the base.
-            fields: as `Executor.request` takes them.
-        Returns:
-            A stream of its chunks, which also raises a refusal.
-        Raises:
-            GenerationError: an empty prompt, text without a tokenizer, or bad options.
-            AdapterError: there is no adapter of that name.
-            EngineError: the thread has ended.
-        """
+        """Submit a prompt; see `Executor.request`. EngineError: the thread has ended."""
         self._check_open()
         request = make_request(self._state, prompt, adapter, fields)
         stream = Stream(self._cancel)
@@ -102,10 +85,8 @@ class AsyncEngine:
 
     @takes(JobArguments, FinetuneError)
     def finetune(self, given: JobArguments) -> RunningJob:
-        """Train an adapter beside what is served.
+        """Train an adapter beside what is served; errors of the data are raised by the result.
 
-        Returns:
-            The job; errors of the data and of the adapter are raised by its result.
         Raises:
             EngineError: the thread has ended.
             FinetuneError: bad options.
@@ -126,16 +107,11 @@ class AsyncEngine:
     def add_adapter(
         self, name: str, path_or_config: object = "lora", *, seed: int = 0
     ) -> Future[Adapter]:
-        """Load an adapter; it is read, and a program for it compiled, while steps go on.
+        """Load an adapter while steps go on; it is read, and a program for it compiled, meanwhile.
 
-        Args:
-            name: the name that requests use.
-            path_or_config: as `Executor.add_adapter` takes it.
-            seed: the seed of a fresh adapter's weights.
         Returns:
-            The adapter, once requests may name it. Its errors are those of `Executor.add_adapter`,
-                and
-            EngineError if the thread has ended.
+            The adapter, once requests may name it, or an error: those of `Executor.add_adapter`,
+                and EngineError.
         """
         self._check_open()
         state = self._state
@@ -166,11 +142,7 @@ class AsyncEngine:
         return end
 
     def call(self, act: Callable[[], Result]) -> Future[Result]:
-        """Run a function on the thread between two steps.
-
-        Returns:
-            Its result; EngineError if the thread has ended.
-        """
+        """Run a function between two steps; returns its result, an EngineError after the end."""
         call = _Call(act)
         with self._lock:
             if self._ended is None:
@@ -215,7 +187,7 @@ class AsyncEngine:
         self.call(act)
 
     def _prepare(self, running: RunningJob, given: JobArguments) -> None:
-        """Make a job ready, on the other thread, and pass it to the engine's."""
+        """Make a job ready, on the other thread."""
         try:
             self._check_open()
             job = self._prepare_job(given)
@@ -243,7 +215,6 @@ class AsyncEngine:
         self._end(ended)
 
     def _run_calls(self) -> None:
-        """Run all calls; wait for one if the engine has nothing to do."""
         engine = self.engine
         try:
             if engine.is_idle:
@@ -330,7 +301,7 @@ def _pass_result(end: Future[Result], done: Future[Result]) -> None:
 
 
 def _pass_error(handle: Stream | RunningJob, done: Future[None]) -> bool:
-    """Fail what could not begin; returns True if it could not."""
+    """Fail a stream or job that could not begin; returns True if it could not."""
     error = done.exception()
     if error is not None:
         handle.fail(error)

@@ -12,7 +12,6 @@ head's weights are read.
 
 from __future__ import annotations
 
-import functools
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -36,11 +35,7 @@ _BACKWARD = 2.0
 
 
 def calibrated(state: ModelState, clock: Clock) -> Latencies:
-    """Measure the latencies of a model's base, without adapters.
-
-    Args:
-        clock: the clock to measure by.
-    """
+    """Measure the latencies of a model's base, without adapters, by a clock."""
     runner, tables, device = state.serving.runner, state.serving.tables, state.device
     long = min(_LONG, state.max_positions or _LONG)
     cache = KvCache(kv_types(runner.model), pages_for(long), device)
@@ -58,14 +53,14 @@ def calibrated(state: ModelState, clock: Clock) -> Latencies:
             if rows:
                 last = torch.arange(tokens - rows, tokens, device=device)
                 runner.logits_of(hidden, batch, bound, last, tables.bind([None], [rows]))
-            _wait(device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             took.append(clock.now_s() - started)
         return statistics.median(took[1:])
 
     found = fitted_latencies(seconds, len(runner.model.layers), long)
     # Fits may round differently on other ranks, and all must plan alike.
-    one = functools.partial(_of_first, runner.ranks)
-    return Latencies(one(found.forward), one(found.backward))
+    return Latencies(*(_of_first(runner.ranks, one) for one in (found.forward, found.backward)))
 
 
 def _of_first(ranks: Ranks, latency: Latency) -> Latency:
@@ -81,8 +76,6 @@ def fitted_latencies(
     Args:
         seconds: the time of a step of one sequence by its new tokens, the tokens before them, and
             the rows of logits.
-        layers: number of layers of the model.
-        long: number of tokens of the longest step.
     """
     short = min(_SHORT, long)
     steps = [(short, 0, 1), (short, long - short, 1), (long, 0, 1), (short, 0, short)]
@@ -94,11 +87,6 @@ def fitted_latencies(
     forward = Latency(constant_s, token_s, key_s, row_s, _BACKWARD * row_s, _BACKWARD * head_s)
     share = _BACKWARD / layers
     return Latencies(forward, Latency(constant_s / layers, token_s * share, key_s * share))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _fitted(measured: Sequence[tuple[Load, float]]) -> tuple[float, float, float, float]:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from pcg.parallel.ranks.group import ALONE, Ranks, broadcast_from_first
+from pcg.parallel.ranks.group import SINGLE_RANK, Ranks, broadcast_from_first
 
 
 class Clock(Protocol):
@@ -24,7 +24,7 @@ class MachineClock:
     must ask for the time at the same places.
     """
 
-    def __init__(self, ranks: Ranks = ALONE) -> None:
+    def __init__(self, ranks: Ranks = SINGLE_RANK) -> None:
         self._ranks = ranks
         self._start = time.monotonic()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import Any, Protocol
+
+import torch
 
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.request import Request
@@ -13,20 +15,43 @@ from pcg.runtime.engine.sequence import Sequence
 from pcg.runtime.training.work_units import Backward, Forward
 
 
-class Side(Protocol):
-    """Runs backward units beside a step's forward, which does not wait for them."""
+class SideStream:
+    """A second stream of a GPU, for backward units beside a step's forward (FlexLLM v2 §6.1).
+
+    Memory that one stream used may be used by the other only after `join`, for which the host
+    waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._before: torch.cuda.Event | None = None
+        self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def begin(self) -> None:
         """Note that a forward begins; units beside it do not depend on its work."""
+        main = torch.cuda.current_stream(self._stream.device)
+        self._before = main.record_event()
 
-    def beside(self) -> AbstractContextManager[None]:
-        """Run what is launched inside on the side."""
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        with torch.cuda.stream(self._stream):
+            if self._before is not None:
+                self._stream.wait_event(self._before)
+            yield
 
-    def timed(self) -> AbstractContextManager[None]:
-        """Measure what runs inside."""
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        started.record(self._stream)
+        yield
+        ended.record(self._stream)
+        self._timed.append((started, ended))
 
     def join(self) -> list[float]:
         """Wait until all is done; returns the seconds of each measurement since the last call."""
+        self._stream.synchronize()
+        timed, self._timed = self._timed, []
+        return [started.elapsed_time(ended) / 1e3 for started, ended in timed]
 
 
 class Device(Protocol):
@@ -38,20 +63,16 @@ class Device(Protocol):
     """
 
     cache: Any
-    side: Side | None
+    side: SideStream | None
 
     def open(self, request: Request, number: int) -> Sequence:
-        """Return the state of a new request.
-
-        Raises:
-            GenerationError: the model cannot run it.
-        """
+        """Return the state of a new request; GenerationError if the model cannot run it."""
 
     def prefetch(self, adapters: List[ServedAdapter]) -> None:
         """Begin to copy adapters that have pages, beside what runs, in the order of their turns."""
 
     def is_copying(self, adapter: ServedAdapter) -> bool:
-        """Return whether an adapter is being copied, so that a step that runs it would wait."""
+        """Return True while an adapter is being copied, so that a step that runs it would wait."""
 
     def evict(self, adapter: ServedAdapter) -> None:
         """Note that an adapter gives its pages up."""
@@ -65,9 +86,8 @@ class Device(Protocol):
             chunks: sequences, and how many of their pending tokens run.
             windows: units of jobs, and how many of their tokens run.
         Returns:
-            A function that waits for the end, and returns the token that follows each sequence; it
-                is
-            meaningless where more tokens are pending.
+            A function that waits for the end, and returns the token that follows each sequence,
+                meaningless where more tokens are pending.
         """
 
     def back(self, units: List[Backward]) -> None:

@@ -37,12 +37,6 @@ class Engine(EngineLoop):
 
     `executor.engine(...)` returns one. Call `submit` and `finetune`, then `step` until `is_idle`;
     or `start` to have a thread run the steps.
-
-    Args:
-        given: the limits and the options.
-
-    Attributes:
-        state: the model.
     """
 
     device: StepRunner
@@ -54,7 +48,11 @@ class Engine(EngineLoop):
         # Triton kernels follow block tables, so adapters can lie in pages of the cache.
         in_pages = state.program.options.backend == "triton"
         cache = KvCache(types, pages, state.device, in_pages=in_pages)
-        adapters = AdapterCache(cache.pool, functools.partial(_pages_of, state, page_bytes))
+
+        def pages_of(adapter: ServedAdapter) -> int:
+            return state.serving.tables.pages_of(cast(Adapter, adapter), page_bytes)
+
+        adapters = AdapterCache(cache.pool, pages_of)
         self.state = state
         state.add_listener(self)
         limits = given.limits or Limits()
@@ -78,11 +76,7 @@ class Engine(EngineLoop):
         return self.jobs.add(self.prepare_job(given))
 
     def prepare_job(self, given: JobArguments) -> Job:
-        """Read the data of a job, compile its program and make its adapter, on any thread.
-
-        Raises:
-            DataError, FinetuneError, UnsupportedError: as `Executor.finetune`.
-        """
+        """Read the data of a job, compile its program and make its adapter, on any thread."""
         note, adapter = self._note, given.adapter
 
         def stepped(record: StepRecord) -> None:
@@ -96,12 +90,7 @@ class Engine(EngineLoop):
         return Job(adapter, FinetuneJob(publisher, given).work(stepped))
 
     def start(self) -> AsyncEngine:
-        """Have a thread run the steps from now on, and use the engine through it.
-
-        Raises:
-            UnsupportedError: the engine runs over ranks, whose threads would call in different
-                orders.
-        """
+        """Have a thread run the steps from now on. UnsupportedError: the engine runs over ranks."""
         if self.state.ranks.size > 1:
             raise UnsupportedError(
                 f"this engine runs over {self.state.ranks.size} ranks, which have to be asked "
@@ -115,7 +104,6 @@ class Engine(EngineLoop):
         self.learn(calibrated(self.state, self.clock))
 
     def use_program(self, program: ServingProgram) -> None:
-        """Serve by a program for other adapter sites from now on."""
         self.device.use(program)
 
     @classmethod
@@ -129,8 +117,3 @@ class Engine(EngineLoop):
         most = max(max(needs, default=1) + max(sizes, default=0), KV_CACHE_BYTES // page_bytes)
         pages = min(max(needs, default=1) * len(needs) + sum(sizes), most)
         return cls(state, EngineArguments(kv_cache_bytes=pages * page_bytes, log=EventLog(0)))
-
-
-def _pages_of(state: ModelState, page_bytes: int, adapter: ServedAdapter) -> int:
-    """Count the pages that an adapter takes in the program that serves now."""
-    return state.serving.tables.pages_of(cast(Adapter, adapter), page_bytes)

@@ -36,17 +36,10 @@ _ENDS = {
 class Job:
     """A finetuning job.
 
-    Args:
-        work: yields its units.
-
     Attributes:
         name: the job's name, which is that of its adapter.
-        state: the job's state.
         unit: the next unit; None before it starts and after its end.
         tokens: tokens that it has run, forward and layers backward, by which jobs take turns.
-        tables: the pages that it holds.
-        error: the reason of its failure.
-        result: its result, once it succeeded.
     """
 
     def __init__(self, name: str, work: Work[Any]) -> None:
@@ -62,16 +55,6 @@ class Job:
     @property
     def is_over(self) -> bool:
         return self.state in _ENDS
-
-    @property
-    def ending(self) -> Kind:
-        """The kind of event that logs its end."""
-        return _ENDS[self.state]
-
-    def start(self) -> None:
-        """Go to the first unit."""
-        self.state = JobState.RUNNING
-        self.advance()
 
     def advance(self) -> None:
         """Go on after a unit was done: to the next one, or to the end."""
@@ -97,14 +80,7 @@ class Job:
 
 @dataclass
 class BackwardGroup:
-    """Backward units of one layer that run together.
-
-    Attributes:
-        jobs: the job of each unit.
-        units: the units.
-        tokens: the number of tokens of each unit.
-        load: the load of all units.
-    """
+    """Backward units of one layer that run together, with the job and the tokens of each."""
 
     jobs: list[Job] = field(default_factory=list)
     units: list[Backward] = field(default_factory=list)
@@ -119,17 +95,7 @@ class BackwardGroup:
 
 
 class Jobs:
-    """Active jobs.
-
-    Args:
-        scheduler: schedules what is served from the same pool.
-        cache: the KV cache for jobs.
-        most_pages: the most pages of the pool that they may hold.
-        note: called with each event: its kind, the job's name, and details.
-
-    Attributes:
-        most_pages: the most pages of the pool that all of them may hold.
-    """
+    """Active jobs, which together hold `most_pages` of the pool at most."""
 
     def __init__(
         self, scheduler: Scheduler, cache: Any, most_pages: int, note: Callable[..., None]
@@ -150,8 +116,6 @@ class Jobs:
     def __getitem__(self, place: int) -> Job:
         return self._jobs[place]
 
-    # ------------------------------------------------------------------------------- one job
-
     def add(self, job: Job) -> Job:
         """Add a job. PcgError: there is one of that name."""
         self.check_free(job.name)
@@ -165,7 +129,6 @@ class Jobs:
             raise PcgError(f"there is a job {name!r} already; cancel it, or wait for its end")
 
     def pause(self, name: str) -> None:
-        """Pause a job after its latest unit; it keeps its pages."""
         job = self._named(name)
         if job.state is JobState.QUEUED:
             self.settle(job)
@@ -174,14 +137,12 @@ class Jobs:
             self._note(Kind.PAUSED, name)
 
     def resume(self, name: str) -> None:
-        """Resume a paused job."""
         job = self._named(name)
         if job.state is JobState.PAUSED:
             job.state = JobState.RUNNING
             self._note(Kind.RESUMED, name)
 
     def cancel(self, name: str) -> None:
-        """End a job now."""
         job = self._named(name)
         job.cancel()
         self._end(job)
@@ -197,7 +158,6 @@ class Jobs:
 
     @property
     def unpaused(self) -> list[Job]:
-        """The jobs that are not paused."""
         return [job for job in self._jobs if job.state is not JobState.PAUSED]
 
     @property
@@ -231,7 +191,8 @@ class Jobs:
         """Bring a job to its next forward or backward unit, or to its end."""
         if job.state is JobState.QUEUED:
             self._note(Kind.STARTED, job.name)
-            job.start()
+            job.state = JobState.RUNNING
+            job.advance()
         while not job.is_over:
             unit = job.unit
             if isinstance(unit, Pages):
@@ -285,7 +246,7 @@ class Jobs:
             self._jobs.remove(job)
             self._close(job)
             reason = {} if job.error is None else {"reason": str(job.error)}
-            self._note(job.ending, job.name, **reason)
+            self._note(_ENDS[job.state], job.name, **reason)
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page of a job is lost."""

@@ -22,15 +22,7 @@ Vector = tuple[float, ...]
 class Latency:
     """Predicts the seconds of one kind of work, and learns from observations.
 
-    A coefficient whose first estimate is 0 is not learned.
-
-    Args:
-        constant_s: first estimate of any work's constant.
-        token_s: first estimate for a token.
-        key_s: first estimate for a key that a token attends to.
-        sampled_s: first estimate for a row of logits.
-        trained_s: first estimate for a token's loss.
-        window_s: first estimate for a window.
+    The arguments are the first estimates of the coefficients; one of 0 is not learned.
     """
 
     def __init__(
@@ -56,7 +48,6 @@ class Latency:
         return tuple(f * s for f, s in zip(self._factors, self._scales, strict=True))
 
     def seconds(self, load: Load) -> float:
-        """Predict the seconds of a load."""
         a, b, c, d, e, w = self.coefficients_s
         of_rows = d * load.sampled + e * load.trained + w * load.windows
         return a + b * load.tokens + c * load.keys + of_rows
@@ -67,11 +58,9 @@ class Latency:
         """Return the most tokens that fit into a time beside a load; may be negative.
 
         Args:
-            seconds: the time of all.
-            context: tokens before them.
             load: the load beside them, which includes what comes with any number of tokens: a row
                 of logits after a prompt, a window.
-            is_trained: whether the loss of each is computed.
+            is_trained: True if the loss of each is computed.
         """
         _, token_s, key_s, _, trained_s, _ = self.coefficients_s
         left = seconds - self.seconds(load)
@@ -110,12 +99,7 @@ class Latency:
 
 @dataclass
 class Latencies:
-    """Latencies of work on a device.
-
-    Attributes:
-        forward: the latency of a step's forward.
-        backward: the latency of units of one layer that run together.
-    """
+    """Latencies of a step's forward, and of backward units of one layer that run together."""
 
     forward: Latency
     backward: Latency

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import weakref
-from collections.abc import Callable
 from collections.abc import Sequence as List
 
 from pcg.errors import OutOfMemoryError
@@ -20,12 +19,11 @@ from pcg.runtime.engine.jobs import BackwardGroup, Jobs
 from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.request import Chunk, Request
-from pcg.runtime.engine.scheduler import Scheduler
+from pcg.runtime.engine.scheduler import Scheduler, StepPlan
 from pcg.runtime.engine.sequence import Sequence, State
 from pcg.runtime.engine.sharing import CoServing, Sharing, Step
-from pcg.runtime.engine.step_plan import StepPlan
 from pcg.runtime.memory.pool import PagePool
-from pcg.runtime.metrics.events import Event, EventLog, Kind, Notes
+from pcg.runtime.metrics.events import Event, EventLog, Kind
 from pcg.runtime.model.load import Load
 from pcg.runtime.training.work_units import Backward, Forward
 
@@ -38,25 +36,13 @@ _RESERVE_DECAY = 0.98
 class EngineLoop:
     """Serves and trains on a device, real or simulated; called by one thread.
 
-    Args:
-        device: runs the program.
-        scheduler: decides what is served.
-
     Attributes:
-        scheduler: decides what is served.
-        jobs: the active jobs.
-        log: the event log.
-        clock: the clock of all events.
-        sharing: decides how much finetuning goes into a step.
-        worked: whether the last step ran anything.
+        submitted: number of requests so far, which is the index of the next one's chunks.
+        worked: True if the last step ran anything.
     """
 
     def __init__(
-        self,
-        device: Device,
-        scheduler: Scheduler,
-        clock: Clock,
-        options: EngineOptions,
+        self, device: Device, scheduler: Scheduler, clock: Clock, options: EngineOptions
     ) -> None:
         self.device = device
         self.scheduler = scheduler
@@ -68,18 +54,30 @@ class EngineLoop:
         if options.latencies is not None:
             self.learn(options.latencies)
         pages = int(options.job_share * scheduler.pool.size)
-        self._note = note = Notes(self.log, clock.now_s)
+        log, now_s, known = self.log, clock.now_s, weakref.ref(device)
+
+        # These refer to no engine, and weakly to the device, so that its memory is freed at once.
+        def note(kind: Kind, subject: str, **details: object) -> None:
+            log.add(Event(now_s(), kind, subject, details))
+
+        def evict(adapter: ServedAdapter) -> None:
+            device = known()
+            if device is not None:
+                device.evict(adapter)
+            note(Kind.EVICTED, adapter.name)
+
+        self._note = note
         self.jobs = Jobs(scheduler, device.cache, pages, note)
         self._reserve_s = 0.0
         self._beside: list[Load] = []
-        self._count = 0
+        self.submitted = 0
         self._chunks: list[Chunk] = []
         self._sequences: dict[str, Sequence] = {}
         self._timeouts: list[tuple[float, str]] = []
 
         scheduler.on_preempted = lambda sequence: note(Kind.PREEMPTED, sequence.id)
         scheduler.adapters.on_page_in = lambda adapter: note(Kind.PAGED_IN, adapter.name)
-        scheduler.adapters.on_evict = _on_evict(device, note)
+        scheduler.adapters.on_evict = evict
         scheduler.prefetch, scheduler.is_copying = device.prefetch, device.is_copying
 
     def learn(self, latencies: Latencies) -> None:
@@ -89,7 +87,6 @@ class EngineLoop:
 
     @property
     def pool(self) -> PagePool:
-        """The pool of all pages."""
         return self.scheduler.pool
 
     @property
@@ -100,11 +97,6 @@ class EngineLoop:
 
     # ------------------------------------------------------------------------------- requests
 
-    @property
-    def submitted(self) -> int:
-        """Number of requests submitted so far, which is the index of the next one's chunks."""
-        return self._count
-
     def submit(self, request: Request, submitted_s: float | None = None) -> str:
         """Submit a request; returns its id. `step` returns its chunks.
 
@@ -113,7 +105,7 @@ class EngineLoop:
         Raises:
             GenerationError: the model cannot run it, or the engine never will.
         """
-        number, self._count = self._count, self._count + 1
+        number, self.submitted = self.submitted, self.submitted + 1
         sequence = self.device.open(request, number)
         sequence.submitted_s = self.clock.now_s() if submitted_s is None else submitted_s
         limits, adapter = self.scheduler.limits, request.adapter
@@ -141,7 +133,6 @@ class EngineLoop:
         return sequence.id
 
     def cancel(self, request: str) -> None:
-        """Cancel a request, unless it is over."""
         sequence = self._sequences.get(request)
         if sequence is not None:
             self._end(sequence, State.CANCELLED, Kind.CANCELLED)
@@ -170,11 +161,7 @@ class EngineLoop:
     # ------------------------------------------------------------------------------- a step
 
     def step(self) -> list[Chunk]:
-        """Run one step.
-
-        Returns:
-            The new chunks of requests, and of those that ended since the last step.
-        """
+        """Run one step; returns the new chunks, and those of requests that ended since the last."""
         now = self.clock.now_s()
         self._time_out(now)
         plan = self.scheduler.plan(now) if self.sharing.serves(self.jobs.have_work) else StepPlan()
@@ -239,7 +226,6 @@ class EngineLoop:
             self._end(sequence, State.TIMED_OUT, Kind.TIMED_OUT)
 
     def _end(self, sequence: Sequence, state: State, kind: Kind) -> None:
-        """End a request before its last token."""
         self.scheduler.drop(sequence)
         del self._sequences[sequence.id]
         self._chunks.append(sequence.end(state))
@@ -275,7 +261,6 @@ class EngineLoop:
     # ------------------------------------------------------------------------------- finetuning
 
     def _windows(self, step: Step) -> list[tuple[Forward, int]]:
-        """Choose the finetuning tokens that go forward in the step."""
         found: list[tuple[Forward, int]] = []
         for job, unit in self.jobs.forward():
             tokens = min(unit.remaining, self.sharing.forward(step, unit))
@@ -286,13 +271,11 @@ class EngineLoop:
         return found
 
     def _backward(self, step: Step, started: float) -> None:
-        """Run backward units of the jobs in turn while there is room for them in the step."""
         while group := self._next_group(step, self.clock.now_s() - started):
             self._observe(step, group.load, self._back(group.units, self.clock.now_s()))
             self._advance(step, group)
 
     def _next_group(self, step: Step, elapsed_s: float) -> BackwardGroup | None:
-        """Return as many units that can run together as there is room for; None for none."""
         group = BackwardGroup()
         for job, unit in self.jobs.backward():
             if not self.sharing.backward(step, group.load + unit.load, elapsed_s):
@@ -301,7 +284,6 @@ class EngineLoop:
         return group if group.jobs else None
 
     def _back(self, units: List[Backward], now: float) -> float:
-        """Run backward units to their end; returns the seconds that they took."""
         side = self.device.side
         if side is None:
             self.device.back(units)
@@ -329,7 +311,6 @@ class EngineLoop:
                 self._advance(step, group)
 
     def _join(self, step: Step) -> None:
-        """Wait for what ran beside the forward."""
         if self._beside:
             assert self.device.side is not None
             loads, self._beside = self._beside, []
@@ -342,14 +323,11 @@ class EngineLoop:
         self.sharing.ran(step, took)
 
     def _advance(self, step: Step, group: BackwardGroup) -> None:
-        """Advance jobs after their units."""
         step.units += len(group.units)
         for job, tokens in zip(group.jobs, group.tokens, strict=True):
             job.tokens += tokens
             job.advance()
             self.jobs.settle(job)
-
-    # ------------------------------------------------------------------------------- the rest
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page, a sequence or a job is lost, or in two places."""
@@ -357,16 +335,3 @@ class EngineLoop:
         there = {id(s) for s in (*self.scheduler.waiting, *self.scheduler.running)}
         assert there == {id(sequence) for sequence in self._sequences.values()}
         self.jobs.check_integrity()
-
-
-def _on_evict(device: Device, note: Notes) -> Callable[[ServedAdapter], None]:
-    # A weak reference: the device refers to the adapter cache, and a cycle would keep its memory.
-    known = weakref.ref(device)
-
-    def evict(adapter: ServedAdapter) -> None:
-        device = known()
-        if device is not None:
-            device.evict(adapter)
-        note(Kind.EVICTED, adapter.name)
-
-    return evict

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Reversible
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from pcg.runtime.engine.sequence import Sequence
 
@@ -17,27 +17,23 @@ Chunks: TypeAlias = Iterable[tuple[Sequence, int]]
 
 @dataclass(frozen=True)
 class Queue:
-    """The requests that a policy orders.
-
-    Attributes:
-        now_s: the present time on the engine's clock.
-        waiting: waiting requests, in the order in which they came.
-        running: admitted requests.
-    """
+    """The requests that a policy orders: waiting ones as they came, and admitted ones."""
 
     now_s: float
     waiting: Reversible[Sequence]
     running: Iterable[Sequence]
 
 
-class Policy(Protocol):
-    """Orders waiting requests."""
+class Policy:
+    """Orders waiting requests: by itself, first come, first served."""
 
     def order(self, queue: Queue) -> Iterable[Sequence]:
         """Return the waiting requests in the order of their admission."""
+        return queue.waiting
 
     def hopeless(self, queue: Queue) -> Iterable[Sequence]:
         """Return the waiting requests that are given up."""
+        return ()
 
     def admitted(self, sequence: Sequence, now_s: float) -> None:
         """Note an admission."""
@@ -46,29 +42,13 @@ class Policy(Protocol):
         """Note tokens that ran, before their requests are updated."""
 
 
-class Fcfs:
+class Fcfs(Policy):
     """First come, first served."""
-
-    def order(self, queue: Queue) -> Iterable[Sequence]:
-        return queue.waiting
-
-    def hopeless(self, queue: Queue) -> Iterable[Sequence]:
-        return ()
-
-    def admitted(self, sequence: Sequence, now_s: float) -> None:
-        """Do nothing."""
-
-    def served(self, chunks: Chunks) -> None:
-        """Do nothing."""
 
 
 @dataclass
-class AdapterClustering(Fcfs):
-    """Admits requests of adapters in the batch first, once these are so many (S-LoRA §A.2).
-
-    Attributes:
-        clusters: d, the number of adapters in a batch.
-    """
+class AdapterClustering(Policy):
+    """Admits requests of the batch's adapters first once these are `clusters` (S-LoRA §A.2)."""
 
     clusters: int = 32
 
@@ -80,7 +60,7 @@ class AdapterClustering(Fcfs):
 
 
 @dataclass
-class EarlyAbort(Fcfs):
+class EarlyAbort(Policy):
     """Gives up requests that cannot meet their TTFT SLO; serves the newest first under overload.
 
     R₁ is the moving average of arrivals, R₂ that of admissions, both a second. Requests are given
@@ -88,7 +68,6 @@ class EarlyAbort(Fcfs):
     (S-LoRA appendix B).
 
     Attributes:
-        horizon_s: the window of the moving averages, seconds.
         prefill_s: the longest recent time from admission to first token.
     """
 
@@ -136,7 +115,7 @@ class EarlyAbort(Fcfs):
 
 
 @dataclass
-class FairShare(Fcfs):
+class FairShare(Policy):
     """Admits requests of the least served tenant first.
 
     A tenant that returns after it had no requests starts at the level of the least served active

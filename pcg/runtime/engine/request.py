@@ -28,8 +28,6 @@ class Request:
     """A prompt to continue.
 
     Attributes:
-        prompt_ids: the prompt's tokens.
-        params: the sampling parameters.
         adapter: the version of an adapter that serves the request to its end; None for the base.
         tenant: the tenant that fair scheduling counts it for.
         ttft_slo_s: SLO of the time to the first token, seconds; None for the engine's own.
@@ -72,8 +70,6 @@ class Completion:
         text: the generated text without the stop string; empty without a tokenizer.
         token_ids: the generated tokens, the end token included.
         finish_reason: `stop` or `length`; `cancelled` or `timed_out` if it was given up.
-        adapter: the adapter's name; None for the base.
-        prompt_tokens: length of the prompt.
         cached_tokens: tokens of the prompt that were in the KV cache already.
     """
 
@@ -94,7 +90,6 @@ class Chunk:
 
     Attributes:
         index: index of the prompt.
-        text: the new text; may be empty.
         token_id: the new token; None if the request was given up.
         completion: the completion, in the last chunk.
     """
@@ -111,16 +106,7 @@ def make_requests(
     adapter: str | Sequence[str | None] | None,
     sampling: Mapping[str, Any],
 ) -> list[Request]:
-    """Make a request of each prompt.
-
-    Args:
-        prompts: texts, or lists of token ids.
-        adapter: one name for all, a name for each prompt, or None for the base.
-        sampling: the fields of `SamplingParams`; a list gives each prompt its own.
-    Raises:
-        GenerationError: an empty prompt, text without a tokenizer, or bad options.
-        AdapterError: there is no adapter of that name.
-    """
+    """Make a request of each prompt; see `Executor.generate`."""
     adapters = state.adapters_of(len(prompts), adapter)
     return [
         Request(
@@ -133,10 +119,7 @@ def make_requests(
 
 
 def make_request(
-    state: ModelState,
-    prompt: str | Sequence[int],
-    adapter: str | None,
-    fields: RequestFields,
+    state: ModelState, prompt: str | Sequence[int], adapter: str | None, fields: RequestFields
 ) -> Request:
     """Make a request of one prompt; see `Executor.request`."""
     own = {name: value for name, value in fields.items() if name in _OWN}

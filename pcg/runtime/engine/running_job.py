@@ -13,15 +13,7 @@ from pcg.runtime.training.result import FinetuneResult
 
 
 class RunningJob:
-    """A job that can be awaited, paused, resumed and cancelled, until it is over.
-
-    Args:
-        engine: the engine that will run it.
-        call: runs a function between two of the engine's steps.
-
-    Attributes:
-        name: the name of the job and its adapter.
-    """
+    """A job that can be awaited, paused, resumed and cancelled, until it is over."""
 
     def __init__(
         self, name: str, engine: EngineLoop, call: Callable[[Callable[[], None]], object]
@@ -42,11 +34,7 @@ class RunningJob:
         return JobState.FAILED if self._end.done() else JobState.QUEUED
 
     async def result(self) -> FinetuneResult:
-        """Wait for the job's result.
-
-        Raises:
-            PcgError: the job failed; FinetuneError if it was cancelled.
-        """
+        """Wait for the job's result, or its PcgError; FinetuneError if it was cancelled."""
         return await asyncio.wrap_future(self._end)
 
     def wait(self, timeout_s: float | None = None) -> FinetuneResult:
@@ -54,11 +42,9 @@ class RunningJob:
         return self._end.result(timeout_s)
 
     def pause(self) -> None:
-        """Pause the job after its latest unit."""
         self._change(self._engine.pause_job)
 
     def resume(self) -> None:
-        """Resume the paused job."""
         self._change(self._engine.resume_job)
 
     def cancel(self) -> None:
@@ -84,7 +70,7 @@ class RunningJob:
                 change(self.name)
 
     def settle(self) -> bool:
-        """Pass the result on if the job is over; returns whether it is."""
+        """Pass the result on if the job is over; returns True then."""
         job = self._job
         assert job is not None
         if not job.is_over:

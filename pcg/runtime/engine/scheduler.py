@@ -16,6 +16,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as List
+from dataclasses import dataclass, field
 from itertools import islice
 
 from pcg.kernels.sizes import PAGE_TOKENS
@@ -24,30 +25,53 @@ from pcg.runtime.engine.latency import Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.policies import Fcfs, Policy, Queue
 from pcg.runtime.engine.sequence import Sequence, State
-from pcg.runtime.engine.step_plan import StepPlan
 from pcg.runtime.memory.pool import PagePool, PageTable, pages_for
 from pcg.runtime.memory.prefixes import Prefixes
-from pcg.runtime.model.load import Load
+from pcg.runtime.model.load import Load, keys_of
 
 _LAST_ROW = Load(sampled=1)
 """The load of sampling after a prompt's last token."""
 
 
+@dataclass
+class StepPlan:
+    """The sequences that one step serves, and their load.
+
+    Attributes:
+        slack_s: time until the first of these SLOs is violated; it grows with faster steps.
+        chunks: sequences, and how many of their pending tokens run.
+        awaits_first_token: True if a request waits for its first token, running or queued.
+    """
+
+    tpot_slo_s: float | None = None
+    slack_s: float = math.inf
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    tokens: int = 0
+    keys: int = 0
+    sampled: int = 0
+    awaits_first_token: bool = False
+
+    @property
+    def load(self) -> Load:
+        return Load(self.tokens, self.keys, self.sampled)
+
+    def add(self, sequence: Sequence, tokens: int) -> None:
+        self.chunks.append((sequence, tokens))
+        self.tokens += tokens
+        self.keys += keys_of(tokens, sequence.cached)
+        self.sampled += tokens == sequence.pending
+        self.awaits_first_token |= sequence.first_token_s is None
+
+
 class Scheduler:
     """Decides what runs; it holds no tensors, so that a simulator uses it as the engine does.
-
-    Args:
-        policy: the order of admission; first come, first served by default.
-        prefixes: the blocks that requests share; None if they share none.
 
     Attributes:
         waiting: waiting requests in the order in which they came, preempted ones first; the keys of
             a dict, like `running`, so that any of many leaves at once.
         running: admitted requests, in the order of their admission.
         forward: latency of a step's forward; None if no SLO depends on it.
-        on_preempted: called with each sequence that is preempted.
-        prefetch: copies adapters with pages beside what runs, in the order of their turns.
-        is_copying: returns whether an adapter is being copied, so that a step would wait for it.
     """
 
     def __init__(
@@ -73,11 +97,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------- a request
 
     def why_never(self, sequence: Sequence, reserved: int = 0) -> str | None:
-        """Return the reason why a request can never run; None if it can.
-
-        Args:
-            reserved: number of pages that finetuning may hold.
-        """
+        """Return the reason why a request can never run beside `reserved` pages; None if it can."""
         adapter = sequence.request.adapter
         need, of_adapter = sequence.most_pages, self.adapters.pages_of(adapter)
         most = self.pool.size - reserved
@@ -94,7 +114,6 @@ class Scheduler:
         return sequence.most_pages + self.adapters.pages_of(sequence.request.adapter)
 
     def add(self, sequence: Sequence) -> None:
-        """Add a waiting sequence."""
         self.waiting[sequence] = None
 
     def drop(self, sequence: Sequence) -> None:
@@ -106,7 +125,6 @@ class Scheduler:
             del self.waiting[sequence]
 
     def forget(self, adapter: ServedAdapter) -> None:
-        """Drop the pages of an adapter that is removed, replaced or changed."""
         self.adapters.forget(adapter)
         if self.prefixes is not None:
             self.prefixes.forget(adapter)
@@ -124,13 +142,11 @@ class Scheduler:
         return abandoned
 
     def queue(self, now_s: float) -> Queue:
-        """Return the requests that a policy orders."""
         return Queue(now_s, self.waiting, self.running)
 
     # ------------------------------------------------------------------------------- a step
 
     def plan(self, now_s: float) -> StepPlan:
-        """Plan a step: admit, preempt, and give pages out."""
         slos = [slo for one in self.running if (slo := one.tpot_slack(now_s)) is not None]
         plan = StepPlan(
             min((slo_s for slo_s, _ in slos), default=None),
@@ -156,13 +172,9 @@ class Scheduler:
         return plan
 
     def _has_pages(self, sequence: Sequence, tokens: int, left: list[Sequence]) -> bool:
-        """Give a sequence pages for its next tokens, if it lacks some.
+        """Give a sequence pages for its next tokens; returns False if it was preempted itself.
 
-        Args:
-            tokens: the number of its next tokens.
-            left: the sequence and those after it; the last are preempted while pages are too few.
-        Returns:
-            True if it has them; False if it was preempted itself.
+        The last of `left`, the sequence and those after it, are preempted while pages are too few.
         """
         table, end = _table(sequence), sequence.cached + tokens
         if end <= len(table.pages) * PAGE_TOKENS:
@@ -170,7 +182,8 @@ class Scheduler:
         need = pages_for(end) - len(table.pages)
         while need > self.pool.free and not self.adapters.make_room(need):
             latest = left.pop()
-            self._preempt(latest)
+            self._put_back(latest)
+            self.on_preempted(latest)
             if latest is sequence:
                 return False
         self.pool.extend(table, need)
@@ -180,10 +193,6 @@ class Scheduler:
         plan.add(sequence, tokens)
         if self.prefixes is not None:
             self.prefixes.keep(sequence, tokens)
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self._put_back(sequence)
-        self.on_preempted(sequence)
 
     def _put_back(self, sequence: Sequence) -> None:
         del self.running[sequence]
@@ -216,8 +225,7 @@ class Scheduler:
     def _next(self, now_s: float) -> list[Sequence]:
         """Return the sequences to admit, in the policy's order, and prefetch the next adapters.
 
-        While something runs, a request waits until its adapter is copied: the step would wait for
-        it.
+        While something runs, a request waits until its adapter is copied: the step would wait, too.
         """
         places = max(self.limits.running - len(self.running), 0)
         order = self.policy.order(self.queue(now_s))
@@ -232,13 +240,14 @@ class Scheduler:
         return adapter is not None and self.is_copying(adapter)
 
     def _admit(self, plan: StepPlan, in_turn: list[Sequence], now_s: float) -> None:
-        """Admit waiting sequences while there is room."""
         tables = [other.table for other in self.running]
         reach = max([table.reach for table in tables if table is not None], default=0)
         for sequence in in_turn:
             if self.prefixes is not None:
                 self.prefixes.find(sequence)
-            tokens = self._first_chunk(plan, sequence)
+            # A prompt that is alone in a step runs as a whole, however long.
+            is_alone = not plan.chunks and plan.tpot_slo_s is None
+            tokens = sequence.pending if is_alone else self._chunk(plan, sequence)
             if tokens < 1 or not self._give_pages(sequence, reach):
                 self._leave_pages(sequence)
                 return
@@ -250,18 +259,8 @@ class Scheduler:
             plan.admitted.append(sequence)
             self._run(plan, sequence, tokens)
 
-    def _first_chunk(self, plan: StepPlan, sequence: Sequence) -> int:
-        # A prompt that is alone in a step runs as a whole, however long.
-        if not plan.chunks and plan.tpot_slo_s is None:
-            return sequence.pending
-        return self._chunk(plan, sequence)
-
     def _give_pages(self, sequence: Sequence, reach: int) -> bool:
-        """Give a sequence pages for its tokens so far, and its adapter; False if there is no room.
-
-        Args:
-            reach: the most pages that another sequence has or keeps.
-        """
+        """Give a sequence its adapter, and pages for its tokens; False if there is no room."""
         adapter = sequence.request.adapter
         need = pages_for(sequence.length)
         if sequence.table is not None:
@@ -307,8 +306,6 @@ class Scheduler:
                 there[id(adapter)] = adapter
         if there:
             self.prefetch(list(there.values()))
-
-    # ------------------------------------------------------------------------------- integrity
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page is lost or in two places, or a sequence misplaced."""

@@ -27,25 +27,11 @@ class State(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request in the engine.
+    """A request in the engine; it keeps its generated tokens when it is preempted.
 
     Attributes:
-        id: the request's id, in events.
-        number: the request's number, in order of submission.
-        request: the request.
-        limit: the most tokens to generate.
-        submitted_s: when it came, on the engine's clock.
-        stop_ids: tokens that end it.
-        decoder: makes text of its tokens; None without a tokenizer.
         sampler: its random number generator; None if it is greedy.
-        ttft_slo_s: SLO of the time to its first token, seconds; None for none.
-        tpot_slo_s: SLO of the mean time per further token, seconds; None for none.
-        state: its state.
-        table: its pages in the KV cache while it runs.
         cached: number of its tokens whose keys and values are cached, virtual ones included.
-        length: number of its tokens, virtual ones included.
-        generated: its generated tokens, which it keeps when it is preempted.
-        first_token_s: when the first token came; None before.
         version: the version whose blocks it shares; None if blocks are not shared.
         digests: the digests of its blocks, as far as they are known.
         known: number of its tokens that were computed or found, up to its prompt's last.
@@ -102,10 +88,7 @@ class Sequence:
         return whole[start:stop]
 
     def tpot_slack(self, now_s: float) -> tuple[float, float] | None:
-        """Return its TPOT SLO, and how long until the next token would violate it.
-
-        None without such an SLO, or before the first token.
-        """
+        """Return its TPOT SLO, and the time until its next token violates it; None before any."""
         slo = self.tpot_slo_s
         if slo is None or self.first_token_s is None:
             return None

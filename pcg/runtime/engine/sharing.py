@@ -58,8 +58,8 @@ class Sharing(ABC):
     """Decides how much finetuning goes into a step.
 
     Attributes:
-        trains: whether jobs come to their ends; otherwise they wait forever.
-        needs_latencies: whether it depends on predicted times even without SLOs.
+        trains: True if jobs come to their ends; otherwise they wait forever.
+        needs_latencies: True if it depends on predicted times even without SLOs.
         burst: how many times its TPOT SLO a step may last if its requests have the slack.
     """
 
@@ -68,11 +68,7 @@ class Sharing(ABC):
     burst = 1.0
 
     def serves(self, has_work: bool) -> bool:
-        """Return whether the next step may serve requests.
-
-        Args:
-            has_work: whether a job has something to run.
-        """
+        """Return True if the next step may serve requests; `has_work` tells if a job could run."""
         return True
 
     def begin(self, step: Step) -> None:  # noqa: B027 (most rules do nothing)
@@ -84,11 +80,7 @@ class Sharing(ABC):
 
     @abstractmethod
     def backward(self, step: Step, load: Load, elapsed_s: float) -> bool:
-        """Return whether backward units of this load run in the step.
-
-        Args:
-            elapsed_s: time since the step began.
-        """
+        """Return True if backward units of this load run in the step, so long after it began."""
 
     def ran(self, step: Step, seconds: float) -> None:  # noqa: B027
         """Note the time of backward units."""
@@ -115,9 +107,6 @@ class CoServing(Sharing):
             mean stays within the SLO; 1 keeps every step within it. docs/engine.md shows what
             larger values gain and cost.
 
-    Attributes:
-        burst: how many times its TPOT SLO a step may last, if all its requests have the slack and
-            none waits for its first token.
     Raises:
         FinetuneError: burst is below 1.
     """
@@ -191,9 +180,7 @@ _RISE = 1.1
 class TemporalSharing(Sharing):
     """Alternates steps that serve with steps that run a whole mini-batch, forward and backward.
 
-    Attributes:
-        frequency: n, the number of serving steps between two that train; FlexLLM v2 figure 11 has
-            64 to 512.
+    `frequency` serving steps lie between two that train; FlexLLM v2 figure 11 has 64 to 512.
     """
 
     def __init__(self, frequency: int = 128) -> None:
@@ -220,9 +207,6 @@ class SpatialSharing(CoServing):
 
     Steps whose requests take t seconds earn share / (1 - share) · t for finetuning; a unit runs
     once its seconds are earned.
-
-    Attributes:
-        share: the share of the time that finetuning gets; above 0 and below 1.
     """
 
     needs_latencies = True

@@ -17,7 +17,7 @@ from pcg.parallel.ranks.group import broadcast_from_first
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables
-from pcg.runtime.engine.device import Side
+from pcg.runtime.engine.device import SideStream
 from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.sequence import Sequence
 from pcg.runtime.memory.kv_cache import KvCache
@@ -26,21 +26,16 @@ from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.decode_graphs import decode_graphs
 from pcg.runtime.model.merged_execution import run_merged, run_single
 from pcg.runtime.model.sampling import check_drawn, make_generator, sample
-from pcg.runtime.model.side_stream import SideStream
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
-from pcg.runtime.training.training_pass import BackwardUnit, ForwardUnit
+from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Backward, Forward
 
 
 class StepRunner:
     """Runs steps of the engine on one program.
 
-    Args:
-        cache: keys and values of all sequences.
-
     Attributes:
-        cache: keys and values of all sequences.
         side: runs backward units on a GPU; None on other devices, and over ranks, where the
             collectives of both would need one order.
         graphs: recorded decode steps; None if the program has none.
@@ -54,7 +49,7 @@ class StepRunner:
         self._max_positions = state.max_positions
         self._device = device = state.device
         has_side = device.type == "cuda" and state.ranks.size == 1
-        self.side: Side | None = SideStream(device) if has_side else None
+        self.side = SideStream(device) if has_side else None
         self._bind(state.serving)
 
     def _bind(self, program: ServingProgram) -> None:
@@ -87,7 +82,6 @@ class StepRunner:
         )
 
     def _limit(self, number: int, request: Request) -> int:
-        """Return the most tokens to generate."""
         length = request.length
         if not request.prompt_ids:
             raise GenerationError(f"prompt {number} has no tokens; give at least one")
@@ -114,13 +108,7 @@ class StepRunner:
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
     ) -> Callable[[], list[int]]:
-        """Run sequences' next tokens and windows of jobs, with the base's products merged.
-
-        Returns:
-            A function that waits for the device, and returns the token that follows each sequence;
-                it
-            is meaningless where more tokens are pending.
-        """
+        """Run a step as `Device.start`, with the base's products merged."""
         if self.side is not None:
             self.side.begin()
         adapters = [cast("Adapter | None", one.request.adapter) for one, _ in chunks]
@@ -163,18 +151,14 @@ class StepRunner:
         adapters: List[Adapter | None],
         windows: List[tuple[Forward, int]],
     ) -> tuple[List[int], Tensor | None]:
-        """Run a step eagerly.
-
-        Returns:
-            The indices of the sequences whose pending tokens all ran, and the token after each.
-        """
+        """Run a step eagerly; returns the sequences that it samples, by index, and their tokens."""
         functions: list[ProductRequest[Any]] = []
         served = _Served(chunks, adapters, self._tables, self.cache, self._device)
         if chunks:
             functions.append(self._runner.hidden_requests(served.batch, served.bound))
         for unit, count in windows:
-            assert isinstance(unit, ForwardUnit)
-            functions.append(unit.training_pass.forward_requests(count))
+            assert isinstance(unit.whole, TrainingPass)
+            functions.append(unit.whole.forward_requests(count))
         if not windows:
             with torch.inference_mode():
                 found = [run_single(function) for function in functions]
@@ -185,7 +169,6 @@ class StepRunner:
         return served.ready, self._sampled(served, found[0]) if served.ready else None
 
     def _sampled(self, served: _Served, hidden: List[Tensor]) -> Tensor:
-        """Return the token after each sequence whose pending tokens all ran."""
         rows, last = served.sampled_rows(self._tables)
         logits = self._runner.logits_of(hidden, served.batch, served.bound, rows, last)
         return self._chosen([served.chunks[i][0] for i in served.ready], logits)
@@ -193,13 +176,7 @@ class StepRunner:
     def _chosen(
         self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None = None
     ) -> Tensor:
-        """Choose the token after each sequence.
-
-        Args:
-            sequences: the sequences in the order of the logits.
-            logits: logits of their last tokens.
-            likeliest: the likeliest token of each, if it is known.
-        """
+        """Choose the token after each sequence; `likeliest` is the likeliest of each, if known."""
         params = [sequence.request.params for sequence in sequences]
         history = None
         if any(p.repetition_penalty != 1.0 for p in params):
@@ -211,24 +188,16 @@ class StepRunner:
         return broadcast_from_first(self._runner.ranks, found)
 
     def back(self, units: List[Backward]) -> None:
-        """Run backward units of one layer, with the base's products merged."""
         functions = []
         for unit in units:
-            assert isinstance(unit, BackwardUnit)
-            functions.append(unit.training_pass.backward_requests())
+            assert isinstance(unit.whole, TrainingPass)
+            functions.append(unit.whole.backward_requests())
         with torch.no_grad():
             run_merged(functions)
 
 
 class _Served:
-    """The sequences of one step, in the order of their adapters' slots.
-
-    Attributes:
-        chunks: sequences, and how many of their pending tokens run.
-        batch: these tokens.
-        bound: their adapters.
-        ready: indices of the sequences whose pending tokens all run, which are sampled after.
-    """
+    """The sequences of a step, in the order of their adapters' slots; `ready` ones are sampled."""
 
     def __init__(
         self,

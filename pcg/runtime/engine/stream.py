@@ -18,9 +18,6 @@ class Stream:
 
     The last chunk carries the completion, also of a request that was cancelled or timed out. An
     error, such as a refusal, is raised where the next chunk would come.
-
-    Args:
-        cancel: cancels the request.
     """
 
     def __init__(self, cancel: Callable[[Stream], None]) -> None:
@@ -33,11 +30,9 @@ class Stream:
 
     @property
     def is_over(self) -> bool:
-        """True if no more chunks come."""
         return self._end.done()
 
     def cancel(self) -> None:
-        """Cancel the request, unless it is over."""
         if not self.is_over:
             self._cancel(self)
 
@@ -94,7 +89,6 @@ class Stream:
             self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """End with an error."""
         with self._changed:
             self._end.set_exception(error)
             self._wake()

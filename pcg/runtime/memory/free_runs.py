@@ -7,11 +7,7 @@ from collections.abc import Iterator
 
 
 class FreeRuns:
-    """Runs of free pages; adjacent ones are merged.
-
-    Attributes:
-        pages: number of pages of all runs.
-    """
+    """Runs of free pages; adjacent ones are merged."""
 
     def __init__(self) -> None:
         self.pages = 0
@@ -26,18 +22,14 @@ class FreeRuns:
 
     @property
     def longest(self) -> int:
-        """Pages of the longest run; 0 if there is none."""
         return self._by_length[-1][0] if self._by_length else 0
 
     def begins(self, page: int) -> bool:
-        """Return whether a run begins with a page."""
+        """Return True if a run begins with a page."""
         return page in self._lengths
 
     def fitting(self, count: int) -> int:
-        """Return the start of the shortest run of at least `count` pages, so that long ones last.
-
-        Of runs of one length it is the first. The longest must be long enough.
-        """
+        """Return the start of the first of the shortest runs of at least `count` pages."""
         return self._by_length[bisect_left(self._by_length, (count, 0))][1]
 
     def take(self, start: int, count: int) -> int:
@@ -58,7 +50,6 @@ class FreeRuns:
         return start + length - taken, taken
 
     def add(self, start: int, length: int) -> None:
-        """Add free pages."""
         end = start + length
         if end in self._lengths:
             length += self._remove(end)
@@ -75,7 +66,6 @@ class FreeRuns:
         insort(self._in_order, start)
 
     def _remove(self, start: int) -> int:
-        """Remove a run; returns its length."""
         length = self._lengths.pop(start)
         self.pages -= length
         del self._starts[start + length]

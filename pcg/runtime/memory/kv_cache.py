@@ -38,17 +38,10 @@ def bytes_of_row(type_: TensorType) -> int:
 class KvCache:
     """Rows of keys and values for every layer, and the pool that gives out their pages.
 
-    Args:
-        types: the types of each layer's keys and values.
-        pages: number of pages.
-        in_pages: whether a page is one run of bytes.
-
     Attributes:
-        pool: the pool of the pages.
         pages: all memory, [pages, bytes of one], u8; None if pages are not runs of bytes.
-        keys: keys of each layer, [kv_heads, rows, head_dim]; with `pages` [pages, kv_heads,
+        keys, values: each layer's, [kv_heads, rows, head_dim]; with `pages` [pages, kv_heads,
             PAGE_TOKENS, head_dim].
-        values: likewise.
     """
 
     def __init__(

@@ -34,8 +34,6 @@ class PageTable:
     """The pages of one owner.
 
     Attributes:
-        owner: the owner, for messages.
-        pages: the pages in order.
         shared: how many of the first pages others may read, too.
         spare_start: the page after the last one, or where the first will be.
         spare: number of pages from there that are kept for it while others are free.
@@ -52,7 +50,6 @@ class PageTable:
 
     @property
     def is_run(self) -> bool:
-        """True if the pages are adjacent."""
         return not self._breaks
 
     @property
@@ -67,7 +64,6 @@ class PageTable:
 
     @property
     def capacity(self) -> int:
-        """Tokens that the pages hold."""
         return len(self.pages) * PAGE_TOKENS
 
     @property
@@ -91,7 +87,6 @@ class PageTable:
         return rows[skipped : skipped + stop - start]
 
     def take(self, page: int) -> None:
-        """Append a page."""
         if self.pages and page != self.pages[-1] + 1:
             self._breaks += 1
         self.pages.append(page)
@@ -107,12 +102,7 @@ class PageTable:
 
 
 class PagePool:
-    """Gives out pages.
-
-    Attributes:
-        size: number of all pages.
-        shared: the pages that several tables may read.
-    """
+    """Gives out pages."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -131,12 +121,7 @@ class PagePool:
         return self._free.pages + self._spare + self.shared.unread
 
     def open(self, owner: str, expected: int = 0) -> PageTable:
-        """Open a table without pages.
-
-        Args:
-            expected: the most pages that it will have; if there is a free run of so many, they
-                become its spare ones.
-        """
+        """Open a table without pages; those `expected` become its spare ones if a run is free."""
         table = PageTable(owner)
         self._tables[id(table)] = table
         if 0 < expected <= self._free.longest:
@@ -148,13 +133,9 @@ class PagePool:
         return table
 
     def extend(self, table: PageTable, count: int, last: bool = False) -> None:
-        """Give a table pages.
+        """Give a table pages; `last` ones lie at the end of the pool, and need not be a run.
 
-        Args:
-            count: number of pages.
-            last: whether to take pages at the end of the pool, which need not be a run.
-        Raises:
-            OutOfMemoryError: so many are not free; nothing has changed.
+        OutOfMemoryError: so many are not free; nothing has changed.
         """
         own = min(count, table.spare)
         if count - own > self.free - table.spare:
@@ -208,8 +189,6 @@ class PagePool:
         if self.shared.forget(page):
             self._free.add(page, 1)
 
-    # ----------------------------------------------------------------------------------- integrity
-
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page is lost, or in two places."""
         seen = [page for start, length in self._free for page in range(start, start + length)]
@@ -230,8 +209,6 @@ class PagePool:
         assert sorted(seen) == list(range(self.size)), "a page is lost, or in two places"
         for (start, length), (after, _) in pairwise(self._free):
             assert start + length < after, "free runs that touch are one"
-
-    # --------------------------------------------------------------------------------------- runs
 
     def _take_spare(self, table: PageTable, count: int) -> None:
         for _ in range(count):

@@ -28,12 +28,7 @@ from pcg.runtime.memory.pool import PagePool, PageTable
 
 @dataclass(eq=False)
 class Version:
-    """The blocks of one version of an adapter, or of the base.
-
-    Attributes:
-        pages: the page of each block by its digest.
-        is_current: False once the adapter was replaced, changed or removed.
-    """
+    """The blocks of one version of an adapter, or of the base: the page of each by its digest."""
 
     pages: dict[bytes, int] = field(default_factory=dict)
     is_current: bool = True
@@ -122,7 +117,6 @@ class Prefixes:
             self._drop(version)
 
     def clear(self) -> None:
-        """Drop all blocks."""
         for version in (self._base, *self._versions.values()):
             self._drop(version)
         self._versions.clear()
@@ -140,10 +134,7 @@ class Prefixes:
             assert set(version.pages.values()) <= self._blocks.keys()
 
     def _share(self, sequence: CachedSequence, end: int) -> None:
-        """Share a sequence's full blocks up to a token.
-
-        Where another sequence filled the same block first, its page replaces this sequence's.
-        """
+        """Share a sequence's full blocks up to a token; pages filled before replace its own."""
         table, version = sequence.table, sequence.version
         assert table is not None
         assert version is not None

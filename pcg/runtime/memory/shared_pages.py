@@ -15,11 +15,7 @@ from pcg.errors import PcgError
 
 
 class SharedPages:
-    """The shared pages of a pool.
-
-    Attributes:
-        on_reclaim: called with each unread page that another owner gets.
-    """
+    """The shared pages of a pool; `on_reclaim` is called with each that another owner gets."""
 
     def __init__(self) -> None:
         self.on_reclaim: Callable[[int], None] = lambda page: None
@@ -28,16 +24,13 @@ class SharedPages:
         self._forgotten: set[int] = set()
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over all shared pages."""
         return iter(self._readers)
 
     @property
     def unread(self) -> int:
-        """Number of pages without readers."""
         return len(self._unread)
 
     def add(self, page: int) -> None:
-        """Add a page that one table reads."""
         if page in self._readers:
             raise PcgError(f"page {page} is shared already")
         self._readers[page] = 1
@@ -75,11 +68,7 @@ class SharedPages:
         return page
 
     def check_integrity(self, read: Iterable[int]) -> None:
-        """Raise an AssertionError if the counts differ from what tables read.
-
-        Args:
-            read: the shared pages of all tables, each as often as it is read.
-        """
+        """AssertionError: the counts differ from the pages that all tables read."""
         counts = dict.fromkeys(self._readers, 0)
         for page in read:
             counts[page] += 1

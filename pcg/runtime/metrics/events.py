@@ -20,9 +20,9 @@ Kinds by subject:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -58,8 +58,6 @@ class Event(NamedTuple):
     """A state transition.
 
     Attributes:
-        time_s: time on the engine's clock, seconds.
-        kind: the kind of transition.
         subject: id of the request or job, or name of the adapter.
         details: numbers and reasons, such as `prompt_tokens` and `adapter` of a submitted request,
             `cached_tokens` of a request's first token, `tokens` of a job's step, `reason` of a
@@ -73,8 +71,6 @@ class Event(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """A token of each of several requests at one time."""
-
     time_s: float
     subjects: tuple[str, ...]
 
@@ -83,11 +79,7 @@ class _Tokens(NamedTuple):
 
 
 class EventLog:
-    """Events in order of time; keeps the latest, and calls listeners with each.
-
-    Args:
-        kept: the number of events to keep; None for all.
-    """
+    """The latest `kept` events in order of time, or all of them; listeners get each."""
 
     def __init__(self, kept: int | None = None) -> None:
         self._kept = kept
@@ -96,7 +88,6 @@ class EventLog:
         self._listeners: list[Callable[[Event], None]] = []
 
     def add(self, *events: Event) -> None:
-        """Append events."""
         self._entries.extend(events)
         self._count += len(events)
         self._drop()
@@ -121,17 +112,17 @@ class EventLog:
         return lambda: self._listeners.remove(listener)
 
     def __iter__(self) -> Iterator[Event]:
-        return _events(tuple(self._entries))
+        entries = tuple(self._entries)
+        parts = (one.events() if isinstance(one, _Tokens) else (one,) for one in entries)
+        return chain.from_iterable(parts)
 
     def __len__(self) -> int:
         return self._count
 
     def of(self, subject: str) -> tuple[Event, ...]:
-        """Return the events of one subject."""
         return tuple(event for event in self if event.subject == subject)
 
     def _drop(self) -> None:
-        """Drop the earliest events beyond those that are kept."""
         while self._kept is not None and self._count > self._kept:
             excess, first = self._count - self._kept, self._entries.popleft()
             if isinstance(first, _Tokens) and len(first.subjects) > excess:
@@ -139,30 +130,3 @@ class EventLog:
                 self._count -= excess
             else:
                 self._count -= len(first.subjects) if isinstance(first, _Tokens) else 1
-
-
-def _events(entries: Iterable[Event | _Tokens]) -> Iterator[Event]:
-    for entry in entries:
-        if isinstance(entry, _Tokens):
-            yield from entry.events()
-        else:
-            yield entry
-
-
-@dataclass(frozen=True)
-class Notes:
-    """Writes events with the present time.
-
-    Parts of an engine hold this instead of the engine, so that nothing in an engine refers to it,
-    and its memory is freed as soon as it is dropped.
-
-    Attributes:
-        log: the log to write to.
-        now_s: tells the present time.
-    """
-
-    log: EventLog
-    now_s: Callable[[], float]
-
-    def __call__(self, kind: Kind, subject: str, **details: object) -> None:
-        self.log.add(Event(self.now_s(), kind, subject, details))

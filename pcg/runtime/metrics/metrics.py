@@ -25,22 +25,56 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from pcg.errors import BenchmarkError
-from pcg.runtime.metrics.distribution import Distribution
 from pcg.runtime.metrics.events import Event, Kind
 from pcg.runtime.metrics.timelines import Outcome, Slo, Timeline, number, timelines
 
+_RATES = (
+    "prefix_cache_hit_rate",
+    "request_throughput",
+    "request_goodput",
+    "output_throughput",
+    "total_token_throughput",
+)
+_SHARES = ("slo_attainment", "ttft_attainment", "tpot_attainment", "user_satisfaction")
 NO_TENANT = "-"
 """The name of the requests without a tenant."""
 
 
 @dataclass(frozen=True)
-class Fairness:
-    """Service between tenants, in tokens of prompts that were read and of outputs.
+class Distribution:
+    """A summary of samples, in seconds.
 
     Attributes:
-        service: tokens by tenant, `-` for requests without one.
+        count: number of samples.
+        std_s: standard deviation of the samples, divided by their number.
+        median_s, p90_s, p99_s: percentiles, interpolated linearly, as in vLLM's benchmark.
     """
+
+    count: int
+    mean_s: float
+    std_s: float
+    median_s: float
+    p90_s: float
+    p99_s: float
+
+    @classmethod
+    def of(cls, samples: Iterable[float]) -> Distribution | None:
+        """Summarise samples in any order; None if there are none."""
+        found = np.fromiter(samples, float)
+        if not len(found):
+            return None
+        # Rounding may put a mean outside of its samples by a hair.
+        mean = np.clip(found.mean(), found.min(), found.max())
+        percentiles = np.percentile(found, (50, 90, 99)).tolist()
+        return cls(len(found), float(mean), float(found.std()), *percentiles)
+
+
+@dataclass(frozen=True)
+class Fairness:
+    """Service by tenant, in tokens of prompts that were read and of outputs."""
 
     service: Mapping[str, int]
 
@@ -69,9 +103,7 @@ class ServingReport:
         requests: requests submitted in the span, whenever they end; latencies and counts are
             theirs.
         output_tokens: output tokens in the span, of any request.
-        fairness: service in the span; None without requests.
         finetuning_tokens: tokens by job, of the optimizer steps in the span.
-        finetuning_steps: number of these steps.
         queueing, ttft, tpot, itl, e2el: latencies of finished requests; None without samples.
     """
 
@@ -90,11 +122,9 @@ class ServingReport:
 
     @property
     def duration_s(self) -> float:
-        """Length of the span."""
         return self.end_s - self.start_s
 
     def count(self, outcome: Outcome) -> int:
-        """Count the requests with an outcome."""
         return sum(one.outcome is outcome for one in self.requests)
 
     @property
@@ -190,22 +220,14 @@ class ServingReport:
             "total_input_tokens": self.input_tokens,
             "total_output_tokens": self.output_tokens,
             "total_cached_tokens": self.cached_tokens,
-            "prefix_cache_hit_rate": self.prefix_cache_hit_rate,
-            "request_throughput": self.request_throughput,
-            "request_goodput": self.request_goodput,
-            "output_throughput": self.output_throughput,
-            "total_token_throughput": self.total_token_throughput,
-        }
+        } | {name: getattr(self, name) for name in _RATES}
         for name, one in self.latencies.items():
             for summary in ("mean", "median", "std", "p90", "p99"):
                 ms = None if one is None else getattr(one, f"{summary}_s") * 1e3
                 found[f"{summary}_{name}_ms"] = ms
         fairness = self.fairness
+        found |= {name: getattr(self, name) for name in _SHARES}
         return found | {
-            "slo_attainment": self.slo_attainment,
-            "ttft_attainment": self.ttft_attainment,
-            "tpot_attainment": self.tpot_attainment,
-            "user_satisfaction": self.user_satisfaction,
             "finetuning_tokens": dict(self.finetuning_tokens),
             "finetuning_steps": self.finetuning_steps,
             "finetuning_throughput": self.finetuning_throughput,
@@ -216,14 +238,8 @@ class ServingReport:
 
     @property
     def latencies(self) -> dict[str, Distribution | None]:
-        """The latencies by their short names."""
-        return {
-            "ttft": self.ttft,
-            "tpot": self.tpot,
-            "itl": self.itl,
-            "e2el": self.e2el,
-            "queueing": self.queueing,
-        }
+        names = ("ttft", "tpot", "itl", "e2el", "queueing")
+        return {name: getattr(self, name) for name in names}
 
 
 def serving_report(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -24,12 +24,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Slo:
-    """Service level objectives of a request.
-
-    Attributes:
-        ttft_s: longest time to the first token, seconds; None for any.
-        tpot_s: longest mean time per further token, seconds; None for any.
-    """
+    """Service level objectives of a request: the longest times, in seconds; None for any."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -43,17 +38,10 @@ class Timeline:
     """A request from its submission to its end; times are on the engine's clock, in seconds.
 
     Attributes:
-        request: the request's id.
-        adapter: the adapter's name; None for the base.
-        tenant: the tenant; None without tenants.
-        prompt_tokens: tokens of its prompt.
         slo: its own SLOs, or those given for all.
-        submitted_s: when it was submitted.
         admitted_s: when it was first admitted; None if it never was.
         cached_tokens: tokens of its prompt that were in the cache; None before its first token.
         tokens: (time, number of tokens) of each output; 1 unless several came at once.
-        preemptions: number of times it was preempted.
-        outcome: its end.
         ended_s: when it ended; None if it has not.
     """
 
@@ -72,7 +60,6 @@ class Timeline:
 
     @property
     def output_tokens(self) -> int:
-        """Number of output tokens."""
         return sum(count for _, count in self.tokens)
 
     @property
@@ -119,7 +106,6 @@ class Timeline:
 
     @property
     def attains(self) -> bool:
-        """True if it finished within both SLOs."""
         return self.attains_ttft and self.attains_tpot
 
     @property
@@ -155,8 +141,6 @@ _OF_JOBS_TOO = {Kind.CANCELLED, Kind.FAILED}
 
 @dataclass
 class _Open:
-    """A request whose events are being read."""
-
     line: Timeline
     tokens: list[tuple[float, int]] = field(default_factory=list)
 
@@ -210,7 +194,6 @@ def _own(event: Event, name: str, default: float | None) -> float | None:
 
 
 def _follow(one: _Open, event: Event) -> None:
-    """Apply an event to a request."""
     line = one.line
     if line.ended_s is not None:
         raise BenchmarkError(
@@ -235,19 +218,11 @@ def _follow(one: _Open, event: Event) -> None:
 
 
 def number(event: Event, name: str) -> float:
-    """Return a number of an event's details.
-
-    Raises:
-        BenchmarkError: it is missing or not a number.
-    """
+    """Return a number of an event's details; BenchmarkError if it is missing or not a number."""
     value = event.details.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BenchmarkError(
             f"{event.kind} of {event.subject!r} at {event.time_s} s has {name}={value!r}; "
-            f"it has {_listed(event.details)}, and needs the number"
+            f"it has {', '.join(event.details) or 'no details'}, and needs the number"
         )
     return value
-
-
-def _listed(details: Mapping[str, object]) -> str:
-    return ", ".join(details) or "no details"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from threading import Lock
 from types import SimpleNamespace
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,22 +15,11 @@ from torch import Tensor
 from pcg.ir.graph import Graph, Parameter
 from pcg.ir.program.program import ModelGraph, Program, python_name, site_of
 from pcg.ir.types import TORCH_NAMES
-from pcg.parallel.ranks.group import ALONE, Ranks
+from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.parallel.ranks.shards import Ranges, has_zeros, is_sharded, ranges_of, shard_of
+from pcg.runtime.model.weights import RandomWeights, Weights
 
-
-class TensorSource(Protocol):
-    """The source of the base's weights: a checkpoint, or a state dict."""
-
-    def load(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        transposed: bool = False,
-        device: torch.device | str = "cpu",
-        ranges: Ranges | None = None,
-    ) -> Tensor: ...
+TensorSource: TypeAlias = Weights | RandomWeights
 
 
 @dataclass(frozen=True)
@@ -50,20 +39,14 @@ class BaseWeights:
 
 
 class WeightStore:
-    """Reads a program's frozen tensors, or a rank's shards of them, and keeps what graphs read.
-
-    Args:
-        program: the program of the base.
-        source: the source of the tensors.
-        device: the device of what graphs read.
-    """
+    """Reads a program's frozen tensors, or a rank's shards of them, and keeps what graphs read."""
 
     def __init__(
         self,
         program: Program,
         source: TensorSource,
         device: torch.device,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_RANK,
     ) -> None:
         self._program = program
         self._source = source
@@ -74,29 +57,20 @@ class WeightStore:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensors that are kept."""
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in self._loaded.values()}.values())
 
     def bind(self, model: ModelGraph) -> BaseWeights:
-        """Return the weights of a model's graphs; missing ones are read, layer by layer.
-
-        Raises:
-            WeightsError: a tensor is missing, damaged or of another shape.
-        """
-        with self._binding:  # several threads may prepare jobs and adapters
-            return self._bind(model)
-
-    def _bind(self, model: ModelGraph) -> BaseWeights:
+        """Return a model's weights, read once. WeightsError: one is missing or damaged."""
         layers = tuple(SimpleNamespace() for _ in model.layers)
         weights = BaseWeights(SimpleNamespace(), layers, SimpleNamespace())
-        base = self._program.base
-        wholes = zip(weights.holders(model), weights.holders(base), strict=True)
-        for (graph, layer, holder), (plain, _, _) in wholes:
-            whole = {p.source: p for p in plain.parameters}
-            for parameter in graph.parameters:
-                if parameter.role != "adapter":
-                    tensor = self._shard(parameter, whole[parameter.source], layer)
-                    setattr(holder, python_name(parameter.name), tensor)
+        wholes = zip(weights.holders(model), weights.holders(self._program.base), strict=True)
+        with self._binding:  # several threads may prepare jobs and adapters
+            for (graph, layer, holder), (plain, _, _) in wholes:
+                whole = {p.source: p for p in plain.parameters}
+                for parameter in graph.parameters:
+                    if parameter.role != "adapter":
+                        tensor = self._shard(parameter, whole[parameter.source], layer)
+                        setattr(holder, python_name(parameter.name), tensor)
         return weights
 
     def _shard(self, parameter: Parameter, whole: Parameter, layer: int) -> Tensor:
@@ -128,8 +102,6 @@ class WeightStore:
     ) -> Tensor:
         shape, dtype = whole.type.features, _dtype(whole)
         return self._source.load(name, shape, dtype, whole.transposed, device, ranges)
-
-    # ------------------------------------------------------------------------- whole tensors
 
     def frozen(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the base's frozen tensors by their names in a checkpoint, in each graph's order."""
@@ -164,8 +136,6 @@ class WeightStore:
 
 
 class _Linear(Mapping[str, Tensor]):
-    """The weights of linear modules, each read on demand."""
-
     def __init__(self, store: WeightStore) -> None:
         self._store = store
         self._parameters: dict[str, tuple[str, Parameter]] = {}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pcg.kernels.batch import BlockTable, DecodeGroup, DroppedPart, KvGradients, ProgramBatch, Span
 from pcg.kernels.uploads import uploaded
-from pcg.parallel.ranks.group import ALONE, Ranks
+from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.decode_groups import Singles, decode_groups
 
@@ -29,7 +29,6 @@ class Batch(ProgramBatch):
 
     Attributes:
         positions: position of each token in its sequence, [T], int64.
-        dropout_seed: seed of the batch's random numbers; None where nothing is dropped.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class Batch(ProgramBatch):
         self.input_ids = input_ids
         self.spans = tuple(spans)
         self.layer = 0
-        self.ranks: Ranks = ALONE
+        self.ranks: Ranks = SINGLE_RANK
         self.dropout_seed: int | None = None
         self.chosen: Tensor | None = None
         self.keeps = keeps
@@ -83,7 +82,6 @@ class Batch(ProgramBatch):
         return uploaded(torch.from_numpy(numbers), self.input_ids.device)
 
     def _cache_rows(self, positions: Numbers) -> Numbers:
-        """Return the rows of the tokens in the cache, [T]."""
         rows = positions + self._first_rows.repeat(self._lengths)
         for i in np.flatnonzero(self._first_rows < 0):
             span = self.spans[i]
@@ -92,12 +90,9 @@ class Batch(ProgramBatch):
         return rows
 
     def dropped_parts(self, key: int) -> list[DroppedPart]:
-        """Return the parts that a random operator of the layer draws for, always the same.
+        """Return the parts of all tokens that a random operator draws for, by its key in the layer.
 
-        Args:
-            key: the operator's key in its layer.
-        Returns:
-            Parts that cover all tokens in order; none if nothing is dropped.
+        There are none if nothing is dropped.
         """
         found: list[DroppedPart] = []
         if self.dropout_seed is None:
@@ -190,10 +185,8 @@ def whole_sequences(
     """Make a batch of whole sequences without a KV cache, for logits and finetuning.
 
     Args:
-        sequences: token ids.
-        device: the device of the batch.
         virtual: number of virtual tokens before each sequence; none by default.
-        keeps: whether they are trained on.
+        keeps: True if they are trained on.
     """
     spans: list[Span] = []
     ids: list[int] = []

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.batch import DecodeTokens
-from pcg.parallel.ranks.group import ALONE
+from pcg.parallel.ranks.group import SINGLE_RANK
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
@@ -52,12 +52,9 @@ class Recorder(Protocol):
     """Makes functions that run again without the host's work."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record a function that reads and writes memory that stays.
+        """Record a function, which is called any number of times, and return one that repeats it.
 
-        Args:
-            run: is called any number of times; its effects may or may not take place.
-        Returns:
-            A function that repeats it on the present contents of the same memory.
+        It reads and writes memory that stays, and the repetition takes its present contents.
         """
 
 
@@ -84,18 +81,13 @@ class CudaRecorder:
 
 
 class DecodeBatch(Batch):
-    """A batch whose tokens are on the device only, without spans.
-
-    Args:
-        lists: the tokens' memory, as the program allocates it.
-        cache: the cache that they are appended to.
-    """
+    """A batch whose tokens are on the device only, in lists that the program allocates."""
 
     def __init__(self, lists: Any, cache: KvCache) -> None:
         self.input_ids, self.positions, self.rows = lists.input_ids, lists.positions, lists.rows
         self.known = {"decoding": lists.attention}
         self.layer = 0
-        self.ranks = ALONE
+        self.ranks = SINGLE_RANK
         self.dropout_seed = self.chosen = self.gradients = None
         self.virtual_rows = self.virtual_places = None
         self.keeps = False
@@ -104,12 +96,7 @@ class DecodeBatch(Batch):
 
 @dataclass(frozen=True)
 class Decoded:
-    """The results of a step, which the next one overwrites.
-
-    Attributes:
-        logits: [n, V].
-        tokens: the likeliest token of each, [n], int64.
-    """
+    """The results of a step, which the next overwrites: logits [n, V], likeliest tokens [n]."""
 
     logits: Tensor
     tokens: Tensor
@@ -117,14 +104,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class _Graph:
-    """A recorded step.
-
-    Attributes:
-        lists: the lists that it reads.
-        replay: runs it.
-        outputs: the memory that it writes, for at least as many tokens as its room has.
-        bound: the adapters' tables that it reads, kept alive.
-    """
+    """A recorded step, and the memory that it reads and writes, kept alive."""
 
     lists: Any
     replay: Callable[[], None]
@@ -133,21 +113,7 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """Recorded decode steps of one program over one cache.
-
-    Args:
-        runner: runs the program, which has lists for decode steps.
-        tables: the adapters' rows.
-        cache: the cache, in pages.
-        device: the device of all of them.
-        recorder: records graphs.
-        eager_steps: batches of a room before its graph is recorded.
-
-    Attributes:
-        recorder: records graphs; None to use none.
-        recorded: number of recorded graphs.
-        replayed: number of replayed steps.
-    """
+    """Recorded decode steps of one program over one cache; a `recorder` of None uses none."""
 
     def __init__(
         self,
@@ -180,11 +146,7 @@ class DecodeGraphs:
     ) -> Decoded | None:
         """Run a step; returns None, having done nothing, if no graph serves it.
 
-        Args:
-            ids: the tokens, one of each sequence.
-            contexts: number of tokens before each, in the cache.
-            tables: the pages of the sequences.
-            adapters: the adapters of the sequences; their rows are in memory.
+        The adapters' rows are in memory; `contexts` counts the tokens before each, in the cache.
         """
         if self.recorder is None:
             return None
@@ -249,7 +211,7 @@ class DecodeGraphs:
         return _Graph(lists, replay, outputs, bound)
 
     def _outputs_for(self, tokens: int) -> Decoded:
-        """Return memory that graphs share, as results are read before the next one runs."""
+        """Return memory that graphs share: results are read before the next one runs."""
         if self._outputs is None or len(self._outputs.tokens) < tokens:
             rows = 1 << (tokens - 1).bit_length()
             epilogue = self._runner.model.epilogue

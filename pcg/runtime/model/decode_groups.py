@@ -28,7 +28,6 @@ class Singles:
         tokens: their indices in the batch, [n].
         first_rows: row of each one's first token in the cache if its pages are a run, else -1, [n].
         lengths: length of each, the new token included, [n].
-        tables: pages of each.
     """
 
     tokens: NDArray[np.int64]
@@ -44,9 +43,6 @@ def decode_groups(
 
     Args:
         window: the most rows that a token attends to; 0 for all.
-        cache_rows: rows of the whole cache.
-        dtype: the dtype of the masks and of the cache.
-        device: the device of all tensors.
     """
     if not len(singles.tokens):
         return []
@@ -88,10 +84,7 @@ class _Run(NamedTuple):
 
     Attributes:
         row: the first row that the first one attends to; -1 if they are gathered.
-        size: number of sequences.
         stride: rows from one to the next; 0 if there is none, or they are gathered.
-        longest: tokens that the longest attends to.
-        total: tokens that all of them attend to.
     """
 
     row: int
@@ -102,7 +95,6 @@ class _Run(NamedTuple):
 
 
 def _runs(rows: Sequence[int], counts: Iterable[int], cache_rows: int) -> Iterator[_Run]:
-    """Yield the groups of sequences in the order of their rows."""
     size = stride = longest = total = 0
     first = before = rows[0]
     for row, count in zip(rows, counts, strict=True):
@@ -125,13 +117,7 @@ def _runs(rows: Sequence[int], counts: Iterable[int], cache_rows: int) -> Iterat
 def _gathered(
     ends: Iterable[tuple[BlockTable, int]], counts: Sequence[int], longest: int
 ) -> Tensor:
-    """Return the rows that sequences attend to, [count, longest], padded by row 0.
-
-    Args:
-        ends: their pages and lengths.
-        counts: number of tokens that each attends to, up to its end.
-        longest: the largest count.
-    """
+    """Return the rows that sequences attend to, [count, longest], padded by row 0."""
     rows = np.zeros((len(counts), longest), dtype=np.int64)
     within = np.arange(PAGE_TOKENS)
     for own, (table, end), count in zip(rows, ends, counts, strict=True):

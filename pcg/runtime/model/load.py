@@ -34,12 +34,10 @@ class Load:
 
     @classmethod
     def of(cls, tokens: int, context: int) -> Load:
-        """Return the load of new tokens behind a context."""
         return cls(tokens, keys_of(tokens, context))
 
     @classmethod
     def of_window(cls, tokens: int, context: int) -> Load:
-        """Return the load of a finetuning window's tokens behind a context, and of their loss."""
         return cls(tokens, keys_of(tokens, context), 0, tokens, 1)
 
 

@@ -27,13 +27,10 @@ def run_single(function: ProductRequest[Result]) -> Result:
 
 
 def run_merged(functions: Sequence[ProductRequest[Any]]) -> list[Any]:
-    """Run functions side by side, and merge the products of one key that they request in turn.
+    """Run functions side by side, merging the products of one key; returns each one's result.
 
     Functions that request products of their own go first, while the others wait at a product by
     the base's weights: so all reach their next one together.
-
-    Returns:
-        The result of each function.
     """
     results: list[Any] = [None] * len(functions)
     left = dict(enumerate(functions))

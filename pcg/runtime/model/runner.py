@@ -17,7 +17,7 @@ from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph, Serving, python_name
 from pcg.ir.types import TOKENS
 from pcg.kernels.torch.products import ProductRequest
-from pcg.parallel.ranks.group import ALONE, Ranks
+from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.parallel.ranks.token_shards import chosen_rows, rows_of_rank
 from pcg.runtime.adapters.padded_tables import BoundAdapters
 from pcg.runtime.model.base_weights import BaseWeights
@@ -29,11 +29,7 @@ Functions = Mapping[str, Callable[..., Any]]
 
 
 def load_functions(source: str, name: str) -> Functions:
-    """Execute emitted source, whose lines tracebacks show; returns its namespace.
-
-    Raises:
-        ProgramError: it is not valid Python, or cannot be imported.
-    """
+    """Execute emitted source, whose lines tracebacks show; ProgramError if it cannot be loaded."""
     # Triton reads a kernel's source when it first runs, so each source needs its own file name.
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     filename = f"<pcg {name} {digest}>"
@@ -56,13 +52,21 @@ def lay_out(model: ModelGraph, weights: BaseWeights) -> BaseWeights:
 
     def copy(graph: Graph, holder: SimpleNamespace) -> SimpleNamespace:
         new = SimpleNamespace(**vars(holder))
-        for node in graph.nodes:
-            if node.op in ("linear", "linear_group", "lora_linear"):
+        products = [n for n in graph.nodes if n.op in ("linear", "linear_group", "lora_linear")]
+        others = {name for node in graph.nodes if node not in products for name in node.inputs}
+        for node in products:
+            if node.inputs[1] in graph.parameters_by_name and node.inputs[1] not in others:
                 count = int(node.get("count", 1))  # type: ignore[arg-type]
                 biased = node.get("bias", len(node.inputs) == 3)
                 names = [python_name(name) for name in node.inputs[1 : 1 + count]]
                 biases = node.inputs[1 + count : 1 + 2 * count] if biased else ()
-                _join(new, names, [getattr(new, python_name(name)) for name in biases], packed)
+                tensors = [getattr(holder, name) for name in names]
+                _join(
+                    new,
+                    dict(zip(names, tensors, strict=True)),
+                    [getattr(holder, python_name(name)) for name in biases],
+                    packed,
+                )
         return new
 
     layers = zip(model.layers, weights.layers, strict=True)
@@ -75,15 +79,15 @@ def lay_out(model: ModelGraph, weights: BaseWeights) -> BaseWeights:
 
 def _join(
     holder: SimpleNamespace,
-    names: Sequence[str],
+    weights: Mapping[str, Tensor],
     biases: Sequence[Tensor],
     packed: dict[tuple[int, ...], Tensor],
 ) -> None:
-    """Join and pack the weights of these names under the first name; the others become None.
+    """Join and pack weights under the first one's name in a holder; the others become None.
 
     Their joined biases go with them; the holder keeps each bias, which other operators may read.
     """
-    tensors: list[Tensor] = [getattr(holder, name) for name in names]
+    tensors = list(weights.values())
     key = tuple(id(tensor) for tensor in (*tensors, *biases))
     if key not in packed:
         # A detached tensor, as attributes are set on it, and training reads the original.
@@ -93,13 +97,13 @@ def _join(
         whole.group_sizes = [tensor.shape[0] for tensor in tensors]  # type: ignore[attr-defined]
         whole.group_bias = torch.cat(tuple(biases)) if biases else None  # type: ignore[attr-defined]
         packed[key] = whole
-    for name in names:
+    for name in weights:
         setattr(holder, name, None)
-    setattr(holder, names[0], packed[key])
+    setattr(holder, next(iter(weights)), packed[key])
 
 
 def _packs(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN packs weights of a dtype on this CPU."""
+    """Return True if oneDNN packs weights of a dtype on this CPU."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype is torch.bfloat16:
@@ -108,11 +112,7 @@ def _packs(dtype: torch.dtype) -> bool:
 
 
 class LayerInputs:
-    """The prologue's outputs that each graph reads, beside what one layer passes to the next.
-
-    Attributes:
-        carried: number of values that one layer passes to the next.
-    """
+    """The prologue's outputs that each graph reads, beside what one layer passes to the next."""
 
     def __init__(self, model: ModelGraph) -> None:
         self.carried = len(model.blocks[0].outputs)
@@ -124,12 +124,11 @@ class LayerInputs:
         }
 
     def of(self, graph: Graph, shared: Sequence[Any]) -> list[Tensor]:
-        """Return the prologue's outputs that a graph reads."""
         return [shared[index] for index in self._indices[graph.name]]
 
 
-def parts_tokens(model: ModelGraph) -> bool:
-    """Return whether layers pass a rank's part of the tokens on, and not all tokens."""
+def is_sequence_parallel(model: ModelGraph) -> bool:
+    """Return True if layers pass on a rank's part of the tokens instead of all of them."""
     return bool(model.epilogue.inputs[0].type.shape[0] != TOKENS)
 
 
@@ -150,16 +149,9 @@ class ModelRunner:
     """The serving program with weights bound: tokens in, hidden states and logits out.
 
     Over ranks all of them run the same batches, and have the same logits.
-
-    Attributes:
-        model: the program's graphs.
-        ranks: the group.
-        weights: the weights in the layout that serving reads.
-        drawing: kernels that choose tokens; None if the program has none.
-        decoding: functions for recorded steps; None if the program has none.
     """
 
-    def __init__(self, serving: Serving, weights: BaseWeights, ranks: Ranks = ALONE) -> None:
+    def __init__(self, serving: Serving, weights: BaseWeights, ranks: Ranks = SINGLE_RANK) -> None:
         self.model = serving.model
         self.ranks = ranks
         self.weights = lay_out(serving.model, weights)
@@ -170,7 +162,7 @@ class ModelRunner:
         self.decoding = Decoding(room, lists) if room is not None and lists is not None else None
         self._inputs = LayerInputs(serving.model)
         self._blocks = [self._functions[block.name] for block in serving.model.blocks]
-        self._parts_tokens = parts_tokens(serving.model)
+        self._is_sequence_parallel = is_sequence_parallel(serving.model)
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, adapters: BoundAdapters) -> list[Tensor]:
@@ -206,14 +198,9 @@ class ModelRunner:
         rows: Tensor | None = None,
         row_adapters: BoundAdapters | None = None,
     ) -> Tensor:
-        """Compute logits of all tokens of the batch, or of some.
+        """Compute logits [rows, V] of these tokens, or of all.
 
-        Args:
-            adapters: the adapters bound to all tokens.
-            rows: indices of the tokens wanted, [rows]; None for all.
-            row_adapters: the adapters bound to those, for bypass networks of the epilogue.
-        Returns:
-            [T or rows, V].
+        `row_adapters` are bound to the rows, for bypass networks of the epilogue.
         """
         return self.logits_of(self.hidden(batch, adapters), batch, adapters, rows, row_adapters)
 
@@ -239,7 +226,7 @@ class ModelRunner:
 
     def _chosen(self, x: Tensor, rows: Tensor) -> Tensor:
         """Return rows of a layer's output; this rank's part of them if it holds a part."""
-        if not self._parts_tokens:
+        if not self._is_sequence_parallel:
             return x[rows]
         size = self.ranks.size
         found = chosen_rows(x, rows, self.ranks.rank)

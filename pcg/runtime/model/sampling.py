@@ -53,7 +53,7 @@ class Drawing:
     Attributes:
         greedy: returns each row's most likely token, [R, V] to [R]; of equal ones the first.
         draw: returns the tokens [R] drawn from logits [R, V] at temperatures [R] and numbers u [R],
-            and whether each could be drawn, [R].
+            and True for each that could be drawn, [R].
     """
 
     greedy: Callable[[Tensor], Tensor]
@@ -71,7 +71,6 @@ def sample(
 
     Args:
         logits: [R, V], of each row's last position. Not changed.
-        params: the parameters of each row.
         generators: the CPU generator of each row, which a sampled row advances by one number; None
             for a greedy row.
         history: the tokens of each row's prompt and output so far; read only for rows with a
@@ -115,25 +114,10 @@ def _indices(rows: Sequence[int], like: Tensor) -> Tensor:
     return uploaded_list(rows, torch.int64, like.device)
 
 
-def probabilities(
-    logits: Tensor,
-    params: Sequence[SamplingParams],
-    history: Sequence[Sequence[int]] | None = None,
-) -> Tensor:
-    """Return the distribution that `sample` draws from, [R, V], fp32; one-hot for greedy rows."""
-    _check_rows(logits, params, [None] * len(params), history, need_generators=False)
-    logits = _penalize(logits, params, history)
-    result = torch.nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[-1]).float()
-    rows = [row for row, p in enumerate(params) if not p.greedy]
-    if rows:
-        result[rows] = _filter(logits[rows], [params[row] for row in rows]).softmax(dim=-1)
-    return result
-
-
 def _penalize(
     logits: Tensor, params: Sequence[SamplingParams], history: Sequence[Sequence[int]] | None
 ) -> Tensor:
-    """Apply repetition penalties; returns a new tensor if there are any."""
+    """Apply repetition penalties, to a copy if there are any."""
     rows = [row for row, p in enumerate(params) if p.repetition_penalty != 1.0]
     if not rows:
         return logits
@@ -194,7 +178,7 @@ def _draw(
     generators: Sequence[torch.Generator | None] | None,
     drawing: Drawing,
 ) -> Tensor:
-    """Invert each row's cumulative distribution at one uniform number; returns [S] int64."""
+    """Draw each row's token from its distribution at one uniform number; returns [S] int64."""
     assert generators is not None  # _check_rows
     numbers = [
         torch.rand((), dtype=torch.float64, generator=generators[row]).item() for row in rows
@@ -224,7 +208,6 @@ def _check_rows(
     params: Sequence[SamplingParams],
     generators: Sequence[torch.Generator | None] | None,
     history: Sequence[Sequence[int]] | None,
-    need_generators: bool = True,
 ) -> None:
     if logits.ndim != 2:
         raise GenerationError(f"logits have shape {tuple(logits.shape)}; expected [rows, vocab]")
@@ -232,7 +215,7 @@ def _check_rows(
         if given is not None and len(given) != logits.shape[0]:
             raise GenerationError(f"{len(given)} {name} for {logits.shape[0]} rows of logits")
     for row, p in enumerate(params):
-        if need_generators and not p.greedy and (generators is None or generators[row] is None):
+        if not p.greedy and (generators is None or generators[row] is None):
             raise GenerationError(
                 f"row {row} has temperature={p.temperature} and no generator; give it its own, "
                 "make_generator(params.seed)"

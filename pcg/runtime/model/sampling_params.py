@@ -85,8 +85,6 @@ class SamplingParams:
         Args:
             options: fields by name; a list with a value for each prompt gives each its own, and
                 prompt i of several samples with seed + i.
-            index: index of the prompt.
-            count: number of prompts.
         Raises:
             GenerationError: there is no such field, or a value is out of its range.
         """

@@ -12,7 +12,7 @@ from pcg.parallel.ranks.same_program import check_same, training_text
 from pcg.peft.adapter import Adapter
 from pcg.peft.recipe import Recipe
 from pcg.runtime.adapters.padded_tables import PaddedTables
-from pcg.runtime.adapters.sources import model_sources, trained_sources
+from pcg.runtime.adapters.sites import model_sources, trained_sources
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.runner import ModelRunner
 
@@ -29,12 +29,7 @@ class Specialiser(Protocol):
 class ServingProgram:
     """A program that serves adapters at some sites, ready to run.
 
-    Attributes:
-        serving: the compiled program.
-        sources: the adapter parameters that it reads.
-        weights: the base's weights.
-        runner: runs the program with these weights.
-        tables: the weights of the adapters that run.
+    `sources` are the adapter parameters that it reads.
     """
 
     serving: Serving
@@ -69,7 +64,7 @@ class TrainingPrograms:
 
 
 def _dropouts(p: float) -> frozenset[str]:
-    """Return the part of a program's key that says with which dropout it was compiled."""
+    """Return the part of a program's key that depends on its dropout."""
     return frozenset({f"dropout {p:g}"} if p else ())
 
 

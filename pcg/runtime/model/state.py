@@ -14,15 +14,15 @@ from torch import Tensor
 from pcg.errors import AdapterError, GenerationError, UnsupportedError
 from pcg.ir.program.program import Program, Serving, Training
 from pcg.ir.types import TORCH_NAMES
-from pcg.parallel.ranks.group import ALONE, Ranks
+from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.parallel.ranks.same_program import check_same, serving_text
 from pcg.peft.adapter import Adapter, check_biases, check_fits, new_adapter, with_shared
 from pcg.peft.reader import read_adapter
 from pcg.peft.registry import is_shorthand, recipe_from
 from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
-from pcg.runtime.adapters.served_weights import ServedWeights
-from pcg.runtime.adapters.sources import model_sources, served_sources
+from pcg.runtime.adapters.sites import model_sources, served_sources
+from pcg.runtime.adapters.weight_stacker import ServedWeights
 from pcg.runtime.model.base_weights import TensorSource, WeightStore
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.model.specialised import ServingProgram, Specialiser, TrainingPrograms
@@ -44,16 +44,6 @@ class ModelState:
 
     Over ranks there is one on each, and all of them are called alike, in the same order; adapters
     are whole in each one's memory.
-
-    Args:
-        weights: the source of the base's weights.
-        specialiser: compiles the program anew for adapters at other sites.
-        tokenizer: the model's tokenizer; None without one.
-        eos_ids: the tokens that end a sequence.
-
-    Attributes:
-        serving: the program that serves now.
-        weight_store: the base's weights.
     """
 
     def __init__(
@@ -64,7 +54,7 @@ class ModelState:
         tokenizer: Tokenizer | None,
         eos_ids: frozenset[int],
         device: torch.device,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_RANK,
     ) -> None:
         self.program = program
         self.ranks = ranks
@@ -97,7 +87,6 @@ class ModelState:
 
     @property
     def max_positions(self) -> int | None:
-        """The number of positions of the model; None if its configuration names no bound."""
         config = self.program.config
         for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
             if isinstance(config.get(name), int):
@@ -106,7 +95,6 @@ class ModelState:
 
     @property
     def adapter_dtype(self) -> str:
-        """Dtype of adapters: fp32 over a half-precision base, as in peft, else the base's."""
         return self.program.base.adapter_dtype
 
     @property
@@ -167,6 +155,7 @@ class ModelState:
             biases, base_name = self._base_biases(fresh), self.program.name
             adapter = dataclasses.replace(fresh, biases=biases, base_model_name=base_name)
             check_biases(adapter, adapter.biases)
+        adapter.recipe.check_embeddings(base.embedding_modules())
         return self.on_host(adapter)
 
     def _base_biases(self, adapter: Adapter) -> dict[str, Tensor]:
@@ -246,8 +235,6 @@ class ModelState:
         for listener in self._listeners:
             listener.forget(adapter)
 
-    # ------------------------------------------------------------------------------- where they lie
-
     def on_host(self, adapter: Adapter) -> Adapter:
         """Return the adapter in the adapters' dtype, in host memory."""
         return self._moved(adapter, torch.device("cpu"))
@@ -262,8 +249,6 @@ class ModelState:
         if all(tensor.dtype is dtype and tensor.device == device for tensor in tensors):
             return dataclasses.replace(adapter)
         return adapter.map(lambda tensor: tensor.to(device, dtype))
-
-    # ------------------------------------------------------------------------------- training
 
     def training(self, adapter: Adapter, windows: bool) -> Training:
         """Return the program that trains an adapter, for windows or for whole sequences.

@@ -1,4 +1,4 @@
-"""The base model's weights: one tensor at a time, from safetensors files or from a module.
+"""The base model's weights: one tensor at a time, from safetensors files, a module, or at random.
 
 Opening reads only headers; a tensor is mapped when it is loaded, and copied only if it is cast,
 transposed, fused or moved. A checkpoint may name a tensor otherwise than the model:
@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,22 +36,11 @@ _EXPERT_PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-}
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class Weights(ABC):
     """Named tensors of a base model.
-
-    Args:
-        index: dtype and shape of each tensor by name.
-        base_prefix: name of the headless model within the model, such as `model`.
-        config: the model's configuration, for messages.
-        where: the name of the source in messages.
 
     Attributes:
         read_bytes: bytes of all tensors, and parts of tensors, that were read so far, as stored.
@@ -84,9 +74,7 @@ class Weights(ABC):
         Args:
             name: name in the model, such as `model.layers.0.mlp.up_proj.weight`.
             shape: shape of the whole tensor.
-            dtype: dtype of the result.
-            transposed: whether the checkpoint holds [in, out], and the result is [out, in].
-            device: device of the result.
+            transposed: True if the checkpoint holds [in, out], and the result is [out, in].
             ranges: the part of each dim to read; None for all. Experts' tensors that are fused here
                 are read as a whole.
         Raises:
@@ -108,12 +96,7 @@ class Weights(ABC):
         fused = self._fuse(name, parts, shape, dtype)
         return (fused if ranges is None else fused[_slices(ranges)]).to(device)
 
-    def __contains__(self, name: str) -> bool:
-        """Return whether there is such a tensor, also under another name; experts' parts aside."""
-        return self._find(name) is not None
-
     def unused(self) -> tuple[str, ...]:
-        """Return the sorted names of the tensors that were not loaded so far."""
         return tuple(sorted(self.index.keys() - self._used))
 
     @abstractmethod
@@ -121,7 +104,6 @@ class Weights(ABC):
         """Read a tensor of the index as it is stored, or these ranges of it."""
 
     def _place(self, name: str) -> str:
-        """Return where a tensor is, for messages."""
         return self.where
 
     def _take(self, name: str, ranges: Ranges | None = None) -> Tensor:
@@ -129,8 +111,6 @@ class Weights(ABC):
         tensor = self._read(name, ranges)
         self.read_bytes += tensor.nbytes
         return tensor
-
-    # ------------------------------------------------------------------------------------- names
 
     def _find(self, name: str) -> str | None:
         return next((other for other in self._names(name) if other in self.index), None)
@@ -170,8 +150,6 @@ class Weights(ABC):
                 rows.copy_(self._take(part))
         return fused
 
-    # ---------------------------------------------------------------------------------- messages
-
     def _check(self, name: str, found: str, shape: Shape) -> None:
         info = self.index[found]
         if info.shape != tuple(shape):
@@ -191,7 +169,8 @@ class Weights(ABC):
         sizes = wanted
         if len(stored) == len(wanted):
             sizes = tuple(w for s, w in zip(stored, wanted, strict=True) if s != w)
-        fields = [f"{key}={value}" for key, value in self.config.items() if _is_size(value, sizes)]
+        ints = ((key, value) for key, value in self.config.items() if type(value) is int)
+        fields = [f"{key}={value}" for key, value in ints if value in sizes]
         asked = f" ({', '.join(fields)})" if fields else ""
         return f"; config.json{asked} is not that of these weights"
 
@@ -222,13 +201,7 @@ class Checkpoint(Weights):
 
     @classmethod
     def open(cls, source: ModelSource, base_prefix: str = "") -> Checkpoint:
-        """Read the headers of a model's files.
-
-        Args:
-            base_prefix: name of the headless model within the model, such as `model`.
-        Raises:
-            WeightsError: there are no files, one is damaged or truncated, or two hold one tensor.
-        """
+        """Read the files' headers. WeightsError: one is damaged, or two hold one tensor."""
         if not source.weight_files:
             raise WeightsError(f"{source.name} has no weights; give a directory with safetensors")
         index: dict[str, TensorInfo] = {}
@@ -262,11 +235,6 @@ class Checkpoint(Weights):
 class StateDictCheckpoint(Weights):
     """The weights of a module in memory, shared where neither dtype, device nor layout differ.
 
-    Args:
-        state_dict: the module's tensors by name.
-        base_prefix: name of the headless model within the model, such as `model`.
-        config: the model's configuration, for messages.
-        where: the name of the module in messages.
     Raises:
         WeightsError: a tensor has no data.
     """
@@ -293,9 +261,35 @@ class StateDictCheckpoint(Weights):
         return whole if ranges is None else whole[_slices(ranges)]
 
 
+class RandomWeights:
+    """Random weights for measurements, as vLLM's `dummy` load format, from the seed and the name.
+
+    Matrices are normal with the configuration's `initializer_range`, as before transformers'
+    training; vectors are ones, and biases zeros. They are alike on every rank and in every run.
+    """
+
+    def __init__(self, std: float = 0.02, seed: int = 0) -> None:
+        self._std = std
+        self._seed = seed
+
+    def load(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        transposed: bool = False,
+        device: torch.device | str = "cpu",
+        ranges: Ranges | None = None,
+    ) -> Tensor:
+        """Make a tensor, or a part of it; see `Weights.load`."""
+        if len(shape) < 2:
+            whole = torch.zeros(*shape) if name.endswith("bias") else torch.ones(*shape)
+        else:
+            generator = torch.Generator().manual_seed(crc32(f"{self._seed} {name}".encode()))
+            whole = torch.randn(*shape, generator=generator) * self._std
+        part = whole if ranges is None else whole[_slices(ranges)]
+        return part.to(device, dtype).contiguous()
+
+
 def _slices(ranges: Ranges) -> tuple[slice, ...]:
     return tuple(slice(*bounds) for bounds in ranges)
-
-
-def _is_size(value: object, sizes: Shape) -> bool:
-    return type(value) is int and value in sizes

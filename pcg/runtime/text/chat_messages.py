@@ -16,7 +16,6 @@ def check_messages(value: Any, name: str, where: str) -> list[dict[str, Any]]:
     """Check a list of messages; contents become text, and the arguments of tool calls objects.
 
     Args:
-        value: the list.
         name: the value's name in errors, as "'messages'".
         where: the value's place in errors, as "train.jsonl line 7".
     Returns:

@@ -31,7 +31,6 @@ class StreamDecoder:
     """Decodes one sequence token by token.
 
     Args:
-        decode: decodes a list of tokens as a whole.
         prompt_ids: the tokens before the stream, whose text is not returned; with them the first
             word keeps its space, and a character begun in the prompt is completed.
     """
@@ -43,11 +42,7 @@ class StreamDecoder:
         self._ids, self._given, self._boundary = _context(decode, prompt_ids)
 
     def push(self, token: int) -> str:
-        """Add a token.
-
-        Returns:
-            The text that has become final; "" if there is none.
-        """
+        """Add a token; returns the text that has become final, or ""."""
         self._ids.append(token)
         text = self._decode(self._ids)
         stable = len(text.rstrip(_REPLACEMENT))

@@ -16,12 +16,6 @@ from pcg.errors import GenerationError
 class StopChecker:
     """Finds the first stop string of a stream, and cuts the text before it.
 
-    Args:
-        stop: the stop strings; may be empty.
-
-    Attributes:
-        matched: the stop string that was found; None so far.
-
     Raises:
         GenerationError: a stop string is empty.
     """
@@ -34,12 +28,9 @@ class StopChecker:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Add a part of the stream.
+        """Add a part of the stream; returns the text that can be returned now.
 
-        Returns:
-            The text that can be returned now. After a match it is the rest of the text before the
-                stop
-            string, and "" from then on.
+        After a match that is the text before the stop string, and "" from then on.
         """
         if self.matched is not None:
             return ""

@@ -9,6 +9,7 @@ special tokens of the post-processor included. The rest comes from the files bes
     chat template           chat_template.jinja, else tokenizer_config.json "chat_template"
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,19 +21,18 @@ import tokenizers
 from pcg.errors import ConfigError, GenerationError, ModelNotFoundError
 from pcg.runtime.text.chat import ChatTemplate, Message
 from pcg.runtime.text.detokenizer import StreamDecoder
-from pcg.runtime.text.tokenizer_files import Json, find_template, ids_of, read_json, special_texts
 
+Json = Mapping[str, Any]
+
+_NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _ID_FILES = ("generation_config.json", "config.json")
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """Tokens of a text, with their places in it.
+    """Tokens of a text, and the characters [start, end) of each in it.
 
-    Attributes:
-        ids: the tokens.
-        offsets: [start, end) of each in the text, in characters; empty for a token without text,
-            (0, 0) for one that the post-processor added.
+    They are empty for a token without text, (0, 0) for one that the post-processor added.
     """
 
     ids: list[int]
@@ -46,11 +46,7 @@ class Tokenizer:
     Attributes:
         backend: the `tokenizers.Tokenizer`, without truncation and padding.
         special_tokens: texts of the named special tokens, as "bos_token": "<s>".
-        bos_id: the token that begins a sequence, if the model has one.
-        eos_id: the token that ends a sequence, if the model has one.
         eos_ids: all tokens that end a model's output.
-        pad_id: the padding token, if the model has one.
-        chat_template: renders messages as text; None if the model has none.
     """
 
     backend: Any
@@ -66,7 +62,6 @@ class Tokenizer:
         """Read the tokenizer of a model directory.
 
         Args:
-            directory: holds tokenizer.json; the files named at the top of this module are optional.
             chat_template: replaces the model's own: a path to a file, or the template's text.
         Raises:
             ModelNotFoundError: there is no tokenizer.json.
@@ -85,12 +80,12 @@ class Tokenizer:
             raise ConfigError(f"{path} is not a tokenizer: {error}") from error
         backend.no_truncation()
         backend.no_padding()
-        config = read_json(directory / "tokenizer_config.json")
-        texts = special_texts(config, read_json(directory / "special_tokens_map.json"))
+        config = _read_json(directory / "tokenizer_config.json")
+        texts = _special_texts(config, _read_json(directory / "special_tokens_map.json"))
         _mark_special(backend, texts)
-        files = {name: read_json(directory / name) for name in _ID_FILES}
+        files = {name: _read_json(directory / name) for name in _ID_FILES}
         eos_id = _first(_named_id(backend, texts, "eos_token", files))
-        output_ends = ids_of("eos_token_id", files)
+        output_ends = _ids_of("eos_token_id", files)
         return cls(
             backend=backend,
             special_tokens=texts,
@@ -98,7 +93,7 @@ class Tokenizer:
             eos_id=eos_id,
             eos_ids=tuple(sorted({*output_ends, *(() if eos_id is None else (eos_id,))})),
             pad_id=_first(_named_id(backend, texts, "pad_token", files)),
-            chat_template=find_template(directory, config, chat_template),
+            chat_template=_find_template(directory, config, chat_template),
         )
 
     @property
@@ -112,7 +107,6 @@ class Tokenizer:
         return ids
 
     def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> Encoding:
-        """Encode text, with the characters of each token."""
         encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
         return Encoding(encoding.ids, encoding.offsets)
 
@@ -135,11 +129,7 @@ class Tokenizer:
         return tuple(sorted(texts, key=lambda text: (-len(text), text)))
 
     def template(self) -> ChatTemplate:
-        """Return the chat template.
-
-        Raises:
-            GenerationError: the model has none.
-        """
+        """Return the chat template; GenerationError if the model has none."""
         if self.chat_template is None:
             raise GenerationError(
                 "the model has no chat template, so messages cannot become text; put a "
@@ -149,20 +139,14 @@ class Tokenizer:
         return self.chat_template
 
     def with_template(self, source: str) -> Self:
-        """Return the tokenizer with another chat template, given as jinja text."""
         return replace(self, chat_template=ChatTemplate({"default": source}))
 
     def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        **variables: Any,
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """Render messages as the text that the model reads.
 
         Args:
-            messages: OpenAI's messages, {"role": …, "content": …}.
             add_generation_prompt: end with the header of the assistant's next message.
             variables: `tools`, JSON schemas of functions, and other variables that the template
                 reads, as enable_thinking=False.
@@ -199,8 +183,94 @@ def _named_id(
 ) -> tuple[int, ...]:
     """Return the id of a named token: that of its text, else from the model's files."""
     index = backend.token_to_id(texts[name]) if name in texts else None
-    return ids_of(f"{name}_id", files) if index is None else (int(index),)
+    return _ids_of(f"{name}_id", files) if index is None else (int(index),)
 
 
 def _first(ids: Sequence[int]) -> int | None:
     return ids[0] if ids else None
+
+
+def _read_json(path: Path) -> Json:
+    """Read the object in a JSON file; {} without such a file. ConfigError: it is not an object."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # bad JSON, or bad UTF-8
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a {type(value).__name__}; expected a JSON object")
+    return value
+
+
+def _special_texts(config: Json, special_tokens_map: Json) -> dict[str, str]:
+    """Return the texts of the named special tokens; tokenizer_config.json takes precedence.
+
+    A token is given as its text, or as an object with its text under "content".
+    """
+    texts = {}
+    for name in (f"{short}_token" for short in _NAMED):
+        token = config[name] if name in config else special_tokens_map.get(name)
+        if isinstance(token, Mapping):
+            token = token.get("content")
+        if isinstance(token, str) and token:
+            texts[name] = token
+    return texts
+
+
+def _ids_of(name: str, files: Mapping[str, Json]) -> tuple[int, ...]:
+    """Return the ids that the first file with a value gives for `name`; ConfigError if not ids."""
+    for file, content in files.items():
+        value = content.get(name)
+        if value is None or value == -1:  # some models write -1 for a token they do not have
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(index) is int and index >= 0 for index in ids):
+            raise ConfigError(f"{file} has {name}={value!r}; expected an id or a list of ids")
+        return tuple(ids)
+    return ()
+
+
+def _find_template(
+    directory: Path, config: Json, override: str | Path | None
+) -> ChatTemplate | None:
+    """Return the chat template: the override, chat_template.jinja, or tokenizer_config.json's.
+
+    ConfigError: the file is missing, or the template is not valid.
+    """
+    if override is not None:
+        return ChatTemplate({"default": _override_text(override)})
+    sources: dict[str, str] = {}
+    given = config.get("chat_template")
+    if isinstance(given, str):
+        sources["default"] = given
+    elif isinstance(given, list):
+        try:
+            sources = {entry["name"]: entry["template"] for entry in given}
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                'tokenizer_config.json: a list in "chat_template" holds objects with "name" and '
+                '"template"'
+            ) from error
+    elif given is not None:
+        raise ConfigError(
+            f'tokenizer_config.json: "chat_template" is a {type(given).__name__}; expected text'
+        )
+    named = directory / "additional_chat_templates"
+    for path in sorted(named.glob("*.jinja")) if named.is_dir() else []:
+        sources[path.stem] = path.read_text(encoding="utf-8")
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        sources["default"] = file.read_text(encoding="utf-8")
+    return ChatTemplate(sources) if sources else None
+
+
+def _override_text(override: str | Path) -> str:
+    """Return a template's text, read from its file if a path is given."""
+    # A template has braces; a path to one hardly does.
+    if isinstance(override, str) and "{" in override:
+        return override
+    path = Path(override)
+    if not path.is_file():
+        raise ConfigError(f"no chat template file {path}; give a path, or the template's text")
+    return path.read_text(encoding="utf-8")

@@ -15,19 +15,16 @@ from torch import Tensor
 
 from pcg.ir.program.program import Training, python_name
 from pcg.kernels.torch.products import ProductRequest
-from pcg.parallel.ranks.group import ALONE, Ranks
+from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.peft.adapter import Adapter
 from pcg.peft.prompt_encoder import EncodedTraining
 from pcg.runtime.adapters.adapter_shards import AdapterShards
-from pcg.runtime.adapters.binding import bind
 from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
-from pcg.runtime.model.runner import LayerInputs, load_functions, parts_tokens
+from pcg.runtime.model.runner import LayerInputs, is_sequence_parallel, load_functions
 from pcg.runtime.training.loss_chunks import loss_chunks
 
-CHUNK_BYTES = 16 * 2**20
-"""Bytes of the logits of one chunk in fp32; backward holds their gradient beside them."""
 _ALL_TOKENS = 2**31
 
 
@@ -35,16 +32,12 @@ class BoundTraining:
     """A training program with the base's weights and one adapter bound.
 
     Attributes:
-        training: the compiled program.
-        weights: the base's weights.
-        adapter: the adapter that is trained.
-        ranks: the group.
         shards: this rank's shards of the adapter.
         parameters: the trained tensors by name.
     """
 
     def __init__(
-        self, training: Training, weights: BaseWeights, adapter: Adapter, ranks: Ranks = ALONE
+        self, training: Training, weights: BaseWeights, adapter: Adapter, ranks: Ranks = SINGLE_RANK
     ) -> None:
         self.training = training
         self.weights = weights
@@ -55,22 +48,27 @@ class BoundTraining:
         model = training.model
         self.shards = shards = AdapterShards(model, adapter, self.device, ranks)
         self._layers = [
-            bind(model.blocks[block].parameters, shards, layer, weights.layers[layer])
+            shards.bind(model.blocks[block].parameters, layer, weights.layers[layer])
             for layer, block in enumerate(model.layers)
         ]
-        self._parts_tokens = parts_tokens(model)
-        self._first = bind(model.prologue.parameters, shards, 0, weights.prologue)
-        self._outer = bind(model.epilogue.parameters, shards, 0, weights.epilogue)
+        self._is_sequence_parallel = is_sequence_parallel(model)
+        self._first = shards.bind(model.prologue.parameters, 0, weights.prologue)
+        self._outer = shards.bind(model.epilogue.parameters, 0, weights.epilogue)
         self.parameters: Mapping[str, Tensor] = shards.tensors
         self._trained = {id(tensor) for tensor in self.parameters.values()}
         self._encoder: EncodedTraining | None = None
         if adapter.recipe.encoder is not None:
             self._encoder = EncodedTraining(adapter.recipe, adapter.encoder, adapter.weights)
             self.parameters = self._encoder.parameters
-        vocabulary = int(model.epilogue.types[model.epilogue.outputs[0]].shape[-1])
-        self._chunk = max(16, CHUNK_BYTES // (4 * vocabulary))
+        self._chunk = model.loss_chunk
         if any(node.op == "linear_cross_entropy" for node in training.epilogue.nodes):
             self._chunk = _ALL_TOKENS  # this operator cuts the tokens into chunks itself
+
+    @property
+    def layers_back(self) -> int:
+        """The number of layers that have a backward: those from the first that trains on."""
+        plans = self.training.plans
+        return sum(plans[index].backward is not None for index in self.training.layers)
 
     @property
     def device(self) -> torch.device:
@@ -92,14 +90,14 @@ class BoundTraining:
 
     def encode_prompts_backward(self) -> None:
         """Run the encoder's backward from the gradients of the virtual tokens of a pass."""
-        if self._encoder is not None:
+        if self._encoder is None:
+            return
+        if self.ranks.size > 1:
             self._gather_encoded_gradients()
-            self._encoder.backward()
+        self._encoder.backward()
 
     def _gather_encoded_gradients(self) -> None:
         """Gather the gradients of the weights that an encoder made from their shards."""
-        if self.ranks.size == 1:
-            return
         self.shards.sum_gradients()
         gradients = {n: t.grad for n, t in self.shards.tensors.items() if t.grad is not None}
         for path, gradient in self.shards.joined(gradients).items():
@@ -123,11 +121,7 @@ class BoundTraining:
         return shared[:count], (*(None,) * count, *shared[count:])
 
     def layer(
-        self,
-        layer: int,
-        batch: Batch,
-        carried: Sequence[Tensor],
-        shared: Sequence[Tensor | None],
+        self, layer: int, batch: Batch, carried: Sequence[Tensor], shared: Sequence[Tensor | None]
     ) -> ProductRequest[tuple[Sequence[Tensor], Sequence[Tensor]]]:
         """Run a layer forward; returns its outputs, and what it saves for backward."""
         training = self.training
@@ -157,7 +151,7 @@ class BoundTraining:
         gradients = [torch.zeros_like(x) for x in carried] if weight is not None else []
         total = torch.zeros((), dtype=torch.float64, device=targets.device)
         batch.layer = len(self._layers)  # behind the layers
-        for chunk in loss_chunks(targets, self._chunk, self.ranks, self._parts_tokens):
+        for chunk in loss_chunks(targets, self._chunk, self.ranks, self._is_sequence_parallel):
             batch.chosen = chunk.rows
             part = [chunk.of_own(x) for x in carried] + [chunk.of_whole(x) for x in shared]
             arguments = (self.weights.epilogue, self._outer, batch, *part, chunk.targets)
@@ -177,10 +171,9 @@ class BoundTraining:
     def layer_backward(
         self, layer: int, batch: Batch, saved: list[Any], gradients: list[Tensor]
     ) -> ProductRequest[list[Tensor]]:
-        """Run a layer backward; `saved` and `gradients` are emptied.
+        """Run a layer backward, which empties `saved` and `gradients`.
 
-        Returns:
-            The gradients of the layer's inputs; none if nothing below is trained.
+        Returns the gradients of the layer's inputs; none if nothing below is trained.
         """
         plan = self.training.plans[self.training.layers[layer]]
         if plan.backward is None:
@@ -199,12 +192,7 @@ class BoundTraining:
             return
         batch.layer = 0  # as it was forward
         trained = self._functions[training.prologue.name](
-            self.weights.prologue,
-            self._first,
-            batch,
-            gradients,
-            batch.input_ids,
-            batch.positions,
+            self.weights.prologue, self._first, batch, gradients, batch.input_ids, batch.positions
         )
         self._accumulate(self._first, training.prologue_trained, trained)
 

@@ -17,7 +17,6 @@ removed. So at any moment `latest` names a complete checkpoint.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -30,13 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from pcg.errors import AdapterError, FinetuneError
+from pcg.files import sync_names
 from pcg.peft.adapter import Adapter
 from pcg.peft.reader import read_adapter
-from pcg.peft.writer import write_adapter
+from pcg.peft.writer import write_adapter, write_tensors, write_text
 from pcg.tensor_file import read_header
 
 LATEST = "latest"
@@ -53,20 +53,12 @@ _UNFINISHED = ".saving-"
 
 @dataclass
 class TrainerState:
-    """The state of a job after a step, except tensors.
+    """The state of a job after a step, except tensors; see `FinetuneResult`.
 
     Attributes:
-        step: number of steps done.
         position: position in the data, as `Batches.state_dict` returns it.
-        losses: mean loss of the target tokens, of each step.
-        eval_losses: (step, mean loss) of each evaluation.
-        tokens: tokens that went through the model in these steps.
-        targets: target tokens among them.
-        seconds: time spent.
-        best_step: step of the best evaluation.
-        best_loss: loss of the best evaluation.
-        stale: number of evaluations since then.
-        stopped: whether the job ended early, without improvement.
+        stale: number of evaluations since the best.
+        stopped: True if the job ended early, without improvement.
     """
 
     step: int = 0
@@ -92,12 +84,11 @@ class Checkpoint:
     """The contents of a checkpoint.
 
     Attributes:
-        state: the job's state.
         trajectory: all that its weights depend on; equal in the run that resumes it.
         adapter: the adapter after the step.
         best: the adapter of the best evaluation, if it is to be restored at the end.
         optimizer: the optimizer's tensors.
-        allocation: the rank allocator's tensors; empty for methods but AdaLoRA.
+        beside: the tensors of what trains beside the program; empty for methods but AdaLoRA.
     """
 
     state: TrainerState
@@ -109,12 +100,7 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints in a directory.
-
-    Args:
-        directory: the directory of one job's checkpoints.
-        keep_last: number of checkpoints to keep.
-    """
+    """The checkpoints of one job in a directory, of which the last `keep_last` stay."""
 
     def __init__(self, directory: str | os.PathLike[str], keep_last: int = 2) -> None:
         self.directory = Path(directory).expanduser()
@@ -187,12 +173,8 @@ class CheckpointStore:
             saved = _read_state(path / STATE)
             adapter = _read_adapter(path, name)
             best = _read_adapter(path / BEST, name) if (path / BEST).is_dir() else None
-            read_header(path / OPTIMIZER, FinetuneError)
-            optimizer = load_file(path / OPTIMIZER)
-            beside = {}
-            if adapter.recipe.trains_beside:
-                read_header(path / BESIDE, FinetuneError)
-                beside = load_file(path / BESIDE)
+            optimizer = _read_tensors(path / OPTIMIZER)
+            beside = _read_tensors(path / BESIDE) if adapter.recipe.trains_beside else {}
         except (AdapterError, SafetensorError, OSError) as error:
             raise FinetuneError(f"the checkpoint {path} is damaged: {error}") from error
         self._kept = sorted(p for p in self._all() if p.name <= path.name)
@@ -213,7 +195,7 @@ class CheckpointStore:
             _write(checkpoint, beside)
             path = self._free_path(step)
             beside.rename(path)
-            _sync(self.directory)
+            sync_names(self.directory)
             self._point_to(path)
         except (OSError, SafetensorError, AdapterError) as error:
             cause = error.__cause__ if isinstance(error, AdapterError) else error
@@ -261,11 +243,11 @@ class CheckpointStore:
     def _point_to(self, path: Path) -> None:
         beside = self.directory / f"{_UNFINISHED}{secrets.token_hex(4)}"
         try:
-            _write_text(beside, f"{path.name}\n")
+            write_text(beside, f"{path.name}\n")
             beside.replace(self.directory / LATEST)
         finally:
             beside.unlink(missing_ok=True)
-        _sync(self.directory)
+        sync_names(self.directory)
 
 
 def _write(checkpoint: Checkpoint, path: Path) -> None:
@@ -273,53 +255,35 @@ def _write(checkpoint: Checkpoint, path: Path) -> None:
     _write_adapter(checkpoint.adapter, path)
     if checkpoint.best is not None:
         _write_adapter(checkpoint.best, path / BEST)
-    _write_tensors(path / OPTIMIZER, checkpoint.optimizer)
+    write_tensors(path / OPTIMIZER, checkpoint.optimizer)
     if checkpoint.adapter.recipe.trains_beside:
-        _write_tensors(path / BESIDE, checkpoint.beside)
+        write_tensors(path / BESIDE, checkpoint.beside)
     state = {
         "format": FORMAT,
         "trajectory": dict(checkpoint.trajectory),
         "state": dataclasses.asdict(checkpoint.state),
     }
-    _write_text(path / STATE, json.dumps(state, indent=1, allow_nan=False) + "\n")
-    _sync(path)
+    write_text(path / STATE, json.dumps(state, indent=1, allow_nan=False) + "\n")
+    sync_names(path)
 
 
 def _write_adapter(adapter: Adapter, path: Path) -> None:
     write_adapter(adapter, path)
     if adapter.encoder:
-        _write_tensors(path / ENCODER, adapter.encoder)
+        write_tensors(path / ENCODER, adapter.encoder)
 
 
 def _read_adapter(path: Path, name: str) -> Adapter:
     adapter = read_adapter(path, name)
     if adapter.recipe.encoder is None:
         return adapter
-    read_header(path / ENCODER, FinetuneError)
-    return dataclasses.replace(adapter, encoder=load_file(path / ENCODER))
+    return dataclasses.replace(adapter, encoder=_read_tensors(path / ENCODER))
 
 
-def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    save_file({key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}, file)
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
-
-
-def _write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync(directory: Path) -> None:
-    """Make renames survive a power failure, where the file system can."""
-    with contextlib.suppress(OSError):
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    read_header(file, FinetuneError)
+    tensors: dict[str, Tensor] = load_file(file)
+    return tensors
 
 
 def _read_state(path: Path) -> tuple[TrainerState, dict[str, Any]]:

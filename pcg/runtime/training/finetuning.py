@@ -23,15 +23,15 @@ from pcg.runtime.data.dataset import Dataset
 from pcg.runtime.data.order import Batches
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.checkpoints import Checkpoint, CheckpointStore, TrainerState
-from pcg.runtime.training.interrupts import deferred_interrupts, noted_interrupts
+from pcg.runtime.training.interrupts import Interrupt, deferred_interrupts, noted_interrupts
 from pcg.runtime.training.options import Data, FinetuneArguments, FinetuneOptions
-from pcg.runtime.training.progress import progress_bar
+from pcg.runtime.training.progress import ProgressBar
 from pcg.runtime.training.publishers import InPlacePublisher, Publisher
 from pcg.runtime.training.result import FinetuneResult, OnStep, StepRecord
 from pcg.runtime.training.runner import training_runner
 from pcg.runtime.training.step import TrainingStep
 from pcg.runtime.training.training_copy import overwrite, owned, start_adapter, weights_checksum
-from pcg.runtime.training.training_data import check_with_prompt, training_data, vocabulary_size
+from pcg.runtime.training.training_data import check_with_prompt, training_data
 from pcg.runtime.training.training_pass import pass_through
 from pcg.runtime.training.work_units import Work, run_to_end
 
@@ -55,12 +55,7 @@ class FinetuneJob:
     """A finetuning job while it runs."""
 
     def __init__(self, publisher: Publisher, options: FinetuneArguments) -> None:
-        """Read the data, find the checkpoint to go on from, and make the adapter.
-
-        Args:
-            publisher: decides which version of the adapter is served.
-            options: the data, the adapter's name, its recipe, and the job's options.
-        """
+        """Read the data, find the checkpoint to go on from, and make the adapter."""
         self._publisher = publisher
         self._model = publisher.state
         self._ranks = publisher.state.ranks
@@ -89,29 +84,25 @@ class FinetuneJob:
 
     def _read(self, data: Data) -> Dataset:
         model = self._model
-        vocabulary = vocabulary_size(model.program)
+        vocabulary = model.program.base.vocabulary
         return training_data(data, self._options, model.tokenizer, vocabulary, model.max_positions)
 
     def _start(self, peft: object) -> None:
         """Make the adapter to train, and what trains it."""
-        model = self._model
-        checkpoint = None
+        model, options, checkpoint = self._model, self._options, None
         if self._store is not None:
-            found = self._store.resumable(
-                self._options.resume, self._name, self._trajectory, self._total
-            )
+            found = self._store.resumable(options.resume, self._name, self._trajectory, self._total)
             if found is not None:
                 self._checkpoint, checkpoint = found
         saved = None if checkpoint is None else checkpoint.adapter
-        made = start_adapter(model, self._name, peft, self._options.seed, saved, self._total)
+        made = start_adapter(model, self._name, peft, options.seed, saved, self._total)
         self._adapter = self._publisher.start(made)
         try:
             self._runner = training_runner(model, self._adapter, self._publisher.windows)
             for data in filter(None, (self._data, self._eval)):
-                virtual = self._adapter.prompt_tokens
-                check_with_prompt(data, virtual, model.max_positions)
+                check_with_prompt(data, self._adapter.prompt_tokens, model.max_positions)
             self._steps = TrainingStep(
-                self._runner, self._data, self._batches, self._options, self._total
+                self._runner, self._data, self._batches, options, self._total
             )
             if checkpoint is not None:
                 self._resume(checkpoint)
@@ -133,15 +124,17 @@ class FinetuneJob:
         with noted_interrupts() as interrupts:
             return run_to_end(self.work(on_step, interrupts))
 
-    def work(self, on_step: OnStep | None, interrupts: Sequence[int] = ()) -> Work[FinetuneResult]:
+    def work(
+        self, on_step: OnStep | None, interrupts: Sequence[Interrupt] = ()
+    ) -> Work[FinetuneResult]:
         """Yield the units of all steps, until an interrupt.
 
         Args:
             on_step: called after each step.
             interrupts: over ranks, the interrupts of this rank; one of any rank ends the job.
         """
-        bar = progress_bar(self._name, self._total, self._state.step, self._is_shown)
-        device = self._ranks.device
+        is_shown = self._options.progress and self._ranks.rank == 0
+        bar = ProgressBar(self._name, self._total, self._state.step, is_shown)
         try:
             yield from self._settle()
             while not self._is_done:
@@ -150,9 +143,8 @@ class FinetuneJob:
                 bar.update(record)
                 if on_step is not None:
                     on_step(record)
-                if float(
-                    self._ranks.all_reduce(torch.tensor(float(len(interrupts)), device=device))
-                ):
+                came = torch.tensor(float(len(interrupts)), device=self._ranks.device)
+                if float(self._ranks.all_reduce(came)):
                     raise KeyboardInterrupt
             with deferred_interrupts():
                 return self._finish()
@@ -162,11 +154,6 @@ class FinetuneJob:
             bar.close()
             self._steps.drop_gradients()
             self._publisher.changed(self._adapter)
-
-    @property
-    def _is_shown(self) -> bool:
-        """Return whether this rank shows a progress bar."""
-        return self._options.progress and self._ranks.rank == 0
 
     @property
     def _is_done(self) -> bool:
@@ -275,10 +262,8 @@ class FinetuneJob:
             done = yield from pass_through(self._runner, [data.examples[i] for i in indexes])
             total += done.loss
             targets += done.targets
-        found = broadcast_from_first(
-            self._ranks, torch.tensor(total / targets, dtype=torch.float64)
-        )
-        state, mean = self._state, float(found)
+        own = torch.tensor(total / targets, dtype=torch.float64)
+        state, mean = self._state, float(broadcast_from_first(self._ranks, own))
         if not math.isfinite(mean):
             raise FinetuneError(
                 f"the evaluation loss after step {state.step} is {mean:g}; lower learning_rate="
@@ -349,16 +334,12 @@ class FinetuneJob:
 
     def _interrupted(self, interrupt: KeyboardInterrupt) -> NoReturn:
         step = self._state.step
-        done = f"finetuning {self._name!r} was interrupted after step {step} of {self._total}"
-        if self._store is None:
-            raise FinetuneInterrupted(
-                f"{done}; the adapter is as after that step. Give checkpoint_dir to be able to "
-                "resume",
-                step,
-            ) from interrupt
         self._save()
+        left = "the adapter is as after that step. Give checkpoint_dir to be able to resume"
+        if self._store is not None:
+            left = f"run the same call again to go on from {self._checkpoint}"
         raise FinetuneInterrupted(
-            f"{done}; run the same call again to go on from {self._checkpoint}",
+            f"finetuning {self._name!r} was interrupted after step {step} of {self._total}; {left}",
             step,
             self._checkpoint,
         ) from interrupt

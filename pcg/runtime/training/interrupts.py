@@ -6,35 +6,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+Interrupt = tuple[int, FrameType | None]
+
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Defer SIGINT to the end of the block; the handler before the block then runs.
-
-    Python calls handlers in the main thread alone, so in other threads there is nothing to defer.
-    """
+    """Defer SIGINT to the end of the block; the handler before the block then runs."""
     before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
+    if not callable(before):
         yield
         return
-    came: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
-    try:
+    with noted_interrupts() as came:
         yield
-    finally:
-        signal.signal(signal.SIGINT, before)
     if came:
         before(*came[0])
 
 
 @contextmanager
-def noted_interrupts() -> Iterator[list[int]]:
-    """Append SIGINT within the block to the list, and do nothing else."""
-    came: list[int] = []
+def noted_interrupts() -> Iterator[list[Interrupt]]:
+    """Append SIGINT within the block to the list, and do nothing else.
+
+    Python calls handlers in the main thread alone, so in other threads there is nothing to note.
+    """
+    came: list[Interrupt] = []
     if threading.current_thread() is not threading.main_thread():
         yield came
         return
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
     try:
         yield came
     finally:

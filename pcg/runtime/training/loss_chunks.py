@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from pcg.parallel.ranks.group import Ranks
 from pcg.parallel.ranks.token_shards import shard_rows
@@ -51,17 +52,17 @@ class LossChunk:
 
 
 def loss_chunks(
-    targets: Tensor, size: int, ranks: Ranks, parts_tokens: bool
+    targets: Tensor, size: int, ranks: Ranks, is_sequence_parallel: bool
 ) -> Iterator[LossChunk]:
     """Yield all tokens with a target, in chunks.
 
     Args:
         targets: [T]; negative for none.
         size: the most tokens of a chunk, at least one of each rank.
-        parts_tokens: whether each rank holds a part of the tokens.
+        is_sequence_parallel: True if each rank holds a part of the tokens.
     """
     rows = torch.nonzero(targets >= 0).squeeze(-1)
-    if not parts_tokens:
+    if not is_sequence_parallel:
         for chunk in rows.split(size):
             yield LossChunk(chunk, targets[chunk], chunk, len(chunk))
         return
@@ -70,11 +71,7 @@ def loss_chunks(
     each = max(1, size // ranks.size)
     for start in range(0, max(map(len, own)), each):
         taken = [found[start : start + each] for found in own]
-        count = max(map(len, taken))
-        tokens = rows.new_zeros(ranks.size, count)
-        wanted = targets.new_full((ranks.size, count), IGNORED)
-        for rank, found in enumerate(taken):
-            tokens[rank, : len(found)] = found
-            wanted[rank, : len(found)] = targets[found]
+        tokens = pad_sequence(taken, batch_first=True)
+        wanted = pad_sequence([targets[one] for one in taken], True, padding_value=IGNORED)
         mine = taken[ranks.rank] - ranks.rank * held
-        yield LossChunk(tokens.flatten(), wanted.flatten(), mine, count)
+        yield LossChunk(tokens.flatten(), wanted.flatten(), mine, tokens.shape[1])

@@ -59,10 +59,9 @@ def _is_bias(path: str) -> bool:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, parameters: Parameters, shards: AdapterShards | None = None
 ) -> dict[str, Tensor]:
-    """Return the optimizer's state by "<parameter>/<key>"; empty before the first step.
+    """Return the state of whole tensors by "<parameter>/<key>"; empty before the first step.
 
-    Args:
-        shards: the shards that the parameters are, to return whole tensors; None if they are whole.
+    `shards` are those that the parameters are; None if they are whole.
     """
     states = {name: optimizer.state.get(tensor, {}) for name, tensor in parameters.items()}
     found: dict[str, Tensor] = {}
@@ -83,29 +82,25 @@ def load_optimizer(
     saved: Mapping[str, Tensor],
     shards: AdapterShards | None = None,
 ) -> None:
-    """Restore the state of each parameter.
-
-    Args:
-        saved: the result of `optimizer_tensors` after a step.
-        shards: the shards that the parameters are; None if they are whole.
+    """Restore the state of each parameter that `optimizer_tensors` returned after a step.
 
     Raises:
         FinetuneError: it is not the state of these parameters.
     """
     left = dict(saved) if shards is None else _cut(saved, shards, parameters, kind)
+    fix = "use an older one, or start anew with resume=False"
     for path, tensor in parameters.items():
         for key, expected in kind.state(tuple(tensor.shape)).items():
             value = left.pop(f"{path}/{key}", None)
             if value is None or value.shape != expected.shape:
                 raise FinetuneError(
-                    f"the checkpoint is damaged: its optimizer has no {key} for {path}; use an "
-                    "older one, or start anew with resume=False"
+                    f"the checkpoint is damaged: its optimizer has no {key} for {path}; {fix}"
                 )
             optimizer.state[tensor][key] = value.to(tensor.device) if expected.is_meta else value
     if left:
         raise FinetuneError(
             f"the checkpoint is damaged: its optimizer has {next(iter(left))}, which the adapter "
-            "does not; use an older one, or start anew with resume=False"
+            f"does not; {fix}"
         )
 
 

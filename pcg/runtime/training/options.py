@@ -229,9 +229,8 @@ class FinetuneOptions(
     def trajectory(self, total_steps: int) -> dict[str, Any]:
         """The options that decide which weights come out, as plain JSON values.
 
-        Args:
-            total_steps: of the job; left out where the schedule does not depend on it, so that
-                such a job can be resumed with more steps.
+        `total_steps` is left out where the schedule does not depend on it, so that such a job can
+        be resumed with more steps.
         """
         names = [*_TRAJECTORY, *(_EVALUATION if self.restores_best or self.patience else ())]
         values = {name: getattr(self, name) for name in names}
@@ -243,14 +242,11 @@ class FinetuneOptions(
         return {**values, "total_steps": total_steps if counts else None}
 
     def _check_betas(self) -> None:
-        betas = self.betas
-        if betas is None:
-            return
-        if not isinstance(betas, tuple | list) or len(betas) != 2:
+        betas = () if self.betas is None else self.betas
+        if self.betas is not None and (not isinstance(betas, tuple | list) or len(betas) != 2):
             raise FinetuneError(f"betas={betas!r}; use two numbers, such as (0.9, 0.999)")
-        for beta in betas:
-            if not _is_number(beta) or not 0 <= beta < 1:
-                raise FinetuneError(f"betas={betas!r}; each is in [0, 1)")
+        if not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
+            raise FinetuneError(f"betas={betas!r}; each is in [0, 1)")
 
     def _check_pairs(self) -> None:
         """Refuse what does not go together, or would have no effect."""
@@ -265,12 +261,16 @@ class FinetuneOptions(
             raise FinetuneError(f"resume={self.resume!r}; use 'auto', True or False")
         if self.restore_best not in (None, True, False):
             raise FinetuneError(f"restore_best={self.restore_best!r}; use True, False or None")
-        if self.eval_data is None:
-            self._check_without("eval_data", _EVALUATION)
-        if self.checkpoint_dir is None:
-            self._check_without("checkpoint_dir", ("save_every",))
-            if self.resume is True:
-                raise FinetuneError("resume=True needs checkpoint_dir, where the checkpoints are")
+        without = [("eval_data", _EVALUATION), ("checkpoint_dir", ("save_every",))]
+        for missing, names in without:
+            for name in names if getattr(self, missing) is None else ():
+                if getattr(self, name):
+                    raise FinetuneError(
+                        f"{name}={getattr(self, name)!r} has no effect without {missing}; give it, "
+                        "too"
+                    )
+        if self.checkpoint_dir is None and self.resume is True:
+            raise FinetuneError("resume=True needs checkpoint_dir, where the checkpoints are")
         if self.min_delta and not (self.patience or self.restores_best):
             raise FinetuneError(
                 f"min_delta={self.min_delta} has no effect without patience or restore_best"
@@ -291,13 +291,6 @@ class FinetuneOptions(
         from pcg.runtime.training.optimizer import check_optimizer  # imports torch
 
         check_optimizer(optimizer, self.learning_rate)
-
-    def _check_without(self, missing: str, names: Iterable[str]) -> None:
-        for name in names:
-            if getattr(self, name):
-                raise FinetuneError(
-                    f"{name}={getattr(self, name)!r} has no effect without {missing}; give it, too"
-                )
 
 
 @dataclass(frozen=True)

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Protocol
 
 from pcg.runtime.training.result import StepRecord
 
 
-class ProgressBar(Protocol):
-    """Shows finished steps."""
+class ProgressBar:
+    """A bar on standard error; a silent one if that is no terminal, or none is wanted."""
 
-    def update(self, record: StepRecord) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _Silent:
-    def update(self, record: StepRecord) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _Bar:
-    def __init__(self, name: str, total: int, done: int) -> None:
+    def __init__(self, name: str, total: int, done: int, shown: bool) -> None:
+        """Show a job of `total` steps, of which `done` were done before it was resumed."""
         from rich import progress
         from rich.console import Console
 
@@ -36,9 +24,11 @@ class _Bar:
             progress.TextColumn("{task.fields[speed]} tok/s"),
             progress.TimeRemainingColumn(),
             console=Console(stderr=True),
+            disable=not (shown and sys.stderr.isatty()),
         )
-        fields: dict[str, Any] = {"loss": "-", "rate": "-", "speed": "-"}
-        self._task = self._progress.add_task(name, total=total, completed=done, **fields)
+        self._task = self._progress.add_task(
+            name, total=total, completed=done, loss="-", rate="-", speed="-"
+        )
         self._progress.start()
 
     def update(self, record: StepRecord) -> None:
@@ -55,17 +45,3 @@ class _Bar:
 
     def close(self) -> None:
         self._progress.stop()
-
-
-def progress_bar(name: str, total: int, done: int, shown: bool) -> ProgressBar:
-    """Make a bar on standard error; a silent one if that is no terminal, or none is wanted.
-
-    Args:
-        name: the name of the job.
-        total: number of steps of the job.
-        done: number of steps done before, if it is resumed.
-        shown: whether a bar is wanted.
-    """
-    if not shown or not sys.stderr.isatty():
-        return _Silent()
-    return _Bar(name, total, done)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
 
 from pcg.peft.adapter import Adapter
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.training_copy import owned
 
 
-class Publisher(Protocol):
-    """Is told of each change of a job's adapter, and decides what is served.
+class Publisher(ABC):
+    """Is told of each change of a job's adapter, and decides what the model serves.
 
-    Attributes:
-        state: the model that serves.
-        windows: True if the job's sequences go through the KV cache, window by window.
+    `windows` is True if the job's sequences go through the KV cache, window by window.
     """
 
     state: ModelState
@@ -23,26 +21,25 @@ class Publisher(Protocol):
 
     def start(self, adapter: Adapter) -> Adapter:
         """Return the adapter to train, before the first step."""
+        return adapter
 
-    def undo(self) -> None:
+    def undo(self) -> None:  # noqa: B027  nothing to undo where what is served did not change
         """Serve what was served before: the job cannot start."""
 
+    @abstractmethod
     def changed(self, adapter: Adapter, settle: Callable[[], None] | None = None) -> None:
-        """Note a step, which changed the adapter's tensors in place.
+        """Note a step, which changed the adapter's tensors in place; `settle` gathers them."""
 
-        Args:
-            adapter: the adapter that is trained.
-            settle: gathers its tensors over ranks, before they are read.
-        """
-
+    @abstractmethod
     def settle(self) -> None:
         """Gather the adapter's tensors over ranks."""
 
+    @abstractmethod
     def finish(self, adapter: Adapter) -> None:
         """Serve the adapter that the job ends with."""
 
 
-class InPlacePublisher:
+class InPlacePublisher(Publisher):
     """Serves the very tensors that are trained; nothing may be served during a step."""
 
     windows = False
@@ -74,11 +71,10 @@ class InPlacePublisher:
             self.state.put_adapter(adapter)
 
 
-class VersionPublisher:
+class VersionPublisher(Publisher):
     """Serves a copy of the adapter, replaced every few steps, while the job trains on.
 
     Args:
-        state: the model that serves.
         every: steps from one version to the next; 0 publishes only the result.
         on_publish: called after each version.
     """
@@ -93,12 +89,6 @@ class VersionPublisher:
         self._on_publish = on_publish
         self._steps = 0
         self._unsettled: Callable[[], None] | None = None
-
-    def start(self, adapter: Adapter) -> Adapter:
-        return adapter
-
-    def undo(self) -> None:
-        """Do nothing: the served version did not change."""
 
     def changed(self, adapter: Adapter, settle: Callable[[], None] | None = None) -> None:
         if settle is not None:

@@ -53,7 +53,7 @@ class FinetuneResult:
         stopped: "completed", or "early" without improvement.
         best_step: step of the best evaluation; None without any.
         best_loss: loss of the best evaluation.
-        restored: whether the adapter is that of `best_step`.
+        restored: True if the adapter is that of `best_step`.
         resumed_from: step of the checkpoint that the job resumed from; None if from none.
         checkpoint: the last checkpoint.
     """

@@ -24,15 +24,13 @@ class TrainingRunner(BoundTraining):
     def forward_backward(
         self, examples: Sequence[Example], normaliser: float, dropout_seed: int | None = None
     ) -> float:
-        """Add the gradients of sum(loss) / normaliser to each parameter's `grad`.
+        """Add the gradients of sum(loss) / normaliser to each `grad`; return sum(loss).
 
         Args:
             examples: whole sequences; their labels are shifted here, and the virtual tokens of the
                 adapter's prompt come before them.
             normaliser: the number of target tokens that the loss is a mean over.
             dropout_seed: the seed of dropout; None drops nothing.
-        Returns:
-            The sum of the target tokens' losses.
         """
         return run_to_end(pass_through(self, examples, normaliser, dropout_seed)).loss
 
@@ -74,9 +72,8 @@ class TrainingRunner(BoundTraining):
 def training_runner(state: ModelState, adapter: Adapter, windows: bool = False) -> TrainingRunner:
     """Return a runner that trains an adapter, which need not be one of the state's.
 
-    Args:
-        adapter: the adapter to train.
-        windows: True if sequences go through the KV cache window by window, not as wholes.
+    With `windows`, sequences go through the KV cache window by window, not as wholes.
+
     Raises:
         UnsupportedError: the adapter's encoder was not saved with it.
     """

@@ -22,25 +22,6 @@ from pcg.errors import FinetuneError
 
 Schedule = Callable[[int], float]
 
-_Decay = Callable[[float], float]
-
-
-def _linear(progress: float) -> float:
-    return 1.0 - progress
-
-
-def _cosine(progress: float) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def _restarts(cycles: int) -> _Decay:
-    return lambda progress: _cosine((cycles * progress) % 1.0)
-
-
-def _polynomial(power: float) -> _Decay:
-    return lambda progress: (1.0 - progress) ** power
-
-
 SCHEDULES: tuple[str, ...] = (
     "constant",
     "constant_with_warmup",
@@ -61,18 +42,15 @@ def make_schedule(
     cycles: int = 1,
     power: float = 1.0,
 ) -> Schedule:
-    """Make the schedule of a name.
+    """Make the schedule of a name: a function from the step, from 0, to the multiplier in [0, 1].
 
     Args:
-        name: one of `SCHEDULES`.
         total_steps: optimizer steps of the whole job; the constant schedules do without.
         warmup_steps: steps of linear warmup; None is 0.
         warmup_ratio: warmup as a part of `total_steps`, rounded up; instead of `warmup_steps`.
         min_lr_ratio: the end of a decay, as a part of the base rate, in [0, 1].
         cycles: cosine waves of `cosine_with_restarts`.
         power: exponent of `polynomial`.
-    Returns:
-        A function from the step, counted from 0, to the multiplier, in [0, 1].
     Raises:
         FinetuneError: an unknown name, a number out of range, or an option that the named schedule
             does not take.
@@ -87,43 +65,6 @@ def make_schedule(
         raise FinetuneError(f"cycles={cycles}; cosine_with_restarts needs at least 1")
     if not power > 0.0:
         raise FinetuneError(f"power={power}; polynomial needs a power above 0")
-    _check_options_apply(name, warmup_steps, warmup_ratio, min_lr_ratio, cycles, power)
-    warmup = _warmup_steps(name, total_steps, warmup_steps, warmup_ratio)
-    if name == "constant":
-        return lambda step: 1.0
-    if name == "constant_with_warmup":
-        return lambda step: step / warmup if step < warmup else 1.0
-    if total_steps is None:
-        raise FinetuneError(f"schedule {name!r} needs total_steps, the optimizer steps of the job")
-    decays = {
-        "cosine": _cosine,
-        "cosine_with_restarts": _restarts(cycles),
-        "linear": _linear,
-        "polynomial": _polynomial(power),
-    }
-    return _warmup_then(decays[name], warmup, total_steps, min_lr_ratio)
-
-
-def _warmup_then(decay: _Decay, warmup: int, total: int, floor: float) -> Schedule:
-    def multiplier(step: int) -> float:
-        if step < warmup:
-            return step / warmup
-        if step >= total:
-            return floor
-        return floor + (1.0 - floor) * decay((step - warmup) / (total - warmup))
-
-    return multiplier
-
-
-def _check_options_apply(
-    name: str,
-    warmup_steps: int | None,
-    warmup_ratio: float | None,
-    min_lr_ratio: float,
-    cycles: int,
-    power: float,
-) -> None:
-    """Refuse an option that the named schedule would ignore."""
     if name == "constant" and (warmup_steps or warmup_ratio):
         raise FinetuneError("schedule 'constant' has no warmup; use 'constant_with_warmup'")
     if name.startswith("constant") and min_lr_ratio:
@@ -135,6 +76,33 @@ def _check_options_apply(
         raise FinetuneError(f"cycles={cycles} has no effect on {name!r}; use cosine_with_restarts")
     if name != "polynomial" and power != 1.0:
         raise FinetuneError(f"power={power} has no effect on {name!r}; use 'polynomial'")
+    warmup = _warmup_steps(name, total_steps, warmup_steps, warmup_ratio)
+    if name.startswith("constant"):
+        return lambda step: step / warmup if step < warmup else 1.0
+    if total_steps is None:
+        raise FinetuneError(f"schedule {name!r} needs total_steps, the optimizer steps of the job")
+
+    def cosine(progress: float) -> float:
+        return 0.5 * (1.0 + math.cos(math.pi * ((cycles * progress) % 1.0)))
+
+    def polynomial(progress: float) -> float:
+        return math.pow(1.0 - progress, power)
+
+    decay = cosine if name.startswith("cosine") else polynomial
+    return _warmup_then(decay, warmup, total_steps, min_lr_ratio)
+
+
+def _warmup_then(
+    decay: Callable[[float], float], warmup: int, total: int, floor: float
+) -> Schedule:
+    def multiplier(step: int) -> float:
+        if step < warmup:
+            return step / warmup
+        if step >= total:
+            return floor
+        return floor + (1.0 - floor) * decay((step - warmup) / (total - warmup))
+
+    return multiplier
 
 
 def _warmup_steps(name: str, total: int | None, steps: int | None, ratio: float | None) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NoReturn
 
 import torch
@@ -34,15 +35,7 @@ from pcg.runtime.training.work_units import Work
 
 @dataclass(frozen=True)
 class StepGradients:
-    """Facts of a step's gradients.
-
-    Attributes:
-        epoch: epoch of the data, from 0.
-        loss: mean over the target tokens.
-        norm: norm of the gradients before clipping.
-        tokens: tokens that went through the model.
-        targets: target tokens among them.
-    """
+    """Facts of a step's gradients, as those of `StepRecord`; `targets` are the target tokens."""
 
     epoch: int
     loss: float
@@ -57,8 +50,8 @@ class TrainingStep:
     Attributes:
         parameters: the adapter's tensors by name; they have a `grad` between `gradients` and
             `drop_gradients` alone.
-        optimizer: their optimizer.
-        allocator: allocates AdaLoRA's ranks; None for other methods.
+        beside: the part of the job outside the program, such as AdaLoRA's ranks; None without.
+        optimizer: the optimizer of the parameters.
     """
 
     def __init__(
@@ -92,19 +85,21 @@ class TrainingStep:
         """
         self.drop_gradients()
         epoch, first = self._batches.epoch, self._batches.index
-        group = self._next_batches()
+        # Fewer at the end of an epoch.
+        group = [*islice(self._batches, self._options.gradient_accumulation_steps)]
         examples = [example for batch in group for example in batch]
         targets = self._runner.count_targets(examples)
         total = 0.0
         for index, batch in enumerate(group):
             seed = mixed_seed(self._options.seed, step, index)
             done = yield from pass_through(self._runner, batch, targets, seed)
-            loss = done.loss
-            if not math.isfinite(loss):
+            if not math.isfinite(done.loss):
                 places = self._places(epoch, first + index)
-                self._refuse(f"the loss is {loss:g}", batch, places, step, rate)
-            total += loss
-        total, norm = self._agreed(total, self._clip())
+                self._refuse(f"the loss is {done.loss:g}", batch, places, step, rate)
+            total += done.loss
+        # The first rank's numbers decide how the job goes on.
+        numbers = torch.tensor([total, self._clip()], dtype=torch.float64)
+        total, norm = broadcast_from_first(self._runner.ranks, numbers).tolist()
         if not math.isfinite(norm):
             places = [p for i in range(len(group)) for p in self._places(epoch, first + i)]
             self._refuse(f"the norm of the gradients is {norm:g}", examples, places, step, rate)
@@ -112,11 +107,7 @@ class TrainingStep:
         return StepGradients(epoch, total / targets, norm, tokens, targets)
 
     def update(self, step: int, rate: float) -> None:
-        """Update the adapter by its gradients.
-
-        Args:
-            step: number of steps done before.
-        """
+        """Update the adapter by its gradients, after `step` steps before."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -129,15 +120,6 @@ class TrainingStep:
         """Remove the gradients of the adapter's tensors."""
         for tensor in self.parameters.values():
             tensor.grad = None
-
-    def _next_batches(self) -> list[list[Example]]:
-        """Return the batches of a step; fewer at the end of an epoch."""
-        group: list[list[Example]] = []
-        for batch in self._batches:
-            group.append(batch)
-            if len(group) == self._options.gradient_accumulation_steps:
-                break
-        return group
 
     def state(self) -> dict[str, Tensor]:
         """Return the optimizer's state for a checkpoint, of whole tensors."""
@@ -153,12 +135,6 @@ class TrainingStep:
         runner = self._runner
         is_whole = runner.ranks.size == 1 or self.parameters.keys() != runner.shards.tensors.keys()
         return None if is_whole else runner.shards
-
-    def _agreed(self, *numbers: float) -> list[float]:
-        """Return the first rank's numbers, which decide how the job goes on."""
-        values = torch.tensor(numbers, dtype=torch.float64)
-        found: list[float] = broadcast_from_first(self._runner.ranks, values).tolist()
-        return found
 
     def _clip(self) -> float:
         """Return the norm of the whole gradients, which are scaled down to `max_grad_norm`."""
@@ -183,12 +159,7 @@ class TrainingStep:
         return [places[example] for example in self._batches.plan(epoch)[index]]
 
     def _refuse(
-        self,
-        what: str,
-        examples: Sequence[Example],
-        places: Sequence[str],
-        step: int,
-        rate: float,
+        self, what: str, examples: Sequence[Example], places: Sequence[str], step: int, rate: float
     ) -> NoReturn:
         """Raise a FinetuneError that names the examples at fault."""
         culprits = [

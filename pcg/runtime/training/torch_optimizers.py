@@ -101,11 +101,8 @@ class Optimizer:
 
     @classmethod
     def of(cls, name: str, given: Mapping[str, Any] | None = None) -> Self:
-        """Return an optimizer by name, with torch's defaults for options that are not given.
+        """Return an optimizer by name, in any case, with torch's defaults where none are given.
 
-        Args:
-            name: one of `OPTIMIZERS`, in any case.
-            given: some of its options.
         Raises:
             FinetuneError: an unknown name or option, or an option of a wrong type.
         """
@@ -129,11 +126,6 @@ class Optimizer:
             options[option] = _checked(known, option, value, defaults[option])
         return cls(known, MappingProxyType(options))
 
-    @classmethod
-    def default(cls) -> Self:
-        """Return AdamW, the default of finetuning."""
-        return cls.of("adamw")
-
     @property
     def torch_class(self) -> type[torch.optim.Optimizer]:
         """The class in torch.optim."""
@@ -142,12 +134,8 @@ class Optimizer:
     @property
     def fields(self) -> tuple[str, ...]:
         """The names in `FIELDS` that it takes; Adafactor's eps is a pair, and not that field."""
-        defaults = _defaults(self.name)
-        return tuple(
-            name
-            for name in FIELDS
-            if name in defaults and not (name == "eps" and isinstance(defaults[name], tuple))
-        )
+        has_pair = isinstance(self.options.get("eps"), tuple)
+        return tuple(n for n in FIELDS if n in self.options and not (n == "eps" and has_pair))
 
     @property
     def is_elementwise(self) -> bool:
@@ -180,12 +168,7 @@ class Optimizer:
         return _state(self.name, tuple(self.options.items()), tuple(shape))
 
     def state_bytes(self, shapes: Iterable[Shape], element_bytes: int) -> int:
-        """Return the bytes of the state of parameters after a step.
-
-        Args:
-            shapes: shapes of the parameters.
-            element_bytes: bytes of one of their numbers.
-        """
+        """Return the bytes of the state of parameters after a step, `element_bytes` a number."""
         state = [tensor.shape for shape in shapes for tensor in self.state(shape).values()]
         return sum(prod(shape) * element_bytes if shape else SCALAR_BYTES for shape in state)
 
@@ -193,12 +176,10 @@ class Optimizer:
 def _checked(name: str, option: str, value: object, default: object) -> Any:
     """Return a value if it is of the default's type; torch checks its range."""
     if isinstance(default, tuple):
-        entries = tuple(value) if isinstance(value, tuple | list) else ()
-        is_good = len(entries) == len(default) and all(
-            _is_number(v) or (v is None and d is None)
-            for v, d in zip(entries, default, strict=True)
+        value = tuple(value) if isinstance(value, tuple | list) else ()
+        is_good = len(value) == len(default) and all(
+            _is_number(v) or (v is None and d is None) for v, d in zip(value, default, strict=True)
         )
-        value = entries
         expected = f"{len(default)} numbers"
     elif isinstance(default, bool):
         is_good, expected = isinstance(value, bool), "True or False"

@@ -23,28 +23,22 @@ _SAMPLES = 64
 
 
 def start_adapter(
-    state: ModelState,
-    name: str,
-    peft: object,
-    seed: int,
-    saved: Adapter | None,
-    total_steps: int,
+    state: ModelState, name: str, peft: object, seed: int, saved: Adapter | None, total_steps: int
 ) -> Adapter:
     """Return the adapter to train: present, new, or from a checkpoint.
 
     Args:
         peft: the recipe of a new adapter, as `Executor.add_adapter` takes it; None for the one that
             the program was compiled for under that name, else "lora".
-        seed: the seed of a new adapter's weights.
         saved: the adapter of a checkpoint to resume from.
-        total_steps: number of steps of the job.
     Raises:
         FinetuneError: `peft`, the present adapter and the saved one differ in their recipe.
         UnsupportedError: the recipe has a feature that pcg does not support.
     """
     there = state.adapters.get(name)
+    is_path = isinstance(peft, str | os.PathLike) and not is_shorthand(peft)
     if there is not None and peft is not None:
-        if isinstance(peft, str | os.PathLike) and not is_shorthand(peft):
+        if is_path:
             raise FinetuneError(
                 f"there is an adapter {name!r} already, and peft={str(peft)!r} would start from "
                 "another; leave peft out, or remove the adapter first"
@@ -54,25 +48,20 @@ def start_adapter(
     if saved is not None:
         if there is not None:
             _check_same(name, "the checkpoint", _sites(saved), "this run", _sites(there))
-        elif peft is not None and (is_shorthand(peft) or not isinstance(peft, str | os.PathLike)):
+        elif peft is not None and not is_path:
             wanted = _sites_of_recipe(state, recipe_from(peft))
             _check_same(name, "the checkpoint", _sites(saved), "peft=", wanted)
         base = state.program.base
         shapes = base.module_shapes()
         check_fits(saved, shapes, state.program.name, base.output_module)
         return state.for_training(owned(with_shared(saved, shapes)))
-    if there is not None:
-        return state.for_training(_scheduled(owned(there), total_steps))
-    if peft is None:
-        compiled = state.program.recipes.get(name)
-        peft = "lora" if compiled is None else recipe_of_fields(compiled)
-    made = state.make_adapter(name, peft, seed=seed)
-    return state.for_training(_scheduled(owned(made), total_steps))
-
-
-def _scheduled(adapter: Adapter, total_steps: int) -> Adapter:
-    """Set the steps of the recipe's schedule to the job's, if it has none."""
-    return dataclasses.replace(adapter, recipe=adapter.recipe.for_job(total_steps))
+    if there is None:
+        if peft is None:
+            compiled = state.program.recipes.get(name)
+            peft = "lora" if compiled is None else recipe_of_fields(compiled)
+        there = state.make_adapter(name, peft, seed=seed)
+    recipe = there.recipe.for_job(total_steps)
+    return state.for_training(dataclasses.replace(owned(there), recipe=recipe))
 
 
 def owned(adapter: Adapter) -> Adapter:
@@ -107,12 +96,8 @@ def _sites(adapter: Adapter) -> _Sites:
 
 
 def _sites_of_recipe(state: ModelState, recipe: Recipe) -> _Sites:
-    base = state.program.base
     model_type = str(state.program.config["model_type"])
-    sites: Mapping[str, object] = recipe.bypasses(
-        tuple(base.linear_modules()), base.output_module, model_type
-    )
-    return sites, recipe
+    return recipe.bypasses_in(state.program.base, model_type), recipe
 
 
 def _check_same(name: str, one: str, first: _Sites, other: str, second: _Sites) -> None:

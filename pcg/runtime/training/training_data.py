@@ -7,18 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pcg.errors import DataError, FinetuneError
-from pcg.ir.program.program import Program
 from pcg.runtime.data.dataset import Dataset, load_examples
 from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.data.rows import is_document
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.runtime.training.options import Data, FinetuneOptions
-
-
-def vocabulary_size(program: Program) -> int:
-    """Return the number of tokens that the model has a logit for."""
-    epilogue = program.base.epilogue
-    return int(epilogue.types[epilogue.outputs[0]].shape[-1])
 
 
 def training_data(
@@ -32,9 +25,7 @@ def training_data(
 
     Args:
         source: a file, rows, or examples, which are tokens already.
-        options: the options of reading.
         tokenizer: the model's tokenizer; examples need none.
-        vocabulary: number of tokens of the model.
         max_positions: number of positions of the model, if it has a bound.
     Raises:
         DataError: the data cannot be read, or do not fit the model; the row is named.
@@ -75,18 +66,16 @@ def places_of(data: Dataset) -> Sequence[str]:
 
 
 def check_with_prompt(data: Dataset, virtual: int, max_positions: int | None) -> None:
-    """Refuse an example that is too long with the virtual tokens before it.
+    """Refuse an example that is too long with the adapter's virtual tokens before it.
 
-    Args:
-        data: examples that fit the model.
-        virtual: number of virtual tokens of the adapter.
-        max_positions: number of positions of the model, if it has a bound.
     Raises:
         DataError: names the first such example by its place.
     """
-    most = 2**62 if max_positions is None else max_positions - virtual
+    if max_positions is None or not virtual:
+        return
+    most = max_positions - virtual
     for example, place in zip(data.examples, places_of(data), strict=True):
-        if virtual and len(example.ids) > most:
+        if len(example.ids) > most:
             raise DataError(
                 f"{place} has {len(example.ids)} tokens, and the adapter puts {virtual} virtual "
                 f"ones before them, more than the model's {max_positions} positions; cut such "
@@ -97,9 +86,7 @@ def check_with_prompt(data: Dataset, virtual: int, max_positions: int | None) ->
 def _cut(data: Dataset, max_length: int | None) -> Dataset:
     if max_length is None:
         return data
-    examples = tuple(
-        Example(example.ids[:max_length], example.labels[:max_length]) for example in data.examples
-    )
+    examples = tuple(example.cut(max_length) for example in data.examples)
     truncated = sum(len(example.ids) > max_length for example in data.examples)
     return dataclasses.replace(data, examples=examples, truncated=data.truncated + truncated)
 

@@ -32,7 +32,7 @@ from pcg.runtime.model.batch import ANY_TOKEN, Batch
 from pcg.runtime.model.load import Load
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.training.bound_training import BoundTraining
-from pcg.runtime.training.work_units import Backward, Forward, Pages, Release, Work
+from pcg.runtime.training.work_units import Backward, Forward, Pages, Release, WindowedPass, Work
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,6 @@ class Window:
     """Some tokens of a pass.
 
     Attributes:
-        batch: the tokens.
         targets: the target of each token, [T].
         carried: the inputs of the next layer.
         shared: the prologue's outputs that all layers may read.
@@ -66,11 +65,10 @@ class Window:
     gradients: list[Tensor] = field(default_factory=list)
 
 
-class TrainingPass:
+class TrainingPass(WindowedPass):
     """One mini-batch, or a part of one, from its first token to its gradients.
 
     Attributes:
-        layers: number of layers of the model.
         tokens: number of tokens of all sequences, virtual ones included.
         targets: number of target tokens.
         forwarded: number of tokens that went forward.
@@ -88,11 +86,9 @@ class TrainingPass:
         cache: KvCache | None = None,
         tables: Sequence[PageTable] = (),
     ) -> None:
-        """Begin before the first token.
+        """Begin before the first token of whole sequences.
 
         Args:
-            runner: the training program with the adapter.
-            examples: whole sequences.
             normaliser: the number of target tokens that the loss is a mean over; None to evaluate
                 without gradients.
             dropout_seed: the seed of dropout; None drops nothing.
@@ -105,12 +101,11 @@ class TrainingPass:
         self._dropout_seed = dropout_seed
         self._cache = cache
         self._restored = frozenset(runner.training.restored)
-        virtual = runner.adapter.prompt_tokens
-        self._virtual = virtual
+        self._virtual = runner.adapter.prompt_tokens
         self._sequences: list[_Sequence] = []
         self.tokens = 0
         for i, example in enumerate(examples):
-            ids = [*[ANY_TOKEN] * virtual, *example.ids]
+            ids = [*[ANY_TOKEN] * self._virtual, *example.ids]
             table = tables[i] if cache is not None else None
             self._sequences.append(_Sequence(ids, runner.targets_of(example), self.tokens, table))
             self.tokens += len(ids)
@@ -119,8 +114,9 @@ class TrainingPass:
         self.loss = 0.0
         self.is_done = False
         self._windows: list[Window] = []
-        self.layers = len(runner.training.layers)
-        self._layer = self.layers - 1
+        self._count = len(runner.training.layers)
+        self.layers = runner.layers_back if self.trains else 0
+        self.layer = self._count - 1
         self._window = -1
         self._sums: KvGradients | None = None
 
@@ -128,21 +124,22 @@ class TrainingPass:
 
     @torch.no_grad()
     def forward(self, tokens: int) -> None:
-        """Take up to `tokens` next tokens forward."""
         run_single(self.forward_requests(tokens))
 
     def forward_requests(self, tokens: int) -> ProductRequest[None]:
         """Do as `forward` does, requesting the base's products from the caller."""
         window = self.begin(tokens)
-        for layer in range(self.layers):
+        for layer in range(self._count):
             yield from self.layer_requests(layer, window)
         self.end(window)
 
     @property
+    def remaining(self) -> int:
+        return self.tokens - self.forwarded
+
+    @property
     def context(self) -> int:
-        """The number of tokens that its sequence has before the next token to go forward."""
-        origins = [s.origin for s in self._sequences if s.origin <= self.forwarded]
-        return self.forwarded - origins[-1]
+        return min(self.forwarded - s.origin for s in self._sequences if s.origin <= self.forwarded)
 
     @torch.no_grad()
     def begin(self, tokens: int) -> Window:
@@ -198,23 +195,17 @@ class TrainingPass:
     # --------------------------------------------------------------------------------- backward
 
     @property
-    def next_window(self) -> Window:
-        """The window of the next backward unit."""
-        return self._windows[self._window]
-
-    @property
-    def next_layer(self) -> int:
-        """The layer of the next backward unit."""
-        return self._layer
+    def load(self) -> Load:
+        spans = self._windows[self._window].batch.spans
+        return sum((Load.of(span.length, span.context) for span in spans), Load())
 
     @torch.no_grad()
     def backward(self) -> None:
-        """Run one layer of one window backward, after all tokens went forward."""
         run_single(self.backward_requests())
 
     def backward_requests(self) -> ProductRequest[None]:
         """Do as `backward` does, requesting the base's products from the caller."""
-        window, layer = self._windows[self._window], self._layer
+        window, layer = self._windows[self._window], self.layer
         if self._window == -1 and self._cache is not None:
             keys, values = self._cache.keys[layer], self._cache.values[layer]
             self._sums = KvGradients(keys, values, self.tokens)
@@ -228,9 +219,9 @@ class TrainingPass:
         self._window -= 1
         if -self._window > len(self._windows):
             self._window = -1
-            self._layer -= 1
+            self.layer -= 1
             # Layers below all trained weights have no backward.
-            if self._layer < 0 or not any(window.gradients for window in self._windows):
+            if self.layer < 0 or not any(window.gradients for window in self._windows):
                 self._end_backward()
 
     def _end_backward(self) -> None:
@@ -261,50 +252,8 @@ class TrainingPass:
     def _input_places(self, layer: int) -> list[int]:
         training = self._runner.training
         graph = training.model.blocks[training.model.layers[layer]]
-        plan = training.plans[training.layers[layer]]
-        count = len(graph.outputs)
-        return [plan.saved.index(value.name) for value in graph.inputs[:count]]
-
-
-class ForwardUnit(Forward):
-    """The tokens of a pass that have yet to go forward."""
-
-    def __init__(self, training_pass: TrainingPass) -> None:
-        self.training_pass = training_pass
-
-    @property
-    def remaining(self) -> int:
-        return self.training_pass.tokens - self.training_pass.forwarded
-
-    @property
-    def context(self) -> int:
-        return self.training_pass.context
-
-    @property
-    def layers(self) -> int:
-        return self.training_pass.layers if self.training_pass.trains else 0
-
-    def run(self, tokens: int) -> None:
-        self.training_pass.forward(tokens)
-
-
-class BackwardUnit(Backward):
-    """The next layer and window of a pass to go backward."""
-
-    def __init__(self, training_pass: TrainingPass) -> None:
-        self.training_pass = training_pass
-
-    @property
-    def layer(self) -> int:
-        return self.training_pass.next_layer
-
-    @property
-    def load(self) -> Load:
-        spans = self.training_pass.next_window.batch.spans
-        return sum((Load.of(span.length, span.context) for span in spans), Load())
-
-    def run(self) -> None:
-        self.training_pass.backward()
+        saved = training.plans[training.layers[layer]].saved
+        return [saved.index(value.name) for value in graph.inputs[: len(graph.outputs)]]
 
 
 def pass_through(
@@ -313,23 +262,14 @@ def pass_through(
     normaliser: float | None = None,
     dropout_seed: int | None = None,
 ) -> Work[TrainingPass]:
-    """Yield the units that take sequences forward, and with a normaliser backward.
-
-    Args:
-        runner: as in `TrainingPass`, with the arguments that follow.
-        examples: whole sequences.
-        normaliser: target tokens that the loss is a mean over; None to evaluate.
-        dropout_seed: the seed of dropout.
-    Returns:
-        The pass, done.
-    """
+    """Yield the units of a `TrainingPass` over whole sequences, and return it, done."""
     pages = Pages([runner.adapter.prompt_tokens + len(example.ids) for example in examples])
     yield pages
     training_pass = TrainingPass(
         runner, examples, normaliser, dropout_seed, pages.cache, pages.tables
     )
-    yield ForwardUnit(training_pass)
+    yield Forward(training_pass)
     while normaliser is not None and not training_pass.is_done:
-        yield BackwardUnit(training_pass)
+        yield Backward(training_pass)
     yield Release()
     return training_pass

@@ -17,45 +17,79 @@ from pcg.runtime.model.load import Load
 Result = TypeVar("Result")
 
 
-class Forward(ABC):
-    """Tokens that go forward, as many at a time as the engine wants."""
+class WindowedPass(ABC):
+    """Sequences that go forward window by window, and then back layer by layer.
+
+    Attributes:
+        layers: the most layers that a window goes back through; 0 without gradients.
+        layer: the layer whose backward comes next.
+    """
+
+    layers: int
+    layer: int
 
     @property
     @abstractmethod
     def remaining(self) -> int:
-        """Number of tokens that are left."""
+        """Number of tokens that have yet to go forward."""
 
     @property
     @abstractmethod
     def context(self) -> int:
-        """Number of tokens of its sequence before the next one."""
-
-    @property
-    @abstractmethod
-    def layers(self) -> int:
-        """The most layers that a window of them goes back through; 0 without gradients."""
-
-    @abstractmethod
-    def run(self, tokens: int) -> None:
-        """Run up to so many of them forward."""
-
-
-class Backward(ABC):
-    """One layer of one window, backward."""
-
-    @property
-    @abstractmethod
-    def layer(self) -> int:
-        """Index of the layer; units of one layer, of several jobs, run together."""
+        """Number of tokens of its sequence before the next one to go forward."""
 
     @property
     @abstractmethod
     def load(self) -> Load:
-        """Its load."""
+        """The load of the window whose backward comes next."""
 
     @abstractmethod
+    def forward(self, tokens: int) -> None:
+        """Take up to `tokens` next tokens forward."""
+
+    @abstractmethod
+    def backward(self) -> None:
+        """Take one layer of one window back, after all tokens went forward."""
+
+
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """The tokens of a pass that have yet to go forward, as many at a time as the engine wants."""
+
+    whole: WindowedPass
+
+    @property
+    def remaining(self) -> int:
+        return self.whole.remaining
+
+    @property
+    def context(self) -> int:
+        return self.whole.context
+
+    @property
+    def layers(self) -> int:
+        return self.whole.layers
+
+    def run(self, tokens: int) -> None:
+        self.whole.forward(tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Backward:
+    """The next layer of the next window to go back; units of one layer of all jobs run together."""
+
+    whole: WindowedPass
+
+    @property
+    def layer(self) -> int:
+        return self.whole.layer
+
+    @property
+    def load(self) -> Load:
+        return self.whole.load
+
     def run(self) -> None:
-        """Run it."""
+        self.whole.backward()
 
 
 @dataclass
@@ -65,7 +99,7 @@ class Pages:
     Attributes:
         tokens: number of tokens of each sequence.
         tables: the sequences' pages, once they are given.
-        cache: the cache of these pages; None if keys and values are kept by the job itself.
+        cache: the cache of these pages; None if the job itself holds keys and values.
     """
 
     tokens: Sequence[int]

@@ -53,7 +53,6 @@ class CoServed:
     """A model of FlexLLM v2 §8.
 
     Attributes:
-        model: the model's id.
         tp: the number of a pipeline's GPUs, A100s of 80 GB.
         paper: finetuning tokens a second of all pipelines, by arrangement and requests a second,
             from the text of §8.1.
@@ -118,7 +117,6 @@ def co_serving_program(setting: CoServed, product_share: float | None = None) ->
     """Return the model of a setting, with LoRA of rank 16 at its down projections.
 
     Args:
-        setting: the model and its machine.
         product_share: the share of the peak that products reach, as for `simulated_program`.
     """
     return simulated_program(
@@ -137,10 +135,6 @@ def fitted_share(setting: CoServed, *, seed: int = 0, duration_s: float = 240.0)
     It takes one number from the paper; all other rates and arrangements can be compared with it.
     Throughput is nearly in proportion to the share, so that a few corrections find it.
 
-    Args:
-        setting: the model and its machine.
-        seed: the seed of the workload.
-        duration_s: the duration of the workload.
     Returns:
         A share whose throughput is within 2 % of the paper's, or within a mini-batch of each
         pipeline, as throughput counts whole ones.
@@ -194,14 +188,9 @@ def co_serving(
     """Serve the base model and train an adapter on each of four pipelines.
 
     Args:
-        program: the setting's program.
-        setting: the model and its machine.
         rate_per_s: the rate of all pipelines, to which arrivals are scaled, as the paper's are.
         arrangement: a name of `ARRANGEMENTS`.
-        seed: the seed of the workload.
         duration_s: the duration of the arrivals before scaling; twenty minutes in the paper.
-        prompts: the prompts' lengths.
-        outputs: the outputs' lengths.
     Returns:
         The report up to the last arrival, where finetuning ends; requests go on to their end.
     Raises:

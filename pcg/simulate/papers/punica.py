@@ -34,8 +34,6 @@ class ClusterMinute:
 
     Attributes:
         minute: its number from 0.
-        requests_per_s: the rate of arrivals.
-        output_tokens_per_s: the rate of generated tokens.
         busy: the share of the minute that each GPU computed.
         batch: the mean number of requests in a step of each GPU; 0 where it had none.
         moved: the number of requests that left a GPU for another.
@@ -91,14 +89,6 @@ def cluster_hour(
 ) -> tuple[tuple[ClusterMinute, ...], float]:
     """Serve Punica's hour: each request goes to the fullest GPU that has room.
 
-    Args:
-        program: the program of each GPU.
-        rate_per_s: the mean rate of the hour.
-        seed: the seed of the workload.
-        duration_s: the duration of the workload.
-        prompts: the prompts' lengths.
-        outputs: the outputs' lengths.
-        migrates: True if running requests move between GPUs.
     Returns:
         The minutes, and the mean time to the first token in seconds.
     """

@@ -26,7 +26,6 @@ class ManyAdapters:
     """A row of S-LoRA's table 1, and its requests a second in table 3.
 
     Attributes:
-        model: the model's id.
         ranks: the adapters' ranks, in turn.
         paper: requests a second by the number of adapters.
     """
@@ -83,11 +82,7 @@ def many_adapters(
     """Serve requests for many adapters, all of them to the end.
 
     Args:
-        program: the setting's program.
-        name: the setting's name.
-        adapters: the number of adapters.
         rate_per_s: the rate of the requests; table 2's by default.
-        seed: the seed of the workload.
         duration_s: the duration of the workload; five minutes in the paper.
     """
     setting = S_LORA_MODELS[name]

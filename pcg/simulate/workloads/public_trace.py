@@ -20,8 +20,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from pcg.errors import BenchmarkError
-from pcg.simulate.workloads.timed_request import TimedRequest
-from pcg.simulate.workloads.workload import Workload
+from pcg.simulate.workloads.workload import TimedRequest, Workload
 
 
 @dataclass(frozen=True)

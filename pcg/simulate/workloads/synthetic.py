@@ -17,8 +17,7 @@ from pcg.simulate.workloads.arrivals import Arrivals, Gamma
 from pcg.simulate.workloads.checks import require_count, require_positive
 from pcg.simulate.workloads.lengths import Lengths
 from pcg.simulate.workloads.popularity import Popularity, PowerLaw
-from pcg.simulate.workloads.timed_request import TimedRequest
-from pcg.simulate.workloads.workload import Workload
+from pcg.simulate.workloads.workload import TimedRequest, Workload
 
 
 def synthetic(
@@ -30,17 +29,10 @@ def synthetic(
     duration_s: float | None = None,
     requests: int | None = None,
 ) -> Workload:
-    """Return requests of one arrival process, for the base model.
+    """Return requests for the base model, up to a time or to a number of them.
 
-    Args:
-        arrivals: the arrival process.
-        prompts: the prompts' lengths.
-        outputs: the outputs' lengths.
-        seed: the seed of all draws.
-        duration_s: the time up to which requests come; or
-        requests: the number of requests.
     Raises:
-        BenchmarkError: neither or both of the last two are given, or no request comes.
+        BenchmarkError: neither or both of `duration_s` and `requests` are given, or none comes.
     """
     times = arrivals.times_s(Random(f"{seed} arrivals"))
     if (duration_s is None) == (requests is None):
@@ -75,9 +67,6 @@ def s_lora(
         popularity: the number of adapters, and α.
         rate_per_s: the rate of all adapters, R.
         cv: the coefficient of variation of each adapter's intervals.
-        prompts: the prompts' lengths.
-        outputs: the outputs' lengths.
-        seed: the seed of all draws.
         duration_s: the duration; five minutes in the paper.
         adapters: names, the most popular first; None for `adapter-0`, `adapter-1` …
     Raises:
@@ -105,7 +94,6 @@ def assign_adapters(
     Args:
         workload: requests, whose adapters are replaced.
         popularity: the law of the adapters' shares.
-        seed: the seed of the order.
         adapters: names as in `s_lora`.
     Raises:
         BenchmarkError: there are too few names.

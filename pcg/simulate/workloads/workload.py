@@ -1,16 +1,51 @@
-"""A workload: timed requests in order of time."""
+"""A workload: timed requests in order of time, and its trace file: a request a line, as JSON.
+
+    {"time_s": 0.25, "adapter": "adapter-3", "prompt_tokens": 310, "output_tokens": 64}
+    {"time_s": 0.31, "prompt_tokens": 12, "output_tokens": 200, "tenant": "b"}
+
+A request without `adapter` is for the base model. Blank lines are skipped. Numbers are read back
+exactly as they were.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from pcg.errors import BenchmarkError
-from pcg.simulate.workloads.checks import require_positive
-from pcg.simulate.workloads.timed_request import TimedRequest
-from pcg.simulate.workloads.trace_file import read_trace, write_trace
+from pcg.simulate.workloads.checks import require_count, require_positive
+
+
+@dataclass(frozen=True, slots=True)
+class TimedRequest:
+    """A request, without its text; one without an adapter is for the base model.
+
+    Attributes:
+        time_s: the time of its arrival from the workload's start, seconds.
+    Raises:
+        BenchmarkError: a value is out of its range.
+    """
+
+    time_s: float
+    adapter: str | None
+    prompt_tokens: int
+    output_tokens: int
+    tenant: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.time_s < math.inf:
+            raise BenchmarkError(f"time_s={self.time_s}; use a finite number of at least 0")
+        require_count("prompt_tokens", self.prompt_tokens)
+        require_count("output_tokens", self.output_tokens)
+
+
+_KEYS = tuple(field.name for field in fields(TimedRequest))
+_NEEDED = ("time_s", "prompt_tokens", "output_tokens")
 
 
 @dataclass(frozen=True)
@@ -79,17 +114,68 @@ class Workload:
         return Workload(tuple(replace(one, time_s=one.time_s - start_s) for one in inside))
 
     def save(self, path: str | Path) -> None:
-        """Write a trace file; see `trace_file`."""
-        write_trace(self, Path(path))
+        """Write a trace file."""
+        with Path(path).open("w", encoding="utf-8") as file:
+            for one in self:
+                known = {key: value for key, value in asdict(one).items() if value is not None}
+                file.write(json.dumps(known, ensure_ascii=False) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Workload:
-        """Read a trace file; see `trace_file`.
+        """Read a trace file.
 
         Raises:
-            BenchmarkError: the file is missing, or a line is not a request.
+            BenchmarkError: the file is missing, a line is not a request, or its time precedes the
+                last.
         """
-        requests = tuple(read_trace(Path(path)))
-        if not requests:
+        path = Path(path)
+        if not path.is_file():
+            raise BenchmarkError(f"no trace file {path}")
+        found: list[TimedRequest] = []
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                where = f"{path} line {number}"
+                request = _request(_object(line, where), where)
+                before = found[-1].time_s if found else 0.0
+                if request.time_s < before:
+                    raise BenchmarkError(
+                        f"{where}: time_s={request.time_s} is before the last, {before}; sort the "
+                        "lines"
+                    )
+                found.append(request)
+        if not found:
             raise BenchmarkError(f"{path} holds no requests")
-        return cls(requests)
+        return cls(tuple(found))
+
+
+def _object(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise BenchmarkError(f"{where}: not JSON: {error}; write one object a line") from error
+    if not isinstance(value, dict):
+        raise BenchmarkError(f"{where}: not an object; write {{{', '.join(map(repr, _NEEDED))}}}")
+    return value
+
+
+def _request(value: dict[str, Any], where: str) -> TimedRequest:
+    for key in _NEEDED:
+        if key not in value:
+            raise BenchmarkError(
+                f"{where}: no {key!r}; it has {', '.join(map(repr, value)) or '{}'}"
+            )
+    for key in value:
+        if key not in _KEYS:
+            raise BenchmarkError(f"{where}: unknown key {key!r}; use {', '.join(_KEYS)}")
+    time_s = value["time_s"]
+    if isinstance(time_s, bool) or not isinstance(time_s, int | float):
+        raise BenchmarkError(f"{where}: time_s={time_s!r} is not a number")
+    for key in ("adapter", "tenant"):
+        if not isinstance(value.get(key), str | None):
+            raise BenchmarkError(f"{where}: {key}={value[key]!r} is not a string")
+    try:
+        return TimedRequest(**{"adapter": None, **value})
+    except BenchmarkError as error:
+        raise BenchmarkError(f"{where}: {error}") from error

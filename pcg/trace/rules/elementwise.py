@@ -55,6 +55,13 @@ def identity(flat: FlatGraph, node: Node) -> FlatValue:
     return flat.tensor(node.args[0])
 
 
+def detach(flat: FlatGraph, node: Node) -> FlatValue:
+    x = flat.tensor(node.args[0])
+    if flat.carries_gradient(x.name):
+        raise refusal(node, "it cuts the gradient, which pcg's programs would not")
+    return x
+
+
 def dropout(flat: FlatGraph, node: Node) -> FlatValue:
     if argument(node, 2) and node.args[1]:
         raise refusal(node, "active dropout in the base model")
@@ -71,6 +78,8 @@ def binary(op: str, reverse: bool = False) -> Rule:
 
     def rule(flat: FlatGraph, node: Node) -> FlatValue:
         left, right = (_as_number(flat, flat.value(a)) for a in node.args[:2])
+        if left is None or right is None:
+            raise refusal(node, "a number in it changes with the number of tokens")
         if reverse:
             left, right = right, left
         if node.kwargs.get("alpha", 1) != 1 or len(node.args) > 2:

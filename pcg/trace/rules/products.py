@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import Node
 
+from pcg.ir.graph import Value
 from pcg.trace.flat_graph import FlatGraph, FlatValue, argument, dtype_of, refusal, traced_shape
 from pcg.trace.rules.elementwise import Rule, broadcast
 
@@ -35,7 +37,9 @@ def _out_in(flat: FlatGraph, node: Node, weight: FlatValue) -> str:
     parameter = flat.builder.parameters.get(weight.name)
     if parameter is None or parameter.role != "frozen":
         raise refusal(node, "it multiplies activations with activations")
-    return flat.transpose_parameter(parameter)
+    type_ = parameter.type.with_shape(tuple(reversed(parameter.type.shape)))
+    value = Value(f"{parameter.name}.T", type_)
+    return flat.builder.parameter(replace(parameter, value=value, transposed=True))
 
 
 def matmul(flat: FlatGraph, node: Node) -> FlatValue:
@@ -89,7 +93,7 @@ def topk(flat: FlatGraph, node: Node) -> list[FlatValue]:
 
 
 def attention(flat: FlatGraph, node: Node) -> FlatValue:
-    """The marker of attention; see `pcg.trace.markers`."""
+    """The rule of the marker of attention (`pcg.trace.markers`)."""
     inputs = [flat.tensor(a) for a in node.args[:3]]
     sinks, scale, window, softcap = node.args[3:7]
     for x in inputs:
@@ -104,6 +108,5 @@ def attention(flat: FlatGraph, node: Node) -> FlatValue:
 
 
 def experts(flat: FlatGraph, node: Node) -> FlatValue:
-    """The marker of experts; see `pcg.trace.markers`."""
     inputs = [flat.tensor(a) for a in node.args]
     return inputs[0].named(flat.add("experts", *(x.name for x in inputs)))

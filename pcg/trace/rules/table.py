@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pcg.trace.rules import elementwise, indexing, products, shapes
+from pcg.trace.rules import elementwise, products, shapes
 from pcg.trace.rules.elementwise import Rule, binary, unary
 from pcg.trace.rules.products import reduction
 
 _UNARY = ("cos", "exp", "neg", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "tanh")
 _BINARY = ("add", "div", "mul", "sub")
-_IDENTITIES = ("alias", "clone", "contiguous", "detach", "detach_", "lift_fresh_copy")
+_IDENTITIES = ("alias", "clone", "contiguous", "lift_fresh_copy")
 _RESHAPES = ("_unsafe_view", "flatten", "reshape", "squeeze", "unflatten", "view")
 
 _ATEN: Mapping[str, Rule] = {
     **{name: unary(name) for name in _UNARY},
     **{name: binary(name) for name in _BINARY},
+    **dict.fromkeys(("detach", "detach_"), elementwise.detach),
     **{f"{name}_": binary(name) for name in ("add", "div", "mul")},
     **dict.fromkeys(_IDENTITIES, elementwise.identity),
     **dict.fromkeys(_RESHAPES, shapes.reshape),
@@ -23,16 +24,16 @@ _ATEN: Mapping[str, Rule] = {
     **dict.fromkeys(("_softmax", "softmax"), products.softmax),
     **dict.fromkeys(("bmm", "matmul", "mm"), products.matmul),
     **dict.fromkeys(("broadcast_to", "expand"), shapes.expand),
-    **dict.fromkeys(("chunk", "split", "split_with_sizes"), indexing.split),
+    **dict.fromkeys(("chunk", "split", "split_with_sizes"), shapes.split),
     **dict.fromkeys(("t", "transpose"), shapes.transpose),
     "addmm": products.addmm,
     "cat": shapes.concat,
     "clamp": unary("clamp", min=1, max=2),
     "dropout": elementwise.dropout,
-    "embedding": indexing.embedding,
-    "gather": indexing.gather,
+    "embedding": shapes.embedding,
+    "gather": shapes.gather,
     "gelu": elementwise.gelu,
-    "index": indexing.index,
+    "index": shapes.index,
     "layer_norm": products.layer_norm,
     "linear": products.linear,
     "mean": reduction("mean"),
@@ -42,8 +43,8 @@ _ATEN: Mapping[str, Rule] = {
     "repeat": shapes.repeat,
     "repeat_interleave": shapes.repeat_interleave,
     "rsub": binary("sub", reverse=True),
-    "select": indexing.select,
-    "slice": indexing.slice_,
+    "select": shapes.select,
+    "slice": shapes.slice_,
     "stack": shapes.stack,
     "sum": reduction("sum"),
     "topk": products.topk,
@@ -53,5 +54,5 @@ RULES: Mapping[str, Rule] = {
     **{f"aten.{name}": rule for name, rule in _ATEN.items()},
     "pcg.attention": products.attention,
     "pcg.experts": products.experts,
-    "pcg.take": indexing.take,
+    "pcg.take": shapes.take,
 }

@@ -13,9 +13,9 @@ from pcg.ir.verifier import verify
 from pcg.kernels.adapter_batch import LoraRows, TokenSpans
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.ragged_tables import RaggedTables
-from pcg.runtime.adapters.row_memory import LoraSite, RowMemory
-from pcg.runtime.adapters.served_weights import ServedWeights
+from pcg.runtime.adapters.row_memory import RowMemory
 from pcg.runtime.adapters.sites import GraphSites
+from pcg.runtime.adapters.weight_stacker import ServedWeights
 from pcg.runtime.executor import Executor
 from tests.support import oracle
 from tests.support.families import BY_NAME
@@ -60,10 +60,10 @@ def check(lora: RowMemory, adapters: list[Adapter]) -> None:
     for site, rows in lora.bound(TokenSpans(())):
         for adapter in adapters:
             slot = lora.slot(adapter)
-            for output, one in enumerate(site.joined.modules):
+            for output, one in enumerate(site.modules):
                 module = one.a.source.format(layer=site.layer).rpartition(".")[0]
                 weights = adapter.weights.get(module)
-                own = read(rows, rows.a_rows, output, slot, site.joined.in_size)
+                own = read(rows, rows.a_rows, output, slot, site.in_size)
                 other = read(rows, rows.b_rows, output, slot, one.size)
                 if weights is None:
                     assert not len(own)
@@ -155,4 +155,4 @@ def test_what_lies_beside_adapted_outputs_is_aligned_too(
     graph = parse_graph(SOME.format(*sizes, adapted, dtype, sizes[adapted]))
     verify(graph)
     (joined,) = GraphSites.of(graph).joined
-    assert LoraSite(0, 0, joined).fits_kernels == fits
+    assert joined.fits_kernels == fits

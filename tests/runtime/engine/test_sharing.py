@@ -22,6 +22,7 @@ from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
 from pcg.runtime.training.work_units import Forward
+from pcg.simulate.simulated_training import SimulatedPass
 from tests.support.small_engine import (
     DATA,
     LENGTHS,
@@ -94,26 +95,17 @@ def test_inference_only_leaves_jobs_where_they_are() -> None:
     assert job.result.steps == 3
 
 
-class Tokens(Forward):
-    """So many tokens behind no context."""
-
-    def __init__(self, remaining: int) -> None:
-        self._remaining = remaining
-
-    @property
-    def remaining(self) -> int:
-        return self._remaining
+class WithoutContext(SimulatedPass):
+    """A pass whose next token always seems to be the first of its sequence."""
 
     @property
     def context(self) -> int:
         return 0
 
-    @property
-    def layers(self) -> int:
-        return 2
 
-    def run(self, tokens: int) -> None:
-        self._remaining -= tokens
+def unit_of(tokens: int) -> Forward:
+    """So many tokens behind no context."""
+    return Forward(WithoutContext([tokens], layers=2, adapter=None, rank=1))
 
 
 def step_of(tokens: int) -> Step:
@@ -131,7 +123,7 @@ def test_spatial_sharing_gives_a_part_of_the_time() -> None:
         step = step_of(10)
         rule.begin(step)
         if number % 2:
-            trained_s += 1e-3 * rule.forward(step, Tokens(1000))
+            trained_s += 1e-3 * rule.forward(step, unit_of(1000))
         load = Load(3)
         elapsed_s = 0.01
         while rule.backward(step, load, elapsed_s):
@@ -144,11 +136,11 @@ def test_co_serving_keeps_to_the_promise() -> None:
     """Of 50 ms, 10 go to requests: 40 tokens fit, and units of 2 ms a token while there is time."""
     rule, step = CoServing(burst=1), step_of(10)
     # A layer of 12 goes back within 25 ms; 1000 make 84 such windows.
-    assert rule.forward(step, Tokens(1000)) == 12
+    assert rule.forward(step, unit_of(1000)) == 12
     assert rule.backward(step, Load(12), 0.02)
     assert not rule.backward(step, Load(12), 0.03)
     full = step_of(50)
-    assert rule.forward(full, Tokens(1000)) == 0
+    assert rule.forward(full, unit_of(1000)) == 0
 
 
 @pytest.mark.parametrize(
@@ -159,7 +151,7 @@ def test_a_job_goes_on_where_a_window_takes_longer_than_a_step_may(rule: Sharing
     latencies = Latencies(Latency(1.0, 1e-3, 0.0), Latency(1.0, 2e-3, 0.0))
     idle = Step(Limits(least_chunk=4), latencies)
     rule.begin(idle)
-    unit = Tokens(6)
+    unit = unit_of(6)
     assert rule.forward(idle, unit) == 4
     idle.load += Load(4, windows=1)
     assert rule.forward(idle, unit) == 0
@@ -177,10 +169,10 @@ def window_step(slack_s: float, awaits_first_token: bool = False) -> Step:
 
 def test_a_step_uses_slack_that_others_saved_up_to_its_burst() -> None:
     """Of 200 ms, 10 are the requests' and 10 the window's; while one waits, of 50 ms."""
-    assert CoServing(burst=4).forward(window_step(1.0), Tokens(180)) == 180
-    assert CoServing(burst=1).forward(window_step(1.0), Tokens(180)) == 30
+    assert CoServing(burst=4).forward(window_step(1.0), unit_of(180)) == 180
+    assert CoServing(burst=1).forward(window_step(1.0), unit_of(180)) == 30
     rule = CoServing(burst=4)
-    awaited = [rule.forward(window_step(1.0, True), Tokens(180)) for _ in range(40)]
+    awaited = [rule.forward(window_step(1.0, True), unit_of(180)) for _ in range(40)]
     assert {*awaited} == {0, 30}
     assert rule.backward(window_step(1.0), Load(10), 0.19)
     assert not rule.backward(window_step(1.0, True), Load(10), 0.049)
@@ -189,7 +181,7 @@ def test_a_step_uses_slack_that_others_saved_up_to_its_burst() -> None:
 def test_a_batch_is_split_evenly() -> None:
     """Rooms of 180 and 30 tokens take as many windows as they must, and no tiny last one."""
     for burst, remaining, sizes in ((4, 200, [100, 100]), (1, 100, [25] * 4), (1, 31, [16, 15])):
-        rule, unit = CoServing(burst), Tokens(remaining)
+        rule, unit = CoServing(burst), unit_of(remaining)
         found = []
         while unit.remaining:
             found.append(rule.forward(window_step(1.0), unit))
@@ -200,11 +192,11 @@ def test_a_batch_is_split_evenly() -> None:
 def test_windows_wait_for_slack_and_come_without() -> None:
     """While rooms grow the window waits for a large one; where they stay small it comes soon."""
     rule = CoServing(burst=4)
-    grown = [rule.forward(window_step(0.05 + 0.02 * i), Tokens(1000)) for i in range(5)]
+    grown = [rule.forward(window_step(0.05 + 0.02 * i), unit_of(1000)) for i in range(5)]
     # Of a window of 100 tokens 0.91 is theirs, and 0.93 · 0.97 is demanded by then.
     assert grown == [0, 0, 0, 0, 100]
     rule = CoServing(burst=4)
-    same = [rule.forward(window_step(0.0305), Tokens(1000)) for _ in range(200)]
+    same = [rule.forward(window_step(0.0305), unit_of(1000)) for _ in range(200)]
     # Once it is known that no more comes of waiting, every few steps take one.
     assert {*same} == {0, 10}
     assert same.index(10) < 40

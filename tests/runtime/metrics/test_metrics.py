@@ -8,9 +8,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pcg.errors import BenchmarkError
-from pcg.runtime.metrics.distribution import Distribution
 from pcg.runtime.metrics.events import Event, EventLog, Kind
-from pcg.runtime.metrics.metrics import Fairness, serving_report
+from pcg.runtime.metrics.metrics import Distribution, Fairness, serving_report
 from pcg.runtime.metrics.timelines import Outcome, Slo, timelines
 
 

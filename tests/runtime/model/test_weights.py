@@ -74,7 +74,6 @@ def test_checkpoints_without_their_head(model_type: str, headless: bool, tmp_pat
     for name, parameter in other.named_parameters():
         if name == "lm_head.weight":
             continue
-        assert name in weights
         assert torch.equal(weights.load(name, tuple(parameter.shape), torch.float32), parameter)
 
 
@@ -173,7 +172,6 @@ def test_missing_tensors(saved: Path, tmp_path: Path) -> None:
     assert "the closest are model.layers.0.self_attn." in str(error.value)
     with pytest.raises(WeightsError, match=r"experts.gate_up_proj is not among"):
         weights.load("model.layers.0.mlp.experts.gate_up_proj", (2, 4, 4), torch.float32)
-    assert "model.layers.9.mlp.up_proj.weight" not in weights
     with pytest.raises(WeightsError, match="has no weights"):
         Checkpoint.open(ModelSource("none", {}))
     with pytest.raises(WeightsError, match="cannot be read"):

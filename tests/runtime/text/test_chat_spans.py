@@ -1,7 +1,8 @@
 import pytest
 
 from pcg.errors import DataError
-from pcg.runtime.text.chat import ChatTemplate, assistant_spans
+from pcg.runtime.text.chat import ChatTemplate
+from pcg.runtime.text.chat_spans import assistant_spans
 from tests.support import toy_tokenizers as toys
 
 ENDS = ("<|im_start|>", "<|im_end|>", "</s>")

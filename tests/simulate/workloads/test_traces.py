@@ -12,8 +12,7 @@ from pcg.simulate.workloads.lengths import Between
 from pcg.simulate.workloads.popularity import Skewed
 from pcg.simulate.workloads.public_trace import read_public_trace
 from pcg.simulate.workloads.synthetic import assign_adapters, synthetic
-from pcg.simulate.workloads.timed_request import TimedRequest
-from pcg.simulate.workloads.workload import Workload
+from pcg.simulate.workloads.workload import TimedRequest, Workload
 
 REQUESTS = st.builds(
     TimedRequest,

@@ -8,21 +8,20 @@ absent tokens are not loaded, so it would read no byte less, and a token's bits 
 whether its adapter has others in the batch.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from pcg.kernels.triton.adapters.lookups import (
+from pcg.kernels.triton.adapters.device_functions import (
     COUNTS,
     columns_of,
     rows_at,
     segment_of,
+    sum_of_parts,
     tokens_at,
+    wide_product,
 )
-from pcg.kernels.triton.adapters.wide_product import sum_of_parts, wide_product
 
 
 @triton.jit
@@ -30,25 +29,10 @@ def shrink_width(
     x, token, place, taken, start, size, memory, row, k, rank, low, high, scale, s, most_rank,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """s for some places and ranks, summed over the columns low to high.
+    """s for places [M] and ranks k [R], summed over the columns low to high of a slice.
 
-    Args:
-        x: first token.
-        token: first element in x of each place's, [M].
-        place: [M].
-        taken: whether there is one, [M].
-        start: first column of the slice, in x.
-        size: columns of the slice.
-        memory: the rows' memory.
-        row: first element of each row, [R].
-        k: rank of each row, [R].
-        rank: the matrix's rank.
-        low: first column.
-        high: end of the columns.
-        scale: factor of s.
-        s: s of the part, slice and place 0.
-        most_rank: elements of s from a place to the next.
-        BLOCK_K: columns of a step.
+    `token` is the first element of each place's token in x, `row` that of each row in the memory;
+    `s` is that of the part, the slice and place 0.
     """
     kept = (k < rank)[:, None]
     total = tl.zeros((token.shape[0], k.shape[0]), tl.float32)
@@ -76,11 +60,9 @@ def shrink_kernel(
     part = tl.program_id(1)
     j = tl.program_id(2) % slices
     first_rank = tl.program_id(2) // slices * BLOCK_R
-    slot, first_place, count = segment_of(tiles)
+    matrix, rank, first_place, count = segment_of(tiles, slots, ranks, j)
     if count == 0:
         return
-    matrix = j * slots + slot
-    rank = tl.load(ranks + matrix)
     scale = 1.0
     if HAS_SCALES:
         scale = tl.load(scales + matrix)
@@ -130,21 +112,7 @@ def expand_matrix(
 ):  # fmt: skip
     """total + scale · Bᵀ sᵀ of one matrix, [N, M].
 
-    Args:
-        total: [N, M].
-        memory: the rows' memory.
-        rows: first element of the matrix's row 0.
-        row: first element of the first 16 rows, [16].
-        rank: the matrix's rank.
-        n: columns, [N].
-        inside: which there are, [1, N].
-        s: s of part 0.
-        at: element of s of each place's rank 0, [1, M].
-        part_stride: elements from a part to the next.
-        taken: which places there are, [1, M].
-        scale: factor of s.
-        most_rank: rows that the table takes.
-        PARTS: the number of parts of s.
+    `row` is the first element of the first 16 rows, `at` the element of s of each place's rank 0.
     """
     for first_rank in range(0, rank, 16):
         k = first_rank + tl.arange(0, 16)
@@ -168,13 +136,11 @@ def expand_kernel(
     The product is turned, columns by tokens: see `wide_product` for why s is the second factor.
     """
     j = tl.program_id(2) * SUMMED
-    slot, first_place, count = segment_of(tiles)
+    matrix, rank, first_place, count = segment_of(tiles, slots, ranks, j)
     start, size = columns_of(columns, j)
     first = tl.program_id(1) * BLOCK_N
     if (count == 0) | (first >= size):
         return
-    matrix = j * slots + slot
-    rank = tl.load(ranks + matrix)
     row = rows_at(rows + matrix * most_rank + tl.arange(0, 16), memory)
     scale = 1.0
     if HAS_SCALES:
@@ -229,14 +195,10 @@ def outer_kernel(
     """
     j = tl.program_id(2) % slices
     first_rank = tl.program_id(2) // slices * BLOCK_R
-    slot, first_place, count = segment_of(segments)
-    if count == 0:
-        return
-    matrix = j * slots + slot
-    rank = tl.load(ranks + matrix)
+    matrix, rank, first_place, count = segment_of(segments, slots, ranks, j)
     start, size = columns_of(columns, j)
     first = tl.program_id(1) * BLOCK_N
-    if (first_rank >= rank) | (first >= size):
+    if (count == 0) | (first_rank >= rank) | (first >= size):
         return
     n = first + tl.arange(0, BLOCK_N)
     k = first_rank + tl.arange(0, BLOCK_R)

@@ -21,7 +21,7 @@ from pcg.kernels.uploads import uploaded
 
 @dataclass(frozen=True)
 class RankRows:
-    """Matrices of all slices and slots; made by `rank_rows`.
+    """Matrices of all slices and slots.
 
     Attributes:
         memory: flat, of the matrices' dtype.

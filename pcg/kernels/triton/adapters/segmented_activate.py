@@ -1,8 +1,8 @@
 """The inner activation of bottleneck adapters, of many in one launch.
 
-    segmented_activate:          z[j, p, k] = σ(s[j, p, k] + scale b[j, k])
-    segmented_activate_backward: ds[j, p, k] = dz[j, p, k] · σ'(s[j, p, k] + scale b[j, k])
-    segment_sum:                 db[j, k] = scale Σ_p ds[j, p, k]
+    segmented_activate: z[j, p, k] = σ(s[j, p, k] + scale b[j, k]), or given dz
+                        ds[j, p, k] = dz[j, p, k] · σ'(s[j, p, k] + scale b[j, k])
+    segment_sum:        db[j, k] = scale Σ_p ds[j, p, k]
 
 s and dz are partial sums, [parts, slices, places, most_rank] in fp32, as `shrink` makes them; z and
 ds are such of one part. A slot has as many k as its width says, the ranks of its matrices; behind
@@ -12,8 +12,6 @@ has in `rank_rows`, or 0 where it has none. All is in fp32.
 Grids: (tiles, blocks of k, slices); segment_sum (segments, blocks of k, slices).
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import torch
@@ -22,10 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from pcg.errors import CodegenError
-from pcg.kernels.triton.adapters.lookups import COUNTS, segment_of
+from pcg.kernels.triton.adapters.device_functions import COUNTS, segment_of, sum_of_parts
 from pcg.kernels.triton.adapters.rank_rows import RankRows
 from pcg.kernels.triton.adapters.token_tiles import TokenTiles
-from pcg.kernels.triton.adapters.wide_product import sum_of_parts
 
 FUNCTIONS = {"gelu": 0, "gelu_new": 1, "relu": 2, "silu": 3, "tanh": 4}
 """The kernels' numbers of the functions that `pcg.kernels.torch.bypass` knows by name."""
@@ -81,13 +78,9 @@ def activate_kernel(
 ):  # fmt: skip
     """z, or ds with HAS_GRADIENT, for a tile and BLOCK_R of a slice's k."""
     j = tl.program_id(2)
-    slot, first_place, count = segment_of(tiles)
-    if count == 0:
-        return
-    matrix = j * slots + slot
-    width = tl.load(widths + matrix)
+    matrix, width, first_place, count = segment_of(tiles, slots, widths, j)
     first = tl.program_id(1) * BLOCK_R
-    if first >= width:
+    if (count == 0) | (first >= width):
         return
     m = tl.arange(0, BLOCK_M)
     k = first + tl.arange(0, BLOCK_R)
@@ -113,46 +106,21 @@ def segmented_activate(
     tiles: TokenTiles,
     function: str,
     scales: Tensor | None = None,
+    dz: Tensor | None = None,
 ) -> Tensor:
-    """σ(s + scale · b) of each token's own adapter.
+    """σ(s + scale · b) of each token's own adapter; with dz, ds = dz · σ'(s + scale · b).
 
     Args:
-        s: the partial sums of `shrink`, [parts, slices, places, most_rank], fp32.
+        s: the partial sums of `shrink`, [parts, slices, places, most_rank], fp32; dz likewise.
         biases: one row of `width` elements for each slot that has one; their sizes are not read.
         widths: ranks of the matrices that made s, [slices, slots], int32.
-        tiles: as for s.
+        tiles: those that s was made with.
         function: σ's name.
-        scales: factors of the biases, [slices, slots], fp32.
-    Returns:
-        [1, slices, places, most_rank], fp32.
+        scales: factors on the biases, [slices, slots], fp32.
+        dz: the gradient by the activation; what is returned is of one part.
     Raises:
         CodegenError: no such function.
     """
-    return _activate(s, None, biases, widths, tiles, function, scales)
-
-
-def segmented_activate_backward(
-    dz: Tensor,
-    s: Tensor,
-    biases: RankRows,
-    widths: Tensor,
-    tiles: TokenTiles,
-    function: str,
-    scales: Tensor | None = None,
-) -> Tensor:
-    """ds = dz · σ'(s + scale · b); dz as s, the rest and what comes out as of the forward."""
-    return _activate(s, dz, biases, widths, tiles, function, scales)
-
-
-def _activate(
-    s: Tensor,
-    dz: Tensor | None,
-    biases: RankRows,
-    widths: Tensor,
-    tiles: TokenTiles,
-    function: str,
-    scales: Tensor | None,
-) -> Tensor:
     if function not in FUNCTIONS:
         raise CodegenError(f"activation {function!r}; there are {', '.join(FUNCTIONS)}")
     _, slices, places, most_rank = s.shape
@@ -177,14 +145,9 @@ def sum_kernel(
 ):  # fmt: skip
     """BLOCK_R k of a segment's db of a slice; lines of places as `inner_kernel` adds them up."""
     j = tl.program_id(2)
-    slot, first_place, count = segment_of(segments)
-    if count == 0:
-        return
-    matrix = j * slots + slot
-    width = tl.load(widths + matrix)
-    rank = tl.load(ranks + matrix)
+    matrix, width, first_place, count = segment_of(segments, slots, widths, j)
     first = tl.program_id(1) * BLOCK_R
-    if (rank == 0) | (first >= width):
+    if (count == 0) | (tl.load(ranks + matrix) == 0) | (first >= width):
         return
     k = first + tl.arange(0, BLOCK_R)
     first_place += j * places
@@ -201,20 +164,13 @@ def sum_kernel(
 
 
 def segment_sum(
-    ds: Tensor,
-    gradients: RankRows,
-    widths: Tensor,
-    tiles: TokenTiles,
-    scales: Tensor | None = None,
+    ds: Tensor, gradients: RankRows, widths: Tensor, tiles: TokenTiles, scales: Tensor | None = None
 ) -> None:
     """Write scale · Σ ds over each segment's places; slots without any are left as they are.
 
-    Args:
-        ds: the result of `segmented_activate_backward`.
-        gradients: where the biases' gradients lie, in fp32.
-        widths: as of the activation.
-        tiles: as for ds.
-        scales: factors of the biases, [slices, slots], fp32.
+    `gradients` is where the biases' gradients lie, in fp32; widths, tiles and scales are those of
+    the `segmented_activate` that made ds.
+
     Raises:
         CodegenError: ds is of several parts, or gradients are not fp32.
     """

@@ -15,9 +15,8 @@ ds and x, dB that of s and dy with scale, as dB lies by its rows, like B.
 Sums are in fp32 and in a fixed order, and y is rounded once. Products run on tensor cores where one
 factor has 16 bits: x is converted to the dtype of rows of 16 bits, and where the other factor, s or
 a row, is fp32, it keeps 16 bits at least (`wide_product`). A rank costs what it needs, in steps of
-16, whatever the others' are: programs beyond it leave at once, and rows beyond it are not loaded. s
-is zero from a rank to the next multiple of 16, and undefined beyond; most_rank is a multiple of 16,
-so that s is loaded 16 bytes at once.
+16, whatever the others' are. s is zero from a rank to the next multiple of 16, and undefined
+beyond; most_rank is a multiple of 16, so that s is loaded 16 bytes at once.
 
 A token's bits depend on its own x and adapter, on the sizes of the tensors, on the tiles' block and
 the number of parts, and on nothing else in the batch: each row of a product adds up by itself. In
@@ -73,7 +72,7 @@ def shrink(
         x: [tokens, columns], rows contiguous and aligned as `check_tokens` says.
         a: rows of A; of B for ds, with x the output's gradient.
         tiles: the tokens by slot, on the device.
-        scales: factors of s, [slices, slots], fp32.
+        scales: factors on s, [slices, slots], fp32.
         parts: the number of parts of each sum; by default as many as fill the device.
     Returns:
         s [parts, slices, places, most_rank], fp32.
@@ -127,14 +126,12 @@ def expand_add(
 
     Args:
         y: [tokens, columns], rows contiguous and aligned as `check_tokens` says.
-        s: the partial sums of `shrink`.
+        s: the partial sums of `shrink`, with the same tiles.
         b: rows of B; of A for dx. Slices have columns of their own, or all the same ones, whose
             y is the sum over slices.
-        tiles: as for s.
-        scales: factors of s, [slices, slots], fp32.
-        in_place: written over y; else what has no adapter is left undefined.
-    Returns:
-        y, or a contiguous tensor like it.
+        tiles: the tokens by slot.
+        scales: factors on s, [slices, slots], fp32.
+        in_place: write over y; else a tensor like it is made, undefined for tokens of no adapter.
     Raises:
         CodegenError: y cannot be loaded 16 bytes at once, has too few columns, or s is of others.
     """
@@ -163,14 +160,9 @@ def segment_outer(
 ) -> None:
     """Write scale · Σ s ⊗ x over each segment's tokens: dA of ds and x, dB of s and dy.
 
-    Slots without tokens in the batch are left as they are.
+    Slots without tokens in the batch are left as they are. `gradients` is where the rows of the
+    gradients lie, in fp32; the other arguments are those of `shrink`.
 
-    Args:
-        s: the partial sums of `shrink`, or ds.
-        x: [tokens, columns], or dy.
-        gradients: where the rows of the gradients lie, in fp32, and the ranks.
-        tiles: as for s.
-        scales: [slices, slots], fp32.
     Raises:
         CodegenError: x cannot be loaded 16 bytes at once, s is of others, gradients are not fp32.
     """
@@ -192,7 +184,7 @@ def segment_outer(
 
 
 def check_tokens(x: Tensor, rows: RankRows) -> None:
-    """CodegenError: x [tokens, columns] is not what kernels load 16 bytes at once of."""
+    """CodegenError: x is no [tokens, columns] that kernels can load 16 bytes at once of."""
     ends = [start + size for start, size in zip(rows.starts, rows.sizes, strict=True)]
     if x.dim() != 2 or x.shape[1] < max(ends):
         raise CodegenError(f"{tuple(x.shape)} is no [tokens, {max(ends)} columns or more]")

@@ -13,8 +13,6 @@ All is computed in fp32, rounded once, and summed in a fixed order.
 Grids: (tiles or segments, blocks of columns, slices).
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton
@@ -22,12 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pcg.errors import CodegenError
-from pcg.kernels.triton.adapters.lookups import (
-    columns_of,
-    rows_at,
-    segment_of,
-    tokens_at,
-)
+from pcg.kernels.triton.adapters.device_functions import columns_of, rows_at, segment_of, tokens_at
 from pcg.kernels.triton.adapters.rank_rows import RankRows
 from pcg.kernels.triton.adapters.segmented_lora import check_gradients, check_tokens
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles
@@ -40,14 +33,10 @@ def vector_kernel(
 ):  # fmt: skip
     """y for a tile and BLOCK_N columns of a slice: v is added where it ADDS, else it scales."""
     j = tl.program_id(2)
-    slot, first_place, count = segment_of(tiles)
-    if count == 0:
-        return
-    matrix = j * slots + slot
-    rank = tl.load(ranks + matrix)
+    matrix, rank, first_place, count = segment_of(tiles, slots, ranks, j)
     start, size = columns_of(columns, j)
     first = tl.program_id(1) * BLOCK_N
-    if (rank == 0) | (first >= size):
+    if (count == 0) | (rank == 0) | (first >= size):
         return
     n = first + tl.arange(0, BLOCK_N)
     inside = n < size
@@ -79,8 +68,6 @@ def segmented_scale(
         vectors: matrices of rank 1, or 0 where a slot has none.
         tiles: the tokens by slot, on the device.
         base: [columns].
-    Returns:
-        y.
     Raises:
         CodegenError: y cannot be loaded 16 bytes at once, or y or base has too few columns.
     """
@@ -90,10 +77,7 @@ def segmented_scale(
 def segmented_bias_add(
     y: Tensor, vectors: RankRows, tiles: TokenTiles, base: Tensor | None = None
 ) -> Tensor:
-    """y + v - base, each token with its own adapter's vector, written over y.
-
-    Arguments, result and errors are those of `segmented_scale`.
-    """
+    """y + v - base, written over y; arguments and errors are those of `segmented_scale`."""
     return _change(y, vectors, tiles, base, True)
 
 
@@ -127,14 +111,10 @@ def inner_kernel(
     Each of BLOCK_T lines adds up every BLOCK_T-th token, and then the lines are added.
     """
     j = tl.program_id(2)
-    slot, first_place, count = segment_of(segments)
-    if count == 0:
-        return
-    matrix = j * slots + slot
-    rank = tl.load(ranks + matrix)
+    matrix, rank, first_place, count = segment_of(segments, slots, ranks, j)
     start, size = columns_of(columns, j)
     first = tl.program_id(1) * BLOCK_N
-    if (rank == 0) | (first >= size):
+    if (count == 0) | (rank == 0) | (first >= size):
         return
     n = first + tl.arange(0, BLOCK_N)
     inside = n < size
@@ -172,15 +152,9 @@ def segment_inner(
 ) -> None:
     """Write scale · Σ dy ⊙ (y - base) over each segment's tokens; without y, scale · Σ dy.
 
-    Slots without tokens in the batch are left as they are.
+    Slots without tokens in the batch are left as they are. `gradients` is where the vectors'
+    gradients lie, in fp32, and scales are [slices, slots], in fp32.
 
-    Args:
-        dy: [tokens, columns], rows contiguous and aligned as `check_tokens` says.
-        y: likewise; what was scaled.
-        gradients: where the vectors' gradients lie, in fp32.
-        tiles: the tokens by slot, on the device.
-        base: [columns]; only with y.
-        scales: [slices, slots], fp32.
     Raises:
         CodegenError: dy or y cannot be loaded 16 bytes at once, or gradients are not fp32.
     """

@@ -8,16 +8,16 @@ places: one program of a kernel takes one tile, and so reads one adapter (SGMV: 
     segments [segments, 3]    slot, first place, places
     tiles    [tiles, 3]       the same of each tile
 
-All lie in one int32 tensor, so a step copies once. Sizes can be given as `TileCapacity`, which
-depends on how many tokens there may be and not on whose they are: then one captured CUDA graph
-serves every step of that many tokens. The rest of a capacity is empty: places that nothing reads,
-segments and tiles of no places, which programs leave at once.
+All lie in one int32 tensor on the CPU, so a step copies once. Sizes can be given as `TileCapacity`:
+then one captured CUDA graph serves every step of that many tokens, whatever their adapters. The
+rest of a capacity is empty: places that nothing reads, segments and tiles of no places.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -35,13 +35,7 @@ PREFILL_BLOCK = 64
 
 @dataclass(frozen=True)
 class TileCapacity:
-    """The sizes of the tables.
-
-    Attributes:
-        places: tokens that have an adapter.
-        segments: adapters.
-        tiles: tiles of their tokens.
-    """
+    """The sizes of the tables: tokens that have an adapter, adapters, and tiles of their tokens."""
 
     places: int
     segments: int
@@ -62,13 +56,7 @@ class TileCapacity:
 
 @dataclass(frozen=True)
 class TokenTiles:
-    """The tokens of a step by adapter; see the module for what the tensors hold.
-
-    Attributes:
-        memory: order, segments and tiles, one behind the other, int32.
-        capacity: their sizes.
-        block: places of a tile, at most.
-    """
+    """The tables of a step, one behind the other in `memory`; a tile has at most `block` places."""
 
     memory: Tensor
     capacity: TileCapacity
@@ -88,7 +76,7 @@ class TokenTiles:
         return self.memory[self.capacity.places + 3 * self.capacity.segments :].view(-1, 3)
 
     def to(self, device: torch.device) -> TokenTiles:
-        """The same on a device, copied at once; the host does not wait for it."""
+        """The same on a device."""
         return replace(self, memory=uploaded(self.memory, device))
 
 
@@ -101,8 +89,6 @@ def token_tiles(
         spans: neighbouring tokens with one adapter: first token, tokens, slot; -1 for none.
         block: places of a tile, at most: DECODE_BLOCK or PREFILL_BLOCK.
         capacity: sizes to fill up to; by default the sizes that are needed.
-    Returns:
-        The tables, on the CPU.
     Raises:
         CodegenError: spans share tokens, the capacity is too small, or no kernel takes such tiles.
     """
@@ -111,7 +97,8 @@ def token_tiles(
     own = sorted((slot, start, length) for start, length, slot in spans if slot >= 0 and length)
     order = _order(own)
     segments: list[list[int]] = []
-    for place, (slot, _, length) in zip(_starts(own), own, strict=True):
+    places = accumulate((length for _, _, length in own), initial=0)
+    for place, (slot, _, length) in zip(places, own, strict=False):
         if segments and segments[-1][0] == slot:
             segments[-1][2] += length
         else:
@@ -139,7 +126,7 @@ def token_tiles(
 
 
 def tiles_on(spans: Sequence[tuple[int, int, int]], device: torch.device) -> TokenTiles:
-    """Sort the tokens of a step by slot, in tiles that fit them, on a device; see `token_tiles`."""
+    """The tables on a device, of tiles that fit the tokens; see `token_tiles`."""
     slots = len({slot for _, _, slot in spans})
     is_decode = sum(length for _, length, _ in spans) <= DECODE_BLOCK * slots
     return token_tiles(spans, DECODE_BLOCK if is_decode else PREFILL_BLOCK).to(device)
@@ -157,8 +144,3 @@ def _order(own: Sequence[tuple[int, int, int]]) -> np.ndarray:
         end = start + length
     ranges = [np.arange(start, start + length, dtype=np.int32) for _, start, length in own]
     return np.concatenate([np.empty(0, np.int32), *ranges])
-
-
-def _starts(own: Sequence[tuple[int, int, int]]) -> list[int]:
-    """The first place of each span."""
-    return [0, *np.cumsum([length for _, _, length in own])[:-1].tolist()] if own else []

@@ -14,7 +14,7 @@ joined, which is little beside their tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -28,15 +28,12 @@ from pcg.kernels.torch.products import (
     InputGradientTerm,
     Product,
     ProductRequest,
+    fulfilled,
     joined_tokens,
     product_backward,
 )
 from pcg.kernels.triton.adapters import segmented_lora
-from pcg.kernels.triton.adapters.segmented_activate import (
-    segment_sum,
-    segmented_activate,
-    segmented_activate_backward,
-)
+from pcg.kernels.triton.adapters.segmented_activate import segment_sum, segmented_activate
 from pcg.kernels.triton.adapters.token_tiles import TokenTiles
 from pcg.kernels.triton.adapters.trained_rows import (
     are_few,
@@ -105,18 +102,10 @@ def scaled_outer(dz: Tensor, s: Tensor, b: Any) -> Tensor:
 def lora_linear_backward(
     batch: ProgramBatch, name: str, dz: Tensor, weight: Tensor, a: Any, b: Any, s: Tensor
 ) -> ProductRequest[Any]:
-    """Request the gradients of a linear operator with LoRA, without dA.
+    """Request the gradients of a linear operator with LoRA: ds [T, r], dB [out, r], dx [T, in].
 
-    Args:
-        batch: the step's.
-        name: the weight's name in its layer.
-        dz: [T, out].
-        weight: the base's, [out, in].
-        a: the adapter's A [r, in].
-        b: its B [out, r], and scale.
-        s: x Aᵀ, [T, r].
-    Returns:
-        ds [T, r], dB [out, r], dx [T, in].
+    `name` is that of the weight [out, in] in its layer; dz is [T, out], A [r, in], B [out, r], and
+    s = x Aᵀ [T, r].
     """
     a, b = as_weight(a), as_weight(b)
     known = is_tokens(dz) and is_summand(s) and not weight.shape[1] % ROW_ALIGNMENT
@@ -130,20 +119,15 @@ def lora_linear_backward(
     return ds, db, dx.add_(torch_ops.shrink_backward(ds, a))
 
 
+@dataclass(eq=False)
 class LoraGradients(InputGradientTerm):
-    """The gradients of one job's LoRA at a linear operator.
+    """ds [T, r] and dB [out, r] of one job's LoRA at a linear operator, once they are made."""
 
-    Attributes:
-        ds: [T, r], once it was added.
-        db: [out, r], likewise.
-    """
-
-    def __init__(self, a: Any, b: Any, s: Tensor) -> None:
-        self._a = a
-        self._b = b
-        self._s = s
-        self.ds: Any = None
-        self.db: Any = None
+    _a: Any
+    _b: Any
+    _s: Tensor
+    ds: Any = field(default=None, init=False)
+    db: Any = field(default=None, init=False)
 
     def add(
         self,
@@ -167,31 +151,18 @@ class LoraGradients(InputGradientTerm):
 
 
 def asked_outer(batch: ProgramBatch, name: str, ds: Tensor, x: Tensor) -> ProductRequest[Any]:
-    """Request dA = dsᵀ x, [r, in].
-
-    Args:
-        batch: the step's.
-        name: the gradient's name in its layer.
-        ds: [T, r].
-        x: [T, in].
-    """
+    """Request dA = dsᵀ x, [r, in], of ds [T, r] and x [T, in]; `name` is the gradient's."""
     if not (is_tokens(x) and is_summand(ds)):
-        return torch_ops.outer(ds, x)
-    request = OuterProduct((batch.layer, name), x, ds)
-    del x
-    yield request
-    return request.take()
+        return fulfilled(torch_ops.outer(ds, x))
+    return OuterProduct((batch.layer, name), x, ds).requested()
 
 
+@dataclass(slots=True, eq=False)
 class OuterProduct(Product):
     """dsᵀ x of one job."""
 
-    __slots__ = ("_ds",)
+    _ds: Tensor
     is_own: ClassVar[bool] = True
-
-    def __init__(self, key: tuple[object, ...], x: Tensor, ds: Tensor) -> None:
-        super().__init__(key, x)
-        self._ds = ds
 
     def run(self) -> None:
         self._outputs = outer(self._ds, self._take_x())
@@ -215,44 +186,31 @@ class OuterProduct(Product):
 def bottleneck_backward(
     batch: ProgramBatch, name: str, dz: Tensor, up: Any, s: Tensor, bias: Any, function: str
 ) -> ProductRequest[Any]:
-    """Request the gradients of a bottleneck adapter, from its width on.
+    """Request the gradients of a bottleneck adapter: ds [T, size], dU [out, size], dd [size].
 
-    Args:
-        batch: the step's.
-        name: the name of `up` in its layer.
-        dz: [T, out].
-        up: the adapter's U [out, size], and scale.
-        s: x Aᵀ, [T, size].
-        bias: the adapter's d [size], and scale.
-        function: σ's name.
-    Returns:
-        ds [T, size], dU [out, size], dd [size].
+    `name` is that of `up`, the adapter's U [out, size], in its layer; dz is [T, out], s = x Aᵀ
+    [T, size], the bias d [size], and `function` names σ.
     """
     up, bias = as_weight(up), as_weight(bias)
     if is_tokens(dz) and is_summand(s) and is_matrix(up.weight.t(), dz.shape[1]):
-        request = BottleneckGradients((batch.layer, name, function), dz, up, s, bias)
-        del dz
-        yield request
-        return request.take()
+        return BottleneckGradients((batch.layer, name, function), dz, up, s, bias).requested()
     dh = torch_ops.expand_backward(dz, up)
     with torch.enable_grad():
         before = s.detach().requires_grad_()
         h = torch_ops.activate(before, bias, function)
         (ds,) = torch.autograd.grad(h, before, dh)
-    return ds, torch_ops.scaled_outer(dz, h.detach(), up), torch_ops.sum_tokens(ds, bias)
+    du = torch_ops.scaled_outer(dz, h.detach(), up)
+    return fulfilled((ds, du, torch_ops.sum_tokens(ds, bias)))
 
 
+@dataclass(slots=True, eq=False)
 class BottleneckGradients(Product):
-    """The gradients of one job's bottleneck adapter; of what has the key, σ is the same."""
+    """The gradients of one job's bottleneck adapter; products of one key have the same σ."""
 
-    __slots__ = ("_bias", "_s", "_up")
+    _up: Any
+    _s: Tensor
+    _bias: Any
     is_own: ClassVar[bool] = True
-
-    def __init__(self, key: tuple[object, ...], dz: Tensor, up: Any, s: Tensor, bias: Any) -> None:
-        super().__init__(key, dz)
-        self._up = up
-        self._s = s
-        self._bias = bias
 
     def run(self) -> None:
         self.run_with(())
@@ -269,7 +227,7 @@ class BottleneckGradients(Product):
         s = as_places([one._s for one in every], up)
         dh = segmented_lora.shrink(dz, up, tiles, of_up)
         h = segmented_activate(s, biases, up.ranks, tiles, function, of_bias)
-        ds = segmented_activate_backward(dh, s, biases, up.ranks, tiles, function, of_bias)
+        ds = segmented_activate(s, biases, up.ranks, tiles, function, of_bias, dh)
         sums = replace(biases, memory=torch.empty_like(biases.memory, dtype=torch.float32))
         segment_sum(ds, sums, up.ranks, tiles, of_bias)
         gradients = zip(

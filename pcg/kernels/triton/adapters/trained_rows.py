@@ -24,7 +24,6 @@ from pcg.kernels.uploads import uploaded
 MOST_RANK = 256
 """Beyond, products are PyTorch's: a guess of where a library's tiles pay, until it is measured."""
 
-
 _MOST_JOINED = 1024
 """Tokens for each job beside the first, up to which to copy them should cost less than its launch:
 16 MB of 4096 columns, read and written at 4 TB/s, in 4 us. To be measured."""
@@ -43,12 +42,7 @@ def is_column_wise(x: Tensor) -> bool:
 
 
 def rows_of(matrices: Sequence[Tensor], memory: Tensor | None = None) -> RankRows:
-    """Matrices [r, n], each of a slot, as the rows of one memory.
-
-    Args:
-        matrices: one, which is read where it lies, or several, which are joined.
-        memory: all of them, one below the other, where they lie so.
-    """
+    """Matrices [r, n], each of a slot, as the rows of one memory, where they may lie already."""
     size, ranks = matrices[0].shape[1], tuple(len(matrix) for matrix in matrices)
     if memory is not None:
         assert memory.is_contiguous()
@@ -59,8 +53,7 @@ def rows_of(matrices: Sequence[Tensor], memory: Tensor | None = None) -> RankRow
         if not is_column_wise(memory):
             memory = memory.contiguous()
     return replace(
-        _layout(ranks, size, memory.stride(0), memory.device, _stream(memory.device)),
-        memory=memory,
+        _layout(ranks, size, memory.stride(0), memory.device, _stream(memory.device)), memory=memory
     )
 
 

@@ -9,6 +9,7 @@ over the tokens of each job, in fp32. They are read as they are; those of severa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from pcg.kernels.batch import ProgramBatch
 from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.torch.lora import as_weight
-from pcg.kernels.torch.products import Product, ProductRequest, joined_tokens
+from pcg.kernels.torch.products import Product, ProductRequest, fulfilled, joined_tokens
 from pcg.kernels.triton.adapters.segmented_vectors import segment_inner
 from pcg.kernels.triton.adapters.trained_rows import (
     are_few,
@@ -46,61 +47,29 @@ def sum_tokens(dz: Tensor, bias: Any = None) -> Tensor:
 def asked_inner(
     batch: ProgramBatch, name: str, dz: Tensor, y: Tensor, base: Tensor | None = None
 ) -> ProductRequest[Any]:
-    """Request `inner`.
-
-    Args:
-        batch: the step's.
-        name: the gradient's name in its layer.
-        dz: [T, n].
-        y: [T, n].
-        base: [n], what is not scaled.
-    """
+    """Request `inner` of dz, y [T, n] and base [n]; `name` is the gradient's in its layer."""
     if not (is_tokens(dz) and is_tokens(y)):
-        return torch_ops.inner(dz, y, base)
-    request = VectorGradient((batch.layer, name), dz, y, base, None)
-    del dz, y
-    yield request
-    return request.take()
+        return fulfilled(torch_ops.inner(dz, y, base))
+    return VectorGradient((batch.layer, name), dz, y, base, None).requested()
 
 
 def asked_sum_tokens(
     batch: ProgramBatch, name: str, dz: Tensor, bias: Any = None
 ) -> ProductRequest[Any]:
-    """Request `sum_tokens`.
-
-    Args:
-        batch: the step's.
-        name: the gradient's name in its layer.
-        dz: [T, n].
-        bias: an adapter's, and its scale; the sum is scaled by nothing without.
-    """
+    """Request `sum_tokens` of dz [T, n]; `name` is the gradient's in its layer."""
     if not is_tokens(dz):
-        return torch_ops.sum_tokens(dz, bias)
-    request = VectorGradient((batch.layer, name), dz, None, None, bias)
-    del dz
-    yield request
-    return request.take()
+        return fulfilled(torch_ops.sum_tokens(dz, bias))
+    return VectorGradient((batch.layer, name), dz, None, None, bias).requested()
 
 
+@dataclass(slots=True, eq=False)
 class VectorGradient(Product):
     """The gradient of one job's vector; those of one key all have y and a bias, or none."""
 
-    __slots__ = ("_base", "_bias", "_count", "_y")
+    _y: Tensor | None
+    _base: Tensor | None
+    _bias: Any
     is_own: ClassVar[bool] = True
-
-    def __init__(
-        self,
-        key: tuple[object, ...],
-        dz: Tensor,
-        y: Tensor | None,
-        base: Tensor | None,
-        bias: Any,
-    ) -> None:
-        super().__init__(key, dz)
-        self._count = len(dz)
-        self._y = y
-        self._base = base
-        self._bias = None if bias is None else as_weight(bias)
 
     def run(self) -> None:
         (self._outputs,) = self._made((self,))
@@ -110,7 +79,8 @@ class VectorGradient(Product):
         every = (self, *others)
         tensors = 1 if self._y is None else 2
         of_one_base = all(one._base is self._base for one in others)
-        if of_one_base and are_few([tensors * one._count for one in every]):
+        counts = [tensors * len(one._x) for one in every if one._x is not None]
+        if of_one_base and are_few(counts):
             for one, gradient in zip(every, self._made(every), strict=True):
                 one._outputs = gradient.clone()
         else:
@@ -126,16 +96,12 @@ class VectorGradient(Product):
             one._y = None
         scales = None
         if self._bias is not None:
-            scales = scales_of([one._bias for one in every], dz.device)
+            scales = scales_of([as_weight(one._bias) for one in every], dz.device)
         return _sums(counts, dz, y, self._base, scales)
 
 
 def _sums(
-    counts: Sequence[int],
-    dz: Tensor,
-    y: Tensor | None,
-    base: Tensor | None,
-    scales: Tensor | None,
+    counts: Sequence[int], dz: Tensor, y: Tensor | None, base: Tensor | None, scales: Tensor | None
 ) -> Sequence[Tensor]:
     """The sum over the tokens of each job, [n] each, in fp32."""
     sums = torch.zeros((len(counts), dz.shape[1]), dtype=torch.float32, device=dz.device)

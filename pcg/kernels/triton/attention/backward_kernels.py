@@ -19,8 +19,6 @@ Shapes: T tokens, H heads, K KV heads, G = H / K, D head size, Dv that of values
 Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2, as two kernels instead of atomics.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton
@@ -29,6 +27,7 @@ import triton.language as tl
 from pcg.kernels.triton.attention.scores import (
     LOG2E,
     bounded,
+    load_rows,
     part_of,
     piece,
     places,
@@ -50,10 +49,8 @@ def delta_rows(
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = (row // H).to(tl.int64)
     head = row % H
-    dv = tl.arange(0, BLOCK_DV)
-    inside = (row < count)[:, None] & (dv < DV)[None, :]
-    x = tl.load(dout + (token * dout_token + head * dout_head)[:, None] + dv[None, :], inside, 0.0)
-    y = tl.load(out + (token * out_token + head * out_head)[:, None] + dv[None, :], inside, 0.0)
+    x = load_rows(dout, token * dout_token + head * dout_head, row < count, DV, BLOCK_DV)
+    y = load_rows(out, token * out_token + head * out_head, row < count, DV, BLOCK_DV)
     tl.store(delta + row, tl.sum(x.to(tl.float32) * y.to(tl.float32), 1), row < count)
 
 
@@ -77,14 +74,11 @@ def add_keys(
     PAGED: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """total += ds k over blocks of keys from `begin` to `end`; `last` ends the keys there are."""
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
     for first in range(begin, end, BLOCK_N):
         j = first + tl.arange(0, BLOCK_N)
         there = j < last
         place = places(table, start, j, there, key_page, key_token, PAGED, PAGE)
-        inside = there[:, None] & (d < D)[None, :]
-        key = tl.load(keys + place[:, None] + d[None, :], inside, 0.0)
+        key = load_rows(keys, place, there, D, BLOCK_D)
         scores, growth = bounded(row_products(query, key, BLOCK_D), scale, SOFTCAP)
         if ALIBI:
             scores += slope[:, None] * (j[None, :] - i[:, None]).to(tl.float32)
@@ -93,8 +87,7 @@ def add_keys(
             visible = there[None, :] & seen(i[:, None], j[None, :], WINDOW)
             weights = tl.where(visible, weights, 0.0)
         place = places(table, start, j, there, value_page, value_token, PAGED, PAGE)
-        inside = there[:, None] & (dv < DV)[None, :]
-        value = tl.load(values + place[:, None] + dv[None, :], inside, 0.0)
+        value = load_rows(values, place, there, DV, BLOCK_DV)
         weighted = row_products(upstream, value, BLOCK_DV)
         dscores = weights * (weighted - inner[:, None]) * growth
         total = tl.dot(dscores.to(key.dtype), key, total, input_precision="ieee")
@@ -112,24 +105,16 @@ def query_gradients(
     ALIBI: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """dq of BLOCK_M rows of a part."""
-    tile, cut = piece(tiles, TILE, BLOCK_M, COLUMNS)
-    rows = tl.load(tile + 2)
-    if cut >= rows:
+    number, first_row, end_row = piece(tiles, TILE, BLOCK_M, COLUMNS)
+    if first_row >= end_row:
         return
     kv_head = tl.program_id(1)
-    number = tl.load(tile)
-    first_row = tl.load(tile + 1) + cut
-    end_row = first_row + tl.minimum(rows - cut, BLOCK_M)
     start, length, context = part_of(parts, number, COLUMNS)
 
     real, i, head, token = tile_rows(first_row, end_row, start, context, kv_head, G, BLOCK_M)
     row = token * H + head
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
-    place = token * q_token + head * q_head
-    query = tl.load(q + place[:, None] + d[None, :], (d < D)[None, :], 0.0)
-    place = token * dout_token + head * dout_head
-    upstream = tl.load(dout + place[:, None] + dv[None, :], (dv < DV)[None, :], 0.0)
+    query = load_rows(q, token * q_token + head * q_head, None, D, BLOCK_D)
+    upstream = load_rows(dout, token * dout_token + head * dout_head, None, DV, BLOCK_DV)
     logsum = tl.load(lse + row) * LOG2E
     inner = tl.load(delta + row)
     slope = inner
@@ -158,6 +143,7 @@ def query_gradients(
         keys, values, key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D,
         BLOCK_DV, BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, MASKED=True,
     )  # fmt: skip
+    d = tl.arange(0, BLOCK_D)
     found = (total * scale).to(dq.dtype.element_ty)
     tl.store(dq + (row * D)[:, None] + d[None, :], found, real[:, None] & (d < D)[None, :])
 
@@ -174,8 +160,6 @@ def add_rows(
 
     Rows from `end_row` on are none: q and dout are 0 there. `head` is the group's first.
     """
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
     for first in range(begin, end, BLOCK_M):
         r = first + tl.arange(0, BLOCK_M)
         real = r < end_row
@@ -183,9 +167,7 @@ def add_rows(
         token = (start + r // G).to(tl.int64)
         which = head + r % G
         row = token * H + which
-        place = token * q_token + which * q_head
-        inside = real[:, None] & (d < D)[None, :]
-        query = tl.load(q + place[:, None] + d[None, :], inside, 0.0)
+        query = load_rows(q, token * q_token + which * q_head, real, D, BLOCK_D)
         products = tl.dot(key, tl.trans(query), input_precision="ieee")
         scores, growth = bounded(products, scale, SOFTCAP)
         if ALIBI:
@@ -196,14 +178,29 @@ def add_rows(
         if MASKED:
             weights = tl.where(real[None, :] & seen(i[None, :], j[:, None], WINDOW), weights, 0.0)
         place = token * dout_token + which * dout_head
-        inside = real[:, None] & (dv < DV)[None, :]
-        upstream = tl.load(dout + place[:, None] + dv[None, :], inside, 0.0)
+        upstream = load_rows(dout, place, real, DV, BLOCK_DV)
         dvalue = tl.dot(weights.to(upstream.dtype), upstream, dvalue, input_precision="ieee")
         weighted = tl.dot(value, tl.trans(upstream), input_precision="ieee")
         inner = tl.load(delta + row, real, 0.0)
         dscores = weights * (weighted - inner[None, :]) * growth
         dkey = tl.dot(dscores.to(query.dtype), query, dkey, input_precision="ieee")
     return dkey, dvalue
+
+
+@triton.jit
+def store_rows(
+    out, sums, found, of_batch, of_pass, there, own,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    """Write gradients of the batch's own tokens; with a cache all are added to the pass's sums."""
+    e = tl.arange(0, BLOCK)
+    inside = there[:, None] & (e < SIZE)[None, :]
+    if PAGED:
+        at = sums + (of_pass * SIZE)[:, None] + e[None, :]
+        found += tl.load(at, inside, 0.0)
+        tl.store(at, found, inside)
+    at = out + (of_batch * SIZE)[:, None] + e[None, :]
+    tl.store(at, found.to(out.dtype.element_ty), inside & own[:, None])
 
 
 @triton.jit
@@ -217,14 +214,10 @@ def key_gradients(
     ALIBI: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys that a part saw; where there is a cache they go to the sums."""
-    block, cut = piece(key_blocks, TILE, BLOCK_N, COLUMNS)
-    count = tl.load(block + 2)
-    if cut >= count:
+    number, first_key, end_key = piece(key_blocks, TILE, BLOCK_N, COLUMNS)
+    if first_key >= end_key:
         return
     kv_head = tl.program_id(1)
-    number = tl.load(block)
-    first_key = tl.load(block + 1) + cut
-    end_key = first_key + tl.minimum(count - cut, BLOCK_N)
     start, length, context = part_of(parts, number, COLUMNS)
     origin = tl.load(parts + number * COLUMNS + 3)
 
@@ -237,17 +230,11 @@ def key_gradients(
 
     j = first_key + tl.arange(0, BLOCK_N)
     there = j < end_key
-    d = tl.arange(0, BLOCK_D)
-    e = tl.arange(0, BLOCK_DV)
-    inside = there[:, None] & (d < D)[None, :]
-    inside_e = there[:, None] & (e < DV)[None, :]
     table = pages + number * table_width
     place = places(table, start, j, there, key_page, key_token, PAGED, PAGE)
-    place += kv_head.to(tl.int64) * key_head
-    key = tl.load(keys + place[:, None] + d[None, :], inside, 0.0)
+    key = load_rows(keys, place + kv_head.to(tl.int64) * key_head, there, D, BLOCK_D)
     place = places(table, start, j, there, value_page, value_token, PAGED, PAGE)
-    place += kv_head.to(tl.int64) * value_head
-    value = tl.load(values + place[:, None] + e[None, :], inside_e, 0.0)
+    value = load_rows(values, place + kv_head.to(tl.int64) * value_head, there, DV, BLOCK_DV)
     dkey = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dvalue = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
     # Rows from `edge` to `full` see all keys of the block.
@@ -273,20 +260,10 @@ def key_gradients(
             start, context, kv_head * G, q_token, q_head, dout_token, dout_head, scale, H, G, D, DV,
             BLOCK_D, BLOCK_DV, BLOCK_M, WINDOW, SOFTCAP, ALIBI, MASKED=True,
         )  # fmt: skip
-    dkey *= scale
 
     heads: tl.constexpr = H // G
-    own = (j >= context)[:, None]
-    if PAGED:
-        row = (origin + j).to(tl.int64) * heads + kv_head
-        at = keys_sum + (row * D)[:, None] + d[None, :]
-        dkey += tl.load(at, inside, 0.0)
-        tl.store(at, dkey, inside)
-        at = values_sum + (row * DV)[:, None] + e[None, :]
-        dvalue += tl.load(at, inside_e, 0.0)
-        tl.store(at, dvalue, inside_e)
-    row = (start + j - context).to(tl.int64) * heads + kv_head
-    at = dk + (row * D)[:, None] + d[None, :]
-    tl.store(at, dkey.to(dk.dtype.element_ty), inside & own)
-    at = dv + (row * DV)[:, None] + e[None, :]
-    tl.store(at, dvalue.to(dv.dtype.element_ty), inside_e & own)
+    of_pass = (origin + j).to(tl.int64) * heads + kv_head
+    of_batch = (start + j - context).to(tl.int64) * heads + kv_head
+    own = j >= context
+    store_rows(dk, keys_sum, dkey * scale, of_batch, of_pass, there, own, D, BLOCK_D, PAGED)
+    store_rows(dv, values_sum, dvalue, of_batch, of_pass, there, own, DV, BLOCK_DV, PAGED)

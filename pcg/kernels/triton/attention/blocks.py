@@ -12,14 +12,7 @@ from torch import Tensor
 
 
 class Blocks(NamedTuple):
-    """A cut of a kernel into programs.
-
-    Attributes:
-        rows: rows of a program.
-        keys: keys of a step, or of a program of dk and dv.
-        warps: warps of a program.
-        stages: stages of the pipeline that loads what comes next.
-    """
+    """Rows, keys of a step or of a program of dk and dv, warps and pipeline stages."""
 
     rows: int
     keys: int
@@ -32,8 +25,8 @@ def tile_blocks(size: int, dtype: torch.dtype, paged: bool) -> Blocks:
 
     Args:
         size: elements of a head, the larger of keys' and values', a power of two.
-        dtype: q's; fp32 is multiplied without tensor cores.
-        paged: whether keys and values lie in pages: to read the block table is one stage more.
+        dtype: q's dtype; fp32 is multiplied without tensor cores.
+        paged: True if keys and values lie in pages: to read the block table is one stage more.
     """
     if dtype == torch.float32:
         return Blocks(32, 32 if size <= 128 else 16, 4 if size <= 64 else 8, 1)
@@ -54,12 +47,9 @@ def split_blocks(size: int, dtype: torch.dtype, group: int) -> Blocks:
 
 
 def query_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) -> Blocks:
-    """The blocks of `query_gradients`; arguments as of `tile_blocks`.
+    """The blocks of `query_gradients` on an architecture, such as 80; the rest as of `tile_blocks`.
 
     Hopper's products read both sides from shared memory, Ampere's from registers.
-
-    Args:
-        architecture: 80 for sm_80 and so on.
     """
     if dtype == torch.float32:
         return Blocks(32, 32, 8, 1) if size <= 64 else Blocks(16, 16, 8, 1)

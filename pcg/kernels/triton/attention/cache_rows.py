@@ -9,8 +9,6 @@ arena of pages. Without a cache it is token start + j of the batch, and there ar
 Shapes: T tokens, K KV heads, D sizes of a head. Grid of `append`: blocks of tokens, KV heads.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -30,13 +28,8 @@ _APPENDED_TOKENS = 16
 class CacheRows:
     """One layer's keys or values.
 
-    Attributes:
-        base: tensor whose first element all distances count from.
-        heads: KV heads, K.
-        size: elements of a head, D, which are neighbours.
-        page_stride: elements from a page to the next one; 0 without pages.
-        head_stride: elements from a head to the next one.
-        token_stride: elements from a token to the next one of its page, or of the batch.
+    `size` is that of a head; strides are in elements from the first one of `base`. Tokens are those
+    of a page, or of the batch, where there are no pages and their stride is 0.
     """
 
     base: Tensor
@@ -47,23 +40,12 @@ class CacheRows:
     token_stride: int
 
     @classmethod
-    def of_cache(cls, rows: Tensor) -> Self:
-        """A layer's cache, [K, rows, D]."""
-        heads, _, size = rows.shape
-        head, token, _ = rows.stride()
-        return cls(rows, heads, size, PAGE_TOKENS * token, head, token)
-
-    @classmethod
-    def of_pages(cls, pages: Tensor) -> Self:
-        """A layer's cache whose pages lie apart, [pages, K, tokens of a page, D]."""
-        _, heads, _, size = pages.shape
-        page, head, token, _ = pages.stride()
-        return cls(pages, heads, size, page, head, token)
-
-    @classmethod
     def of_layer(cls, cached: Tensor) -> Self:
-        """A layer's cache, as the batch has it."""
-        return cls.of_pages(cached) if cached.dim() == 4 else cls.of_cache(cached)
+        """A layer's cache, [K, rows, D], or of pages that lie apart, [pages, K, tokens, D]."""
+        heads, _, size = cached.shape[-3:]
+        head, token, _ = cached.stride()[-3:]
+        page = cached.stride(0) if cached.dim() == 4 else PAGE_TOKENS * token
+        return cls(cached, heads, size, page, head, token)
 
     @classmethod
     def of_batch(cls, x: Tensor) -> Self:
@@ -77,7 +59,6 @@ class CacheRows:
 
     @property
     def strides(self) -> tuple[int, int, int]:
-        """The strides of pages, heads and tokens, as kernels take them."""
         return self.page_stride, self.head_stride, self.token_stride
 
 
@@ -124,8 +105,8 @@ def append(k: Tensor, v: Tensor, slots: Tensor, kv: KvRows) -> None:
     """Write the tokens' keys and values into the cache.
 
     Args:
-        k: [T, K, D]; v: [T, K, Dv]; strides as they are, a head's elements neighbours.
-        v: likewise.
+        k: [T, K, D], of any strides but the last.
+        v: [T, K, Dv], likewise.
         slots: row of the cache of each token, page · PAGE_TOKENS + row, [T], int64; negative for
             those that fill a captured graph's batch up, which are not written.
         kv: the layer's cache.

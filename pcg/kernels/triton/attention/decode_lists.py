@@ -8,11 +8,9 @@ that changes from step to step lies in one tensor, which one copy fills:
     input_ids, positions, rows    [tokens], int64; rows are the tokens' own in the cache
 
 Their sizes are a `DecodeCapacity`, rounded up, so that few graphs serve every batch. The rest of it
-is empty: tokens of no sequence have the id 0, no part, no place in the tiles and the row -1, which
-is not written; splits and tiles of nothing are programs that leave at once.
+is empty: tokens of no sequence have the id 0, no part, no place in the tiles and the row -1.
 
-A sequence's block table is written as it grows, not anew, and tiles where adapters have changed
-places: from a step to the next one most of both stays.
+A sequence's block table is written as it grows, and tiles where adapters have changed places.
 """
 
 from __future__ import annotations
@@ -44,14 +42,7 @@ ALIGNMENT = 4
 
 
 class DecodeCapacity(NamedTuple):
-    """The sizes of a step's memory.
-
-    Attributes:
-        tokens: tokens of the batch.
-        pages: pages of a sequence.
-        splits: splits of the keys of all sequences.
-        tiles: tiles of the tokens of one adapter.
-    """
+    """The sizes of a step's memory: tokens, pages of a sequence, splits of all keys, and tiles."""
 
     tokens: int
     pages: int
@@ -60,12 +51,10 @@ class DecodeCapacity(NamedTuple):
 
     @property
     def attention(self) -> attention_work.WorkCapacity:
-        """The capacity of attention's lists."""
         return attention_work.WorkCapacity(self.tokens, self.pages, 0, self.splits, self.tokens, 0)
 
     @property
     def by_adapter(self) -> token_tiles.TileCapacity:
-        """The capacity of the tokens by adapter."""
         return token_tiles.TileCapacity(self.tokens if self.tiles else 0, self.tiles, self.tiles)
 
 
@@ -139,13 +128,8 @@ def _places(capacity: DecodeCapacity) -> list[tuple[int, int]]:
 class DecodeLists:
     """The memory of recorded decode steps, on the host and the device.
 
-    Attributes:
-        capacity: its sizes.
-        input_ids: [tokens], int64, on the device.
-        positions: likewise.
-        rows: likewise.
-        attention: attention's lists, on the device.
-        tiles: tokens by adapter, on the device; None without adapters.
+    `input_ids`, `positions`, `rows`, `attention` and `tiles`, which are None without adapters, are
+    on the device.
     """
 
     def __init__(self, capacity: DecodeCapacity, device: torch.device) -> None:
@@ -164,11 +148,7 @@ class DecodeLists:
         self._slots: list[int] = []
 
     def fill(self, tokens: DecodeTokens) -> None:
-        """Put a step's tokens there; the host does not wait for the copy.
-
-        Args:
-            tokens: those that `decode_room` gives this capacity for.
-        """
+        """Put tokens there that `decode_room` gives this capacity for; the host does not wait."""
         host, count = self._host, len(tokens.ids)
         contexts = np.array(tokens.contexts, np.int64)
         last = [

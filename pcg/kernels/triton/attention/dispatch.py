@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
@@ -9,49 +11,39 @@ from pcg.errors import UnsupportedError
 from pcg.kernels.batch import ProgramBatch
 from pcg.kernels.sizes import HEAD_SIZES
 from pcg.kernels.torch import ops as torch_ops
-from pcg.kernels.torch.attention_math import Scoring
-from pcg.kernels.triton.attention.backward import paged_attention_backward
+from pcg.kernels.torch.attention_math import Scores, Scoring
 from pcg.kernels.triton.attention.cache_rows import CacheRows, KvRows, append
-from pcg.kernels.triton.attention.forward import paged_attention
+from pcg.kernels.triton.attention.paged_attention import paged_attention, paged_attention_backward
 from pcg.kernels.triton.attention.work import AttentionWork
 
 
-def attention(  # emitted programs name each of its nine parameters
+def attention(
     batch: ProgramBatch,
     q: Tensor,
     k: Tensor | CacheRows,
     v: Tensor | CacheRows,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    alibi: Tensor | None = None,
-    sinks: Tensor | None = None,
+    **scores: Unpack[Scores],
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of every token to its own sequence, past ones in the cache included.
 
     k and v are the tokens' own, or the cache that these were appended to already.
     """
-    scoring = Scoring(scale, window, softcap, alibi, sinks)
     if isinstance(k, CacheRows) and isinstance(v, CacheRows):
         kv = KvRows(k, v)
     else:
         assert isinstance(k, Tensor)
         assert isinstance(v, Tensor)
         if not _has_kernels(batch, q, v.shape[-1]):
-            return torch_ops.attention(
-                batch, q, k, v,
-                scale=scale, window=window, softcap=softcap, alibi=alibi, sinks=sinks,
-            )  # fmt: skip
+            return torch_ops.attention(batch, q, k, v, **scores)
         kv = _seen(batch, k, v)
         if kv.keys.paged:
             assert batch.rows is not None
             append(k, v, batch.rows, kv)
     work = _work(batch, q.shape[1] // kv.keys.heads, backward=False)
-    return paged_attention(q, kv, work, scoring, batch.keeps)
+    return paged_attention(q, kv, work, Scoring(**scores), batch.keeps)
 
 
-def attention_backward(  # emitted programs name each of its twelve parameters
+def attention_backward(
     batch: ProgramBatch,
     dout: Tensor,
     out: Tensor,
@@ -59,31 +51,18 @@ def attention_backward(  # emitted programs name each of its twelve parameters
     q: Tensor,
     k: Tensor | None,
     v: Tensor | None,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    alibi: Tensor | None = None,
-    sinks: Tensor | None = None,
+    **scores: Unpack[Scores],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of attention; of a window of sequences in the cache, dk and dv are final."""
-    scoring = Scoring(scale, window, softcap, alibi, sinks)
     if not _has_kernels(batch, q, dout.shape[-1]):
-        return torch_ops.attention_backward(
-            batch, dout, out, lse, q, k, v,
-            scale=scale, window=window, softcap=softcap, alibi=alibi, sinks=sinks,
-        )  # fmt: skip
-    kv = _seen(batch, k, v)
+        return torch_ops.attention_backward(batch, dout, out, lse, q, k, v, **scores)
+    kv, scoring = _seen(batch, k, v), Scoring(**scores)
     work = _work(batch, q.shape[1] // kv.keys.heads, backward=True)
     return paged_attention_backward(dout, out, lse, q, kv, work, scoring, batch.gradients)
 
 
 def _has_kernels(batch: ProgramBatch, q: Tensor, value_size: int) -> bool:
-    """Return whether attention's kernels know the sizes of heads, and the dtype.
-
-    Raises:
-        UnsupportedError: they do not, and nothing else reads the cache's pages.
-    """
+    """Return whether kernels know the heads. UnsupportedError: not, and all else needs no pages."""
     sizes = {q.shape[-1], value_size}
     known = sizes <= {*HEAD_SIZES} and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
     if not known and batch.cached is not None and batch.cached[0].dim() == 4:

@@ -19,8 +19,6 @@ Shapes: T tokens, H heads, K KV heads, G = H / K, D head size, Dv that of values
 Source: FlashAttention-2 (arXiv 2307.08691), Flash-Decoding; pages from vLLM (arXiv 2309.06180).
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton
@@ -31,6 +29,7 @@ from pcg.kernels.triton.attention.scores import (
     LOG2E,
     LOWEST,
     bounded,
+    load_rows,
     part_of,
     piece,
     places,
@@ -52,14 +51,11 @@ def attend_blocks(
 
     Without MASKED all rows see all keys of these blocks.
     """
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
     for first in range(begin, end, BLOCK_N):
         j = first + tl.arange(0, BLOCK_N)
         there = j < last
         place = places(table, start, j, there, key_page, key_token, PAGED, PAGE)
-        inside = there[:, None] & (d < D)[None, :]
-        key = tl.load(keys + place[:, None] + d[None, :], inside, 0.0)
+        key = load_rows(keys, place, there, D, BLOCK_D)
         products = tl.dot(query, tl.trans(key), input_precision="ieee")
         scores, _ = bounded(products, scale, SOFTCAP)
         if ALIBI:
@@ -73,8 +69,7 @@ def attend_blocks(
         m = higher
         norm = norm * shrunk + tl.sum(weights, 1)
         place = places(table, start, j, there, value_page, value_token, PAGED, PAGE)
-        inside = there[:, None] & (dv < DV)[None, :]
-        value = tl.load(values + place[:, None] + dv[None, :], inside, 0.0)
+        value = load_rows(values, place, there, DV, BLOCK_DV)
         total = tl.dot(
             weights.to(value.dtype), value, total * shrunk[:, None], input_precision="ieee"
         )
@@ -92,20 +87,14 @@ def attend_tiles(
     PAGE: tl.constexpr,
 ):  # fmt: skip
     """out and lse of BLOCK_M rows of a part."""
-    tile, cut = piece(tiles, TILE, BLOCK_M, COLUMNS)
-    rows = tl.load(tile + 2)
-    if cut >= rows:
+    number, first_row, end_row = piece(tiles, TILE, BLOCK_M, COLUMNS)
+    if first_row >= end_row:
         return
     kv_head = tl.program_id(1)
-    number = tl.load(tile)
-    first_row = tl.load(tile + 1) + cut
-    end_row = first_row + tl.minimum(rows - cut, BLOCK_M)
     start, length, context = part_of(parts, number, COLUMNS)
 
     real, i, head, token = tile_rows(first_row, end_row, start, context, kv_head, G, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
-    place = token * q_token + head * q_head
-    query = tl.load(q + place[:, None] + d[None, :], (d < D)[None, :], 0.0)
+    query = load_rows(q, token * q_token + head * q_head, None, D, BLOCK_D)
     slope = i.to(tl.float32)
     if ALIBI:
         slope = tl.load(alibi + head).to(tl.float32) * LOG2E
@@ -178,9 +167,7 @@ def attend_splits(
     g = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
     real = g < G
     head = kv_head * G + tl.minimum(g, G - 1)
-    d = tl.arange(0, BLOCK_D)
-    place = start.to(tl.int64) * q_token + head * q_head
-    query = tl.load(q + place[:, None] + d[None, :], (d < D)[None, :], 0.0)
+    query = load_rows(q, start.to(tl.int64) * q_token + head * q_head, None, D, BLOCK_D)
     i = context + tl.zeros((BLOCK_H,), tl.int32)
     slope = i.to(tl.float32)
     if ALIBI:
@@ -239,9 +226,7 @@ def reduce_splits(
         there = s < count
         row = (first_split + s).to(tl.int64) * H + head
         high = tl.load(highest + row, there, LOWEST)
-        part = tl.load(
-            totals + row[:, None] * DV + dv[None, :], there[:, None] & (dv < DV)[None, :], 0.0
-        )
+        part = load_rows(totals, row * DV, there, DV, BLOCK_DV)
         higher = tl.maximum(m, tl.max(high, 0))
         weights = tl.exp2(high - higher)
         shrunk = tl.exp2(m - higher)

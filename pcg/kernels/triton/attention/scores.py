@@ -1,4 +1,4 @@
-"""Functions that attention's forward and backward kernels share: places of rows and keys, scores.
+"""Device functions of attention's forward and backward kernels: rows, keys and their scores.
 
 Scores are in units of ln 2, so that weights are exp2 of them:
 
@@ -6,8 +6,6 @@ Scores are in units of ln 2, so that weights are exp2 of them:
 
 for the token at position i that sees the key at position j. tanh x = 1 - 2 / (exp 2x + 1).
 """
-
-# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
@@ -22,10 +20,13 @@ LOWEST = tl.constexpr(-1.0e30)
 
 @triton.jit
 def piece(items, ITEM: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """The program's item of a list, and where in its ITEM rows or keys its BLOCK begins."""
+    """The part, first and end of the program's BLOCK of an item's ITEM rows or keys, or none."""
     cuts: tl.constexpr = ITEM // BLOCK
     item = items + tl.program_id(0) // cuts * COLUMNS
-    return item, tl.program_id(0) % cuts * BLOCK
+    first = tl.load(item + 1)
+    end = first + tl.load(item + 2)
+    first += tl.program_id(0) % cuts * BLOCK
+    return tl.load(item), first, tl.minimum(first + BLOCK, end)
 
 
 @triton.jit
@@ -76,6 +77,16 @@ def places(
     else:
         place = (start + j).to(tl.int64) * token_stride
     return place
+
+
+@triton.jit
+def load_rows(base, place, there, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of SIZE elements at some distances, [rows, BLOCK]; 0 where they are not `there`."""
+    d = tl.arange(0, BLOCK)
+    inside = (d < SIZE)[None, :]
+    if there is not None:
+        inside = there[:, None] & inside
+    return tl.load(base + place[:, None] + d[None, :], inside, 0.0)
 
 
 @triton.jit

@@ -44,16 +44,7 @@ Rows: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class WorkCapacity:
-    """The number of items of each list, the empty ones included.
-
-    Attributes:
-        parts: parts of the batch.
-        pages: pages of a part.
-        tiles: tiles of rows.
-        splits: splits of the keys of all decoding tokens.
-        decodes: decoding tokens.
-        key_blocks: key blocks of backward; 0 where there is none.
-    """
+    """The number of items of each list, the empty ones included; `pages` is that of a part."""
 
     parts: int
     pages: int
@@ -69,7 +60,6 @@ class WorkCapacity:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """The shape of each list, in the order in which they lie."""
         # Kernels are compiled for block tables of a multiple of 16 columns.
         shapes = [(self.parts, COLUMNS), (self.parts, -(-self.pages // 16) * 16)]
         lists = (self.tiles, self.splits, self.decodes, self.key_blocks)
@@ -78,11 +68,9 @@ class WorkCapacity:
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """Lists for the kernels, int32, on the device; all are views of one tensor.
+    """Lists for the kernels, int32; all are views of one tensor, `flat`.
 
     Attributes:
-        flat: the one tensor.
-        capacity: the lengths of the lists.
         parts: start, length, context and origin of each, [parts, 4].
         pages: the block table of each part, [parts, pages up to a multiple of 16].
         tiles: part, first row, rows, [tiles, 4]; those that see most come first.
@@ -113,11 +101,10 @@ class AttentionWork:
         """The lists of a batch, copied to the device.
 
         Args:
-            parts: spans of the batch; one token of a sequence with pages is decoded, but for
-                backward.
+            parts: the batch's spans; one token of a sequence with pages is decoded.
             group: heads that share a KV head, G.
             device: the lists' device.
-            backward: whether backward will read them: all parts have tiles, and key blocks.
+            backward: True if backward will read them: then all parts have tiles and key blocks.
             capacity: lengths of the lists; by default the lengths that are needed.
         Raises:
             UnsupportedError: the batch does not fit into the capacity.
@@ -131,21 +118,14 @@ class AttentionWork:
 
     @classmethod
     def of(cls, flat: Tensor, capacity: WorkCapacity) -> Self:
-        """The lists that lie in a tensor of so many int32 as the capacity has."""
+        """The lists that lie in a tensor."""
         found = flat.split([rows * columns for rows, columns in capacity.shapes])
         views = (some.view(shape) for some, shape in zip(found, capacity.shapes, strict=True))
         return cls(flat, capacity, *views)
 
 
 def split_lists(numbers: Rows, keys: Rows) -> tuple[Rows, Rows]:
-    """Splits and decodes of parts of one token.
-
-    Args:
-        numbers: indices of the parts, [n].
-        keys: keys that each sees, [n].
-    Returns:
-        [splits, 3] and [n, 3], as in `AttentionWork`.
-    """
+    """Splits [splits, 3] and decodes [n, 3] of parts of one token, from their numbers and keys."""
     counts = np.minimum(-(-keys // SPLIT_KEYS), MOST_SPLITS)
     firsts = counts.cumsum() - counts
     which = np.arange(counts.sum()) - firsts.repeat(counts)
@@ -184,14 +164,9 @@ class _Lists:
         return cls(rows, pages, tiles, splits, decodes, key_blocks)
 
     def capacity(self) -> WorkCapacity:
-        return WorkCapacity(
-            len(self.parts),
-            max(map(len, self.pages), default=0),
-            len(self.tiles),
-            len(self.splits),
-            len(self.decodes),
-            len(self.key_blocks),
-        )
+        pages = max(map(len, self.pages), default=0)
+        tokens = len(self.tiles), len(self.splits), len(self.decodes)
+        return WorkCapacity(len(self.parts), pages, *tokens, len(self.key_blocks))
 
     def check(self, capacity: WorkCapacity) -> None:
         """UnsupportedError: there are more than there is capacity for."""
@@ -206,14 +181,8 @@ class _Lists:
 
     def write(self, work: AttentionWork) -> None:
         """Write the lists where there are zeros, on the CPU."""
-        for rows, to in (
-            (self.parts, work.parts),
-            (self.tiles, work.tiles),
-            (self.splits, work.splits),
-            (self.decodes, work.decodes),
-            (self.key_blocks, work.key_blocks),
-        ):
-            put_rows(to.numpy(), rows)
+        for name in ("parts", "tiles", "splits", "decodes", "key_blocks"):
+            put_rows(getattr(work, name).numpy(), getattr(self, name))
         tables = work.pages.numpy()
         for table, pages in zip(tables, self.pages, strict=False):
             table[: len(pages)] = pages

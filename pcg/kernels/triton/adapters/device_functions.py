@@ -1,4 +1,6 @@
-"""Products of an fp32 factor on tensor cores that take 16 bits, and sums of partial sums.
+"""Device functions of segmented kernels: look-ups in tables of tokens and rows, and products.
+
+Products of an fp32 factor run on tensor cores that take 16 bits:
 
     total + w s,  s = high + low, each of w's dtype
 
@@ -11,23 +13,51 @@ one they also take from registers, and old ptxas can miscompile that where it co
 conversion (triton-lang/triton#9433).
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+COUNTS = ["slices", "slots", "places"]
+"""Arguments of any value: kernels are not compiled anew for those that 16 divides, or for 1."""
+
+
+@triton.jit
+def segment_of(segments, slots, ranks, j):
+    """Matrix of slice j, its rank, first place and places of the program's segment or tile."""
+    segment = segments + 3 * tl.program_id(0)
+    matrix = j * slots + tl.load(segment)
+    return matrix, tl.load(ranks + matrix), tl.load(segment + 1), tl.load(segment + 2)
+
+
+@triton.jit
+def columns_of(columns, j):
+    """First column and columns of a slice: multiples of 8."""
+    start = tl.multiple_of(tl.load(columns + 2 * j), 8)
+    return start, tl.multiple_of(tl.load(columns + 2 * j + 1), 8)
+
+
+@triton.jit
+def tokens_at(order, place, taken, stride):
+    """First element of the token at each place: a multiple of 8, as the stride is."""
+    token = tl.load(order + place, taken, 0).to(tl.int64)
+    return tl.multiple_of(token * stride, [8])
+
+
+@triton.jit
+def rows_at(rows, memory, inside=None):
+    """First elements of rows in a memory: multiples of 16 bytes."""
+    of_16_bytes: tl.constexpr = 128 // memory.dtype.element_ty.primitive_bitwidth
+    if inside is None:
+        row = tl.multiple_of(tl.load(rows), [of_16_bytes])
+    else:
+        row = tl.multiple_of(tl.load(rows, inside, 0), [of_16_bytes])
+    return row
+
 
 @triton.jit
 def wide_product(w, s, total):
-    """total + w s.
-
-    Args:
-        w: [N, K], bf16, fp16 or fp32.
-        s: [K, M], fp32.
-        total: [N, M], fp32.
-    """
+    """total + w s, for w [N, K] of bf16, fp16 or fp32, s [K, M] and total [N, M] of fp32."""
     if w.dtype == tl.float32:
         total = tl.dot(w, s, total, input_precision="ieee")
     elif w.dtype == tl.bfloat16:

@@ -1,4 +1,4 @@
-"""Formulas in the degree: the bytes of each degree that they name, and as few pieces as can be."""
+"""Formulas in the degree and in the rank: exact bytes, few pieces, and a total that is the sum."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import sympy
 import pcg
 from pcg.errors import MemoryBudgetError, ParallelError
 from pcg.explain import explain as explaining
-from pcg.explain import regions
-from pcg.explain.degree_formulas import DEGREE, AtDegree, in_degree
+from pcg.explain import plan_validity
+from pcg.explain.formulas import DEGREE, AtDegree, in_degree, in_rank
 from pcg.ir.analysis.storages import SEQUENCES, TOKENS_OF_BATCH
+from pcg.ir.types import RANK
 from pcg.source import resolve
 from tests.support.families import BY_NAME
 
@@ -26,7 +27,7 @@ def memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {"base": [], "bypass": []}
     monkeypatch.setattr(explaining, "parallel_rows", lambda *_: dict(rows))
     monkeypatch.setattr(explaining, "parallel_regions", lambda *_: {})
-    monkeypatch.setattr(regions, "valid_range", lambda _, here, most: (here, here))
+    monkeypatch.setattr(plan_validity, "valid_range", lambda _, here, most: (here, here))
 
 
 def check(config: Mapping[str, Any], asked: int, degrees: tuple[int, ...], **options: Any) -> None:
@@ -174,3 +175,41 @@ def test_what_was_asked_for_is_not_left_out() -> None:
         formulas({2: (1, 1)}, asked=4)
     with pytest.raises(MemoryBudgetError, match="none at 64"):
         formulas({2: (1, 1)}, asked=64)
+
+
+# ----------------------------------------------------------------------------------- in the rank
+
+
+def test_lines() -> None:
+    def at(rank: int) -> Mapping[str, sympy.Expr]:
+        return {
+            "weights": 5 * TOKENS_OF_BATCH,
+            "adapters": 3 * rank * TOKENS_OF_BATCH,
+            "total": (5 + 3 * rank) * TOKENS_OF_BATCH,
+        }
+
+    expected = {
+        "weights": 5 * TOKENS_OF_BATCH,
+        "adapters": 3 * RANK * TOKENS_OF_BATCH,
+        "total": 5 * TOKENS_OF_BATCH + 3 * RANK * TOKENS_OF_BATCH,
+    }
+    assert in_rank(at, 16) == expected
+
+
+def test_the_total_is_the_sum_where_one_is_no_line() -> None:
+    workspace = {16: 616 * TOKENS_OF_BATCH, 17: 620 * TOKENS_OF_BATCH, 18: 552 * TOKENS_OF_BATCH}
+
+    def at(rank: int) -> Mapping[str, sympy.Expr]:
+        kinds = {"adapters": 3 * rank * TOKENS_OF_BATCH, "workspace": workspace[rank]}
+        return {**kinds, "total": sympy.expand(sum(kinds.values()))}
+
+    found = in_rank(at, 16)
+    assert found is not None
+    assert found["workspace"] == 616 * TOKENS_OF_BATCH
+    assert found["total"] == 3 * RANK * TOKENS_OF_BATCH + 616 * TOKENS_OF_BATCH
+    assert found["total"].subs(RANK, 16) == at(16)["total"]
+
+
+def test_without_a_plan_at_other_ranks_formulas_have_no_rank() -> None:
+    only = {"adapters": sympy.Integer(48), "total": sympy.Integer(48)}
+    assert in_rank(lambda rank: only if rank == 16 else None, 16) == only

@@ -1,11 +1,16 @@
-"""The bytes of a step as formulas in the tensor-parallel degree, too.
+"""The bytes of a step as formulas in the adapters' rank and in the tensor-parallel degree, too.
 
+    bytes(B, S, r)  = bytes(B, S, r0) + (r - r0) · (bytes(B, S, r0 + 1) - bytes(B, S, r0))
     bytes(B, S, tp) = whole + parted / tp
 
-A rank holds each tensor whole or in one of tp equal parts. Over degrees at which the same tensors
-are saved in the same layouts, any sum of bytes is of this form: two degrees determine it, and every
-other degree checks it. Where ranks hold parts of the tokens, `whole` and `parted` are formulas in
-ceil(B S / tp), too.
+Graphs have concrete ranks. No tensor has more than one dim of a rank's size, so that the bytes of
+the same saved tensors are linear in r: two ranks determine the line, and a third checks it. A sum
+need not be linear, as the workspace if another moment becomes the peak.
+
+A rank of the group holds each tensor whole or in one of tp equal parts. Over degrees at which the
+same tensors are saved in the same layouts, any sum of bytes is of this form: two degrees determine
+it, and every other degree checks it. Where ranks hold parts of the tokens, `whole` and `parted` are
+formulas in ceil(B S / tp), too.
 
 The form changes with the degree where there are fewer KV heads than ranks (each rank then has one
 head), where the vocabulary does not divide (each rank has all of it), where the search chooses
@@ -13,6 +18,8 @@ otherwise, and where another moment is the peak. So a formula has a piece for ea
 that are alike, and is exact at all degrees that divide the model:
 
     Piecewise((first, tp <= 8), (then, True))
+
+The total is the sum of the formulas.
 """
 
 from __future__ import annotations
@@ -26,12 +33,50 @@ import sympy
 
 from pcg.errors import MemoryBudgetError, ParallelError
 from pcg.ir.analysis.storages import TOKENS_OF_BATCH
+from pcg.ir.types import RANK
+from pcg.peft.recipe import Recipe
 
 DEGREE = sympy.Symbol("tp", integer=True, positive=True)
 DEGREES = (2, 4, 8, 16, 32, 64)
 
 _ROWS = sympy.Symbol("rows", integer=True, positive=True)
 """The tokens of a rank's part, at any degree."""
+
+
+def rank_of(recipes: Mapping[str, Recipe]) -> int | None:
+    """Return the one rank that all recipes have at all modules; None if ranks differ."""
+    ranks = {recipe.one_rank for recipe in recipes.values()}
+    return ranks.pop() if len(ranks) == 1 else None
+
+
+def with_rank(recipes: Mapping[str, Recipe], rank: int) -> dict[str, Recipe]:
+    """Return the recipes with another rank."""
+    return {name: recipe.with_rank(rank) for name, recipe in recipes.items()}
+
+
+def in_rank(
+    formulas_at: Callable[[int], Mapping[str, sympy.Expr] | None], rank: int
+) -> dict[str, sympy.Expr] | None:
+    """Return formulas in B, S and r that are exact at the rank; non-linear ones have no r.
+
+    Args:
+        formulas_at: returns the formulas in B and S of each kind of memory, and `total`, at a rank
+            with the same saved tensors; None where there is no such plan.
+        rank: the rank that was asked for.
+    """
+    here, above, further = (formulas_at(rank + more) for more in range(3))
+    if here is None:
+        return None
+    if above is None or further is None:
+        return dict(here)
+    found = {}
+    for name, formula in here.items():
+        slope = sympy.expand(above[name] - formula)
+        is_line = sympy.expand(further[name] - above[name] - slope) == 0
+        found[name] = sympy.expand(formula + (RANK - rank) * slope) if is_line else formula
+    kinds = (formula for name, formula in found.items() if name != "total")
+    found["total"] = sympy.expand(sum(kinds))
+    return found
 
 
 @dataclass(frozen=True)
@@ -155,13 +200,8 @@ def _sums(kinds: Sequence[Sequence[_Piece]]) -> list[_Piece]:
         )
         for degree in degrees
     }
-    found: list[_Piece] = []
-    for degree, formula in of_degree.items():
-        if found and found[-1].formula == formula:
-            found[-1] = _Piece(formula, (*found[-1].degrees, degree))
-        else:
-            found.append(_Piece(formula, (degree,)))
-    return found
+    runs = itertools.groupby(degrees, key=lambda degree: of_degree[degree])
+    return [_Piece(formula, tuple(run)) for formula, run in runs]
 
 
 def _piecewise(pieces: Sequence[_Piece]) -> sympy.Expr:

@@ -1,0 +1,145 @@
+"""A module made ready to export in place, and put back as it was.
+
+The module itself is changed, not a copy, so that hooks and methods that hold a reference to it, or
+to a part of it, still mean the module that is traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pcg.errors import UnsupportedError
+from pcg.trace.markers import IMPLEMENTATION, register_markers
+
+_TRANSFORMERS_OWN = (None, "eager", "sdpa", "flex_attention", IMPLEMENTATION)
+_TRUE_DERIVATIVES = ("transformers.models.bloom.modeling_bloom.GeLUFunction",)
+"""Functions whose backward is the derivative of their forward."""
+
+
+def uses_attention_of_transformers(model: nn.Module) -> bool:
+    """Return whether a model's attention is one of transformers' own; they compute the same."""
+    names = [getattr(config, "_attn_implementation", None) for config in _configs(model)]
+    return all(name in _TRANSFORMERS_OWN or "flash_attention" in name for name in names)
+
+
+@contextlib.contextmanager
+def with_attention(
+    model: nn.Module, implementation: str, *, experts: str | None = None
+) -> Iterator[None]:
+    """Make a model ready for inference, by other functions of transformers' registries.
+
+    Args:
+        model: a causal LM.
+        implementation: the name of an attention.
+        experts: the name of a function of experts; the model's own by default.
+    """
+    register_markers()
+    with contextlib.ExitStack() as undo:
+        for config in _configs(model):
+            undo.callback(_restore, vars(config), dict(vars(config)))
+            # Their setter refuses what the architecture does not say that it supports.
+            vars(config)["_attn_implementation_internal"] = implementation
+            if experts is not None:
+                vars(config)["_experts_implementation_internal"] = experts
+        for module in model.modules():
+            undo.callback(setattr, module, "training", module.training)
+        model.eval()
+        yield
+
+
+@contextlib.contextmanager
+def with_layers(model: nn.Module, path: str, chosen: Sequence[int]) -> Iterator[None]:
+    """Leave a model a few of its layers.
+
+    Args:
+        model: a causal LM.
+        path: module path of the list of layers.
+        chosen: indices of the layers that stay.
+    """
+    parent_path, _, name = path.rpartition(".")
+    parent = model.get_submodule(parent_path)
+    layers: Any = parent._modules[name]
+    count = len(layers)
+    with contextlib.ExitStack() as undo:
+        undo.callback(parent._modules.__setitem__, name, layers)
+        parent._modules[name] = nn.ModuleList(layers[index] for index in chosen)
+        configs = _configs(model)
+        for holder in (parent, *configs):
+            undo.callback(_restore, vars(holder), dict(vars(holder)))
+            for key, value in list(vars(holder).items()):
+                if isinstance(value, list | tuple) and len(value) == count:
+                    vars(holder)[key] = type(value)(value[index] for index in chosen)
+        for config in configs:
+            if getattr(config, "num_hidden_layers", None) == count:
+                config.num_hidden_layers = len(chosen)
+        yield
+
+
+@contextlib.contextmanager
+def with_frozen(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Replace a model's parameters by frozen ones, in another dtype where one is given."""
+    frozen: dict[int, nn.Parameter] = {}
+
+    def freeze(old: nn.Parameter) -> nn.Parameter:
+        if id(old) not in frozen:
+            data = old.detach()
+            data = data.to(dtype) if dtype and old.is_floating_point() else data
+            frozen[id(old)] = nn.Parameter(data, requires_grad=False)
+        return frozen[id(old)]
+
+    with contextlib.ExitStack() as undo:
+        for module in model.modules():
+            undo.callback(_restore, module._parameters, dict(module._parameters))
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = freeze(parameter)
+        yield
+
+
+@contextlib.contextmanager
+def without_custom_gradients(model: nn.Module) -> Iterator[None]:
+    """Refuse what changes gradients and leaves no trace in the forward pass.
+
+    Raises:
+        UnsupportedError: the model has backward hooks, or calls a torch.autograd.Function.
+    """
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise UnsupportedError(
+                f"{path or type(model).__name__} has backward hooks, which a compiled program "
+                "does not run; remove them"
+            )
+    original = vars(torch.autograd.Function)["apply"]
+
+    @classmethod  # type: ignore[misc]
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        if name in _TRUE_DERIVATIVES or name.startswith("torch."):
+            return original.__get__(None, cls)(*args, **kwargs)
+        raise UnsupportedError(
+            f"the model calls {name}, a torch.autograd.Function, whose backward cannot be traced; "
+            "write it with PyTorch's operators"
+        )
+
+    torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The configurations that a model and its modules hold, each once."""
+    held = [vars(module).get("config") for module in model.modules()]
+    found = {id(config): config for config in held if hasattr(config, "to_dict")}
+    return list(found.values())
+
+
+def _restore(holder: dict[str, Any], before: dict[str, Any]) -> None:
+    holder.clear()
+    holder.update(before)

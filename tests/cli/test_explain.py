@@ -1,0 +1,129 @@
+"""`pcg explain`, and the options of methods."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.options.fields import flags_of
+from cli.options.method import ALIASES, Method
+from cli.options.types import kind_of
+from pcg.explain import explain as explaining
+from pcg.ir.program.folder import load_program
+from pcg.peft.lora import LoraConfig
+from pcg.peft.registry import SHORTHANDS
+from tests.support.command_line import assert_one_error, output_of, run
+
+
+class FakeReport:
+    def to_text(self, tensors: bool = False, formulas: bool = False) -> str:
+        return f"the text, {tensors=}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"model": "tiny"}
+
+
+def test_explain_passes_its_options_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def explain(*args: Any, **options: Any) -> FakeReport:
+        calls.append((args, options))
+        return FakeReport()
+
+    monkeypatch.setattr(explaining, "explain", explain)
+    assert output_of("explain", model) == "the text, tensors=False\n"
+    assert calls.pop()[0] == (str(model), "lora")
+    options = ["--rank", "4", "--targets", "q_proj", "--tp", "2", "--batch", "3", "--seq", "64"]
+    options += ["--memory-budget", "8GiB", "--dtype", "float16", "--gpu", "L4"]
+    options += ["--optimizer", "rprop", "--optimizer-option", "etas=[0.5, 1.1]"]
+    text = output_of("explain", model, *options, "--json")
+    assert json.loads(text) == {"model": "tiny"}
+    ((_, recipe), sizes) = calls.pop()
+    assert recipe == LoraConfig(r=4, lora_alpha=8, target_modules=("q_proj",))
+    assert sizes == {
+        "tp": 2, "batch": 3, "seq": 64, "dtype": "float16", "memory_budget": "8GiB",
+        "gpus": ("L4",), "optimizer": "rprop", "optimizer_options": {"etas": [0.5, 1.1]},
+    }  # fmt: skip
+    output_of("explain", model, "--peers")
+    assert calls.pop()[1]["peers"] is True
+    assert output_of("explain", model, "--peft", "none", "--tensors") == "the text, tensors=True\n"
+    assert calls.pop()[0][1] is None
+
+
+def test_sequence_parallelism_takes_ranks(model: Path, program: Path, tmp_path: Path) -> None:
+    refused = run("explain", model, "--sequence-parallel")
+    assert_one_error(refused, "tp=1 is one rank; use tp=2 or more")
+    report = json.loads(output_of("explain", model, "--tp", "2", "--sequence-parallel", "--json"))
+    assert report["parallel"]["sequence_parallel"] is True
+    folder = tmp_path / "program"
+    run("compile", model, "--tp", "2", "--sequence-parallel", "-o", folder)
+    assert load_program(folder).options.sequence_parallel
+    other = run("run", program, "--sequence-parallel", "--prompt", "hello")
+    assert other.exit_code == 2
+    assert "--sequence-parallel" in other.stderr
+
+
+def test_explain_a_model_that_ships() -> None:
+    report = json.loads(output_of("explain", "llama-3.2-1b", "--seq", "64", "--json"))
+    assert report["model"] == "meta-llama/Llama-3.2-1B"
+    assert report["parameters"]["base"] == 1_235_814_400
+    assert_one_error(run("explain", "llama-3.2-1b", "--targets", "q_porj"), "did you mean q_proj")
+
+
+def test_finetune_takes_every_field_of_every_method() -> None:
+    """Each field's option is there, and a method refuses those that it does not have."""
+    options = {option.name for option in Method.options()}
+    for word, recipe in SHORTHANDS.items():
+        names = {field.name for field in dataclasses.fields(recipe)}
+        assert names <= options
+        other = next(name for name in sorted(options - names) if name not in ("peft", *ALIASES))
+        refused = run("explain", "llama-3.2-1b", "--peft", word, *as_given(other))
+        assert refused.exit_code == 2
+        message = " ".join(refused.stderr.replace("│", " ").split())
+        assert f"--peft {word} does not have it; it has" in message
+        assert flags_of(other)[0] in message
+
+
+def as_given(name: str) -> tuple[str, ...]:
+    """An option with a value, if it takes one."""
+    (option,) = (option for option in Method.options() if option.name == name)
+    kind = kind_of(option.hint)
+    value = "a=1" if "=" in (kind.metavar or "") else "1"
+    return flags_of(name)[:1] if kind.is_flag else (flags_of(name)[0], value)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--peft dora --r 8", {"r": 8, "lora_alpha": 16, "use_dora": True}),
+        ("--peft dora --dropout 0.1", {"r": 16, "lora_alpha": 32, "lora_dropout": 0.1}),
+        ("--rank 8 --alpha 8", {"r": 8, "lora_alpha": 8, "use_dora": False}),
+        (
+            "--rank-pattern q_proj=4 --use-rslora",
+            {"rank_pattern": {"q_proj": 4}, "use_rslora": True},
+        ),
+        ("--init-lora-weights false", {"init_lora_weights": False}),
+        ("--init-lora-weights gaussian", {"init_lora_weights": "gaussian"}),
+        ("--targets q_proj,v_proj", {"target_modules": ("q_proj", "v_proj")}),
+        ("--targets .*_proj", {"target_modules": ".*_proj"}),
+        ("--targets q_proj --layers-to-transform 0,1", {"layers_to_transform": (0, 1)}),
+        ("--peft vera --no-save-projection", {"save_projection": False}),
+        ("--peft prefix --num-virtual-tokens 3", {"num_virtual_tokens": 3}),
+        ("--peft pfeiffer --bottleneck-size 8", {"variant": "pfeiffer", "bottleneck_size": 8}),
+    ],
+)
+def test_fields_of_methods(
+    model: Path, monkeypatch: pytest.MonkeyPatch, options: str, expected: dict[str, Any]
+) -> None:
+    recipes: list[Any] = []
+
+    def explain(model: str, peft: Any) -> FakeReport:
+        recipes.append(peft)
+        return FakeReport()
+
+    monkeypatch.setattr(explaining, "explain", explain)
+    output_of("explain", model, *options.split())
+    found = dataclasses.asdict(recipes[0])
+    assert {name: found[name] for name in expected} == expected

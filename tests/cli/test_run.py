@@ -1,0 +1,187 @@
+"""`pcg run`: what it prints, and bad models, programs, adapters and prompts."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.support.command_line import assert_one_error, output_of, run
+
+PROMPT = "def add(a, b):"
+
+
+def test_run_a_program_and_a_model(program: Path, model: Path) -> None:
+    options = ("--prompt", PROMPT, "--max-new-tokens", "8")
+    text = output_of("run", program, *options)
+    assert text.startswith(PROMPT)
+    assert text == output_of("run", model, *options)
+    assert text == output_of("run", program, *options, "--stream")
+
+
+def test_run_prints_one_object(program: Path, adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("line one\nline two\n")
+    text = output_of(
+        *("run", program, "-p", PROMPT, "--prompt-file", tmp_path / "prompt.txt"),
+        *("--prompt-file", "-", "--adapter", f"loud={adapter}"),
+        *("--use", "loud", "--use", "base", "--use", "loud"),
+        *("--max-new-tokens", "6", "--ignore-eos", "--json"),
+        input=PROMPT,
+    )
+    result = json.loads(text)
+    one, two, three = result["completions"]
+    assert [c["adapter"] for c in (one, two, three)] == ["loud", None, "loud"]
+    assert two["prompt"] == "line one\nline two\n"
+    assert one["token_ids"] == three["token_ids"]
+    assert {c["finish_reason"] for c in result["completions"]} == {"length"}
+    assert result["tokens"] == 18
+    base = json.loads(output_of("run", program, "-p", PROMPT, "-n", "6", "--ignore-eos", "--json"))
+    assert base["completions"][0]["token_ids"] != one["token_ids"]
+
+
+def test_run_uses_its_only_adapter(program: Path, adapter: Path) -> None:
+    options = ("-p", PROMPT, "-n", "4", "--json")
+    result = json.loads(output_of("run", program, "--adapter", f"loud={adapter}", *options))
+    assert result["completions"][0]["adapter"] == "loud"
+
+
+def test_run_streams_several_prompts_in_order(program: Path) -> None:
+    options = ("-p", PROMPT, "-p", "The quick", "-n", "6", "--seed", "3", "--temperature", "1")
+    assert output_of("run", program, *options, "--stream") == output_of("run", program, *options)
+    lines = output_of("run", program, *options).splitlines()
+    assert [line for line in lines if line.startswith("── ")] == [
+        "── 1 · base ──",
+        "── 2 · base ──",
+    ]
+
+
+def test_run_applies_the_chat_template(program: Path) -> None:
+    options = ("-p", "what is it?", "-n", "2", "--json")
+    plain, chat = (
+        json.loads(output_of("run", program, *options, *more))["completions"][0]["prompt_tokens"]
+        for more in ((), ("--chat",))
+    )
+    assert chat > plain
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "give a prompt"),
+        (("-p", "x", "--stream", "--json"), "does not go with --json"),
+        (("-p", "x", "--adapter", "loud"), "use NAME=PATH"),
+        (("-p", "x", "--adapter", "a=x", "--adapter", "a=y"), "a is given twice"),
+        (("-p", "x", "--adapter", "a=x", "--adapter", "b=y"), "say which of a, b to use"),
+        (("-p", "x", "--use", "mine"), "no adapter is called 'mine'; there are: base"),
+        (("-p", "x", "--use", "base", "--use", "base"), "given 2 times for 1 prompt"),
+        (("--prompt-file", "nothing.txt"), "No such file"),
+        (("-p", "x", "--dtype", "float32"), "chosen by pcg compile"),
+        (("-p", "x", "--backend", "torch"), "backend is chosen by pcg compile"),
+    ],
+)
+def test_run_usage(program: Path, args: tuple[str, ...], message: str) -> None:
+    result = run("run", program, *args)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+    assert result.stdout == ""
+
+
+def test_run_takes_options_of_programs_for_programs_alone(model: Path) -> None:
+    for option in (("--weights", "x"), ("--trust-edits",)):
+        result = run("run", model, "-p", "x", *option)
+        assert result.exit_code == 2
+        assert "is not a compiled program" in " ".join(result.stderr.replace("│", " ").split())
+
+
+def changed_config(**fields: object) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+    return change
+
+
+def cut_short(directory: Path) -> None:
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def without_a_shard(directory: Path) -> None:
+    weights = directory / "model.safetensors"
+    index = {"weight_map": dict.fromkeys(load_file(weights), "model-00001-of-00002.safetensors")}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    weights.unlink()
+
+
+def with_pickles(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+
+
+def damaged_config(directory: Path) -> None:
+    (directory / "config.json").write_text('{"model_type": "llama",')
+
+
+def write_nothing(directory: Path) -> None:
+    (directory / "config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (write_nothing, "has no config.json; give a Hugging Face model directory"),
+        (damaged_config, "config.json is damaged at line 1, column 24"),
+        (cut_short, "is truncated: its header describes"),
+        (without_a_shard, "model-00001-of-00002.safetensors is missing"),
+        (with_pickles, "loading a pickle can run any code"),
+        (changed_config(hidden_size=64, head_dim=8), "hidden_size=64"),
+        (changed_config(model_type="nonesuch"), "'nonesuch'"),
+    ],
+)
+def test_bad_models(
+    model: Path, tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    bad = shutil.copytree(model, tmp_path / "bad")
+    damage(bad)
+    result = run("run", bad, "-p", "x")
+    assert_one_error(result, message)
+
+
+def for_another_base(adapter: Path, directory: Path) -> Path:
+    other = shutil.copytree(adapter, directory / "other")
+    weights = other / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    wide = {name: t.repeat(1, 2) if "lora_A" in name else t for name, t in tensors.items()}
+    save_file(wide, weights)
+    return other
+
+
+def test_bad_adapters(program: Path, adapter: Path, tmp_path: Path) -> None:
+    for path, message in (
+        (tmp_path / "nothing", "is not there; give the directory of a saved adapter"),
+        (for_another_base(adapter, tmp_path), "model.layers.0.mlp.down_proj"),
+    ):
+        assert_one_error(run("run", program, "-p", "x", "--adapter", f"a={path}"), message)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [("", "prompt 0 is empty"), ("fox " * 400, "the model has 256 positions")],
+)
+def test_bad_prompts(program: Path, prompt: str, message: str) -> None:
+    assert_one_error(run("run", program, "-p", prompt), message)
+    assert_one_error(run("run", program, "-p", prompt, "--stream"), message)
+
+
+def test_bad_sampling(program: Path) -> None:
+    assert_one_error(run("run", program, "-p", "x", "--top-p", "1.5"), "top_p=1.5")
+
+
+def test_bad_programs(program: Path, tmp_path: Path) -> None:
+    bad = shutil.copytree(program, tmp_path / "bad")
+    (bad / "serving.py").write_text((bad / "serving.py").read_text() + "# mine\n")
+    assert_one_error(run("run", bad, "-p", "x"), "accept it: --trust-edits")
+    assert output_of("run", bad, "-p", "x", "-n", "1", "--trust-edits")
+    (bad / "plan.json").unlink()
+    assert_one_error(run("run", bad, "-p", "x", "--trust-edits"), "plan.json is missing")

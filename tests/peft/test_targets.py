@@ -1,0 +1,85 @@
+"""Targets that are embeddings, which peft adapts with LoRA, are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+
+import pcg.compiler as compiler
+from pcg.errors import AdapterError
+from pcg.explain.explain import explain
+from pcg.peft.registry import RECIPES, recipe_from
+from pcg.peft.targets import TargetedRecipe
+from pcg.runtime.executor import Executor
+from tests.support.families import BY_NAME
+from tests.support.models import folded
+from tests.support.small_job import DATA, make_model
+
+METHODS = [name for name, each in RECIPES.items() if issubclass(each, TargetedRecipe)]
+REGEX = r".*(q_proj|embed_tokens)"
+BOTH = [REGEX, ["q_proj", "embed_tokens"], r"model\.(layers\..*_proj|embed_tokens)"]
+REFUSED = "includes model.embed_tokens, an embedding"
+
+
+@pytest.mark.parametrize("targets", BOTH)
+@pytest.mark.parametrize("method", METHODS)
+def test_an_embedding_is_refused_by_name(method: str, targets: Any) -> None:
+    fields = {"feedforward_modules": ["q_proj"]} if method == "IA3" else {}
+    recipe = recipe_from({"peft_type": method, "target_modules": targets, **fields})
+    with pytest.raises(AdapterError, match=REFUSED):
+        recipe.bypasses_in(folded("llama2"), "llama")
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "refused"),
+    [
+        ("gpt2", r".*(c_attn|wte)", "transformer.wte, an embedding"),
+        ("gpt2", r".*(c_attn|wpe)", "transformer.wpe, an embedding"),
+        ("opt", r".*(q_proj|embed_positions)", "model.decoder.embed_positions, an embedding"),
+        ("llama3.2", r".*(lm_head|embed_tokens)", "model.embed_tokens, an embedding"),  # tied
+    ],
+)
+def test_every_embedding_of_a_family(family: str, targets: str, refused: str) -> None:
+    recipe = recipe_from({"peft_type": "LORA", "target_modules": targets})
+    with pytest.raises(AdapterError, match=refused):
+        recipe.bypasses_in(folded(family), family)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": REGEX, "exclude_modules": ["embed_tokens"]},
+        {"target_modules": REGEX, "exclude_modules": r".*embed.*"},
+        {"target_modules": "all-linear"},
+        {"target_modules": r".*(q_proj|lm_head)"},
+        {},
+    ],
+)
+def test_what_leaves_the_embedding_out_is_taken(fields: dict[str, Any]) -> None:
+    recipe = recipe_from({"peft_type": "LORA", **fields})
+    found = recipe.bypasses_in(folded("llama2"), "llama")
+    assert any(path.endswith("q_proj") for path in found)
+    assert "model.embed_tokens" not in found
+
+
+@pytest.fixture(scope="module")
+def executor() -> Executor:
+    return compiler.compile(make_model(), {"there": peft.LoraConfig(target_modules=["q_proj"])})
+
+
+def test_wherever_a_recipe_is_given(executor: Executor) -> None:
+    config = peft.LoraConfig(target_modules=REGEX)
+    adapted = peft.get_peft_model(make_model(), config).base_model.model.model.embed_tokens
+    assert isinstance(adapted, peft.tuners.lora.Embedding)  # so leaving it out is no option
+    with pytest.raises(AdapterError, match=REFUSED):
+        compiler.compile(make_model(), config)
+    with pytest.raises(AdapterError, match=REFUSED):
+        explain(BY_NAME["llama2"].config(2), peft=config, batch=1, seq=8)
+    with pytest.raises(AdapterError, match=REFUSED):
+        executor.add_adapter("new", config)
+    for name in ("new", "there"):
+        with pytest.raises(AdapterError, match=REFUSED):
+            executor.finetune(DATA, name, peft=config, max_steps=1)
+    assert list(executor.adapters) == ["there"]

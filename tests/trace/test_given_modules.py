@@ -1,0 +1,228 @@
+"""A module that was modified compiles to its own logits and gradients, or is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn.utils import prune
+from transformers.modeling_outputs import CausalLMOutput
+
+import pcg.compiler as compiler
+from pcg.errors import PcgError
+from pcg.runtime.data.example import Example
+from tests.support import oracle
+from tests.support.families import BY_NAME
+from tests.support.modified_modules import MODIFICATIONS, Modification
+from tests.support.prompts import prompts
+
+LAYERS = 4
+
+
+def modified(case: Modification) -> Any:
+    model = oracle.random_model(BY_NAME[case.family].config(LAYERS))
+    torch.manual_seed(0)
+    case.change(model)
+    return model.eval()
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("case", [m for m in MODIFICATIONS if not m.refused], ids=lambda m: m.name)
+def test_a_modified_module_is_itself(case: Modification, tmp_path: Path) -> None:
+    model = modified(case)
+    (prompt,) = prompts((13,))
+    before = oracle.logits(model, prompt)
+    stock = oracle.logits(oracle.random_model(BY_NAME[case.family].config(LAYERS)), prompt)
+    assert before.shape != stock.shape or relative(before, stock) > 1e-3
+    # peft copies the model, which methods that close over it do not survive: it gets its own.
+    excluded = (*BY_NAME[case.family].excluded, *case.excluded)
+    wrapped = oracle.with_adapter(
+        modified(case), "all-linear", rank=3, excluded=excluded, copied=False
+    )
+    oracle.save(wrapped, tmp_path / "a")
+    executor = compiler.compile(model, {"a": str(tmp_path / "a")})
+    sequences = prompts((13, 7, 21))
+    for adapter, reference in ((None, model), ("a", wrapped)):
+        for found, sequence in zip(executor.logits(sequences, adapter), sequences, strict=True):
+            assert relative(found, oracle.logits(reference, sequence)) < 1e-5
+    runner = executor.training_runner("a")
+    count = sum(len(sequence) - 1 for sequence in sequences)
+    loss = runner.forward_backward([Example(s, s) for s in sequences], count)
+    expected_loss, expected = oracle.loss_and_gradients(wrapped, sequences)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert runner.parameters.keys() == expected.keys()
+    for name, parameter in runner.parameters.items():
+        assert relative(parameter.grad, expected[name]) < 1e-4, name
+    assert torch.equal(oracle.logits(model, prompt), before)
+
+
+@pytest.mark.parametrize("case", [m for m in MODIFICATIONS if m.refused], ids=lambda m: m.name)
+def test_a_module_that_cannot_be_traced_is_refused_by_name(case: Modification) -> None:
+    model = modified(case)
+    with pytest.raises(PcgError, match=case.refused):
+        compiler.compile(model)
+
+
+class TinyConfig(transformers.PreTrainedConfig):
+    model_type = "pcg-tiny"
+
+
+class TinyLayer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Tiny(transformers.PreTrainedModel):
+    """A causal LM that transformers does not know: a table, one kind of layer, a head."""
+
+    config_class = TinyConfig
+    base_model_prefix = "trunk"
+
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__(config)
+        self.trunk = nn.Module()
+        self.trunk.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.trunk.layers = nn.ModuleList(
+            TinyLayer(config.hidden_size) for _ in range(config.num_hidden_layers)
+        )
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> CausalLMOutput:
+        hidden = self.trunk.embed(input_ids)
+        for layer in self.trunk.layers:
+            hidden = layer(hidden)
+        return CausalLMOutput(logits=self.head(hidden))
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_an_architecture_that_transformers_does_not_know(registered: bool) -> None:
+    config = TinyConfig(vocab_size=128, hidden_size=32, num_hidden_layers=3)
+    torch.manual_seed(0)
+    model = Tiny(config).eval()
+    executor = compiler.compile(model)
+    (prompt,) = prompts((13,))
+    assert relative(executor.logits(prompt), oracle.logits(model, prompt)) < 1e-5
+    assert executor.state.program.base.layers == (0, 0, 0)
+    if registered:
+        transformers.AutoConfig.register("pcg-tiny", TinyConfig)
+        transformers.AutoModelForCausalLM.register(TinyConfig, Tiny)
+        traced = compiler.trace(config.to_dict())
+        assert str(traced.graph) == str(compiler.trace(model).graph)
+
+
+@pytest.mark.parametrize("hook", ["before", "behind"])
+def test_an_adapter_at_a_module_that_does_more_is_refused(hook: str) -> None:
+    """peft would add the adapter's product to what the hook gives, from what it does not see."""
+    model = oracle.random_model(BY_NAME["llama3"].config(2))
+    projection = model.model.layers[1].self_attn.v_proj
+    if hook == "before":
+        projection.register_forward_pre_hook(lambda _, given: (given[0] * 2.0,))
+    else:
+        projection.register_forward_hook(lambda _, __, out: out * 2.0)
+    with pytest.raises(PcgError, match=r"self_attn.v_proj computes mul beside its product"):
+        compiler.compile(model, "lora")
+    recipe = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}
+    (prompt,) = prompts((9,))
+    found = compiler.compile(model, recipe).logits(prompt)
+    assert relative(found, oracle.logits(model, prompt)) < 1e-5
+
+
+def test_a_large_module_is_verified_on_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(m for m in MODIFICATIONS if m.name == "llama3: a_count_of_calls")
+    monkeypatch.setattr(compiler, "VERIFIED_PARAMETERS", 10)
+    compiler.compile(modified(case))
+    with pytest.raises(PcgError, match="verify=False"):
+        compiler.compile(modified(case), verify=True)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # by torch.compile itself
+def test_what_is_no_causal_lm_is_refused() -> None:
+    with pytest.raises(PcgError, match="Linear has no transformers configuration"):
+        compiler.compile(nn.Linear(3, 3))
+    t5 = transformers.T5Config(num_layers=1, d_model=16, d_kv=4, d_ff=16, vocab_size=32)
+    with pytest.raises(PcgError, match="encoder-decoder"):
+        compiler.compile(transformers.T5ForConditionalGeneration(t5))
+    model = oracle.random_model(BY_NAME["llama3"].config(2))
+    with pytest.raises(PcgError, match="LlamaModel returns no logits"):
+        compiler.compile(model.model)
+    classifier = transformers.LlamaForSequenceClassification(model.config).eval()
+    with pytest.raises(PcgError, match=r"of shape \[1, 2\] for one sequence"):
+        compiler.compile(classifier)
+    with pytest.raises(PcgError, match="wrapped by torch"):
+        compiler.compile(torch.compile(model))
+    with pytest.raises(PcgError, match="wrapped by peft"):
+        compiler.compile(oracle.with_adapter(model, "all-linear", rank=2))
+    with torch.device("meta"):
+        meta = transformers.AutoModelForCausalLM.from_config(model.config)
+    with pytest.raises(PcgError, match="meta device"):
+        compiler.compile(meta)
+    assert compiler.trace(meta).schedule == (0, 0)
+
+
+def test_a_module_is_left_as_it_was() -> None:
+    """Training mode, what is trained, the attention and the depth, also where tracing fails."""
+    model = oracle.random_model(BY_NAME["llama3"].config(LAYERS)).train()
+    model.lm_head.requires_grad_(False)
+    state = [(n, p.requires_grad, p.data_ptr()) for n, p in model.named_parameters()]
+    compiler.compile(model, dtype="bfloat16")
+    model.model.layers[0].register_forward_hook(lambda _, __, out: out + out.roll(1, 1))
+    with pytest.raises(PcgError, match="roll"):
+        compiler.compile(model)
+    assert [(n, p.requires_grad, p.data_ptr()) for n, p in model.named_parameters()] == state
+    assert all(module.training for module in model.modules())
+    assert len(model.model.layers) == model.config.num_hidden_layers == LAYERS
+    assert model.config._attn_implementation == "sdpa"
+
+
+class Star(transformers.LlamaForCausalLM):
+    """A model whose forward hides its arguments."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        out.logits = 2.0 * out.logits
+        return out
+
+
+def test_arguments_behind_stars_and_pruned_weights() -> None:
+    (prompt,) = prompts((13,))
+    starred = Star(oracle.random_model(BY_NAME["llama3"].config(2)).config).eval()
+    pruned = oracle.random_model(BY_NAME["llama3"].config(3))
+    prune.l1_unstructured(pruned.model.layers[1].mlp.up_proj, "weight", amount=0.5)
+    for model in (starred, pruned):
+        found = compiler.compile(model).logits(prompt)
+        assert relative(found, oracle.logits(model, prompt)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (lambda x: x if x.sum() > 0 else -x, "it branches on the values of tensors"),
+        (
+            lambda x: x if x.shape[1] > 16 else torch.relu(x),
+            "what it computes changes with the number of tokens",
+        ),
+        (lambda x: x * x.shape[1] / 10, "a number in it changes with the number of tokens"),
+    ],
+)
+def test_what_is_no_function_of_each_token_is_refused_in_a_line(
+    forward: Any, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = oracle.random_model(BY_NAME["llama3"].config(2))
+    model.model.layers[0].mlp.act_fn.forward = forward
+    with pytest.raises(PcgError, match=reason) as found:
+        compiler.compile(model)
+    assert "\n" not in str(found.value)
+    assert capfd.readouterr().err == ""
