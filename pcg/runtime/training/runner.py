@@ -73,8 +73,8 @@ class TrainingRunner(BoundTraining):
 def training_runner(state: ModelState, adapter: Adapter, windows: bool = False) -> TrainingRunner:
     """Return a runner that trains an adapter, which need not be one of the state's.
 
-    With `windows`, sequences go through the KV cache window by window, not as wholes. On the CPU the
-    process returns what it frees to the system from now on, so that a step's memory is as planned.
+    With `windows`, sequences go through the KV cache window by window, not as wholes. On the CPU,
+    what this process frees goes back to the system from now on, so that memory is as planned.
 
     Raises:
         UnsupportedError: the adapter's encoder was not saved with it.
