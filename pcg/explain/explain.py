@@ -86,7 +86,7 @@ def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -
     folded = passes.fold.run(traced)
     reports = {}
     for name, found in recipes.items():
-        setup = Setup(source.config, settings, traced, folded, found, optimizer)
+        setup = Setup(source.config, to_trace, settings, traced, folded, found, optimizer)
         reports[name] = _explained(setup, devices, options.find_region)
         if options.peers:
             reports[name] = _with_peers(reports[name], setup)

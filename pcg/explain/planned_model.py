@@ -27,9 +27,13 @@ from pcg.runtime.training.torch_optimizers import Optimizer
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, recipes and a step; `settings` and `folded` are without bypass networks."""
+    """A model, recipes and a step; `settings` and `folded` are without bypass networks.
+
+    What was traced is `source`: the configuration, or a module.
+    """
 
     config: Mapping[str, Any]
+    source: Any
     settings: Settings
     traced: Traced
     folded: Base
