@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import sympy
 
 from pcg.errors import MemoryBudgetError
+from pcg.explain.base_memory import parameter_count
 from pcg.explain.decisions import decided_graph, decisions, sizes_at
 from pcg.explain.eager.attention import FOLLOWED
 from pcg.explain.eager.memory import eager_memory
@@ -21,7 +22,6 @@ from pcg.explain.planned_model import PlannedModel
 from pcg.explain.report import Report
 from pcg.explain.report_data import GraphNode, ParetoPoint, SavedTensor, Stage
 from pcg.explain.step_memory import (
-    base_weights,
     bytes_at,
     carried_bytes,
     formula_text,
@@ -64,7 +64,6 @@ def build_report(planned: PlannedModel) -> Report:
         stages.append(_stage("checkpointing", total, layers, at, 1.0))
     trained = planned.trained
     formulas, moments = step_memory(planned, found.total if found else sympy.Integer(0))
-    elements, _ = base_weights(planned.whole)
     return Report(
         model=setup.settings.model,
         architecture=str((setup.config.get("architectures") or [setup.config["model_type"]])[0]),
@@ -74,7 +73,7 @@ def build_report(planned: PlannedModel) -> Report:
         seq=setup.options.seq,
         dtype=TORCH_NAMES[planned.base.dtype],
         layers=len(planned.base.layers),
-        parameters={"base": elements, "trainable": use.trainable},
+        parameters={"base": parameter_count(planned.whole), "trainable": use.trainable},
         memory_bytes={kind: bytes_at(formula, at) for kind, formula in formulas.items()},
         activations=tuple(stages),
         formulas={name: formula_text(formula) for name, formula in formulas.items()},

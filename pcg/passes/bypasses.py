@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from pcg.errors import AdapterError
 from pcg.ir.module_paths import EACH_LAYER, WHOLE_MODEL, layer_path
 from pcg.ir.program.program import ModelGraph
 from pcg.peft.method import Bypass
@@ -67,7 +68,7 @@ def bypasses_of(
         model_type: the one of config.json, for recipes that name no targets.
         dtype: the dtype of the adapters' parameters.
     Raises:
-        AdapterError: a recipe fits no module of the model.
+        AdapterError: a recipe fits no module of the model, or trains nothing of it.
     """
     layers = range(len(model.layers))
     templates = {site.format(layer=n): site for site in model.linear_sites() for n in layers}
@@ -80,7 +81,13 @@ def bypasses_of(
         adapted = recipe.bypasses_in(model, model_type)
         for path, bypass in adapted.items():
             found.setdefault((templates | others)[path], []).append(bypass)
-        biases |= _biases(model, recipe, {templates[path] for path in adapted if path in templates})
+        own = _biases(model, recipe, {templates[path] for path in adapted if path in templates})
+        if not adapted and not own:
+            raise AdapterError(
+                f"{recipe.method} trains nothing of this {model_type}, which has no biases; "
+                "use LoRA"
+            )
+        biases |= own
         dropout = max(dropout, recipe.dropout)
     at = {site: _united(bypasses) for site, bypasses in found.items()}
     return Bypasses(at, frozenset(biases), dtype, dropout)

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from pcg.errors import PcgError, TraceError
+from pcg.errors import PcgError, TraceError, UnsupportedError
 from pcg.trace.layer_kinds import layer_kinds, schedule_of
 from pcg.trace.markers import (
     IMPLEMENTATION,
     NumbersOnMeta,
     register_markers,
 )
-from pcg.trace.model_config import check_module, parse_config
+from pcg.trace.model_config import check_module, in_one_line, parse_config, positions_of
 from pcg.trace.prepared_module import (
     uses_attention_of_transformers,
     with_attention,
@@ -34,6 +34,7 @@ from pcg.trace.prepared_module import (
     with_layers,
     without_custom_gradients,
 )
+from pcg.trace.recurrence import check_no_recurrence
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,14 @@ class TraceFacts:
         base_prefix: name of the base model within the causal LM, as `model`.
         attention: how transformers runs its attention by default: "sdpa" or "eager", through its
             registry, or "own-sdpa" or "own-eager", within the architecture's own module.
+        positions: the number of positions that the model has or is trained for; None without bound.
     """
 
     layers_path: str
     schedule: tuple[int, ...]
     base_prefix: str
     attention: str
+    positions: int | None
 
 
 @dataclass(frozen=True)
@@ -97,13 +100,14 @@ class _NotThisWay(Exception):
 
 def _first_way(name: str, run: Callable[[str], Exported], ways: Sequence[str]) -> Exported:
     """The export by the first attention implementation that an architecture takes."""
-    errors = []
+    errors: dict[str, list[str]] = {}
     for implementation in ways:
         try:
             return run(implementation)
         except _NotThisWay as error:
-            errors.append(f"with {implementation} attention, {error}")
-    raise TraceError(f"cannot trace a causal LM of type {name}: {'; '.join(errors)}")
+            errors.setdefault(str(error), []).append(implementation)
+    reasons = [f"with {' or '.join(tried)} attention, {error}" for error, tried in errors.items()]
+    raise TraceError(f"cannot trace a causal LM of type {name}: {'; '.join(reasons)}")
 
 
 def _export_module(model: nn.Module, dtype: torch.dtype | None, whole: bool) -> Exported:
@@ -123,16 +127,19 @@ def _export_with(implementation: str, model: nn.Module, whole: bool) -> Exported
         schedule = tuple(chosen)
     attention_marked = with_attention(model, implementation, experts=IMPLEMENTATION)
     with attention_marked, with_layers(model, path, chosen):
+        check_no_recurrence(model, lambda tokens: model(**_inputs(model, tokens)))
         constants = _constant_buffers(model)
         names = _checkpoint_names(model)
         program = _export(model)
+        _check_logits(model, program)
     prefix = str(getattr(model, "base_model_prefix", ""))
     attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
     if implementation != IMPLEMENTATION:
         attention = f"own-{attention}"
     elif all(node.target is not torch.ops.pcg.attention.default for node in program.graph.nodes):
         raise _NotThisWay("the model does not call it")
-    return Exported(path, schedule, prefix, attention, program, constants, names)
+    facts = (path, schedule, prefix, attention, positions_of(model.config))
+    return Exported(*facts, program, constants, names)
 
 
 def _build(config: Any, implementation: str) -> nn.Module:
@@ -144,8 +151,8 @@ def _build(config: Any, implementation: str) -> nn.Module:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
-    except (ValueError, KeyError) as error:
-        raise _NotThisWay(f"transformers says: {error}") from error
+    except Exception as error:
+        raise _NotThisWay(f"transformers says: {in_one_line(error)}") from error
     return model.requires_grad_(False)  # type: ignore[no-any-return]
 
 
@@ -198,30 +205,42 @@ def _constant_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _export(model: nn.Module) -> torch.export.ExportedProgram:
-    ids = torch.zeros(1, 7, dtype=torch.long, device=next(model.parameters()).device)
-    inputs: dict[str, object] = {"input_ids": ids}
-    taken = inspect.signature(model.forward).parameters
-    if "position_ids" in taken:
-        inputs["position_ids"] = ids.clone()
-    tokens = torch.export.Dim("T", min=2, max=_most_tokens(model))
-    shapes: dict[str, object] = {name: {1: tokens} for name in inputs}
-    if "use_cache" in taken:
-        inputs["use_cache"], shapes["use_cache"] = False, None
+    inputs = _inputs(model, 7)
+    tokens = torch.export.Dim("T", min=2, max=max(8, (positions_of(model.config) or 2**20) - 1))
+    shapes = {name: None if name == "use_cache" else {1: tokens} for name in inputs}
     try:
         with NumbersOnMeta():
             return torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=False)
     except PcgError:
         raise
     except Exception as error:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise _NotThisWay(f"torch.export cannot trace {type(model).__name__}: {line}") from error
+        name, line = type(model).__name__, in_one_line(error, first=True)
+        if "Constraints violated" in line:
+            line = "its graph is another one for other numbers of tokens"
+        raise _NotThisWay(f"torch.export cannot trace {name}: {line}") from error
 
 
-def _most_tokens(model: nn.Module) -> int:
-    """A bound below the positions, where guards of some models lie (MPT's max_seq_len)."""
-    positions = getattr(model.config, "max_position_embeddings", None)
-    positions = positions or getattr(model.config, "max_seq_len", None) or 2**20
-    return max(8, int(positions) - 1)
+def _check_logits(model: nn.Module, program: torch.export.ExportedProgram) -> None:
+    """Refuse a model without a head. UnsupportedError: says what it gives instead of logits."""
+    (found, *_) = program.graph.output_node().args[0]
+    size, wanted = found.meta["val"].shape[-1], getattr(model.config, "vocab_size", None)
+    if type(wanted) is int and size < wanted:
+        raise UnsupportedError(
+            f"{type(model).__name__} gives {size} numbers, and no logits of its {wanted} tokens; "
+            "give the causal LM, as AutoModelForCausalLM makes it"
+        )
+
+
+def _inputs(model: nn.Module, tokens: int) -> dict[str, object]:
+    """The arguments of a model's forward on some tokens."""
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=next(model.parameters()).device)
+    inputs: dict[str, object] = {"input_ids": ids}
+    taken = inspect.signature(model.forward).parameters
+    if "position_ids" in taken:
+        inputs["position_ids"] = ids.clone()
+    if "use_cache" in taken:
+        inputs["use_cache"] = False
+    return inputs
 
 
 @contextlib.contextmanager
