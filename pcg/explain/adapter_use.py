@@ -52,11 +52,11 @@ def adapter_use(
     largest: dict[str, dict[type, Bypass]] = {}
     trained: list[Shape] = []
     for recipe in recipes.values():
-        biases = bypasses_of(model, [recipe], model_type, dtype).biases
+        own = bypasses_of(model, [recipe], model_type, dtype)
         trained += {
             parameter.source.format(layer=layer): parameter.type.features
             for parameter, layer in model.parameters()
-            if parameter.source in biases
+            if parameter.source in own.of(layer).biases
         }.values()
         found = recipe.bypasses_in(model, model_type)
         trained += recipe.trained_shapes(found, shapes)

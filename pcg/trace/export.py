@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
+import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -100,14 +102,16 @@ class _NotThisWay(Exception):
 
 def _first_way(name: str, run: Callable[[str], Exported], ways: Sequence[str]) -> Exported:
     """The export by the first attention implementation that an architecture takes."""
-    errors: dict[str, list[str]] = {}
+    reasons: dict[str, str] = {}
     for implementation in ways:
         try:
             return run(implementation)
         except _NotThisWay as error:
-            errors.setdefault(str(error), []).append(implementation)
-    reasons = [f"with {' or '.join(tried)} attention, {error}" for error, tried in errors.items()]
-    raise TraceError(f"cannot trace a causal LM of type {name}: {'; '.join(reasons)}")
+            reasons.setdefault(str(error), implementation)
+    if len(reasons) == 1:
+        raise TraceError(f"cannot trace {name}: {next(iter(reasons))}")
+    each = [f"with {implementation} attention, {why}" for why, implementation in reasons.items()]
+    raise TraceError(f"cannot trace {name}: {'; '.join(each)}")
 
 
 def _export_module(model: nn.Module, dtype: torch.dtype | None, whole: bool) -> Exported:
@@ -127,11 +131,10 @@ def _export_with(implementation: str, model: nn.Module, whole: bool) -> Exported
         schedule = tuple(chosen)
     attention_marked = with_attention(model, implementation, experts=IMPLEMENTATION)
     with attention_marked, with_layers(model, path, chosen):
-        check_no_recurrence(model, lambda tokens: model(**_inputs(model, tokens)))
+        check_no_recurrence(model, functools.partial(_run, model))
         constants = _constant_buffers(model)
         names = _checkpoint_names(model)
         program = _export(model)
-        _check_logits(model, program)
     prefix = str(getattr(model, "base_model_prefix", ""))
     attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
     if implementation != IMPLEMENTATION:
@@ -205,42 +208,73 @@ def _constant_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _export(model: nn.Module) -> torch.export.ExportedProgram:
-    inputs = _inputs(model, 7)
+    inputs, options = _arguments(model, 7)
+    # A bound below the positions, where guards of some models lie.
     tokens = torch.export.Dim("T", min=2, max=max(8, (positions_of(model.config) or 2**20) - 1))
-    shapes = {name: None if name == "use_cache" else {1: tokens} for name in inputs}
+    shapes = {name: {1: tokens} for name in inputs}
+    original = model.forward
+
+    def forward(**given: torch.Tensor) -> torch.Tensor:
+        return _logits(model, original(**given, **options), given["input_ids"].shape[1])
+
+    names = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in inputs]
+    forward.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
+    own = vars(model).get("forward")
+    model.forward = forward
     try:
-        with NumbersOnMeta():
+        # torch prints the graph of what it cannot trace.
+        with NumbersOnMeta(), contextlib.redirect_stderr(io.StringIO()):
             return torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=False)
     except PcgError:
         raise
     except Exception as error:
-        name, line = type(model).__name__, in_one_line(error, first=True)
-        if "Constraints violated" in line:
-            line = "its graph is another one for other numbers of tokens"
-        raise _NotThisWay(f"torch.export cannot trace {name}: {line}") from error
+        raise _NotThisWay(_reason(error)) from error
+    finally:
+        del model.forward
+        if own is not None:
+            model.forward = own
 
 
-def _check_logits(model: nn.Module, program: torch.export.ExportedProgram) -> None:
-    """Refuse a model without a head. UnsupportedError: says what it gives instead of logits."""
-    (found, *_) = program.graph.output_node().args[0]
-    size, wanted = found.meta["val"].shape[-1], getattr(model.config, "vocab_size", None)
-    if type(wanted) is int and size < wanted:
-        raise UnsupportedError(
-            f"{type(model).__name__} gives {size} numbers, and no logits of its {wanted} tokens; "
-            "give the causal LM, as AutoModelForCausalLM makes it"
-        )
-
-
-def _inputs(model: nn.Module, tokens: int) -> dict[str, object]:
-    """The arguments of a model's forward on some tokens."""
+def _arguments(model: nn.Module, tokens: int) -> tuple[dict[str, torch.Tensor], dict[str, bool]]:
+    """The inputs of a model's forward on a number of tokens, and its other arguments."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device=next(model.parameters()).device)
-    inputs: dict[str, object] = {"input_ids": ids}
     taken = inspect.signature(model.forward).parameters
-    if "position_ids" in taken:
+    is_hidden = "input_ids" not in taken  # behind *args and **kwargs
+    inputs = {"input_ids": ids}
+    if is_hidden or "position_ids" in taken:
         inputs["position_ids"] = ids.clone()
-    if "use_cache" in taken:
-        inputs["use_cache"] = False
-    return inputs
+    return inputs, {"use_cache": False} if is_hidden or "use_cache" in taken else {}
+
+
+def _run(model: nn.Module, tokens: int) -> None:
+    inputs, options = _arguments(model, tokens)
+    model(**inputs, **options)
+
+
+def _logits(model: nn.Module, out: Any, tokens: Any) -> torch.Tensor:
+    """The logits that a model returns. UnsupportedError: there are none, or not of each token."""
+    name = type(model).__name__
+    logits = out if isinstance(out, torch.Tensor) else getattr(out, "logits", None)
+    if logits is None and type(out) in (tuple, list):
+        logits = out[0]
+    if not isinstance(logits, torch.Tensor):
+        raise UnsupportedError(f"{name} returns no logits; give a causal LM, with its head")
+    if logits.dim() != 3 or logits.shape[1] != tokens:
+        raise UnsupportedError(
+            f"{name} returns logits of shape {list(logits.shape)} for one sequence, and not a row "
+            "for each token; give a causal LM"
+        )
+    return logits
+
+
+def _reason(error: Exception) -> str:
+    """Why torch.export fails, in a line."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if "data-dependent" in line:
+        line = "it branches on the values of tensors"
+    elif "Constraints violated" in line or "specialized it to be a constant" in line:
+        line = "what it computes changes with the number of tokens"
+    return line
 
 
 @contextlib.contextmanager
@@ -256,12 +290,14 @@ def _torch_dtype(dtype: torch.dtype) -> Iterator[None]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence third parties' warnings, which are about training and generation settings."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("transformers", "torch")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -19,8 +19,8 @@ MOST_SECONDS = 10
 def small(config_class: Any) -> dict[str, Any]:
     """The default configuration as a checkpoint has it, with few layers and experts."""
     own: dict[str, Any] = json.loads(config_class().to_json_string())
-    wanted = {"num_hidden_layers": 2, "num_experts": 4, "num_local_experts": 4}
-    wanted["n_routed_experts"] = 4
+    wanted = {"num_hidden_layers": 2, "num_experts": 8, "num_local_experts": 8}
+    wanted["n_routed_experts"] = 8
     names = config_class.attribute_map
     fewer = {names.get(name, name): count for name, count in wanted.items()}
     lists = {key for key, value in own.items() if isinstance(value, list)}

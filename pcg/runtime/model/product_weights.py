@@ -30,11 +30,12 @@ def product_weights(graph: Graph) -> Iterator[ProductWeights]:
     products = [n for n in graph.nodes if n.op in ("linear", "linear_group", "lora_linear")]
     others = {name for node in graph.nodes if node not in products for name in node.inputs}
     for node in products:
-        if node.inputs[1] not in others:
-            count = int(node.get("count", 1))  # type: ignore[arg-type]
-            biased = node.get("bias", len(node.inputs) == 3)
-            biases = node.inputs[1 + count : 1 + 2 * count] if biased else ()
-            yield ProductWeights(tuple(node.inputs[1 : 1 + count]), tuple(biases))
+        count = int(node.get("count", 1))  # type: ignore[arg-type]
+        biased = node.get("bias", len(node.inputs) == 3)
+        weights = tuple(node.inputs[1 : 1 + count])
+        if weights[0] in graph.parameters_by_name and weights[0] not in others:
+            biases = tuple(node.inputs[1 + count : 1 + 2 * count]) if biased else ()
+            yield ProductWeights(weights, biases)
 
 
 def is_packed(dtype: torch.dtype, device: torch.device) -> bool:
