@@ -37,11 +37,12 @@ def small(config_class: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("model_type", CLASSES)
 def test_it_compiles_or_is_refused_in_one_line(model_type: str) -> None:
     config = small(CLASSES[model_type])
-    start = time.monotonic()
+    start, refusal = time.process_time(), ""
     try:
         compiler.compile_program(config)
     except PcgError as error:
-        assert time.monotonic() - start < MOST_SECONDS
-        assert "\n" not in str(error)
-        assert len(str(error)) <= 400
-        assert "TORCH_LOGS" not in str(error)
+        refusal = str(error)
+    assert not refusal or time.process_time() - start < MOST_SECONDS
+    assert "\n" not in refusal
+    assert len(refusal) <= 400
+    assert "TORCH_LOGS" not in refusal
