@@ -10,7 +10,7 @@ from typing import Any
 import sympy
 
 from pcg.errors import UnsupportedError
-from pcg.explain.capacity import capacity
+from pcg.explain.capacity import capacities, gpus_that_hold
 from pcg.explain.parallel_report import parallel_rows
 from pcg.explain.plan_validity import parallel_regions, with_formulas
 from pcg.explain.planned_model import Setup, plan_model
@@ -112,7 +112,11 @@ def _explained(setup: Setup, devices: Sequence[Accelerator], find_region: bool) 
         if find_region:
             rows["regions"] = parallel_regions(setup)
         report = dataclasses.replace(report, parallel=rows)
-    return dataclasses.replace(report, fits=tuple(capacity(planned, one) for one in devices))
+    return dataclasses.replace(
+        report,
+        fits=capacities(planned, devices),
+        gpus=gpus_that_hold(planned) if setup.device == "cuda" else (),
+    )
 
 
 def _with_peers(report: Report, setup: Setup) -> Report:

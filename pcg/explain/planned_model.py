@@ -49,6 +49,11 @@ class Setup:
         return self.settings.options
 
     @property
+    def positions(self) -> int | None:
+        """The number of positions of the model; None where it has no bound."""
+        return self.traced.trace.positions
+
+    @property
     def at(self) -> dict[sympy.Symbol, int]:
         """The values of the symbols of formulas."""
         return {SEQUENCES: self.options.batch, CONTEXT: self.options.seq}

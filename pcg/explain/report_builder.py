@@ -40,6 +40,10 @@ def build_report(planned: PlannedModel) -> Report:
     """Return the report of a planned model."""
     setup, use, at = planned.setup, planned.use, planned.setup.at
     notes: list[str] = []
+    positions = setup.positions
+    seq = setup.options.seq
+    if positions is not None and seq > positions:
+        notes.append(f"seq: {seq:,} tokens are beyond the {positions:,} positions of this model")
     virtual = max((recipe.prompt_tokens for recipe in setup.recipes.values()), default=0)
     if virtual:
         notes.append(f"S counts the {virtual} virtual tokens that come before a sequence, too")

@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[PcgError], str]] = {
     "recurrence": (
         {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
         UnsupportedError,
-        r"layers.0.mixer \(MambaMixer\) runs .* in a loop; pcg compiles models that mix tokens by att",
+        r"layers.0.mixer \(MambaMixer\) runs .* in a loop; pcg compiles models that mix tokens by",
     ),
     "recurrence in some layers": (
         {**SMALL, "model_type": "recurrent_gemma", "num_hidden_layers": 3, "lru_width": 64},
@@ -176,7 +176,9 @@ def test_a_module_without_a_head_is_refused() -> None:
 
 @pytest.mark.parametrize("module", [nn.Linear(3, 3), nn.Sequential(), nn.Module()])
 def test_a_plain_module_is_refused(module: nn.Module) -> None:
-    with pytest.raises(UnsupportedError, match="has no transformers configuration as model.config"):
+    with pytest.raises(
+        UnsupportedError, match=r"has no transformers configuration as model\.config"
+    ):
         pcg.explain(module)
 
 
