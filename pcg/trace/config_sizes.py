@@ -44,9 +44,9 @@ def check_named(fields: Mapping[str, Any], config: Any) -> None:
     missing = []
     for name in _NEEDED:
         names = _names_of(name, type(config))
-        if getattr(config, name, None) is not None and all(
-            fields.get(key) is None for key in names
-        ):
+        is_given = any(fields.get(key) is not None for key in names)
+        is_derived = isinstance(getattr(type(config), name, None), property)
+        if getattr(config, name, None) is not None and not (is_given or is_derived):
             missing.append(names[0])
     if missing:
         raise ConfigError(

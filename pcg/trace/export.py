@@ -96,6 +96,10 @@ def export(
             )
 
 
+_BUILDING = "transformers says:"
+"""Beginning of the reason why an architecture cannot be built."""
+
+
 class _NotThisWay(Exception):
     """An attention implementation that an architecture does not take."""
 
@@ -108,6 +112,9 @@ def _first_way(name: str, run: Callable[[str], Exported], ways: Sequence[str]) -
             return run(implementation)
         except _NotThisWay as error:
             reasons.setdefault(str(error), implementation)
+    # That an architecture does not have a fallback says nothing of the model.
+    telling = {why: way for why, way in reasons.items() if not why.startswith(_BUILDING)}
+    reasons = telling or reasons
     if len(reasons) == 1:
         raise TraceError(f"cannot trace {name}: {next(iter(reasons))}")
     each = [f"with {implementation} attention, {why}" for why, implementation in reasons.items()]
@@ -155,7 +162,7 @@ def _build(config: Any, implementation: str) -> nn.Module:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     except Exception as error:
-        raise _NotThisWay(f"transformers says: {in_one_line(error)}") from error
+        raise _NotThisWay(f"{_BUILDING} {in_one_line(error)}") from error
     return model.requires_grad_(False)  # type: ignore[no-any-return]
 
 

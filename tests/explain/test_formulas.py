@@ -84,8 +84,8 @@ def test_formulas_of_llama() -> None:
     assert whole[sympy.S.One] == norms
     assert parted[sympy.S.One] == norms + heads
     text = report.to_text(formulas=True)
-    assert "  KV cache    = 8192*B*S/tp  up to tp = 8\n" in text
-    assert "              = 1024*B*S  above\n" in text
+    assert "  KV cache    = 81920/tp  up to tp = 8\n" in text
+    assert "              = 10240  above\n" in text
     assert "Exact at tp = 2, 4, 8, 16, 32: weights, adapters, " in text
 
 

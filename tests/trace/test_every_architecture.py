@@ -18,7 +18,10 @@ MOST_SECONDS = 10
 
 def small(config_class: Any) -> dict[str, Any]:
     """The default configuration as a checkpoint has it, with few layers and experts."""
-    own: dict[str, Any] = json.loads(config_class().to_json_string())
+    try:
+        own: dict[str, Any] = json.loads(config_class().to_json_string())
+    except Exception:  # its defaults contradict one another
+        return {"model_type": config_class.model_type}
     wanted = {"num_hidden_layers": 2, "num_experts": 8, "num_local_experts": 8}
     wanted["n_routed_experts"] = 8
     names = config_class.attribute_map
@@ -46,3 +49,4 @@ def test_it_compiles_or_is_refused_in_one_line(model_type: str) -> None:
     assert "\n" not in refusal
     assert len(refusal) <= 400
     assert "TORCH_LOGS" not in refusal
+    assert "names no" not in refusal or len(config) == 1
