@@ -163,7 +163,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Splits:
-    """What is learned, and what evaluates it.
+    """The sources of training and evaluation data, after splits were chosen.
 
     Attributes:
         train: the source of the training data.
