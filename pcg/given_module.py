@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pcg.errors import LogitsError, UnsupportedError
+from pcg.errors import LogitsError, TraceError, UnsupportedError
 from pcg.source import ModelSource, resolve
 from pcg.trace.model_config import check_module
 from pcg.trace.prepared_module import with_attention
@@ -64,15 +64,17 @@ def check_logits(executor: Executor, model: nn.Module) -> None:
     vocabulary = int(model.config.vocab_size)  # type: ignore[union-attr,arg-type]
     first = next(model.parameters())
     ids = (torch.arange(_TOKENS, device=first.device) * 7919 + 11) % vocabulary
-    found = executor.logits(ids.tolist()).to("cpu", torch.float64)
     dtypes = [first.dtype, getattr(torch, executor.state.program.options.dtype or "float32")]
     allowed = max(_TOLERANCES[dtype] for dtype in dtypes)
     own = str(getattr(model.config, "_attn_implementation", None) or "eager")
     errors = []
+    found: Tensor | None = None
     # SDPA leaves out what it cannot do, such as soft-capped scores; the compiled program does not.
     for implementation in dict.fromkeys((own, "eager")):
         with with_attention(model, implementation):
             expected = _logits(model, ids)
+        if found is None:
+            found = executor.logits(ids.tolist()).to("cpu", torch.float64)
         errors.append(_relative_error(found, expected))
         if errors[-1] <= allowed:
             return
@@ -85,8 +87,13 @@ def check_logits(executor: Executor, model: nn.Module) -> None:
 
 
 def _logits(model: nn.Module, ids: Tensor) -> Tensor:
-    out = model(input_ids=ids[None])
-    logits = out if isinstance(out, Tensor) else out[0]
+    try:
+        out = model(input_ids=ids[None])
+    except Exception as error:
+        raise TraceError(
+            f"{type(model).__name__} itself fails on {_TOKENS} tokens: {error}"
+        ) from error
+    logits = out.logits if hasattr(out, "logits") else out if isinstance(out, Tensor) else out[0]
     return logits[0].to("cpu", torch.float64)
 
 

@@ -9,12 +9,16 @@ adds it. The base program is unchanged but for reading what bypass networks made
 
 A site where adapters of several methods meet has the operators of all. A token has one adapter, and
 the others' operators change nothing of it, so that their order does not matter.
+
+Layers of one block that have different networks, or networks of different ranks, become blocks of
+their own: what trains has a schedule of layer kinds beside that of the base, and what serves, where
+every layer has all networks, keeps the base's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -25,7 +29,7 @@ from pcg.ir.graph import Attribute, Graph, Node, Parameter, Value
 from pcg.ir.module_paths import EACH_LAYER, WHOLE_MODEL
 from pcg.ir.program.program import ModelGraph, site_of, token_embedding
 from pcg.ir.types import RANK, Size, tensor
-from pcg.passes.bypasses import Bypasses
+from pcg.passes.bypasses import Bypasses, LayerBypasses
 from pcg.peft.method import Bypass, Shape
 
 VIRTUAL = sympy.Symbol("n", integer=True, positive=True)
@@ -41,10 +45,15 @@ def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
     shapes = model.linear_sites()
     prompted = embeds(model.prologue) if WHOLE_MODEL in bypasses.at else ""
 
-    def attached_graph(graph: Graph) -> Graph:
-        return _attach_graph(graph, bypasses, shapes, prompted if graph is model.prologue else "")
+    def attached_graph(graph: Graph, here: LayerBypasses) -> Graph:
+        embedding = prompted if graph is model.prologue else ""
+        return _attach_graph(graph, bypasses, here, shapes, embedding)
 
-    attached = model.map(attached_graph)
+    blocks, layers = _attach_layers(model, bypasses, attached_graph)
+    outside = bypasses.of(None)
+    ends = (attached_graph(graph, outside) for graph in (model.prologue, model.epilogue))
+    prologue, epilogue = ends
+    attached = ModelGraph(prologue, blocks, layers, epilogue)
     there = {p.source for graph in attached.graphs for p in graph.parameters if p.role == "adapter"}
     missing = sorted(bypasses.biases - there)
     if missing:
@@ -53,6 +62,29 @@ def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
             'other biases; use bias="none"'
         )
     return attached
+
+
+def _attach_layers(
+    model: ModelGraph, bypasses: Bypasses, attached: Callable[[Graph, LayerBypasses], Graph]
+) -> tuple[tuple[Graph, ...], tuple[int, ...]]:
+    """The distinct layers with their networks, and the index of each layer's."""
+    graphs: dict[Hashable, Graph] = {}
+    of_layers: list[tuple[int, Graph]] = []
+    kinds: list[tuple[int, Graph]] = []
+    for layer, block in enumerate(model.layers):
+        here = bypasses.of(layer)
+        key = (block, here.key)
+        if key not in graphs:
+            graphs[key] = attached(model.blocks[block], here)
+        of_layers.append((block, graphs[key]))
+        if of_layers[-1] not in kinds:
+            kinds.append(of_layers[-1])
+    kinds.sort(key=lambda kind: kind[0])
+    layers = tuple(map(kinds.index, of_layers))
+    blocks = tuple(graph for _, graph in kinds)
+    if len(blocks) > len(model.blocks):
+        blocks = tuple(block.replace(name=f"block_{i}") for i, block in enumerate(blocks))
+    return blocks, layers
 
 
 def embeds(prologue: Graph) -> str:
@@ -70,13 +102,18 @@ def embeds(prologue: Graph) -> str:
 
 
 def _attach_graph(
-    graph: Graph, bypasses: Bypasses, shapes: Mapping[str, Shape], prompted: str
+    graph: Graph,
+    bypasses: Bypasses,
+    here: LayerBypasses,
+    shapes: Mapping[str, Shape],
+    prompted: str,
 ) -> Graph:
     builder = Builder.extending(graph.replace(nodes=()))
     names: dict[str, str] = {}
     for node in graph.nodes:
         inputs = tuple(names.get(name, name) for name in node.inputs)
-        place = _Place(builder, graph, dataclasses.replace(node, inputs=inputs), bypasses, shapes)
+        node_here = dataclasses.replace(node, inputs=inputs)
+        place = _Place(builder, graph, node_here, bypasses, here, shapes)
         new = place.attach(node.name == prompted)
         if new != node.name:
             names[node.name] = new
@@ -91,6 +128,7 @@ class _Place:
     _graph: Graph
     _node: Node
     _bypasses: Bypasses
+    _here: LayerBypasses
     _shapes: Mapping[str, Shape]  # (out, in) of each linear site
 
     def __post_init__(self) -> None:
@@ -106,7 +144,7 @@ class _Place:
 
         `prompted` is True if that is the output of the token embedding.
         """
-        at = self._bypasses.at
+        at = self._here.at
         site = EACH_LAYER if self._node.op == "attention" else self.site
         found = at.get(site, ()) if site else ()
         if found and self._node.op == "linear":
@@ -144,7 +182,7 @@ class _Place:
             return value
         for name in self._node.inputs[1:]:
             parameter = self._graph.parameters_by_name.get(name)
-            if parameter is not None and parameter.source in self._bypasses.biases:
+            if parameter is not None and parameter.source in self._here.biases:
                 size = parameter.type.features[0]
                 own = self._parameter(f"{name}.own", parameter.source, size)
                 return self._builder.add("bias_add", [value, own, name], scope=self._node.scope)

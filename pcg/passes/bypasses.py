@@ -2,6 +2,9 @@
 
 A site is a module path with `{layer}` for the layer's index; of what a method has once for the
 model or for each layer's attention, it is `WHOLE_MODEL` or `EACH_LAYER`.
+
+What serves has at a site, in every layer, all that adapters have there in any layer, as adapters of
+any shape meet in a batch. What trains has in each layer what the recipe asks for in that layer.
 """
 
 from __future__ import annotations
@@ -18,12 +21,31 @@ from pcg.peft.registry import RECIPES
 
 
 @dataclass(frozen=True)
-class Bypasses:
-    """The bypass networks of a model.
+class LayerBypasses:
+    """The bypass networks of one layer.
 
     Attributes:
         at: the networks at each site, in order, one of each kind.
         biases: sources of the base biases that adapters have their own of.
+    """
+
+    at: Mapping[str, tuple[Bypass, ...]] = field(default_factory=dict)
+    biases: frozenset[str] = frozenset()
+
+    @property
+    def key(self) -> object:
+        """A hashable key, equal for layers with the same networks."""
+        return frozenset(self.at.items()), self.biases
+
+
+@dataclass(frozen=True)
+class Bypasses:
+    """The bypass networks of a model.
+
+    Attributes:
+        at: the networks at each site, in order, one of each kind; those of all layers united.
+        biases: sources of the base biases that adapters have their own of, in any layer.
+        layers: the networks of each layer; empty where every layer has all of them.
         dtype: dtype of the adapters' parameters.
         dropout: probability that an element of a network's input is dropped in training.
         serving: True if what can be made once of an adapter is a parameter.
@@ -34,6 +56,13 @@ class Bypasses:
     dtype: str = "f32"
     dropout: float = 0.0
     serving: bool = False
+    layers: tuple[LayerBypasses, ...] = ()
+
+    def of(self, layer: int | None) -> LayerBypasses:
+        """The networks of a layer; of None, those outside the layers."""
+        if layer is None or not self.layers:
+            return LayerBypasses(self.at, self.biases)
+        return self.layers[layer]
 
     def __bool__(self) -> bool:
         return bool(self.at or self.biases)
@@ -41,7 +70,7 @@ class Bypasses:
     def for_serving(self) -> Bypasses:
         """The networks as serving has them, where adapters of any size meet, without dropout."""
         at = {site: _united(each.served() for each in found) for site, found in self.at.items()}
-        return dataclasses.replace(self, at=at, dropout=0.0, serving=True)
+        return dataclasses.replace(self, at=at, dropout=0.0, serving=True, layers=())
 
 
 def _united(bypasses: Iterable[Bypass]) -> tuple[Bypass, ...]:
@@ -58,9 +87,6 @@ def bypasses_of(
 ) -> Bypasses:
     """The bypass networks of all recipes.
 
-    A block serves many layers, so a site that a recipe adapts in some of them is there in all; the
-    layers without it get nothing to add.
-
     Args:
         model: the folded model, without bypass networks.
         recipes: the adapters' recipes.
@@ -69,24 +95,57 @@ def bypasses_of(
     Raises:
         AdapterError: a recipe fits no module of the model.
     """
-    layers = range(len(model.layers))
-    templates = {site.format(layer=n): site for site in model.linear_sites() for n in layers}
-    others = {WHOLE_MODEL: WHOLE_MODEL, **{layer_path(n): EACH_LAYER for n in layers}}
-    order = list(RECIPES)
+    places = _places(model)
     found: dict[str, list[Bypass]] = {}
+    layers = [_Layer() for _ in model.layers]
     biases: set[str] = set()
     dropout = 0.0
+    order = list(RECIPES)
     for recipe in sorted(recipes, key=lambda recipe: order.index(recipe.peft_type)):
         adapted = recipe.bypasses_in(model, model_type)
         for path, bypass in adapted.items():
-            found.setdefault((templates | others)[path], []).append(bypass)
-        biases |= _biases(model, recipe, {templates[path] for path in adapted if path in templates})
+            site, layer = places[path]
+            found.setdefault(site, []).append(bypass)
+            if layer is not None:
+                layers[layer].found.setdefault(site, []).append(bypass)
+        for source, layer in _base_biases(model):
+            if recipe.trains_bias(source.format(layer=layer).removesuffix(".bias"), adapted):
+                biases.add(source)
+                if layer is not None:
+                    layers[layer].biases.add(source)
         dropout = max(dropout, recipe.dropout)
     at = {site: _united(bypasses) for site, bypasses in found.items()}
-    return Bypasses(at, frozenset(biases), dtype, dropout)
+    of_layers = tuple(layer.united() for layer in layers)
+    return Bypasses(at, frozenset(biases), dtype, dropout, layers=of_layers)
 
 
-def _biases(model: ModelGraph, recipe: Recipe, adapted: set[str]) -> set[str]:
-    frozen = {p.source for graph in model.graphs for p in graph.parameters if p.role == "frozen"}
-    biases = {source for source in frozen if source.endswith(".bias")}
-    return {s for s in biases if recipe.trains_bias(s.removesuffix(".bias"), adapted)}
+@dataclass
+class _Layer:
+    """The networks of one layer, by site, as recipes ask for them one after the other."""
+
+    found: dict[str, list[Bypass]] = field(default_factory=dict)
+    biases: set[str] = field(default_factory=set)
+
+    def united(self) -> LayerBypasses:
+        at = {site: _united(bypasses) for site, bypasses in self.found.items()}
+        return LayerBypasses(at, frozenset(self.biases))
+
+
+def _places(model: ModelGraph) -> dict[str, tuple[str, int | None]]:
+    """The site of each path that recipes may name, and its layer; None outside the layers."""
+    places: dict[str, tuple[str, int | None]] = {WHOLE_MODEL: (WHOLE_MODEL, None)}
+    sites = model.linear_sites()
+    for layer in range(len(model.layers)):
+        places[layer_path(layer)] = (EACH_LAYER, layer)
+        for site in sites:
+            places[site.format(layer=layer)] = (site, layer if "{layer}" in site else None)
+    return places
+
+
+def _base_biases(model: ModelGraph) -> list[tuple[str, int | None]]:
+    """The sources of the base's biases, each with every layer that has one."""
+    return [
+        (parameter.source, layer if "{layer}" in parameter.source else None)
+        for parameter, layer in model.parameters()
+        if parameter.role == "frozen" and parameter.source.endswith(".bias")
+    ]

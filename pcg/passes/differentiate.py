@@ -48,7 +48,7 @@ class Differentiated:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers that are differentiated alike: those of one block, the first to train one apart.
+    """Layers that are differentiated alike: those of one block, but for the first that trains.
 
     `block` is the index of their block in the model, `shared` are inputs that come from the
     prologue, which all layers read.

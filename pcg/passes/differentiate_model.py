@@ -42,7 +42,10 @@ class DifferentiateModel(Pass[WithLoss, Gradients]):
 
 
 def layer_kinds(model: ModelGraph) -> tuple[LayerKind, ...]:
-    """The layers of a model, differentiated; below all that is trained no gradient is wanted."""
+    """The layers of a model, differentiated.
+
+    The first layer that trains passes no gradient on, and those below it have no backward.
+    """
     groups: dict[tuple[int, bool], list[int]] = {}
     trained_below = bool(trained(model.prologue))
     for layer, index in enumerate(model.layers):
@@ -54,7 +57,8 @@ def layer_kinds(model: ModelGraph) -> tuple[LayerKind, ...]:
         inputs, count = tuple(value.name for value in block.inputs), len(block.outputs)
         carried, shared = inputs[:count], inputs[count:]
         gradients = Differentiate(wrt=carried, wanted=carried if passes_on else ()).run(block)
-        name = block.name if passes_on else f"{block.name}_first"
+        below = "_first" if trained(block) else "_below"
+        name = block.name if passes_on else f"{block.name}{below}"
         kinds.append(LayerKind(name, index, tuple(layers), shared, gradients))
     return tuple(kinds)
 

@@ -68,6 +68,11 @@ class Attached:
         training = self.training.graphs if self.training else ()
         return {**_named("serving.", self.serving.graphs), **_named("training.", training)}
 
+    def base_blocks(self, model: ModelGraph) -> tuple[int, ...]:
+        """The index of the base's block of which each block of a model with networks is made."""
+        found = dict(zip(model.layers, self.base.layers, strict=True))
+        return tuple(found[block] for block in range(len(model.blocks)))
+
     def map_models(self, change: Callable[[ModelGraph], ModelGraph]) -> Self:
         training = None if self.training is None else change(self.training)
         base, serving = change(self.base), change(self.serving)
@@ -84,7 +89,7 @@ class Attached:
 class Prepared(Attached):
     """Models whose base is planned over ranks, with products and heads that ranks can divide.
 
-    `layouts` has for each block the layouts of the base's weights by name.
+    `layouts` has for each block of the base the layouts of its weights by name.
     """
 
     layouts: tuple[Mapping[str, Layout], ...]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pcg.errors import PcgError, TraceError
+from pcg.errors import PcgError, TraceError, UnsupportedError
 from pcg.trace.layer_kinds import layer_kinds, schedule_of
 from pcg.trace.markers import (
     IMPLEMENTATION,
@@ -97,13 +98,16 @@ class _NotThisWay(Exception):
 
 def _first_way(name: str, run: Callable[[str], Exported], ways: Sequence[str]) -> Exported:
     """The export by the first attention implementation that an architecture takes."""
-    errors = []
+    reasons: dict[str, str] = {}
     for implementation in ways:
         try:
             return run(implementation)
         except _NotThisWay as error:
-            errors.append(f"with {implementation} attention, {error}")
-    raise TraceError(f"cannot trace a causal LM of type {name}: {'; '.join(errors)}")
+            reasons.setdefault(str(error), implementation)
+    if len(reasons) == 1:
+        raise TraceError(f"cannot trace {name}: {next(iter(reasons))}")
+    each = [f"with {implementation} attention, {why}" for why, implementation in reasons.items()]
+    raise TraceError(f"cannot trace {name}: {'; '.join(each)}")
 
 
 def _export_module(model: nn.Module, dtype: torch.dtype | None, whole: bool) -> Exported:
@@ -199,22 +203,61 @@ def _constant_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _export(model: nn.Module) -> torch.export.ExportedProgram:
     ids = torch.zeros(1, 7, dtype=torch.long, device=next(model.parameters()).device)
-    inputs: dict[str, object] = {"input_ids": ids}
     taken = inspect.signature(model.forward).parameters
-    if "position_ids" in taken:
+    is_hidden = "input_ids" not in taken  # behind *args and **kwargs
+    inputs = {"input_ids": ids}
+    if is_hidden or "position_ids" in taken:
         inputs["position_ids"] = ids.clone()
+    options = {"use_cache": False} if is_hidden or "use_cache" in taken else {}
     tokens = torch.export.Dim("T", min=2, max=_most_tokens(model))
-    shapes: dict[str, object] = {name: {1: tokens} for name in inputs}
-    if "use_cache" in taken:
-        inputs["use_cache"], shapes["use_cache"] = False, None
+    shapes = {name: {1: tokens} for name in inputs}
+    original = model.forward
+
+    def forward(**given: torch.Tensor) -> torch.Tensor:
+        return _logits(model, original(**given, **options), given["input_ids"].shape[1])
+
+    names = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in inputs]
+    forward.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
+    own = vars(model).get("forward")
+    model.forward = forward
     try:
-        with NumbersOnMeta():
+        # torch prints the graph of what it cannot trace.
+        with NumbersOnMeta(), contextlib.redirect_stderr(io.StringIO()):
             return torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=False)
     except PcgError:
         raise
     except Exception as error:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise _NotThisWay(f"torch.export cannot trace {type(model).__name__}: {line}") from error
+        raise _NotThisWay(_reason(error)) from error
+    finally:
+        del model.forward
+        if own is not None:
+            model.forward = own
+
+
+def _logits(model: nn.Module, out: Any, tokens: Any) -> torch.Tensor:
+    """The logits that a model returns. UnsupportedError: there are none, or not of each token."""
+    name = type(model).__name__
+    logits = out if isinstance(out, torch.Tensor) else getattr(out, "logits", None)
+    if logits is None and type(out) in (tuple, list):
+        logits = out[0]
+    if not isinstance(logits, torch.Tensor):
+        raise UnsupportedError(f"{name} returns no logits; give a causal LM, with its head")
+    if logits.dim() != 3 or logits.shape[1] != tokens:
+        raise UnsupportedError(
+            f"{name} returns logits of shape {list(logits.shape)} for one sequence, and not a row "
+            "for each token; give a causal LM"
+        )
+    return logits
+
+
+def _reason(error: Exception) -> str:
+    """Why torch.export fails, in a line."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if "data-dependent" in line:
+        line = "it branches on the values of tensors"
+    elif "Constraints violated" in line or "specialized it to be a constant" in line:
+        line = "what it computes changes with the number of tokens"
+    return line
 
 
 def _most_tokens(model: nn.Module) -> int:
@@ -237,12 +280,14 @@ def _torch_dtype(dtype: torch.dtype) -> Iterator[None]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence third parties' warnings, which are about training and generation settings."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("transformers", "torch")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

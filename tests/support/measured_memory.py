@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -45,16 +46,22 @@ def measured(executor: Executor) -> int:
 
 
 def peak_error(
-    family: Family, dtype: str, budget: float, layers: int = 4, **over_ranks: Any
+    family: Family,
+    dtype: str,
+    budget: float,
+    layers: int = 4,
+    recipe: LoraConfig | None = None,
+    **over_ranks: Any,
 ) -> float:
-    """Predicted peak of a step by the measured one, less 1."""
+    """Predicted peak of a step by the measured one, less 1; by default of LoRA on every layer."""
     batch, seq = 4, 192
     wide = {"hidden_size": 256, "intermediate_size": 512, "ffn_dim": 512, "head_dim": 64}
     wide |= {"word_embed_proj_dim": 256, "max_position_embeddings": 256}
     config = family.config(layers)
     config |= {key: size for key, size in wide.items() if key in config}
     excluded = tuple(family.excluded) or None
-    recipe = LoraConfig(r=4, target_modules="all-linear", exclude_modules=excluded)
+    recipe = recipe or LoraConfig(r=4, target_modules="all-linear")
+    recipe = dataclasses.replace(recipe, exclude_modules=excluded)
     options = {"memory_budget": budget, "batch": batch, "seq": seq, **over_ranks}
     model = oracle.random_model(config, getattr(torch, dtype))
     runner = compiler.compile(model, {"a": recipe}, **options).training_runner("a")

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.utils import prune
 from transformers.modeling_outputs import CausalLMOutput
 
 import pcg.compiler as compiler
@@ -155,6 +156,11 @@ def test_what_is_no_causal_lm_is_refused() -> None:
     with pytest.raises(PcgError, match="encoder-decoder"):
         compiler.compile(transformers.T5ForConditionalGeneration(t5))
     model = oracle.random_model(BY_NAME["llama3"].config(2))
+    with pytest.raises(PcgError, match="LlamaModel returns no logits"):
+        compiler.compile(model.model)
+    classifier = transformers.LlamaForSequenceClassification(model.config).eval()
+    with pytest.raises(PcgError, match=r"of shape \[1, 2\] for one sequence"):
+        compiler.compile(classifier)
     with pytest.raises(PcgError, match="wrapped by torch"):
         compiler.compile(torch.compile(model))
     with pytest.raises(PcgError, match="wrapped by peft"):
@@ -179,3 +185,44 @@ def test_a_module_is_left_as_it_was() -> None:
     assert all(module.training for module in model.modules())
     assert len(model.model.layers) == model.config.num_hidden_layers == LAYERS
     assert model.config._attn_implementation == "sdpa"
+
+
+class Star(transformers.LlamaForCausalLM):
+    """A model whose forward hides its arguments."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        out.logits = 2.0 * out.logits
+        return out
+
+
+def test_arguments_behind_stars_and_pruned_weights() -> None:
+    (prompt,) = prompts((13,))
+    starred = Star(oracle.random_model(BY_NAME["llama3"].config(2)).config).eval()
+    pruned = oracle.random_model(BY_NAME["llama3"].config(3))
+    prune.l1_unstructured(pruned.model.layers[1].mlp.up_proj, "weight", amount=0.5)
+    for model in (starred, pruned):
+        found = compiler.compile(model).logits(prompt)
+        assert relative(found, oracle.logits(model, prompt)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (lambda x: x if x.sum() > 0 else -x, "it branches on the values of tensors"),
+        (
+            lambda x: x if x.shape[1] > 16 else torch.relu(x),
+            "what it computes changes with the number of tokens",
+        ),
+        (lambda x: x * x.shape[1] / 10, "a number in it changes with the number of tokens"),
+    ],
+)
+def test_what_is_no_function_of_each_token_is_refused_in_a_line(
+    forward: Any, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = oracle.random_model(BY_NAME["llama3"].config(2))
+    model.model.layers[0].mlp.act_fn.forward = forward
+    with pytest.raises(PcgError, match=reason) as found:
+        compiler.compile(model)
+    assert "\n" not in str(found.value)
+    assert capfd.readouterr().err == ""

@@ -123,7 +123,11 @@ def _training(
     files: Mapping[str, bytes], layers: tuple[int, ...], plan: Mapping[str, Any]
 ) -> Training:
     rest = iter(_graphs(files, TRAINING_IR))
-    model = _model((next(rest) for _ in range(2 + len(set(layers)))), layers)
+    # Older folders have the base's blocks here, too.
+    blocks = tuple(map(int, plan.get("blocks", layers)))
+    if len(blocks) != len(layers):
+        raise ValueError(f"{len(blocks)} layers to train, of {len(layers)}")
+    model = _model((next(rest) for _ in range(2 + len(set(blocks)))), blocks)
     plans = []
     for entry in plan["plans"]:
         forward = next(rest)
@@ -226,6 +230,7 @@ def _training_plan(training: Training) -> dict[str, Any]:
             }
         )
     return {
+        "blocks": list(training.model.layers),
         "layers": list(training.layers),
         "restored": list(training.restored),
         "plans": plans,

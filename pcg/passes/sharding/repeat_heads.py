@@ -69,7 +69,8 @@ class RepeatHeadsOfModels(Pass[Prepared, Prepared]):
         ]
 
         def repeated(model: ModelGraph) -> ModelGraph:
-            pairs = zip(passes, model.blocks, strict=True)
-            return dataclasses.replace(model, blocks=tuple(one.run(block) for one, block in pairs))
+            pairs = zip(before.base_blocks(model), model.blocks, strict=True)
+            blocks = tuple(passes[place].run(block) for place, block in pairs)
+            return dataclasses.replace(model, blocks=blocks)
 
         return before.map_models(repeated)

@@ -86,8 +86,11 @@ class Shard(Pass[Prepared, Sharded]):
 
     def searches(self, model: ModelGraph, given: Prepared, trains: bool) -> tuple[Search, ...]:
         """The searches for the bypass networks of each layer of a model."""
-        layers = zip(model.blocks, given.base.blocks, given.layouts, strict=True)
-        return tuple(self.search(*layer, trains) for layer in layers)
+        places = zip(model.blocks, given.base_blocks(model), strict=True)
+        return tuple(
+            self.search(block, given.base.blocks[place], given.layouts[place], trains)
+            for block, place in places
+        )
 
     def _over_ranks(
         self, model: ModelGraph, given: Prepared, trains: bool

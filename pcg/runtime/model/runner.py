@@ -55,7 +55,7 @@ def lay_out(model: ModelGraph, weights: BaseWeights) -> BaseWeights:
         products = [n for n in graph.nodes if n.op in ("linear", "linear_group", "lora_linear")]
         others = {name for node in graph.nodes if node not in products for name in node.inputs}
         for node in products:
-            if node.inputs[1] not in others:
+            if node.inputs[1] in graph.parameters_by_name and node.inputs[1] not in others:
                 count = int(node.get("count", 1))  # type: ignore[arg-type]
                 biased = node.get("bias", len(node.inputs) == 3)
                 names = [python_name(name) for name in node.inputs[1 : 1 + count]]

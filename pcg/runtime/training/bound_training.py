@@ -65,6 +65,12 @@ class BoundTraining:
             self._chunk = _ALL_TOKENS  # this operator cuts the tokens into chunks itself
 
     @property
+    def layers_back(self) -> int:
+        """The number of layers that have a backward: those from the first that trains on."""
+        plans = self.training.plans
+        return sum(plans[index].backward is not None for index in self.training.layers)
+
+    @property
     def device(self) -> torch.device:
         return next(iter(vars(self.weights.prologue).values())).device  # type: ignore[no-any-return]
 

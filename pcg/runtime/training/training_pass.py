@@ -115,7 +115,7 @@ class TrainingPass(WindowedPass):
         self.is_done = False
         self._windows: list[Window] = []
         self._count = len(runner.training.layers)
-        self.layers = self._count if self.trains else 0
+        self.layers = runner.layers_back if self.trains else 0
         self.layer = self._count - 1
         self._window = -1
         self._sums: KvGradients | None = None

@@ -78,6 +78,8 @@ def binary(op: str, reverse: bool = False) -> Rule:
 
     def rule(flat: FlatGraph, node: Node) -> FlatValue:
         left, right = (_as_number(flat, flat.value(a)) for a in node.args[:2])
+        if left is None or right is None:
+            raise refusal(node, "a number in it changes with the number of tokens")
         if reverse:
             left, right = right, left
         if node.kwargs.get("alpha", 1) != 1 or len(node.args) > 2:
