@@ -65,6 +65,10 @@ class TrainingRunner(BoundTraining):
             self._encoder.publish()
             self.shards.scatter()
 
+    def scatter(self) -> None:
+        """Take the adapter's tensors as they are now, which all ranks have alike."""
+        self.shards.scatter()
+
     def settle(self) -> None:
         """Gather what all ranks have trained into the adapter."""
         if self._encoder is None:
