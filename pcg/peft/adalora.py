@@ -183,7 +183,6 @@ class AdaLoraConfig(LayeredRecipe):
     }
     rank_field: ClassVar[str] = "init_r"
     dropout_field: ClassVar[str] = "lora_dropout"
-    has_eager_account: ClassVar[bool] = False
     trains_beside: ClassVar[bool] = True
     biases: ClassVar[Names] = ("none", "all", "lora_only")
     family_targets: ClassVar[Mapping[str, Names]] = FAMILY_TARGETS

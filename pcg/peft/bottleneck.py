@@ -209,7 +209,6 @@ class BottleneckConfig(TargetedRecipe):
         variant: {"variant": variant} for variant in ("houlsby", "pfeiffer", "parallel")
     }
     other_fields: ClassVar[Mapping[str, OtherField]] = OF_PCG
-    has_eager_account: ClassVar[bool] = False
 
     variant: str = "pfeiffer"
     bottleneck_size: int = saved_as("size", 64)

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pcg.errors import UnsupportedError
 from pcg.ir.shapes import Shapes
 from pcg.peft.lora import MadeLoraBypass
-from pcg.peft.method import EagerModule, Place, Shape, Shards, low_rank
+from pcg.peft.method import Place, Shape, Shards, low_rank
 from pcg.peft.recipe import ALL_LINEAR, COMMON, Names, OtherField, note, refused
 from pcg.peft.targets import FAMILY_TARGETS, PatternedRecipe
 from pcg.peft.weights import AdapterWeight, Around, Draw, ModuleWeights, ParameterKind
@@ -65,17 +65,6 @@ class LohaBypass(MadeLoraBypass):
         a = at.add("khatri_rao", "loha_down", *down, dim=-2)
         b = at.add("khatri_rao", "loha_up", *up, dim=-1)
         return low_rank(at, y, at.inputs[0], a, b, "loha_")
-
-    def save_eager(self, module: EagerModule) -> bool:
-        """Save what base(x) + ΔW x needs, of a ΔW that is made whole, and its scale, a tensor.
-
-        Source: peft 0.21 tuners/loha/layer.py.
-        """
-        module.save_input("loha_x")
-        module.save_once("loha_scale", "mul", 1, "f32")
-        if module.x_needs:
-            module.save_once("loha_delta", "mul", module.out * module.in_)
-        return True
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, TypedDict
 from pcg.errors import FinetuneError
 from pcg.options import OptimizerChoice
 from pcg.runtime.data.example import Example
-from pcg.runtime.data.rows import Source
+from pcg.runtime.data.sources import Source, has_validation
 from pcg.runtime.training.result import OnStep
 from pcg.runtime.training.schedules import Schedule, make_schedule
 from pcg.runtime.training.torch_optimizers import FIELDS, Optimizer
@@ -223,6 +223,11 @@ class FinetuneOptions(
         return {"batch_size": self.batch_size or default, "max_tokens": self.max_tokens}
 
     @property
+    def evaluates(self) -> bool:
+        """True if there is data to evaluate on."""
+        return self.eval_data is not None
+
+    @property
     def restores_best(self) -> bool:
         return self.patience is not None if self.restore_best is None else self.restore_best
 
@@ -261,9 +266,12 @@ class FinetuneOptions(
             raise FinetuneError(f"resume={self.resume!r}; use 'auto', True or False")
         if self.restore_best not in (None, True, False):
             raise FinetuneError(f"restore_best={self.restore_best!r}; use True, False or None")
-        without = [("eval_data", _EVALUATION), ("checkpoint_dir", ("save_every",))]
-        for missing, names in without:
-            for name in names if getattr(self, missing) is None else ():
+        without = [
+            ("eval_data", self.evaluates, _EVALUATION),
+            ("checkpoint_dir", self.checkpoint_dir is not None, ("save_every",)),
+        ]
+        for missing, is_given, names in without:
+            for name in () if is_given else names:
                 if getattr(self, name):
                     raise FinetuneError(
                         f"{name}={getattr(self, name)!r} has no effect without {missing}; give it, "
@@ -298,7 +306,9 @@ class FinetuneArguments(FinetuneOptions):
     """Arguments of `Executor.finetune`.
 
     Attributes:
-        data: a .jsonl or .txt file, rows, or `Example`s, which are tokens already.
+        data: .jsonl or .txt files, rows, a dataset, a frame, a dict of columns, or `Example`s,
+            which are tokens already. Of a DatasetDict, `train` is learned, and `validation` is
+            `eval_data` if none is given.
         adapter: the adapter's name; one that does not exist is made.
         peft: the recipe of a new adapter, as `add_adapter` takes it; None for the one that the
             program was compiled for under that name, else "lora".
@@ -309,6 +319,10 @@ class FinetuneArguments(FinetuneOptions):
     adapter: str = "default"
     peft: object = field(default=None, kw_only=True)
     on_step: OnStep | None = field(default=None, kw_only=True, repr=False, compare=False)
+
+    @property
+    def evaluates(self) -> bool:
+        return self.eval_data is not None or has_validation(self.data)
 
 
 @dataclass(frozen=True)
