@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 
 import sympy
 
@@ -17,7 +18,7 @@ from pcg.explain.decisions import decided_graph, decisions, sizes_at
 from pcg.explain.eager_stage import eager_account
 from pcg.explain.planned_model import PlannedModel
 from pcg.explain.report import Report
-from pcg.explain.report_data import GraphNode, ParetoPoint, SavedTensor, Stage
+from pcg.explain.report_data import GraphNode, LayerGroup, ParetoPoint, SavedTensor, Stage
 from pcg.explain.step_memory import (
     base_weights,
     bytes_at,
@@ -83,6 +84,7 @@ def build_report(planned: PlannedModel) -> Report:
         optimizer=setup.optimizer.name,
         timeline=tuple(moments),
         graph=_graph(trained, at) if trained else (),
+        layer_groups=tuple(_layer_groups(planned)),
     )
 
 
@@ -143,11 +145,29 @@ def _stage(
 
 
 def _graph(trained: TrainedModel, at: Mapping[sympy.Symbol, int]) -> tuple[GraphNode, ...]:
-    """Return the graph of the layer that most layers are like."""
+    """Return the graph of the layer that most layers with a backward are like."""
     plan, frontiers = trained.plan, trained.frontiers
-    index, _ = Counter(plan.layers).most_common(1)[0]
+    back = [index for index in plan.layers if plan.plans[index].backward is not None]
+    index, _ = Counter(back or plan.layers).most_common(1)[0]
     kind = frontiers.layers[plan.layers.index(index)]
     return decided_graph(frontiers.kinds[kind], plan.plans[index], at)
+
+
+def _layer_groups(planned: PlannedModel) -> Iterable[LayerGroup]:
+    """Yield the groups of layers that are trained alike, in the order of their first layers."""
+    if planned.saved is None:
+        return
+    model, plan, at = planned.training.model, planned.training.plan, planned.setup.at
+    groups: dict[tuple[int, sympy.Expr], list[int]] = {}
+    for layer, (index, size) in enumerate(zip(plan.layers, planned.saved.layers, strict=True)):
+        groups.setdefault((index, size), []).append(layer)
+    for (index, size), layers in groups.items():
+        graphs = plan.plans[index]
+        parameters = model.blocks[graphs.block].parameters
+        trained = sum(prod(p.type.features) for p in parameters if p.name in graphs.trained)
+        name = graphs.forward.name.removesuffix("_forward")
+        has_backward = graphs.backward is not None
+        yield LayerGroup(name, tuple(layers), trained, bytes_at(size, at), has_backward)
 
 
 def _tensors(planned: PlannedModel) -> Iterable[SavedTensor]:

@@ -60,12 +60,12 @@ class BoundTraining:
         model = training.model
         self.shards = shards = AdapterShards(model, adapter, self.device, ranks)
         self._layers = [
-            shards.bind(model.blocks[block].parameters, layer, weights.layers[layer])
+            shards.bind(model.blocks[block].parameters, layer)
             for layer, block in enumerate(model.layers)
         ]
         self._is_sequence_parallel = is_sequence_parallel(model)
-        self._first = shards.bind(model.prologue.parameters, 0, weights.prologue)
-        self._outer = shards.bind(model.epilogue.parameters, 0, weights.epilogue)
+        self._first = shards.bind(model.prologue.parameters, 0)
+        self._outer = shards.bind(model.epilogue.parameters, 0)
         self.parameters: Mapping[str, Tensor] = shards.tensors
         self._trained = {id(tensor) for tensor in self.parameters.values()}
         self._encoder: EncodedTraining | None = None
