@@ -43,7 +43,7 @@ from pcg.trace.partitioner import (
     storages,
     unchanged,
 )
-from pcg.trace.peer_model import MASKLESS, loss_of, peer_model, tensors_of
+from pcg.trace.peer_model import MASKLESS, UNPADDED, loss_of, peer_model, tensors_of
 
 CONFIGS = Path(__file__).parent.parent / "pcg" / "configs"
 
@@ -91,7 +91,7 @@ def build(case: Case, layers: int, adapters: torch.dtype, attention: str) -> Any
         is_default = adapters == torch.float32
         return peft.get_peft_model(model, case.lora, autocast_adapter_dtype=is_default)
 
-    config = {**case.config, "num_hidden_layers": layers}
+    config = {**case.config, **UNPADDED, "num_hidden_layers": layers}
     return peer_model(config, "bfloat16", wrap, attention)[0]
 
 

@@ -97,6 +97,13 @@ class PlanOptions:
         return MemoryBudget.parse(self.memory_budget, self.batch, self.seq)
 
     @property
+    def names_step(self) -> bool:
+        """True if a certain step is planned: by a budget in bytes, a batch or a length."""
+        fields = type(self).__dataclass_fields__
+        is_other = any(getattr(self, name) != fields[name].default for name in ("batch", "seq"))
+        return is_other or self.budget.size_bytes is not None
+
+    @property
     def styles(self) -> dict[str, str]:
         """The base's plan over the ranks by module path; empty where none is given.
 

@@ -1,8 +1,4 @@
-"""The use that a model's adapters make of it: the networks at each module, and what is trained.
-
-Where several adapters of a method meet at a module, that with the most parameters counts: a step's
-tokens may all be of the adapter that needs most.
-"""
+"""The use that a model's adapters make of it: the networks to attach, and what is trained."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ from dataclasses import dataclass
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.shapes import Shape, Shapes, elements
 from pcg.passes.bypasses import Bypasses, bypasses_of
-from pcg.peft.method import Bypass
 from pcg.peft.recipe import Recipe
 
 
@@ -22,16 +17,11 @@ class AdapterUse:
 
     Attributes:
         bypasses: the bypass networks to attach.
-        at: the networks at each module path, of each method the largest; paths are those of
-            `ModelGraph.module_shapes`.
         trained: shapes of the trained tensors, of all adapters.
-        not_followed: the methods whose eager code is not followed.
     """
 
     bypasses: Bypasses
-    at: Mapping[str, tuple[Bypass, ...]]
     trained: Shapes
-    not_followed: tuple[str, ...]
 
     @property
     def trainable(self) -> int:
@@ -49,7 +39,6 @@ def adapter_use(
         UnsupportedError: a feature of a recipe that pcg does not do; it is named.
     """
     shapes = model.module_shapes()
-    largest: dict[str, dict[type, Bypass]] = {}
     trained: list[Shape] = []
     for recipe in recipes.values():
         own = bypasses_of(model, [recipe], model_type, dtype)
@@ -60,12 +49,5 @@ def adapter_use(
         }.values()
         found = recipe.bypasses_in(model, model_type)
         trained += recipe.trained_shapes(found, shapes)
-        for path, bypass in found.items():
-            there = largest.setdefault(path, {}).setdefault(type(bypass), bypass)
-            sizes = [elements(one.trained_shapes(*shapes[path])) for one in (there, bypass)]
-            if sizes[1] > sizes[0]:
-                largest[path][type(bypass)] = bypass
     bypasses = bypasses_of(model, recipes.values(), model_type, dtype)
-    at = {path: tuple(found.values()) for path, found in largest.items()}
-    unknown = dict.fromkeys(r.method for r in recipes.values() if not r.has_eager_account)
-    return AdapterUse(bypasses, at, tuple(trained), tuple(unknown))
+    return AdapterUse(bypasses, tuple(trained))

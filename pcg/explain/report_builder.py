@@ -9,18 +9,17 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 
 import sympy
 
 from pcg.errors import MemoryBudgetError
 from pcg.explain.base_memory import parameter_count
 from pcg.explain.decisions import decided_graph, decisions, sizes_at
-from pcg.explain.eager.attention import FOLLOWED
-from pcg.explain.eager.memory import eager_memory
-from pcg.explain.eager.saved_storages import EagerRun
+from pcg.explain.eager_stage import eager_account
 from pcg.explain.planned_model import PlannedModel
 from pcg.explain.report import Report
-from pcg.explain.report_data import GraphNode, ParetoPoint, SavedTensor, Stage
+from pcg.explain.report_data import GraphNode, LayerGroup, ParetoPoint, SavedTensor, Stage
 from pcg.explain.step_memory import (
     bytes_at,
     carried_bytes,
@@ -28,7 +27,6 @@ from pcg.explain.step_memory import (
     step_memory,
 )
 from pcg.ir.analysis.saved_memory import saved_memory, window_memory
-from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TORCH_NAMES
 from pcg.passes.memory.plan import MemoryPlan, frontiers, save_all
 from pcg.passes.pipeline import in_order
@@ -48,26 +46,27 @@ def build_report(planned: PlannedModel) -> Report:
     if virtual:
         notes.append(f"S counts the {virtual} virtual tokens that come before a sequence, too")
     stages: list[Stage] = []
-    eager = _eager_run(planned, notes)
-    found = eager and eager_memory(planned.unraised, eager)
-    if found:
-        stages.append(_stage("eager", found.total, found.layers, at))
+    untrained: sympy.Expr = sympy.S.Zero
+    eager = eager_account(planned, notes)
+    if eager:
+        stages.append(Stage("eager", eager.memory.total, eager.memory.bytes_per_layer))
     if planned.saved is not None:
         plain = _uncompressed_plan(planned)
         stages += _own_stages(planned, plain)
         if plain is None:
             notes.append("rematerialized: without compression no plan is within the budget")
     elif use.trainable:
+        untrained = eager.formula() if eager else untrained
         notes.append(
             f"compressed: pcg does not finetune this yet ({planned.refusal}); activations are "
             "eager's, and workspace is of the forward alone"
         )
-    if eager and found and not eager.prefix:  # peft refuses the two together
-        layers = [carried_bytes(planned.unraised)] * len(found.layers)
-        total = sympy.Add(found.outside, *layers)
-        stages.append(_stage("checkpointing", total, layers, at, 1.0))
+    if eager and not eager.has_prefix:  # peft refuses the two together
+        carried = bytes_at(carried_bytes(planned.unraised), at)
+        total = eager.memory.outside + carried * len(eager.memory.layers)
+        stages.append(Stage("checkpointing", total, carried, 1.0))
     trained = planned.trained
-    formulas, moments = step_memory(planned, found.total if found else sympy.Integer(0))
+    formulas, moments = step_memory(planned, untrained)
     return Report(
         model=setup.settings.model,
         architecture=str((setup.config.get("architectures") or [setup.config["model_type"]])[0]),
@@ -88,34 +87,8 @@ def build_report(planned: PlannedModel) -> Report:
         optimizer=setup.optimizer.name,
         timeline=tuple(moments),
         graph=_graph(trained, at) if trained else (),
+        layer_groups=tuple(_layer_groups(planned)),
     )
-
-
-def _eager_run(planned: PlannedModel, notes: list[str]) -> EagerRun | None:
-    """Return how eager PyTorch runs the model; None, and a note, where that is not followed."""
-    setup, use = planned.setup, planned.use
-    if use.not_followed:
-        notes.append(
-            f"eager: what eager code saves with {', '.join(use.not_followed)} is not followed"
-        )
-        return None
-    if not use.trainable:
-        return None
-    if setup.options.tp > 1:
-        notes.append("eager and checkpointing are followed on one rank alone: --tp 1")
-        return None
-    eager = EagerRun(
-        use.at,
-        setup.traced.trace.attention,
-        str(setup.config["model_type"]),
-        setup.options.batch,
-        setup.options.seq,
-        use.bypasses.biases,
-        planned.unraised.adapter_dtype,
-        use.bypasses.dropout,
-    )
-    notes += _eager_notes(planned.unraised, eager, setup.recipes.values())
-    return eager
 
 
 def _uncompressed_plan(planned: PlannedModel) -> MemoryPlan | None:
@@ -174,30 +147,30 @@ def _stage(
     return Stage(name, bytes_at(total, at), round(mean), recompute_flops_ratio)
 
 
-def _eager_notes(model: ModelGraph, eager: EagerRun, recipes: Iterable[Recipe]) -> Iterable[str]:
-    ops = {node.op for graph in model.graphs for node in graph.nodes}
-    if "experts" in ops:
-        yield (
-            "eager: operator 'experts' as transformers' default implementation of it, grouped_mm; "
-            "the experts' own weights get no adapters"
-        )
-    if eager.attention.endswith("eager"):
-        yield "eager: transformers has no SDPA for this architecture; scores [S, S] are saved"
-    if any(recipe.encoder is not None for recipe in recipes):
-        yield "eager: what the encoder of a prompt saves is not counted"
-    if eager.attention == "own-eager" and eager.model_type not in FOLLOWED:
-        yield (
-            "eager: read off the graph of the architecture's own modules; what their attention "
-            "widens, and its masks, are not followed"
-        )
-
-
 def _graph(trained: TrainedModel, at: Mapping[sympy.Symbol, int]) -> tuple[GraphNode, ...]:
-    """Return the graph of the layer that most layers are like."""
+    """Return the graph of the layer that most layers with a backward are like."""
     plan, frontiers = trained.plan, trained.frontiers
-    index, _ = Counter(plan.layers).most_common(1)[0]
+    back = [index for index in plan.layers if plan.plans[index].backward is not None]
+    index, _ = Counter(back or plan.layers).most_common(1)[0]
     kind = frontiers.layers[plan.layers.index(index)]
     return decided_graph(frontiers.kinds[kind], plan.plans[index], at)
+
+
+def _layer_groups(planned: PlannedModel) -> Iterable[LayerGroup]:
+    """Yield the groups of layers that are trained alike, in the order of their first layers."""
+    if planned.saved is None:
+        return
+    model, plan, at = planned.training.model, planned.training.plan, planned.setup.at
+    groups: dict[tuple[int, sympy.Expr], list[int]] = {}
+    for layer, (index, size) in enumerate(zip(plan.layers, planned.saved.layers, strict=True)):
+        groups.setdefault((index, size), []).append(layer)
+    for (index, size), layers in groups.items():
+        graphs = plan.plans[index]
+        parameters = model.blocks[graphs.block].parameters
+        trained = sum(prod(p.type.features) for p in parameters if p.name in graphs.trained)
+        name = graphs.forward.name.removesuffix("_forward")
+        has_backward = graphs.backward is not None
+        yield LayerGroup(name, tuple(layers), trained, bytes_at(size, at), has_backward)
 
 
 def _tensors(planned: PlannedModel) -> Iterable[SavedTensor]:

@@ -130,6 +130,25 @@ class SavedTensor:
 
 
 @dataclass(frozen=True)
+class LayerGroup:
+    """Layers of the training program that save the same.
+
+    Attributes:
+        name: the name of their forward, with which `SavedTensor.tensor` begins.
+        layers: their indices.
+        trained: the number of parameters that each of them trains.
+        bytes: the bytes that each of them saves for backward.
+        has_backward: False below the lowest layer that trains anything: no backward runs there.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    trained: int
+    bytes: int
+    has_backward: bool
+
+
+@dataclass(frozen=True)
 class Moment:
     """One moment of a finetuning step.
 
@@ -213,6 +232,7 @@ class ReportData:
     optimizer: str = "adamw"
     timeline: tuple[Moment, ...] = ()
     graph: tuple[GraphNode, ...] = ()
+    layer_groups: tuple[LayerGroup, ...] = ()
     peers: tuple[PeerPoint, ...] = ()
 
     @property

@@ -96,7 +96,7 @@ class AdaLoraWeights(LowRankWeights):
     kinds: ClassVar[Mapping[str, ParameterKind]] = {
         "adalora_A": DOWN,
         "adalora_B": UP,
-        "adalora_E": ParameterKind(rank_dim=0),
+        "adalora_E": ParameterKind(),
     }
 
     e: Tensor
@@ -183,7 +183,6 @@ class AdaLoraConfig(LayeredRecipe):
     }
     rank_field: ClassVar[str] = "init_r"
     dropout_field: ClassVar[str] = "lora_dropout"
-    has_eager_account: ClassVar[bool] = False
     trains_beside: ClassVar[bool] = True
     biases: ClassVar[Names] = ("none", "all", "lora_only")
     family_targets: ClassVar[Mapping[str, Names]] = FAMILY_TARGETS

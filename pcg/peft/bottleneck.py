@@ -120,7 +120,7 @@ class BottleneckBypass(Bypass):
         return at.add("bias_add", f"{prefix}_b", z, biases[1])
 
 
-_KINDS = {"down": DOWN, "down_bias": ParameterKind(rank_dim=0), "up": UP, "up_bias": SUMMAND}
+_KINDS = {"down": DOWN, "down_bias": ParameterKind(), "up": UP, "up_bias": SUMMAND}
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,7 +209,6 @@ class BottleneckConfig(TargetedRecipe):
         variant: {"variant": variant} for variant in ("houlsby", "pfeiffer", "parallel")
     }
     other_fields: ClassVar[Mapping[str, OtherField]] = OF_PCG
-    has_eager_account: ClassVar[bool] = False
 
     variant: str = "pfeiffer"
     bottleneck_size: int = saved_as("size", 64)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pcg.errors import AdapterError
 from pcg.ir.module_paths import did_you_mean, name_list
 from pcg.ir.shapes import Shapes
-from pcg.peft.method import Bypass, EagerModule, Place, Shape
+from pcg.peft.method import Bypass, Place, Shape
 from pcg.peft.recipe import Json, Names, saved_as
 from pcg.peft.targets import TargetedRecipe, check_modules
 from pcg.peft.weights import FACTOR, AdapterWeight, Around, Draw, ModuleWeights, ParameterKind
@@ -78,21 +78,6 @@ class Ia3Bypass(Bypass):
         if self.is_feedforward:
             return y
         return at.add("scale", "scaled", y, at.adapter("ia3_l", *at.features(y)[-1:]))
-
-    def save_eager(self, module: EagerModule) -> bool:
-        """Save what base(x) ⊙ l, or base(x ⊙ l), needs.
-
-        Source: peft 0.21 tuners/ia3/layer.py.
-        """
-        if self.is_feedforward:
-            module.save_input("ia3_x")
-            if module.x_needs:
-                module.save_once("ia3_l", "mul", module.in_)
-            return True
-        module.save("unscaled", "linear", module.base_dtype, module.out)
-        if module.y_needs:
-            module.save_once("ia3_l", "mul", module.out)
-        return True
 
 
 @dataclass(frozen=True, eq=False)

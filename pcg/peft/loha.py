@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pcg.errors import UnsupportedError
 from pcg.ir.shapes import Shapes
 from pcg.peft.lora import MadeLoraBypass
-from pcg.peft.method import EagerModule, Place, Shape, Shards, low_rank
+from pcg.peft.method import Place, Shape, Shards, low_rank
 from pcg.peft.recipe import ALL_LINEAR, COMMON, Names, OtherField, note, refused
 from pcg.peft.targets import FAMILY_TARGETS, PatternedRecipe
 from pcg.peft.weights import AdapterWeight, Around, Draw, ModuleWeights, ParameterKind
@@ -66,17 +66,6 @@ class LohaBypass(MadeLoraBypass):
         b = at.add("khatri_rao", "loha_up", *up, dim=-1)
         return low_rank(at, y, at.inputs[0], a, b, "loha_")
 
-    def save_eager(self, module: EagerModule) -> bool:
-        """Save what base(x) + ΔW x needs, of a ΔW that is made whole, and its scale, a tensor.
-
-        Source: peft 0.21 tuners/loha/layer.py.
-        """
-        module.save_input("loha_x")
-        module.save_once("loha_scale", "mul", 1, "f32")
-        if module.x_needs:
-            module.save_once("loha_delta", "mul", module.out * module.in_)
-        return True
-
 
 @dataclass(frozen=True, eq=False)
 class LohaWeights(ModuleWeights):
@@ -84,10 +73,10 @@ class LohaWeights(ModuleWeights):
 
     suffixes: ClassVar[tuple[str, ...]] = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
     kinds: ClassVar[Mapping[str, ParameterKind]] = {
-        "hada_w1_a": ParameterKind(rank_dim=1),
-        "hada_w1_b": ParameterKind(rank_dim=0),
-        "hada_w2_a": ParameterKind(rank_dim=1),
-        "hada_w2_b": ParameterKind(rank_dim=0),
+        "hada_w1_a": ParameterKind(),
+        "hada_w1_b": ParameterKind(),
+        "hada_w2_a": ParameterKind(),
+        "hada_w2_b": ParameterKind(),
     }
 
     w1_a: Tensor

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.errors import AdapterError, UnsupportedError
 from pcg.ir.shapes import Shapes
-from pcg.peft.method import Bypass, EagerModule, Place, Shape, low_rank
+from pcg.peft.method import Bypass, Place, Shape, low_rank
 from pcg.peft.recipe import ALL_LINEAR, OF_LAYERS, Json, Names, OtherField, refused, saved_as
 from pcg.peft.targets import FAMILY_TARGETS, PatternedRecipe
 from pcg.peft.weights import (
@@ -112,40 +112,6 @@ class LoraBypass(Bypass):
         change = at.add("sub", "change", at.add("scale", "dora", z, factor), adapted)
         return at.add("add", "changed", y, change)
 
-    def save_eager(self, module: EagerModule) -> bool:
-        """Save what LoRA and DoRA need.
-
-            base(x) + lora_B(lora_A(dropout(x))) · scale
-            base(x) + (m/‖W'‖ - 1) (base(x) - b) + m/‖W'‖ lora_B(lora_A(x)) · scale
-
-        ‖W'‖ is a constant. With dropout the base's product is computed again of what is left, by
-        the weight in the adapters' dtype; of a Conv1D's in that dtype peft makes a new parameter
-        (`transpose` of peft/utils/other.py), which requires a gradient.
-
-        Source: peft 0.21 tuners/lora/{layer,dora,variants}.py.
-        """
-        assert self.rank is not None
-        module.save_dropped_input("lora_x")
-        module.save("lora_s", "linear", module.dtype, self.rank)
-        if not self.use_dora:
-            return True
-        module.save("dora_lora", "linear", module.dtype, module.out)
-        module.save_once("dora_norm", "norm", module.out)
-        module.save_once("dora_factor", "div", module.out)
-        base_needs = module.x_needs
-        if module.drops:
-            module.save("dora_base", "linear", module.dtype, module.out)
-            if module.dtype == module.base_dtype:
-                base_needs = base_needs or module.is_conv1d
-            elif module.x_needs:
-                module.save_once("dora_weight", "cast", module.in_ * module.out)
-        else:
-            module.save("dora_base", "sub", module.base_dtype, module.out)
-            base_needs = module.y_needs
-        if base_needs:
-            module.save_once("dora_change", "sub", module.out)
-        return True
-
 
 @dataclass(frozen=True)
 class MadeLoraBypass(Bypass):
@@ -182,7 +148,7 @@ class LoraWeights(LowRankWeights):
         "lora_B": UP,
         "lora_B_bias": SUMMAND,
         "lora_factor": ParameterKind(fill=1.0, is_costly=True),
-        _MAGNITUDE: ParameterKind(of_base=_length),
+        _MAGNITUDE: ParameterKind(),
     }
 
     bias: Tensor | None = None

@@ -2,9 +2,8 @@
 
     Y = f_B(X) + f_A(X)                                                            (FlexLLM §4.1)
 
-The compiler gives it a `Place` in a graph, for its operators; explain an `EagerModule`, for what
-peft's own code saves; and a finetuning job gives a recipe the `Shards` of an adapter, for what
-training does outside the program.
+The compiler gives it a `Place` in a graph, for its operators, and a finetuning job gives a recipe
+the `Shards` of an adapter, for what training does outside the program.
 """
 
 from __future__ import annotations
@@ -72,43 +71,6 @@ class Place(Protocol):
         """Let the node read something else."""
 
 
-class EagerModule(Protocol):
-    """A linear module y = W x + b as eager PyTorch runs it, whose autograd saves tensors.
-
-    Attributes:
-        base_dtype: the dtype of x.
-        dtype: the dtype of the adapter's parameters; x is cast to it where the two differ.
-        x_needs: True if x requires a gradient.
-        y_needs: True if the base's y does.
-        drops: True if the adapter has dropout.
-        is_conv1d: True if W is stored [in, out].
-    """
-
-    out: int
-    in_: int
-    base_dtype: str
-    dtype: str
-    x_needs: bool
-    y_needs: bool
-    drops: bool
-    is_conv1d: bool
-
-    def save(self, what: str, op: str, dtype: str, per_token: int) -> None:
-        """Save a tensor of so many elements a token."""
-
-    def save_once(self, what: str, op: str, elements: int, dtype: str = "") -> None:
-        """Save a tensor of so many elements, by default of the adapter's dtype."""
-
-    def save_input(self, what: str) -> None:
-        """Save x, or a copy of it in the adapter's dtype, which is called so."""
-
-    def save_dropped_input(self, what: str) -> None:
-        """Save what dropout left of x, or without dropout as `save_input`."""
-
-    def save_dropout_mask(self) -> None:
-        """Save the mask of dropout, where x requires a gradient."""
-
-
 @dataclass(frozen=True)
 class Bypass(ABC):
     """The network of a method at one module, of one adapter or of all that meet there."""
@@ -144,13 +106,6 @@ class Bypass(ABC):
     def attach(self, at: Place, y: str) -> str:
         """Add operators behind the node; returns what stands for its output `y`."""
         return y
-
-    def save_eager(self, module: EagerModule) -> bool:
-        """Save what peft's own code saves for backward; False where there is no code of a module.
-
-        Source: peft 0.21 tuners; of dropout, torch's native_dropout, which CUDA runs.
-        """
-        return False
 
 
 def low_rank(at: Place, y: str, x: str, a: str, b: str, prefix: str = "") -> str:

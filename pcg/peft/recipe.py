@@ -111,8 +111,6 @@ class Recipe(ABC):
     """The field that is the rank of modules."""
     dropout_field: ClassVar[str] = ""
     """The field that is `dropout`."""
-    has_eager_account: ClassVar[bool] = True
-    """True if what eager code keeps for backward is known."""
 
     def __post_init__(self) -> None:
         """Let lists, which peft has, be tuples."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.ir.shapes import Shapes
 from pcg.peft.lora import MadeLoraBypass
-from pcg.peft.method import EagerModule, Place, Shape, low_rank
+from pcg.peft.method import Place, Shape, low_rank
 from pcg.peft.recipe import ALL_LINEAR, Names, saved_as
 from pcg.peft.targets import FAMILY_TARGETS, TargetedRecipe
 from pcg.peft.weights import SUMMAND, Around, Draw, ModuleWeights, ParameterKind
@@ -53,18 +53,6 @@ class VeraBypass(MadeLoraBypass):
         vectors = at.adapter("vera_lambda_b", out), at.adapter("vera_lambda_d", self.rank)
         up = at.add("vera_up", "up", b, *vectors)
         return low_rank(at, y, at.dropped(), down, up, "vera_")
-
-    def save_eager(self, module: EagerModule) -> bool:
-        """Save what base(x) + λ_b ⊙ B (λ_d ⊙ A dropout(x)) needs.
-
-        The matrices are frozen, so that only what λ_d and λ_b scale is saved.
-
-        Source: peft 0.21 tuners/vera/layer.py.
-        """
-        module.save_dropout_mask()
-        module.save("vera_s", "linear", module.dtype, self.rank)
-        module.save("vera_z", "linear", module.dtype, module.out)
-        return True
 
 
 @dataclass(frozen=True, eq=False)

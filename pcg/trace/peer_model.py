@@ -29,8 +29,8 @@ When traced, transformers makes a mask, with which it repeats keys and values; a
 a mask function of its name gets none.
 """
 
-_CHANGES = {"dropout": 0.0, "attention_dropout": 0.0, "pad_token_id": None}
-"""No dropout, and no padding, which some models look for in the values of token ids."""
+UNPADDED = {"pad_token_id": None}
+"""Fields of a config without padding, which some models look for in the values of token ids."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ def peer_model(
     """Return a model of empty tensors, and its layers.
 
     Args:
-        config: the contents of a config.json, whose dropout and padding are ignored.
+        config: the contents of a config.json; the model has no dropout.
         dtype: torch's name of the dtype.
         wrap: adds adapters to the model in place, on meta.
         attention: transformers' name of an attention, or `MASKLESS`; transformers' choice by
             default, and where the architecture does not take this one.
     """
     with quiet(), unset_fake_temporarily():
-        model = _on_meta(parse_config({**config, **_CHANGES}), dtype, attention)
+        model = _on_meta(parse_config(config), dtype, attention)
         layers: Any = model.get_submodule(layer_kinds(model)[0])
         model = wrap(model)
     _empty(model)
@@ -237,3 +237,5 @@ def _empty(model: nn.Module) -> None:
             for name, old in tensors.items():
                 if old is not None:
                     tensors[name] = empty(old)
+        if isinstance(module, nn.RNNBase):  # which holds its parameters in a list, too
+            module._init_flat_weights()

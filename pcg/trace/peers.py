@@ -23,8 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pcg.errors import PcgError, TraceError, UnsupportedError
 from pcg.trace.export import quiet
 from pcg.trace.partitioner import JointGraph, Partition, attention_as_on_cuda
+from pcg.trace.peer_adapters import with_peft
 from pcg.trace.peer_model import (
     MASKLESS,
+    UNPADDED,
     LayerCall,
     layer_calls,
     peer_model,
@@ -137,18 +139,8 @@ def _trace(
     ids: torch.Tensor,
     attention: str | None,
 ) -> _TracedModel:
-    import peft
-
-    kinds = peft.PeftType.__members__
-    if adapter["peft_type"] not in kinds:
-        raise UnsupportedError("peft has no such method")
-    fields = {**adapter, "inference_mode": False, "task_type": "CAUSAL_LM"}
-    recipe = peft.PeftConfig.from_peft_type(**fields)
-
-    def wrap(model: Any) -> Any:
-        return peft.get_peft_model(model, recipe)
-
-    model, layers = peer_model(config, dtype, wrap, attention)
+    unpadded = {**config, **UNPADDED}
+    model, layers = peer_model(unpadded, dtype, lambda base: with_peft(base, adapter), attention)
     calls, last = layer_calls(model, layers, ids)
     if [call.layer for call in calls] != list(layers):
         raise UnsupportedError("layers do not run once each, one after the other")

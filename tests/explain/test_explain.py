@@ -170,8 +170,11 @@ def test_a_mixture_of_experts_says_what_it_counts() -> None:
     assert [stage.stage for stage in report.activations] == ["eager", "checkpointing"]
     assert report.memory_bytes["activations"] == report.activations[0].bytes > 0
     assert report.saved == ()
+    at_other = at(report.formulas["activations"], 3, 2000)
+    other = pcg.explain("mistralai/Mixtral-8x7B-v0.1", batch=3, seq=2000)
+    assert at_other == other.memory_bytes["activations"]
     notes = " ".join(report.notes)
-    assert "grouped_mm" in notes
+    assert "eager: with this recipe peft trains" in notes  # adapters of the experts, too
     assert "operator 'experts' has no gradient" in notes
 
 
@@ -214,10 +217,9 @@ TRAINED = {
 def test_every_method_is_accounted_for() -> None:
     reports = explaining.compare(_short(LLAMA), dict(zip(TRAINED, TRAINED, strict=True)))
     assert {name: r.parameters["trainable"] for name, r in reports.items()} == TRAINED
-    for name, report in reports.items():
+    for report in reports.values():
         stages = [stage.stage for stage in report.activations]
-        assert ("eager" in stages) == (name not in ("adalora", "houlsby", "parallel"))
-        assert {"pruned", "rematerialized", "compressed"} <= set(stages)
+        assert {"eager", "pruned", "rematerialized", "compressed"} <= set(stages)
         assert report.memory_bytes["activations"] > 0
     text = comparison(reports)
     assert max(map(len, text.splitlines())) <= 100

@@ -183,39 +183,6 @@ def test_types_are_as_inferred(case: Case, dtype: str) -> None:
     evaluate(backward, {**values, "incoming": torch.ones_like(result)}, check_types=True)
 
 
-SELF_EXPLAINED = [
-    case
-    for case in CASES
-    if case.reference is None
-    and case.op not in ("embedding", "pointwise")
-    # c / x keeps 1 / x, which is neither an input nor the output.
-    and not (case.op == "div" and "reversed" in case.attributes)
-]
-
-
-@pytest.mark.parametrize("case", SELF_EXPLAINED, ids=str)
-def test_eager_saves_what_autograd_saves(case: Case) -> None:
-    graph = forward_graph(case, "f32")
-    (node,) = graph.nodes
-    values = random_values(case, graph)
-    leaves = [values[name].requires_grad_(o.needs) for name, o in zip_operands(case, graph)]
-    names = [f"v{i}" for i in range(len(leaves))]
-    expression = operator(node.op).source(names, dict(node.attributes))
-    saved: list[int] = []
-
-    def pack(value: Tensor) -> Tensor:
-        saved.append(value.untyped_storage().data_ptr())
-        return value
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-        result = eval(expression, {**NAMESPACE, **dict(zip(names, leaves, strict=True))})
-    places = {leaf.untyped_storage().data_ptr(): i for i, leaf in enumerate(leaves)}
-    places.setdefault(result.untyped_storage().data_ptr(), ~0)
-    requires = [operand.needs for operand in case.operands]
-    expected = operator(node.op).eager_saves(requires, dict(node.attributes))
-    assert {places[pointer] for pointer in saved} == set(expected)
-
-
 @pytest.mark.parametrize("op", ["add", "sub", "mul", "div"])
 def test_a_value_read_twice(op: str) -> None:
     """Each operand's gradient on its own; what reads a value twice adds them."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.pytorch_utils import Conv1D
 
 FUNCTIONS = {
     "gelu": F.gelu, "relu": F.relu, "silu": F.silu, "tanh": torch.tanh,
@@ -45,15 +46,20 @@ class Bottleneck(torch.nn.Module):
             torch.nn.init.normal_(parameter, std=0.2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.scaling * self.up(self.function(self.down(x)))
+        y = self.scaling * self.up(self.function(self.down(x.to(self.down.weight.dtype))))
+        return y.to(x.dtype)
 
 
 def hooked(base: Any, paths: list[str], recipe: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A copy of the model with an adapter at each module, and the adapters by path."""
     model = copy.deepcopy(base).requires_grad_(False)
-    adapters = {path: Bottleneck(64, recipe) for path in paths}
-    for path, adapter in adapters.items():
+    adapters = {}
+    for path in paths:
         module = model.get_submodule(path)
+        features = module.nf if isinstance(module, Conv1D) else module.out_features
+        adapters[path] = adapter = Bottleneck(features, recipe)
+        if module.weight.dtype != torch.float64:
+            adapter.float()
         if recipe["variant"] != "parallel":
             module.register_forward_hook(lambda m, args, out, a=adapter: out + a(out))
             continue

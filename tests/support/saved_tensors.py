@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import peft
 import torch
 import transformers
 from peft.tuners.tuners_utils import BaseTunerLayer
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pcg.ir.types import TORCH_NAMES
+from tests.support.bottlenecks import hooked
 
-SHORT_NAMES = {getattr(torch, name): short for short, name in TORCH_NAMES.items()}
+Adapter: TypeAlias = "peft.PeftConfig | tuple[list[str], dict[str, Any]] | None"
 
 
 def saved_bytes(
     config: Mapping[str, Any],
     dtype: torch.dtype,
-    adapter: peft.PeftConfig | None,
+    adapter: Adapter,
     *,
     batch: int,
     seq: int,
-    autocast: bool = True,
 ) -> int:
     """Bytes of the storages that autograd holds after a forward with loss, parameters apart.
 
@@ -34,24 +35,19 @@ def saved_bytes(
         config: the contents of a config.json.
         dtype: of the base model.
         adapter: peft's configuration, whose own dropout alone is at work; None trains the biases of
-            the base.
+            the base; bottlenecks are the recipe of `tests.support.bottlenecks` and the modules'
+            paths.
         batch: sequences.
         seq: tokens of each, virtual ones included.
-        autocast: peft's `autocast_adapter_dtype`; False keeps adapters in the base's dtype.
     """
-    return sum(size for _, _, size in saved_tensors(config, dtype, adapter, batch, seq, autocast))
+    return sum(size for _, _, size in saved_tensors(config, dtype, adapter, batch, seq))
 
 
 def saved_tensors(
-    config: Mapping[str, Any],
-    dtype: torch.dtype,
-    adapter: peft.PeftConfig | None,
-    batch: int,
-    seq: int,
-    autocast: bool,
+    config: Mapping[str, Any], dtype: torch.dtype, adapter: Adapter, batch: int, seq: int
 ) -> list[tuple[torch.Size, torch.dtype, int]]:
     """A tensor of each of those storages, and the storage's bytes."""
-    model = _model(config, dtype, adapter, autocast)
+    model = _model(config, dtype, adapter)
     tensors = [*model.parameters(), *model.buffers()]
     resident = {t.untyped_storage().data_ptr() for t in tensors}
     alive: weakref.WeakSet[_Saved] = weakref.WeakSet()
@@ -62,10 +58,11 @@ def saved_tensors(
         return saved
 
     seq -= getattr(adapter, "num_virtual_tokens", None) or 0
-    ids = torch.zeros(batch, seq, dtype=torch.long)
+    ids = torch.full((batch, seq), 3)
     # Dropout as CUDA runs it, which keeps a mask of booleans; the CPU keeps one of floats.
     dropout = mock.patch("torch.nn.functional.dropout", _native_dropout)
-    with dropout, torch.autograd.graph.saved_tensors_hooks(pack, _no_backward):
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, _no_backward)
+    with _without_onednn(), dropout, hooks, _StatisticsInFp32():
         output = model(input_ids=ids, labels=ids, use_cache=False)
     assert output.loss.requires_grad  # it holds what is alive
     storages = {}
@@ -86,6 +83,25 @@ def _native_dropout(
     return torch.native_dropout(x, p, train=True)[0] if training and p else x
 
 
+@contextlib.contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Without the CPU's library for LSTMs, which keeps a workspace of its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about other hardware
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
+
+
+class _StatisticsInFp32(TorchDispatchMode):
+    """Layer norm as CUDA runs it, whose mean and deviation are fp32; the CPU's are of its input."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.native_layer_norm.default and out[1].dtype != torch.float64:
+            return out[0], out[1].float(), out[2].float()
+        return out
+
+
 class _Saved:
     """What autograd holds of a tensor, as long as it does: DoRA drops some within a forward.
 
@@ -98,9 +114,7 @@ class _Saved:
         self.storage = tensor.untyped_storage()
 
 
-def _model(
-    config: Mapping[str, Any], dtype: torch.dtype, adapter: peft.PeftConfig | None, autocast: bool
-) -> Any:
+def _model(config: Mapping[str, Any], dtype: torch.dtype, adapter: Adapter) -> Any:
     fields = dict(config)
     with warnings.catch_warnings(), _default_dtype(dtype):
         warnings.simplefilter("ignore")  # Conv1D's layout, options of generation
@@ -110,9 +124,16 @@ def _model(
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.endswith("bias"))
         return model
+    if isinstance(adapter, tuple):
+        model, networks = hooked(model, *adapter)
+        model.bottlenecks = torch.nn.ModuleList(networks.values())
+        return model
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = peft.get_peft_model(model, adapter, autocast_adapter_dtype=autocast).eval()
+        model = peft.get_peft_model(model, copy.deepcopy(adapter)).eval()
+    for name, parameter in model.named_parameters():
+        if ".ranknum." in name:  # AdaLoRA's, as where peft moves it to a GPU with the base
+            parameter.requires_grad_()
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             module.train()

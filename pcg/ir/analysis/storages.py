@@ -54,11 +54,9 @@ class Storages:
 
     Args:
         graph: its nodes are added one by one, in order, by `add`.
-        eager: follow eager Hugging Face code, where an entry taken by an index list is a copy.
     """
 
-    def __init__(self, graph: Graph, *, eager: bool) -> None:
-        self._eager = eager
+    def __init__(self, graph: Graph) -> None:
         self._types = dict(graph.types)
         self._storages: dict[str, Storage] = {}
         self._layouts: dict[str, tuple[int, ...]] = {}
@@ -68,9 +66,9 @@ class Storages:
             self.make(parameter.name, "parameter", parameter.type)
 
     @classmethod
-    def of(cls, graph: Graph, *, eager: bool = False) -> Storages:
+    def of(cls, graph: Graph) -> Storages:
         """The storages of all values of a graph."""
-        storages = cls(graph, eager=eager)
+        storages = cls(graph)
         for node in graph.nodes:
             storages.add(node)
         return storages
@@ -109,8 +107,6 @@ class Storages:
             pairs = zip(old, new, layout, strict=True)
             return tuple(stride if a == b else 0 for a, b, stride in pairs)
         if node.op == "slice":
-            if self._eager and node.get("copied"):
-                return None
             dim = cast("int", node.attribute("dim"))
             step = cast("int", node.get("step", 1))
             last = len(layout) + dim

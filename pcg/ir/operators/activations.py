@@ -18,7 +18,7 @@ class Tanh(Unary):
     name = "tanh"
     template = "torch.tanh({0})"
     tile_template = "2.0 * tl.sigmoid(2.0 * {0}) - 1.0"
-    saves = (~0,)
+    reads_output = True
 
 
 class TanhBackward(UnaryBackward):
@@ -35,7 +35,7 @@ class Sigmoid(Unary):
     name = "sigmoid"
     template = "torch.sigmoid({0})"
     tile_template = "tl.sigmoid({0})"
-    saves = (~0,)
+    reads_output = True
 
 
 class SigmoidBackward(UnaryBackward):
@@ -68,7 +68,7 @@ class Relu(Unary):
     name = "relu"
     template = "torch.relu({0})"
     tile_template = "tl.maximum({0}, 0.0)"
-    saves = (~0,)
+    reads_output = True
 
 
 class ReluBackward(UnaryBackward):

@@ -36,14 +36,15 @@ class Elementwise(Operator):
 class Unary(Elementwise):
     """y = f(x); `template` is f in PyTorch."""
 
-    saves: ClassVar[tuple[int, ...]] = (0,)
+    reads_output: ClassVar[bool] = False
+    """True if its gradient reads y, and not x."""
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         return same_dims(types[0])
 
     def gradient(self, context: Gradient) -> list[str | None]:
-        """The operator named `{name}_backward` of dy and what autograd saves."""
-        read = context.output() if self.saves == (~0,) else context.input(0)
+        """The operator named `{name}_backward` of dy and of y or x."""
+        read = context.output() if self.reads_output else context.input(0)
         op = f"{self.name}_backward"
         return [context.add(op, context.incoming, read, **context.attributes)]
 
@@ -60,7 +61,6 @@ class Neg(Unary):
     name = "neg"
     linear_in = ((0,),)
     template = tile_template = "-{0}"
-    saves = ()
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return [context.add("neg", context.incoming)]
@@ -72,7 +72,6 @@ class Exp(Unary):
     name = "exp"
     template = "torch.exp({0})"
     tile_template = "tl.exp({0})"
-    saves = (~0,)
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return [context.add("mul", context.incoming, context.output())]
@@ -84,7 +83,6 @@ class Rsqrt(Unary):
     name = "rsqrt"
     template = "torch.rsqrt({0})"
     tile_template = "tl.rsqrt({0})"
-    saves = (~0,)
 
     def gradient(self, context: Gradient) -> list[str | None]:
         cubed = context.add("pow", context.output(), exponent=3.0)
@@ -98,7 +96,6 @@ class Sqrt(Unary):
     name = "sqrt"
     template = "torch.sqrt({0})"
     tile_template = "tl.sqrt({0})"
-    saves = (~0,)
 
     def gradient(self, context: Gradient) -> list[str | None]:
         half = context.add("mul", context.incoming, scalar=0.5)
@@ -203,7 +200,6 @@ class Cast(Unary):
     """The same numbers in another dtype."""
 
     name = "cast"
-    saves = ()
     tile_template = "{0}"
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
@@ -341,11 +337,6 @@ class Mul(Binary):
                 gradients[i] = context.reduced(scaled, i)
         return gradients
 
-    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        if "scalar" in attributes:
-            return ()
-        return tuple(1 - i for i in (0, 1) if requires[i])
-
 
 class Div(Binary):
     """z = x / y; dx = dz / y, dy = -dz z / y."""
@@ -372,8 +363,3 @@ class Div(Binary):
             product = context.add("mul", quotient, context.output())
             gradients[1] = context.reduced(context.add("neg", product), 1)
         return gradients
-
-    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        if "scalar" in attributes:
-            return (0,) if attributes.get("reversed") else ()
-        return (0, 1) if requires[1] else (1,)

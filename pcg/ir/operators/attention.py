@@ -54,7 +54,6 @@ class Attention(Operator):
     inputs = (3, 5)
     suffixes = ("", "lse")
     sees_sequences = True
-    saves = (0, 1, 2, ~0, ~1)
     computes_in_first = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:

@@ -2,10 +2,9 @@
 
 A subclass states one operator in one place: the types it gives (`infer`), its meaning as a PyTorch
 expression (`source`), its gradient as nodes of the backward graph (`gradient`: the values that it
-reads are what backward needs, Algorithm 1's UPDATEINPUT), what PyTorch's own autograd would save
-(`eager_saves`), how the ranks of a tensor-parallel group can share it (`aligned`, `linear_in`,
-`shardings`), its cost (`flops`, `moved_bytes`), and an element in Triton, if kernels fuse it
-(`tile`).
+reads are what backward needs, Algorithm 1's UPDATEINPUT), how the ranks of a tensor-parallel group
+can share it (`aligned`, `linear_in`, `shardings`), its cost (`flops`, `moved_bytes`), and an
+element in Triton, if kernels fuse it (`tile`).
 """
 
 from __future__ import annotations
@@ -61,8 +60,6 @@ class Operator:
     """Sets of inputs in which it is linear, taken together, the others being fixed."""
     constant_in: ClassVar[tuple[int, ...]] = ()
     """Inputs that it takes for constants: no gradient flows back to them."""
-    saves: ClassVar[tuple[int, ...]] = ()
-    """The values that autograd saves, where `eager_saves` does not choose."""
     adjoint: ClassVar[str] = ""
     """The operator of its gradient, where that takes the upstream gradient and its attributes."""
     made_like: ClassVar[int] = 0
@@ -107,15 +104,6 @@ class Operator:
         if not self.adjoint:
             raise UnsupportedError(f"operator {self.name!r} has no gradient")
         return [context.add(self.adjoint, context.incoming, **context.attributes)]
-
-    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        """The values that PyTorch's autograd saves: i for input i, ~j for output j.
-
-        `requires` says for each input if it requires a gradient; at least one does.
-
-        Source: torch's derivatives.yaml.
-        """
-        return self.saves
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         """Feature dims along which it treats each entry alike, whatever the others are."""

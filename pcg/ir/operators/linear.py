@@ -88,9 +88,6 @@ class Linear(Product):
             dbias = context.add("sum_tokens", dy, dtype=context.input_type(2).dtype)
         return [dx, dweight, dbias][: len(context.node.inputs)]
 
-    def eager_saves(self, requires: Sequence[bool], attributes: Attributes) -> tuple[int, ...]:
-        return (0,) * requires[1] + (1,) * requires[0]
-
 
 class LinearBackward(Product):
     """dx = dy W, the input gradient of a linear operator."""

@@ -127,7 +127,6 @@ class LayerNorm(Norm):
 
     name = "layer_norm"
     inputs = (1, 3)
-    saves = (0,)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         if len(types) != 1 + bool(attributes["weight"]) + bool(attributes["bias"]):

@@ -79,7 +79,6 @@ class Softmax(Operator):
 
     name = "softmax"
     template = "torch.softmax({0}, {dim})"
-    saves = (~0,)
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         return other_dims(attributes, same_dims(types[0]))
@@ -96,7 +95,6 @@ class TopK(Operator):
     name = "topk"
     template = "torch.topk({0}, {k}, dim=-1)"
     suffixes = ("", "indices")
-    saves = (~1,)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         values = types[0].with_shape((*types[0].shape[:-1], attributes["k"]))

@@ -121,10 +121,7 @@ class Permute(Operator):
 
 
 class Slice(Operator):
-    """x[..., start:stop:step, ...] along one feature dim; a view.
-
-    It is `copied` if the traced model takes it by an index list, where eager PyTorch makes a copy.
-    """
+    """x[..., start:stop:step, ...] along one feature dim; a view."""
 
     name = "slice"
     is_view = True
@@ -137,8 +134,6 @@ class Slice(Operator):
             raise TypeCheckError(f"slice {start}:{stop} is outside dim {dim} of {types[0]}")
         shape = list(types[0].shape)
         shape[dim] = len(range(start, stop, attributes.get("step", 1)))
-        if attributes.get("copied", True) is not True:
-            raise TypeCheckError("the attribute copied of slice is True or missing")
         return (types[0].with_shape(tuple(shape)),)
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
@@ -150,9 +145,8 @@ class Slice(Operator):
         return f"{inputs[0]}[..., {', '.join([bounds] + [':'] * (-attributes['dim'] - 1))}]"
 
     def gradient(self, context: Gradient) -> list[str | None]:
-        attributes = {k: v for k, v in context.attributes.items() if k != "copied"}
-        size = int(context.input_type(0).shape[attributes["dim"]])
-        return [context.add("slice_backward", context.incoming, size=size, **attributes)]
+        size = int(context.input_type(0).shape[context.attributes["dim"]])
+        return [context.add("slice_backward", context.incoming, size=size, **context.attributes)]
 
 
 class SliceBackward(Operator):

@@ -29,7 +29,6 @@ class Embedding(Operator):
     name = "embedding"
     template = "F.embedding({1}, {0})"
     inputs = (2, 2)
-    saves = (1,)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         table, ids = types

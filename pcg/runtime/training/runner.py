@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from pcg.peft.adapter import Adapter
 from pcg.runtime.data.example import IGNORED, Example
+from pcg.runtime.memory.host_allocator import return_freed_memory
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.training_pass import pass_through
@@ -63,6 +65,10 @@ class TrainingRunner(BoundTraining):
             self._encoder.publish()
             self.shards.scatter()
 
+    def scatter(self) -> None:
+        """Take the adapter's tensors as they are now, which all ranks have alike."""
+        self.shards.scatter()
+
     def settle(self) -> None:
         """Gather what all ranks have trained into the adapter."""
         if self._encoder is None:
@@ -72,10 +78,18 @@ class TrainingRunner(BoundTraining):
 def training_runner(state: ModelState, adapter: Adapter, windows: bool = False) -> TrainingRunner:
     """Return a runner that trains an adapter, which need not be one of the state's.
 
-    With `windows`, sequences go through the KV cache window by window, not as wholes.
+    With `windows`, sequences go through the KV cache window by window, not as wholes. On the CPU,
+    what this process frees goes back to the system from now on, so that memory is as planned.
+
+    A step that would save more than a memory budget in bytes is planned again.
 
     Raises:
         UnsupportedError: the adapter's encoder was not saved with it.
     """
+    if state.device.type == "cpu":
+        return_freed_memory()
     training = state.training(adapter, windows)
-    return TrainingRunner(training, state.weight_store.bind(training.model), adapter, state.ranks)
+    weights = state.weight_store.bind(training.model)
+    is_promise = state.program.options.budget.size_bytes is not None
+    training_for = partial(state.training, adapter, windows) if is_promise else None
+    return TrainingRunner(training, weights, adapter, state.ranks, training_for)

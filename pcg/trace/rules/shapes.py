@@ -141,7 +141,6 @@ def _sliced(
     start: int,
     stop: int,
     step: int = 1,
-    copied: bool = False,
 ) -> FlatValue:
     """Entries start to stop of a feature dim; of none, an empty value without a name."""
     if (start, stop, step) == (0, x.shape[dim], 1):
@@ -151,8 +150,6 @@ def _sliced(
     attributes = {"dim": x.feature_dim(dim), "start": start, "stop": stop}
     if step != 1:
         attributes["step"] = step
-    if copied:
-        attributes["copied"] = True
     shape = list(x.shape)
     shape[dim] = len(range(start, stop, step))
     return FlatValue(flat.add("slice", x.name, **attributes), x.tags, tuple(shape))
@@ -174,7 +171,7 @@ def take(flat: FlatGraph, node: Node) -> FlatValue:
     dim, index = int(argument(node, 1)), int(argument(node, 2))
     if x.tags[dim] != "d":
         raise refusal(node, "it takes some of the tokens")
-    return _sliced(flat, x, dim, index, index + 1, copied=True)
+    return _sliced(flat, x, dim, index, index + 1)
 
 
 def split(flat: FlatGraph, node: Node) -> list[FlatValue]:
@@ -215,7 +212,7 @@ def index(flat: FlatGraph, node: Node) -> FlatValue:
         data = flat.data(by)
         if data is not None and data.numel() == 1 and data.dim() == 1:
             position = int(data.item()) % (x.shape[dim] or 1)
-            return _sliced(flat, x, dim, position, position + 1, copied=True)
+            return _sliced(flat, x, dim, position, position + 1)
         if "t" not in x.tags and "t" in by.tags and dim == 0 and len(x.tags) == 2:
             name = flat.add("embedding", x.name, flat.reshape(by.name, ()))
             return FlatValue(name, by.tags + "d", traced_shape(node))

@@ -1,0 +1,150 @@
+"""Measure the peak of a CPU training step's resident memory against what `pcg.explain` predicts.
+
+    python benchmarks/bench_peak.py [--rounds 3] [--budgets 1 0.5 0]
+
+A small Llama with LoRA on all linear layers, random weights, and AdamW, in a fresh process for each
+measurement. A step of 8 tokens comes first, which loads what a first step loads. Then
+
+    measured  = peak over two steps (VmHWM, reset before) - floor before them (VmRSS)
+    predicted = activations + workspace + gradients of `pcg.explain`
+
+Adapters and optimizer states are in the floor. Contenders in every round: pcg as it is, and with
+glibc's own thresholds of malloc. Seconds are CPU time of one step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from measure import write
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+}
+WAYS = ("pcg", "glibc's thresholds")
+MOST_ERROR = 0.1
+
+
+def resident(field: str) -> int:
+    """Return a field of /proc/self/status in bytes: VmRSS for now, VmHWM for the peak."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0]) * 1024
+
+
+def one(budget: float, batch: int, seq: int, layers: int, is_default: bool) -> dict[str, float]:
+    """Measure this process, which is a fresh one.
+
+    Args:
+        is_default: True to leave glibc's thresholds as they are.
+    """
+    import torch
+
+    import pcg
+    from pcg import compiler
+    from pcg.peft.lora import LoraConfig
+    from pcg.runtime.data.example import Example
+    from pcg.runtime.model.weights import RandomWeights
+    from pcg.runtime.training import runner as training
+
+    torch.set_num_threads(1)
+    config = {**CONFIG, "num_hidden_layers": layers}
+    recipes = {"a": LoraConfig(r=8, target_modules="all-linear")}
+    options: dict[str, Any] = {"memory_budget": budget, "batch": batch, "seq": seq}
+    options["dtype"] = "float32"
+    memory = pcg.explain(config, recipes, **options).memory_bytes
+    program = compiler.compile_program(config, recipes, **options)
+    executor = compiler.make_executor(program, RandomWeights(0.02, 0), recipes, None, "cpu")
+    if is_default:
+        with mock.patch.object(training, "return_freed_memory"):
+            runner = executor.training_runner("a")
+    else:
+        runner = executor.training_runner("a")
+    optimizer = torch.optim.AdamW(list(runner.parameters.values()))
+
+    def step(batch: int, seq: int) -> None:
+        runner.forward_backward([Example([3] * seq, [3] * seq)] * batch, batch * (seq - 1))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(1, 8)
+    floor = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak
+    started = time.process_time()
+    step(batch, seq)
+    step(batch, seq)
+    return {
+        "seconds": (time.process_time() - started) / 2,
+        "floor_mib": floor / 2**20,
+        "measured_mib": (resident("VmHWM") - floor) / 2**20,
+        "predicted_mib": sum(memory[k] for k in ("activations", "workspace", "gradients")) / 2**20,
+    }
+
+
+def measure(rounds: int, budgets: list[float], sizes: tuple[int, int, int]) -> list[dict[str, Any]]:
+    """Measure every budget in both ways, in turn in every round; medians over the rounds."""
+    found: dict[tuple[float, str], list[dict[str, float]]] = {}
+    for _ in range(rounds):
+        for budget in budgets:
+            for way in WAYS:
+                command = [sys.executable, __file__, "--one", way, "--budgets", str(budget)]
+                command += ["--sizes", *map(str, sizes)]
+                output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+                found.setdefault((budget, way), []).append(json.loads(output))
+                print(f"  budget {budget:g} {way:<20} {output.strip()}", file=sys.stderr)
+    return [_row(budget, way, runs) for (budget, way), runs in found.items()]
+
+
+def _row(budget: float, way: str, runs: list[dict[str, float]]) -> dict[str, Any]:
+    middle = {key: round(statistics.median(run[key] for run in runs), 2) for key in runs[0]}
+    error = round(middle["measured_mib"] / middle["predicted_mib"] - 1, 3)
+    return {"memory_budget": budget, "malloc": way, **middle, "error": error}
+
+
+def main() -> None:
+    """Run the contenders in turn and write the result file."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--budgets", type=float, nargs="+", default=[1.0, 0.5, 0.0])
+    parser.add_argument(
+        "--sizes", type=int, nargs=3, default=[4, 512, 8], metavar=("BATCH", "SEQ", "LAYERS")
+    )
+    parser.add_argument("--one", choices=WAYS, help="measure this process alone, and print it")
+    arguments = parser.parse_args()
+    if arguments.one:
+        found = one(arguments.budgets[0], *arguments.sizes, arguments.one != WAYS[0])
+        print(json.dumps(found))
+        return
+    rows = measure(arguments.rounds, arguments.budgets, tuple(arguments.sizes))
+    batch, seq, layers = arguments.sizes
+    most = max(abs(row["error"]) for row in rows if row["malloc"] == WAYS[0])
+    write(
+        "peak",
+        {
+            "model": {**CONFIG, "num_hidden_layers": layers},
+            "batch": batch,
+            "seq": seq,
+            "dtype": "float32",
+            "results": rows,
+            f"largest error of pcg's (at most {MOST_ERROR:.0%})": most,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

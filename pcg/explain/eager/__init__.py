@@ -1,1 +1,0 @@
-"""The bytes that eager transformers + peft save for backward: the first of the peers."""

@@ -1,0 +1,114 @@
+"""Tensors for a run that computes no activations: floats without data, integers with theirs.
+
+transformers asks tensors for their values: are positions one sequence, is anything masked? What
+depends on no weight and is integers, or no longer than the tokens, is computed. All else is a fake
+tensor on the CPU, for which torch chooses the operators that it has there, but for two, which are
+as on CUDA: dropout keeps a mask of booleans, and layer norm its statistics in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+MOST_COMPUTED = 2**24
+"""The number of entries above which an integer tensor has no data either: masks of long windows."""
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+class ComputedIntegers(TorchDispatchMode):
+    """Runs operators on fake tensors, and with data those on tensors that have it.
+
+    Args:
+        fake: the mode that makes fake tensors.
+        tokens: the number of tokens of the run.
+
+    Attributes:
+        place: a mark of the part of the run that goes on, set from outside.
+        places: the place where each storage was allocated, by the storage's identity. Those of
+            Python's lists as indices are not seen.
+    """
+
+    def __init__(self, fake: FakeTensorMode, tokens: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.place: int | None = None
+        self.places: dict[int, int | None] = {}
+        self._fake = fake
+        self._tokens = tokens
+        self._seen: list[StorageWeakRef] = []  # so that no identity is given twice
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = _tensors((args, kwargs))
+        out = self._run(func, args, kwargs, given)
+        if func is torch.ops.aten.native_layer_norm.default:
+            out = (out[0], *(t.float() if t.dtype in _HALVES else t for t in out[1:]))
+        known = {storage_key(tensor) for tensor in given}
+        for tensor in _tensors(out):
+            if (key := storage_key(tensor)) not in known:
+                self.places[key] = self.place
+                self._seen.append(StorageWeakRef(tensor.untyped_storage()))
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
+        if func is torch.ops.aten._grouped_mm.default:  # whose type check knows bf16 alone
+            return func(*(t.bfloat16() for t in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
+        if any(isinstance(tensor, FakeTensor) for tensor in given) or _is_large(given):
+            return func(*args, **kwargs)
+        if not given:
+            made = func(*args, **kwargs)
+            if not isinstance(made, Tensor) or not self._has_data(made):
+                return made
+        with unset_fake_temporarily():
+            out = func(*args, **kwargs)
+        return tree_map_only(
+            Tensor, lambda t: t if self._has_data(t) else self._fake.from_tensor(t), out
+        )
+
+    def _has_data(self, tensor: Tensor) -> bool:
+        is_integer = not tensor.is_floating_point() and not tensor.is_complex()
+        return tensor.numel() <= (MOST_COMPUTED if is_integer else self._tokens)
+
+
+class DropoutOfCuda(TorchFunctionMode):
+    """Runs dropout as CUDA does, as one operator that returns its mask."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.dropout:
+            return _dropout(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p else input
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return the identity of a tensor's storage, for as long as it lives; views share it."""
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _is_large(tensors: list[Tensor]) -> bool:
+    """Return whether an operator that broadcasts them gives too much to be computed."""
+    try:
+        shape: torch.Size = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+        return shape.numel() > MOST_COMPUTED
+    except RuntimeError:
+        return False  # it joins them, or looks one up in another

@@ -1,0 +1,105 @@
+"""Adapters on a transformers model, as eager PyTorch runs them: peft's, and plain code of others.
+
+peft has no BitFit, which trains the biases that are there, and no bottleneck adapters, which are
+here what their papers draw: a small network behind a module's output, or beside an MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pcg.errors import UnsupportedError
+from pcg.peft.bitfit import BitFitConfig
+from pcg.peft.bottleneck import MLP_INPUTS, BottleneckBypass
+from pcg.peft.method import Bypass
+from pcg.peft.recipe import Recipe
+
+_STEPS = 1000
+"""The steps of a job that AdaLoRA schedules its ranks over; no byte depends on them."""
+
+_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
+
+
+def with_peft(model: nn.Module, adapter: Mapping[str, Any]) -> Any:
+    """Return a model with peft's adapter of the contents of an adapter_config.json.
+
+    Raises:
+        UnsupportedError: peft has no such method, or is not installed.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise UnsupportedError("peft is not installed: pip install 'pcg[peft]'") from error
+    if adapter["peft_type"] not in peft.PeftType.__members__:
+        raise UnsupportedError("peft has no such method")
+    fields = {**adapter, "inference_mode": False, "task_type": "CAUSAL_LM"}
+    return peft.get_peft_model(model, peft.PeftConfig.from_peft_type(**fields))
+
+
+def with_adapter(model: nn.Module, recipe: Recipe, at: Mapping[str, Bypass]) -> Any:
+    """Return a model with a recipe's adapter, which alone is trained.
+
+    Args:
+        model: a transformers model.
+        recipe: the adapter's recipe.
+        at: the networks of the adapter, by module path; some of these modules may not be there.
+    Raises:
+        UnsupportedError: peft is needed and not installed.
+    """
+    if isinstance(recipe, BitFitConfig):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.endswith("bias"))
+        return model
+    bottlenecks = {path: one for path, one in at.items() if isinstance(one, BottleneckBypass)}
+    if not bottlenecks:
+        recipe = recipe.for_job(_STEPS)
+        return with_peft(model, recipe.config_fields(recipe.target_modules, "", {}))
+    model.requires_grad_(False)
+    modules = dict(model.named_modules())
+    for path, bypass in bottlenecks.items():
+        if path in modules:
+            _add_bottleneck(modules, path, bypass)
+    return model
+
+
+class _Bottleneck(nn.Module):
+    """U σ(D x + d) + u, scaled, of the dtype of x."""
+
+    def __init__(self, features: int, dtype: torch.dtype, bypass: BottleneckBypass) -> None:
+        super().__init__()
+        assert bypass.size is not None
+        self.down = nn.Linear(features, bypass.size, dtype=dtype, device="meta")
+        self.up = nn.Linear(bypass.size, features, dtype=dtype, device="meta")
+        self._function = _FUNCTIONS[bypass.non_linearity]
+        self._scaling = bypass.scaling
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.up(self._function(self.down(x.to(self.down.weight.dtype))))
+        return (self._scaling * y).to(x.dtype)
+
+
+def _add_bottleneck(modules: Mapping[str, nn.Module], path: str, bypass: BottleneckBypass) -> None:
+    """Add an adapter to the module at a path, whose hooks run it."""
+    module: Any = modules[path]
+    features = module.nf if hasattr(module, "nf") else module.out_features  # nf: Conv1D's
+    dtype = torch.promote_types(module.weight.dtype, torch.float32)  # as peft's over half precision
+    module.bottleneck = adapter = _Bottleneck(features, dtype, bypass)
+    if not bypass.is_parallel:
+        module.register_forward_hook(lambda _, __, y: y + adapter(y))
+        return
+    inputs: list[Tensor] = []
+    parent = path.rpartition(".")[0]
+    first = next(name for name in MLP_INPUTS if f"{parent}.{name}" in modules)
+    modules[f"{parent}.{first}"].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    module.register_forward_hook(lambda _, __, y: y + adapter(inputs.pop()))
