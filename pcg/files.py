@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,24 @@ def check_no_lfs_pointer(path: Path, error_type: type[PcgError]) -> None:
             f"{path} is a Git LFS pointer of {path.stat().st_size} bytes, not the weights; "
             "run `git lfs pull` in its directory"
         )
+
+
+def check_writable(directory: Path, what: str, error_type: type[PcgError]) -> None:
+    """Refuse a directory, made or not, in which nothing can be made; it is left as it was.
+
+    Args:
+        what: what would be saved there, for the error.
+    """
+    place = directory.expanduser().resolve()
+    while not os.path.lexists(place):
+        place = place.parent
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".saving-", dir=place))
+    except OSError as error:
+        at = "" if place == directory else f" at {place}"
+        raise error_type(
+            f"{what} cannot be saved in {directory}: {error.strerror}{at}; give another directory"
+        ) from error
 
 
 def sync(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _BYTES = {
     "B": 1,
@@ -55,3 +56,14 @@ def rounded(number: int) -> str:
 def counted(number: int, noun: str) -> str:
     """A number of things: `1 file`, `2 files`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers with runs in short: `0-3, 5` for 0, 1, 2, 3, 5."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph, TrainingGraph
+from pcg.units import number_ranges
 
 
 @dataclass(frozen=True)
@@ -118,15 +119,4 @@ def _role(model: ModelGraph, graph: Graph) -> str:
 
 
 def _layers(numbers: Sequence[int]) -> str:
-    return f"Layer{'s' * (len(numbers) > 1)} {_ranges(numbers)}"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """`0-3, 5` for 0, 1, 2, 3, 5."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
+    return f"Layer{'s' * (len(numbers) > 1)} {number_ranges(numbers)}"

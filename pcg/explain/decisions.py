@@ -16,6 +16,8 @@ from pcg.ir.program.program import TrainingGraph
 from pcg.ir.types import CONTEXT, TORCH_NAMES, TensorType, tokens_at
 from pcg.passes.differentiate import LayerKind
 
+_BELOW = "nothing is trained in the layer or below it: it has no backward"
+
 
 def decisions(
     kind: LayerKind, plan: TrainingGraph, layers: int, at: Mapping[sympy.Symbol, int]
@@ -37,7 +39,8 @@ def decisions(
         elif name in recomputed:
             word, reason = "recompute", _why_recomputed(graph, graph.producers[name])
         else:
-            word, reason = "drop", _why_dropped(graph, name, saved)
+            word = "drop"
+            reason = _why_dropped(graph, name, saved) if plan.backward else _BELOW
         yield SavedTensor(
             f"{prefix}.{name}",
             storage.op,

@@ -9,17 +9,18 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 
 import sympy
 
 from pcg.errors import MemoryBudgetError
+from pcg.explain.base_memory import parameter_count
 from pcg.explain.decisions import decided_graph, decisions, sizes_at
 from pcg.explain.eager_stage import eager_account
 from pcg.explain.planned_model import PlannedModel
 from pcg.explain.report import Report
-from pcg.explain.report_data import GraphNode, ParetoPoint, SavedTensor, Stage
+from pcg.explain.report_data import GraphNode, LayerGroup, ParetoPoint, SavedTensor, Stage
 from pcg.explain.step_memory import (
-    base_weights,
     bytes_at,
     carried_bytes,
     formula_text,
@@ -37,6 +38,10 @@ def build_report(planned: PlannedModel) -> Report:
     """Return the report of a planned model."""
     setup, use, at = planned.setup, planned.use, planned.setup.at
     notes: list[str] = []
+    positions = setup.positions
+    seq = setup.options.seq
+    if positions is not None and seq > positions:
+        notes.append(f"seq: {seq:,} tokens are beyond the {positions:,} positions of this model")
     virtual = max((recipe.prompt_tokens for recipe in setup.recipes.values()), default=0)
     if virtual:
         notes.append(f"S counts the {virtual} virtual tokens that come before a sequence, too")
@@ -62,7 +67,6 @@ def build_report(planned: PlannedModel) -> Report:
         stages.append(Stage("checkpointing", total, carried, 1.0))
     trained = planned.trained
     formulas, moments = step_memory(planned, untrained)
-    elements, _ = base_weights(planned.whole)
     return Report(
         model=setup.settings.model,
         architecture=str((setup.config.get("architectures") or [setup.config["model_type"]])[0]),
@@ -72,7 +76,7 @@ def build_report(planned: PlannedModel) -> Report:
         seq=setup.options.seq,
         dtype=TORCH_NAMES[planned.base.dtype],
         layers=len(planned.base.layers),
-        parameters={"base": elements, "trainable": use.trainable},
+        parameters={"base": parameter_count(planned.whole), "trainable": use.trainable},
         memory_bytes={kind: bytes_at(formula, at) for kind, formula in formulas.items()},
         activations=tuple(stages),
         formulas={name: formula_text(formula) for name, formula in formulas.items()},
@@ -83,6 +87,7 @@ def build_report(planned: PlannedModel) -> Report:
         optimizer=setup.optimizer.name,
         timeline=tuple(moments),
         graph=_graph(trained, at) if trained else (),
+        layer_groups=tuple(_layer_groups(planned)),
     )
 
 
@@ -143,11 +148,29 @@ def _stage(
 
 
 def _graph(trained: TrainedModel, at: Mapping[sympy.Symbol, int]) -> tuple[GraphNode, ...]:
-    """Return the graph of the layer that most layers are like."""
+    """Return the graph of the layer that most layers with a backward are like."""
     plan, frontiers = trained.plan, trained.frontiers
-    index, _ = Counter(plan.layers).most_common(1)[0]
+    back = [index for index in plan.layers if plan.plans[index].backward is not None]
+    index, _ = Counter(back or plan.layers).most_common(1)[0]
     kind = frontiers.layers[plan.layers.index(index)]
     return decided_graph(frontiers.kinds[kind], plan.plans[index], at)
+
+
+def _layer_groups(planned: PlannedModel) -> Iterable[LayerGroup]:
+    """Yield the groups of layers that are trained alike, in the order of their first layers."""
+    if planned.saved is None:
+        return
+    model, plan, at = planned.training.model, planned.training.plan, planned.setup.at
+    groups: dict[tuple[int, sympy.Expr], list[int]] = {}
+    for layer, (index, size) in enumerate(zip(plan.layers, planned.saved.layers, strict=True)):
+        groups.setdefault((index, size), []).append(layer)
+    for (index, size), layers in groups.items():
+        graphs = plan.plans[index]
+        parameters = model.blocks[graphs.block].parameters
+        trained = sum(prod(p.type.features) for p in parameters if p.name in graphs.trained)
+        name = graphs.forward.name.removesuffix("_forward")
+        has_backward = graphs.backward is not None
+        yield LayerGroup(name, tuple(layers), trained, bytes_at(size, at), has_backward)
 
 
 def _tensors(planned: PlannedModel) -> Iterable[SavedTensor]:

@@ -7,7 +7,7 @@ from textwrap import fill
 
 from pcg.explain.parallel_text import parallel_lines, region_lines
 from pcg.explain.report_data import KINDS, STAGES, GpuCapacity, ReportData
-from pcg.units import gib, rounded
+from pcg.units import gib, number_ranges, rounded
 
 _SYMBOLS = ("B", "S", "r", "tp")
 """The symbols of formulas."""
@@ -24,6 +24,8 @@ def report_text(report: ReportData, tensors: bool, formulas: bool) -> str:
     parts = [_heading(report), _memory(report)]
     if report.activations:
         parts.append(_stages(report))
+    if len({group.trained for group in report.layer_groups}) > 1:
+        parts.append(_layer_groups(report))
     if len(report.pareto) > 1:
         parts.append(_budgets(report))
     if report.parallel["bypass"]:
@@ -33,7 +35,10 @@ def report_text(report: ReportData, tensors: bool, formulas: bool) -> str:
     if tensors and report.saved:
         parts.append(_tensors(report))
     parts += [_fit(fit) for fit in report.fits]
-    parts.append(_formulas(report, ("activations", "kv_cache", "total")))
+    if report.gpus and not report.fits:
+        parts.append([fill(f"fits  {', '.join(report.gpus)}", 98, subsequent_indent="      ")])
+    names = ("activations", "kv_cache", "total")
+    parts.append(_formulas(report, [name for name in names if report.formulas[name] != "0"]))
     if report.notes:
         parts.append(
             [fill(note, 98, initial_indent="* ", subsequent_indent="  ") for note in report.notes]
@@ -74,6 +79,18 @@ def _stages(report: ReportData) -> list[str]:
         f"  {STAGES[stage.stage]}".rstrip()
         for stage in report.activations
     ]
+    return lines
+
+
+def _layer_groups(report: ReportData) -> list[str]:
+    """The layers that are trained alike, where adapters differ by layer."""
+    rows = [(number_ranges(group.layers), group) for group in report.layer_groups]
+    wide = max(15, *(len(name) + 2 for name, _ in rows))
+    lines = [f"{'layers':<{wide + 2}}  trained a layer   MiB a layer saved"]
+    for name, group in rows:
+        trained = rounded(group.trained) if group.trained else "-"
+        size = f"{group.bytes / 2**20:,.1f}" if group.has_backward else "no backward"
+        lines.append(f"  {name:<{wide}}{trained:>17}{size:>20}")
     return lines
 
 

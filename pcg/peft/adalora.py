@@ -96,7 +96,7 @@ class AdaLoraWeights(LowRankWeights):
     kinds: ClassVar[Mapping[str, ParameterKind]] = {
         "adalora_A": DOWN,
         "adalora_B": UP,
-        "adalora_E": ParameterKind(rank_dim=0),
+        "adalora_E": ParameterKind(),
     }
 
     e: Tensor

@@ -120,7 +120,7 @@ class BottleneckBypass(Bypass):
         return at.add("bias_add", f"{prefix}_b", z, biases[1])
 
 
-_KINDS = {"down": DOWN, "down_bias": ParameterKind(rank_dim=0), "up": UP, "up_bias": SUMMAND}
+_KINDS = {"down": DOWN, "down_bias": ParameterKind(), "up": UP, "up_bias": SUMMAND}
 
 
 @dataclass(frozen=True, eq=False)

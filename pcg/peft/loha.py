@@ -73,10 +73,10 @@ class LohaWeights(ModuleWeights):
 
     suffixes: ClassVar[tuple[str, ...]] = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
     kinds: ClassVar[Mapping[str, ParameterKind]] = {
-        "hada_w1_a": ParameterKind(rank_dim=1),
-        "hada_w1_b": ParameterKind(rank_dim=0),
-        "hada_w2_a": ParameterKind(rank_dim=1),
-        "hada_w2_b": ParameterKind(rank_dim=0),
+        "hada_w1_a": ParameterKind(),
+        "hada_w1_b": ParameterKind(),
+        "hada_w2_a": ParameterKind(),
+        "hada_w2_b": ParameterKind(),
     }
 
     w1_a: Tensor

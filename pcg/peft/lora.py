@@ -148,7 +148,7 @@ class LoraWeights(LowRankWeights):
         "lora_B": UP,
         "lora_B_bias": SUMMAND,
         "lora_factor": ParameterKind(fill=1.0, is_costly=True),
-        _MAGNITUDE: ParameterKind(of_base=_length),
+        _MAGNITUDE: ParameterKind(),
     }
 
     bias: Tensor | None = None

@@ -28,19 +28,16 @@ class ParameterKind:
 
     Attributes:
         fill: the value of entries that an adapter does not have, with which nothing changes.
-        rank_dim: the dim of the trained tensor that is as long as the rank, or the bottleneck; an
-            adapter without the parameter has it empty.
+        rank_dim: the dim of a trained factor that is as long as the rank, or the bottleneck.
         is_factor: True for a matrix of a low-rank product: A [rank, in], or B [out, rank], of which
             serving has the transpose.
         is_costly: True if serving's is made by a pass over the base's weight, once an adapter.
-        of_base: a function of the base's weight, for an adapter without the parameter.
     """
 
     fill: float = 0.0
     rank_dim: int | None = None
     is_factor: bool = False
     is_costly: bool = False
-    of_base: Callable[[Tensor], Tensor] | None = None
 
     @property
     def is_down(self) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.support import tiny_llama
 from tests.support.command_line import assert_one_error, output_of, python, run
 
 
@@ -101,3 +102,96 @@ def test_bad_finetuning_options(tmp_path: Path) -> None:
         result = run("finetune", "nothing", *sgd, value)
         assert result.exit_code == 2
         assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_several_files_of_data(program: Path, data: Path, tmp_path: Path) -> None:
+    rows = data.read_text().splitlines(keepends=True)
+    for name, part in (("one", rows[:5]), ("two", rows[5:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+    both = ("--data", tmp_path / "one.jsonl", "--data", tmp_path / "two.jsonl")
+    options = ("--adapter", "sums", "--max-steps", "2", "--json")
+    apart = json.loads(output_of("finetune", program, *both, *options, "-o", tmp_path / "a"))
+    whole = output_of("finetune", program, "--data", data, *options, "-o", tmp_path / "b")
+    assert apart["losses"] == json.loads(whole)["losses"]
+
+
+def test_a_finished_adapter_is_replaced_only_on_demand(
+    program: Path, data: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "sums"
+    command = ("finetune", program, "--data", data, "--adapter", "sums", "-o", output)
+    options = ("--max-steps", "2")
+    assert run(*command, *options).exit_code == 0
+    weights = output / "adapter_model.safetensors"
+    before = weights.read_bytes()
+    # Before the model is looked for.
+    again = ("finetune", "nothing", *command[2:], "--max-steps", "3")
+    result = run(*again)
+    assert result.exit_code == 2
+    words = " ".join(result.stderr.replace("│", " ").split())
+    assert "has a saved adapter; give another directory, --overwrite to replace it" in words
+    assert "trains it further" in words
+    assert weights.read_bytes() == before
+    result = run(*command, "--max-steps", "3", "--overwrite")
+    assert result.exit_code == 0, result.output
+    assert "in place of the adapter there" in result.stderr
+    assert weights.read_bytes() != before
+
+
+def test_an_adapter_of_a_checkpoint_is_replaced_by_resuming(
+    program: Path, data: Path, tmp_path: Path
+) -> None:
+    command = ("finetune", program, "--data", data, "--adapter", "sums", "-o", tmp_path / "sums")
+    options = ("--checkpoint-dir", tmp_path / "job", "--schedule", "constant")
+    assert run(*command, *options, "--max-steps", "2").exit_code == 0
+    assert run(*command, *options, "--max-steps", "4").exit_code == 2
+    result = run(*command, *options, "--max-steps", "4", "--resume")
+    assert "resumed from step 2" in result.stderr
+    assert result.exit_code == 0
+
+
+@pytest.mark.parametrize("place", ["file/sums", "file"])
+def test_an_output_that_cannot_be_written_is_known_before_the_model_is_read(
+    data: Path, tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "file").touch()
+    options = ("--data", data, "--adapter", "sums", "-o", tmp_path / place)
+    result = run("finetune", "nothing", *options)
+    if place == "file":
+        assert result.exit_code == 2
+        assert "is a file; give a directory" in " ".join(result.stderr.replace("│", " ").split())
+    else:
+        assert_one_error(result, f"adapter 'sums' cannot be saved in {tmp_path / place}: Not a dir")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_collapsed_adapter_is_not_saved(data: Path, tmp_path: Path) -> None:
+    model = tiny_llama.save(tmp_path / "model", initializer_range=0.2)
+    command = ("finetune", model, "--data", data, "--adapter", "sums")
+    options = ("--max-steps", "60", "--lr", "3e-2", "-o", tmp_path / "good", "--json")
+    losses = json.loads(output_of(*command, *options))["losses"]
+    assert losses[-1] < losses[0] - 1
+    bad = ("--lr", "3", "--schedule", "constant", "--max-steps", "4", "-o", tmp_path / "bad")
+    result = run(*command, *bad, "--start-from", tmp_path / "good")
+    assert_one_error(result, f"sums has collapsed and is not saved in {tmp_path / 'bad'}")
+    assert "lower --lr or warm up longer, with --no-resume" in result.stderr
+    assert [path.name for path in (tmp_path / "bad").iterdir()] == ["pcg-checkpoints"]
+    checkpoint = tmp_path / "bad" / "pcg-checkpoints" / "step-00000004"
+    assert f"The adapter is in {checkpoint}\n" in result.stderr
+    files = {path.name for path in checkpoint.iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= files
+
+
+def test_the_losses_at_the_end_are_means(program: Path, data: Path, tmp_path: Path) -> None:
+    command = ("finetune", program, "--data", data, "--adapter", "sums", "--eval-data", data)
+    options = ("--max-steps", "12", "--batch-size", "2", "--eval-every", "6", "--eval-at-start")
+    result = run(*command, *options, "-o", tmp_path / "a")
+    summary = output_of(*command, *options, "-o", tmp_path / "b", "--json")
+    losses = json.loads(summary)["losses"]
+    first, last = (sum(part) / 5 for part in (losses[:5], losses[-5:]))
+    assert f"loss {first:.4f} → {last:.4f}, means of 5 steps each\n" in result.stderr
+    (_, start), *_, (_, end) = json.loads(summary)["eval_losses"]
+    assert f"evaluation loss {start:.4f} at step 0 → {end:.4f} at step 12, best" in result.stderr
+    one = run(*command, "--max-steps", "1", "-o", tmp_path / "c")
+    assert one.exit_code == 0
+    assert " → " not in one.stderr

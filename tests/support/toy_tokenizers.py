@@ -65,6 +65,13 @@ LLAMA2 = (
     "{% endfor %}"
 )
 
+# Llama 3's first one, before it took add_generation_prompt, with ChatML's tokens.
+ALWAYS_PROMPTED = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>' }}"
+    "{% endfor %}{{ '<|im_start|>assistant\\n' }}"
+)
+
 BYTE_LEVEL_SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 

@@ -26,8 +26,10 @@ _BORDERS: dict[str, dict[str, Any]] = {
 
 def graph_plot(report: ReportData) -> Markup:
     """Return the drawing of a report's graph, from the layer's input down to its output."""
-    # The graph is of the layer that most layers are like.
-    ordered = sorted(report.saved, key=lambda row: row.layers)
+    # The graph is of the layer that most layers with a backward are like.
+    below = {group.name for group in report.layer_groups if not group.has_backward}
+    back = (row for row in report.saved if row.tensor.partition(".")[0] not in below)
+    ordered = sorted(back, key=lambda row: row.layers)
     rows = {row.tensor.partition(".")[2]: row for row in ordered}
     inputs = {node.name: node.inputs for node in report.graph}
     widths = {node.name: 6.0 * max(len(node.name), len(node.op)) + 18 for node in report.graph}

@@ -27,11 +27,9 @@ from pcg.errors import ParallelError
 from pcg.ir.graph import Parameter
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED
 from pcg.ir.program.program import ModelGraph, python_name
-from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.ranks.group import Ranks
 from pcg.parallel.ranks.shards import Ranges, ranges_of, shard_of
 from pcg.peft.adapter import Adapter
-from pcg.peft.registry import parameter_kind
 from pcg.peft.weights import AdapterWeight
 
 
@@ -72,19 +70,12 @@ class AdapterShards:
         shard = shard_of(whole, parameter, self._ranks)
         return shard.detach().clone().contiguous().to(self._device)
 
-    def bind(
-        self, parameters: Sequence[Parameter], layer: int, weights: SimpleNamespace
-    ) -> SimpleNamespace:
-        """Return the adapter's weights as a layer's graph with these parameters reads them.
-
-        A layer without the adapter gets neutral weights, as LoRA of rank 0, and the base's biases.
-        """
+    def bind(self, parameters: Sequence[Parameter], layer: int) -> SimpleNamespace:
+        """Return the adapter's weights as a layer's graph with these parameters reads them."""
         bound = SimpleNamespace()
         for parameter in parameters:
             if parameter.role == "adapter":
-                weight = self._weights.get(_name(parameter.source.format(layer=layer), parameter))
-                if weight is None:
-                    weight = AdapterWeight(_neutral(parameter, parameters, weights))
+                weight = self._weights[_name(parameter.source.format(layer=layer), parameter)]
                 setattr(bound, python_name(parameter.name), weight)
         return bound
 
@@ -210,25 +201,3 @@ def _name(path: str, parameter: Parameter) -> str:
 
 def _sizes(tensors: Iterable[Tensor]) -> list[int]:
     return [prod(tensor.shape) for tensor in tensors]
-
-
-def _neutral(
-    parameter: Parameter, parameters: Sequence[Parameter], weights: SimpleNamespace
-) -> Tensor:
-    """Return a weight that changes nothing, for an adapter that has none there."""
-    kind = parameter.source.rpartition(".")[2]
-    if kind == "bias":
-        frozen = {(p.source, p.rows): p.name for p in parameters if p.role == "frozen"}
-        own: Tensor = getattr(weights, python_name(frozen[parameter.source, parameter.rows]))
-        return own
-    dtype, of = getattr(torch, TORCH_NAMES[parameter.type.dtype]), parameter_kind(kind)
-    if of.of_base is not None:
-        source = f"{parameter.source.removesuffix(kind)}weight"
-        (name,) = (p.name for p in parameters if p.role == "frozen" and p.source == source)
-        own = getattr(weights, python_name(name))
-        return of.of_base(own.to(dtype))
-    sizes = [int(size) for size in parameter.type.shape]
-    if of.rank_dim is not None:
-        sizes[of.rank_dim] = 0
-    device = next(iter(vars(weights).values())).device
-    return torch.full(sizes, of.fill, dtype=dtype, device=device)

@@ -1,6 +1,6 @@
 """Finetuning data: rows of text become tokens and labels.
 
-    rows (`rows`) → samples (`formats`) → Example(ids, labels)
+    files or rows (`sources`) → rows (`rows`) → samples (`formats`) → Example(ids, labels)
 
 `labels[i]` belongs to position i's own token, as in transformers: it is `ids[i]` if the token is
 learned and -100 if not. The shift by one happens in the loss: position i's logits are compared with
@@ -13,13 +13,13 @@ the text would have been tokenized alone.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, overload
 
 from pcg.errors import DataError, GenerationError
 from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.data.formats import FORMATS, ChatSample, Format, Sample, TextSample, detect, parse
-from pcg.runtime.data.rows import Row, Source, is_document, read_rows
+from pcg.runtime.data.rows import Row, holds_documents, read_rows
+from pcg.runtime.data.sources import Gathered, Source, gather
 from pcg.runtime.text.chat import Span
 from pcg.runtime.text.chat_spans import assistant_spans
 from pcg.runtime.text.tokenizer import Encoding, Tokenizer
@@ -77,7 +77,7 @@ def load_examples(
     """Read and tokenize finetuning data.
 
     Args:
-        source: path of a .jsonl or .txt file, or rows in memory: dicts or strings.
+        source: paths of .jsonl or .txt files, or rows in memory; `sources` has all of its kinds.
         max_length: the most tokens of an example; longer ones keep their head. A plain text file is
             cut into consecutive examples of that length instead. None keeps all.
         format: a name of `formats.FORMATS`; "auto" detects it from the first row.
@@ -92,14 +92,14 @@ def load_examples(
         raise DataError(f"unknown data format {format!r}; use auto, {', '.join(FORMATS)}")
     if empty not in ("error", "drop"):
         raise DataError(f"empty={empty!r}; use 'error' or 'drop'")
-    rows = read_rows(source)
-    if is_document(source):
-        return _document(next(rows), tokenizer, max_length, append_eos)
+    data = gather(source)
+    if holds_documents(data):
+        return _documents(list(read_rows(data)), tokenizer, max_length, append_eos)
     chosen: Format | None = FORMATS.get(format)
     examples: list[Example] = []
     places: list[str] = []
     truncated = dropped = 0
-    for row in rows:
+    for row in read_rows(data):
         if chosen is None:
             chosen = detect(row.value, row.where)
         sample = parse(chosen, row.value, row.where)
@@ -117,8 +117,7 @@ def load_examples(
             raise _nothing_to_learn(row, sample, whole_targets, length, max_length)
     if not examples:
         left = f"; all {dropped} rows were dropped: none has a token to learn" if dropped else ""
-        name = source if isinstance(source, str | Path) else "the data"
-        raise DataError(f"no examples in {name}{left}")
+        raise DataError(f"no examples in {_named(data)}{left}")
     assert chosen is not None
     return Dataset(tuple(examples), chosen.name, truncated, dropped, tuple(places))
 
@@ -185,17 +184,27 @@ def _labels(encoding: Encoding, spans: Sequence[Span]) -> list[int]:
     return labels
 
 
-def _document(row: Row, tokenizer: Tokenizer, max_length: int | None, append_eos: bool) -> Dataset:
-    """Cut one text into consecutive examples; every token but the first of each is learned."""
-    whole = _tokenize_text(TextSample("", row.value), tokenizer, append_eos)
-    size = max_length or max(len(whole.ids), 1)
-    parts = [whole.ids[start : start + size] for start in range(0, len(whole.ids), size)]
-    # A last part of one token has nothing to predict.
-    examples = tuple(Example(ids, list(ids)) for ids in parts if len(ids) > 1)
-    if not examples or not row.value.strip():
-        raise DataError(f"{row.where} is empty; there is nothing to learn")
-    places = tuple(f"{row.where} from token {size * i}" for i in range(len(examples)))
-    return Dataset(examples, "document", places=places)
+def _documents(
+    rows: Sequence[Row], tokenizer: Tokenizer, max_length: int | None, append_eos: bool
+) -> Dataset:
+    """Cut texts into consecutive examples; every token but the first of each is learned."""
+    examples: list[Example] = []
+    places: list[str] = []
+    for row in rows:
+        whole = _tokenize_text(TextSample("", row.value), tokenizer, append_eos)
+        size = max_length or max(len(whole.ids), 1)
+        # A last part of one token has nothing to predict.
+        starts = range(0, len(whole.ids) - 1, size)
+        if not starts or not row.value.strip():
+            raise DataError(f"{row.where} is empty; there is nothing to learn")
+        parts = [whole.ids[start : start + size] for start in starts]
+        examples += [Example(ids, list(ids)) for ids in parts]
+        places += [f"{row.where} from token {start}" for start in starts]
+    return Dataset(tuple(examples), "document", places=tuple(places))
+
+
+def _named(data: Gathered) -> str:
+    return "the data" if isinstance(data, list) else ", ".join(map(str, data))
 
 
 def _nothing_to_learn(

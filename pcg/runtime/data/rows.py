@@ -1,21 +1,17 @@
 """Rows of finetuning data, each with its place for messages.
 
-A source is a file of JSON lines (.jsonl, .ndjson, .json), a plain text file (.txt, one document),
-or rows in memory: dicts and strings.
+A file is JSON lines (.jsonl, .ndjson, .json), a row a line, or plain text (.txt), which is one
+document. Rows in memory are dicts and strings.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pcg.errors import DataError
-
-Source = str | Path | Iterable[Mapping[str, Any] | str]
-
-_JSON_LINES = (".jsonl", ".ndjson", ".json")
-_TEXT = (".txt",)
+from pcg.runtime.data.sources import JSON_LINES, TEXT, Gathered
 
 
 @dataclass(frozen=True)
@@ -31,36 +27,48 @@ class Row:
     value: Any
 
 
-def is_document(source: Source) -> bool:
-    """Return whether the source is a plain text file, to be read as one document."""
-    return isinstance(source, str | Path) and Path(source).suffix.lower() in _TEXT
+def holds_documents(data: Gathered) -> bool:
+    """Return True for plain text files, each to be read as one document.
+
+    Raises:
+        DataError: there are plain text files among others.
+    """
+    if isinstance(data, list):
+        return False
+    texts = [path for path in data if path.suffix.lower() in TEXT]
+    if texts and len(texts) < len(data):
+        raise DataError(
+            f"{texts[0]} is plain text, which is one document, and {len(data) - len(texts)} of "
+            f"{len(data)} files are not; give one kind"
+        )
+    return bool(texts)
 
 
-def read_rows(source: Source) -> Iterator[Row]:
-    """Yield the rows of a source, in order; a blank line is no row.
+def read_rows(data: Gathered) -> Iterator[Row]:
+    """Yield the rows of files or those in memory, in order; a blank line is no row.
 
     Raises:
         DataError: there is no such file, it has an unknown suffix, or a line is not UTF-8 or JSON.
     """
-    if isinstance(source, str | Path):
-        yield from _read_file(Path(source))
+    if isinstance(data, list):
+        for index, value in enumerate(data):
+            yield Row(f"data[{index}]", value)
         return
-    if isinstance(source, Mapping):
-        raise DataError("data is one dict; give a list of rows, [row], or a path")
-    for index, value in enumerate(source):
-        yield Row(f"data[{index}]", value)
+    for path in data:
+        yield from _read_file(path)
 
 
 def _read_file(path: Path) -> Iterator[Row]:
     if not path.is_file():
-        raise DataError(f"no data file {path}")
+        hint = "; it is a directory, give its files" if path.is_dir() else ""
+        raise DataError(f"no data file {path}{hint}")
     suffix = path.suffix.lower()
-    if suffix not in (*_JSON_LINES, *_TEXT):
+    if suffix not in (*JSON_LINES, *TEXT):
         raise DataError(
-            f"{path} ends in {suffix or 'nothing'}; use JSON lines ({', '.join(_JSON_LINES)}) or "
-            f"plain text ({', '.join(_TEXT)})"
+            f"{path} ends in {suffix or 'nothing'}; use JSON lines ({', '.join(JSON_LINES)}) or "
+            f"plain text ({', '.join(TEXT)})"
         )
-    if suffix in _TEXT:
+    if suffix in TEXT:
         yield Row(str(path), _decode(path.read_bytes(), str(path)))
         return
     with path.open("rb") as file:

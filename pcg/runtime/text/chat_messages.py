@@ -100,4 +100,7 @@ def kind_of(value: Any) -> str:
     kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
     if value is None:
         return "null or missing"
-    return kinds.get(type(value), "a number" if isinstance(value, int | float) else repr(value))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return "a number"
+    name = type(value).__name__
+    return kinds.get(type(value), f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}")

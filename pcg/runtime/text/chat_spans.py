@@ -3,8 +3,9 @@
     marks     a template with {% generation %} … {% endgeneration %} marks them itself;
     prefixes  the text of messages[:i] with the generation prompt ends where message i begins, and
               the text of messages[:i + 1] where it ends, if both begin the whole text;
-    contrast  a template that rewrites earlier turns, say without their reasoning, has no such
-              prefixes: the text with another content in message i differs in that content alone.
+    contrast  a template that rewrites earlier turns, say without their reasoning, or that ends
+              every text with the assistant's header, as Llama 3's first ones, has no such prefixes:
+              the text with another content in message i differs in that content alone.
 
 A span includes the special token that ends the turn, so that the model learns to stop, but not the
 line break that many templates add, which the model never writes.
@@ -57,6 +58,8 @@ def _span(
 ) -> Span:
     before = _prefix(text, messages[:index], True, render)
     after = _prefix(text, messages[: index + 1], False, render)
+    if after is not None and _is_always_prompted(messages[: index + 1], render):
+        after = None  # the text so far has a header that no message has
     if before is not None and after is not None:
         return before, _without_line_break(text, before, after, ends)
     start, end = _contrast(text, messages, index, render)
@@ -78,6 +81,21 @@ def _prefix(
     return len(prefix) if text.startswith(prefix) else None
 
 
+def _is_always_prompted(messages: Sequence[Message], render: Render) -> bool:
+    """Return True if the generation prompt ends the text although it was not asked for.
+
+    It is then no beginning of a longer chat's text, and asking for it changes nothing.
+    """
+    text = render(messages, False)
+    if render(messages, True) != text:
+        return False
+    try:
+        longer = render([*messages, {"role": "user", "content": _OTHER}], False)
+    except GenerationError:  # a template may refuse what comes next
+        return False
+    return not longer.startswith(text)
+
+
 def _contrast(text: str, messages: Sequence[Message], index: int, render: Render) -> Span:
     """Find the content of a message by changing it."""
     message = messages[index]
@@ -87,9 +105,10 @@ def _contrast(text: str, messages: Sequence[Message], index: int, render: Render
         other = render(changed, False)
     if _OTHER not in other:
         raise DataError(
-            f"the chat template rewrites earlier turns, and message {index} cannot be found in its "
-            "text; mark the assistant's text in the template with {% generation %} … "
-            '{% endgeneration %}, or give the message "weight": 0'
+            "the chat template rewrites earlier turns, or ends every text with the assistant's "
+            f"header, and message {index} cannot be found in its text; mark the assistant's text "
+            "in the template with {% generation %} … {% endgeneration %}, or give the message "
+            '"weight": 0'
         )
     start = _common_length(text, other)
     tail = _common_length(text[start:][::-1], other[start:][::-1])

@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pcg.errors import AdapterError, FinetuneError
-from pcg.files import sync_names
+from pcg.files import check_writable, sync_names
 from pcg.peft.adapter import Adapter
 from pcg.peft.reader import read_adapter
 from pcg.peft.writer import write_adapter, write_tensors, write_text
@@ -106,6 +106,10 @@ class CheckpointStore:
         self.directory = Path(directory).expanduser()
         self._keep_last = keep_last
         self._kept: list[Path] = []
+
+    def check_writable(self) -> None:
+        """Raise a FinetuneError if checkpoints cannot be saved; nothing is left there."""
+        check_writable(self.directory, "checkpoints", FinetuneError)
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint, or None.

@@ -7,6 +7,7 @@ seed, step and batch, are random. So a resumed run ends with the same bits as an
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import time
@@ -21,13 +22,14 @@ from pcg.parallel.ranks.group import broadcast_from_first, run_on_first
 from pcg.peft.adapter import Adapter
 from pcg.runtime.data.dataset import Dataset
 from pcg.runtime.data.order import Batches
+from pcg.runtime.data.sources import choose_splits
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.checkpoints import Checkpoint, CheckpointStore, TrainerState
 from pcg.runtime.training.interrupts import Interrupt, deferred_interrupts, noted_interrupts
 from pcg.runtime.training.options import Data, FinetuneArguments, FinetuneOptions
 from pcg.runtime.training.progress import ProgressBar
 from pcg.runtime.training.publishers import InPlacePublisher, Publisher
-from pcg.runtime.training.result import FinetuneResult, OnStep, StepRecord
+from pcg.runtime.training.result import FinetuneResult, LossChange, OnStep, StepRecord
 from pcg.runtime.training.runner import training_runner
 from pcg.runtime.training.step import TrainingStep
 from pcg.runtime.training.training_copy import overwrite, owned, start_adapter, weights_checksum
@@ -60,9 +62,17 @@ class FinetuneJob:
         self._model = publisher.state
         self._ranks = publisher.state.ranks
         self._name = options.adapter
+        planned = self._model.program.options
+        self._planned_seq = planned.seq if planned.names_step else None
+        bounds = (options.batch_size, options.max_tokens)
+        if planned.names_step and bounds == (None, None):
+            options = dataclasses.replace(options, batch_size=planned.batch)
         self._options = options
-        self._data = self._read(options.data)
-        self._eval = None if options.eval_data is None else self._read(options.eval_data)
+        splits = choose_splits(options.data, options.eval_data)
+        if splits.chosen and self._ranks.rank == 0:
+            _LOG.warning("%s: %s", self._name, splits.chosen)
+        self._data = self._read(splits.train)
+        self._eval = None if splits.evaluation is None else self._read(splits.evaluation)
         self._batches = Batches(
             self._data.examples, **options.batch_bounds, seed=options.seed, shuffle=options.shuffle
         )
@@ -73,6 +83,7 @@ class FinetuneJob:
         self._store: CheckpointStore | None = None
         if options.checkpoint_dir is not None:
             self._store = CheckpointStore(options.checkpoint_dir, options.keep_last)
+            run_on_first(self._ranks, self._store.check_writable)
         self._best: Adapter | None = None
         self._resumed_from: int | None = None
         self._saved: tuple[int, int] | None = None
@@ -85,7 +96,14 @@ class FinetuneJob:
     def _read(self, data: Data) -> Dataset:
         model = self._model
         vocabulary = model.program.base.vocabulary
-        return training_data(data, self._options, model.tokenizer, vocabulary, model.max_positions)
+        return training_data(
+            data,
+            self._options,
+            model.tokenizer,
+            vocabulary,
+            model.max_positions,
+            self._planned_seq,
+        )
 
     def _start(self, peft: object) -> None:
         """Make the adapter to train, and what trains it."""
@@ -99,6 +117,7 @@ class FinetuneJob:
         self._adapter = self._publisher.start(made)
         try:
             self._runner = training_runner(model, self._adapter, self._publisher.windows)
+            self._runner.plan_for(*self._batches.largest(self._adapter.prompt_tokens))
             for data in filter(None, (self._data, self._eval)):
                 check_with_prompt(data, self._adapter.prompt_tokens, model.max_positions)
             self._steps = TrainingStep(
@@ -146,8 +165,10 @@ class FinetuneJob:
                 came = torch.tensor(float(len(interrupts)), device=self._ranks.device)
                 if float(self._ranks.all_reduce(came)):
                     raise KeyboardInterrupt
+            self._restore_best()
+            first_data = yield from self._compare_first_data()
             with deferred_interrupts():
-                return self._finish()
+                return self._finish(first_data)
         except KeyboardInterrupt as interrupt:
             self._interrupted(interrupt)
         finally:
@@ -186,15 +207,31 @@ class FinetuneJob:
             tokens_per_second=(state.tokens - self._tokens_before) / max(seconds, 1e-9),
         )
 
-    def _finish(self) -> FinetuneResult:
+    def _restore_best(self) -> None:
+        """Make the adapter that of the best evaluation, if that is wanted."""
+        if self._best is None:
+            return
+        with deferred_interrupts():
+            overwrite(self._settled(), self._best)
+            self._runner.scatter()
+
+    def _compare_first_data(self) -> Work[tuple[float, float] | None]:
+        """Return `FinetuneResult.first_data`: batches differ, so a risen loss may be theirs."""
+        losses = self._state.losses
+        change = LossChange.of(losses)
+        if change.last <= min(change.first, losses[0]):
+            return None
+        plan = self._batches.plan(0)[: self._options.gradient_accumulation_steps]
+        after = yield from self._mean_loss(self._data, plan)
+        return losses[0], after
+
+    def _finish(self, first_data: tuple[float, float] | None) -> FinetuneResult:
         state = self._state
         adapter = self._settled()
-        if self._best is not None:
-            overwrite(adapter, self._best)
         if self._steps.beside is not None:
             adapter = self._steps.beside.finished(adapter)
         self._publisher.finish(adapter)
-        return FinetuneResult(
+        result = FinetuneResult(
             adapter=self._name,
             losses=tuple(state.losses),
             eval_losses=tuple(state.eval_losses),
@@ -209,7 +246,15 @@ class FinetuneJob:
             restored=self._best is not None,
             resumed_from=self._resumed_from,
             checkpoint=self._checkpoint,
+            first_data=first_data,
         )
+        if first_data is not None and result.is_collapsed and self._ranks.rank == 0:
+            _LOG.warning(
+                "%s has collapsed: the loss of the first step's data was %.4f before, and is %.4f; "
+                "lower learning_rate=%g, or warm up longer",
+                *(self._name, *first_data, self._options.learning_rate),
+            )
+        return result
 
     def _settled(self) -> Adapter:
         """Return the adapter as it is now, with whole tensors."""
@@ -257,13 +302,7 @@ class FinetuneJob:
 
     def _evaluate(self, data: Dataset) -> Work[None]:
         plan = Batches(data.examples, **self._options.batch_bounds, shuffle=False).plan(0)
-        total, targets = 0.0, 0
-        for indexes in plan:
-            done = yield from pass_through(self._runner, [data.examples[i] for i in indexes])
-            total += done.loss
-            targets += done.targets
-        own = torch.tensor(total / targets, dtype=torch.float64)
-        state, mean = self._state, float(broadcast_from_first(self._ranks, own))
+        state, mean = self._state, (yield from self._mean_loss(data, plan))
         if not math.isfinite(mean):
             raise FinetuneError(
                 f"the evaluation loss after step {state.step} is {mean:g}; lower learning_rate="
@@ -280,6 +319,16 @@ class FinetuneJob:
                 state.stale += 1
             patience = self._options.patience
             state.stopped = patience is not None and state.stale >= patience
+
+    def _mean_loss(self, data: Dataset, plan: Sequence[Sequence[int]]) -> Work[float]:
+        """Return the mean loss of the target tokens of some batches, without dropout."""
+        total, targets = 0.0, 0
+        for indexes in plan:
+            done = yield from pass_through(self._runner, [data.examples[i] for i in indexes])
+            total += done.loss
+            targets += done.targets
+        own = torch.tensor(total / targets, dtype=torch.float64)
+        return float(broadcast_from_first(self._ranks, own))
 
     def _save(self) -> None:
         """Write a checkpoint, unless this state has one."""

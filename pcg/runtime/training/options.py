@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, TypedDict
 from pcg.errors import FinetuneError
 from pcg.options import OptimizerChoice
 from pcg.runtime.data.example import Example
-from pcg.runtime.data.rows import Source
+from pcg.runtime.data.sources import Source, has_validation
 from pcg.runtime.training.result import OnStep
 from pcg.runtime.training.schedules import Schedule, make_schedule
 from pcg.runtime.training.torch_optimizers import FIELDS, Optimizer
@@ -38,7 +38,9 @@ class LengthOptions:
     Attributes:
         epochs: passes over the data; 1 where `max_steps` is not given either.
         max_steps: steps instead of epochs.
-        batch_size: examples a batch; 8 where `max_tokens` is not given either.
+        batch_size: examples a batch. Where `max_tokens` is not given either, the batch that the
+            program was compiled for, if it is for a certain step (a memory budget in bytes, `batch`
+            or `seq`), else 8.
         max_tokens: tokens a batch; both bounds may be given.
         gradient_accumulation_steps: batches a step.
     """
@@ -93,8 +95,8 @@ class DataOptions:
 
     Attributes:
         max_length: tokens an example may have; longer ones keep their head, a plain text file is
-            cut into examples of that length. By default, examples that are longer than the model's
-            positions are an error.
+            cut into examples of that length, by default of the length that the program was compiled
+            for. By default, examples that are longer than the model's positions are an error.
         data_format: the rows' format: chat, sharegpt, prompt-completion, alpaca or text; auto takes
             it from the first row.
         append_eos: end text that is not a chat with the end-of-sequence token, and learn it.
@@ -223,6 +225,11 @@ class FinetuneOptions(
         return {"batch_size": self.batch_size or default, "max_tokens": self.max_tokens}
 
     @property
+    def evaluates(self) -> bool:
+        """True if there is data to evaluate on."""
+        return self.eval_data is not None
+
+    @property
     def restores_best(self) -> bool:
         return self.patience is not None if self.restore_best is None else self.restore_best
 
@@ -261,9 +268,12 @@ class FinetuneOptions(
             raise FinetuneError(f"resume={self.resume!r}; use 'auto', True or False")
         if self.restore_best not in (None, True, False):
             raise FinetuneError(f"restore_best={self.restore_best!r}; use True, False or None")
-        without = [("eval_data", _EVALUATION), ("checkpoint_dir", ("save_every",))]
-        for missing, names in without:
-            for name in names if getattr(self, missing) is None else ():
+        without = [
+            ("eval_data", self.evaluates, _EVALUATION),
+            ("checkpoint_dir", self.checkpoint_dir is not None, ("save_every",)),
+        ]
+        for missing, is_given, names in without:
+            for name in () if is_given else names:
                 if getattr(self, name):
                     raise FinetuneError(
                         f"{name}={getattr(self, name)!r} has no effect without {missing}; give it, "
@@ -298,7 +308,9 @@ class FinetuneArguments(FinetuneOptions):
     """Arguments of `Executor.finetune`.
 
     Attributes:
-        data: a .jsonl or .txt file, rows, or `Example`s, which are tokens already.
+        data: .jsonl or .txt files, rows, a dataset, a frame, a dict of columns, or `Example`s,
+            which are tokens already. Of a DatasetDict, `train` is learned, and `validation` is
+            `eval_data` if none is given.
         adapter: the adapter's name; one that does not exist is made.
         peft: the recipe of a new adapter, as `add_adapter` takes it; None for the one that the
             program was compiled for under that name, else "lora".
@@ -309,6 +321,10 @@ class FinetuneArguments(FinetuneOptions):
     adapter: str = "default"
     peft: object = field(default=None, kw_only=True)
     on_step: OnStep | None = field(default=None, kw_only=True, repr=False, compare=False)
+
+    @property
+    def evaluates(self) -> bool:
+        return self.eval_data is not None or has_validation(self.data)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,29 @@ class StepRecord:
 
 OnStep = Callable[[StepRecord], None]
 
+_COLLAPSE = math.log(2)
+
+
+@dataclass(frozen=True)
+class LossChange:
+    """The loss at the beginning of a job and at its end, over more than one batch.
+
+    Attributes:
+        first: mean of the first tenth of the steps, or of five steps if these are more.
+        last: mean of as many steps at the end.
+        steps: the number of steps of each; they do not overlap.
+    """
+
+    first: float
+    last: float
+    steps: int
+
+    @classmethod
+    def of(cls, losses: Sequence[float]) -> LossChange:
+        """Return the change over the losses of at least one step."""
+        steps = max(1, math.ceil(len(losses) / 10), min(5, len(losses) // 2))
+        return cls(sum(losses[:steps]) / steps, sum(losses[-steps:]) / steps, steps)
+
 
 @dataclass(frozen=True)
 class FinetuneResult:
@@ -56,6 +80,8 @@ class FinetuneResult:
         restored: True if the adapter is that of `best_step`.
         resumed_from: step of the checkpoint that the job resumed from; None if from none.
         checkpoint: the last checkpoint.
+        first_data: losses of the first step's data, before the job and by the adapter it ends with;
+            None unless the loss of the steps rose, which other data may also be the cause of.
     """
 
     adapter: str
@@ -72,3 +98,9 @@ class FinetuneResult:
     restored: bool
     resumed_from: int | None
     checkpoint: Path | None
+    first_data: tuple[float, float] | None = None
+
+    @property
+    def is_collapsed(self) -> bool:
+        """True if the job left data that it trained on with at least twice the perplexity."""
+        return self.first_data is not None and self.first_data[1] - self.first_data[0] > _COLLAPSE

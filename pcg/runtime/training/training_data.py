@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 from pcg.errors import DataError, FinetuneError
 from pcg.runtime.data.dataset import Dataset, load_examples
 from pcg.runtime.data.example import IGNORED, Example
-from pcg.runtime.data.rows import is_document
+from pcg.runtime.data.rows import holds_documents
+from pcg.runtime.data.sources import gather
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.runtime.training.options import Data, FinetuneOptions
 
@@ -20,24 +20,25 @@ def training_data(
     tokenizer: Tokenizer | None,
     vocabulary: int,
     max_positions: int | None,
+    planned_seq: int | None = None,
 ) -> Dataset:
     """Read, tokenize and check examples.
 
     Args:
-        source: a file, rows, or examples, which are tokens already.
+        source: files, rows as `sources` has them, or examples, which are tokens already.
         tokenizer: the model's tokenizer; examples need none.
         max_positions: number of positions of the model, if it has a bound.
+        planned_seq: tokens of a sequence that memory is planned for, if it is for a certain step.
     Raises:
         DataError: the data cannot be read, or do not fit the model; the row is named.
         FinetuneError: text, and no tokenizer.
     """
-    if not isinstance(source, str | Path | Dataset):
-        source = list(source)  # type: ignore[assignment]
-    if isinstance(source, Dataset):
-        data = _cut(source, options.max_length)
-    elif isinstance(source, list) and source and isinstance(source[0], Example):
-        places = tuple(f"data[{index}]" for index in range(len(source)))
-        data = _cut(Dataset(tuple(source), "tokens", places=places), options.max_length)
+    gathered = source if isinstance(source, Dataset) else gather(source)
+    if isinstance(gathered, Dataset):
+        data = _cut(gathered, options.max_length)
+    elif gathered and isinstance(gathered[0], Example):
+        places = tuple(f"data[{index}]" for index in range(len(gathered)))
+        data = _cut(Dataset(tuple(gathered), "tokens", places=places), options.max_length)
     elif tokenizer is None:
         raise FinetuneError(
             "the model came without a tokenizer.json; put one into its directory, or give data "
@@ -45,10 +46,11 @@ def training_data(
         )
     else:
         max_length = options.max_length
-        if max_length is None and is_document(source):  # type: ignore[arg-type]
-            max_length = max_positions  # documents are cut into examples of that length
+        if max_length is None and holds_documents(gathered):
+            # Documents are cut into examples of that length.
+            max_length = min(filter(None, (planned_seq, max_positions)), default=None)
         data = load_examples(
-            source,  # type: ignore[arg-type]
+            gathered,
             tokenizer,
             max_length=max_length,
             format=options.data_format,

@@ -20,7 +20,7 @@ SHORT = [
 ]
 
 
-def learned(template, messages, learn, marks=True):
+def learned(template, messages, learn, marks=True, ends=ENDS):
     template = ChatTemplate({"default": template})
     names = {"bos_token": "<s>", "eos_token": "</s>"}
     text, spans = assistant_spans(
@@ -28,7 +28,7 @@ def learned(template, messages, learn, marks=True):
         learn,
         lambda part, prompt: template.render(part, add_generation_prompt=prompt, **names),
         template.marked_spans(messages, **names) if marks else None,
-        ENDS,
+        ends,
     )
     assert text == template.render(messages, **names)
     return [text[slice(*span)] for span in spans]
@@ -64,6 +64,35 @@ def test_a_generation_prompt_that_begins_the_answer():
     assert learned(template, CHAT, (1, 3)) == [
         "first answer<|im_end|>",
         "how\n</think>\n\nsecond answer<|im_end|>",
+    ]
+
+
+def test_a_header_that_always_follows_is_not_learned():
+    """The last turn ends at its end-of-turn token, as those before it."""
+    assert learned(toys.ALWAYS_PROMPTED, CHAT, (1, 3)) == [
+        "<think>why</think>first answer<|im_end|>",
+        "<think>how</think>second answer<|im_end|>",
+    ]
+    assert learned(toys.ALWAYS_PROMPTED, SHORT[:2], (1,)) == ["first<|im_end|>"]
+    two = [*SHORT[:2], {"role": "assistant", "content": " and again "}]
+    assert learned(toys.ALWAYS_PROMPTED, two, (1, 2)) == ["first<|im_end|>", "and again<|im_end|>"]
+    with pytest.raises(DataError, match="ends every text with the assistant's header"):
+        learned(toys.ALWAYS_PROMPTED, SHORT, (3,))
+
+
+def test_the_header_of_llama_3_is_not_learned():
+    template = (
+        "{% set loop_messages = messages %}{% for message in loop_messages %}"
+        "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
+        " + message['content'] | trim + '<|eot_id|>' %}"
+        "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}"
+        "{{ content }}{% endfor %}"
+        "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+    )
+    ends = ("<|start_header_id|>", "<|end_header_id|>", "<|end_of_text|>", "<|eot_id|>")
+    assert learned(template, CHAT, (1, 3), ends=ends) == [
+        "<think>why</think>first answer<|eot_id|>",
+        "<think>how</think>second answer<|eot_id|>",
     ]
 
 

@@ -1,0 +1,229 @@
+"""Sources of finetuning data, whichever library holds them: files, or a list of rows.
+
+    a path, or several                                files
+    a dataset of `datasets`, any iterable             its rows
+    a frame of pandas or polars, a table of pyarrow   its rows
+    a dict of columns                                 its rows
+    a DatasetDict                                     `train` to learn, `validation` to evaluate
+
+Those libraries are recognised by what their objects do; none of them is imported. What is none of
+these is refused: a source that iterates over something else than its rows, as a dict over its keys,
+would be learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from pcg.errors import DataError
+from pcg.runtime.data.formats import FORMATS
+from pcg.runtime.text.chat_messages import kind_of
+from pcg.units import counted
+
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+TEXT = (".txt",)
+_OTHERS = (".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst")
+"""Suffixes of files that are not read, so that a list of their names is no text to learn."""
+_LONGEST_NAME = 4096
+
+
+class Table(Protocol):
+    """A frame of pandas or polars, or a table of pyarrow."""
+
+    @property
+    def columns(self) -> Any: ...
+
+
+Source = (
+    str
+    | Path
+    | Table
+    | Iterable[str | Path]
+    | Iterable[Mapping[str, Any] | str]
+    | Mapping[str, Iterable[Any]]
+)
+
+Gathered = tuple[Path, ...] | list[Any]
+"""The files of a source, or its rows in memory."""
+
+
+def gather(source: object) -> Gathered:
+    """Return the files that a source names, or the rows that it holds.
+
+    Raises:
+        DataError: it is none of the kinds of sources, or mixes two.
+    """
+    if isinstance(source, str | Path):
+        return (Path(source),)
+    if has_splits(source):
+        raise DataError(f"data has the splits {_names(source)}; give one of them")
+    values = _table_rows(source)
+    if values is None and isinstance(source, Mapping):
+        values = _column_rows(source)
+    if values is None:
+        values = _iterated(source)
+    named = [value for value in values if _names_file(value)]
+    if named and len(named) == len(values):
+        return tuple(map(Path, named))
+    if any(isinstance(value, Path) or Path(value).is_file() for value in named):
+        raise DataError(
+            f"data has {len(named)} paths, as {str(named[0])!r}, among {len(values)} values; give "
+            "paths alone, or rows alone"
+        )
+    return values
+
+
+def _names_file(value: object) -> bool:
+    """True for a path, or one word that ends as files of data do or is a file."""
+    if not isinstance(value, str):
+        return isinstance(value, Path)
+    if len(value) > _LONGEST_NAME or len(value.split()) != 1:
+        return False
+    suffix = Path(value).suffix.lower()
+    return suffix in (*JSON_LINES, *TEXT, *_OTHERS) or (suffix != "" and Path(value).is_file())
+
+
+def _iterated(source: Any) -> list[Any]:
+    if hasattr(source, "read"):
+        raise DataError("data is an open file; give its path")
+    if isinstance(source, bytes | bytearray | Set):
+        raise DataError(f"data is {kind_of(source)}; give a list of rows, or a path")
+    try:
+        return list(source)
+    except TypeError as error:
+        raise DataError(
+            f"data is {kind_of(source)}; give paths, a list of rows, a dataset, a frame, or a dict "
+            "of columns"
+        ) from error
+
+
+# ------------------------------------------------------------------------------- tables
+
+
+def _table_rows(source: Any) -> list[Any] | None:
+    """Return the rows of a frame or a table, None for anything else."""
+    if hasattr(source, "to_pylist") and hasattr(source, "column_names"):  # pyarrow
+        return list(source.to_pylist())
+    if hasattr(source, "to_dicts"):  # polars
+        return list(source.to_dicts())
+    if hasattr(source, "to_dict") and hasattr(source, "columns"):  # pandas
+        return [_plain(row) for row in source.to_dict("records")]
+    return None
+
+
+def _column_rows(columns: Mapping[str, Any]) -> list[Any]:
+    """Return the rows of a dict of columns. DataError: it is one row, or no table."""
+    one_row = any(
+        isinstance(value, Sequence) and len(value) and isinstance(value[0], Mapping)
+        for format in FORMATS.values()
+        for value in (columns.get(key) for key in format.keys)
+    )
+    if not columns or one_row or not all(map(_is_column, columns.values())):
+        raise DataError(
+            "data is one dict, and not of columns; give a list of rows, [row], or a path"
+        )
+    if not any(set(format.keys) <= columns.keys() for format in FORMATS.values()):
+        raise DataError(
+            f"data is a dict of {_names(columns)}, which are the columns of no known format; give "
+            "a list of rows, or one of its values"
+        )
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        have = ", ".join(f"{name!r} {length}" for name, length in lengths.items())
+        raise DataError(f"the columns of data have different numbers of rows: {have}")
+    rows = zip(*columns.values(), strict=True)
+    return [_plain(dict(zip(columns, row, strict=True))) for row in rows]
+
+
+def _is_column(value: object) -> bool:
+    if isinstance(value, str | bytes | Mapping | Set):
+        return False
+    return hasattr(value, "__len__") and hasattr(value, "__iter__")
+
+
+def _plain(value: Any) -> Any:
+    """Return a cell with lists for arrays, and None for what pandas calls missing."""
+    if isinstance(value, str):
+        return value
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    is_nan = isinstance(value, float) and value != value
+    return None if is_nan or type(value).__name__ in ("NAType", "NaTType") else value
+
+
+# ------------------------------------------------------------------------------- splits
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The sources of training and evaluation data, after splits were chosen.
+
+    Attributes:
+        train: the source of the training data.
+        evaluation: the source of the evaluation data; None without.
+        chosen: words on the splits that were chosen; empty where none had to be.
+    """
+
+    train: Any
+    evaluation: Any
+    chosen: str = ""
+
+
+def has_splits(source: object) -> bool:
+    """True for a DatasetDict: a dict of datasets by the names of their splits."""
+    is_dict = isinstance(source, Mapping) and bool(source)
+    return is_dict and all(hasattr(each, "column_names") for each in source.values())  # type: ignore[attr-defined]
+
+
+def has_validation(source: object) -> bool:
+    """True for a DatasetDict with a split `validation`."""
+    return has_splits(source) and "validation" in source  # type: ignore[operator]
+
+
+def choose_splits(data: Any, eval_data: Any) -> Splits:
+    """Choose `train` and `validation` where data comes in splits.
+
+    Args:
+        data: the source of the training data; its `validation` evaluates unless `eval_data` does.
+        eval_data: the source of the evaluation data, or None.
+    Raises:
+        DataError: there is no such split.
+    """
+    words = []
+    train, evaluation = data, eval_data
+    if has_splits(data):
+        train = _split(data, "train", "data")
+        words.append(f"'train' ({_size(train)}) is learned")
+        if eval_data is None and "validation" in data:
+            evaluation = data["validation"]
+            words.append(f"'validation' ({_size(evaluation)}) evaluates")
+        used = ("train", "validation") if eval_data is None else ("train",)
+        if unused := [repr(name) for name in data if name not in used]:
+            words.append(f"{', '.join(unused)} not used")
+    if has_splits(eval_data):
+        evaluation = _split(eval_data, "validation", "eval_data")
+        words.append(f"'validation' ({_size(evaluation)}) of eval_data evaluates")
+    return Splits(train, evaluation, "; ".join(words))
+
+
+def _split(splits: Mapping[str, Any], name: str, argument: str) -> Any:
+    if name not in splits:
+        raise DataError(
+            f"{argument} has the splits {_names(splits)}, no {name!r}; give one of them"
+        )
+    return splits[name]
+
+
+def _names(values: Any) -> str:
+    return ", ".join(map(repr, values))
+
+
+def _size(dataset: Any) -> str:
+    return counted(len(dataset), "row") if hasattr(dataset, "__len__") else "streamed"
