@@ -374,22 +374,33 @@ def _eos_ids(program: Program, tokenizer: Tokenizer | None) -> frozenset[int]:
 
 
 class _Specialiser:
-    """Compiles a program's base anew, for adapters at other sites."""
+    """Compiles a program's base anew, for adapters at other sites and for larger steps."""
 
     def serving(self, program: Program, recipes: Sequence[Recipe]) -> Serving:
         return self._emitted(program, recipes, trains=False).serving
 
-    def training(self, program: Program, recipe: Recipe, windows: bool = False) -> Training:
-        training = self._emitted(program, [recipe], windows=windows).training
+    def training(
+        self,
+        program: Program,
+        recipe: Recipe,
+        windows: bool = False,
+        step: tuple[int, int] | None = None,
+    ) -> Training:
+        training = self._emitted(program, [recipe], windows=windows, step=step).training
         assert training is not None  # a recipe attaches somewhere, or is refused
         return training
 
     @staticmethod
     def _emitted(
-        program: Program, recipes: Sequence[Recipe], *, trains: bool = True, windows: bool = False
+        program: Program,
+        recipes: Sequence[Recipe],
+        *,
+        trains: bool = True,
+        windows: bool = False,
+        step: tuple[int, int] | None = None,
     ) -> Emitted:
         settings = _settings(program.name, program.config, recipes, program.options)
-        settings = dataclasses.replace(settings, trains=trains, windows=windows)
+        settings = dataclasses.replace(settings, trains=trains, windows=windows, step=step)
         return pipeline(settings).emitted(Base(program.base))
 
 

@@ -97,6 +97,13 @@ class PlanOptions:
         return MemoryBudget.parse(self.memory_budget, self.batch, self.seq)
 
     @property
+    def names_step(self) -> bool:
+        """True if a certain step is planned: by a budget in bytes, a batch or a length."""
+        fields = type(self).__dataclass_fields__
+        is_other = any(getattr(self, name) != fields[name].default for name in ("batch", "seq"))
+        return is_other or self.budget.size_bytes is not None
+
+    @property
     def styles(self) -> dict[str, str]:
         """The base's plan over the ranks by module path; empty where none is given.
 
@@ -179,6 +186,10 @@ class ExplainOptions(OptimizerChoice, PlanOptions):
 
     Attributes:
         gpus: names of GPUs to fit the step to, as H200, A100-80 or L40S.
+        serve_tokens: tokens of requests that are served beside the step, whose keys and values are
+            in the total; none by default, and those of the batch where nothing is finetuned.
+        device: where the base lies: cuda, or cpu, where oneDNN's packed copies of its weights are
+            counted, too.
         find_region: give formulas in the rank, too, where there is one, and find for which sequence
             lengths and ranks the plan stays the optimum; over ranks, where the best strategies
             change with tokens, rank, degree and link. Takes seconds.
@@ -187,8 +198,23 @@ class ExplainOptions(OptimizerChoice, PlanOptions):
     """
 
     gpus: Sequence[str] = ()
+    serve_tokens: int | None = None
+    device: Literal["cuda", "cpu"] = "cuda"
     find_region: bool = False
     peers: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        tokens = self.serve_tokens
+        if tokens is not None and (type(tokens) is not int or tokens < 0):
+            raise UnsupportedError(f"serve_tokens={tokens!r}; use an int of at least 0")
+        if self.device not in ("cuda", "cpu"):
+            raise UnsupportedError(f"device={self.device!r}; use cuda or cpu")
+        if self.device == "cpu" and self.gpus:
+            raise UnsupportedError(
+                f"device='cpu' counts a CPU's memory, and gpus={tuple(self.gpus)} are none; leave "
+                "one of them out"
+            )
 
 
 @dataclass(frozen=True)

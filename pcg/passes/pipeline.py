@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pcg.ir.program.program import ModelGraph
-from pcg.options import PlanOptions, dtype_name
+from pcg.options import MemoryBudget, PlanOptions, dtype_name
 from pcg.parallel.costs.cost_model import CostModel
 from pcg.parallel.costs.layer_costs import DeviceCosts
 from pcg.passes.bypasses import Bypasses
@@ -71,6 +71,8 @@ class Settings:
         trains: True to make a model to train, where there are any bypass networks.
         windows: True if finetuning takes sequences window by window, through the KV cache.
         whole: True to trace every layer, not one of each kind.
+        step: the sequences, and the tokens of each, that the memory budget is planned for; those of
+            the options by default.
     """
 
     options: PlanOptions = field(default_factory=PlanOptions)
@@ -81,6 +83,16 @@ class Settings:
     trains: bool = True
     windows: bool = False
     whole: bool = False
+    step: tuple[int, int] | None = None
+
+    @property
+    def budget(self) -> MemoryBudget:
+        """The memory budget with the step that it is planned for."""
+        budget = self.options.budget
+        if self.step is None:
+            return budget
+        batch, seq = self.step
+        return dataclasses.replace(budget, batch=batch, seq=seq)
 
     @property
     def device_costs(self) -> DeviceCosts | None:
@@ -173,7 +185,7 @@ def pipeline(given: Settings) -> Pipeline:
         ),
         rematerialize=_stage(
             "rematerialize",
-            Rematerialize(options.budget),
+            Rematerialize(given.budget),
             *(On(Trained.map_layers, one) for one in LAYER_ORDER),
         ),
         fuse=_stage(

@@ -21,10 +21,10 @@ from tests.support.live_memory import peak_of
 BATCH, SEQ = 2, 16
 
 
-def measured(executor: Executor) -> int:
+def measured(executor: Executor, batch: int = BATCH, seq: int = SEQ) -> int:
     """Bytes of the storages that a forward leaves for backward and the loss, weights apart."""
     runner = executor.training_runner("a")
-    examples = [Example([3] * SEQ, [3] * SEQ)] * BATCH
+    examples = [Example([3] * seq, [3] * seq)] * batch
     whole = TrainingPass(runner, examples, normaliser=1.0)
     window = whole.begin(whole.tokens)
     with torch.no_grad():

@@ -9,6 +9,7 @@ import random
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from pcg.errors import FinetuneError
@@ -69,6 +70,21 @@ class Batches:
         self.epoch = 0
         self.index = 0
         self._plan = self.plan(0)
+
+    def largest(self, virtual: int = 0) -> tuple[int, int]:
+        """Return the most examples, and the most tokens, that a batch of any epoch may have.
+
+        Args:
+            virtual: tokens that come before each example, and do not count for `max_tokens`.
+        """
+        size, most = self._settings["batch_size"], self._settings["max_tokens"]
+        lengths = sorted(self._lengths)
+        count = len(lengths) if size is None else min(size, len(lengths))
+        tokens = sum(lengths[-count:])
+        if most is not None:
+            count = sum(total <= most for total in accumulate(lengths[:count]))
+            tokens = min(tokens, most)
+        return count, tokens + count * virtual
 
     def plan(self, epoch: int) -> list[list[int]]:
         """Return the indexes of the examples in each batch of an epoch."""

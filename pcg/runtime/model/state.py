@@ -73,7 +73,7 @@ class ModelState:
 
     def _bind(self, serving: Serving) -> ServingProgram:
         model = serving.model
-        weights = self.weight_store.bind(model)
+        weights = self.weight_store.bind(model, serves=True)
         runner = ModelRunner(serving, weights, self.ranks)
         kind = RaggedTables if self.program.options.backend == "triton" else PaddedTables
         tables = kind(model, self._served, self.device, self.ranks)
@@ -250,10 +250,16 @@ class ModelState:
             return dataclasses.replace(adapter)
         return adapter.map(lambda tensor: tensor.to(device, dtype))
 
-    def training(self, adapter: Adapter, windows: bool) -> Training:
+    def training(
+        self, adapter: Adapter, windows: bool, step: tuple[int, int] | None = None
+    ) -> Training:
         """Return the program that trains an adapter, for windows or for whole sequences.
 
+        Args:
+            step: the sequences of a step and the tokens of each, for which a memory budget in bytes
+                has to hold; the step that the program was compiled for by default.
         Raises:
+            MemoryBudgetError: such a step needs more than the budget.
             UnsupportedError: the adapter's encoder was not saved with it.
         """
         recipe = adapter.recipe
@@ -263,4 +269,4 @@ class ModelState:
                 f"{recipe.encoder}, of which a saved adapter holds what it made alone; "
                 "train a fresh one, or go on from a checkpoint"
             )
-        return self._trainings.get(adapter, windows)
+        return self._trainings.get(adapter, windows, step)

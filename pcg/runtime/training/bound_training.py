@@ -7,7 +7,7 @@ chunk of target tokens at a time, so logits never exist for all tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,9 +37,21 @@ class BoundTraining:
     """
 
     def __init__(
-        self, training: Training, weights: BaseWeights, adapter: Adapter, ranks: Ranks = SINGLE_RANK
+        self,
+        training: Training,
+        weights: BaseWeights,
+        adapter: Adapter,
+        ranks: Ranks = SINGLE_RANK,
+        training_for: Callable[[tuple[int, int]], Training] | None = None,
     ) -> None:
+        """Bind an adapter.
+
+        Args:
+            training_for: returns the program for a step of so many sequences of so many tokens;
+                None to train all steps by `training`.
+        """
         self.training = training
+        self._training_for = training_for
         self.weights = weights
         self.adapter = adapter
         self.ranks = ranks
@@ -63,6 +75,21 @@ class BoundTraining:
         self._chunk = model.loss_chunk
         if any(node.op == "linear_cross_entropy" for node in training.epilogue.nodes):
             self._chunk = _ALL_TOKENS  # this operator cuts the tokens into chunks itself
+
+    def plan_for(self, sequences: int, tokens: int) -> None:
+        """Train by a plan that holds the memory budget for so many sequences and tokens of all.
+
+        It is called between two passes. The model and what is bound to it stay.
+
+        Raises:
+            MemoryBudgetError: they need more than the budget.
+        """
+        if self._training_for is None:
+            return
+        training = self._training_for((sequences, -(-tokens // sequences)))
+        if training is not self.training:
+            self.training = training
+            self._functions = load_functions(training.source, "training")
 
     @property
     def layers_back(self) -> int:

@@ -7,6 +7,7 @@ seed, step and batch, are random. So a resumed run ends with the same bits as an
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import time
@@ -61,6 +62,11 @@ class FinetuneJob:
         self._model = publisher.state
         self._ranks = publisher.state.ranks
         self._name = options.adapter
+        planned = self._model.program.options
+        self._planned_seq = planned.seq if planned.names_step else None
+        bounds = (options.batch_size, options.max_tokens)
+        if planned.names_step and bounds == (None, None):
+            options = dataclasses.replace(options, batch_size=planned.batch)
         self._options = options
         splits = choose_splits(options.data, options.eval_data)
         if splits.chosen and self._ranks.rank == 0:
@@ -90,7 +96,14 @@ class FinetuneJob:
     def _read(self, data: Data) -> Dataset:
         model = self._model
         vocabulary = model.program.base.vocabulary
-        return training_data(data, self._options, model.tokenizer, vocabulary, model.max_positions)
+        return training_data(
+            data,
+            self._options,
+            model.tokenizer,
+            vocabulary,
+            model.max_positions,
+            self._planned_seq,
+        )
 
     def _start(self, peft: object) -> None:
         """Make the adapter to train, and what trains it."""
@@ -104,6 +117,7 @@ class FinetuneJob:
         self._adapter = self._publisher.start(made)
         try:
             self._runner = training_runner(model, self._adapter, self._publisher.windows)
+            self._runner.plan_for(*self._batches.largest(self._adapter.prompt_tokens))
             for data in filter(None, (self._data, self._eval)):
                 check_with_prompt(data, self._adapter.prompt_tokens, model.max_positions)
             self._steps = TrainingStep(

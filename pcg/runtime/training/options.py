@@ -38,7 +38,9 @@ class LengthOptions:
     Attributes:
         epochs: passes over the data; 1 where `max_steps` is not given either.
         max_steps: steps instead of epochs.
-        batch_size: examples a batch; 8 where `max_tokens` is not given either.
+        batch_size: examples a batch. Where `max_tokens` is not given either, the batch that the
+            program was compiled for, if it is for a certain step (a memory budget in bytes, `batch`
+            or `seq`), else 8.
         max_tokens: tokens a batch; both bounds may be given.
         gradient_accumulation_steps: batches a step.
     """
@@ -93,8 +95,8 @@ class DataOptions:
 
     Attributes:
         max_length: tokens an example may have; longer ones keep their head, a plain text file is
-            cut into examples of that length. By default, examples that are longer than the model's
-            positions are an error.
+            cut into examples of that length, by default of the length that the program was compiled
+            for. By default, examples that are longer than the model's positions are an error.
         data_format: the rows' format: chat, sharegpt, prompt-completion, alpaca or text; auto takes
             it from the first row.
         append_eos: end text that is not a chat with the end-of-sequence token, and learn it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -80,10 +81,15 @@ def training_runner(state: ModelState, adapter: Adapter, windows: bool = False) 
     With `windows`, sequences go through the KV cache window by window, not as wholes. On the CPU,
     what this process frees goes back to the system from now on, so that memory is as planned.
 
+    A step that would save more than a memory budget in bytes is planned again.
+
     Raises:
         UnsupportedError: the adapter's encoder was not saved with it.
     """
     if state.device.type == "cpu":
         return_freed_memory()
     training = state.training(adapter, windows)
-    return TrainingRunner(training, state.weight_store.bind(training.model), adapter, state.ranks)
+    weights = state.weight_store.bind(training.model)
+    is_promise = state.program.options.budget.size_bytes is not None
+    training_for = partial(state.training, adapter, windows) if is_promise else None
+    return TrainingRunner(training, weights, adapter, state.ranks, training_for)

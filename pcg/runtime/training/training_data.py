@@ -20,6 +20,7 @@ def training_data(
     tokenizer: Tokenizer | None,
     vocabulary: int,
     max_positions: int | None,
+    planned_seq: int | None = None,
 ) -> Dataset:
     """Read, tokenize and check examples.
 
@@ -27,6 +28,7 @@ def training_data(
         source: files, rows as `sources` has them, or examples, which are tokens already.
         tokenizer: the model's tokenizer; examples need none.
         max_positions: number of positions of the model, if it has a bound.
+        planned_seq: tokens of a sequence that memory is planned for, if it is for a certain step.
     Raises:
         DataError: the data cannot be read, or do not fit the model; the row is named.
         FinetuneError: text, and no tokenizer.
@@ -45,7 +47,8 @@ def training_data(
     else:
         max_length = options.max_length
         if max_length is None and holds_documents(gathered):
-            max_length = max_positions  # documents are cut into examples of that length
+            # Documents are cut into examples of that length.
+            max_length = min(filter(None, (planned_seq, max_positions)), default=None)
         data = load_examples(
             gathered,
             tokenizer,

@@ -94,13 +94,14 @@ class TrainingPass(WindowedPass):
             dropout_seed: the seed of dropout; None drops nothing.
             cache: the KV cache; None to run all sequences as one window without.
             tables: the sequences' pages in the cache.
+        Raises:
+            MemoryBudgetError: training on the sequences needs more than the memory budget.
         """
         self._runner = runner
         self.trains = normaliser is not None
         self._weight = None if normaliser is None else 1.0 / normaliser
         self._dropout_seed = dropout_seed
         self._cache = cache
-        self._restored = frozenset(runner.training.restored)
         self._virtual = runner.adapter.prompt_tokens
         self._sequences: list[_Sequence] = []
         self.tokens = 0
@@ -109,6 +110,9 @@ class TrainingPass(WindowedPass):
             table = tables[i] if cache is not None else None
             self._sequences.append(_Sequence(ids, runner.targets_of(example), self.tokens, table))
             self.tokens += len(ids)
+        if self.trains:
+            runner.plan_for(len(examples), self.tokens)
+        self._restored = frozenset(runner.training.restored)
         self.targets = sum(target >= 0 for s in self._sequences for target in s.targets)
         self.forwarded = 0
         self.loss = 0.0

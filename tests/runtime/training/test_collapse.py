@@ -13,8 +13,12 @@ from pcg.runtime.data.example import Example
 from pcg.runtime.data.order import Batches
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.result import FinetuneResult, LossChange
+from tests.support import ranked
 from tests.support.small_job import DATA, LORA, OPTIONS, examples, job, make_model
 from tests.support.tables import Splits, Stored
+from tests.support.threads import ThreadRanks, run_ranks
+
+EASY = [7] * 10
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +105,30 @@ def test_a_job_that_learns_has_no_look_back(executor: Executor) -> None:
     assert result.losses[-1] < result.losses[0]
     assert result.first_data is None
     assert not result.is_collapsed
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_the_adapter_that_is_restored_is_the_one_that_counts(degree: int) -> None:
+    """No evaluation but the one before the first step counts as an improvement."""
+    program = ranked.make_program("gpt2", degree)
+
+    def finetune(ranks: ThreadRanks | None) -> FinetuneResult:
+        executor = ranked.make_executor(program, "gpt2", ranks)
+        options = {**ranked.JOB, "learning_rate": 0.3, "schedule": "constant", "shuffle": False}
+        best: dict[str, Any] = {"eval_at_start": True, "restore_best": True, "min_delta": 100.0}
+        others = [[*range(first, first + 5)] for first in range(10, 60, 5)]
+        data = [Example(EASY, EASY)] * 10 + [Example(ids, ids) for ids in others]
+        return executor.finetune(data, "b", **{**options, **best, "epochs": 1})
+
+    results = [finetune(None)] if degree == 1 else run_ranks(degree, finetune)
+    for result in results:
+        assert result.restored
+        assert result.best_step == 0
+        assert result.losses[4] < result.losses[0] - 1
+        change = LossChange.of(result.losses)
+        assert change.last > change.first
+        assert result.first_data == pytest.approx((result.losses[0],) * 2)
+        assert not result.is_collapsed
 
 
 def test_a_collapse_is_twice_the_perplexity() -> None:
