@@ -79,6 +79,7 @@ class EagerModel:
         at: Mapping[str, Bypass],
     ) -> None:
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._virtual = recipe.prompt_tokens
 
         def wrap(model: Any) -> Any:
             path, kinds = layer_kinds(model)
@@ -109,7 +110,7 @@ class EagerModel:
         Raises:
             TraceError: the model does not run without data; says why.
         """
-        numbers = ComputedIntegers(self._fake, batch * seq)
+        numbers = ComputedIntegers(self._fake, batch * (seq + self._virtual))
         ids = torch.full((batch, seq), _TOKEN)
         tensors = [*tensors_of(self._model).values(), ids]
         kinds = dict(zip(self._layers, self._kinds, strict=True))
