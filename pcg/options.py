@@ -186,6 +186,10 @@ class ExplainOptions(OptimizerChoice, PlanOptions):
 
     Attributes:
         gpus: names of GPUs to fit the step to, as H200, A100-80 or L40S.
+        serve_tokens: tokens of requests that are served beside the step, whose keys and values are
+            in the total; none by default, and those of the batch where nothing is finetuned.
+        device: where the base lies: cuda, or cpu, where oneDNN's packed copies of its weights are
+            counted, too.
         find_region: give formulas in the rank, too, where there is one, and find for which sequence
             lengths and ranks the plan stays the optimum; over ranks, where the best strategies
             change with tokens, rank, degree and link. Takes seconds.
@@ -194,8 +198,23 @@ class ExplainOptions(OptimizerChoice, PlanOptions):
     """
 
     gpus: Sequence[str] = ()
+    serve_tokens: int | None = None
+    device: Literal["cuda", "cpu"] = "cuda"
     find_region: bool = False
     peers: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        tokens = self.serve_tokens
+        if tokens is not None and (type(tokens) is not int or tokens < 0):
+            raise UnsupportedError(f"serve_tokens={tokens!r}; use an int of at least 0")
+        if self.device not in ("cuda", "cpu"):
+            raise UnsupportedError(f"device={self.device!r}; use cuda or cpu")
+        if self.device == "cpu" and self.gpus:
+            raise UnsupportedError(
+                f"device='cpu' counts a CPU's memory, and gpus={tuple(self.gpus)} are none; leave "
+                "one of them out"
+            )
 
 
 @dataclass(frozen=True)

@@ -1,67 +1,146 @@
 """The capacity of an accelerator: the largest steps that fit, and advice for one that does not.
 
 A step's total grows with the batch and with the sequence length, so the largest that fits is found
-by interpolation between one that fits and one that does not. Every size is planned anew.
+by interpolation between one that fits and one that does not. Every size is planned anew. Sequences
+are no longer than the positions of the model.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
-from pcg.errors import MemoryBudgetError
-from pcg.explain.planned_model import PlannedModel, Setup
+from pcg.errors import FinetuneError, MemoryBudgetError, ParallelError, UnsupportedError
+from pcg.explain.planned_model import PlannedModel, Setup, plan_model
 from pcg.explain.report_data import GpuCapacity
 from pcg.explain.step_memory import memory_bytes
-from pcg.parallel.costs.accelerators import RESERVED_BYTES, Accelerator
+from pcg.parallel.costs.accelerators import ACCELERATORS, RESERVED_BYTES, Accelerator
+from pcg.parallel.costs.catalog import costs_name, find_cost_model
 from pcg.passes.memory.plan import frontiers
 
 MOST = 2**20
 """The largest batch and sequence length that are tried."""
+_DEGREES = (2, 4, 8, 16)
+"""The degrees of tensor parallelism that advice names."""
 
 
-def capacity(planned: PlannedModel, device: Accelerator) -> GpuCapacity:
-    """Return the steps that fit a device."""
-    usable = device.memory_bytes - RESERVED_BYTES
+def usable_bytes(device: Accelerator) -> int:
+    """Return the memory of a device that is not left free."""
+    return device.memory_bytes - RESERVED_BYTES
+
+
+def gpus_that_hold(planned: PlannedModel) -> tuple[str, ...]:
+    """Return the names of all known GPUs that a rank's step fits."""
+    total = memory_bytes(planned)["total"]
+    return tuple(name for name, gpu in ACCELERATORS.items() if total <= usable_bytes(gpu))
+
+
+def capacities(planned: PlannedModel, devices: Sequence[Accelerator]) -> tuple[GpuCapacity, ...]:
+    """Return the steps that fit each device."""
+    over_ranks = _OverRanks(planned, [device.name for device in devices])
+    return tuple(_capacity(planned, device, over_ranks) for device in devices)
+
+
+class _OverRanks:
+    """The step over more ranks, planned where it is asked for."""
+
+    def __init__(self, planned: PlannedModel, gpus: Sequence[str]) -> None:
+        self._planned = planned
+        self._gpus = gpus
+        self._found: dict[int, PlannedModel | None] = {}
+
+    def at(self, degree: int) -> PlannedModel | None:
+        """Return the step over so many ranks; None if they cannot run or train it."""
+        if degree not in self._found:
+            self._found[degree] = self._plan(degree)
+        return self._found[degree]
+
+    def _plan(self, degree: int) -> PlannedModel | None:
+        setup = self._planned.setup
+        costs = setup.settings.costs or find_cost_model(costs_name(None, self._gpus))
+        settings = dataclasses.replace(setup.settings, costs=costs)
+        try:
+            setup.optimizer.check_parted(degree)
+            found = plan_model(dataclasses.replace(setup, settings=settings).having(tp=degree))
+        except (FinetuneError, MemoryBudgetError, ParallelError, UnsupportedError):
+            return None
+        return None if found.trained is None and self._planned.trained is not None else found
+
+
+def _capacity(planned: PlannedModel, device: Accelerator, over_ranks: _OverRanks) -> GpuCapacity:
+    usable = usable_bytes(device)
     least = planned.setup.having(memory_budget=0)
-
-    def largest(field: str, setup: Setup) -> int:
-        return _largest(lambda size: _total(planned, setup.having(**{field: size})), usable)
-
     found = GpuCapacity(
         device.name,
         device.memory_bytes,
         usable,
         memory_bytes(planned)["total"] <= usable,
-        largest("batch", planned.setup),
-        largest("seq", planned.setup),
-        largest("batch", least),
-        largest("seq", least),
+        _largest_batch(planned, planned.setup, usable),
+        _largest_seq(planned, planned.setup, usable),
+        _largest_batch(planned, least, usable),
+        _largest_seq(planned, least, usable),
         (),
     )
-    return dataclasses.replace(found, advice=tuple(_advice(planned, found)))
-
-
-def _advice(planned: PlannedModel, found: GpuCapacity) -> list[str]:
-    """Return options, each of which lets the step fit."""
     if found.fits:
-        return []
-    advice = []
+        return found
+    advice = [*_on_these_ranks(planned, found), *_on_more_ranks(planned, usable, over_ranks)]
+    if not advice:
+        advice = ["a GPU with more memory: the weights alone are too large for it"]
+    return dataclasses.replace(found, advice=tuple(advice))
+
+
+def _on_these_ranks(planned: PlannedModel, found: GpuCapacity) -> Iterator[str]:
+    """Yield options, each of which lets the step fit."""
     budget = _budget_that_fits(planned, found.usable_bytes)
     if budget is not None:
-        advice.append(f"--memory-budget {budget:g}")
+        yield f"--memory-budget {budget:g}"
     if found.largest_batch:
-        advice.append(f"--batch {found.largest_batch}")
-    elif found.least_largest_batch:
-        advice.append(f"--batch {found.least_largest_batch} --memory-budget 0")
+        yield f"--batch {found.largest_batch}"
+    if budget is None and found.least_largest_batch > found.largest_batch:
+        yield f"--batch {found.least_largest_batch} --memory-budget 0"
     if found.largest_seq:
-        advice.append(f"--seq {found.largest_seq}")
+        yield f"--seq {found.largest_seq}"
     elif found.least_largest_seq:
-        advice.append(f"--seq {found.least_largest_seq} --memory-budget 0")
-    if memory_bytes(planned)["weights"] > found.usable_bytes:
-        advice.append("a GPU with more memory: the weights alone are too large for it")
-    return advice
+        yield f"--seq {found.least_largest_seq} --memory-budget 0"
+
+
+def _on_more_ranks(planned: PlannedModel, usable: int, over_ranks: _OverRanks) -> Iterator[str]:
+    """Yield the fewest ranks over which the step fits, or a smaller one if it fits over none."""
+    tp = planned.setup.options.tp
+    weights = memory_bytes(planned)["weights"]
+    smaller = ""
+    for degree in (one for one in _DEGREES if one > tp):
+        # A rank has its part of the weights at least.
+        found = over_ranks.at(degree) if weights * tp // degree <= usable else None
+        if found is None:
+            continue
+        if memory_bytes(found)["total"] <= usable:
+            yield f"--tp {degree}"
+            return
+        options = "" if smaller else _smaller_step(found, usable)
+        smaller = f"--tp {degree} {options}" if options else smaller
+    if smaller:
+        yield smaller
+
+
+def _smaller_step(planned: PlannedModel, usable: int) -> str:
+    """Return options that let a step fit the memory; empty for none."""
+    budget = _budget_that_fits(planned, usable)
+    if budget is not None:
+        return f"--memory-budget {budget:g}"
+    least = planned.setup.having(memory_budget=0)
+    batch = _largest_batch(planned, least, usable)
+    return f"--batch {batch} --memory-budget 0" if batch else ""
+
+
+def _largest_batch(planned: PlannedModel, setup: Setup, usable: int) -> int:
+    return _largest(lambda size: _total(planned, setup.having(batch=size)), usable, MOST)
+
+
+def _largest_seq(planned: PlannedModel, setup: Setup, usable: int) -> int:
+    most = setup.positions or MOST
+    return _largest(lambda size: _total(planned, setup.having(seq=size)), usable, most)
 
 
 def _budget_that_fits(planned: PlannedModel, usable_bytes: int) -> float | None:
@@ -85,8 +164,8 @@ def _total(planned: PlannedModel, setup: Setup) -> int:
     return memory_bytes(planned.replanned(setup, found, found.plan(setup.options.budget)))["total"]
 
 
-def _largest(total: Callable[[int], int], limit: int) -> int:
-    """Return the largest size whose total is within the limit; 0 for none."""
+def _largest(total: Callable[[int], int], limit: int, most: int) -> int:
+    """Return the largest size, of `most` at most, whose total is within a limit; 0 for none."""
 
     def over(size: int) -> int:
         try:
@@ -97,10 +176,10 @@ def _largest(total: Callable[[int], int], limit: int) -> int:
     low, low_over = 0, -limit
     high, high_over = 1, over(1)
     while high_over <= 0:
-        if high >= MOST:
+        if high >= most:
             return high
         low, low_over = high, high_over
-        high = min(high * 8, MOST)
+        high = min(high * 8, most)
         high_over = over(high)
     while high - low > 1:
         guess = low + round((high - low) * -low_over / (high_over - low_over))

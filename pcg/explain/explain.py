@@ -7,14 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
+
 from pcg.errors import UnsupportedError
-from pcg.explain.capacity import capacity
+from pcg.explain.capacity import capacities, gpus_that_hold
 from pcg.explain.parallel_report import parallel_rows
 from pcg.explain.plan_validity import parallel_regions, with_formulas
 from pcg.explain.planned_model import Setup, plan_model
 from pcg.explain.report import Report
 from pcg.explain.report_builder import build_report
 from pcg.given_module import source_of
+from pcg.ir.analysis.storages import TOKENS_OF_BATCH
 from pcg.keywords import takes
 from pcg.options import ExplainOptions
 from pcg.parallel.costs.accelerators import Accelerator, find_accelerator
@@ -86,7 +89,12 @@ def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -
     folded = passes.fold.run(traced)
     reports = {}
     for name, found in recipes.items():
-        setup = Setup(source.config, settings, traced, folded, found, optimizer)
+        served = TOKENS_OF_BATCH if not found else sympy.S.Zero
+        if options.serve_tokens is not None:
+            served = sympy.Integer(options.serve_tokens)
+        setup = Setup(
+            source.config, settings, traced, folded, found, optimizer, served, options.device
+        )
         reports[name] = _explained(setup, devices, options.find_region)
         if options.peers:
             reports[name] = _with_peers(reports[name], setup)
@@ -104,7 +112,11 @@ def _explained(setup: Setup, devices: Sequence[Accelerator], find_region: bool) 
         if find_region:
             rows["regions"] = parallel_regions(setup)
         report = dataclasses.replace(report, parallel=rows)
-    return dataclasses.replace(report, fits=tuple(capacity(planned, one) for one in devices))
+    return dataclasses.replace(
+        report,
+        fits=capacities(planned, devices),
+        gpus=gpus_that_hold(planned) if setup.device == "cuda" else (),
+    )
 
 
 def _with_peers(report: Report, setup: Setup) -> Report:

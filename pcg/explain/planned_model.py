@@ -27,7 +27,13 @@ from pcg.runtime.training.torch_optimizers import Optimizer
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, recipes and a step; `settings` and `folded` are without bypass networks."""
+    """A model, recipes and a step; `settings` and `folded` are without bypass networks.
+
+    Attributes:
+        served_tokens: the tokens of requests served beside, whose keys and values are in the total;
+            a formula in B and S.
+        device: where the base lies: cuda or cpu.
+    """
 
     config: Mapping[str, Any]
     settings: Settings
@@ -35,10 +41,17 @@ class Setup:
     folded: Base
     recipes: Mapping[str, Recipe]
     optimizer: Optimizer
+    served_tokens: sympy.Expr = sympy.S.Zero
+    device: str = "cuda"
 
     @property
     def options(self) -> PlanOptions:
         return self.settings.options
+
+    @property
+    def positions(self) -> int | None:
+        """The number of positions of the model; None where it has no bound."""
+        return self.traced.trace.positions
 
     @property
     def at(self) -> dict[sympy.Symbol, int]:

@@ -14,13 +14,13 @@ from math import prod
 import sympy
 
 from pcg.errors import MemoryBudgetError
+from pcg.explain.base_memory import parameter_count
 from pcg.explain.decisions import decided_graph, decisions, sizes_at
 from pcg.explain.eager_stage import eager_account
 from pcg.explain.planned_model import PlannedModel
 from pcg.explain.report import Report
 from pcg.explain.report_data import GraphNode, LayerGroup, ParetoPoint, SavedTensor, Stage
 from pcg.explain.step_memory import (
-    base_weights,
     bytes_at,
     carried_bytes,
     formula_text,
@@ -38,6 +38,10 @@ def build_report(planned: PlannedModel) -> Report:
     """Return the report of a planned model."""
     setup, use, at = planned.setup, planned.use, planned.setup.at
     notes: list[str] = []
+    positions = setup.positions
+    seq = setup.options.seq
+    if positions is not None and seq > positions:
+        notes.append(f"seq: {seq:,} tokens are beyond the {positions:,} positions of this model")
     virtual = max((recipe.prompt_tokens for recipe in setup.recipes.values()), default=0)
     if virtual:
         notes.append(f"S counts the {virtual} virtual tokens that come before a sequence, too")
@@ -63,7 +67,6 @@ def build_report(planned: PlannedModel) -> Report:
         stages.append(Stage("checkpointing", total, carried, 1.0))
     trained = planned.trained
     formulas, moments = step_memory(planned, untrained)
-    elements, _ = base_weights(planned.whole)
     return Report(
         model=setup.settings.model,
         architecture=str((setup.config.get("architectures") or [setup.config["model_type"]])[0]),
@@ -73,7 +76,7 @@ def build_report(planned: PlannedModel) -> Report:
         seq=setup.options.seq,
         dtype=TORCH_NAMES[planned.base.dtype],
         layers=len(planned.base.layers),
-        parameters={"base": elements, "trainable": use.trainable},
+        parameters={"base": parameter_count(planned.whole), "trainable": use.trainable},
         memory_bytes={kind: bytes_at(formula, at) for kind, formula in formulas.items()},
         activations=tuple(stages),
         formulas={name: formula_text(formula) for name, formula in formulas.items()},

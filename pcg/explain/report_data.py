@@ -192,15 +192,19 @@ class ReportData:
 
     `memory_bytes` has, for one finetuning step of `batch` sequences of `seq` tokens:
 
-    - weights: the base model's parameters;
+    - weights: the base model's parameters and constants, as they lie in memory after loading: on a
+      CPU with oneDNN's packed copies of them;
     - adapters: the trainable parameters, in fp32 over half precision as peft has them;
     - gradients: one for each trainable parameter, in its dtype;
     - optimizer: the states of `optimizer`, for AdamW two moments and the count of steps;
-    - kv_cache: keys and values of batch · seq tokens, for the requests served beside it;
+    - kv_cache: keys and values of requests that are served beside it; without adapters, those of
+      batch · seq tokens;
     - activations: the bytes that pcg's training program saves for backward (stage `compressed`;
       `eager` where pcg cannot train the model);
     - workspace: the other bytes of the step's peak, which is the loss over one chunk of tokens or
       one layer's forward or backward; less the saved bytes that were freed by then.
+
+    `gpus` are all known GPUs that a rank fits, `fits` says more of those that were asked for.
     """
 
     model: str
@@ -223,6 +227,7 @@ class ReportData:
     rank_region: tuple[int, int] | None = None
     formula_degrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     fits: tuple[GpuCapacity, ...] = ()
+    gpus: tuple[str, ...] = ()
     memory_budget: str = "1"
     optimizer: str = "adamw"
     timeline: tuple[Moment, ...] = ()

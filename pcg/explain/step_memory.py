@@ -19,10 +19,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
 
 import sympy
+import torch
 
+from pcg.explain.base_memory import base_bytes
 from pcg.explain.planned_model import PlannedModel
 from pcg.explain.report_data import KINDS, Moment
 from pcg.ir.analysis.saved_memory import SavedMemory, training_transients, transient
@@ -33,7 +34,7 @@ from pcg.ir.program.program import ModelGraph
 from pcg.ir.shapes import Shapes, elements
 from pcg.ir.types import DTYPE_BYTES, TOKENS
 from pcg.passes.memory.plan import MemoryPlan
-from pcg.runtime.memory.kv_cache import bytes_of_row, kv_types
+from pcg.runtime.memory.kv_cache import bytes_of_token
 
 
 def memory_bytes(planned: PlannedModel) -> dict[str, int]:
@@ -75,16 +76,14 @@ def step_memory(
         peak = sizes[totals.index(max(totals))]
         activations = saved.total
         workspace = peak.saved + peak.workspace - activations
-    _, weights = base_weights(planned.base)
     shapes, size = _trained_shapes(planned), DTYPE_BYTES[planned.unraised.adapter_dtype]
     adapters = sympy.Integer(size * elements(shapes))
     kinds = (
-        sympy.Integer(weights),
+        sympy.Integer(base_bytes(planned.base, torch.device(planned.setup.device))),
         adapters,
         adapters,
         sympy.Integer(planned.setup.optimizer.state_bytes(shapes, size)),
-        sum(bytes_of_row(type_) for pair in kv_types(planned.base) for type_ in pair)
-        * TOKENS_OF_BATCH,
+        bytes_of_token(planned.base) * planned.setup.served_tokens,
         activations,
         workspace,
     )
@@ -103,21 +102,6 @@ def _trained_shapes(planned: PlannedModel) -> Shapes:
         if parameter.name in names
     }
     return tuple(found.values())
-
-
-def base_weights(model: ModelGraph) -> tuple[int, int]:
-    """Return the number and bytes of the base's parameters, with tied ones once."""
-    counts: dict[str, tuple[int, int]] = {}
-    for index, graph in enumerate((*model.blocks, model.prologue, model.epilogue)):
-        layers = model.layers.count(index) if index < len(model.blocks) else 1
-        for parameter in graph.parameters:
-            if parameter.role == "frozen":
-                is_layers = "{layer}" in parameter.source
-                count = prod(parameter.type.features) * (layers if is_layers else 1)
-                name = f"{parameter.source} {parameter.rows or ''}"
-                key = f"{index}:{name}" if is_layers else name
-                counts[key] = (count, count * DTYPE_BYTES[parameter.type.dtype])
-    return sum(n for n, _ in counts.values()), sum(size for _, size in counts.values())
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,10 @@ def report_text(report: ReportData, tensors: bool, formulas: bool) -> str:
     if tensors and report.saved:
         parts.append(_tensors(report))
     parts += [_fit(fit) for fit in report.fits]
-    parts.append(_formulas(report, ("activations", "kv_cache", "total")))
+    if report.gpus and not report.fits:
+        parts.append([fill(f"fits  {', '.join(report.gpus)}", 98, subsequent_indent="      ")])
+    names = ("activations", "kv_cache", "total")
+    parts.append(_formulas(report, [name for name in names if report.formulas[name] != "0"]))
     if report.notes:
         parts.append(
             [fill(note, 98, initial_indent="* ", subsequent_indent="  ") for note in report.notes]

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from pcg.errors import AdapterError
 from pcg.ir.module_paths import EACH_LAYER, WHOLE_MODEL, layer_path
 from pcg.ir.program.program import ModelGraph
 from pcg.peft.method import Bypass
@@ -93,7 +94,7 @@ def bypasses_of(
         model_type: the one of config.json, for recipes that name no targets.
         dtype: the dtype of the adapters' parameters.
     Raises:
-        AdapterError: a recipe fits no module of the model.
+        AdapterError: a recipe fits no module of the model, or trains nothing of it.
     """
     places = _places(model)
     found: dict[str, list[Bypass]] = {}
@@ -108,11 +109,20 @@ def bypasses_of(
             found.setdefault(site, []).append(bypass)
             if layer is not None:
                 layers[layer].found.setdefault(site, []).append(bypass)
-        for source, layer in _base_biases(model):
-            if recipe.trains_bias(source.format(layer=layer).removesuffix(".bias"), adapted):
-                biases.add(source)
-                if layer is not None:
-                    layers[layer].biases.add(source)
+        own = [
+            (source, layer)
+            for source, layer in _base_biases(model)
+            if recipe.trains_bias(source.format(layer=layer).removesuffix(".bias"), adapted)
+        ]
+        if not adapted and not own:
+            raise AdapterError(
+                f"{recipe.method} trains nothing of this {model_type}, which has no biases; "
+                "use LoRA"
+            )
+        for source, layer in own:
+            biases.add(source)
+            if layer is not None:
+                layers[layer].biases.add(source)
         dropout = max(dropout, recipe.dropout)
     at = {site: _united(bypasses) for site, bypasses in found.items()}
     of_layers = tuple(layer.united() for layer in layers)

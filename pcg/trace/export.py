@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import io
 import logging
@@ -27,7 +28,7 @@ from pcg.trace.markers import (
     NumbersOnMeta,
     register_markers,
 )
-from pcg.trace.model_config import check_module, parse_config
+from pcg.trace.model_config import check_module, in_one_line, parse_config, positions_of
 from pcg.trace.prepared_module import (
     uses_attention_of_transformers,
     with_attention,
@@ -35,6 +36,7 @@ from pcg.trace.prepared_module import (
     with_layers,
     without_custom_gradients,
 )
+from pcg.trace.recurrence import check_no_recurrence
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,14 @@ class TraceFacts:
         base_prefix: name of the base model within the causal LM, as `model`.
         attention: how transformers runs its attention by default: "sdpa" or "eager", through its
             registry, or "own-sdpa" or "own-eager", within the architecture's own module.
+        positions: the number of positions that the model has or is trained for; None without bound.
     """
 
     layers_path: str
     schedule: tuple[int, ...]
     base_prefix: str
     attention: str
+    positions: int | None
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,10 @@ def export(
             )
 
 
+_BUILDING = "transformers says:"
+"""Beginning of the reason why an architecture cannot be built."""
+
+
 class _NotThisWay(Exception):
     """An attention implementation that an architecture does not take."""
 
@@ -104,6 +112,9 @@ def _first_way(name: str, run: Callable[[str], Exported], ways: Sequence[str]) -
             return run(implementation)
         except _NotThisWay as error:
             reasons.setdefault(str(error), implementation)
+    # That an architecture does not have a fallback says nothing of the model.
+    telling = {why: way for why, way in reasons.items() if not why.startswith(_BUILDING)}
+    reasons = telling or reasons
     if len(reasons) == 1:
         raise TraceError(f"cannot trace {name}: {next(iter(reasons))}")
     each = [f"with {implementation} attention, {why}" for why, implementation in reasons.items()]
@@ -127,6 +138,7 @@ def _export_with(implementation: str, model: nn.Module, whole: bool) -> Exported
         schedule = tuple(chosen)
     attention_marked = with_attention(model, implementation, experts=IMPLEMENTATION)
     with attention_marked, with_layers(model, path, chosen):
+        check_no_recurrence(model, functools.partial(_run, model))
         constants = _constant_buffers(model)
         names = _checkpoint_names(model)
         program = _export(model)
@@ -136,7 +148,8 @@ def _export_with(implementation: str, model: nn.Module, whole: bool) -> Exported
         attention = f"own-{attention}"
     elif all(node.target is not torch.ops.pcg.attention.default for node in program.graph.nodes):
         raise _NotThisWay("the model does not call it")
-    return Exported(path, schedule, prefix, attention, program, constants, names)
+    facts = (path, schedule, prefix, attention, positions_of(model.config))
+    return Exported(*facts, program, constants, names)
 
 
 def _build(config: Any, implementation: str) -> nn.Module:
@@ -148,8 +161,8 @@ def _build(config: Any, implementation: str) -> nn.Module:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
-    except (ValueError, KeyError) as error:
-        raise _NotThisWay(f"transformers says: {error}") from error
+    except Exception as error:
+        raise _NotThisWay(f"{_BUILDING} {in_one_line(error)}") from error
     return model.requires_grad_(False)  # type: ignore[no-any-return]
 
 
@@ -202,14 +215,9 @@ def _constant_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _export(model: nn.Module) -> torch.export.ExportedProgram:
-    ids = torch.zeros(1, 7, dtype=torch.long, device=next(model.parameters()).device)
-    taken = inspect.signature(model.forward).parameters
-    is_hidden = "input_ids" not in taken  # behind *args and **kwargs
-    inputs = {"input_ids": ids}
-    if is_hidden or "position_ids" in taken:
-        inputs["position_ids"] = ids.clone()
-    options = {"use_cache": False} if is_hidden or "use_cache" in taken else {}
-    tokens = torch.export.Dim("T", min=2, max=_most_tokens(model))
+    inputs, options = _arguments(model, 7)
+    # A bound below the positions, where guards of some models lie.
+    tokens = torch.export.Dim("T", min=2, max=max(8, (positions_of(model.config) or 2**20) - 1))
     shapes = {name: {1: tokens} for name in inputs}
     original = model.forward
 
@@ -232,6 +240,22 @@ def _export(model: nn.Module) -> torch.export.ExportedProgram:
         del model.forward
         if own is not None:
             model.forward = own
+
+
+def _arguments(model: nn.Module, tokens: int) -> tuple[dict[str, torch.Tensor], dict[str, bool]]:
+    """The inputs of a model's forward on a number of tokens, and its other arguments."""
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=next(model.parameters()).device)
+    taken = inspect.signature(model.forward).parameters
+    is_hidden = "input_ids" not in taken  # behind *args and **kwargs
+    inputs = {"input_ids": ids}
+    if is_hidden or "position_ids" in taken:
+        inputs["position_ids"] = ids.clone()
+    return inputs, {"use_cache": False} if is_hidden or "use_cache" in taken else {}
+
+
+def _run(model: nn.Module, tokens: int) -> None:
+    inputs, options = _arguments(model, tokens)
+    model(**inputs, **options)
 
 
 def _logits(model: nn.Module, out: Any, tokens: Any) -> torch.Tensor:
@@ -258,13 +282,6 @@ def _reason(error: Exception) -> str:
     elif "Constraints violated" in line or "specialized it to be a constant" in line:
         line = "what it computes changes with the number of tokens"
     return line
-
-
-def _most_tokens(model: nn.Module) -> int:
-    """A bound below the positions, where guards of some models lie (MPT's max_seq_len)."""
-    positions = getattr(model.config, "max_position_embeddings", None)
-    positions = positions or getattr(model.config, "max_seq_len", None) or 2**20
-    return max(8, int(positions) - 1)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from pcg.errors import TraceError, UnsupportedError
+from pcg.trace.config_sizes import check_named, check_sizes
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """`dynamic_rope_update` in transformers' modeling_rope_utils.py handles these by length."""
@@ -17,6 +18,7 @@ def parse_config(config: Mapping[str, Any]) -> Any:
     """The transformers configuration of the contents of a config.json.
 
     Raises:
+        ConfigError: a size is missing, or is none that a model can have.
         TraceError: transformers does not know or refuses it.
         UnsupportedError: pcg does not compile such a model; says why.
     """
@@ -31,11 +33,12 @@ def parse_config(config: Mapping[str, Any]) -> Any:
                 "not run; use a model that transformers implements"
             )
         raise TraceError(f"transformers knows no model_type {model_type!r}; is it up to date?")
+    check_sizes(fields, CONFIG_MAPPING[model_type])
     try:
         parsed = AutoConfig.for_model(model_type, **fields)
     except Exception as error:
         raise TraceError(
-            f"transformers refuses the configuration of this {model_type}: {error}"
+            f"transformers refuses the configuration of this {model_type}: {in_one_line(error)}"
         ) from error
     if not getattr(parsed, "is_encoder_decoder", False) and (
         type(parsed) not in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -44,7 +47,22 @@ def parse_config(config: Mapping[str, Any]) -> Any:
             f"{model_type} is no causal LM in transformers; pcg compiles causal LMs"
         )
     _check_supported(parsed)
+    check_named(fields, parsed)
     return parsed
+
+
+def positions_of(config: Any) -> int | None:
+    """The number of positions of a transformers configuration; None where it names no bound."""
+    positions = getattr(config, "max_position_embeddings", None)
+    positions = positions or getattr(config, "max_seq_len", None)
+    return positions if type(positions) is int else None
+
+
+def in_one_line(error: BaseException, first: bool = False) -> str:
+    """Return an error's message as one line, or its first line alone; its type if it has none."""
+    lines = [" ".join(line.split()) for line in str(error).strip().splitlines()]
+    text = lines[0] if first and lines else " ".join(lines)
+    return text or type(error).__name__
 
 
 def check_module(model: nn.Module) -> None:

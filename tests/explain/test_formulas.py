@@ -72,20 +72,20 @@ def test_the_bytes_of_each_degree_of_every_family(
 @pytest.mark.usefixtures("memory_alone")
 def test_formulas_of_llama() -> None:
     config = {**resolve("meta-llama/Llama-3.1-8B").config, "num_hidden_layers": 2}
-    report = pcg.explain(config, "ia3", tp=4, seq=64, find_region=True)
+    report = pcg.explain(config, "ia3", tp=4, seq=64, serve_tokens=10, find_region=True)
     assert report.formula_degrees["total"] == (2, 4, 8, 16, 32)
     # Eight KV heads of 128 numbers in bf16, and keys and values, in two layers.
-    assert report.formulas["kv_cache"] == "Piecewise((8192*B*S/tp, tp <= 8), (1024*B*S, True))"
+    assert report.formulas["kv_cache"] == "Piecewise((81920/tp, tp <= 8), (10240, True))"
     weights = sympy.sympify(report.formulas["weights"])
     (few, _), (many, _) = weights.args
-    norms = 5 * 4096 * 2
+    norms = 5 * 4096 * 2 + 64 * 4  # and the frequencies of positions
     heads = 2 * 2 * 8 * 128 * 4096 * 2
     whole, parted = (formula.as_coefficients_dict() for formula in (few, many))
     assert whole[sympy.S.One] == norms
     assert parted[sympy.S.One] == norms + heads
     text = report.to_text(formulas=True)
-    assert "  KV cache    = 8192*B*S/tp  up to tp = 8\n" in text
-    assert "              = 1024*B*S  above\n" in text
+    assert "  KV cache    = 81920/tp  up to tp = 8\n" in text
+    assert "              = 10240  above\n" in text
     assert "Exact at tp = 2, 4, 8, 16, 32: weights, adapters, " in text
 
 

@@ -234,11 +234,11 @@ def test_a_style_that_is_none_is_refused_with_its_file(tmp_path: Path) -> None:
 
 
 def test_explain_of_ranks() -> None:
-    one, four = (pcg.explain("meta-llama/Llama-3.1-8B", tp=tp) for tp in (1, 4))
+    one, four = (pcg.explain("meta-llama/Llama-3.1-8B", tp=tp, serve_tokens=64) for tp in (1, 4))
     assert (four.tp, four.parameters) == (4, one.parameters)
-    # All that is whole on each rank is the norms.
-    norms = 2 * 4096 * (2 * 32 + 1)
-    assert 4 * (four.memory_bytes["weights"] - norms) == one.memory_bytes["weights"] - norms
+    # All that is whole on each rank is the norms, and the frequencies of positions.
+    whole = 2 * 4096 * (2 * 32 + 1) + 4 * 64
+    assert 4 * (four.memory_bytes["weights"] - whole) == one.memory_bytes["weights"] - whole
     assert 4 * four.memory_bytes["kv_cache"] == one.memory_bytes["kv_cache"]
     # A beside a column-parallel product, and B beside a row-parallel one, are copies.
     assert one.memory_bytes["adapters"] / 4 < four.memory_bytes["adapters"]

@@ -138,7 +138,9 @@ def test_what_windows_keep_is_what_explain_says(
     executor = compiler.compile(oracle.random_model(config, dtype), {"a": recipe})
     length = sum(windows) // BATCH
     named = str(dtype).removeprefix("torch.")
-    report = explaining.explain(config, recipe, batch=BATCH, seq=length, dtype=named)
+    report = explaining.explain(
+        config, recipe, batch=BATCH, seq=length, dtype=named, serve_tokens=BATCH * length
+    )
     stages = {stage.stage: stage for stage in report.activations}
     assert stages["token-level"].bytes == held_bytes(executor, windows)
     spared = stages["compressed"].bytes - stages["token-level"].bytes

@@ -149,7 +149,6 @@ def check_same(found: Adapter, expected: Adapter) -> None:
 
 def rank_memory(executor: Executor, adapter: str) -> dict[str, int]:
     """Bytes that a rank holds, by kind, as measured."""
-    constants = sum(tensor.nbytes for tensor in executor.program.constants.values())
     parameters = executor.training_runner(adapter).parameters
     trained = parameters.values()
     for tensor in trained:
@@ -157,7 +156,7 @@ def rank_memory(executor: Executor, adapter: str) -> dict[str, int]:
     optimizer = make_optimizer(parameters, Optimizer.of("adamw"), 1e-3)
     optimizer.step()
     return {
-        "weights": executor.state.weight_store.size_bytes - constants,
+        "weights": executor.state.weight_store.size_bytes,
         "adapters": sum(tensor.nbytes for tensor in trained),
         "optimizer": sum(kept.nbytes for of in optimizer.state.values() for kept in of.values()),
         "activations": measured(executor),

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from torch import nn
 
+import pcg
 import pcg.compiler as compiler
-from pcg.errors import PcgError, TraceError, UnsupportedError
+from pcg.errors import AdapterError, ConfigError, PcgError, TraceError, UnsupportedError
 from pcg.ir.program.program import ModelGraph
 from pcg.passes.pipeline import Settings, pipeline
 from tests.support import oracle
@@ -105,8 +108,13 @@ REFUSED: dict[str, tuple[dict[str, Any], type[PcgError], str]] = {
     ),
     "recurrence": (
         {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
-        TraceError,
-        r"MambaForCausalLM",
+        UnsupportedError,
+        r"layers.0.mixer \(MambaMixer\) runs .* in a loop; pcg compiles models that mix tokens by",
+    ),
+    "recurrence in some layers": (
+        {**SMALL, "model_type": "recurrent_gemma", "num_hidden_layers": 3, "lru_width": 64},
+        UnsupportedError,
+        r"conv_1d \(Conv1d\) mixes tokens by aten.convolution",
     ),
     "experts with biases": (
         {**EXPERTS, "model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 8},
@@ -119,8 +127,59 @@ REFUSED: dict[str, tuple[dict[str, Any], type[PcgError], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(name: str) -> None:
     config, error, message = REFUSED[name]
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as refused:
         compiler.compile_program(config)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "num_attention_heads", "num_hidden_layers"])
+def test_a_size_that_is_not_named_is_no_default(name: str) -> None:
+    config = {key: value for key, value in SMALL.items() if key != name}
+    with pytest.raises(ConfigError, match=f"this llama names no {name}, and the default"):
+        compiler.trace({**config, "model_type": "llama"})
+
+
+def test_a_size_has_the_name_that_its_architecture_has() -> None:
+    config = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "vocab_size": 128}
+    with pytest.raises(ConfigError, match="this gpt2 names no n_layer"):
+        compiler.trace(config)
+    assert compiler.trace({**config, "n_layer": 3}).schedule == (0, 0, 0)
+    assert compiler.trace({**config, "num_hidden_layers": 2}).schedule == (0, 0)
+    bloom = {"model_type": "bloom", "n_embed": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128}
+    assert compiler.trace(bloom).schedule == (0, 0)
+
+
+@pytest.mark.parametrize("value", [0, -1, "64", 64.5, True])
+@pytest.mark.parametrize(
+    "name", ["hidden_size", "num_hidden_layers", "vocab_size", "head_dim", "num_key_value_heads"]
+)
+def test_a_size_that_no_model_has_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={value!r}; it has to be an int above 0"):
+        compiler.trace({**SMALL, "model_type": "llama", name: value})
+
+
+@pytest.mark.parametrize("peft", ["bitfit", {"a": "lora", "b": "bitfit"}])
+def test_bitfit_needs_biases(peft: object) -> None:
+    config = {**SMALL, "model_type": "llama"}
+    message = "BitFit trains nothing of this llama, which has no biases; use LoRA"
+    with pytest.raises(AdapterError, match=message):
+        pcg.explain(config, peft, gpus=["A100-40"])
+    with pytest.raises(AdapterError, match=message):
+        compiler.compile_program(config, peft)
+
+
+def test_a_module_without_a_head_is_refused() -> None:
+    config = transformers.LlamaConfig(**SMALL)
+    with pytest.raises(UnsupportedError, match="LlamaModel returns no logits; give a causal LM"):
+        pcg.explain(transformers.LlamaModel(config))
+
+
+@pytest.mark.parametrize("module", [nn.Linear(3, 3), nn.Sequential(), nn.Module()])
+def test_a_plain_module_is_refused(module: nn.Module) -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"has no transformers configuration as model\.config"
+    ):
+        pcg.explain(module)
 
 
 def test_code_of_its_own_is_not_needed_where_transformers_has_the_model() -> None:

@@ -25,7 +25,7 @@ KINDS = {
     "adapters": "trainable parameters",
     "gradients": "one for each of them",
     "optimizer": "what {optimizer} keeps of each",
-    "kv_cache": "keys and values of as many served tokens",
+    "kv_cache": "keys and values of served requests",
     "activations": "saved for backward",
     "workspace": "what the fullest moment needs beside",
 }

@@ -35,6 +35,11 @@ def bytes_of_row(type_: TensorType) -> int:
     return prod(type_.features) * DTYPE_BYTES[type_.dtype]
 
 
+def bytes_of_token(model: ModelGraph) -> int:
+    """Return the bytes of one token's keys and values in all layers."""
+    return sum(bytes_of_row(type_) for pair in kv_types(model) for type_ in pair)
+
+
 class KvCache:
     """Rows of keys and values for every layer, and the pool that gives out their pages.
 

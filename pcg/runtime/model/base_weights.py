@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from types import SimpleNamespace
@@ -17,8 +17,11 @@ from pcg.ir.program.program import ModelGraph, Program, python_name, site_of
 from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.parallel.ranks.shards import Ranges, has_zeros, is_sharded, ranges_of, shard_of
+from pcg.runtime.model.product_weights import is_packed, product_weights
 from pcg.runtime.model.weights import RandomWeights, Weights
 
+_Key: TypeAlias = tuple[str, bool, object]
+"""The name of a tensor in a checkpoint, True if it is transposed, and a rank's part of it."""
 TensorSource: TypeAlias = Weights | RandomWeights
 
 
@@ -52,34 +55,57 @@ class WeightStore:
         self._source = source
         self._device = device
         self._ranks = ranks
-        self._loaded: dict[tuple[object, ...], Tensor] = {}
+        self._loaded: dict[_Key, Tensor] = {}
+        self._joined: set[_Key] = set()
         self._binding = Lock()
 
     @property
     def size_bytes(self) -> int:
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in self._loaded.values()}.values())
 
-    def bind(self, model: ModelGraph) -> BaseWeights:
-        """Return a model's weights, read once. WeightsError: one is missing or damaged."""
+    def bind(self, model: ModelGraph, serves: bool = False) -> BaseWeights:
+        """Return a model's weights, read once. WeightsError: one is missing or damaged.
+
+        Args:
+            serves: lay what serving joins side by side, so that it is not held twice.
+        """
         layers = tuple(SimpleNamespace() for _ in model.layers)
         weights = BaseWeights(SimpleNamespace(), layers, SimpleNamespace())
         wholes = zip(weights.holders(model), weights.holders(self._program.base), strict=True)
         with self._binding:  # several threads may prepare jobs and adapters
             for (graph, layer, holder), (plain, _, _) in wholes:
                 whole = {p.source: p for p in plain.parameters}
-                for parameter in graph.parameters:
-                    if parameter.role != "adapter":
-                        tensor = self._shard(parameter, whole[parameter.source], layer)
-                        setattr(holder, python_name(parameter.name), tensor)
+                keys = {
+                    parameter.name: self._shard(parameter, whole[parameter.source], layer)
+                    for parameter in graph.parameters
+                    if parameter.role != "adapter"
+                }
+                for product in product_weights(graph) if serves else ():
+                    self._lay_side_by_side([keys[name] for name in product.weights])
+                    self._lay_side_by_side([keys[name] for name in product.biases])
+                for name, key in keys.items():
+                    setattr(holder, python_name(name), self._loaded[key])
         return weights
 
-    def _shard(self, parameter: Parameter, whole: Parameter, layer: int) -> Tensor:
+    def _shard(self, parameter: Parameter, whole: Parameter, layer: int) -> _Key:
+        """Load what a graph reads; returns its key."""
         name = parameter.source.format(layer=layer)
         shard = (parameter.rows, parameter.part) if is_sharded(parameter) else None
         key = (name, parameter.transposed, shard)
         if key not in self._loaded:
             self._loaded[key] = self._load(parameter, whole, name)
-        return self._loaded[key]
+        return key
+
+    def _lay_side_by_side(self, keys: Sequence[_Key]) -> None:
+        """Make tensors views of one; not if they are packed, or lie beside others already."""
+        tensors = [self._loaded[key] for key in keys]
+        if len(keys) < 2 or not self._joined.isdisjoint(keys):
+            return
+        if tensors[0].dim() == 2 and is_packed(tensors[0].dtype, tensors[0].device):
+            return
+        parts = torch.cat(tensors).split([tensor.shape[0] for tensor in tensors])
+        self._loaded.update(zip(keys, parts, strict=True))
+        self._joined.update(keys)
 
     def _load(self, parameter: Parameter, whole: Parameter, name: str) -> Tensor:
         if parameter.role == "constant":

@@ -23,6 +23,7 @@ from pcg.runtime.adapters.padded_tables import BoundAdapters
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.merged_execution import run_single
+from pcg.runtime.model.product_weights import is_packed, joined, product_weights
 from pcg.runtime.model.sampling import Drawing
 
 Functions = Mapping[str, Callable[..., Any]]
@@ -43,30 +44,22 @@ def load_functions(source: str, name: str) -> Functions:
 
 
 def lay_out(model: ModelGraph, weights: BaseWeights) -> BaseWeights:
-    """Return the weights in the layout that serving multiplies by.
-
-    Weights of one product are joined, and on CPUs packed once by oneDNN, whose packed products are
-    faster for the few tokens of a decode step (`benchmarks/bench_generation.py`).
-    """
-    packed: dict[tuple[int, ...], Tensor] = {}
+    """Return the weights as serving multiplies by them: those of one product joined, or packed."""
+    laid_out: dict[tuple[int, ...], Tensor] = {}
 
     def copy(graph: Graph, holder: SimpleNamespace) -> SimpleNamespace:
         new = SimpleNamespace(**vars(holder))
-        products = [n for n in graph.nodes if n.op in ("linear", "linear_group", "lora_linear")]
-        others = {name for node in graph.nodes if node not in products for name in node.inputs}
-        for node in products:
-            if node.inputs[1] in graph.parameters_by_name and node.inputs[1] not in others:
-                count = int(node.get("count", 1))  # type: ignore[arg-type]
-                biased = node.get("bias", len(node.inputs) == 3)
-                names = [python_name(name) for name in node.inputs[1 : 1 + count]]
-                biases = node.inputs[1 + count : 1 + 2 * count] if biased else ()
-                tensors = [getattr(holder, name) for name in names]
-                _join(
-                    new,
-                    dict(zip(names, tensors, strict=True)),
-                    [getattr(holder, python_name(name)) for name in biases],
-                    packed,
-                )
+        for product in product_weights(graph):
+            names = [python_name(name) for name in product.weights]
+            tensors = [getattr(holder, name) for name in names]
+            # The holder keeps each bias, which other operators may read.
+            biases = [getattr(holder, python_name(name)) for name in product.biases]
+            key = tuple(id(tensor) for tensor in (*tensors, *biases))
+            if key not in laid_out:
+                laid_out[key] = _laid_out(tensors, biases)
+            for name in names:
+                setattr(new, name, None)
+            setattr(new, names[0], laid_out[key])
         return new
 
     layers = zip(model.layers, weights.layers, strict=True)
@@ -77,38 +70,15 @@ def lay_out(model: ModelGraph, weights: BaseWeights) -> BaseWeights:
     )
 
 
-def _join(
-    holder: SimpleNamespace,
-    weights: Mapping[str, Tensor],
-    biases: Sequence[Tensor],
-    packed: dict[tuple[int, ...], Tensor],
-) -> None:
-    """Join and pack weights under the first one's name in a holder; the others become None.
-
-    Their joined biases go with them; the holder keeps each bias, which other operators may read.
-    """
-    tensors = list(weights.values())
-    key = tuple(id(tensor) for tensor in (*tensors, *biases))
-    if key not in packed:
-        # A detached tensor, as attributes are set on it, and training reads the original.
-        whole = tensors[0].detach() if len(tensors) == 1 else torch.cat(tensors)
-        if whole.dim() == 2 and whole.is_cpu and _packs(whole.dtype):
-            whole = torch.ops.mkldnn._reorder_linear_weight(whole, None)
-        whole.group_sizes = [tensor.shape[0] for tensor in tensors]  # type: ignore[attr-defined]
-        whole.group_bias = torch.cat(tuple(biases)) if biases else None  # type: ignore[attr-defined]
-        packed[key] = whole
-    for name in weights:
-        setattr(holder, name, None)
-    setattr(holder, next(iter(weights)), packed[key])
-
-
-def _packs(dtype: torch.dtype) -> bool:
-    """Return True if oneDNN packs weights of a dtype on this CPU."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype is torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype is torch.float32
+def _laid_out(tensors: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    """Return the weights of one product as one, with their sizes and the joined biases."""
+    # A detached tensor, as attributes are set on it, and training reads the original.
+    whole = joined(tensors).detach()
+    if whole.dim() == 2 and is_packed(whole.dtype, whole.device):
+        whole = torch.ops.mkldnn._reorder_linear_weight(whole, None)
+    whole.group_sizes = [tensor.shape[0] for tensor in tensors]  # type: ignore[attr-defined]
+    whole.group_bias = joined(biases) if biases else None  # type: ignore[attr-defined]
+    return whole
 
 
 class LayerInputs:

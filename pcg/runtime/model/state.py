@@ -73,7 +73,7 @@ class ModelState:
 
     def _bind(self, serving: Serving) -> ServingProgram:
         model = serving.model
-        weights = self.weight_store.bind(model)
+        weights = self.weight_store.bind(model, serves=True)
         runner = ModelRunner(serving, weights, self.ranks)
         kind = RaggedTables if self.program.options.backend == "triton" else PaddedTables
         tables = kind(model, self._served, self.device, self.ranks)

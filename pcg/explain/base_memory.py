@@ -1,0 +1,79 @@
+"""The base model in memory, as it lies there after it is loaded.
+
+On a GPU each tensor is there once. On a CPU serving multiplies by oneDNN's packed weights, which
+are there beside the plain ones that training reads (`pcg.runtime.model.product_weights`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from pcg.ir.graph import Parameter
+from pcg.ir.program.program import ModelGraph
+from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES
+from pcg.parallel.ranks.shards import is_sharded
+from pcg.runtime.model.product_weights import is_packed, product_weights
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A tensor of the base as a graph reads it.
+
+    Attributes:
+        key: equal where graphs read one tensor, as tied ones.
+        layers: the number of layers that have one each.
+        multiplies: True if serving runs a product with it.
+    """
+
+    parameter: Parameter
+    key: Hashable
+    layers: int
+    multiplies: bool
+
+    @property
+    def elements(self) -> int:
+        return prod(self.parameter.type.features) * self.layers
+
+    @property
+    def size_bytes(self) -> int:
+        return self.elements * DTYPE_BYTES[self.parameter.type.dtype]
+
+    def is_packed(self, device: torch.device) -> bool:
+        """Return whether a packed copy of it lies on a device."""
+        type_ = self.parameter.type
+        dtype = getattr(torch, TORCH_NAMES[type_.dtype])
+        return self.multiplies and len(type_.features) == 2 and is_packed(dtype, device)
+
+
+def parameter_count(model: ModelGraph) -> int:
+    """Return the number of the base's parameters, with tied ones once."""
+    frozen = {one.key: one for one in _held(model) if one.parameter.role == "frozen"}
+    return sum(one.elements for one in frozen.values())
+
+
+def base_bytes(model: ModelGraph, device: torch.device) -> int:
+    """Return the bytes of a rank's part of the base after it is loaded to a device."""
+    every = list(_held(model))
+    plain = {one.key: one.size_bytes for one in every}
+    packed = {one.key: one.size_bytes for one in every if one.is_packed(device)}
+    return sum(plain.values()) + sum(packed.values())
+
+
+def _held(model: ModelGraph) -> Iterator[_Held]:
+    """Yield the base's parameters and constants, those of several graphs several times."""
+    graphs = [(block, model.layers.count(place)) for place, block in enumerate(model.blocks)]
+    for graph, layers in (*graphs, (model.prologue, 1), (model.epilogue, 1)):
+        served = () if graph is model.prologue else product_weights(graph)
+        products = {name for product in served for name in product.weights}
+        for parameter in graph.parameters:
+            if parameter.role != "adapter":
+                of_layers = "{layer}" in parameter.source
+                home = graph.name if of_layers else ""
+                shard = (parameter.rows, parameter.part) if is_sharded(parameter) else None
+                key = (home, parameter.source, parameter.transposed, shard)
+                count = layers if of_layers else 1
+                yield _Held(parameter, key, count, parameter.name in products)

@@ -1,0 +1,61 @@
+"""The sizes of a configuration: a model is never traced with a default of transformers' for one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pcg.errors import ConfigError
+
+_NEEDED = ("hidden_size", "num_attention_heads", "num_hidden_layers")
+_SIZES = (
+    *_NEEDED,
+    "head_dim",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_key_value_heads",
+    "vocab_size",
+)
+_OTHER_NAMES: Mapping[str, Sequence[str]] = {"hidden_size": ("n_embed",)}
+"""Names that checkpoints have, and `attribute_map` has not: BLOOM's."""
+
+
+def check_sizes(fields: Mapping[str, Any], config_class: Any) -> None:
+    """Refuse sizes that no model has, before transformers reads them.
+
+    Raises:
+        ConfigError: a size is less than 1, or no whole number.
+    """
+    for name in _SIZES:
+        for key in _names_of(name, config_class):
+            value = fields.get(key)
+            values = value if isinstance(value, list) else [value]  # of each layer
+            for one in values:
+                if one is not None and (type(one) is not int or one < 1):
+                    raise ConfigError(f"config.json has {key}={one!r}; it has to be an int above 0")
+
+
+def check_named(fields: Mapping[str, Any], config: Any) -> None:
+    """Refuse a configuration whose sizes would be transformers' defaults.
+
+    Raises:
+        ConfigError: the model's hidden size, heads or layers are not named.
+    """
+    missing = []
+    for name in _NEEDED:
+        names = _names_of(name, type(config))
+        is_given = any(fields.get(key) is not None for key in names)
+        is_derived = isinstance(getattr(type(config), name, None), property)
+        if getattr(config, name, None) is not None and not (is_given or is_derived):
+            missing.append(names[0])
+    if missing:
+        raise ConfigError(
+            f"config.json of this {config.model_type} names no {' and no '.join(missing)}, and the "
+            "default of transformers would be another model's; add what is missing"
+        )
+
+
+def _names_of(name: str, config_class: Any) -> list[str]:
+    """The names that a configuration may have for a size; first the one that its class has."""
+    mapped = getattr(config_class, "attribute_map", {}).get(name, name)
+    return list(dict.fromkeys((mapped, name, *_OTHER_NAMES.get(name, ()))))
