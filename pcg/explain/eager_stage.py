@@ -85,7 +85,7 @@ def eager_account(planned: PlannedModel, notes: list[str]) -> EagerAccount | Non
 def _measured(planned: PlannedModel, recipe: Recipe) -> EagerAccount:
     setup, base = planned.setup, planned.unraised
     at = recipe.bypasses_in(base, str(setup.config["model_type"]))
-    model = EagerModel(setup.config, TORCH_NAMES[base.dtype], recipe, at)
+    model = EagerModel(setup.source, TORCH_NAMES[base.dtype], recipe, at)
     batch, seq, virtual = setup.options.batch, setup.options.seq, recipe.prompt_tokens
     memory = model.step(batch, max(seq - virtual, 1))
     has_prefix = recipe.peft_type == "PREFIX_TUNING"

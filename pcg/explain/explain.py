@@ -92,9 +92,8 @@ def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -
         served = TOKENS_OF_BATCH if not found else sympy.S.Zero
         if options.serve_tokens is not None:
             served = sympy.Integer(options.serve_tokens)
-        setup = Setup(
-            source.config, settings, traced, folded, found, optimizer, served, options.device
-        )
+        model_setup = (source.config, to_trace, settings, traced, folded)
+        setup = Setup(*model_setup, found, optimizer, served, options.device)
         reports[name] = _explained(setup, devices, options.find_region)
         if options.peers:
             reports[name] = _with_peers(reports[name], setup)

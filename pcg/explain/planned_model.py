@@ -30,12 +30,14 @@ class Setup:
     """A model, recipes and a step; `settings` and `folded` are without bypass networks.
 
     Attributes:
+        source: what was traced: the configuration, or a module.
         served_tokens: the tokens of requests served beside, whose keys and values are in the total;
             a formula in B and S.
         device: where the base lies: cuda or cpu.
     """
 
     config: Mapping[str, Any]
+    source: Any
     settings: Settings
     traced: Traced
     folded: Base

@@ -63,7 +63,7 @@ class EagerModel:
     """A transformers model with an adapter, of fake tensors, whose steps can be measured.
 
     Args:
-        config: the contents of a config.json.
+        source: the contents of a config.json, or the module itself.
         dtype: torch's name of the base's dtype.
         recipe: the adapter's recipe.
         at: the networks of the adapter, by module path.
@@ -72,7 +72,11 @@ class EagerModel:
     """
 
     def __init__(
-        self, config: Mapping[str, Any], dtype: str, recipe: Recipe, at: Mapping[str, Bypass]
+        self,
+        source: Mapping[str, Any] | nn.Module,
+        dtype: str,
+        recipe: Recipe,
+        at: Mapping[str, Bypass],
     ) -> None:
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -84,7 +88,7 @@ class EagerModel:
             return with_adapter(model, recipe, at)
 
         with _reported(), self._fake:
-            self._model, self._layers = peer_model(config, dtype, wrap)
+            self._model, self._layers = peer_model(source, dtype, wrap)
         for module in self._model.modules():
             if hasattr(module, "base_layer"):  # peft's, whose dropout is at work
                 module.train()

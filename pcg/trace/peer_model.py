@@ -84,7 +84,7 @@ class LayerCall:
 
 
 def peer_model(
-    config: Mapping[str, Any],
+    source: Mapping[str, Any] | nn.Module,
     dtype: str,
     wrap: Callable[[Any], Any],
     attention: str | None = None,
@@ -92,14 +92,17 @@ def peer_model(
     """Return a model of empty tensors, and its layers.
 
     Args:
-        config: the contents of a config.json; the model has no dropout.
+        source: the contents of a config.json, or a module, which is copied without its data.
         dtype: torch's name of the dtype.
         wrap: adds adapters to the model in place, on meta.
         attention: transformers' name of an attention, or `MASKLESS`; transformers' choice by
-            default, and where the architecture does not take this one.
+            default, and where the architecture does not take this one; a module keeps its own.
     """
     with quiet(), unset_fake_temporarily():
-        model = _on_meta(parse_config(config), dtype, attention)
+        if isinstance(source, nn.Module):
+            model = _copied_to_meta(source, getattr(torch, dtype))
+        else:
+            model = _on_meta(parse_config(source), dtype, attention)
         layers: Any = model.get_submodule(layer_kinds(model)[0])
         model = wrap(model)
     _empty(model)
@@ -218,6 +221,16 @@ def _on_meta(config: Any, dtype: str, attention: str | None) -> Any:
                     copy.deepcopy(config), attn_implementation=attention, **options
                 )
         return AutoModelForCausalLM.from_config(config, **options)
+
+
+def _copied_to_meta(module: nn.Module, dtype: torch.dtype) -> Any:
+    """Return a copy of a module without data, with its own classes and hooks."""
+    copies: dict[int, Any] = {}
+    for old in tensors_of(module).values():
+        new = torch.empty_like(old, device="meta")
+        is_parameter = isinstance(old, nn.Parameter)
+        copies[id(old)] = nn.Parameter(new, old.requires_grad) if is_parameter else new
+    return copy.deepcopy(module, copies).to(dtype)
 
 
 def _empty(model: nn.Module) -> None:

@@ -18,11 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.bottlenecks import hooked
 
+Source: TypeAlias = "Mapping[str, Any] | torch.nn.Module"
 Adapter: TypeAlias = "peft.PeftConfig | tuple[list[str], dict[str, Any]] | None"
 
 
 def saved_bytes(
-    config: Mapping[str, Any],
+    source: Source,
     dtype: torch.dtype,
     adapter: Adapter,
     *,
@@ -32,7 +33,7 @@ def saved_bytes(
     """Bytes of the storages that autograd holds after a forward with loss, parameters apart.
 
     Args:
-        config: the contents of a config.json.
+        source: the contents of a config.json, or a module.
         dtype: of the base model.
         adapter: peft's configuration, whose own dropout alone is at work; None trains the biases of
             the base; bottlenecks are the recipe of `tests.support.bottlenecks` and the modules'
@@ -40,14 +41,14 @@ def saved_bytes(
         batch: sequences.
         seq: tokens of each, virtual ones included.
     """
-    return sum(size for _, _, size in saved_tensors(config, dtype, adapter, batch, seq))
+    return sum(size for _, _, size in saved_tensors(source, dtype, adapter, batch, seq))
 
 
 def saved_tensors(
-    config: Mapping[str, Any], dtype: torch.dtype, adapter: Adapter, batch: int, seq: int
+    source: Source, dtype: torch.dtype, adapter: Adapter, batch: int, seq: int
 ) -> list[tuple[torch.Size, torch.dtype, int]]:
     """A tensor of each of those storages, and the storage's bytes."""
-    model = _model(config, dtype, adapter)
+    model = _model(source, dtype, adapter)
     tensors = [*model.parameters(), *model.buffers()]
     resident = {t.untyped_storage().data_ptr() for t in tensors}
     alive: weakref.WeakSet[_Saved] = weakref.WeakSet()
@@ -114,12 +115,15 @@ class _Saved:
         self.storage = tensor.untyped_storage()
 
 
-def _model(config: Mapping[str, Any], dtype: torch.dtype, adapter: Adapter) -> Any:
-    fields = dict(config)
+def _model(source: Source, dtype: torch.dtype, adapter: Adapter) -> Any:
     with warnings.catch_warnings(), _default_dtype(dtype):
         warnings.simplefilter("ignore")  # Conv1D's layout, options of generation
-        parsed = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-        model = transformers.AutoModelForCausalLM.from_config(parsed).eval()
+        if isinstance(source, torch.nn.Module):
+            model: Any = copy.deepcopy(source).eval()
+        else:
+            fields = dict(source)
+            parsed = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+            model = transformers.AutoModelForCausalLM.from_config(parsed).eval()
     if adapter is None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.endswith("bias"))

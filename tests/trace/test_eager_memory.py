@@ -17,9 +17,11 @@ from pcg.peft.lora import LoraConfig
 from pcg.peft.registry import recipe_from
 from pcg.source import resolve
 from pcg.trace.eager_memory import EagerModel
+from tests.support import oracle
 from tests.support.bottlenecks import RECIPES
 from tests.support.eager_cases import CAUSAL, Case, drawn
 from tests.support.families import FAMILIES, Family
+from tests.support.saved_tensors import saved_bytes
 
 BATCH, SEQ = 2, 16
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -216,6 +218,16 @@ def test_true_shapes(model: str, targets: str | tuple[str, ...], rank: int, mib:
     found = EagerModel(resolve(model).config, "bfloat16", recipe, {}).step(1, 1024)
     assert found.layers[-1] == found.bytes_per_layer
     assert found.bytes_per_layer / 2**20 == pytest.approx(mib, abs=0.06)
+
+
+def test_a_module_of_its_own() -> None:
+    """ReLU in place of SiLU in one layer, which saves its output alone."""
+    module = oracle.random_model(BY_NAME["llama3"].config(4))
+    module.model.layers[2].mlp.act_fn = torch.nn.ReLU()
+    adapter = lora(["q_proj", "down_proj"])
+    found = EagerModel(module, "float32", recipe_from(adapter), {}).step(BATCH, SEQ)
+    assert found.total == saved_bytes(module, torch.float32, adapter, batch=BATCH, seq=SEQ)
+    assert found.layers[2] != found.layers[1] == found.layers[3]
 
 
 def test_parameters_that_peft_trains() -> None:
