@@ -391,17 +391,9 @@ class _Specialiser:
         return training
 
     @staticmethod
-    def _emitted(
-        program: Program,
-        recipes: Sequence[Recipe],
-        *,
-        trains: bool = True,
-        windows: bool = False,
-        step: tuple[int, int] | None = None,
-    ) -> Emitted:
+    def _emitted(program: Program, recipes: Sequence[Recipe], **changed: Any) -> Emitted:
         settings = _settings(program.name, program.config, recipes, program.options)
-        settings = dataclasses.replace(settings, trains=trains, windows=windows, step=step)
-        return pipeline(settings).emitted(Base(program.base))
+        return pipeline(dataclasses.replace(settings, **changed)).emitted(Base(program.base))
 
 
 SPECIALISER = _Specialiser()

@@ -11,17 +11,26 @@ strategies  the numbers of tokens with the same parallel strategies, as asked an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import isqrt
 from typing import Any
 
 import sympy
 
 from pcg.errors import MemoryBudgetError, ParallelError
+from pcg.explain.formula_pieces import lengths_of_pieces, piecewise_in_length
 from pcg.explain.formulas import AtDegree, in_degree, in_rank, rank_of, with_rank
 from pcg.explain.parallel_report import token_regions
 from pcg.explain.planned_model import PlannedModel, Setup, plan_model
 from pcg.explain.report import Report
-from pcg.explain.step_memory import formula_text, step_memory, storage_key
+from pcg.explain.step_memory import (
+    bytes_at,
+    formula_text,
+    memory_bytes,
+    step_memory,
+    storage_key,
+)
+from pcg.ir.types import RANK
 from pcg.parallel.costs.cost_model import SheetModel
 from pcg.parallel.search import Search
 from pcg.passes.memory.plan import MemoryPlan, frontiers, replanned
@@ -50,17 +59,70 @@ def with_formulas(report: Report, planned: PlannedModel) -> Report:
         return AtDegree(_formulas(found), storage_key(found), peak.label)
 
     degrees: dict[str, tuple[int, ...]] = {}
+    region = valid_range(at_length, setup.options.seq, MOST_TOKENS)
+    runs = _runs(planned, *region)
     if setup.options.tp > 1:
         formulas, degrees = in_degree(at_degree, setup.options.tp)
+        region = next((low, high) for low, high in runs if low <= setup.options.seq <= high)
     else:
-        formulas = _formulas(planned)
+        formulas = piecewise_in_length({run: _formulas(_within(planned, run)) for run in runs})
+    rank_region = None
+    if rank is not None:
+        rank_region = valid_range(at_rank, rank, MOST_RANK)
+        if setup.options.tp == 1:
+            rank_region = _exact_ranks(planned, formulas, rank, rank_region)
     return dataclasses.replace(
         report,
         formulas={name: formula_text(formula) for name, formula in formulas.items()},
-        region=valid_range(at_length, setup.options.seq, MOST_TOKENS),
-        rank_region=None if rank is None else valid_range(at_rank, rank, MOST_RANK),
+        region=region,
+        rank_region=rank_region,
         formula_degrees=degrees,
     )
+
+
+def _runs(planned: PlannedModel, low: int, high: int) -> list[tuple[int, int]]:
+    """Return the runs of lengths in each of which one moment of the planned step is the fullest."""
+    return lengths_of_pieces(
+        lambda seq: step_memory(_at_length(planned, seq))[0]["workspace"],
+        low,
+        high,
+        planned.setup.options.batch,
+    )
+
+
+def _at_length(planned: PlannedModel, seq: int) -> PlannedModel:
+    """Return the same plan at another length."""
+    return dataclasses.replace(planned, setup=planned.setup.having(seq=seq))
+
+
+def _within(planned: PlannedModel, run: tuple[int, int]) -> PlannedModel:
+    """Return the same plan at a length of a run: the one that was asked for, if it is one."""
+    low, high = run
+    is_asked = low <= planned.setup.options.seq <= high
+    return planned if is_asked else _at_length(planned, isqrt(low * high))
+
+
+def _exact_ranks(
+    planned: PlannedModel,
+    formulas: Mapping[str, sympy.Expr],
+    rank: int,
+    region: tuple[int, int],
+) -> tuple[int, int]:
+    """Return the ranks of a region at which formulas give the bytes of the length asked for."""
+    setup = planned.setup
+
+    def is_exact(other: int) -> bool:
+        at = {**setup.at, RANK: other}
+        found = memory_bytes(plan_model(_with_rank(setup, other)))
+        return all(bytes_at(formula, at) == found[name] for name, formula in formulas.items())
+
+    def end(outer: int) -> int:
+        inner = rank
+        while inner != outer and not is_exact(outer):
+            outer = (inner + outer) // 2 if abs(outer - inner) > 1 else inner
+        return outer
+
+    return end(region[0]), end(region[1])
 
 
 def _with_rank(setup: Setup, rank: int) -> Setup:

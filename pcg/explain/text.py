@@ -162,14 +162,14 @@ def _formulas(report: ReportData, names: Iterable[str]) -> list[str]:
 
 
 def _pieces(formula: str) -> list[str]:
-    """Return a formula as one line, or one that is piecewise in the degree as a line a piece."""
+    """Return a formula as one line, or one that is piecewise, in S or tp, as a line a piece."""
     from sympy import Piecewise, Symbol, sympify  # takes half a second
 
     found = sympify(formula, locals={name: Symbol(name, integer=True) for name in _SYMBOLS})
     if not isinstance(found, Piecewise):
         return [formula]
     *bounded, (last, _) = found.args
-    lines = [f"{piece}  up to tp = {condition.rhs}" for piece, condition in bounded]
+    lines = [f"{piece}  up to {when.lhs} = {int(when.rhs):,}" for piece, when in bounded]
     return [*lines, f"{last}  above"]
 
 

@@ -46,7 +46,7 @@ def check_named(fields: Mapping[str, Any], config: Any) -> None:
         names = _names_of(name, type(config))
         is_given = any(fields.get(key) is not None for key in names)
         is_derived = isinstance(getattr(type(config), name, None), property)
-        if getattr(config, name, None) is not None and not (is_given or is_derived):
+        if not (is_given or is_derived) and getattr(config, name, None) is not None:
             missing.append(names[0])
     if missing:
         raise ConfigError(

@@ -114,7 +114,7 @@ def _first_way(name: str, run: Callable[[str], Exported], ways: Sequence[str]) -
             reasons.setdefault(str(error), implementation)
     # That an architecture does not have a fallback says nothing of the model.
     telling = {why: way for why, way in reasons.items() if not why.startswith(_BUILDING)}
-    reasons = telling or reasons
+    reasons = telling or dict(list(reasons.items())[:1])
     if len(reasons) == 1:
         raise TraceError(f"cannot trace {name}: {next(iter(reasons))}")
     each = [f"with {implementation} attention, {why}" for why, implementation in reasons.items()]

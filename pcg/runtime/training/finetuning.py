@@ -64,8 +64,7 @@ class FinetuneJob:
         self._name = options.adapter
         planned = self._model.program.options
         self._planned_seq = planned.seq if planned.names_step else None
-        bounds = (options.batch_size, options.max_tokens)
-        if planned.names_step and bounds == (None, None):
+        if planned.names_step and not (options.batch_size or options.max_tokens):
             options = dataclasses.replace(options, batch_size=planned.batch)
         self._options = options
         splits = choose_splits(options.data, options.eval_data)
@@ -95,15 +94,8 @@ class FinetuneJob:
 
     def _read(self, data: Data) -> Dataset:
         model = self._model
-        vocabulary = model.program.base.vocabulary
-        return training_data(
-            data,
-            self._options,
-            model.tokenizer,
-            vocabulary,
-            model.max_positions,
-            self._planned_seq,
-        )
+        sizes = (model.program.base.vocabulary, model.max_positions, self._planned_seq)
+        return training_data(data, self._options, model.tokenizer, *sizes)
 
     def _start(self, peft: object) -> None:
         """Make the adapter to train, and what trains it."""
