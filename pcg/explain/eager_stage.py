@@ -1,4 +1,4 @@
-"""What eager transformers + peft save for backward, beside pcg: measured, not modelled.
+"""The bytes that eager transformers + peft save for backward, beside pcg: measured, not modelled.
 
 peft trains one adapter at a time. Of several, the one that saves most counts.
 """

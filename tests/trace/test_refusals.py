@@ -201,6 +201,13 @@ def test_experts_trace_fold_and_raise(config: dict[str, Any]) -> None:
     assert model.layers == (0,) * 6
     (block,) = model.blocks
     counts = Counter(node.op for node in block.nodes)
+    assert {site.rpartition(".")[2] for site in model.linear_sites()} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "lm_head",
+    }  # and not the router
     assert counts["rms_norm"] == (2 if config is MIXTRAL else 4)
     assert (counts["experts"], counts["topk"], counts["softmax"]) == (1, 1, 1)
     assert (counts["rope"], counts["attention"]) == (2, 1)

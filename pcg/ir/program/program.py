@@ -138,9 +138,12 @@ def token_embedding(prologue: Graph) -> Node | None:
 def site_of(graph: Graph, node: Node) -> str | None:
     """The site of a linear node, where a bypass network may attach; None for any other node.
 
-    A tied head is a site by its own module, not by the embedding whose weight it reads.
+    A tied head is a site by its own module, not by the embedding whose weight it reads. A module
+    that picks experts by its product is a router, which peft does not take for a linear module.
     """
     if node.op != "linear":
+        return None
+    if any(other.op == "topk" and other.scope == node.scope for other in graph.nodes):
         return None
     parameter = graph.parameters_by_name.get(node.inputs[1])
     if parameter is None or parameter.role != "frozen":

@@ -79,17 +79,17 @@ def training_runner(state: ModelState, adapter: Adapter, windows: bool = False) 
     """Return a runner that trains an adapter, which need not be one of the state's.
 
     With `windows`, sequences go through the KV cache window by window, not as wholes. On the CPU,
-    what this process frees goes back to the system from now on, so that memory is as planned.
-
-    A step that would save more than a memory budget in bytes is planned again.
+    where less memory is asked for than a budget of 1, what this process frees goes back to the
+    system from now on, so that memory is as planned. A step that would save more than a memory budget in bytes is planned again.
 
     Raises:
         UnsupportedError: the adapter's encoder was not saved with it.
     """
-    if state.device.type == "cpu":
+    budget = state.program.options.budget
+    if state.device.type == "cpu" and budget.share != 1.0:
         return_freed_memory()
     training = state.training(adapter, windows)
     weights = state.weight_store.bind(training.model)
-    is_promise = state.program.options.budget.size_bytes is not None
+    is_promise = budget.size_bytes is not None
     training_for = partial(state.training, adapter, windows) if is_promise else None
     return TrainingRunner(training, weights, adapter, state.ranks, training_for)
