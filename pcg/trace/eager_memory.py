@@ -255,7 +255,7 @@ def _hidden(out: Any) -> Tensor:
 
 
 class _Saved:
-    """What autograd holds of a tensor, as long as it does: DoRA drops some within a forward.
+    """A tensor that autograd holds, as long as it does: DoRA drops some within a forward.
 
     A tensor itself would hold more, such as what it was detached from.
     """

@@ -221,12 +221,16 @@ def _export(model: nn.Module) -> torch.export.ExportedProgram:
     shapes = {name: {1: tokens} for name in inputs}
     original = model.forward
 
-    def forward(**given: torch.Tensor) -> torch.Tensor:
-        return _logits(model, original(**given, **options), given["input_ids"].shape[1])
+    def forward(**given: torch.Tensor) -> Any:
+        return original(**given, **options)
+
+    def logits(_: nn.Module, __: Any, given: Mapping[str, torch.Tensor], out: Any) -> torch.Tensor:
+        return _logits(model, out, given["input_ids"].shape[1])
 
     names = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in inputs]
     forward.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
     own = vars(model).get("forward")
+    last = model.register_forward_hook(logits, with_kwargs=True)
     model.forward = forward
     try:
         # torch prints the graph of what it cannot trace.
@@ -237,6 +241,7 @@ def _export(model: nn.Module) -> torch.export.ExportedProgram:
     except Exception as error:
         raise _NotThisWay(_reason(error)) from error
     finally:
+        last.remove()
         del model.forward
         if own is not None:
             model.forward = own

@@ -7,8 +7,8 @@ Above a fixed threshold each tensor is a mapping of its own, which is gone once 
 
     resident memory over a step  =  the floor before it + the bytes that are alive
 
-The price is that fresh pages are zeroed by the kernel, half as long again for a step: so this is for
-those who ask for less memory, by a budget below 1. `benchmarks/bench_peak.py` measures both.
+The price is that fresh pages are zeroed by the kernel, half as long again for a step, so this
+is for those who ask for less memory, by a budget below 1. `benchmarks/bench_peak.py` measures both.
 """
 
 from __future__ import annotations

@@ -80,7 +80,8 @@ def training_runner(state: ModelState, adapter: Adapter, windows: bool = False) 
 
     With `windows`, sequences go through the KV cache window by window, not as wholes. On the CPU,
     where less memory is asked for than a budget of 1, what this process frees goes back to the
-    system from now on, so that memory is as planned. A step that would save more than a memory budget in bytes is planned again.
+    system from now on, so that memory is as planned. A step that would save more
+    than a memory budget in bytes is planned again.
 
     Raises:
         UnsupportedError: the adapter's encoder was not saved with it.
