@@ -222,12 +222,11 @@ def test_a_model_that_pcg_does_not_train() -> None:
     assert "no gradient" in page.text
 
 
-def test_a_method_that_peft_does_not_have() -> None:
+def test_a_method_that_peft_does_not_have_is_measured_as_the_paper_writes_it() -> None:
     houlsby = pcg.explain(short(LLAMA), "houlsby")
-    assert "eager" not in {stage.stage for stage in houlsby.activations}
-    page = Page(houlsby.to_html())
-    assert "eager saves" not in page.text
-    assert "saved for backward" in page.text
+    saved = {stage.stage: stage.bytes for stage in houlsby.activations}
+    assert saved["eager"] > saved["pruned"] > 0
+    assert "eager saves" in Page(houlsby.to_html()).text
 
 
 def test_the_same_report_gives_the_same_page(report: Report, page: Page) -> None:

@@ -159,7 +159,7 @@ def rank_memory(executor: Executor, adapter: str) -> dict[str, int]:
         "weights": executor.state.weight_store.size_bytes,
         "adapters": sum(tensor.nbytes for tensor in trained),
         "optimizer": sum(kept.nbytes for of in optimizer.state.values() for kept in of.values()),
-        "activations": measured(executor),
+        "activations": measured(executor, BATCH, SEQ),
     }
 
 
