@@ -34,7 +34,16 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("case", [m for m in MODIFICATIONS if not m.refused], ids=lambda m: m.name)
+OWN = [m for m in MODIFICATIONS if not m.refused]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow] if i % 2 else [])
+        for i, case in enumerate(OWN)
+    ],
+)
 def test_a_modified_module_is_itself(case: Modification, tmp_path: Path) -> None:
     model = modified(case)
     (prompt,) = prompts((13,))
