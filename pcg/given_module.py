@@ -74,7 +74,7 @@ def check_logits(executor: Executor, model: nn.Module) -> None:
         with with_attention(model, implementation):
             expected = _logits(model, ids)
         if found is None:
-            found = executor.logits(ids.tolist()).to("cpu", torch.float64)
+            found = executor.logits(ids.tolist()).cpu().double()
         errors.append(_relative_error(found, expected))
         if errors[-1] <= allowed:
             return
@@ -94,7 +94,7 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
             f"{type(model).__name__} itself fails on {_TOKENS} tokens: {error}"
         ) from error
     logits = out.logits if hasattr(out, "logits") else out if isinstance(out, Tensor) else out[0]
-    return logits[0].to("cpu", torch.float64)
+    return logits[0].cpu().double()
 
 
 def _relative_error(found: Tensor, expected: Tensor) -> float:

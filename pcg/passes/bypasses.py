@@ -107,7 +107,8 @@ def bypasses_of(
         for path, bypass in adapted.items():
             site, layer = places[path]
             found.setdefault(site, []).append(bypass)
-            if layer is not None:
+            # Of a module whose rank was pruned to 0 there is nothing to train.
+            if layer is not None and getattr(bypass, "rank", None) != 0:
                 layers[layer].found.setdefault(site, []).append(bypass)
         own = [
             (source, layer)

@@ -174,7 +174,9 @@ class _Importer:
         arguments = torch.fx.node.map_arg(node.args, lambda n: data(values[n]))
         keywords = {k: v for k, v in node.kwargs.items() if k != "device"}
         if any(isinstance(a, torch.device) for a in arguments):
-            return values[node.args[0]]  # type: ignore[index,no-any-return]
+            if arguments[0].dtype == value.dtype:
+                return values[node.args[0]]  # type: ignore[index,no-any-return]
+            return self.flat.constant(node.name, arguments[0].to(value.dtype))
         result = node.target(*arguments, **keywords)  # type: ignore[operator]
         return self.flat.constant(node.name, result.contiguous())
 
