@@ -171,7 +171,7 @@ class _Importer:
         value = node.meta["val"]
         if not isinstance(value, torch.Tensor) or None in traced_shape(node):
             return None
-        arguments = torch.fx.node.map_arg(node.args, lambda n: data(values[n]))
+        arguments: Any = torch.fx.node.map_arg(node.args, lambda n: data(values[n]))
         keywords = {k: v for k, v in node.kwargs.items() if k != "device"}
         if any(isinstance(a, torch.device) for a in arguments):
             if arguments[0].dtype == value.dtype:
