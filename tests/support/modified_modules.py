@@ -1,6 +1,8 @@
 """Changes of a Hugging Face model in memory, each with what compiling the result must do.
 
-A change takes a freshly built model and modifies it in place, or returns another module.
+A change takes a freshly built model and modifies it in place.
+
+Long because each change is a function of its own.
 """
 
 from __future__ import annotations
@@ -242,6 +244,12 @@ def a_bias_on_one_down_projection(model: Any) -> None:
 @_case()
 def a_bias_on_the_head(model: Any) -> None:
     model.lm_head = _with_bias(model.lm_head)
+
+
+@_case("gpt_neox")
+def frequencies_and_a_hook(model: Any) -> None:
+    model.gpt_neox.rotary_emb.inv_freq *= 0.5
+    model.gpt_neox.layers[1].mlp.register_forward_hook(lambda _, __, out: torch.tanh(out) * 2.0)
 
 
 @_case("opt")

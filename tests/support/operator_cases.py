@@ -1,4 +1,7 @@
-"""Operators with inputs to differentiate them at."""
+"""Operators with inputs to differentiate them at.
+
+Long because every operator that has a gradient has a case.
+"""
 
 import dataclasses
 import itertools

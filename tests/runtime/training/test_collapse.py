@@ -1,6 +1,5 @@
 """Losses at the two ends of a job, and jobs that leave the adapter worse than it was."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,6 @@ def shared() -> Executor:
     with torch.no_grad():
         model.lm_head.weight *= 10
     return pcg.compiler.compile(model, None)
-
-
-@pytest.fixture
-def executor(shared: Executor) -> Iterator[Executor]:
-    """Without adapters, before and after."""
-    yield shared
-    for name in shared.adapters:
-        shared.remove_adapter(name)
 
 
 def mean_loss(executor: Executor, name: str, data: list[Example]) -> float:

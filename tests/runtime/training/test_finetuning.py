@@ -11,7 +11,6 @@ import logging
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +72,6 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def shared(model: Any) -> Executor:
     return pcg.compiler.compile(model, None)
-
-
-@pytest.fixture
-def executor(shared: Executor) -> Iterator[Executor]:
-    """Without adapters, before and after."""
-    yield shared
-    for name in shared.adapters:
-        shared.remove_adapter(name)
 
 
 def tensors(executor: Executor, name: str = "a") -> dict[str, torch.Tensor]:
