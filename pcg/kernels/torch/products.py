@@ -159,7 +159,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 _onednn_linear = torch.ops.mkldnn._linear_pointwise
-"""It takes plain weights, too, however they are strided, and packs them as it goes, in its cache."""
+"""It takes plain weights, too, however they are strided, and holds no copy of them."""
 
 
 def linear_backward(dy: Tensor, weight: Tensor) -> Tensor:
