@@ -209,7 +209,7 @@ def test_packed_signs_say_where_relu_lets_through(numbers: list[float]) -> None:
 
 
 def choice(size: int, flops: int) -> Choice:
-    return Choice((), (), size, flops)
+    return Choice((), (), size, flops, flops)
 
 
 HULLS = st.lists(
