@@ -178,7 +178,7 @@ def pipeline(given: Settings) -> Pipeline:
                 On(Attached.map_blocks, SplitFusedProjections()),
                 PlanBase(tp, options.styles),
                 RepeatHeadsOfModels(tp),
-                Shard(tp, given.device_costs, sequence_parallel),
+                Shard(tp, given.device_costs, sequence_parallel, options.budget, given.rank_costs),
                 On(Sharded.map_graphs, Localize(tp)),
             ),
         ),

@@ -161,6 +161,12 @@ class SaveProblem:
             return []
         return [*self._between(left, middle), middle, *self._between(middle, right)]
 
+    def add_cost(self, value: str, seconds: float) -> None:
+        """Let the node that makes a value take so much longer to recompute."""
+        node = self.graph.producers.get(value)
+        if node is not None and node.name in self._costs:
+            self._costs[node.name] += round(seconds / PICOSECOND)
+
     def in_costs(self, choices: Iterable[Choice]) -> tuple[Choice, ...]:
         """Choices of the same layer, with the cost of what backward recomputes."""
         return tuple(replace(choice, cost=self._cost_of(choice.saved)) for choice in choices)
