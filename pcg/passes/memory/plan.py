@@ -124,15 +124,22 @@ class Frontiers:
 
     def choices(self, budget: MemoryBudget) -> list[Choice] | None:
         """Each layer's choice within a budget, at the least cost; None for none."""
-        found = []
-        for of_kind in (self.of_kind, self.by_flops):
-            of_layers = [of_kind[kind] for kind in self.layers] if of_kind else []
-            mix = spread(of_layers, budget, self.outside_bytes) if of_kind else None
-            if mix is not None:
-                found.append([one[i] for one, i in zip(of_layers, mix, strict=True)])
-                if not any(mix):
-                    return found[-1]
-        return min(found, key=lambda one: sum(c.cost for c in one), default=None)
+        best = self.within(self.of_kind, budget)
+        if best is None or not self.by_flops or best == [front[0] for front in self.of_layers]:
+            return best
+        other = self.within(self.by_flops, budget)
+        found = [best] if other is None else [best, other]
+        return min(found, key=lambda one: sum(choice.cost for choice in one))
+
+    def within(
+        self, of_kind: Sequence[Sequence[Choice]], budget: MemoryBudget
+    ) -> list[Choice] | None:
+        """Each layer's choice on these frontiers of the kinds, within a budget; None for none."""
+        of_layers = [of_kind[kind] for kind in self.layers]
+        mix = spread(of_layers, budget, self.outside_bytes)
+        if mix is None:
+            return None
+        return [front[index] for front, index in zip(of_layers, mix, strict=True)]
 
     def _sharing_inputs(self, budget: MemoryBudget, limit: int) -> MemoryPlan:
         """The plan in which layers save the least, and as few inputs as need be are recomputed."""

@@ -54,6 +54,7 @@ class Step:
     Attributes:
         seconds: forward and backward of all layers on a rank, neighbouring messages coalesced.
         apart_seconds: the same, where each message goes by itself.
+        again_seconds: of that, what backward recomputes.
         kept_bytes: bytes that the layers keep.
     """
 
@@ -61,18 +62,26 @@ class Step:
     frontiers: Frontiers
     seconds: float
     apart_seconds: float
+    again_seconds: float
     kept_bytes: int
 
 
 @dataclass(frozen=True)
 class Joint:
-    """The least step that was found, the one whose layouts are cheapest alone, and a bound.
+    """The least step that was found, and what it is compared with.
 
-    `bound_seconds` is below every step's `apart_seconds`, whatever its layouts.
+    Attributes:
+        limit_bytes: bytes that the layers may keep.
+        sequential: the step with the layouts that are cheapest alone.
+        sequential_seconds: the time of the same layouts, where what is recomputed is chosen by
+            operations alone.
+        bound_seconds: no layouts have less `apart_seconds` than this.
     """
 
     best: Step
+    limit_bytes: int
     sequential: Step
+    sequential_seconds: float
     bound_seconds: float
 
 
@@ -123,7 +132,11 @@ class JointSearch:
         found = [first]
         bounds = [self._block(index, found, least, rate) for index in range(len(self._searches))]
         best = min(found, key=lambda step: step.seconds)
-        return Joint(best, first, max(bounds))
+        alone = first.frontiers.within(first.frontiers.by_flops, self._budget)
+        assert alone is not None  # the least is the same
+        again = sum(choice.cost for choice in alone) * PICOSECOND
+        seconds = first.seconds - first.again_seconds + again
+        return Joint(best, limit, first, seconds, max(bounds))
 
     def _binds(self, found: Frontiers) -> bool:
         chosen = found.choices(self._budget)
@@ -160,7 +173,7 @@ class JointSearch:
         while waiting and len(found) < _MOST_STEPS and next(made) < _MOST_PLANS:
             bound, _, part = heapq.heappop(waiting)
             if bound >= _best(found) * _NEARLY:
-                return bound
+                return _best(found)
             if part.sites == len(search.sites):
                 self._add(found, index, search.hold(part.layouts, part.gathered))
                 continue
@@ -192,7 +205,7 @@ class JointSearch:
         coalesced = sum(together[block] for block in model.layers)
         apart = sum(plans[block].cost for block in model.layers)
         kept = sum(choice.size_bytes for choice in choices)
-        return Step(plans, found, coalesced + again, apart + again, kept)
+        return Step(plans, found, coalesced + again, apart + again, again, kept)
 
     def _least_of_base(self, found: Frontiers, rate: float) -> float:
         """Seconds of what all layers' backwards recompute and keep at least, at a rate."""
