@@ -13,22 +13,24 @@ from pcg.errors import TypeCheckError
 from pcg.ir.analysis.saved_memory import outside_bytes
 from pcg.ir.analysis.storages import Storages
 from pcg.ir.program.program import ModelGraph
-from pcg.options import MemoryBudget
+from pcg.options import MemoryBudget, PlanOptions
+from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.layer_costs import DeviceCosts
-from pcg.parallel.costs.rank_costs import RankCosts
+from pcg.parallel.costs.rank_costs import PICOSECOND, RankCosts
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search
 from pcg.parallel.sharder import shard
 from pcg.passes.attach import attach
 from pcg.passes.differentiate import LayerKind, layer_kinds
+from pcg.passes.pipeline import Settings, pipeline
 from pcg.passes.prune import Prune
 from pcg.passes.sharding.joint import Joint
 from pcg.passes.sharding.localize import Localize
 from pcg.passes.sharding.shard import PlanBase, Shard
-from pcg.passes.stages import Attached, Prepared
+from pcg.passes.stages import Attached, Prepared, Sharded, TrainedModel
 from tests.support.bypasses import lora
 from tests.support.mlp import mlp_model
-from tests.support.parallelized import Machine
+from tests.support.parallelized import Machine, attached
 
 UP, DOWN = "model.layers.{layer}.up", "model.layers.{layer}.down"
 DEGREE, TOKENS_HERE = 2, 8
@@ -56,7 +58,9 @@ def prepared(sites: tuple[str, ...]) -> Prepared:
 
 def sharding(link: float, size_bytes: int | None, alpha: float = 0.0) -> Shard:
     on = machine(link, alpha)
-    budget = MemoryBudget() if size_bytes is None else MemoryBudget(None, size_bytes, 1, TOKENS_HERE)
+    budget = (
+        MemoryBudget() if size_bytes is None else MemoryBudget(None, size_bytes, 1, TOKENS_HERE)
+    )
     costs = DeviceCosts(on, DEGREE, TOKENS_HERE, TOKENS_HERE)  # type: ignore[arg-type]
     return Shard(DEGREE, costs, False, budget, RankCosts(on, DEGREE))  # type: ignore[arg-type]
 
@@ -154,7 +158,8 @@ def brute(sites: tuple[str, ...], link: float) -> tuple[Point, ...]:
     return tuple(envelope(steps))
 
 
-LINKS = (1e4, 1e5, 1e6)
+SLOW = pytest.mark.slow
+LINKS = (pytest.param(1e4, marks=SLOW), pytest.param(1e5, marks=SLOW), 1e6)
 
 
 def check(sites: tuple[str, ...], link: float) -> int:
@@ -179,3 +184,74 @@ def check(sites: tuple[str, ...], link: float) -> int:
 @pytest.mark.parametrize("sites", [(UP,), (DOWN,)], ids=["up", "down"])
 def test_no_layouts_with_no_storages_take_less(sites: tuple[str, ...], link: float) -> None:
     assert check(sites, link)
+
+
+@pytest.mark.parametrize("alpha", [pytest.param(0.0, marks=pytest.mark.slow), 1e-4])
+def test_never_worse_than_one_after_the_other(alpha: float) -> None:
+    """Of two sites, where messages take time to start and may be coalesced."""
+    sites, asked = (UP, DOWN), 0
+    for size, link in itertools.product((520, 760), (1e5, 1e6)):
+        found = joint(sites, link, size, alpha)
+        if found is None:
+            continue
+        asked += 1
+        assert found.best.seconds <= found.sequential.seconds
+        assert found.best.seconds <= found.sequential_seconds * (1 + 1e-12)
+        assert found.best.kept_bytes <= found.limit_bytes
+        assert found.bound_seconds <= found.best.apart_seconds * (1 + 1e-9)
+    assert asked
+
+
+# --------------------------------------------------------------------------------------- pipelines
+
+
+@cache
+def trained(size: int | float) -> tuple[Sharded, TrainedModel]:
+    """A family's model of two layers over ranks of a data sheet, with a budget."""
+    options = PlanOptions(tp=2, batch=2, seq=64, memory_budget=size, costs="L40S")
+    passes = pipeline(Settings(options, costs=find_cost_model("L40S")))
+    sharded = passes.parallelize.run(attached("llama3"))
+    pruned = passes.prune.run(passes.differentiate.run(sharded))
+    found = passes.rematerialize.run(passes.compress.run(pruned)).training
+    assert isinstance(sharded, Sharded)
+    assert found is not None
+    return sharded, found
+
+
+def test_what_is_weighed_is_what_is_planned() -> None:
+    _, most = trained(1.0)
+    sizes = [point[0] for point in most.frontiers.points()]
+    size = (sizes[0] + 2 * min(sizes)) // 3
+    sharded, found = trained(size)
+    assert sharded.joint is not None
+    plan = found.plan
+    kept = sum(plan.choices[index].size_bytes for index in plan.layers)
+    assert kept == sharded.joint.best.kept_bytes
+    assert kept <= size - found.frontiers.outside_bytes == sharded.joint.limit_bytes
+    again = sum(plan.choices[index].cost for index in plan.layers) * PICOSECOND
+    assert again == pytest.approx(sharded.joint.best.again_seconds)
+    assert sharded.plans == sharded.joint.best.plans
+
+
+def test_what_does_not_bind_changes_nothing() -> None:
+    sharded, most = trained(1.0)
+    size = most.frontiers.points()[0][0]
+    loose, found = trained(size)
+    assert sharded.joint is loose.joint is None
+    assert found.graphs == most.graphs
+
+
+def test_a_recompute_pays_for_the_messages_that_it_repeats() -> None:
+    """At fewer bytes than the most, less time than by operations alone, where links are slow."""
+    _, most = trained(1.0)
+    found = most.frontiers
+    sizes = [point[0] for point in found.points()]
+    saved = []
+    for part in range(1, 8):
+        budget = MemoryBudget(None, sizes[0] - (sizes[0] - min(sizes)) * part // 8, 2, 64)
+        ours, alone = found.choices(budget), found.within(found.by_flops, budget)
+        if ours is None or alone is None:
+            continue
+        saved.append(sum(c.cost for c in alone) - sum(c.cost for c in ours))
+    assert min(saved) >= 0
+    assert max(saved) > 0

@@ -118,7 +118,7 @@ class Frontiers:
         """
         choices = self.choices(budget)
         if choices is not None:
-            return self._planned(choices)
+            return self.planned(choices)
         assert budget.size_bytes is not None
         return self._sharing_inputs(budget, budget.size_bytes - self.outside_bytes)
 
@@ -159,14 +159,15 @@ class Frontiers:
         return dataclasses.replace(least, restored=restored)
 
     def _least(self) -> MemoryPlan:
-        return self._planned([frontier[-1] for frontier in self.of_layers])
+        return self.planned([frontier[-1] for frontier in self.of_layers])
 
     def _input_bytes(self, layer: int) -> int:
         """Bytes of the input that a layer gets from the one before."""
         value = self.model.blocks[self.model.layers[layer]].inputs[0]
         return int(value.type.size_bytes.subs(TOKENS, self.batch * self.seq))
 
-    def _planned(self, of_layers: Sequence[Choice]) -> MemoryPlan:
+    def planned(self, of_layers: Sequence[Choice]) -> MemoryPlan:
+        """The plan of each layer's choice."""
         taken = list(dict.fromkeys(zip(self.layers, of_layers, strict=True)))
         plans, choices = [], []
         for kind_index, choice in taken:
