@@ -52,7 +52,7 @@ CASES = (
     Case("meta-llama/Llama-3.1-70B", "lora", 8, "H100"),
     Case("Qwen/Qwen2.5-14B", "dora", 4, "A100-80"),
     Case("Qwen/Qwen2.5-32B", "lora", 8, "L40S"),
-    Case("facebook/opt-13b", "bottleneck", 4, "A100-80", "PCIe 4"),
+    Case("facebook/opt-13b", "houlsby", 4, "A100-80", "PCIe 4"),
     Case("google/gemma-2-27b", "lora", 4, "H100", "PCIe 5"),
     Case("tiiuae/falcon-40b", "ia3", 4, "A100-80"),
 )

@@ -1,4 +1,4 @@
-"""What backward reads of bypass networks: the bytes on a rank, and what they cost at least.
+"""Values of bypass networks that backward reads: their bytes on a rank, and their least cost.
 
 Of what the nodes of a site make and no other node reads, such as s = x Aᵀ, backward needs some, in
 the layout that a node's gradient reads. It is saved, gathered again of saved parts, or recomputed:

@@ -150,7 +150,7 @@ class Search:
 
     @cached_property
     def kept(self) -> KeptValues:
-        """What backward reads of what the sites make."""
+        """The values that backward reads of what the sites make."""
         return KeptValues(self.planner, self.sites)
 
     def _of_one_input(self) -> list[tuple[BypassSite, ...]]:
@@ -248,7 +248,7 @@ class Search:
         return frozenset(n for n in site.weights if n in combined and plan.held[n].dim)
 
     def chosen(self, best: ParallelPlan, site: BypassSite) -> Candidate:
-        """What a plan does at a site."""
+        """The candidate that a plan has at a site."""
         return self._candidate(best, best, site, self._gathered(best, site))
 
     def _choice(self, best: ParallelPlan, site: BypassSite) -> SiteChoice:

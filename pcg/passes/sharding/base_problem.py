@@ -1,4 +1,4 @@
-"""What backward needs of a layer whatever layouts its bypass networks have: the base's own values.
+"""The save problem of a layer's base, which is there whatever layouts its bypass networks have.
 
 The layer without bypass networks is differentiated with respect to what it is given, and to the
 values that the networks add to. Backward also reads the base's values that the networks' gradients
