@@ -216,7 +216,7 @@ class FinetuneOptions(
                 )
             if takes and value is not None:
                 given[name] = value
-        return Optimizer.of(self.optimizer, given)
+        return Optimizer.of(self.optimizer, given, self.offload_optimizer)
 
     @property
     def batch_bounds(self) -> BatchBounds:
