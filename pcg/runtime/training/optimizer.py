@@ -133,12 +133,12 @@ def _cut(
 ) -> dict[str, Tensor]:
     """Cut the state of a rank's shards out of a whole adapter's; other entries stay."""
     found = dict(saved)
-    for key, expected in kind.state((1, 1)).items():
+    for key, expected in kind.state((1, 1), torch.float32).items():
         ending = f"/{key}"
         wholes = {p.removesuffix(ending): v for p, v in saved.items() if p.endswith(ending)}
         for path in wholes.keys() & {shards.path_of(name) for name in names}:
             del found[f"{path}{ending}"]
-        if not expected.ndim:
+        if not torch.as_tensor(expected).ndim:
             own = {n: wholes[p].clone() for n in names if (p := shards.path_of(n)) in wholes}
         else:
             own = shards.cut(wholes)

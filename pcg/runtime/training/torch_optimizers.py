@@ -14,6 +14,7 @@ import contextlib
 import difflib
 import functools
 import inspect
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -68,8 +69,11 @@ _NOT_ELEMENTWISE = ("adafactor", "muon")
 _NO_OPTIONS = ("params", "lr", "foreach", "fused", "maximize", "differentiable", "capturable")
 """The learning rate, which has a field and a schedule, and how a step is computed."""
 _NO_OPTIONS_OF_8BIT = ("params", "lr", "amsgrad", "optim_bits", "args", "is_paged")
-"""Besides, what bitsandbytes' classes take and refuse, and paging, for which states are offloaded."""
+"""Besides, what these classes take and refuse, and paging, for which states are offloaded."""
 _DTYPES_OF_8BIT = ("float16", "bfloat16", "float32")
+
+# It warns on standard error, when it is imported, of kernels for products, which pcg does not use.
+logging.getLogger("bitsandbytes").addHandler(logging.NullHandler())
 
 
 def _class(name: str) -> type[torch.optim.Optimizer]:

@@ -1,4 +1,4 @@
-"""8-bit states: bitsandbytes' own steps, exact resume, bytes, engines; refused over ranks."""
+"""8-bit states: bitsandbytes' own steps, exact resume, in an engine, too, and bytes."""
 
 import copy
 import warnings
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import pcg
-from pcg.errors import FinetuneError, FinetuneInterrupted
+from pcg.errors import FinetuneInterrupted
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.result import StepRecord
@@ -135,8 +135,7 @@ def test_the_adapter_is_nearly_that_of_peft(executor: Executor, name: str) -> No
         updates.zero_grad()
     for path, tensor in found.items():
         moved = (theirs[path].detach() - start[path]).norm()
-        print((tensor - theirs[path].detach()).norm() / moved)
-        assert (tensor - theirs[path].detach()).norm() / moved < 0.05
+        assert (tensor - theirs[path].detach()).norm() / moved < 5e-3
 
 
 @pytest.mark.parametrize("is_offloaded", [False, True])
@@ -188,21 +187,11 @@ def test_a_job_of_an_engine_is_resumed_to_the_same_bits(executor: Executor, tmp_
     assert same(train(STEPS, **place), whole)
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_bytes_of_states_are_as_explained(executor: Executor, tmp_path: Path, name: str) -> None:
-    recipe = {**LORA, "use_dora": True}
+def test_bytes_of_states_are_as_explained(executor: Executor, tmp_path: Path) -> None:
+    recipe, name = {**LORA, "use_dora": True}, "adamw8bit"
     options = {**OPTIONS, "max_steps": 2}
     executor.finetune(DATA, "a", peft=recipe, checkpoint_dir=tmp_path, optimizer=name, **options)
     saved = load_file(tmp_path / "step-00000002" / "optimizer.safetensors")
     steps = {key for key in saved if key.endswith("/step")}  # which are ints, not tensors
     measured = sum(tensor.nbytes for key, tensor in saved.items() if key not in steps)
     assert pcg.explain(model(), recipe, optimizer=name).memory_bytes["optimizer"] == measured
-    report = pcg.explain(model(), recipe, optimizer=name, offload_optimizer=True)
-    values = sum(saved[key].nbytes for key in ("qmap1", "qmap2") if key in saved)
-    assert report.memory_bytes["optimizer"] == values
-    assert report.host_bytes == {"optimizer": measured - values}
-
-
-def test_parts_of_matrices_are_refused() -> None:
-    with pytest.raises(FinetuneError, match="'adamw8bit' quantizes blocks of whole matrices, of"):
-        pcg.explain(model(), LORA, tp=2, optimizer="adamw8bit")
