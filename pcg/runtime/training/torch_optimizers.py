@@ -134,9 +134,9 @@ class StateMemory:
     """The bytes of the states of some parameters.
 
     Attributes:
-        device_bytes: bytes that stay on the device of the parameters; scalars, some of which torch
-            keeps on the CPU, are among them.
-        host_bytes: bytes in host memory between updates.
+        device_bytes: bytes that stay on the device of the parameters; where states are not
+            offloaded, scalars that torch keeps on the CPU are among them.
+        host_bytes: bytes in host memory.
         update_bytes: the most bytes of `host_bytes` that are on the device, too, in an update.
     """
 
@@ -238,7 +238,7 @@ class Optimizer:
         if self.has_8bit_states and found not in _DTYPES_OF_8BIT:
             raise FinetuneError(
                 f"optimizer {self.name!r} updates {', '.join(_DTYPES_OF_8BIT)}, and the adapter is "
-                f"{found}; use {self.name.removesuffix('8bit')}"
+                f"{found}; use adamw, or another one of torch"
             )
 
     def state(self, shape: Shape, dtype: torch.dtype) -> State:
@@ -252,19 +252,19 @@ class Optimizer:
     def state_memory(self, shapes: Iterable[Shape], dtype: torch.dtype) -> StateMemory:
         """Return the bytes of the states of parameters after a step."""
         shared: dict[str, int] = {}
-        scalars = movable = in_update = 0
+        on_device = on_host = in_update = 0
         for shape, count in Counter(map(tuple, shapes)).items():
             tensors = {k: v for k, v in self.state(shape, dtype).items() if not isinstance(v, int)}
             shared |= {key: v.nbytes for key, v in tensors.items() if key in SHARED_KEYS}
             own = [v for key, v in tensors.items() if key not in SHARED_KEYS]
-            scalars += count * sum(v.nbytes for v in own if not v.ndim)
-            size = sum(v.nbytes for v in own if v.ndim)
-            movable += count * size
-            in_update = max(in_update, size)
-        stays = sum(shared.values()) + scalars
+            moved = sum(v.nbytes for v in own if v.ndim)
+            on_device += count * sum(v.nbytes for v in own if not v.ndim and v.is_meta)
+            on_host += count * (moved + sum(v.nbytes for v in own if not v.is_meta))
+            in_update = max(in_update, moved)
+        on_device += sum(shared.values())
         if self.is_offloaded:
-            return StateMemory(stays, movable, in_update)
-        return StateMemory(stays + movable)
+            return StateMemory(on_device, on_host, in_update)
+        return StateMemory(on_device + on_host)
 
 
 def _checked(name: str, option: str, value: object, default: object) -> Any:
