@@ -25,6 +25,7 @@ from pcg.runtime.data.dataset import Dataset
 from pcg.runtime.data.example import Example
 from pcg.runtime.data.order import Batches
 from pcg.runtime.model.batch import mixed_seed
+from pcg.runtime.training.host_states import HostStates
 from pcg.runtime.training.optimizer import load_optimizer, make_optimizer, optimizer_tensors
 from pcg.runtime.training.options import FinetuneOptions
 from pcg.runtime.training.runner import TrainingRunner
@@ -72,6 +73,8 @@ class TrainingStep:
         if self._shards is not None:
             self._kind.check_parted(runner.ranks.size)
         self.optimizer = make_optimizer(self.parameters, self._kind, options.learning_rate)
+        offloaded = HostStates(self.optimizer) if self._kind.is_offloaded else None
+        self._take_step = self.optimizer.step if offloaded is None else offloaded.step
 
     def gradients(self, step: int, rate: float) -> Work[StepGradients]:
         """Take the next batches and compute their gradients, clipped.
@@ -128,7 +131,7 @@ class TrainingStep:
         """Update the adapter by its gradients, after `step` steps before."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
+        self._take_step()
         if self.beside is not None:
             self.beside.after_step(step + 1)
         self.drop_gradients()
