@@ -1,0 +1,102 @@
+"""Renders a machine plan as monospaced text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from textwrap import fill
+
+from pcg.explain.text import bar
+from pcg.plan.candidate import Candidate
+from pcg.plan.front_table import MACHINE, front_columns, price_words
+from pcg.plan.machine_plan import MachinePlan
+from pcg.units import gib
+
+MOST_ROWS = 16
+"""The most rows of the front that the table has."""
+
+
+def plan_text(plan: MachinePlan) -> str:
+    """Return the plan as monospaced text of at most 100 columns, commands apart."""
+    parts = [_heading(plan)]
+    if plan.chosen is None:
+        parts.append(_closest(plan))
+    else:
+        parts += [_front(plan), _memory(plan.chosen), _start(plan, plan.chosen)]
+    parts.append([line for words in _sources(plan) for line in words])
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def _heading(plan: MachinePlan) -> list[str]:
+    return [
+        f"{plan.model}  ·  {plan.method or 'no adapters'}",
+        str(plan.workload),
+        "",
+        f"{plan.candidates} machines tried, {plan.kept} keep what is promised",
+    ]
+
+
+def _front(plan: MachinePlan) -> list[str]:
+    """Return the front as a table; an arrow is at the chosen machine."""
+    columns = front_columns(plan)
+    shown = plan.front[:MOST_ROWS]
+    if plan.chosen is not None and plan.chosen not in shown:
+        shown = (*shown[:-1], plan.chosen)
+    rows = [[*columns], *([cell(one) for cell in columns.values()] for one in shown)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row, one in zip(rows, (None, *shown), strict=True):
+        cells = (
+            cell.ljust(width) if name == MACHINE else cell.rjust(width)
+            for name, cell, width in zip(columns, row, widths, strict=True)
+        )
+        mark = "→" if one is not None and one is plan.chosen else " "
+        lines.append(f"{mark} {'  '.join(cells)}".rstrip())
+    if len(plan.front) > len(shown):
+        lines.append(f"  {len(plan.front) - len(shown)} more in --json and --html")
+    return lines
+
+
+def _memory(chosen: Candidate) -> list[str]:
+    total = chosen.memory_bytes["total"]
+    lines = [f"memory of a rank of {chosen.machine}, GiB of {gib(chosen.usable_bytes)} usable"]
+    for kind, size in chosen.memory_bytes.items():
+        if size:
+            name = kind.replace("kv_", "KV ").replace("_", " ")
+            lines.append(f"  {name:<16}{gib(size):>10}  {bar(size, total)}".rstrip())
+    return lines
+
+
+def _start(plan: MachinePlan, chosen: Candidate) -> list[str]:
+    replicas = chosen.machine.replicas
+    each = f"each of {replicas} replicas" if replicas > 1 else "it"
+    lines = [f"start {each}:", f"  {plan.command(chosen)}"]
+    if plan.workload.serving is not None:
+        lines.append('  and serve with pcg.load("program").engine(…), or measure: pcg bench serve')
+    return lines
+
+
+def _closest(plan: MachinePlan) -> list[str]:
+    closest = plan.closest
+    assert closest is not None
+    broken = [promise for promise in closest.promises if not promise.is_kept]
+    return [
+        f"no machine keeps what is promised; the closest is {closest.machine}:",
+        *(f"  {promise}" for promise in broken),
+    ]
+
+
+def _sources(plan: MachinePlan) -> Iterator[list[str]]:
+    """Yield where times come from, and what else is to be known."""
+    by_words: dict[str, list[str]] = {}
+    for gpu, words in plan.costs.items():
+        by_words.setdefault(words, []).append(gpu)
+    notes = [f"times of {', '.join(gpus)}: {words}" for words, gpus in by_words.items()]
+    if plan.workload.serving is not None:
+        notes.append("latencies are means of a steady state; bursts are not in them")
+    if plan.workload.serving is not None and plan.workload.training is not None:
+        notes.append("each replica trains an adapter of its own; tokens are those of all")
+    if price_words(plan):
+        notes.append(price_words(plan))
+    notes += [f"tp={degree} cannot be: {why}" for degree, why in plan.refused.items()]
+    for note in notes:
+        yield fill(note, 98, initial_indent="* ", subsequent_indent="  ").splitlines()
