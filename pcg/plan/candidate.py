@@ -34,7 +34,7 @@ class Promise:
     """A promise, what was found, and whether it is kept; in the same unit.
 
     Attributes:
-        name: memory (GiB a rank), rate (requests/s), ttft or tpot (ms).
+        name: memory (GiB a rank), rate (requests/s), finetuning (tokens/s), ttft or tpot (ms).
     """
 
     name: str
@@ -49,14 +49,20 @@ class Promise:
     def excess(self) -> float:
         """What was found as a multiple of what is allowed; above 1 it is broken."""
         ratio = self.found / self.promised
-        return 1 / max(ratio, 1e-12) if self.name == "rate" else ratio
+        return 1 / max(ratio, 1e-12) if self._is_least else ratio
+
+    @property
+    def _is_least(self) -> bool:
+        """True if as much is wanted at least, and not at most."""
+        return self.name in ("rate", "finetuning")
 
     def __str__(self) -> str:
-        unit = {"memory": "GiB a rank", "rate": "requests/s"}.get(self.name, "ms")
+        units = {"memory": "GiB a rank", "rate": "requests/s", "finetuning": "tokens/s"}
+        unit = units.get(self.name, "ms")
         name = {"ttft": "time to the first token", "tpot": "time per output token"}.get(
             self.name, self.name
         )
-        word = "at least" if self.name == "rate" else "at most"
+        word = "at least" if self._is_least else "at most"
         return f"{name} {self.found:,.4g} {unit}, {word} {self.promised:,.4g} wanted"
 
 
@@ -96,9 +102,10 @@ class Candidate:
         return all(promise.is_kept for promise in self.promises)
 
     @property
-    def excess(self) -> float:
-        """The promise that is broken most, as a multiple of what is allowed."""
-        return max(promise.excess for promise in self.promises)
+    def shortfall(self) -> tuple[bool, float]:
+        """What is broken most, as a multiple of what is allowed; what does not fit comes last."""
+        memory = self.memory_bytes["total"] > self.usable_bytes
+        return memory, max(promise.excess for promise in self.promises)
 
     @property
     def throughput(self) -> float:

@@ -27,6 +27,7 @@ class Wanted:
         rank: the rank of the trained adapter; 0 for a method without ranks.
         tpot_slo_s: promise of the time per output token; None for none.
         ttft_slo_s: promise of the time to the first token; None for none.
+        tokens_per_s: promise of finetuned tokens a second; None for none.
         price: dollars an hour by GPU.
     """
 
@@ -35,6 +36,7 @@ class Wanted:
     rank: int
     tpot_slo_s: float | None
     ttft_slo_s: float | None
+    tokens_per_s: float | None
     price: Mapping[str, float]
 
 
@@ -74,7 +76,7 @@ class Replica:
             self.usable_bytes,
             step_s=step_s,
             finetuning_tokens_per_s=tokens_per_s,
-            promises=(self._memory_promise(memory),),
+            promises=(self._memory_promise(memory), *self._finetuning(tokens_per_s)),
             dollars_per_hour=self._dollars(1),
         )
 
@@ -107,6 +109,7 @@ class Replica:
                 self._memory_promise(memory),
                 *self._latencies(load),
                 *self._rate_promise(serving, load, sustained_per_s),
+                *self._finetuning(trained),
             ),
             dollars_per_hour=self._dollars(replicas),
         )
@@ -204,10 +207,13 @@ class Replica:
             return ()
         wanted = self.wanted
         found = (("ttft", wanted.ttft_slo_s, load.ttft_s), ("tpot", wanted.tpot_slo_s, load.tpot_s))
-        # Steps are solved for to a thousandth.
         return tuple(
             Promise(name, slo_s * 1e3, seconds * 1e3) for name, slo_s, seconds in found if slo_s
         )
+
+    def _finetuning(self, tokens_per_s: float | None) -> tuple[Promise, ...]:
+        wanted = self.wanted.tokens_per_s
+        return () if wanted is None else (Promise("finetuning", wanted, tokens_per_s or 0.0),)
 
     def _rate_promise(
         self, serving: Serving, load: Load | None, sustained_per_s: float

@@ -22,7 +22,7 @@ def front_columns(plan: MachinePlan) -> Mapping[str, Cell]:
     }
     if len({one.machine.dtype for one in front}) > 1:
         columns["dtype"] = lambda one: one.machine.dtype
-    columns["GiB a rank"] = lambda one: gib(one.memory_bytes["total"])
+    columns["GiB/rank"] = lambda one: gib(one.memory_bytes["total"])
     if workload.training is not None:
         columns["batch"] = _batch
         if any(one.choice is not None and one.choice.budget < 1 for one in front):
@@ -30,9 +30,9 @@ def front_columns(plan: MachinePlan) -> Mapping[str, Cell]:
         columns["step s"] = lambda one: _number(one.step_s)
         columns["tuned tok/s"] = lambda one: _number(one.finetuning_tokens_per_s)
     if workload.serving is not None:
-        columns["TPOT ms"] = lambda one: _number(one.load and one.load.tpot_s * 1e3)
-        columns["TTFT ms"] = lambda one: _number(one.load and one.load.ttft_s * 1e3)
-        columns["req/s at most"] = lambda one: _number(one.sustained_per_s)
+        columns["TPOT ms"] = lambda one: _number(1e3 * one.load.tpot_s if one.load else None)
+        columns["TTFT ms"] = lambda one: _number(1e3 * one.load.ttft_s if one.load else None)
+        columns["max req/s"] = lambda one: _number(one.sustained_per_s)
     if any(one.dollars_per_hour is not None for one in front):
         columns["$/h"] = lambda one: _dollars(one.dollars_per_hour)
         columns["$/M tokens"] = lambda one: _dollars(one.dollars_per_million(_made(one)))

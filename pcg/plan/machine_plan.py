@@ -21,7 +21,9 @@ class MachinePlan:
         method: the PEFT method in words; None for the base alone.
         method_options: the options of the command line that name the method.
         costs: the source of each GPU's times, by its name.
-        planned_for: the device by whose costs adapters lie on ranks; None where one rank is all.
+        planned_for: the device by whose costs adapters lie on ranks; None where there is one rank
+            or the base alone.
+        own_costs: the profile by which a GPU is costed; None for data sheets.
         candidates: the number of machines that were tried.
         kept: the number of those that keep all promises.
         front: the Pareto front, in order of cost.
@@ -36,6 +38,7 @@ class MachinePlan:
     workload: MachineWorkload
     costs: Mapping[str, str]
     planned_for: str | None
+    own_costs: str | None
     candidates: int
     kept: int
     front: tuple[Candidate, ...]
@@ -57,7 +60,7 @@ class MachinePlan:
         if machine.tp > 1:
             words += ["--tp", str(machine.tp)]
             if self.planned_for is not None:
-                words += ["--costs", self.planned_for]
+                words += ["--costs", self.own_costs or machine.gpu]
         if choice is not None and training is not None:
             words += ["--batch", str(choice.batch), "--seq", str(training.seq)]
             if choice.budget < 1:
@@ -70,10 +73,27 @@ class MachinePlan:
             words += ["--gradient-accumulation-steps", str(choice.accumulation)]
         return shlex.join([*words, "--data", "train.jsonl", "--adapter", "mine", "-o", "mine"])
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Where times come from, and what else is to be known, in sentences."""
+        by_words: dict[str, list[str]] = {}
+        for gpu, words in self.costs.items():
+            by_words.setdefault(words, []).append(gpu)
+        notes = [f"times of {', '.join(gpus)}: {words}" for words, gpus in by_words.items()]
+        both = self.workload.serving is not None and self.workload.training is not None
+        if self.workload.serving is not None:
+            notes.append("latencies are means of a steady state; bursts are not in them")
+        if both:
+            notes.append("each replica trains an adapter of its own; tokens are those of all")
+        if self.planned_for is not None and any(one.machine.tp > 1 for one in self.front):
+            notes.append(f"over ranks, adapters lie as is best on {self.planned_for}")
+        notes += [f"tp={degree} cannot be: {why}" for degree, why in self.refused.items()]
+        return tuple(notes)
+
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON; times in seconds, sizes in bytes."""
         serving, training = self.workload.serving, self.workload.training
-        found = {
+        found: dict[str, Any] = {
             "model": self.model,
             "method": self.method,
             "workload": {
@@ -88,6 +108,7 @@ class MachinePlan:
             "chosen": None if self.chosen is None else self.front.index(self.chosen),
             "closest": None if self.closest is None else self.closest.to_json(),
             "refused": {str(degree): why for degree, why in self.refused.items()},
+            "notes": list(self.notes),
         }
         plain: dict[str, Any] = json.loads(json.dumps(found))
         return plain

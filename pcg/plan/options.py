@@ -33,6 +33,7 @@ class MachineOptions(OptimizerChoice):
         price: dollars that a GPU costs an hour, by name. Without it nothing is said of dollars.
         tpot_slo_ms: promise of the mean time of an output token after the first, ms.
         ttft_slo_ms: promise of the mean time to the first token, ms.
+        finetuning_tokens_per_s: promise of the tokens a second that all replicas train on.
         max_num_seqs: the most requests that a replica serves at once.
         adapters: adapters of the method that requests use, as often as each other; none by default,
             where the base alone serves.
@@ -52,6 +53,7 @@ class MachineOptions(OptimizerChoice):
     price: Mapping[str, float] | None = None
     tpot_slo_ms: float | None = None
     ttft_slo_ms: float | None = None
+    finetuning_tokens_per_s: float | None = None
     max_num_seqs: int = 256
     adapters: int = 0
     costs: str | os.PathLike[str] | None = None
@@ -68,10 +70,10 @@ class MachineOptions(OptimizerChoice):
                 )
         for dtype in self.dtypes:
             dtype_name(dtype)
-        for name in ("tpot_slo_ms", "ttft_slo_ms"):
+        for name in ("tpot_slo_ms", "ttft_slo_ms", "finetuning_tokens_per_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise UnsupportedError(f"{name}={value!r}; use milliseconds above 0")
+                raise UnsupportedError(f"{name}={value!r}; use a number above 0")
         for gpu, dollars in (self.price or {}).items():
             if not 0 < dollars < math.inf:
                 raise UnsupportedError(

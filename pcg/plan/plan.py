@@ -58,6 +58,7 @@ def plan(given: PlanArguments) -> MachinePlan:
         rank,
         None if given.tpot_slo_ms is None else given.tpot_slo_ms / 1e3,
         None if given.ttft_slo_ms is None else given.ttft_slo_ms / 1e3,
+        given.finetuning_tokens_per_s,
         price,
     )
     search = Search(given.model, recipes, wanted, devices, given)
@@ -73,11 +74,12 @@ def plan(given: PlanArguments) -> MachinePlan:
         workload=workload,
         costs={device.gpu.name: _source(device.model, given.costs) for device in devices},
         planned_for=search.planned_for,
+        own_costs=None if given.costs is None else str(given.costs),
         candidates=len(found),
         kept=len(kept),
         front=pareto_front(kept),
         chosen=cheapest(kept),
-        closest=None if kept else min(found, key=lambda one: (one.excess, one.machine.gpus)),
+        closest=None if kept else min(found, key=lambda one: (one.shortfall, one.machine.gpus)),
         refused={degree: str(error) for degree, error in search.refused.items()},
     )
 
@@ -124,6 +126,11 @@ def _recipes(given: PlanArguments, workload: MachineWorkload) -> Mapping[str, Re
 
 def _served(given: MachineOptions, workload: MachineWorkload, rank: int) -> Served | None:
     """Return what a replica serves."""
+    if workload.training is None and given.finetuning_tokens_per_s is not None:
+        raise UnsupportedError(
+            f"finetuning_tokens_per_s={given.finetuning_tokens_per_s:g} is promised, and workload "
+            f"{given.workload!r} trains nothing; add train:BATCHxTOKENS, or leave it out"
+        )
     if workload.serving is not None:
         most_tokens = Limits(running=given.max_num_seqs).tokens
         return Served(workload.serving, given.adapters, rank, given.max_num_seqs, most_tokens)
@@ -140,5 +147,7 @@ def _source(model: CostModel, costs: object) -> str:
     if not isinstance(model, SheetModel):
         return f"measured on {model.name} by pcg profile ({costs})"
     share = model.achieved
-    shares = f"{share.product:.0%} of its products, {share.memory:.0%} of its bandwidth"
-    return f"data sheet, not measured: {shares}, {share.link:.0%} of {model.link_name}"
+    return (
+        f"data sheets, not measured; products reach {share.product:.0%} of their peak, and memory "
+        f"{share.memory:.0%} and links {share.link:.0%} of their bandwidth"
+    )

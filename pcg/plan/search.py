@@ -65,8 +65,8 @@ class Search:
 
     @property
     def planned_for(self) -> str | None:
-        """The name or file of the costs by which adapters lie on ranks; None for one rank."""
-        if max(self._options.degrees) == 1:
+        """The name or file of the costs by which adapters lie on ranks; None if none do."""
+        if max(self._options.degrees) == 1 or not self._recipes:
             return None
         costs = self._options.costs
         return self._devices[0].gpu.name if costs is None else str(costs)

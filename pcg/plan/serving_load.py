@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pcg.kernels.sizes import PAGE_TOKENS
-from pcg.parallel.costs.step_costs import GraphCosts, SequenceChunk, StepShape
+from pcg.parallel.costs.step_costs import SequenceChunk, StepCosts, StepShape
 from pcg.plan.workload import Serving
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
@@ -79,7 +79,7 @@ class Served:
 class ServingSteps:
     """The times of one replica's steps that serve."""
 
-    def __init__(self, costs: GraphCosts, served: Served) -> None:
+    def __init__(self, costs: StepCosts, served: Served) -> None:
         self._costs = costs
         self.served = served
         self.serving = served.serving

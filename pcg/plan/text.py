@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from textwrap import fill
 
 from pcg.explain.text import bar
@@ -22,7 +21,7 @@ def plan_text(plan: MachinePlan) -> str:
         parts.append(_closest(plan))
     else:
         parts += [_front(plan), _memory(plan.chosen), _start(plan, plan.chosen)]
-    parts.append([line for words in _sources(plan) for line in words])
+    parts.append(_notes(plan))
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
@@ -85,18 +84,7 @@ def _closest(plan: MachinePlan) -> list[str]:
     ]
 
 
-def _sources(plan: MachinePlan) -> Iterator[list[str]]:
-    """Yield where times come from, and what else is to be known."""
-    by_words: dict[str, list[str]] = {}
-    for gpu, words in plan.costs.items():
-        by_words.setdefault(words, []).append(gpu)
-    notes = [f"times of {', '.join(gpus)}: {words}" for words, gpus in by_words.items()]
-    if plan.workload.serving is not None:
-        notes.append("latencies are means of a steady state; bursts are not in them")
-    if plan.workload.serving is not None and plan.workload.training is not None:
-        notes.append("each replica trains an adapter of its own; tokens are those of all")
-    if price_words(plan):
-        notes.append(price_words(plan))
-    notes += [f"tp={degree} cannot be: {why}" for degree, why in plan.refused.items()]
-    for note in notes:
-        yield fill(note, 98, initial_indent="* ", subsequent_indent="  ").splitlines()
+def _notes(plan: MachinePlan) -> list[str]:
+    words = price_words(plan)
+    notes = [*plan.notes, words] if words else plan.notes
+    return [fill(note, 98, initial_indent="* ", subsequent_indent="  ") for note in notes]

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pcg.parallel.costs.step_costs import GraphCosts, SequenceChunk, StepShape
+from pcg.parallel.costs.step_costs import SequenceChunk, StepCosts, StepShape
 from pcg.plan.rank_plan import TrainingChoice
 from pcg.plan.serving_load import BATCHES, Load, ServingSteps, interpolated
 from pcg.plan.workload import Training
@@ -38,7 +38,7 @@ class CoServed:
     tokens_per_s: float
 
 
-def step_seconds(costs: GraphCosts, training: Training, choice: TrainingChoice, rank: int) -> float:
+def step_seconds(costs: StepCosts, training: Training, choice: TrainingChoice, rank: int) -> float:
     """Return the seconds of an optimizer step where nothing is served."""
     chunks = [SequenceChunk(training.seq, 0, False, True, "trained", rank)] * choice.batch
     shape = StepShape.of(chunks)
@@ -46,7 +46,7 @@ def step_seconds(costs: GraphCosts, training: Training, choice: TrainingChoice, 
     return choice.accumulation * batch_s + costs.update_seconds()
 
 
-def backward_seconds(costs: GraphCosts, shape: StepShape) -> float:
+def backward_seconds(costs: StepCosts, shape: StepShape) -> float:
     """Return the seconds of backward through all layers."""
     return sum(costs.backward_seconds(layer, shape) for layer in range(costs.layers))
 
@@ -54,7 +54,7 @@ def backward_seconds(costs: GraphCosts, shape: StepShape) -> float:
 class CoServing:
     """Finetuning windows within the steps of a replica that serves."""
 
-    def __init__(self, steps: ServingSteps, costs: GraphCosts, training: Training) -> None:
+    def __init__(self, steps: ServingSteps, costs: StepCosts, training: Training) -> None:
         self._steps = steps
         self._costs = costs
         self._training = training

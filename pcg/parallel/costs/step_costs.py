@@ -166,7 +166,9 @@ class GraphCosts:
         made: dict[int, GraphSeconds] = {}
 
         def seconds_of(graph: Graph) -> GraphSeconds:
-            return made.setdefault(id(graph), GraphSeconds(graph, model, degree))
+            if id(graph) not in made:
+                made[id(graph)] = GraphSeconds(graph, model, degree)
+            return made[id(graph)]
 
         blocks = [seconds_of(block) for block in serving.blocks]
         counts = [serving.layers.count(index) for index in range(len(blocks))]
@@ -183,7 +185,9 @@ class GraphCosts:
         made: dict[int, GraphSeconds] = {}
 
         def moved(graph: GraphSeconds) -> GraphSeconds:
-            return made.setdefault(id(graph), graph.on(model))
+            if id(graph) not in made:
+                made[id(graph)] = graph.on(model)
+            return made[id(graph)]
 
         found = copy.copy(self)
         found._forward = [(moved(graph), count) for graph, count in self._forward]
