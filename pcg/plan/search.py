@@ -90,30 +90,27 @@ class Search:
                     if device not in holding:
                         machine = Machine(device.gpu.name, degree, 1, name)
                         yield too_large(machine, least, device.usable_bytes)
-                plan = self._plan(setup, degree) if holding else None
-                for device in holding if plan is not None else ():
-                    assert plan is not None
-                    replica = Replica(
-                        device.gpu.name,
-                        device.usable_bytes,
-                        device.model,
-                        name,
-                        plan,
-                        self._wanted,
-                    )
-                    yield from replica.candidates(self._options.max_gpus)
+                yield from self._over_ranks(setup, degree, name, holding) if holding else ()
 
-    def _plan(self, setup: Setup, degree: int) -> RankPlan | None:
-        """Return the model over ranks; None if they cannot hold or train it."""
+    def _over_ranks(
+        self, setup: Setup, degree: int, dtype: str, devices: Sequence[Device]
+    ) -> list[Candidate]:
+        """Return the machines of a degree; none, and the reason, if it cannot be."""
         trains = self._wanted.workload.training is not None
+        found: list[Candidate] = []
         try:
             setup.optimizer.check_parted(degree)
-            return RankPlan(setup.having(tp=degree), trains, self._options.adapters)
+            plan = RankPlan(setup.having(tp=degree), trains, self._options.adapters)
+            for device in devices:
+                place = (device.gpu.name, device.usable_bytes, device.model)
+                replica = Replica(*place, dtype, plan, self._wanted)
+                found += replica.candidates(self._options.max_gpus)
         except (FinetuneError, ParallelError, UnsupportedError) as error:
             if degree == 1:
                 raise
             self.refused[degree] = error
-            return None
+            return []
+        return found
 
     def _setup(self, dtype: str | None) -> Setup:
         """Return the model, traced in a dtype, and the step that is planned."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,9 @@ import pytest
 import pcg
 from pcg.errors import UnsupportedError
 from pcg.parallel.costs.accelerators import ACCELERATORS, RESERVED_BYTES
+from pcg.parallel.costs.cost_model import SheetModel
+from pcg.parallel.costs.device_profile import DeviceProfile, OperatorTime
+from pcg.parallel.costs.work import Work
 from pcg.plan.candidate import Candidate
 from pcg.plan.machine_plan import MachinePlan
 from pcg.simulate.simulated_program import simulated_program
@@ -218,6 +223,36 @@ def test_served_adapters_take_memory_and_time() -> None:
     assert many.memory_bytes["served_adapters"] == 100 * size
     assert many.load.tpot_s > base.load.tpot_s
     assert base.memory_bytes["served_adapters"] == 0
+
+
+def test_a_profile_takes_the_place_of_a_sheet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that takes twice what the sheet says, for every operator that is asked for."""
+    asked: dict[Work, float] = {}
+    on_sheet = SheetModel.work_seconds
+
+    def recorded(model: SheetModel, work: Work) -> float:
+        return asked.setdefault(work, on_sheet(model, work))
+
+    monkeypatch.setattr(SheetModel, "work_seconds", recorded)
+    options: dict[str, Any] = {"workload": "train:2x64", "gpus": ["H100"], "max_gpus": 2}
+    sheet = pcg.plan(tiny_llama.config(), **options, tp=[1]).chosen
+    points = tuple(
+        OperatorTime(dataclasses.replace(work, shapes=f"{place}"), 2 * seconds)
+        for place, (work, seconds) in enumerate(asked.items())
+    )
+    DeviceProfile("a slow H100", {}, points).save(tmp_path / "h100.json")
+    plan = pcg.plan(tiny_llama.config(), **options, costs=tmp_path / "h100.json")
+    assert sheet is not None
+    assert plan.chosen is not None
+    assert sheet.step_s is not None
+    assert plan.chosen.step_s is not None
+    assert plan.chosen.step_s == pytest.approx(2 * sheet.step_s)
+    assert plan.costs["H100"].startswith("measured on a slow H100 by pcg profile")
+    # What only ranks run was not measured, nor a link.
+    assert "not measured on a slow H100" in plan.refused[2]
+    assert "tp=2 cannot be" in plan.to_text()
 
 
 def test_plans_are_the_same_again() -> None:
