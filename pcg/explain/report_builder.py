@@ -24,6 +24,7 @@ from pcg.explain.step_memory import (
     bytes_at,
     carried_bytes,
     formula_text,
+    state_memory,
     step_memory,
 )
 from pcg.ir.analysis.saved_memory import saved_memory, window_memory
@@ -85,10 +86,17 @@ def build_report(planned: PlannedModel) -> Report:
         notes=tuple(notes),
         memory_budget=str(setup.options.budget),
         optimizer=setup.optimizer.name,
+        host_bytes=_host_bytes(planned),
         timeline=tuple(moments),
         graph=_graph(trained, at) if trained else (),
         layer_groups=tuple(_layer_groups(planned)),
     )
+
+
+def _host_bytes(planned: PlannedModel) -> dict[str, int]:
+    """Return the bytes in host memory by kind; none of a step on a CPU, which has no other."""
+    size = state_memory(planned).host_bytes if planned.setup.device == "cuda" else 0
+    return {"optimizer": size} if size else {}
 
 
 def _uncompressed_plan(planned: PlannedModel) -> MemoryPlan | None:

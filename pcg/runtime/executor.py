@@ -152,7 +152,10 @@ class Executor:
         for request in requests:
             engine.submit(request)
         while not engine.is_idle:
-            yield from engine.step()
+            for chunk in engine.step():
+                if chunk.error is not None:
+                    raise chunk.error
+                yield chunk
 
     @takes(EngineArguments)
     def engine(self, given: EngineArguments) -> Engine:

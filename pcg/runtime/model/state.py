@@ -16,7 +16,14 @@ from pcg.ir.program.program import Program, Serving, Training
 from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.parallel.ranks.same_program import check_same, serving_text
-from pcg.peft.adapter import Adapter, check_biases, check_fits, new_adapter, with_shared
+from pcg.peft.adapter import (
+    Adapter,
+    check_biases,
+    check_finite,
+    check_fits,
+    new_adapter,
+    with_shared,
+)
 from pcg.peft.reader import read_adapter
 from pcg.peft.registry import is_shorthand, recipe_from
 from pcg.runtime.adapters.padded_tables import PaddedTables
@@ -142,6 +149,7 @@ class ModelState:
             check_fits(adapter, modules, self.program.name, base.output_module)
             adapter = with_shared(adapter, modules)
             check_biases(adapter, self._base_biases(adapter))
+            check_finite(self.on_host(adapter), path_or_config)
         else:
             fresh = new_adapter(
                 name,
