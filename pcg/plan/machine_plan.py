@@ -20,6 +20,7 @@ class MachinePlan:
         model: the model's name.
         method: the PEFT method in words; None for the base alone.
         method_options: the options of the command line that name the method.
+        optimizer_options: those that name the optimizer.
         costs: the source of each GPU's times, by its name.
         planned_for: the device by whose costs adapters lie on ranks; None where there is one rank
             or the base alone.
@@ -35,6 +36,7 @@ class MachinePlan:
     model: str
     method: str | None
     method_options: tuple[str, ...]
+    optimizer_options: tuple[str, ...]
     workload: MachineWorkload
     costs: Mapping[str, str]
     planned_for: str | None
@@ -68,7 +70,7 @@ class MachinePlan:
         if not trains_alone:
             return shlex.join([*words, "-o", "program"])
         assert choice is not None
-        words += ["--batch-size", str(choice.batch)]
+        words += [*self.optimizer_options, "--batch-size", str(choice.batch)]
         if choice.accumulation > 1:
             words += ["--gradient-accumulation-steps", str(choice.accumulation)]
         return shlex.join([*words, "--data", "train.jsonl", "--adapter", "mine", "-o", "mine"])

@@ -5,6 +5,7 @@ Importing this file costs next to nothing.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -79,6 +80,14 @@ class MachineOptions(OptimizerChoice):
                 raise UnsupportedError(
                     f"price {gpu}={dollars!r}; use dollars an hour above 0, as {gpu}=2.5"
                 )
+
+    @property
+    def optimizer_words(self) -> tuple[str, ...]:
+        """The options of the command line that name the optimizer; none for the default."""
+        words = [] if self.optimizer == "adamw" else ["--optimizer", self.optimizer]
+        for name, value in (self.optimizer_options or {}).items():
+            words += ["--optimizer-option", f"{name}={json.dumps(value)}"]
+        return (*words, "--offload-optimizer") if self.offload_optimizer else tuple(words)
 
     @property
     def gpu_names(self) -> tuple[str, ...]:

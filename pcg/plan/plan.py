@@ -71,6 +71,7 @@ def plan(given: PlanArguments) -> MachinePlan:
         model=search.name,
         method=recipes_text(recipes),
         method_options=("--peft", words) if isinstance(words, str) else (),
+        optimizer_options=given.optimizer_words,
         workload=workload,
         costs={device.gpu.name: _source(device.model, given.costs) for device in devices},
         planned_for=search.planned_for,

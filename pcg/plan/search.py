@@ -61,7 +61,9 @@ class Search:
         self._wanted = wanted
         self._devices = devices
         self._options = options
-        self._optimizer = Optimizer.of(options.optimizer, options.optimizer_options)
+        self._optimizer = Optimizer.of(
+            options.optimizer, options.optimizer_options, options.offload_optimizer
+        )
 
     @property
     def planned_for(self) -> str | None:

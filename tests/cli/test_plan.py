@@ -30,6 +30,7 @@ def test_plan_prints_machines_and_what_starts_them(model: Path, tmp_path: Path) 
 @pytest.mark.parametrize("workload", ["train:4x64", "serve:2req/s:32x32"])
 def test_the_command_runs(model: Path, data: Path, tmp_path: Path, workload: str) -> None:
     options = ["--workload", workload, "--rank", "4", "--targets", "q_proj,v_proj", "--gpu", "A10G"]
+    options += ["--optimizer", "sgd", "--optimizer-option", "momentum=0.9"]
     found = json.loads(output_of("plan", model, *options, "--max-gpus", "1", "--json"))
     program, name, *words = shlex.split(found["front"][found["chosen"]]["command"])
     assert program == "pcg"
@@ -38,6 +39,7 @@ def test_the_command_runs(model: Path, data: Path, tmp_path: Path, workload: str
     words = [str(model) if word == found["model"] else word for word in words]
     if name == "finetune":
         assert words[words.index("--r" if "--r" in words else "--rank") + 1] == "4"
+        assert "--optimizer sgd --optimizer-option momentum=0.9" in " ".join(words)
         words += ["--max-steps", "1", "--max-length", "64"]
         words[words.index("--adapter") + 1] = "mine"
     output_of(name, *words)
