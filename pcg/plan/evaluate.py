@@ -146,12 +146,12 @@ class Replica:
         """Return how optimizer steps run, and whether that fits.
 
         It is the largest batch at which nothing is recomputed that need not be. If there is none,
-        it is one sequence at the largest memory budget that fits, in hundredths.
+        it is one sequence at the largest memory budget that fits, in tenths.
         """
         batches = [n for n in range(1, training.batch + 1) if training.batch % n == 0]
 
-        def choice(batch: int, hundredths: int = 100) -> TrainingChoice:
-            return TrainingChoice(batch, training.batch // batch, hundredths / 100)
+        def choice(batch: int, tenths: int = 10) -> TrainingChoice:
+            return TrainingChoice(batch, training.batch // batch, tenths / 10)
 
         def over(one: TrainingChoice) -> int:
             return self.plan.memory(one, served_tokens)["total"] - self.usable_bytes
@@ -164,7 +164,7 @@ class Replica:
         low, low_over = 0, over(choice(1, 0))
         if low_over > 0:
             return choice(1, 0), False
-        high, high_over = 100, over(choice(1))
+        high, high_over = 10, over(choice(1))
         while high - low > 1:
             # Saved bytes are straight in the budget; the workspace nearly is.
             guess = low + round((high - low) * -low_over / (high_over - low_over))

@@ -88,7 +88,7 @@ class MachinePlan:
         if both:
             notes.append("each replica trains an adapter of its own; tokens are those of all")
         if self.planned_for is not None and any(one.machine.tp > 1 for one in self.front):
-            notes.append(f"over ranks, adapters lie as is best on {self.planned_for}")
+            notes.append(f"over ranks, adapters are parallelized for {self.planned_for}")
         notes += [f"tp={degree} cannot be: {why}" for degree, why in self.refused.items()]
         return tuple(notes)
 

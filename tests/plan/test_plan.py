@@ -90,7 +90,7 @@ def test_budgets_are_the_largest_that_fit() -> None:
         return report.memory_bytes["total"]
 
     assert total(one.choice.budget) == one.memory_bytes["total"] <= usable("A10G")
-    assert total(one.choice.budget + 0.01) > usable("A10G")
+    assert total(one.choice.budget + 0.1) > usable("A10G")
     assert f"--memory-budget {one.choice.budget:g}" in plan.command(one)
 
 
