@@ -47,7 +47,7 @@ class Promise:
 
     @property
     def excess(self) -> float:
-        """What was found as a multiple of what is allowed; above 1 it is broken."""
+        """The found number as a multiple of what is allowed; above 1 the promise is broken."""
         ratio = self.found / self.promised
         return 1 / max(ratio, 1e-12) if self._is_least else ratio
 
@@ -103,18 +103,18 @@ class Candidate:
 
     @property
     def shortfall(self) -> tuple[bool, float]:
-        """What is broken most, as a multiple of what is allowed; what does not fit comes last."""
+        """If the memory is too small, then the worst excess of a promise; the less the better."""
         memory = self.memory_bytes["total"] > self.usable_bytes
         return memory, max(promise.excess for promise in self.promises)
 
     @property
     def throughput(self) -> float:
-        """What is as high as can be: tokens a second of finetuning; none where only served."""
+        """The finetuned tokens a second, as high as can be; 0 where nothing is trained."""
         return self.finetuning_tokens_per_s or 0.0
 
     @property
     def latency_s(self) -> float:
-        """What is as low as can be: the time per output token, or of an optimizer step."""
+        """The time per output token, or of an optimizer step; as low as can be."""
         return self.load.tpot_s if self.load is not None else self.step_s or 0.0
 
     def dollars_per_million(self, tokens_per_s: float | None) -> float | None:

@@ -20,7 +20,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Wanted:
-    """What candidates are evaluated for.
+    """The work that candidates are evaluated for, and its promises.
 
     Attributes:
         served: what a replica serves; None where nothing is served.

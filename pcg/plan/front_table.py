@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from pcg.plan.candidate import Candidate
-from pcg.plan.machine_plan import MachinePlan
+from pcg.plan.plan_data import PlanData
 from pcg.units import gib
 
 Cell = Callable[[Candidate], str]
@@ -13,7 +13,7 @@ MACHINE = "machine"
 """The column of names; all others hold numbers."""
 
 
-def front_columns(plan: MachinePlan) -> Mapping[str, Cell]:
+def front_columns(plan: PlanData) -> Mapping[str, Cell]:
     """Return the columns that the plan has anything for, by their heads."""
     front, workload = plan.front, plan.workload
     columns: dict[str, Cell] = {
@@ -39,7 +39,7 @@ def front_columns(plan: MachinePlan) -> Mapping[str, Cell]:
     return columns
 
 
-def price_words(plan: MachinePlan) -> str:
+def price_words(plan: PlanData) -> str:
     """Return what a million tokens are; empty without prices."""
     if all(one.dollars_per_hour is None for one in plan.front):
         return ""

@@ -28,7 +28,7 @@ MEMORY_KINDS = (
 
 @dataclass(frozen=True)
 class TrainingChoice:
-    """How an optimizer step is run: sequences at once, batches a step, and what is saved."""
+    """The way an optimizer step is run: sequences at once, batches a step, and what is saved."""
 
     batch: int
     accumulation: int

@@ -60,7 +60,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Served:
-    """What a replica serves, and within which limits.
+    """The requests that a replica serves, and its limits.
 
     Attributes:
         adapters: the number of adapters that requests use.

@@ -7,14 +7,14 @@ from textwrap import fill
 from pcg.explain.text import bar
 from pcg.plan.candidate import Candidate
 from pcg.plan.front_table import MACHINE, front_columns, price_words
-from pcg.plan.machine_plan import MachinePlan
+from pcg.plan.plan_data import PlanData
 from pcg.units import gib
 
 MOST_ROWS = 16
 """The most rows of the front that the table has."""
 
 
-def plan_text(plan: MachinePlan) -> str:
+def plan_text(plan: PlanData) -> str:
     """Return the plan as monospaced text of at most 100 columns, commands apart."""
     parts = [_heading(plan)]
     if plan.chosen is None:
@@ -25,7 +25,7 @@ def plan_text(plan: MachinePlan) -> str:
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def _heading(plan: MachinePlan) -> list[str]:
+def _heading(plan: PlanData) -> list[str]:
     return [
         f"{plan.model}  ·  {plan.method or 'no adapters'}",
         str(plan.workload),
@@ -34,7 +34,7 @@ def _heading(plan: MachinePlan) -> list[str]:
     ]
 
 
-def _front(plan: MachinePlan) -> list[str]:
+def _front(plan: PlanData) -> list[str]:
     """Return the front as a table; an arrow is at the chosen machine."""
     columns = front_columns(plan)
     shown = plan.front[:MOST_ROWS]
@@ -65,7 +65,7 @@ def _memory(chosen: Candidate) -> list[str]:
     return lines
 
 
-def _start(plan: MachinePlan, chosen: Candidate) -> list[str]:
+def _start(plan: PlanData, chosen: Candidate) -> list[str]:
     replicas = chosen.machine.replicas
     each = f"each of {replicas} replicas" if replicas > 1 else "it"
     lines = [f"start {each}:", f"  {plan.command(chosen)}"]
@@ -74,7 +74,7 @@ def _start(plan: MachinePlan, chosen: Candidate) -> list[str]:
     return lines
 
 
-def _closest(plan: MachinePlan) -> list[str]:
+def _closest(plan: PlanData) -> list[str]:
     closest = plan.closest
     assert closest is not None
     broken = [promise for promise in closest.promises if not promise.is_kept]
@@ -84,7 +84,7 @@ def _closest(plan: MachinePlan) -> list[str]:
     ]
 
 
-def _notes(plan: MachinePlan) -> list[str]:
+def _notes(plan: PlanData) -> list[str]:
     words = price_words(plan)
     notes = [*plan.notes, words] if words else plan.notes
     return [fill(note, 98, initial_indent="* ", subsequent_indent="  ") for note in notes]

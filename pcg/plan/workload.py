@@ -1,4 +1,4 @@
-"""What a machine has to do: finetuning steps, requests that come at a rate, or both."""
+"""The work of a machine: finetuning steps, requests that come at a rate, or both."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_over_ranks_memory_is_what_explain_says() -> None:
 
 @pytest.mark.slow
 def test_budgets_are_the_largest_that_fit() -> None:
-    """Where one sequence alone does not fit, some is recomputed, and no more than need be."""
+    """If one sequence alone does not fit, some is recomputed, and no more than need be."""
     config = {**resolve(LLAMA).config, "num_hidden_layers": 12}
     plan = pcg.plan(config, workload="train:2x16384", gpus=["A10G"], tp=[1])
     one = plan.chosen or plan.closest

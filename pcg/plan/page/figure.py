@@ -9,14 +9,14 @@ from matplotlib.figure import Figure
 
 from pcg.explain.page.svg import COLORS, note, svg_element
 from pcg.plan.candidate import Candidate
-from pcg.plan.machine_plan import MachinePlan
+from pcg.plan.plan_data import PlanData
 
 _SIZE = (11.0, 3.8)
 _MARKS = "osD^vP*X"
 _COLORS = ("activations", "save", "compress", "recompute", "drop", "workspace", "other")
 
 
-def front_figure(plan: MachinePlan) -> Markup:
+def front_figure(plan: PlanData) -> Markup:
     """Return the front: cost across, tokens a second or the time per token up."""
     trains = plan.workload.training is not None
     is_priced = all(one.dollars_per_hour is not None for one in plan.front)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from pcg.plan.front_table import MACHINE, front_columns, price_words
-from pcg.plan.machine_plan import MachinePlan
 from pcg.plan.page.figure import front_figure
+from pcg.plan.plan_data import PlanData
 from pcg.units import gib
 
 KINDS = {
@@ -21,7 +21,7 @@ KINDS = {
 }
 
 
-def page(plan: MachinePlan) -> str:
+def page(plan: PlanData) -> str:
     """Return the whole page, which refers to no other file."""
     environment = Environment(
         loader=ChoiceLoader(
