@@ -15,7 +15,7 @@ from pcg.explain.step_memory import memory_bytes
 from pcg.ir.types import DTYPE_BYTES
 from pcg.parallel.costs.cost_model import CostModel
 from pcg.parallel.costs.step_costs import GraphCosts
-from pcg.passes.memory.plan import Frontiers, frontiers
+from pcg.passes.memory.plan import Frontiers
 from pcg.runtime.memory.kv_cache import bytes_of_token
 
 MEMORY_KINDS = (
@@ -121,9 +121,8 @@ class RankPlan:
 
     def _frontiers_at(self, batch: int) -> Frontiers:
         if batch not in self._frontiers:
-            trained = self.planned.training
-            kinds, seq = trained.frontiers.kinds, self.planned.setup.options.seq
-            self._frontiers[batch] = frontiers(trained.model, kinds, batch, seq)
+            seq = self.planned.setup.options.seq
+            self._frontiers[batch] = self.planned.training.frontiers.at(batch, seq)
         return self._frontiers[batch]
 
 

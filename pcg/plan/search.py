@@ -6,6 +6,7 @@ GPU's costs are of the same graphs.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -102,7 +103,10 @@ class Search:
         found: list[Candidate] = []
         try:
             setup.optimizer.check_parted(degree)
-            plan = RankPlan(setup.having(tp=degree), trains, self._options.adapters)
+            if degree > 1:
+                settings = dataclasses.replace(setup.settings, costs=self._devices[0].model)
+                setup = dataclasses.replace(setup, settings=settings).having(tp=degree)
+            plan = RankPlan(setup, trains, self._options.adapters)
             for device in devices:
                 place = (device.gpu.name, device.usable_bytes, device.model)
                 replica = Replica(*place, dtype, plan, self._wanted)
@@ -124,7 +128,7 @@ class Search:
             batch = self._wanted.served.most_running
             seq = max(1, self._wanted.served.most_tokens // batch)
         options = PlanOptions(dtype=dtype, batch=batch, seq=seq)
-        settings = Settings(options, self.name, costs=self._devices[0].model)
+        settings = Settings(options, self.name)
         passes = pipeline(settings)
         traced = passes.trace.run(self._to_trace)
         folded = passes.fold.run(traced)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pcg.errors import FinetuneError, GenerationError
+from pcg.errors import EngineError, FinetuneError, GenerationError
 from pcg.peft.adapter import Adapter
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.limits import Limits
@@ -22,6 +22,7 @@ from tests.support.small_engine import (
     DATA,
     LENGTHS,
     LORA,
+    NEW,
     OPTIONS,
     expected,
     make_engine,
@@ -266,3 +267,36 @@ def test_bad_fields_are_refused_when_a_request_comes(fields: dict[str, Any], mes
     with pytest.raises(GenerationError, match=message):
         engine.submit(Request(**{"prompt_ids": (1, 2), "params": SamplingParams()} | fields))
     assert engine.is_idle
+
+
+def test_other_uses_of_the_executor_beside_its_engine() -> None:
+    """They go through the engine's thread, or are refused by name; the thread goes on."""
+    executor = make_executor()
+    asked = requests(executor, LENGTHS)
+    sequences, names = [list(r.prompt_ids) for r in asked], ["a", None] * 3
+    alone = executor.logits(sequences, names)
+    engine = make_engine(executor, 64)
+    fields: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
+    with engine.start() as running:
+        stream = running.submit([1, 2, 3], max_new_tokens=100, ignore_eos=True)
+        found = executor.generate(sequences, names, **fields)
+        assert [list(one.token_ids) for one in found] == expected(asked)
+        chunks = list(executor.generate(sequences, names, stream=True, **fields))
+        assert {chunk.index for chunk in chunks} == set(range(len(asked)))
+        for ours, theirs in zip(executor.logits(sequences, names), alone, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        executor.add_adapter("fresh", LORA)
+        executor.remove_adapter("fresh")
+        for refused in (
+            lambda: executor.engine(),
+            lambda: executor.finetune(DATA, "one", peft=LORA, **OPTIONS),
+            lambda: executor.training_runner("a"),
+            engine.start,
+        ):
+            with pytest.raises(EngineError, match="an engine runs on this executor's thread"):
+                refused()
+        with pytest.raises(EngineError, match="waits for the engine"):
+            running.run(lambda: executor.generate([[1, 2]]))
+        assert running.run(lambda: executor.logits([1, 2])).shape[0] == 2
+        assert len(stream.wait(60).token_ids) == 100
+    assert executor.generate(sequences, names, **fields) == found

@@ -20,6 +20,7 @@ from pcg.errors import FinetuneInterrupted
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.result import StepRecord
+from tests.support.ranked import METHODS
 from tests.support.small_job import examples
 
 CLASSES: Mapping[str, Any] = {
@@ -45,7 +46,7 @@ def model() -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=256, intermediate_size=320, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, vocab_size=100, max_position_embeddings=32,
+        num_key_value_heads=4, vocab_size=100, max_position_embeddings=64, attention_bias=True,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).eval()
 
@@ -111,7 +112,8 @@ def test_losses_weights_and_states_are_those_of_bitsandbytes(
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_adapter_is_nearly_that_of_peft(executor: Executor, name: str) -> None:
-    """Of gradients that differ in rounding, which may flip a code."""
+    """Of gradients that differ in rounding, which may flip a code, or Lion's sign."""
+    tolerance = 0.1 if name == "lion8bit" else 5e-3
     start = {k: v.clone() for k, v in fresh(executor).items()}
     executor.finetune(DATA, "a", optimizer=name, **{**OPTIONS, "schedule": "constant"})
     found = learned(executor)
@@ -135,7 +137,7 @@ def test_the_adapter_is_nearly_that_of_peft(executor: Executor, name: str) -> No
         updates.zero_grad()
     for path, tensor in found.items():
         moved = (theirs[path].detach() - start[path]).norm()
-        assert (tensor - theirs[path].detach()).norm() / moved < 5e-3
+        assert (tensor - theirs[path].detach()).norm() / moved < tolerance
 
 
 @pytest.mark.parametrize("is_offloaded", [False, True])
@@ -187,9 +189,16 @@ def test_a_job_of_an_engine_is_resumed_to_the_same_bits(executor: Executor, tmp_
     assert same(train(STEPS, **place), whole)
 
 
-def test_bytes_of_states_are_as_explained(executor: Executor, tmp_path: Path) -> None:
-    recipe, name = {**LORA, "use_dora": True}, "adamw8bit"
-    options = {**OPTIONS, "max_steps": 2}
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {**LORA, "use_dora": True},
+        *(pytest.param(METHODS[name], id=name, marks=pytest.mark.slow) for name in METHODS),
+        pytest.param("p-tuning", id="p-tuning", marks=pytest.mark.slow),
+    ],
+)
+def test_bytes_of_states_are_as_explained(executor: Executor, tmp_path: Path, recipe: Any) -> None:
+    options, name = {**OPTIONS, "max_steps": 2}, "adamw8bit"
     executor.finetune(DATA, "a", peft=recipe, checkpoint_dir=tmp_path, optimizer=name, **options)
     saved = load_file(tmp_path / "step-00000002" / "optimizer.safetensors")
     steps = {key for key in saved if key.endswith("/step")}  # which are ints, not tensors

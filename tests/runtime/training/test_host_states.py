@@ -31,11 +31,14 @@ VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
 )
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("name", "options"), VARIANTS)
-def test_updates_are_those_of_the_library(name: str, options: Mapping[str, Any]) -> None:
+def test_updates_are_those_of_the_library(
+    name: str, options: Mapping[str, Any], device: str
+) -> None:
     """Beside its own step over all parameters; in the middle the job is resumed."""
     torch.manual_seed(0)
-    start = {path: torch.randn(shape) for path, shape in SHAPES.items()}
+    start = {path: torch.randn(shape, device=device) for path, shape in SHAPES.items()}
     here, there = copy.deepcopy(start), copy.deepcopy(start)
     kind = Optimizer.of(name, options, is_offloaded=True)
     theirs = make_optimizer(here, kind, 1e-2)
@@ -48,8 +51,8 @@ def test_updates_are_those_of_the_library(name: str, options: Mapping[str, Any])
             states = HostStates(ours)
             load_optimizer(ours, kind, there, saved)
         for path in SHAPES:
-            here[path].grad = torch.randn(SHAPES[path])
-            there[path].grad = here[path].grad.clone()
+            gradient = torch.randn(SHAPES[path], device=device)
+            here[path].grad, there[path].grad = gradient, gradient.clone()
         theirs.step()
         states.step()
     for path, tensor in here.items():
@@ -57,7 +60,9 @@ def test_updates_are_those_of_the_library(name: str, options: Mapping[str, Any])
         assert not torch.equal(tensor, start[path])
     found, expected = optimizer_tensors(ours, there), optimizer_tensors(theirs, here)
     assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert all(torch.equal(found[key], expected[key].to(found[key].device)) for key in expected)
+    moved = [v for k, v in found.items() if v.ndim and k not in SHARED_KEYS]
+    assert all(not v.is_cuda and v.is_pinned() == (device == "cuda") for v in moved)
 
 
 @pytest.mark.parametrize(
