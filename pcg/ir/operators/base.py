@@ -60,6 +60,12 @@ class Operator:
     """Sets of inputs in which it is linear, taken together, the others being fixed."""
     constant_in: ClassVar[tuple[int, ...]] = ()
     """Inputs that it takes for constants: no gradient flows back to them."""
+    bounded_in: ClassVar[Mapping[int, str]] = {}
+    """Inputs that may each be off by e, elementwise, and the bound of the output's error then.
+
+    Where such an input is a saved activation, `pcg.passes.lossy` may save it with less precision."""
+    finely_bounded_in: ClassVar[Mapping[int, str]] = {}
+    """The same of inputs by whose e the error grows exponentially: e has to be next to nothing."""
     adjoint: ClassVar[str] = ""
     """The operator of its gradient, where that takes the upstream gradient and its attributes."""
     made_like: ClassVar[int] = 0

@@ -26,6 +26,7 @@ class Dropout(Operator):
     """
 
     name = "dropout"
+    bounded_in = {0: "e / (1 - p)"}
     is_random = True
     linear_in = ((0,),)
 

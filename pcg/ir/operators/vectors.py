@@ -67,6 +67,7 @@ class Inner(VectorGradient):
     """dl = Σ dz ⊙ (y - b) over the adapter's tokens: `dz, y: [T, n]`, and b or not, give `[n]`."""
 
     name = "inner"
+    bounded_in = {1: "Σ |dz| e"}
     inputs = (2, 3)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
