@@ -24,11 +24,11 @@ from math import prod
 from pcg.ir.builder import Builder
 from pcg.ir.graph import Graph, Node, Value
 from pcg.ir.operators import operator
+from pcg.ir.operators.lossy import Decoder
 from pcg.passes.differentiate import Differentiated, GradientPass, with_nodes
 
 LEAST_FEATURES = 32
 """The shortest last dim that is saved in codes: a scale for fewer elements hardly spares bytes."""
-_DECODERS = ("dequantize_fp8", "unpack_bf16")
 _NORMS = {"rms_norm": False, "layer_norm": True}
 _NORM_GRADIENTS = {"rms_norm_backward": False, "layer_norm_backward": True}
 """Norms, and their gradients: True where they subtract the mean."""
@@ -64,6 +64,7 @@ class _Approximations:
         self.builder = Builder.extending(graph)
         self._found: dict[str, str] = {}
         self._coded_leaves: set[str] = set()
+        self._summed: set[str] = set()
 
     def require(self, nodes: Iterable[Node], given: Container[str]) -> None:
         """Note the values whose codes backward's nodes need whatever else is recomputed."""
@@ -71,9 +72,13 @@ class _Approximations:
             if node.op in _NORM_GRADIENTS and node.inputs[1] in given:
                 self._coded_leaves.add(_before_weight(node.inputs[1]))
                 continue
-            for index in operator(node.op).bounded_in:
-                if index < len(node.inputs) and node.inputs[index] in given:
-                    leaves = self._leaves(node.inputs[index])
+            entry = operator(node.op)
+            for index, name in enumerate(node.inputs):
+                if name in given and index in entry.row_bounded_in:
+                    self._summed.add(name)
+                    self._coded_leaves.add(name)
+                if name in given and index in entry.bounded_in:
+                    leaves = self._leaves(name)
                     self._coded_leaves.update(leaves if len(leaves) == 1 else ())
 
     def read_by(self, node: Node, given: Container[str]) -> Node:
@@ -84,6 +89,8 @@ class _Approximations:
         for index, name in enumerate(node.inputs):
             if name in given and index in entry.bounded_in:
                 inputs[index] = self.of(name)
+            elif name in given and index in entry.row_bounded_in:
+                inputs[index] = self._of_rows(name)
             elif name in given and index in entry.finely_bounded_in:
                 inputs[index] = self._packed(name)
         return dataclasses.replace(node, inputs=tuple(inputs))
@@ -134,7 +141,9 @@ class _Approximations:
         return found
 
     def _coded(self, name: str) -> str:
-        """A value from its codes."""
+        """A value from its codes: those of rows, where others read these anyway."""
+        if name in self._summed:
+            return self._of_rows(name)
         type_ = self.builder.types[name]
         if not type_.is_float or not type_.features or type_.features[-1] < LEAST_FEATURES:
             return name
@@ -144,6 +153,15 @@ class _Approximations:
         return self.builder.add(
             "dequantize_fp8", codes, name=f"{name}_approximate", scope=scope, dtype=type_.dtype
         )
+
+    def _of_rows(self, name: str) -> str:
+        """A value from 8 bits an element, by which it is off by a share of its block's greatest."""
+        type_ = self.builder.types[name]
+        if type_.features[-1] < LEAST_FEATURES:
+            return name
+        codes = self.builder.add_many("quantize_int8", [name], name=f"{name}_int8")
+        again = {"name": f"{name}_rounded", "dtype": type_.dtype}
+        return self.builder.add("dequantize_int8", codes, **again)
 
     def _packed(self, name: str) -> str:
         """A bf16 value from 12 bits an element, by which it is off by next to nothing."""
@@ -188,9 +206,7 @@ class _Approximations:
     def _standardized(self, x: str, node: Node, centered: bool) -> tuple[str, ...]:
         attributes = {"eps": node.attribute("eps"), "centered": centered}
         name = f"{x}_standardized"
-        return self.builder.add_many(
-            "standardized", [x], name=name, scope=node.scope, **attributes
-        )
+        return self.builder.add_many("standardized", [x], name=name, scope=node.scope, **attributes)
 
 
 def _before_weight(x: str) -> str:
@@ -216,7 +232,7 @@ def exact_where_unsaved(gradients: Differentiated, saved: Container[str]) -> Dif
     """Gradients that read values themselves where their codes are not saved."""
     exact = {}
     for node in gradients.graph.nodes:
-        if node.op in _DECODERS and node.inputs[0] not in saved:
+        if isinstance(operator(node.op), Decoder) and node.inputs[0] not in saved:
             exact[node.name] = gradients.graph.producers[node.inputs[0]].inputs[0]
     if not exact:
         return gradients

@@ -98,10 +98,7 @@ class AttentionBackward(Operator):
     """dq, dk, dv of attention, from dout, out, lse and the forward inputs."""
 
     name = "attention_backward"
-    bounded_in = {
-        1: "|ds| <= p |dout| e",
-        5: "|ds| <= p |dout| eᵀ",
-    }
+    row_bounded_in = {1: "|ds| <= p |dout| e", 5: "|ds| <= p |dout| eᵀ"}
     finely_bounded_in = {
         3: "|dp| <= p (exp(scale e |k|ᵀ) - 1)",
         4: "|dp| <= p (exp(scale |q| eᵀ) - 1)",
@@ -140,7 +137,7 @@ class WindowAttentionBackward(AttentionBackward):
     """
 
     name = "window_attention_backward"
-    bounded_in = {1: "|ds| <= p |dout| e"}
+    row_bounded_in = {1: "|ds| <= p |dout| e"}
     finely_bounded_in = {3: "|dp| <= p (exp(scale e |k|ᵀ) - 1)"}
     inputs = (4, 6)
 

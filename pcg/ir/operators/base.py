@@ -64,6 +64,8 @@ class Operator:
     """Inputs that may each be off by e, elementwise, and the bound of the output's error then.
 
     Where such an input is a saved activation, `pcg.passes.lossy` may save it with less precision."""
+    row_bounded_in: ClassVar[Mapping[int, str]] = {}
+    """The same of inputs of which only sums over rows count: e may be relative to the row."""
     finely_bounded_in: ClassVar[Mapping[int, str]] = {}
     """The same of inputs by whose e the error grows exponentially: e has to be next to nothing."""
     adjoint: ClassVar[str] = ""

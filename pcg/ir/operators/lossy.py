@@ -2,6 +2,7 @@
 
     codes, scale = quantize_fp8(x)    e4m3 codes of x / 2ᵉ, and e of each block of 128 elements
     x̂ = dequantize_fp8(codes, scale)  |x̂ - x| <= max(2⁻⁴ |x|, 2⁻¹⁰ 2ᵉ), and 2ᵉ < max |x| / 224
+    x̂ = dequantize_int8(codes, s)     |x̂ - x| <= max |x| / 254 over the block, codes round(x / s)
     x̂ = unpack_bf16(pack_bf16(x))     |x̂ - x| <= 2⁻²¹ max |x|, and 0 from 2⁻¹² max |x| on
 
 A block is of one token and along its last dim, so that no token's values, or NaN, touch another's.
@@ -10,6 +11,7 @@ A block is of one token and along its last dim, so that no token's values, or Na
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import sympy
 
@@ -21,7 +23,20 @@ BLOCK = 128
 """Elements that share a scale."""
 
 
-class QuantizeFp8(Operator):
+class Encoder(Operator):
+    """Codes of a value in fewer bytes, then what each block of them has in common."""
+
+    error: ClassVar[str]
+    """How far off e the value of a code is, by its x and the greatest |x| of its block."""
+
+
+class Decoder(Operator):
+    """The values that codes stand for."""
+
+    inputs = (2, 2)
+
+
+class QuantizeFp8(Encoder):
     """e4m3 codes of x / 2ᵉ, u8 `[.., n]`, and e + 127 of each block, u8 `[.., ceil(n / 128)]`.
 
     e is the least with max |x| <= 448 · 2ᵉ over the block's finite elements, from -117 to 127. An
@@ -29,6 +44,7 @@ class QuantizeFp8(Operator):
     """
 
     name = "quantize_fp8"
+    error = "e4m3, off by e <= max(2^-4 |x|, 2^-17 max |x|)"
     suffixes = ("", "scale")
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
@@ -49,11 +65,10 @@ class QuantizeFp8(Operator):
         return wide if x.features[-1] % BLOCK == 0 else 2 * wide
 
 
-class DequantizeFp8(Operator):
+class DequantizeFp8(Decoder):
     """x̂ in `dtype` from its codes and the scales of their blocks; finite where the code is."""
 
     name = "dequantize_fp8"
-    inputs = (2, 2)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         codes, scale = types
@@ -76,7 +91,55 @@ class DequantizeFp8(Operator):
         return size if out.features[-1] % BLOCK == 0 else size + 2 * out.size_bytes
 
 
-class PackBf16(Operator):
+class QuantizeInt8(Encoder):
+    """round(x / s) of 8 bits, u8 `[.., n]`, and s = max |x| / 127 of each block, fp32.
+
+    The greatest is over the block's finite elements; what is not finite becomes NaN, which -128
+    stands for.
+    """
+
+    name = "quantize_int8"
+    error = "int8, off by e <= max |x| / 253 + 2^-9 |x|"
+    suffixes = ("", "scale")
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        (x,) = types
+        codes, scale = QuantizeFp8().infer(types, attributes)
+        return codes, scale.with_dtype(widened(x).dtype)
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        return QuantizeFp8().aligned(types, attributes)
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        wide = widened(inputs[0]).size_bytes
+        return wide if inputs[0].features[-1] % BLOCK == 0 else 2 * wide
+
+
+class DequantizeInt8(Decoder):
+    """x̂ in `dtype` from its codes and the scales of their blocks."""
+
+    name = "dequantize_int8"
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        codes, scale = types
+        expected = (*codes.shape[:-1], -(-codes.features[-1] // BLOCK))
+        if codes.dtype != "u8" or not scale.is_float or scale.shape != expected:
+            raise TypeCheckError(f"dequantize_int8 of {codes} by {scale}; expected {[*expected]}")
+        return (codes.with_dtype(attributes["dtype"]),)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        dtype = TORCH_NAMES[attributes["dtype"]]
+        return f"K.dequantize_int8({inputs[0]}, {inputs[1]}, torch.{dtype})"
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        return DequantizeFp8().aligned(types, attributes)
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        wide = outputs[0].with_dtype(inputs[1].dtype).size_bytes
+        return wide if outputs[0].features[-1] % BLOCK == 0 else 2 * wide
+
+
+class PackBf16(Encoder):
     """bf16 in 12 bits: codes, u8 `[.., 3n / 2]`, and each block's greatest exponent, u8.
 
     A code is a sign, an exponent of 4 bits below the block's greatest, and bf16's own mantissa. So
@@ -85,6 +148,7 @@ class PackBf16(Operator):
     """
 
     name = "pack_bf16"
+    error = "12 bits, off by e <= 2^-21 max |x|, and by 0 from 2^-12 max |x| on"
     suffixes = ("", "exponent")
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
@@ -103,11 +167,10 @@ class PackBf16(Operator):
         return 8 * inputs[0].elements
 
 
-class UnpackBf16(Operator):
+class UnpackBf16(Decoder):
     """x̂ in bf16 from its codes of 12 bits and their blocks' exponents."""
 
     name = "unpack_bf16"
-    inputs = (2, 2)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         codes, exponent = types

@@ -50,6 +50,24 @@ def dequantize_fp8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return x.contiguous()
 
 
+def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """round(127 x / max |x|), and max |x| / 127 of each block; see the operator `quantize_int8`."""
+    size = x.shape[-1]
+    wide = widened(_blocks(x))
+    scale = wide.abs().nan_to_num_(0.0, 0.0, 0.0).amax(-1) / 127
+    inverse = torch.where(scale > 0, 1 / scale, 0.0).nan_to_num_(0.0, 0.0, 0.0)
+    codes = (wide * inverse.unsqueeze(-1)).round_().clamp_(-128, 127)
+    codes = codes.masked_fill_(~wide.isfinite(), -128).to(torch.int8).view(torch.uint8)
+    return codes.flatten(-2)[..., :size].contiguous(), scale
+
+
+def dequantize_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of codes, each times its block's scale."""
+    blocks = _blocks(codes.view(torch.int8))
+    wide = blocks.to(scale.dtype).mul_(scale.unsqueeze(-1)).masked_fill_(blocks == -128, torch.nan)
+    return wide.to(dtype).flatten(-2)[..., : codes.shape[-1]].contiguous()
+
+
 def pack_bf16(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes of 12 bits, and the greatest exponent of each block; see the operator `pack_bf16`.
 

@@ -42,8 +42,10 @@ from pcg.kernels.torch.lora_variants import (
 )
 from pcg.kernels.torch.lossy import (
     dequantize_fp8,
+    dequantize_int8,
     pack_bf16,
     quantize_fp8,
+    quantize_int8,
     standardized,
     standardized_backward,
     unpack_bf16,
