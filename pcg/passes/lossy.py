@@ -22,7 +22,7 @@ from collections.abc import Container, Iterable
 from math import prod
 
 from pcg.ir.builder import Builder
-from pcg.ir.graph import Graph, Node, Value
+from pcg.ir.graph import Attribute, Graph, Node, Value
 from pcg.ir.operators import operator
 from pcg.ir.operators.lossy import Decoder
 from pcg.passes.differentiate import Differentiated, GradientPass, with_nodes
@@ -119,11 +119,11 @@ class _Approximations:
         inputs = [self.of(n) if i in bounded else n for i, n in enumerate(node.inputs)]
         if inputs == [*node.inputs]:
             return name
-        again = {"name": f"{name}_approximate", "scope": node.scope}
-        return self.builder.add(node.op, inputs, **again, **dict(node.attributes))
+        attributes, made = dict(node.attributes), f"{name}_approximate"
+        return self.builder.add(node.op, inputs, name=made, scope=node.scope, **attributes)
 
     def _leaves(self, name: str) -> dict[str, int]:
-        """The values by whose codes a value can be approximated, and the elements a token of each."""
+        """The values whose codes approximate a value, and the elements that a token has of each."""
         types, node = self._graph.types, self._graph.producers.get(name)
         if name in self._graph.parameters_by_name or not types[name].is_token_wise:
             return {}
@@ -195,7 +195,8 @@ class _Approximations:
         dy, x, *weight = node.inputs
         centered = _NORM_GRADIENTS[node.op]
         standardized, rstd = self._standardized(x, node, centered)
-        attributes = {"centered": centered, "offset": node.get("offset", 0.0)}
+        offset = dict(node.attributes).get("offset", 0.0)
+        attributes: dict[str, Attribute] = {"centered": centered, "offset": offset}
         return dataclasses.replace(
             node,
             op="standardized_backward",
@@ -225,7 +226,9 @@ def _propagates(node: Node) -> bool:
     entry = operator(node.op)
     if node.op == "slice":  # codes of the part are fewer than those of all
         return False
-    return not entry.is_product and (entry.is_view or bool(entry.bounded_in))
+    if entry.is_product or not node.output.type.is_float:
+        return False
+    return entry.is_view or bool(entry.bounded_in)
 
 
 def exact_where_unsaved(gradients: Differentiated, saved: Container[str]) -> Differentiated:

@@ -16,7 +16,7 @@ from typing import ClassVar
 import sympy
 
 from pcg.errors import TypeCheckError
-from pcg.ir.operators.base import Aligned, Attributes, Operator, Types, cast_bytes, widened
+from pcg.ir.operators.base import Aligned, Attributes, Bounds, Operator, Types, cast_bytes, widened
 from pcg.ir.types import TORCH_NAMES
 
 BLOCK = 128
@@ -222,7 +222,7 @@ class StandardizedBackward(Operator):
     inputs = (3, 4)
     sums_rows = True
     made_like = 1
-    bounded_in = {1: "rstd (e |mean(g x̂)| + (|x̂| + e) mean(|g| e))"}
+    bounded_in = Bounds({1: "rstd (e |mean(g x̂)| + (|x̂| + e) mean(|g| e))"})
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         weight = inputs[3] if len(inputs) == 4 else "None"

@@ -109,7 +109,8 @@ def unpack_bf16(codes: Tensor, exponent: Tensor) -> Tensor:
     )
     bits = torch.where(magnitude >= _ENDLESS, 0x7F80 | (magnitude & 0x7F), bits)
     bits |= (blocks & 0x800) << 4
-    return bits.view(torch.bfloat16).flatten(-2)[..., :size].contiguous()
+    x: Tensor = bits.view(torch.bfloat16).flatten(-2)[..., :size]
+    return x.contiguous()
 
 
 def _blocks(x: Tensor) -> Tensor:
