@@ -17,10 +17,18 @@ import sympy
 
 from pcg.errors import TypeCheckError
 from pcg.ir.operators.base import Aligned, Attributes, Bounds, Operator, Types, cast_bytes, widened
-from pcg.ir.types import TORCH_NAMES
+from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES, TensorType
 
 BLOCK = 128
 """Elements that share a scale."""
+
+
+def _padded(x: TensorType, bytes_each: int, more_if_padded: int) -> sympy.Expr:
+    """Bytes of so many an element; of more, where the last block of 128 is filled up."""
+    n = x.features[-1]
+    if n % BLOCK == 0 or n < BLOCK:
+        return bytes_each * x.elements
+    return (bytes_each + more_if_padded) * x.elements * -(-n // BLOCK) * BLOCK / n
 
 
 class Encoder(Operator):
@@ -59,10 +67,10 @@ class QuantizeFp8(Encoder):
             yield (dim,), (dim, dim)
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        # The scaled copy; in fp32 for fp16, and padded where the last block is not full.
+        # The scaled copy, in fp32 for fp16; a padded one, and its codes.
         x = inputs[0]
-        wide = (x.with_dtype("f32") if x.dtype == "f16" else x).size_bytes
-        return wide if x.features[-1] % BLOCK == 0 else 2 * wide
+        own = DTYPE_BYTES[x.dtype]
+        return _padded(x, 4 if x.dtype == "f16" else own, own + 1)
 
 
 class DequantizeFp8(Decoder):
@@ -87,8 +95,8 @@ class DequantizeFp8(Decoder):
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         out = outputs[0]
-        size = out.with_dtype("f32").size_bytes if out.dtype == "f16" else sympy.Integer(0)
-        return size if out.features[-1] % BLOCK == 0 else size + 2 * out.size_bytes
+        own = DTYPE_BYTES[out.dtype]
+        return _padded(out, 4, 0) if out.dtype == "f16" else _padded(out, 0, own)
 
 
 class QuantizeInt8(Encoder):
@@ -111,8 +119,8 @@ class QuantizeInt8(Encoder):
         return QuantizeFp8().aligned(types, attributes)
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        wide = widened(inputs[0]).size_bytes
-        return wide if inputs[0].features[-1] % BLOCK == 0 else 2 * wide
+        x = inputs[0]
+        return _padded(x, DTYPE_BYTES[widened(x).dtype], DTYPE_BYTES[x.dtype] + 1)
 
 
 class DequantizeInt8(Decoder):
@@ -135,8 +143,10 @@ class DequantizeInt8(Decoder):
         return DequantizeFp8().aligned(types, attributes)
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        wide = outputs[0].with_dtype(inputs[1].dtype).size_bytes
-        return wide if outputs[0].features[-1] % BLOCK == 0 else 2 * wide
+        # The product in fp32; in fp32 the product is the output, and there is a mask.
+        out = outputs[0]
+        wide = DTYPE_BYTES[inputs[1].dtype]
+        return _padded(out, 1 if out.dtype == inputs[1].dtype else wide, 3 if wide == 4 else 8)
 
 
 class PackBf16(Encoder):
@@ -164,7 +174,8 @@ class PackBf16(Encoder):
             yield (dim,), (dim, dim)
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        return 8 * inputs[0].elements
+        # The product in fp32, the code so far, and masks of what is small and what endless.
+        return _padded(inputs[0], 7, 2)
 
 
 class UnpackBf16(Decoder):
@@ -187,7 +198,7 @@ class UnpackBf16(Decoder):
             yield (dim, dim), (dim,)
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        return 8 * outputs[0].elements
+        return _padded(outputs[0], 11, 2)
 
 
 class Standardized(Operator):
@@ -209,7 +220,12 @@ class Standardized(Operator):
         return f"K.standardized({inputs[0]}, eps={eps!r}, centered={centered!r})"
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        return cast_bytes(inputs[0], widened(inputs[0]).dtype)
+        # The copy in fp32 and its square, before there is an output; without the mean, one more.
+        wide = widened(inputs[0])
+        copies = cast_bytes(inputs[0], wide.dtype)
+        if attributes["centered"] and wide == inputs[0]:
+            copies = wide.size_bytes
+        return copies + wide.size_bytes - outputs[0].size_bytes
 
 
 class StandardizedBackward(Operator):
@@ -230,6 +246,8 @@ class StandardizedBackward(Operator):
         return f"K.{self.name}({', '.join(inputs[:3])}, {weight}, {options})"
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        # Where g is multiplied by x̂: both in fp32 and their product, before there is an output.
         wide = widened(inputs[1])
-        copies = 2 if inputs[1].dtype != wide.dtype else 1
-        return copies * wide.size_bytes
+        if inputs[1].dtype == wide.dtype:
+            return wide.size_bytes
+        return 3 * wide.size_bytes - outputs[0].size_bytes
