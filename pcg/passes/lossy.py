@@ -18,7 +18,7 @@ values themselves.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from math import prod
 
 from pcg.ir.builder import Builder
@@ -51,7 +51,7 @@ class Quantize(GradientPass):
         for name in types:
             if name in read and name not in made and name not in before.graph.parameters_by_name:
                 inputs.setdefault(name, Value(name, types[name]))
-        graph = before.graph.replace(nodes=tuple(found.builder.nodes))
+        graph = before.graph.replace(nodes=_early(before.graph, found.builder.nodes))
         backward = with_nodes(before.backward, nodes, inputs.values())
         return dataclasses.replace(before, graph=graph, backward=backward)
 
@@ -173,7 +173,7 @@ class _Approximations:
         return self.builder.add("unpack_bf16", codes, name=f"{name}_unpacked")
 
     def _normed(self, node: Node) -> str:
-        """What a norm gives, from codes of what it has before its weight."""
+        """A norm's result from codes of what it has before its weight."""
         add, attributes = self.builder.add, dict(node.attributes)
         weights = [*node.inputs[1:]]
         standardized, _ = self._standardized(node.inputs[0], node, _NORMS[node.op])
@@ -208,6 +208,28 @@ class _Approximations:
         attributes = {"eps": node.attribute("eps"), "centered": centered}
         name = f"{x}_standardized"
         return self.builder.add_many("standardized", [x], name=name, scope=node.scope, **attributes)
+
+
+def _early(graph: Graph, nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """A graph's nodes, and behind each the added ones that read it, so that it can go soon."""
+    added = nodes[len(graph.nodes) :]
+    there = {value.name for value in graph.inputs} | set(graph.parameters_by_name)
+    placed: list[Node] = []
+
+    def place(node: Node) -> None:
+        placed.append(node)
+        there.update(value.name for value in node.outputs)
+
+    def place_added() -> None:
+        for other in added:
+            if other.name not in there and there.issuperset(other.inputs):
+                place(other)
+
+    place_added()
+    for node in graph.nodes:
+        place(node)
+        place_added()
+    return tuple(placed)
 
 
 def _before_weight(x: str) -> str:

@@ -107,7 +107,7 @@ class QuantizeInt8(Encoder):
     """
 
     name = "quantize_int8"
-    error = "int8, off by e <= max |x| / 253 + 2^-9 |x|"
+    error = "int8, off by e <= max |x| / 252 + 2^-8 |x|"
     suffixes = ("", "scale")
 
     def infer(self, types: Types, attributes: Attributes) -> Types:

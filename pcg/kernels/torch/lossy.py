@@ -15,7 +15,9 @@ _LEAST, _MOST = -117, 127
 """Exponents of scales: the least code times the least scale, 2⁻¹²⁶, is a normal number of fp32."""
 _MANTISSA_BITS = 7
 _SPAN = 13
-"""Exponents below a block's greatest that 4 bits have beside zero's and that of infinity."""
+"""Exponents below a block's greatest that 4 bits have beside zero's and that of infinity.
+
+The least is 8 of bf16's, so that its last place, 2⁻¹²⁶, is a normal number of fp32."""
 _ENDLESS = 15 << _MANTISSA_BITS
 
 
@@ -61,7 +63,8 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The values of codes, each times its block's scale."""
     blocks = _blocks(codes.view(torch.int8))
-    wide = blocks.to(scale.dtype).mul_(scale.unsqueeze(-1))
+    most = torch.finfo(dtype).max
+    wide = blocks.to(scale.dtype).mul_(scale.unsqueeze(-1)).clamp_(-most, most)
     wide.masked_fill_(blocks == _NO_NUMBER, torch.nan)
     return wide.to(dtype).flatten(-2)[..., : codes.shape[-1]].contiguous()
 
@@ -77,7 +80,7 @@ def pack_bf16(x: Tensor) -> tuple[Tensor, Tensor]:
     bits = blocks.view(torch.int16)
     exponents = (bits >> _MANTISSA_BITS).bitwise_and_(0xFF)
     is_endless = exponents == 0xFF
-    most = exponents.masked_fill_(is_endless, 0).amax(-1, keepdim=True).clamp_(min=_SPAN + 1)
+    most = exponents.masked_fill_(is_endless, 0).amax(-1, keepdim=True).clamp_(min=_SPAN + 8)
     lowest = most - _SPAN
     is_small = exponents < lowest
     del exponents
@@ -132,7 +135,8 @@ def _blocks(x: Tensor) -> Tensor:
     if x.shape[-1] < BLOCK:
         return x.unsqueeze(-2)
     missing = -x.shape[-1] % BLOCK
-    return (F.pad(x, (0, missing)) if missing else x).unflatten(-1, (-1, BLOCK))
+    blocks: Tensor = (F.pad(x, (0, missing)) if missing else x).unflatten(-1, (-1, BLOCK))
+    return blocks
 
 
 def standardized(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
