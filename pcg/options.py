@@ -176,16 +176,21 @@ class OptimizerChoice:
     """The choice of an optimizer.
 
     Attributes:
-        optimizer: the optimizer of torch.optim that updates the adapters: adadelta, adafactor,
-            adagrad, adam, adamax, adamw, asgd, muon, nadam, radam, rmsprop, rprop or sgd.
-        optimizer_options: options of the optimizer that have no field here, by torch's names, as
-            momentum=0.9; torch's defaults for the others.
+        optimizer: the optimizer that updates the adapters: torch's adadelta, adafactor, adagrad,
+            adam, adamax, adamw, asgd, muon, nadam, radam, rmsprop, rprop or sgd, or, with states of
+            8 bits, bitsandbytes' adam8bit, adamw8bit or lion8bit. paged_adamw_8bit and the like are
+            names for one of these with `offload_optimizer`.
+        optimizer_options: options of the optimizer that have no field here, by its library's names,
+            as momentum=0.9; the library's defaults for the others.
+        offload_optimizer: keep the optimizer's states in host memory, and on the GPU those of one
+            parameter at a time, for its update; the numbers stay the same.
     """
 
     title: ClassVar[str] = "Optimizer and schedule"
 
     optimizer: str = "adamw"
     optimizer_options: Mapping[str, Any] | None = None
+    offload_optimizer: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

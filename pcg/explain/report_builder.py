@@ -24,13 +24,14 @@ from pcg.explain.step_memory import (
     bytes_at,
     carried_bytes,
     formula_text,
+    state_memory,
     step_memory,
 )
 from pcg.ir.analysis.saved_memory import saved_memory, window_memory
 from pcg.ir.types import TORCH_NAMES
 from pcg.passes.compress import Compress
 from pcg.passes.differentiate import LayerKind
-from pcg.passes.memory.plan import MemoryPlan, frontiers, save_all
+from pcg.passes.memory.plan import MemoryPlan, save_all
 from pcg.passes.pipeline import in_order
 from pcg.passes.stages import TrainedModel
 from pcg.peft.recipe import Recipe
@@ -87,24 +88,31 @@ def build_report(planned: PlannedModel) -> Report:
         notes=tuple(notes),
         memory_budget=str(setup.options.budget),
         optimizer=setup.optimizer.name,
+        host_bytes=_host_bytes(planned),
         timeline=tuple(moments),
         graph=_graph(trained, at) if trained else (),
         layer_groups=tuple(_layer_groups(planned)),
     )
 
 
-def _compressed(planned: PlannedModel) -> Sequence[LayerKind]:
+def _host_bytes(planned: PlannedModel) -> dict[str, int]:
+    """Return the bytes in host memory by kind; none of a step on a CPU, which has no other."""
+    size = state_memory(planned).host_bytes if planned.setup.device == "cuda" else 0
+    return {"optimizer": size} if size else {}
+
+
+def _compressed(planned: PlannedModel) -> tuple[LayerKind, ...]:
     """Return the kinds of layers with packed values, and without lossy ones."""
-    return [
+    return tuple(
         dataclasses.replace(kind, gradients=Compress().run(kind.gradients))
         for kind in planned.kinds
-    ]
+    )
 
 
-def _plan_of(planned: PlannedModel, kinds: Sequence[LayerKind]) -> MemoryPlan | None:
+def _plan_of(planned: PlannedModel, kinds: tuple[LayerKind, ...]) -> MemoryPlan | None:
     """Return the plan of layers that save no other values; None where it exceeds the budget."""
     setup = planned.setup
-    found = frontiers(planned.training.model, kinds, setup.options.batch, setup.options.seq)
+    found = planned.training.frontiers.at(setup.options.batch, setup.options.seq, kinds)
     try:
         return in_order(found.plan(setup.options.budget))
     except MemoryBudgetError:

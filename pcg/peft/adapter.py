@@ -160,6 +160,23 @@ def check_biases(adapter: Adapter, base_biases: Mapping[str, Tensor]) -> None:
         raise AdapterError(f"{who} trains nothing of this base, which has no biases; use LoRA")
 
 
+def check_finite(adapter: Adapter, where: object) -> None:
+    """Refuse an adapter with a weight that is NaN or infinite, read from a place.
+
+    Raises:
+        AdapterError: the module, or the name, of the first one.
+    """
+    named = [(path, t) for path, weights in adapter.weights.items() for t in weights.tensors]
+    for name, tensor in (*named, *adapter.biases.items(), *adapter.shared.items()):
+        # Both are NaN where any entry is; one pass, and no copy of the tensor.
+        extremes = torch.stack(tensor.aminmax()) if tensor.numel() else tensor
+        if not extremes.isfinite().all():
+            raise AdapterError(
+                f"{where}: the weights of {name} hold NaN or infinity in {tensor.dtype}; the run "
+                "that trained them diverged: save an earlier checkpoint of it"
+            )
+
+
 def with_shared(adapter: Adapter, module_shapes: Mapping[str, Shape]) -> Adapter:
     """The adapter with what its modules share, drawn again where its file does not hold it.
 

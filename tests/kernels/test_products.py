@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import pcg
-from pcg.kernels.torch.products import linear_group, product
+from pcg.kernels.torch.products import linear, linear_backward, linear_group, product
 from pcg.runtime.model.merged_execution import ProductRequest, run_merged
 from tests.support import oracle
 from tests.support.families import BY_NAME
@@ -52,3 +52,24 @@ def test_serving_leaves_the_weights_that_training_reads_as_they_are(dtype: torch
     for holder in (*weights.layers, weights.epilogue):
         for tensor in vars(holder).values():
             assert not hasattr(tensor, "group_bias")
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products_by_plain_weights_are_those_of_float64(dtype: torch.dtype, tokens: int) -> None:
+    """Whichever library runs them; rows of a larger matrix, as of a rank's shard, too."""
+    torch.manual_seed(0)
+    weights = torch.randn(70, 48, dtype=dtype)
+    x, bias = torch.randn(tokens, 48, dtype=dtype), torch.randn(70, dtype=dtype)
+    dy = torch.randn(tokens, 70, dtype=dtype)
+    for rows in (slice(0, 70), slice(16, 48)):
+        weight, wide = weights[rows], weights[rows].double()
+        y, dx = linear(x, weight, bias[rows]), linear_backward(dy[:, rows], weight)
+        assert y.dtype == dx.dtype == dtype
+        bound = 60 * torch.finfo(dtype).eps
+        torch.testing.assert_close(
+            y.double(), x.double() @ wide.t() + bias[rows].double(), rtol=bound, atol=bound
+        )
+        torch.testing.assert_close(dx.double(), dy[:, rows].double() @ wide, rtol=bound, atol=bound)
+        assert torch.equal(linear(x, weight, bias[rows]), y)  # a resumed run repeats the first
+        assert torch.equal(linear_backward(dy[:, rows], weight), dx)

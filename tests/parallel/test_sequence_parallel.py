@@ -198,7 +198,6 @@ def test_every_method_over_ranks(name: str, method: str) -> None:
     ("name", "site", "degree"),
     [
         ("llama3", "q_proj", 2),
-        ("gpt2", "c_proj", 4),
         *(
             pytest.param(name, site, degree, marks=pytest.mark.slow)
             for name, sites in {

@@ -75,7 +75,8 @@ def test_each_alone(models: dict[str, Models], family: str, name: str) -> None:
 @pytest.mark.parametrize(("family", "name"), EACH)
 def test_gradients_of_every_parameter(models: dict[str, Models], family: str, name: str) -> None:
     case = models[family]
-    check_gradients(case.executor, name, case.wrapped[name], (12, 7, 3))
+    # More tokens than those from which another library runs the products (`_FEW_TOKENS`).
+    check_gradients(case.executor, name, case.wrapped[name], (48, 30, 3))
 
 
 @pytest.mark.parametrize(("family", "name"), EACH)

@@ -153,20 +153,43 @@ class InputGradient(Product):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ (+ b); the weight plain, or packed by oneDNN."""
-    if weight.is_mkldnn:
-        return _packed_linear(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+    if weight.is_mkldnn or (_is_onednn_faster(x) and x.dtype is torch.float32):
+        return _onednn_linear(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
     return F.linear(x, weight, bias)
 
 
-_packed_linear = torch.ops.mkldnn._linear_pointwise
+_onednn_linear = torch.ops.mkldnn._linear_pointwise
+"""It takes plain weights, too, however they are strided, and holds no copy of them."""
 
 
 def linear_backward(dy: Tensor, weight: Tensor) -> Tensor:
     """dx = dy W."""
+    if _is_onednn_faster(dy):
+        return _onednn_linear(dy, weight.t(), None, "none", [], "")  # type: ignore[no-any-return]
     if dy.is_cpu and dy.dtype in (torch.bfloat16, torch.float16):
         # Without native support, the product by a plain weight takes ten times as long.
         return F.linear(dy, weight.t().contiguous())
     return dy @ weight
+
+
+def has_onednn(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN multiplies matrices of a dtype on this machine's CPU."""
+    if dtype is torch.bfloat16:
+        return _HAS_ONEDNN and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return _HAS_ONEDNN and dtype is torch.float32
+
+
+_HAS_ONEDNN = torch.backends.mkldnn.is_available()
+_FEW_TOKENS = 64
+"""From here on oneDNN multiplies by a plain fp32 weight faster than torch's BLAS: on an AMD EPYC in
+0.75 to 0.95 of MKL's time, for sizes of 512 to 4,096."""
+
+
+def _is_onednn_faster(x: Tensor) -> bool:
+    """Return whether oneDNN multiplies [T, in] by a plain weight faster than torch's BLAS."""
+    if not x.is_cpu or not has_onednn(x.dtype):
+        return False
+    return x.dtype is torch.bfloat16 or x.shape[0] >= _FEW_TOKENS
 
 
 def linear_group(

@@ -90,7 +90,13 @@ class Engine(EngineLoop):
         return Job(adapter, FinetuneJob(publisher, given).work(stepped))
 
     def start(self) -> AsyncEngine:
-        """Have a thread run the steps from now on. UnsupportedError: the engine runs over ranks."""
+        """Have a thread run the steps from now on.
+
+        Raises:
+            EngineError: this engine, or another one of the executor, runs on a thread already.
+            UnsupportedError: the engine runs over ranks.
+        """
+        self.state.check_no_engine("a second thread", "use the AsyncEngine that start() gave")
         if self.state.ranks.size > 1:
             raise UnsupportedError(
                 f"this engine runs over {self.state.ranks.size} ranks, which have to be asked "

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pcg.ir.graph import Graph
+from pcg.kernels.torch.products import has_onednn
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,7 @@ def product_weights(graph: Graph) -> Iterator[ProductWeights]:
 
 def is_packed(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether oneDNN packs weights of a dtype on a device, which is this CPU."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if dtype is torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype is torch.float32
+    return device.type == "cpu" and has_onednn(dtype)
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -5,18 +5,25 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from pcg.errors import AdapterError, GenerationError, UnsupportedError
+from pcg.errors import AdapterError, EngineError, GenerationError, UnsupportedError
 from pcg.ir.program.program import Program, Serving, Training
 from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.parallel.ranks.same_program import check_same, serving_text
-from pcg.peft.adapter import Adapter, check_biases, check_fits, new_adapter, with_shared
+from pcg.peft.adapter import (
+    Adapter,
+    check_biases,
+    check_finite,
+    check_fits,
+    new_adapter,
+    with_shared,
+)
 from pcg.peft.reader import read_adapter
 from pcg.peft.registry import is_shorthand, recipe_from
 from pcg.runtime.adapters.padded_tables import PaddedTables
@@ -27,6 +34,8 @@ from pcg.runtime.model.base_weights import TensorSource, WeightStore
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.model.specialised import ServingProgram, Specialiser, TrainingPrograms
 from pcg.runtime.text.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
 
 
 class StateListener(Protocol):
@@ -39,11 +48,21 @@ class StateListener(Protocol):
         """Drop what is kept of an adapter that was removed, replaced or changed."""
 
 
+class EngineThread(Protocol):
+    """A thread that runs an engine's steps; nothing else may run the model meanwhile."""
+
+    def run(self, act: Callable[[], Result]) -> Result:
+        """Run a function between two steps, and wait for it."""
+
+
 class ModelState:
     """A program with weights, adapters, a tokenizer, and the programs specialised for adapters.
 
     Over ranks there is one on each, and all of them are called alike, in the same order; adapters
     are whole in each one's memory.
+
+    Attributes:
+        engine_thread: the thread that runs an engine over this state; None while there is none.
     """
 
     def __init__(
@@ -62,6 +81,7 @@ class ModelState:
         self.eos_ids = eos_ids
         self.device = device
         self.weight_store = WeightStore(program, weights, device, ranks)
+        self.engine_thread: EngineThread | None = None
         self._specialiser = specialiser
         self._adapters: dict[str, Adapter] = {}
         self._unsettled: dict[str, Callable[[], None]] = {}
@@ -82,6 +102,14 @@ class ModelState:
     def add_listener(self, listener: StateListener) -> None:
         """Tell a listener, as long as it lives, of other programs and changed adapters."""
         self._listeners.add(listener)
+
+    def check_no_engine(self, what: str, fix: str) -> None:
+        """Raise an EngineError if an engine runs on a thread."""
+        if self.engine_thread is not None:
+            raise EngineError(
+                f"an engine runs on this executor's thread, and {what} would run the model beside "
+                f"it; {fix}"
+            )
 
     # ------------------------------------------------------------------------------- facts
 
@@ -142,6 +170,7 @@ class ModelState:
             check_fits(adapter, modules, self.program.name, base.output_module)
             adapter = with_shared(adapter, modules)
             check_biases(adapter, self._base_biases(adapter))
+            check_finite(self.on_host(adapter), path_or_config)
         else:
             fresh = new_adapter(
                 name,
