@@ -56,7 +56,9 @@ class Engine(EngineLoop):
         self.state = state
         state.add_listener(self)
         limits = given.limits or Limits()
-        prefixes = Prefixes(cache.pool) if given.prefix_caching else None
+        prefixes = None
+        if given.prefix_caching:
+            prefixes = Prefixes(cache.pool, between_tenants=given.prefixes_between_tenants)
         scheduler = Scheduler(cache.pool, adapters, limits, given.policy, prefixes)
         runner = StepRunner(state, cache, adapters)
         super().__init__(runner, scheduler, MachineClock(state.ranks), given)

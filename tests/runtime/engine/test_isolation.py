@@ -257,7 +257,7 @@ def test_a_text_that_cannot_be_made_fails_its_request(monkeypatch: pytest.Monkey
         ({"prompt_ids": (-1, 2)}, "prompt 0 has token -1"),
         ({"prompt_ids": (1, 2.5)}, "token ids has other than ints"),
         ({"prompt_ids": (1, None)}, "token ids has other than ints"),
-        ({"tenant": []}, r"tenant=\[\]; use a name"),
+        ({"tenant": []}, r"tenant=\[\]; use a text"),
         ({"timeout_s": "soon"}, "timeout_s='soon'; use seconds above 0"),
         ({"tpot_slo_s": math.nan}, "tpot_slo_s=nan; use seconds above 0"),
     ],
