@@ -72,6 +72,7 @@ class Engine(EngineLoop):
 
         Raises:
             DataError, FinetuneError, UnsupportedError: as `Executor.finetune`.
+            AdapterError: the name cannot be an adapter's.
             PcgError: there is a job of that name.
         """
         self.jobs.check_free(given.adapter)
@@ -89,7 +90,12 @@ class Engine(EngineLoop):
 
         publish = functools.partial(note, Kind.PUBLISHED, adapter)
         publisher = VersionPublisher(self.state, given.publish_every, publish)
-        return Job(adapter, FinetuneJob(publisher, given).work(stepped))
+        ends = self.state.begin_training(adapter)
+        try:
+            return Job(adapter, FinetuneJob(publisher, given).work(stepped), ends)
+        except BaseException:
+            ends()
+            raise
 
     def start(self) -> AsyncEngine:
         """Have a thread run the steps from now on.
