@@ -29,7 +29,7 @@ from pcg.explain.step_memory import (
 )
 from pcg.ir.analysis.saved_memory import saved_memory, window_memory
 from pcg.ir.types import TORCH_NAMES
-from pcg.passes.memory.plan import MemoryPlan, frontiers, save_all
+from pcg.passes.memory.plan import MemoryPlan, save_all
 from pcg.passes.pipeline import in_order
 from pcg.passes.stages import TrainedModel
 from pcg.peft.recipe import Recipe
@@ -102,7 +102,7 @@ def _host_bytes(planned: PlannedModel) -> dict[str, int]:
 def _uncompressed_plan(planned: PlannedModel) -> MemoryPlan | None:
     """Return the plan without compression; None where it exceeds the budget."""
     setup = planned.setup
-    found = frontiers(planned.training.model, planned.kinds, setup.options.batch, setup.options.seq)
+    found = planned.training.frontiers.at(setup.options.batch, setup.options.seq, planned.kinds)
     try:
         return in_order(found.plan(setup.options.budget))
     except MemoryBudgetError:

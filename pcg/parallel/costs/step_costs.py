@@ -25,10 +25,10 @@ from pcg.errors import CostModelError
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
 from pcg.ir.operators.base import Attributes, Types
-from pcg.ir.operators.collectives import Collective
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TOKENS, TensorType
 from pcg.parallel.costs.cost_model import CostModel
+from pcg.parallel.costs.rank_costs import message_of
 from pcg.parallel.costs.work import Work, is_free, parts_of, size_bytes, with_rank, work_of
 
 
@@ -207,10 +207,9 @@ class GraphSeconds:
         outs = tuple(value.type for value in node.outputs)
         entry, attributes = operator(node.op), dict(node.attributes)
         is_open = any(_is_open(type_) for type_ in (*ins, *outs))
-        if isinstance(entry, Collective) and entry.rounds:
-            # Several tensors go in one message; a copy that is gathered is gathered as any.
-            kind = "all_gather" if node.op == "gathered_copy" else node.op.removesuffix("s")
-            wholes = ins if kind == "reduce_scatter" else outs
+        message = message_of(node, ins, outs)
+        if message is not None:
+            kind, wholes = message
             if is_open:
                 self._open.append((kind, wholes))
             else:
