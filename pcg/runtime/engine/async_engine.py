@@ -223,7 +223,12 @@ class AsyncEngine:
             running.fail(error)
             return
         begun = self.call(functools.partial(self._begin_job, running, job))
-        begun.add_done_callback(functools.partial(_pass_error, running))
+
+        def settle(begun: Future[None]) -> None:
+            if _pass_error(running, begun):
+                job.cancel()
+
+        begun.add_done_callback(settle)
 
     # ------------------------------------------------------------------------------- the thread
 
@@ -301,6 +306,8 @@ class AsyncEngine:
             stream.fail(error)
         for running in (*self._jobs, *self._reserved.values()):
             running.fail(error)
+        for job in self.engine.jobs:
+            job.cancel()
         while not self._calls.empty():
             self._calls.get().future.set_exception(error)
 

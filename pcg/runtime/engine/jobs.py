@@ -51,7 +51,10 @@ class Job:
         goes_back_alone: True once a backward failed in which it ran beside other jobs.
     """
 
-    def __init__(self, name: str, work: Work[Any]) -> None:
+    def __init__(
+        self, name: str, work: Work[Any], on_end: Callable[[], None] = lambda: None
+    ) -> None:
+        """Make a job of its units; `on_end` is called once it is over, however it ends."""
         self.name = name
         self.state = JobState.QUEUED
         self.unit: Unit | None = None
@@ -61,6 +64,7 @@ class Job:
         self.error: PcgError | None = None
         self.result: Any = None
         self._work = work
+        self._on_end = on_end
 
     @property
     def is_over(self) -> bool:
@@ -71,8 +75,8 @@ class Job:
         try:
             self.unit = next(self._work)
         except StopIteration as end:
-            self.unit, self.result = None, end.value
-            self.state = JobState.SUCCEEDED
+            self.result = end.value
+            self._end(JobState.SUCCEEDED)
         except Exception as error:  # also of a callback
             self.fail(error)
 
@@ -91,6 +95,7 @@ class Job:
     def _end(self, state: JobState) -> None:
         self.unit, self.state = None, state
         self._work.close()
+        self._on_end()
 
 
 @dataclass
@@ -220,7 +225,8 @@ class Jobs:
                 self._close(job)
             elif isinstance(unit, Backward) or (isinstance(unit, Forward) and unit.remaining):
                 return
-            job.advance()
+            if not job.is_over:
+                job.advance()
         self._end(job)
 
     def failed(self, group: BackwardGroup, error: Exception) -> None:

@@ -19,6 +19,7 @@ class RequestFields(SamplingFields, total=False):
     """Fields of `Request` and of `SamplingParams` as keywords."""
 
     tenant: str
+    cache_salt: str
     ttft_slo_s: float | None
     tpot_slo_s: float | None
     timeout_s: float | None
@@ -30,18 +31,21 @@ class Request:
 
     Attributes:
         adapter: the version of an adapter that serves the request to its end; None for the base.
-        tenant: the name of the tenant that fair scheduling counts it for.
+        tenant: the name of the tenant that fair scheduling counts it for; KV blocks of prompts are
+            shared within a tenant alone, unless the engine's options say otherwise.
+        cache_salt: a text that requests must have in common to share KV blocks, as in vLLM.
         ttft_slo_s: SLO of the time to the first token, seconds; None for the engine's own.
         tpot_slo_s: SLO of the mean time per further token, seconds; None for the engine's own.
         timeout_s: time after which it is given up, seconds; None for never.
     Raises:
-        GenerationError: a token id is no int, a time no number above 0, or the tenant no text.
+        GenerationError: a token id is no int, a time no number above 0, or a name no text.
     """
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     adapter: ServedAdapter | None = None
     tenant: str = ""
+    cache_salt: str = ""
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     timeout_s: float | None = None
@@ -54,8 +58,9 @@ class Request:
                 f"a prompt of token ids has other than ints: {error}; use a text, or a list of ints"
             ) from error
         object.__setattr__(self, "prompt_ids", ids)
-        if not isinstance(self.tenant, str):
-            raise GenerationError(f"tenant={self.tenant!r}; use a name, as in tenant='search'")
+        for name in ("tenant", "cache_salt"):
+            if not isinstance(getattr(self, name), str):
+                raise GenerationError(f"{name}={getattr(self, name)!r}; use a text")
         for name in ("ttft_slo_s", "tpot_slo_s", "timeout_s"):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)

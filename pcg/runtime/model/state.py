@@ -21,6 +21,7 @@ from pcg.peft.adapter import (
     check_biases,
     check_finite,
     check_fits,
+    check_name,
     new_adapter,
     with_shared,
 )
@@ -85,6 +86,7 @@ class ModelState:
         self._specialiser = specialiser
         self._adapters: dict[str, Adapter] = {}
         self._unsettled: dict[str, Callable[[], None]] = {}
+        self._trained: set[str] = set()
         self._listeners: WeakSet[StateListener] = WeakSet()
         self._linear = self.weight_store.linear()
         self._served = ServedWeights(self._linear, program.base.module_shapes())
@@ -136,6 +138,7 @@ class ModelState:
 
     def adapter(self, name: str) -> Adapter:
         """Return an adapter. AdapterError: there is none of that name."""
+        check_name(name)
         self.settle_adapter(name)
         try:
             return self._adapters[name]
@@ -155,12 +158,29 @@ class ModelState:
         return [None if name is None else self.adapter(name) for name in names]
 
     def check_free(self, name: str) -> None:
-        """Raise an AdapterError if there is an adapter of that name."""
+        """Raise an AdapterError if there is an adapter of that name, or a job trains one."""
+        check_name(name)
+        self._check_untrained(name)
         if name in self._adapters:
             raise AdapterError(f"there is an adapter {name!r} already; remove it first")
 
+    def begin_training(self, name: str) -> Callable[[], None]:
+        """Keep the name for the job that trains the adapter; returns what ends that."""
+        check_name(name)
+        self._check_untrained(name)
+        self._trained.add(name)
+        return lambda: self._trained.discard(name)
+
+    def _check_untrained(self, name: str) -> None:
+        if name in self._trained:
+            raise AdapterError(
+                f"a job trains adapter {name!r}, and serves its result under that name; cancel the "
+                "job, or wait for its end"
+            )
+
     def make_adapter(self, name: str, path_or_config: object = "lora", *, seed: int = 0) -> Adapter:
         """Load or make an adapter without serving it; see `Executor.add_adapter`."""
+        check_name(name)
         base = self.program.base
         modules = base.module_shapes()
         if isinstance(path_or_config, Path) or (
@@ -235,8 +255,9 @@ class ModelState:
         return self._bind(serving)
 
     def remove_adapter(self, name: str) -> None:
-        """Forget an adapter. AdapterError: there is none of that name."""
+        """Forget an adapter. AdapterError: there is none of that name, or a job trains it."""
         adapter = self.adapter(name)
+        self._check_untrained(name)
         self.serving.tables.forget(adapter)
         self._tell_changed(adapter)
         self._unsettled.pop(name, None)

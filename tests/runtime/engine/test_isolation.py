@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from pcg.errors import EngineError, FinetuneError, GenerationError
+from pcg.errors import (
+    AdapterError,
+    EngineError,
+    FinetuneError,
+    GenerationError,
+    OutOfMemoryError,
+)
 from pcg.peft.adapter import Adapter
 from pcg.runtime.engine.engine import Engine
+from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.request import Chunk, Request
 from pcg.runtime.executor import Executor
@@ -257,7 +264,7 @@ def test_a_text_that_cannot_be_made_fails_its_request(monkeypatch: pytest.Monkey
         ({"prompt_ids": (-1, 2)}, "prompt 0 has token -1"),
         ({"prompt_ids": (1, 2.5)}, "token ids has other than ints"),
         ({"prompt_ids": (1, None)}, "token ids has other than ints"),
-        ({"tenant": []}, r"tenant=\[\]; use a name"),
+        ({"tenant": []}, r"tenant=\[\]; use a text"),
         ({"timeout_s": "soon"}, "timeout_s='soon'; use seconds above 0"),
         ({"tpot_slo_s": math.nan}, "tpot_slo_s=nan; use seconds above 0"),
     ],
@@ -300,3 +307,49 @@ def test_other_uses_of_the_executor_beside_its_engine() -> None:
         assert running.run(lambda: executor.logits([1, 2])).shape[0] == 2
         assert len(stream.wait(60).token_ids) == 100
     assert executor.generate(sequences, names, **fields) == found
+
+
+@pytest.mark.parametrize(
+    "name", [None, 5, [], "", "../../x", "a/../b", "/etc", "a\\b", "a\n", "x" * 256]
+)
+def test_names_that_are_none(name: Any) -> None:
+    executor = make_executor()
+    engine = make_engine(executor, 8)
+    for use in (
+        lambda: executor.add_adapter(name, LORA),
+        lambda: executor.remove_adapter(name),
+        lambda: engine.finetune(DATA, name, peft=LORA, **OPTIONS),
+    ):
+        with pytest.raises(AdapterError, match="does not name an adapter"):
+            use()
+    assert executor.adapters.keys() == {"a"}
+
+
+def test_the_name_of_a_job_is_its_own() -> None:
+    """While it is trained, nobody removes the adapter or puts another there."""
+    executor = make_executor()
+    engine = make_engine(executor, 64)
+    job = engine.finetune(DATA, "one", peft=LORA, publish_every=1, **OPTIONS)
+    for _ in range(200):
+        engine.step()
+        if "one" in executor.adapters:
+            break
+    assert not job.is_over
+    for use in (
+        lambda: executor.remove_adapter("one"),
+        lambda: executor.add_adapter("one", LORA),
+    ):
+        with pytest.raises(AdapterError, match="a job trains adapter 'one'"):
+            use()
+    engine.cancel_job("one")
+    executor.remove_adapter("one")
+    executor.add_adapter("one", LORA)
+
+
+def test_a_batch_that_never_fits_fails_its_job() -> None:
+    engine = make_engine(make_executor(), 4)
+    job = engine.finetune(DATA, "one", peft=LORA, **OPTIONS)
+    run(engine)
+    assert job.state is JobState.FAILED
+    assert isinstance(job.error, OutOfMemoryError)
+    assert "lower batch_size" in str(job.error)
