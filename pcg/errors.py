@@ -42,6 +42,15 @@ class PcgError(Exception):
     """Root of all errors that pcg raises on purpose."""
 
 
+def as_pcg_error(error: Exception, subject: str, kind: type[PcgError]) -> PcgError:
+    """Return an error that is a PcgError, or one of a kind whose cause it is."""
+    if isinstance(error, PcgError):
+        return error
+    failed = kind(f"{subject} failed by {type(error).__name__}: {error}")
+    failed.__cause__ = error
+    return failed
+
+
 class UnsupportedError(PcgError):
     """The request is well-formed, but pcg does not do it."""
 

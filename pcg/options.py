@@ -45,6 +45,8 @@ class PlanOptions:
             product (the default), to 0, the least; or bytes, as 8GiB.
         batch: sequences of the finetuning step that the budget is planned for.
         seq: tokens of each of these sequences.
+        lossy_activations: fp8 to save activations in 8 bits where the gradient's error has a bound
+            (docs/memory.md); by default all that is saved is exact.
     Raises:
         ParallelError: an option of ranks is out of range, or has no effect.
         UnsupportedError: another option is out of range.
@@ -61,9 +63,15 @@ class PlanOptions:
     memory_budget: float | str | None = None
     batch: int = 1
     seq: int = 1024
+    lossy_activations: Literal["fp8"] | None = None
 
     def __post_init__(self) -> None:
         self._check_ranks()
+        if self.lossy_activations not in (None, "fp8"):
+            raise UnsupportedError(
+                f"lossy_activations={self.lossy_activations!r}; use 'fp8', or leave it out to save "
+                "exact values"
+            )
         dtype_name(self.dtype)
         _ = self.budget
 
@@ -168,16 +176,21 @@ class OptimizerChoice:
     """The choice of an optimizer.
 
     Attributes:
-        optimizer: the optimizer of torch.optim that updates the adapters: adadelta, adafactor,
-            adagrad, adam, adamax, adamw, asgd, muon, nadam, radam, rmsprop, rprop or sgd.
-        optimizer_options: options of the optimizer that have no field here, by torch's names, as
-            momentum=0.9; torch's defaults for the others.
+        optimizer: the optimizer that updates the adapters: torch's adadelta, adafactor, adagrad,
+            adam, adamax, adamw, asgd, muon, nadam, radam, rmsprop, rprop or sgd, or, with states of
+            8 bits, bitsandbytes' adam8bit, adamw8bit or lion8bit. paged_adamw_8bit and the like are
+            names for one of these with `offload_optimizer`.
+        optimizer_options: options of the optimizer that have no field here, by its library's names,
+            as momentum=0.9; the library's defaults for the others.
+        offload_optimizer: keep the optimizer's states in host memory, and on the GPU those of one
+            parameter at a time, for its update; the numbers stay the same.
     """
 
     title: ClassVar[str] = "Optimizer and schedule"
 
     optimizer: str = "adamw"
     optimizer_options: Mapping[str, Any] | None = None
+    offload_optimizer: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ from pcg.explain.report_data import GpuCapacity
 from pcg.explain.step_memory import memory_bytes
 from pcg.parallel.costs.accelerators import ACCELERATORS, RESERVED_BYTES, Accelerator
 from pcg.parallel.costs.catalog import costs_name, find_cost_model
-from pcg.passes.memory.plan import frontiers
 
 MOST = 2**20
 """The largest batch and sequence length that are tried."""
@@ -159,8 +158,7 @@ def _total(planned: PlannedModel, setup: Setup) -> int:
     """Return the bytes of a step that is planned for a setup."""
     if planned.trained is None:
         return memory_bytes(dataclasses.replace(planned, setup=setup))["total"]
-    model, kinds = planned.trained.model, planned.trained.frontiers.kinds
-    found = frontiers(model, kinds, setup.options.batch, setup.options.seq)
+    found = planned.trained.frontiers.at(setup.options.batch, setup.options.seq)
     return memory_bytes(planned.replanned(setup, found, found.plan(setup.options.budget)))["total"]
 
 

@@ -79,7 +79,9 @@ def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -
     """`compare` with its options as one object."""
     devices = [find_accelerator(name) for name in options.gpus]
     recipes = {name: recipes_of(peft) for name, peft in pefts.items()}
-    optimizer = Optimizer.of(options.optimizer, options.optimizer_options)
+    optimizer = Optimizer.of(
+        options.optimizer, options.optimizer_options, options.offload_optimizer
+    )
     optimizer.check_parted(options.tp)
     source, to_trace = source_of(model)
     costs = find_cost_model(costs_name(options.costs, options.gpus)) if options.tp > 1 else None

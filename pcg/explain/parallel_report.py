@@ -14,6 +14,7 @@ from pcg.ir.layouts import layout_of
 from pcg.parallel.costs.layer_costs import DeviceCosts
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Candidate, Search, SiteChoice
+from pcg.passes.sharding.joint import Joint
 from pcg.passes.stages import Sharded
 
 _TOKENS = tuple(4**power for power in range(9))
@@ -29,7 +30,7 @@ def parallel_rows(sharded: Sharded, costs: DeviceCosts) -> dict[str, Any]:
             if parameter.role == "frozen":
                 layout = layout_of(parameter.type)
                 base.append({"block": block.name, "weight": parameter.name, "layout": str(layout)})
-        found = search.find()
+        found = search.find(best)
         bypass += [_site(choice, block.name) for choice in found.sites]
         nodes = [name for site in search.sites for name in site.nodes]
         added = search.costs.of(best) - search.costs.without(best, nodes)
@@ -56,6 +57,22 @@ def parallel_rows(sharded: Sharded, costs: DeviceCosts) -> dict[str, Any]:
         "base": base,
         "bypass": bypass,
         "communication": sent,
+        "joint": None if sharded.joint is None else _joint(sharded.joint),
+    }
+
+
+def _joint(joint: Joint) -> dict[str, Any]:
+    """Return what layouts were chosen together with what is kept, of all layers on one rank."""
+    best = joint.best
+    bound = min(joint.bound_seconds / best.apart_seconds, 1.0)
+    return {
+        "limit_bytes": joint.limit_bytes,
+        "kept_bytes": best.kept_bytes,
+        "layers_ms": round(best.seconds * 1e3, 3),
+        "recomputed_ms": round(best.again_seconds * 1e3, 3),
+        "sequential_ms": round(joint.sequential_seconds * 1e3, 3),
+        "sequential_layouts": best is joint.sequential,
+        "bound": round(bound, 5),
     }
 
 
@@ -83,6 +100,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "backward_bytes": bill.backward_bytes,
         "step_bytes": bill.step_bytes,
         "messages": bill.forward_messages + bill.backward_messages,
+        "kept_bytes": candidate.kept_bytes,
     }
 
 
@@ -93,6 +111,7 @@ def _why(choice: SiteChoice) -> str:
     text = "sends nothing beside the base" if not sends else f"sends {sends:,} bytes"
     if bill.step_bytes:
         text += f", {bill.step_bytes:,} of gradients once an optimizer step"
+    text += f", keeps {choice.chosen.kept_bytes:,}"
     others = [c for c in choice.candidates if c.key != choice.chosen.key]
     if not others:
         return text

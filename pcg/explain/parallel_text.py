@@ -38,7 +38,23 @@ def parallel_lines(parallel: Mapping[str, Any], candidates: bool) -> list[str]:
             f"  {'':<16} {_mib(sent['step_bytes'])} MiB of gradients once an optimizer step"
             + _share(parallel["gradient_accumulation_steps"]),
         ]
-    return lines
+    return lines + _joint_lines(parallel["joint"])
+
+
+def _joint_lines(joint: Mapping[str, Any] | None) -> list[str]:
+    if joint is None:
+        return []
+    least = (
+        "no layouts take less"
+        if joint["bound"] == 1
+        else (f"no layouts take less than {joint['bound']:.1%} of it")
+    )
+    return [
+        f"  chosen with what the layers keep, {_mib(joint['kept_bytes'])} of "
+        f"{_mib(joint['limit_bytes'])} MiB: {joint['layers_ms']:,.1f} ms, of that "
+        f"{joint['recomputed_ms']:,.1f} recomputed;",
+        f"  {'':<16} one after the other {joint['sequential_ms']:,.1f} ms; {least}",
+    ]
 
 
 def _share(batches: int) -> str:
@@ -53,7 +69,8 @@ def _site_lines(site: Mapping[str, Any], candidates: bool) -> list[str]:
     return lines + [
         f"    {row['cost_us']:>12,.1f} µs {_mib(row['communication_bytes']):>9} MiB"
         f" in {row['messages']:>2}"
-        f" {_mib(row['step_bytes']):>7} a step   {row['strategy']}"
+        f" {_mib(row['step_bytes']):>7} a step {_mib(row['kept_bytes']):>7} kept   "
+        f"{row['strategy']}"
         for row in site["candidates"]
     ]
 

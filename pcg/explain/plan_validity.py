@@ -33,7 +33,7 @@ from pcg.explain.step_memory import (
 from pcg.ir.types import RANK
 from pcg.parallel.costs.cost_model import SheetModel
 from pcg.parallel.search import Search
-from pcg.passes.memory.plan import MemoryPlan, frontiers, replanned
+from pcg.passes.memory.plan import MemoryPlan, replanned
 from pcg.passes.sharding.shard import Shard
 
 MOST_TOKENS = 2**20
@@ -46,7 +46,7 @@ def with_formulas(report: Report, planned: PlannedModel) -> Report:
     rank = rank_of(setup.recipes)
 
     def at_length(seq: int) -> MemoryPlan:
-        found = frontiers(training.model, training.frontiers.kinds, setup.options.batch, seq)
+        found = training.frontiers.at(setup.options.batch, seq)
         return found.plan(setup.having(seq=seq).options.budget)
 
     def at_rank(other: int) -> MemoryPlan:

@@ -23,6 +23,7 @@ STAGES = {
     "pruned": "all that gradients read",
     "rematerialized": "the rest recomputed",
     "compressed": "and bits for signs: pcg",
+    "fp8": "and lossy 8 bits: pcg",
     "token-level": "in windows, K/V cached",
     "checkpointing": "transformers' own",
     "torch-partitioner": "torch.compile's default",
@@ -196,13 +197,16 @@ class ReportData:
       CPU with oneDNN's packed copies of them;
     - adapters: the trainable parameters, in fp32 over half precision as peft has them;
     - gradients: one for each trainable parameter, in its dtype;
-    - optimizer: the states of `optimizer`, for AdamW two moments and the count of steps;
+    - optimizer: the states of `optimizer`, for AdamW two moments and the count of steps; where they
+      are offloaded, what stays of them on the device;
     - kv_cache: keys and values of requests that are served beside it; without adapters, those of
       batch · seq tokens;
-    - activations: the bytes that pcg's training program saves for backward (stage `compressed`;
-      `eager` where pcg cannot train the model);
+    - activations: the bytes that pcg's training program saves for backward (stage `compressed`, or
+      `fp8` where lossy activations are asked for; `eager` where pcg cannot train the model);
     - workspace: the other bytes of the step's peak, which is the loss over one chunk of tokens or
       one layer's forward or backward; less the saved bytes that were freed by then.
+
+    `host_bytes` has the bytes of offloaded kinds in host memory, beside a GPU's.
 
     `gpus` are all known GPUs that a rank fits, `fits` says more of those that were asked for.
     """
@@ -230,6 +234,7 @@ class ReportData:
     gpus: tuple[str, ...] = ()
     memory_budget: str = "1"
     optimizer: str = "adamw"
+    host_bytes: Mapping[str, int] = field(default_factory=dict)
     timeline: tuple[Moment, ...] = ()
     graph: tuple[GraphNode, ...] = ()
     layer_groups: tuple[LayerGroup, ...] = ()
@@ -238,7 +243,12 @@ class ReportData:
     @property
     def chosen_stage(self) -> Stage | None:
         """The stage that the report's activations are of; None where nothing is trained."""
-        return self.stage("compressed") or self.stage("eager")
+        return self.trained_stage or self.stage("eager")
+
+    @property
+    def trained_stage(self) -> Stage | None:
+        """The stage of the program that trains; None where pcg cannot train the model."""
+        return self.stage("fp8") or self.stage("compressed")
 
     def stage(self, name: str) -> Stage | None:
         """Return the stage of a name, if there is one."""

@@ -9,6 +9,7 @@ workspace the other bytes of the step's peak over its moments:
     loss         saved = shared + Σ layers + what the loss reads
     again i      saved = shared + Σ_{j < i} layer j + recomputed inputs of layers of i's segment
     backward i   saved = the same; its own tensors are freed as they are read
+    update       saved = 0; of an optimizer in host memory alone, a parameter's states are here
 
 Besides, each moment has a workspace: the most bytes of its own values that are alive at once. The
 adapters' gradients are counted for the whole step.
@@ -32,9 +33,10 @@ from pcg.ir.analysis.trainable import trained
 from pcg.ir.layouts import layout_of
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.shapes import Shapes, elements
-from pcg.ir.types import DTYPE_BYTES, TOKENS
+from pcg.ir.types import DTYPE_BYTES, TOKENS, TORCH_NAMES
 from pcg.passes.memory.plan import MemoryPlan
 from pcg.runtime.memory.kv_cache import bytes_of_token
+from pcg.runtime.training.torch_optimizers import StateMemory
 
 
 def memory_bytes(planned: PlannedModel) -> dict[str, int]:
@@ -64,11 +66,13 @@ def step_memory(
         untrained: the activations of a model that pcg cannot train.
     """
     moments: list[Moment] = []
-    at, saved = planned.setup.at, planned.saved
+    at, saved, states = planned.setup.at, planned.saved, state_memory(planned)
     if saved is None:
         activations, workspace = untrained, _serving_workspace(planned)
     else:
         sizes = _timeline(planned, saved)
+        if states.update_bytes:
+            sizes.append(_MomentSizes("update", sympy.S.Zero, sympy.Integer(states.update_bytes)))
         moments = [
             Moment(one.label, bytes_at(one.saved, at), bytes_at(one.workspace, at)) for one in sizes
         ]
@@ -76,19 +80,26 @@ def step_memory(
         peak = sizes[totals.index(max(totals))]
         activations = saved.total
         workspace = peak.saved + peak.workspace - activations
-    shapes, size = _trained_shapes(planned), DTYPE_BYTES[planned.unraised.adapter_dtype]
-    adapters = sympy.Integer(size * elements(shapes))
+    size = DTYPE_BYTES[planned.unraised.adapter_dtype]
+    adapters = sympy.Integer(size * elements(_trained_shapes(planned)))
+    on_gpu = planned.setup.device == "cuda"
     kinds = (
         sympy.Integer(base_bytes(planned.base, torch.device(planned.setup.device))),
         adapters,
         adapters,
-        sympy.Integer(planned.setup.optimizer.state_bytes(shapes, size)),
+        sympy.Integer(states.device_bytes + (0 if on_gpu else states.host_bytes)),
         bytes_of_token(planned.base) * planned.setup.served_tokens,
         activations,
         workspace,
     )
     formulas = dict(zip(KINDS, kinds, strict=True))
     return formulas | {"total": sympy.Add(*kinds)}, moments
+
+
+def state_memory(planned: PlannedModel) -> StateMemory:
+    """Return the bytes of the optimizer's states of one rank."""
+    dtype: torch.dtype = getattr(torch, TORCH_NAMES[planned.unraised.adapter_dtype])
+    return planned.setup.optimizer.state_memory(_trained_shapes(planned), dtype)
 
 
 def _trained_shapes(planned: PlannedModel) -> Shapes:
@@ -190,7 +201,8 @@ def carried_bytes(model: ModelGraph) -> sympy.Expr:
 
 def bytes_at(formula: sympy.Expr, at: Mapping[sympy.Symbol, int]) -> int:
     """Return a formula's value at the values of its symbols."""
-    return int(formula.subs(at))
+    # Several times as fast as `subs`, which looks for more than symbols.
+    return int(formula.xreplace({symbol: sympy.Integer(size) for symbol, size in at.items()}))
 
 
 def formula_text(formula: sympy.Expr) -> str:

@@ -1,12 +1,23 @@
 """Paths of modules, such as `model.layers.3.self_attn.q_proj`: matching them, and naming them.
 
-Matched as peft does (peft 0.21.2: `check_target_module_exists`, `get_pattern_key`).
+Matched as peft does (peft 0.21.2: `check_target_module_exists`, `get_pattern_key`), but for
+patterns that take for ever: they come from anybody's adapter_config.json. So they are matched by
+the package `regex`, which has a time limit and lets other threads run; Python's `re` has neither.
 """
 
 import difflib
 import re
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
+
+import regex
+
+from pcg.errors import AdapterError
+
+_LONGEST = 10_000
+"""The most characters of a pattern."""
+_LIMIT_S = 0.5
+"""The longest time that matching a pattern against one path may take."""
 
 _Number = TypeVar("_Number", int, float)
 
@@ -32,9 +43,40 @@ def ends_in(path: str, names: Iterable[str]) -> bool:
     return path.endswith(tuple(f".{name}" for name in names))
 
 
+def match_start(pattern: str, path: str, within: str = "{}") -> regex.Match[str] | None:
+    """Return the match of the regex from the start of the path on, or None.
+
+    Args:
+        within: the regex around it, with {} in its place.
+    Raises:
+        AdapterError: it is no regex, is too long, or takes too long.
+    """
+    if len(pattern) > _LONGEST:
+        raise AdapterError(
+            f"the regex {pattern[:40]!r}… has {len(pattern)} characters, and may have {_LONGEST}; "
+            "name the modules in a list"
+        )
+    try:
+        return regex.compile(within.replace("{}", pattern)).match(
+            path, timeout=_LIMIT_S, concurrent=True
+        )
+    except TimeoutError:
+        raise AdapterError(
+            f"matching the regex {pattern!r} against {path!r} takes more than {_LIMIT_S:g} s; name "
+            "the modules in a list, or write it without repeated groups that repeat"
+        ) from None
+    except (regex.error, RecursionError, OverflowError) as error:
+        raise AdapterError(f"{pattern!r} is not a regex: {error}") from error
+
+
+def matches_whole(pattern: str, path: str) -> bool:
+    """Return whether the regex matches the whole path; raises as `match_start`."""
+    return match_start(pattern, path, r"(?:{})\Z") is not None
+
+
 def matches_end(pattern: str, path: str) -> bool:
-    """Return whether the regex matches the path, or all of it behind a dot."""
-    return re.match(rf"(.*\.)?({pattern})$", path) is not None
+    """Return whether the regex matches the path, or all of it behind a dot; raises likewise."""
+    return match_start(pattern, path, r"(.*\.)?({})$") is not None
 
 
 def first_match(patterns: Mapping[str, _Number], path: str, default: _Number) -> _Number:

@@ -25,6 +25,10 @@ class BlockTable(Protocol):
     def run_row(self) -> int:
         """The cache's row of the first token where the pages are a run, else -1."""
 
+    @property
+    def stop_row(self) -> int:
+        """The row after those of a run and of the free pages behind it that are kept for it."""
+
     def rows(self, start: int, stop: int) -> range | list[int]:
         """The cache's rows of tokens; a range where the pages are a run."""
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pcg.errors import TypeCheckError
@@ -116,6 +116,19 @@ class Planner:
         other = copy.copy(self)
         other.paths = self.paths.where_free(free)
         return other
+
+    def with_prices(self, prices: Mapping[str, Mapping[Sharding, float]]) -> Planner:
+        """A planner for which some ways of nodes, by the node's name, cost so much more."""
+        other = copy.copy(self)
+        other._ways = {
+            name: {rule: cost + prices.get(name, {}).get(rule, 0.0) for rule, cost in ways.items()}
+            for name, ways in self._ways.items()
+        }
+        return other
+
+    def ways(self, name: str) -> Collection[Sharding]:
+        """The ways in which ranks can run a node."""
+        return self._ways[name].keys()
 
     def of(self, graph: Graph) -> Planner:
         """A planner of a graph of the same nodes, or fewer, that read values of the same types."""

@@ -24,6 +24,7 @@ from pcg.ir.graph import Graph
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout, Sharding
 from pcg.parallel.bypass_sites import BypassSite, bypass_sites, strategy_name
 from pcg.parallel.costs.layer_costs import LayerCosts
+from pcg.parallel.kept_values import KeptValues
 from pcg.parallel.parallel_plan import Constraints, Cost, ParallelPlan
 from pcg.parallel.plan_costs import PlanCosts
 from pcg.parallel.planner import Planner
@@ -50,12 +51,14 @@ class Candidate:
         strategy: the way's name; see `strategy_name`.
         gathered: weights that are gathered where they are read.
         added: the cost that the way adds to the layer.
+        kept_bytes: bytes on a rank of what backward reads of what the site makes.
     """
 
     strategy: str
     layouts: Mapping[str, Layout]
     gathered: frozenset[str]
     added: Cost
+    kept_bytes: int
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -133,6 +136,23 @@ class Search:
                     best, cost, is_better = plan, now, True
         return best
 
+    def proposals(self, byte_seconds: float) -> Iterator[ParallelPlan]:
+        """The cheapest plans where what backward reads of the sites costs so much a byte."""
+        priced = self.kept.planner(byte_seconds)
+        for planner in (priced, *map(priced.where_free, _FREE)):
+            plan = self._with(self._cheapest, planner.plan(self._given), self.sites)
+            if plan is not None:
+                yield plan
+
+    def least_cost(self, byte_seconds: float) -> float:
+        """The least cost of a plan at such a price, each message by itself."""
+        return self.kept.planner(byte_seconds).plan(self._given).cost
+
+    @cached_property
+    def kept(self) -> KeptValues:
+        """The values that backward reads of what the sites make."""
+        return KeptValues(self.planner, self.sites)
+
     def _of_one_input(self) -> list[tuple[BypassSite, ...]]:
         """Sites that read the same value of the base's, where they are several."""
         inputs = {node.name: node.inputs[0] for node in self.graph.nodes}
@@ -169,7 +189,13 @@ class Search:
         Raises:
             TypeCheckError: there is no way to run it so.
         """
-        return self._planned({}, layouts, gathered, self.base)
+        return self.planner.plan(self.holding(layouts, gathered))
+
+    def holding(
+        self, layouts: Mapping[str, Layout], gathered: frozenset[str] = frozenset()
+    ) -> Constraints:
+        """The constraints of plans that hold adapters' weights in given layouts."""
+        return self._fixed({}, layouts, gathered, self.base)
 
     def force(
         self,
@@ -184,30 +210,29 @@ class Search:
             TypeCheckError: there is no way to run it so.
         """
         rules = {name: rule for name, rule in best.rules.items() if name not in site.nodes}
-        return self._planned(best.held, layouts, gathered, rules)
+        return self.planner.plan(self._fixed(best.held, layouts, gathered, rules))
 
-    def _planned(
+    def _fixed(
         self,
         others: Mapping[str, Layout],
         layouts: Mapping[str, Layout],
         gathered: frozenset[str],
         rules: Mapping[str, Sharding],
-    ) -> ParallelPlan:
+    ) -> Constraints:
         sharded = frozenset(name for name, layout in layouts.items() if layout.dim)
-        fixed = replace(
+        return replace(
             self._given,
             layouts={**self.layouts, **others, **layouts},
             rules=rules,
             gathered=gathered,
             direct=(sharded - gathered) | self._direct,
         )
-        return self.planner.plan(fixed)
 
     # ------------------------------------------------------------------------------- candidates
 
-    def find(self) -> SearchResult:
-        """The cheapest plan, and each site's candidates beside it."""
-        best = self.plan()
+    def find(self, plan: ParallelPlan | None = None) -> SearchResult:
+        """A plan, the cheapest by default, and each site's candidates beside it."""
+        best = self.plan() if plan is None else plan
         return SearchResult(best, tuple(self._choice(best, site) for site in self.sites))
 
     def strategy(self, plan: ParallelPlan, site: BypassSite) -> str:
@@ -222,10 +247,14 @@ class Search:
         combined = {name for name, some in reshards if any(one.op == "combine" for one in some)}
         return frozenset(n for n in site.weights if n in combined and plan.held[n].dim)
 
+    def chosen(self, best: ParallelPlan, site: BypassSite) -> Candidate:
+        """The candidate that a plan has at a site."""
+        return self._candidate(best, best, site, self._gathered(best, site))
+
     def _choice(self, best: ParallelPlan, site: BypassSite) -> SiteChoice:
-        chosen = self._candidate(best, best, site, self._gathered(best, site))
+        chosen = self.chosen(best, site)
         found = {chosen.key: chosen}
-        for layouts, gathered in self._ways(site, chosen):
+        for layouts, gathered in self.ways(site, chosen):
             try:
                 plan = self.force(best, site, layouts, gathered)
             except TypeCheckError:
@@ -240,9 +269,10 @@ class Search:
     ) -> Candidate:
         layouts = {name: plan.held[name] for name in site.weights}
         added = self.costs.of(plan) - self.costs.without(best, site.nodes)
-        return Candidate(strategy_name(site, layouts, gathered), layouts, gathered, added)
+        name, kept = strategy_name(site, layouts, gathered), self.kept.size_bytes(plan, site)
+        return Candidate(name, layouts, gathered, added, kept)
 
-    def _ways(
+    def ways(
         self, site: BypassSite, chosen: Candidate
     ) -> Iterator[tuple[Mapping[str, Layout], frozenset[str]]]:
         """Layouts of a site's weights, and which of them are gathered where they are read."""

@@ -51,7 +51,7 @@ def saved_reads(graph: Graph, active: Container[str]) -> frozenset[tuple[str, in
     needed: set[str] = set()
     found: set[tuple[str, int]] = set()
     for node in reversed(graph.nodes):
-        inputs, outputs = _gradient_reads(graph, node, active)
+        inputs, outputs = gradient_reads(graph, node, active)
         needed.update(node.outputs[index].name for index in outputs)
         is_recomputed = not operator(node.op).is_product
         if is_recomputed and any(value.name in needed for value in node.outputs):
@@ -61,7 +61,7 @@ def saved_reads(graph: Graph, active: Container[str]) -> frozenset[tuple[str, in
     return frozenset(found)
 
 
-def _gradient_reads(graph: Graph, node: Node, active: Container[str]) -> tuple[set[int], set[int]]:
+def gradient_reads(graph: Graph, node: Node, active: Container[str]) -> tuple[set[int], set[int]]:
     """Places of the inputs and of the outputs that a node's gradient reads."""
     needs = tuple(name in active for name in node.inputs)
     if not any(needs) or not node.output.type.is_float:

@@ -16,6 +16,7 @@ from pcg.ir.analysis.trainable import reachable, trained
 from pcg.ir.builder import Builder
 from pcg.ir.graph import Graph, Node, Value
 from pcg.ir.operators import Gradient, operator
+from pcg.ir.program.program import ModelGraph
 from pcg.passes.pass_base import Pass
 
 
@@ -145,3 +146,25 @@ def _gradient_names(backward: Graph, gradients: dict[str, str]) -> dict[str, str
         if gradient in backward.producers and gradient not in names and new not in backward.types:
             names[gradient] = new
     return names
+
+
+def layer_kinds(model: ModelGraph) -> tuple[LayerKind, ...]:
+    """The layers of a model, differentiated.
+
+    The first layer that trains passes no gradient on, and those below it have no backward.
+    """
+    groups: dict[tuple[int, bool], list[int]] = {}
+    trained_below = bool(trained(model.prologue))
+    for layer, index in enumerate(model.layers):
+        groups.setdefault((index, trained_below), []).append(layer)
+        trained_below |= bool(trained(model.blocks[index]))
+    kinds = []
+    for (index, passes_on), layers in groups.items():
+        block = model.blocks[index]
+        inputs, count = tuple(value.name for value in block.inputs), len(block.outputs)
+        carried, shared = inputs[:count], inputs[count:]
+        gradients = Differentiate(wrt=carried, wanted=carried if passes_on else ()).run(block)
+        below = "_first" if trained(block) else "_below"
+        name = block.name if passes_on else f"{block.name}{below}"
+        kinds.append(LayerKind(name, index, tuple(layers), shared, gradients))
+    return tuple(kinds)

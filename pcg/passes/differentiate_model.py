@@ -5,9 +5,8 @@ from __future__ import annotations
 from pcg.ir.analysis.trainable import trained
 from pcg.ir.builder import Builder
 from pcg.ir.graph import Graph
-from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TOKENS, tensor
-from pcg.passes.differentiate import Differentiate, LayerKind
+from pcg.passes.differentiate import Differentiate, layer_kinds
 from pcg.passes.pass_base import Pass
 from pcg.passes.stages import Attached, Gradients, ModelGradients, WithLoss
 
@@ -39,28 +38,6 @@ class DifferentiateModel(Pass[WithLoss, Gradients]):
         of_loss = Differentiate(wrt=(loss.inputs[0].name,)).run(loss)
         training = ModelGradients(model, layer_kinds(model), prologue, of_loss)
         return Gradients(before.serving, training)
-
-
-def layer_kinds(model: ModelGraph) -> tuple[LayerKind, ...]:
-    """The layers of a model, differentiated.
-
-    The first layer that trains passes no gradient on, and those below it have no backward.
-    """
-    groups: dict[tuple[int, bool], list[int]] = {}
-    trained_below = bool(trained(model.prologue))
-    for layer, index in enumerate(model.layers):
-        groups.setdefault((index, trained_below), []).append(layer)
-        trained_below |= bool(trained(model.blocks[index]))
-    kinds = []
-    for (index, passes_on), layers in groups.items():
-        block = model.blocks[index]
-        inputs, count = tuple(value.name for value in block.inputs), len(block.outputs)
-        carried, shared = inputs[:count], inputs[count:]
-        gradients = Differentiate(wrt=carried, wanted=carried if passes_on else ()).run(block)
-        below = "_first" if trained(block) else "_below"
-        name = block.name if passes_on else f"{block.name}{below}"
-        kinds.append(LayerKind(name, index, tuple(layers), shared, gradients))
-    return tuple(kinds)
 
 
 def with_loss(epilogue: Graph) -> Graph:

@@ -18,6 +18,7 @@ from pcg.ir.program.program import ModelGraph
 from pcg.options import MemoryBudget, PlanOptions, dtype_name
 from pcg.parallel.costs.cost_model import CostModel
 from pcg.parallel.costs.layer_costs import DeviceCosts
+from pcg.parallel.costs.rank_costs import RankCosts
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.compress import Compress
 from pcg.passes.differentiate_model import AddLoss, DifferentiateModel
@@ -31,6 +32,7 @@ from pcg.passes.fusion.group_kernels import GroupKernels
 from pcg.passes.fusion.order_kernels import OrderKernels
 from pcg.passes.fusion.side_by_side import SideBySide
 from pcg.passes.fusion.split_cache_append import SplitCacheAppend
+from pcg.passes.lossy import Quantize
 from pcg.passes.memory.plan import MemoryPlan
 from pcg.passes.memory.rematerialize import Rematerialize
 from pcg.passes.model_passes import Attach, FoldTrace, Trace
@@ -102,6 +104,11 @@ class Settings:
         batch, seq = self.options.batch, self.options.seq
         return self.device_costs_at(self.costs, batch * seq, seq)
 
+    @property
+    def rank_costs(self) -> RankCosts | None:
+        """The seconds of a rank's nodes; None where they are not known."""
+        return None if self.costs is None else RankCosts(self.costs, self.options.tp)
+
     def device_costs_at(self, costs: CostModel, tokens: int, context: int) -> DeviceCosts:
         """The costs of so many tokens that attend to so many, by a device's."""
         steps = self.options.gradient_accumulation_steps
@@ -172,7 +179,7 @@ def pipeline(given: Settings) -> Pipeline:
                 On(Attached.map_blocks, SplitFusedProjections()),
                 PlanBase(tp, options.styles),
                 RepeatHeadsOfModels(tp),
-                Shard(tp, given.device_costs, sequence_parallel),
+                Shard(tp, given.device_costs, sequence_parallel, options.budget, given.rank_costs),
                 On(Sharded.map_graphs, Localize(tp)),
             ),
         ),
@@ -181,11 +188,12 @@ def pipeline(given: Settings) -> Pipeline:
         compress=_stage(
             "compress",
             *when(given.windows, On(Gradients.map_layers, WindowAttention())),
+            *when(options.lossy_activations == "fp8", On(Gradients.map_layers, Quantize())),
             On(Gradients.map_layers, Compress()),
         ),
         rematerialize=_stage(
             "rematerialize",
-            Rematerialize(given.budget),
+            Rematerialize(given.budget, given.rank_costs),
             *(On(Trained.map_layers, one) for one in LAYER_ORDER),
         ),
         fuse=_stage(

@@ -20,6 +20,7 @@ from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search
 from pcg.passes.differentiate import Differentiated, LayerKind
 from pcg.passes.memory.plan import Frontiers, MemoryPlan
+from pcg.passes.sharding.joint import Joint
 from pcg.passes.stage import Named
 from pcg.trace import TracedModel
 
@@ -104,12 +105,14 @@ class Sharded(Prepared):
     """Models over ranks: first with layouts in their types, then the graphs of one rank.
 
     `typed` is the model with layouts that is trained, or serves where none is, `searches` and
-    `plans` are those of its blocks.
+    `plans` are those of its blocks. `joint` has the plans that were weighed with what backward
+    keeps; None where no number of bytes binds.
     """
 
     typed: ModelGraph
     searches: tuple[Search, ...]
     plans: tuple[ParallelPlan, ...]
+    joint: Joint | None
 
     @property
     def is_sequence_parallel(self) -> bool:

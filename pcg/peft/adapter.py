@@ -139,6 +139,27 @@ def _seed(seed: int, path: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
+_LONGEST_NAME = 255
+
+
+def check_name(name: object) -> None:
+    """Refuse what cannot name an adapter in a message, a request and a folder alike.
+
+    Raises:
+        AdapterError: it is no text, is empty or too long, has characters that cannot be printed, or
+            is a path that leads elsewhere.
+    """
+    is_name = isinstance(name, str) and name.isprintable() and name.strip() == name
+    text = str(name)
+    is_name = is_name and len(text) <= _LONGEST_NAME and "\\" not in text
+    if is_name and not {"", ".", ".."} & set(text.split("/")):
+        return
+    raise AdapterError(
+        f"{name!r} does not name an adapter; use 1 to {_LONGEST_NAME} characters, as in 'sql' or "
+        "'team/sql', without a part that is empty or of dots"
+    )
+
+
 def check_biases(adapter: Adapter, base_biases: Mapping[str, Tensor]) -> None:
     """Refuse an adapter whose biases are not those of the base that its recipe trains, by module.
 
@@ -158,6 +179,23 @@ def check_biases(adapter: Adapter, base_biases: Mapping[str, Tensor]) -> None:
             )
     if not adapter.tensors:
         raise AdapterError(f"{who} trains nothing of this base, which has no biases; use LoRA")
+
+
+def check_finite(adapter: Adapter, where: object) -> None:
+    """Refuse an adapter with a weight that is NaN or infinite, read from a place.
+
+    Raises:
+        AdapterError: the module, or the name, of the first one.
+    """
+    named = [(path, t) for path, weights in adapter.weights.items() for t in weights.tensors]
+    for name, tensor in (*named, *adapter.biases.items(), *adapter.shared.items()):
+        # Both are NaN where any entry is; one pass, and no copy of the tensor.
+        extremes = torch.stack(tensor.aminmax()) if tensor.numel() else tensor
+        if not extremes.isfinite().all():
+            raise AdapterError(
+                f"{where}: the weights of {name} hold NaN or infinity in {tensor.dtype}; the run "
+                "that trained them diverged: save an earlier checkpoint of it"
+            )
 
 
 def with_shared(adapter: Adapter, module_shapes: Mapping[str, Shape]) -> Adapter:

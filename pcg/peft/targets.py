@@ -9,13 +9,20 @@ matches nothing, is an error here.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 from pcg.errors import AdapterError
-from pcg.ir.module_paths import did_you_mean, ends_in, first_match, matches_end, name_list
+from pcg.ir.module_paths import (
+    did_you_mean,
+    ends_in,
+    first_match,
+    match_start,
+    matches_end,
+    matches_whole,
+    name_list,
+)
 from pcg.peft.method import Bypass
 from pcg.peft.recipe import ALL_LINEAR, Names, Recipe, is_finite
 
@@ -164,7 +171,7 @@ class TargetedRecipe(Recipe):
         """Index of the layer that the module is in: the first number, not that of an expert."""
         patterns = [rf"(?:^|.*?\.){pattern}" for pattern in self.layers_pattern or ()]
         for pattern in patterns or [r".*?\.[^.]*"]:
-            if found := re.match(rf"{pattern}\.(?P<index>\d+)\.", path):
+            if found := match_start(rf"{pattern}\.(?P<index>\d+)\.", path):
                 return int(found["index"])
         return None
 
@@ -255,7 +262,7 @@ class PatternedRecipe(LayeredRecipe):
 def _matches(path: str, targets: Names | str) -> bool:
     """Return whether a regex matches the whole path, or one of the names its end."""
     if isinstance(targets, str):
-        return re.fullmatch(targets, path) is not None
+        return matches_whole(targets, path)
     return path in targets or ends_in(path, targets)
 
 
@@ -274,9 +281,9 @@ def check_modules(name: str, value: object) -> None:
 
 def _check_regex(name: str, pattern: str) -> None:
     try:
-        re.compile(pattern)
-    except re.error as error:
-        raise AdapterError(f"{name} has {pattern!r}, which is not a regex: {error}") from error
+        matches_whole(pattern, "")
+    except AdapterError as error:
+        raise AdapterError(f"{name}: {error}") from error
 
 
 def _check_targets(recipe: TargetedRecipe) -> None:

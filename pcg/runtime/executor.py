@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Unpack, cast, overload
+from typing import Any, Literal, TypeVar, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from pcg.keywords import takes
 from pcg.parallel.ranks.group import Ranks, run_on_first
 from pcg.peft.adapter import Adapter
 from pcg.peft.writer import write_adapter
+from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.options import EngineArguments
 from pcg.runtime.engine.request import (
@@ -34,6 +35,8 @@ from pcg.runtime.training.finetuning import finetune
 from pcg.runtime.training.options import FinetuneArguments
 from pcg.runtime.training.result import FinetuneResult
 from pcg.runtime.training.runner import TrainingRunner, training_runner
+
+Result = TypeVar("Result")
 
 
 class Executor:
@@ -139,7 +142,8 @@ class Executor:
         single = isinstance(prompts, str)
         several = [prompts] if isinstance(prompts, str) else prompts
         requests = make_requests(self.state, several, adapter, sampling)
-        chunks = self._run(requests)
+        running = cast("AsyncEngine | None", self.state.engine_thread)
+        chunks = self._run(requests) if running is None else running.stream_all(requests)
         if stream:
             return chunks
         done = {chunk.index: chunk.completion for chunk in chunks if chunk.completion is not None}
@@ -152,12 +156,25 @@ class Executor:
         for request in requests:
             engine.submit(request)
         while not engine.is_idle:
-            yield from engine.step()
+            for chunk in engine.step():
+                if chunk.error is not None:
+                    raise chunk.error
+                yield chunk
 
     @takes(EngineArguments)
     def engine(self, given: EngineArguments) -> Engine:
-        """Make an engine, which serves requests and trains adapters at the same time."""
+        """Make an engine, which serves requests and trains adapters at the same time.
+
+        Raises:
+            EngineError: one runs on a thread already.
+        """
+        self.state.check_no_engine("a second engine", "close the first one, or use that")
         return Engine(self.state, given)
+
+    def _between_steps(self, act: Callable[[], Result]) -> Result:
+        """Run a function now, or between two steps of the engine that runs on a thread."""
+        running = self.state.engine_thread
+        return act() if running is None else running.run(act)
 
     def request(
         self,
@@ -197,6 +214,9 @@ class Executor:
         if not input_ids or isinstance(input_ids[0], int):
             return self.logits([cast("Sequence[int]", input_ids)], adapter)[0]
         sequences = cast("Sequence[Sequence[int]]", input_ids)
+        return self._between_steps(lambda: self._logits(sequences, adapter))
+
+    def _logits(self, sequences: Sequence[Sequence[int]], adapter: Any) -> list[Tensor]:
         adapters = self.state.adapters_of(len(sequences), adapter)
         tables = self.state.serving.tables
         order = tables.order(adapters)
@@ -224,12 +244,16 @@ class Executor:
             AdapterError: the name is taken, the files are damaged, or it fits another base.
             UnsupportedError: the adapter has a feature that pcg does not support.
         """
-        self.state.check_free(name)
-        return self.state.put_adapter(self.state.make_adapter(name, path_or_config, seed=seed))
+
+        def add() -> Adapter:
+            self.state.check_free(name)
+            return self.state.put_adapter(self.state.make_adapter(name, path_or_config, seed=seed))
+
+        return self._between_steps(add)
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter. AdapterError: there is none of that name."""
-        self.state.remove_adapter(name)
+        self._between_steps(lambda: self.state.remove_adapter(name))
 
     def save_adapter(self, name: str, path: str | Path) -> None:
         """Write an adapter in peft's format; what was at that path is replaced as a whole."""
@@ -238,7 +262,7 @@ class Executor:
 
     def refresh_adapter(self, name: str) -> None:
         """Serve an adapter's tensors as they are now, after they were changed in place."""
-        self.state.refresh_adapter(name)
+        self._between_steps(lambda: self.state.refresh_adapter(name))
 
     # ------------------------------------------------------------------------------- finetuning
 
@@ -254,11 +278,14 @@ class Executor:
                 or belongs to another job.
             FinetuneInterrupted: Ctrl-C; the adapter is as after the last complete step.
             UnsupportedError: the recipe has a feature that pcg does not train.
+            EngineError: an engine runs on a thread, which trains beside what it serves.
         """
+        self.state.check_no_engine("Executor.finetune", "call finetune of that engine")
         return finetune(self.state, given)
 
     def training_runner(self, name: str) -> TrainingRunner:
         """Return what computes losses and gradients of an adapter, which moves to the device."""
+        self.state.check_no_engine("a training runner", "close it first")
         adapter = self.state.adapter(name)
         here = self.device.type if self.ranks.size == 1 else "cpu"
         if any(tensor.device.type != here for tensor in adapter.tensors):

@@ -65,6 +65,7 @@ class SimulatedDevice:
     ) -> None:
         self.cache: Any = None
         self.side: SideStream | None = None
+        self.fails_alike = True
         self.busy_s = 0.0
         self.waited_s = 0.0
         self._costs = costs
@@ -144,6 +145,9 @@ class SimulatedDevice:
         self._take(self._costs.backward_seconds(units[0].layer, StepShape.of(pieces)))
         for unit in units:
             unit.run()
+
+    def check_alive(self) -> None:
+        """Do nothing: a simulated device does not fail."""
 
     def update(self) -> None:
         """Run an optimizer's update."""

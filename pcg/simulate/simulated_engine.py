@@ -55,7 +55,9 @@ class SimulatedEngine(EngineLoop):
         """Start at 0 s with nothing to do."""
         pool, clock = PagePool(given.pages), SimulatedClock()
         adapters = AdapterCache(pool, lambda adapter: -(-adapter.size_bytes // given.page_bytes))
-        prefixes = Prefixes(pool) if given.prefix_caching else None
+        prefixes = None
+        if given.prefix_caching:
+            prefixes = Prefixes(pool, between_tenants=given.prefixes_between_tenants)
         limits = given.limits or Limits()
         scheduler = Scheduler(pool, adapters, limits, given.policy, prefixes)
         device = SimulatedDevice(given.costs, clock, given.most_positions)

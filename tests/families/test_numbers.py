@@ -37,11 +37,13 @@ class Case:
         return self.base if adapter is None else self.wrapped[adapter]
 
 
+OF_TWO_LAYERS = ("llama3", "gpt2", "gemma2")
+"""Families that are run with two layers, too; the others in the slow run."""
 CASES = [
     pytest.param(
         (family, layers),
         id=f"{family}-{layers}",
-        marks=[pytest.mark.slow] if family.extra and layers == 2 else [],
+        marks=pytest.mark.slow if layers == 2 and family.name not in OF_TWO_LAYERS else (),
     )
     for family in FAMILIES
     for layers in (2, 3)

@@ -43,10 +43,8 @@ SITES: Mapping[str, tuple[str, ...]] = {
     "gemma2": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
 }
 FAST = {
-    ("llama3", "q_proj"),
     ("llama3", "down_proj"),
     ("qwen2", "k_proj"),
-    ("gpt2", "attn.c_attn"),
     ("falcon-7b", "query_key_value"),
 }
 """At two ranks; the others in the slow run."""

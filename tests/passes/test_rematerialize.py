@@ -209,7 +209,7 @@ def test_packed_signs_say_where_relu_lets_through(numbers: list[float]) -> None:
 
 
 def choice(size: int, flops: int) -> Choice:
-    return Choice((), (), size, flops)
+    return Choice((), (), size, flops, flops)
 
 
 HULLS = st.lists(
@@ -241,6 +241,28 @@ def test_every_mix_on_the_way_is_best_at_its_price(steps: list[list[tuple[int, i
         assert mixed(frontiers, mix).size_bytes <= limit
         before = [t for t in totals if t.flops < mixed(frontiers, mix).flops]
         assert all(total.size_bytes > limit for total in before)
+
+
+@given(HULLS, st.integers(0, 60), st.integers(1, 30), st.sampled_from([0.0, 0.2, 0.6, 1.0]))
+def test_a_hull_may_begin_with_more_bytes_than_no_product_recomputed(
+    steps: list[list[tuple[int, int]]], less: int, cost: int, share: float
+) -> None:
+    """As costs in seconds have it: the budget decides, and the hull's mixes are as before."""
+    hulls = [hull_from(s) for s in steps]
+    firsts = [choice(max(hull[0].size_bytes - less, hull[-1].size_bytes), cost) for hull in hulls]
+    frontiers = [[first, *hull] for first, hull in zip(firsts, hulls, strict=True)]
+    most, least = (sum(f[i].size_bytes for f in frontiers) for i in (0, -1))
+    mix = spread(frontiers, MemoryBudget(share), 0)
+    assert mix is not None
+    limit = least + share * (most - least)
+    if not any(mix):
+        assert most <= limit
+        return
+    assert most > limit
+    found = mixed(frontiers, mix)
+    assert found.size_bytes <= limit
+    totals = [mixed(hulls, other) for other in mixes(hulls)]
+    assert found.cost == min(total.cost for total in totals if total.size_bytes <= limit)
 
 
 def test_equal_layers_take_their_steps_first_to_last() -> None:

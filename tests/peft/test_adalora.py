@@ -127,7 +127,9 @@ def test_pruned_adapters_are_read_served_and_saved(module: str, tmp_path: Path) 
         executor.finetune([Example(s, s) for s in sequences], "pruned", **OPTIONS)
 
 
-@pytest.mark.parametrize("stop", [2, 5, 8, 10])
+@pytest.mark.parametrize(
+    "stop", [pytest.param(n, marks=() if n == 5 else pytest.mark.slow) for n in (2, 5, 8, 10)]
+)
 def test_a_resumed_job_ends_with_the_same_bits(stop: int, tmp_path: Path) -> None:
     """Stopped while it warms up, between two allocations, and when ranks are given."""
     base = oracle.random_model(BY_NAME["llama3"].config(2))

@@ -15,8 +15,9 @@ from pcg.errors import AdapterError, UnsupportedError
 from pcg.peft import writer as adapter_writer
 from pcg.peft.adapter import Adapter, check_fits, new_adapter
 from pcg.peft.lora import LoraConfig, LoraWeights
-from pcg.peft.reader import read_adapter
+from pcg.peft.reader import WEIGHTS, read_adapter
 from pcg.peft.writer import write_adapter
+from tests.support.small_engine import make_executor
 
 # ------------------------------------------------------------------------------------ damaged files
 
@@ -263,3 +264,19 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
         write_adapter(adapter, tmp_path / "x")
     assert (tmp_path / "x").read_text() == "mine"
     shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
+    """As they are run: 1e39 is finite in the file's fp64, and infinite in the adapters' fp32."""
+    executor = make_executor()
+    executor.save_adapter("a", tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    key = sorted(tensors)[3]
+    tensors = {name: tensor.double() for name, tensor in tensors.items()}
+    tensors[key][1, 2] = value
+    save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    module = key.removeprefix("base_model.model.").rpartition(".lora_")[0]
+    with pytest.raises(AdapterError, match=rf"the weights of {module} hold NaN or infinity"):
+        executor.add_adapter("b", tmp_path)
+    assert "b" not in executor.adapters

@@ -45,6 +45,10 @@ def case(family: str) -> tuple[Any, dict[str, Any], dict[str, Any], Executor]:
     return base, models, adapters, executor
 
 
+FAST = ("opt", "gpt2", "gpt_neox", "falcon-40b", "cohere", "mpt")
+"""Families whose layers differ most; the others in the slow run."""
+
+
 @pytest.mark.parametrize("family", ["opt", "llama3", "gpt2"])
 def test_mixed_logits_tokens_and_gradients(family: str) -> None:
     base, models, adapters, executor = case(family)
@@ -108,7 +112,15 @@ def test_files_and_finetuning(tmp_path: Path) -> None:
         other.add_adapter("damaged", tmp_path / "houlsby")
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if not f.extra], ids=str)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family.name in FAST else pytest.mark.slow)
+        for family in FAMILIES
+        if not family.extra
+    ],
+    ids=str,
+)
 def test_every_family_has_its_modules(family: Any) -> None:
     program = compiler.compile_program(family.config(2), {**FIELDS, "variant": "houlsby"})
     recipe = recipe_from({**FIELDS, "variant": "houlsby"})

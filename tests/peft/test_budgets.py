@@ -26,11 +26,14 @@ METHODS: dict[str, Any] = {
     "lora with bias": {**LORA, "bias": "all"},
 }
 FAMILIES = ("llama-biases", "opt", "gpt2")
+FAST = ("lora with dropout", "lora with bias", "dora", "adalora", "vera", "parallel", "prefix")
+"""On one family; the others in the slow run."""
 CASES = [
-    pytest.param(family, method, marks=[] if family == FAMILIES[0] else [pytest.mark.slow])
+    pytest.param(family, method, marks=() if is_fast else pytest.mark.slow)
     for family in FAMILIES
     for method in METHODS
     if not (family == "opt" and method == "bitfit")  # OPT's own test has it, post-norm
+    for is_fast in [family == FAMILIES[0] and method in FAST]
 ]
 
 

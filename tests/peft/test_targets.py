@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import peft
@@ -83,3 +84,45 @@ def test_wherever_a_recipe_is_given(executor: Executor) -> None:
         with pytest.raises(AdapterError, match=REFUSED):
             executor.finetune(DATA, name, peft=config, max_steps=1)
     assert list(executor.adapters) == ["there"]
+
+
+FOR_EVER = r"(?:[\w.]|[\w.]{2})*\d"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": FOR_EVER},
+        {"target_modules": ["q_proj"], "exclude_modules": FOR_EVER},
+        {"target_modules": ["q_proj"], "rank_pattern": {FOR_EVER: 4}},
+        {
+            "target_modules": ["q_proj"],
+            "layers_to_transform": [0],
+            "layers_pattern": [FOR_EVER],
+        },
+    ],
+)
+def test_a_regex_that_backtracks_for_ever_is_refused(fields: dict[str, Any]) -> None:
+    """Others run meanwhile: another thread counts on."""
+    counted, stops = [0], threading.Event()
+
+    def count() -> None:
+        while not stops.wait(0.001):
+            counted[0] += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    path = "model.layers.0.self_attn.q_proj"
+    try:
+        recipe = recipe_from({"peft_type": "LORA", **fields})
+        with pytest.raises(AdapterError, match="takes more than"):
+            recipe.bypass(path)
+    finally:
+        stops.set()
+        thread.join()
+    assert counted[0] > 20
+
+
+def test_a_regex_of_megabytes_is_refused() -> None:
+    with pytest.raises(AdapterError, match="has 1000000 characters, and may have 10000"):
+        recipe_from({"peft_type": "LORA", "target_modules": "q" * 10**6})

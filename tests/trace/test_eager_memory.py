@@ -69,7 +69,7 @@ def test_a_family_keeps_what_is_predicted(name: str) -> None:
     check(family.config(3), torch.bfloat16, lora(list(family.usual_targets)))
 
 
-@pytest.mark.parametrize("name", ["llama3", "gpt_neox", "falcon-7b", "phi3", "cohere"])
+@pytest.mark.parametrize("name", ["llama3", "falcon-7b"])
 def test_a_family_in_fp32(name: str) -> None:
     check(BY_NAME[name].config(3), torch.float32, lora("all-linear"))
 
@@ -240,7 +240,7 @@ def test_parameters_that_peft_trains() -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(n, marks=[] if n < 8 else pytest.mark.slow) for n in range(300)]
+    "seed", [pytest.param(n, marks=[] if n < 4 else pytest.mark.slow) for n in range(300)]
 )
 def test_any_causal_lm_with_any_method(seed: int) -> None:
     case, predicted, expected = drawn(seed)

@@ -1,10 +1,13 @@
 """Spread a memory budget over the layers: which plan of its frontier each layer takes.
 
-Each layer has the lower convex hull of its (saved bytes, recomputed operations). Steps along the
-hulls, from "no product recomputed" on, are taken in the order of bytes spared per operation, over
-all layers; so after every step no other mix of hull vertices saves fewer bytes at as few
-operations. Among equal layers the first take theirs first: backward reaches them last, when the
-others' saved values are gone and there is room for what is recomputed.
+Each layer has the lower convex hull of its (saved bytes, cost of recomputing). Steps along the
+hulls, from "no product recomputed" on, are taken in the order of bytes spared per cost, over all
+layers; so after every step no other mix of hull vertices saves fewer bytes at as little cost. Among
+equal layers the first take theirs first: backward reaches them last, when the others' saved values
+are gone and there is room for what is recomputed.
+
+Costs in seconds count what "no product recomputed" does not, so that a hull may begin with more
+bytes than that. Where that is within a budget it is taken, and the hull's steps where it is not.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ Mix = tuple[int, ...]
 
 
 def spread(frontiers: LayerFrontiers, budget: MemoryBudget, outside_bytes: int) -> Mix | None:
-    """The mix with the fewest recomputed operations that is within a budget; None for none.
+    """The mix of the least cost that is within a budget; None for none.
 
     `outside_bytes` are saved outside the layers, whatever they do.
     """
@@ -40,22 +43,32 @@ def spread(frontiers: LayerFrontiers, budget: MemoryBudget, outside_bytes: int) 
 def mixes(frontiers: LayerFrontiers) -> Iterator[Mix]:
     """Every mix on the way from no product recomputed to the fewest bytes, one layer's step each.
 
-    Each saves fewer bytes than the one before, at the best rate of bytes for operations.
+    Each saves fewer bytes than the one before, at the best rate of bytes for cost.
     """
     mix = [0] * len(frontiers)
+    most = mixed(frontiers, mix).size_bytes
     yield tuple(mix)
+    for layer, frontier in enumerate(frontiers):
+        mix[layer] = _start(frontier)
     for _, layer in heapq.merge(*(_steps(one, layer) for layer, one in enumerate(frontiers))):
         mix[layer] += 1
-        yield tuple(mix)
+        if mixed(frontiers, mix).size_bytes < most:
+            yield tuple(mix)
+
+
+def _start(frontier: Sequence[Choice]) -> int:
+    """The place where a frontier's hull begins: the first choice, or one of more bytes behind."""
+    return int(len(frontier) > 1 and frontier[1].size_bytes >= frontier[0].size_bytes)
 
 
 def _steps(frontier: Sequence[Choice], layer: int) -> Iterator[tuple[Fraction, int]]:
-    """The price of each step of a layer, in operations a byte."""
-    for now, then in pairwise(frontier):
-        yield Fraction(then.flops - now.flops, now.size_bytes - then.size_bytes), layer
+    """The price of each step of a layer, in cost a byte."""
+    for now, then in pairwise(frontier[_start(frontier) :]):
+        yield Fraction(then.cost - now.cost, now.size_bytes - then.size_bytes), layer
 
 
-def mixed(frontiers: LayerFrontiers, mix: Mix) -> Choice:
-    """Bytes and operations of all layers together."""
+def mixed(frontiers: LayerFrontiers, mix: Sequence[int]) -> Choice:
+    """Bytes, operations and cost of all layers together."""
     choices = [frontier[i] for frontier, i in zip(frontiers, mix, strict=True)]
-    return Choice((), (), sum(c.size_bytes for c in choices), sum(c.flops for c in choices))
+    size, flops = sum(c.size_bytes for c in choices), sum(c.flops for c in choices)
+    return Choice((), (), size, flops, sum(c.cost for c in choices))

@@ -12,8 +12,9 @@ from pcg.ir.analysis.saved_memory import outside_bytes
 from pcg.ir.program.program import ModelGraph, TrainingGraph
 from pcg.ir.types import TOKENS
 from pcg.options import MemoryBudget
+from pcg.parallel.costs.rank_costs import RankCosts
 from pcg.passes.differentiate import LayerKind
-from pcg.passes.memory.budget import Mix, mixed, mixes, spread
+from pcg.passes.memory.budget import mixed, mixes, spread
 from pcg.passes.memory.recompute import plan_layer
 from pcg.passes.memory.save_problem import Choice, SaveProblem
 from pcg.passes.memory.segments import most_shared, restorable, shared_inputs
@@ -57,24 +58,35 @@ class Frontiers:
     Attributes:
         kinds: the kinds of layers.
         of_kind: the frontier of each kind.
+        by_flops: the frontiers by operations alone, where those of the kinds are by seconds: as
+            layers are whole, a mix of these may be within a budget for less.
         layers: the index of each layer's kind.
         layer_flops: operations of each layer's matrix products and attention.
         outside_bytes: bytes that are saved outside the layers.
         model: the model with bypass networks attached.
-        tokens: number of tokens of the batch.
+        batch: number of sequences of the step.
+        seq: number of tokens of each.
+        costs: the seconds of a rank's nodes; None where operations are counted.
     """
 
     kinds: tuple[LayerKind, ...]
     of_kind: tuple[tuple[Choice, ...], ...]
+    by_flops: tuple[tuple[Choice, ...], ...]
     layers: tuple[int, ...]
     layer_flops: tuple[int, ...]
     outside_bytes: int
     model: ModelGraph
-    tokens: int
+    batch: int
+    seq: int
+    costs: RankCosts | None = None
 
     @property
     def of_layers(self) -> list[tuple[Choice, ...]]:
         return [self.of_kind[kind] for kind in self.layers]
+
+    def at(self, batch: int, seq: int, kinds: Sequence[LayerKind] | None = None) -> Frontiers:
+        """The choices at another step, or of layers that are differentiated otherwise."""
+        return frontiers(self.model, kinds or self.kinds, batch, seq, self.costs)
 
     def points(self) -> list[tuple[int, float, int]]:
         """(saved bytes, share of the forward that is recomputed, recomputed inputs of layers).
@@ -104,11 +116,30 @@ class Frontiers:
         Raises:
             MemoryBudgetError: the least is more than the budget.
         """
-        mix = spread(self.of_layers, budget, self.outside_bytes)
-        if mix is not None:
-            return self._planned(mix)
+        choices = self.choices(budget)
+        if choices is not None:
+            return self.planned(choices)
         assert budget.size_bytes is not None
         return self._sharing_inputs(budget, budget.size_bytes - self.outside_bytes)
+
+    def choices(self, budget: MemoryBudget) -> list[Choice] | None:
+        """Each layer's choice within a budget, at the least cost; None for none."""
+        best = self.within(self.of_kind, budget)
+        if best is None or not self.by_flops or best == [front[0] for front in self.of_layers]:
+            return best
+        other = self.within(self.by_flops, budget)
+        found = [best] if other is None else [best, other]
+        return min(found, key=lambda one: sum(choice.cost for choice in one))
+
+    def within(
+        self, of_kind: Sequence[Sequence[Choice]], budget: MemoryBudget
+    ) -> list[Choice] | None:
+        """Each layer's choice on these frontiers of the kinds, within a budget; None for none."""
+        of_layers = [of_kind[kind] for kind in self.layers]
+        mix = spread(of_layers, budget, self.outside_bytes)
+        if mix is None:
+            return None
+        return [front[index] for front, index in zip(of_layers, mix, strict=True)]
 
     def _sharing_inputs(self, budget: MemoryBudget, limit: int) -> MemoryPlan:
         """The plan in which layers save the least, and as few inputs as need be are recomputed."""
@@ -128,38 +159,70 @@ class Frontiers:
         return dataclasses.replace(least, restored=restored)
 
     def _least(self) -> MemoryPlan:
-        return self._planned(tuple(len(frontier) - 1 for frontier in self.of_layers))
+        return self.planned([frontier[-1] for frontier in self.of_layers])
 
     def _input_bytes(self, layer: int) -> int:
         """Bytes of the input that a layer gets from the one before."""
         value = self.model.blocks[self.model.layers[layer]].inputs[0]
-        return int(value.type.size_bytes.subs(TOKENS, self.tokens))
+        return int(value.type.size_bytes.subs(TOKENS, self.batch * self.seq))
 
-    def _planned(self, mix: Mix) -> MemoryPlan:
-        taken = list(dict.fromkeys(zip(self.layers, mix, strict=True)))
+    def planned(self, of_layers: Sequence[Choice]) -> MemoryPlan:
+        """The plan of each layer's choice."""
+        taken = list(dict.fromkeys(zip(self.layers, of_layers, strict=True)))
         plans, choices = [], []
-        for kind_index, index in taken:
-            kind, choice = self.kinds[kind_index], self.of_kind[kind_index][index]
+        for kind_index, choice in taken:
+            kind = self.kinds[kind_index]
             several = sum(other == kind_index for other, _ in taken) > 1
+            index = self._known(kind_index).index(choice)
             name = f"{kind.name}_plan{index}" if several else kind.name
             plans.append(plan_layer(kind, choice.saved, name))
             choices.append(choice)
-        layers = tuple(taken.index(pair) for pair in zip(self.layers, mix, strict=True))
+        layers = tuple(taken.index(pair) for pair in zip(self.layers, of_layers, strict=True))
         return MemoryPlan(tuple(plans), layers, tuple(choices), self.layer_flops)
 
+    def _known(self, kind: int) -> tuple[Choice, ...]:
+        """The choices of a kind of layers, each once."""
+        by_flops = self.by_flops[kind] if self.by_flops else ()
+        return tuple(dict.fromkeys((*self.of_kind[kind], *by_flops)))
 
-def frontiers(model: ModelGraph, kinds: Sequence[LayerKind], batch: int, seq: int) -> Frontiers:
-    """The frontier of every kind of layer, at a step of `batch` sequences of `seq` tokens."""
-    found = tuple(
-        SaveProblem(kind.gradients.graph, kind.gradients.needed, kind.shared, batch, seq).frontier()
-        for kind in kinds
-    )
+
+def frontiers(
+    model: ModelGraph,
+    kinds: Sequence[LayerKind],
+    batch: int,
+    seq: int,
+    costs: RankCosts | None = None,
+) -> Frontiers:
+    """The frontier of every kind of layer, at a step of `batch` sequences of `seq` tokens.
+
+    Args:
+        costs: the seconds of a rank's nodes; None to count operations.
+    """
+    found, by_flops = [], []
+    for kind in kinds:
+        layer = (kind.gradients.graph, kind.gradients.needed, kind.shared, batch, seq)
+        problem = SaveProblem(*layer, costs)
+        found.append(problem.frontier())
+        if costs is not None:
+            by_flops.append(problem.in_costs(SaveProblem(*layer).frontier()))
     tokens = batch * seq
     of_block = [graph_flops(block, tokens, seq) for block in model.blocks]
     flops = tuple(of_block[index] for index in model.layers)
     read = {name for kind in kinds for name in kind.gradients.needed if name in kind.shared}
     outside = outside_bytes(model, read, tokens)
-    return Frontiers(tuple(kinds), found, _kind_of_layers(kinds), flops, outside, model, tokens)
+    layers = _kind_of_layers(kinds)
+    return Frontiers(
+        tuple(kinds),
+        tuple(found),
+        tuple(by_flops),
+        layers,
+        flops,
+        outside,
+        model,
+        batch,
+        seq,
+        costs,
+    )
 
 
 def replanned(plan: MemoryPlan, found: Frontiers) -> MemoryPlan | None:
@@ -177,7 +240,7 @@ def replanned(plan: MemoryPlan, found: Frontiers) -> MemoryPlan | None:
 def save_all(kinds: Sequence[LayerKind]) -> MemoryPlan:
     """The plan in which every layer saves all that its backward reads."""
     plans = [plan_layer(kind, kind.gradients.needed, kind.name) for kind in kinds]
-    nothing = Choice((), (), 0, 0)
+    nothing = Choice((), (), 0, 0, 0)
     return MemoryPlan(tuple(plans), _kind_of_layers(kinds), (nothing,) * len(plans), ())
 
 
@@ -187,5 +250,5 @@ def _kind_of_layers(kinds: Sequence[LayerKind]) -> tuple[int, ...]:
 
 
 def _on_a_line(left: Choice, middle: Choice, right: Choice) -> bool:
-    first = (middle.size_bytes - left.size_bytes) * (right.flops - left.flops)
-    return first == (right.size_bytes - left.size_bytes) * (middle.flops - left.flops)
+    first = (middle.size_bytes - left.size_bytes) * (right.cost - left.cost)
+    return first == (right.size_bytes - left.size_bytes) * (middle.cost - left.cost)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pcg.options import MemoryBudget
+from pcg.parallel.costs.rank_costs import RankCosts
 from pcg.passes.memory.plan import frontiers
 from pcg.passes.memory.recompute import loss_and_gradients, prologue_backward
 from pcg.passes.pass_base import Pass
@@ -19,12 +20,15 @@ from pcg.passes.stages import Gradients, ModelGradients, Trained, TrainedModel
 class Rematerialize(Pass[Gradients, Trained]):
     """Write forwards that save, and backwards that recompute the rest, within a budget.
 
+    Attributes:
+        costs: the seconds of a rank's nodes; None to count operations.
     Raises:
         MemoryBudgetError: the least that backward needs is more than the budget.
     """
 
     name = "rematerialize"
     budget: MemoryBudget
+    costs: RankCosts | None = None
 
     def run(self, before: Gradients) -> Trained:
         training = None if before.training is None else self._trained(before.training)
@@ -32,7 +36,7 @@ class Rematerialize(Pass[Gradients, Trained]):
 
     def _trained(self, given: ModelGradients) -> TrainedModel:
         model = given.model
-        found = frontiers(model, given.kinds, self.budget.batch, self.budget.seq)
+        found = frontiers(model, given.kinds, self.budget.batch, self.budget.seq, self.costs)
         prologue, trained = None, tuple[str, ...]()
         if given.prologue is not None:
             carried = model.prologue.outputs[: len(model.blocks[0].outputs)]

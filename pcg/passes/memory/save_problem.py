@@ -3,7 +3,7 @@
 For a layer's forward graph and the values N that its backward reads, choose the set S of storages
 to save and the set R of nodes to run again:
 
-    minimise    w_b Σ_{s in S} bytes(s) + w_f Σ_{n in R} flops(n)
+    minimise    w_b Σ_{s in S} bytes(s) + w_c Σ_{n in R} cost(n)
     such that   every value of N, and every input of a node of R, is resident (a weight, or what all
                 layers share), lies in a storage of S, or is made by a node of R.
 
@@ -12,17 +12,19 @@ the cut is its certificate. Each storage s is an edge s_in -> s_out of capacity 
 the sink side T read as "there in backward", s_out in T and s_in not in T is "saved", s_in in T
 "recomputed":
 
-    source -> n_in         w_f flops(n)    a recomputed node costs its operations
+    source -> n_in         w_c cost(n)     a recomputed node costs its operations, or seconds
     s_in   -> s_out        w_b bytes(s)    a saved storage costs its bytes
     u_out  -> n_in         infinite        a recomputed node needs its inputs
     x_out from the source  w_b bytes(x)    a graph input cannot be recomputed
     v_out  -> sink         infinite        what backward reads is there
 
-Values that are views of one another share a storage and stand as one node. Operations count for
-matrix products and attention alone; among optima, fewer elements recomputed by other operators win.
+Values that are views of one another share a storage and stand as one node. On one rank the cost is
+operations, which count for matrix products and attention alone; among optima, fewer elements
+recomputed by other operators win. Over ranks, whose device and links are known, it is the time of
+every operator and of every message that a recompute repeats.
 
-Sweeping w_b : w_f over the edges of the lower convex hull of (bytes, flops) finds every vertex of
-it (`frontier`), from "no product recomputed" to the fewest bytes. Layers may take different
+Sweeping w_b : w_c over the edges of the lower convex hull of (bytes, cost) finds every vertex of
+it (`frontier`), behind "no product recomputed", to the fewest bytes. Layers may take different
 vertices, so a model meets any budget between two of them but for one layer's step
 (`pcg.passes.memory.budget`).
 
@@ -33,7 +35,7 @@ work queue and does not reach a minimum.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import networkx
 
@@ -42,6 +44,7 @@ from pcg.ir.analysis.storages import Storage, Storages
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
 from pcg.ir.types import TOKENS
+from pcg.parallel.costs.rank_costs import PICOSECOND, RankCosts
 
 _SOURCE, _SINK = "source", "sink"
 _TIE = 2**40
@@ -57,12 +60,15 @@ class Choice:
         recomputed: first outputs of the products that backward recomputes, in the graph's order.
         size_bytes: bytes of the saved storages.
         flops: operations of the recomputed products.
+        cost: what plans are compared by: these operations, or picoseconds of all that is
+            recomputed.
     """
 
     saved: tuple[str, ...]
     recomputed: tuple[str, ...]
     size_bytes: int
     flops: int
+    cost: int
 
 
 class SaveProblem:
@@ -72,10 +78,17 @@ class SaveProblem:
         graph: the layer's forward graph.
         needed: values of it that backward reads.
         resident: inputs that are there in backward whatever this layer does: all layers share them.
+        costs: the seconds of a rank's nodes; None to count operations.
     """
 
     def __init__(
-        self, graph: Graph, needed: Sequence[str], resident: Sequence[str], batch: int, seq: int
+        self,
+        graph: Graph,
+        needed: Sequence[str],
+        resident: Sequence[str],
+        batch: int,
+        seq: int,
+        costs: RankCosts | None = None,
     ) -> None:
         self.graph = graph
         self._storages = Storages.of(graph)
@@ -86,18 +99,24 @@ class SaveProblem:
         self._nodes = self._makers()
         self._flops = {n.name: node_flops(graph, n, self._tokens, seq) for n in self._nodes}
         self._elements = {n.name: self._elements_of(n) for n in self._nodes}
+        self._costs = self._flops
+        if costs is not None:
+            self._costs = {
+                n.name: round(costs.node_seconds(graph, n, self._tokens, seq) / PICOSECOND)
+                for n in self._nodes
+            }
         kept = [*self._given, *(s for node in self._nodes for s in self._made(node))]
         self._bytes = {storage.name: int(storage.size_bytes(self._tokens)) for storage in kept}
 
-    def choose(self, byte_weight: int, flop_weight: int | None) -> Choice:
-        """The best choice at these weights; a flop weight of None forbids products."""
+    def choose(self, byte_weight: int, cost_weight: int | None) -> Choice:
+        """The best choice at these weights; a cost weight of None forbids products."""
         cut: networkx.DiGraph[str] = networkx.DiGraph()
         for storage in self._given:
             cut.add_edge(_SOURCE, storage.name, capacity=self._save_price(storage, byte_weight))
         for node in self._nodes:
             made = self._made(node)
             place = f"node {node.name}"
-            price = self._recompute_price(node, flop_weight)
+            price = self._recompute_price(node, cost_weight)
             cut.add_edge(_SOURCE, place, **({} if price is None else {"capacity": price}))
             for read in self._stored(node.inputs):
                 cut.add_edge(read.name, place)
@@ -109,30 +128,60 @@ class SaveProblem:
         for storage in self._needed:
             cut.add_edge(storage.name, _SINK)
         if _SINK not in cut:
-            return Choice((), (), 0, 0)
+            return Choice((), (), 0, 0, 0)
         _, (_, there) = networkx.minimum_cut(
             cut, _SOURCE, _SINK, flow_func=networkx.algorithms.flow.preflow_push
         )
         return self._choice(there)
 
     def frontier(self) -> tuple[Choice, ...]:
-        """The vertices of the lower convex hull, from no product recomputed to the fewest bytes."""
+        """No product recomputed, then the lower convex hull's vertices to the fewest bytes.
+
+        Where every operator has a cost, the hull begins where nothing is recomputed.
+        """
         first = self.choose(1, None)
-        last = self.choose(sum(self._flops.values()) + 1, 1)
+        last = self.choose(sum(self._costs.values()) + 1, 1)
         if last.size_bytes == first.size_bytes:
             return (first,)
-        return (first, *self._between(first, last), last)
+        if self._costs is self._flops:
+            return (first, *self._between(first, last), last)
+        start = self.choose(1, sum(self._bytes.values()) + 1)
+        return tuple(dict.fromkeys((first, start, *self._between(start, last), last)))
 
     def _between(self, left: Choice, right: Choice) -> list[Choice]:
-        byte_weight, flop_weight = right.flops - left.flops, left.size_bytes - right.size_bytes
-        middle = self.choose(byte_weight, flop_weight)
+        byte_weight, cost_weight = right.cost - left.cost, left.size_bytes - right.size_bytes
+        if not cost_weight:
+            return []
+        middle = self.choose(byte_weight, cost_weight)
 
         def price(choice: Choice) -> int:
-            return byte_weight * choice.size_bytes + flop_weight * choice.flops
+            return byte_weight * choice.size_bytes + cost_weight * choice.cost
 
         if price(middle) >= price(left):
             return []
         return [*self._between(left, middle), middle, *self._between(middle, right)]
+
+    def add_cost(self, value: str, seconds: float) -> None:
+        """Let the node that makes a value take so much longer to recompute."""
+        node = self.graph.producers.get(value)
+        if node is not None and node.name in self._costs:
+            self._costs[node.name] += round(seconds / PICOSECOND)
+
+    def in_costs(self, choices: Iterable[Choice]) -> tuple[Choice, ...]:
+        """Choices of the same layer, with the cost of what backward recomputes."""
+        return tuple(replace(choice, cost=self._cost_of(choice.saved)) for choice in choices)
+
+    def _cost_of(self, saved: Sequence[str]) -> int:
+        makers = {storage.name: node for node in self._nodes for storage in self._made(node)}
+        waiting = [storage.name for storage in self._needed if storage.name not in saved]
+        recomputed: set[str] = set()
+        while waiting:
+            node = makers[waiting.pop()]
+            if node.name not in recomputed:
+                recomputed.add(node.name)
+                reads = (storage.name for storage in self._stored(node.inputs))
+                waiting += [name for name in reads if name not in saved]
+        return sum(self._costs[name] for name in recomputed)
 
     def _stored(self, names: Iterable[str]) -> list[Storage]:
         """The storages of values that are not resident."""
@@ -156,10 +205,11 @@ class SaveProblem:
     def _save_price(self, storage: Storage, byte_weight: int) -> int:
         return self._bytes[storage.name] * byte_weight * _TIE
 
-    def _recompute_price(self, node: Node, flop_weight: int | None) -> int | None:
+    def _recompute_price(self, node: Node, cost_weight: int | None) -> int | None:
+        price = self._costs[node.name] * (cost_weight or 0) * _TIE
         if not operator(node.op).is_product:
-            return self._elements[node.name]
-        return None if flop_weight is None else self._flops[node.name] * flop_weight * _TIE
+            return price + self._elements[node.name]
+        return None if cost_weight is None else price
 
     def _elements_of(self, node: Node) -> int:
         elements = [value.type.elements for value in node.outputs]
@@ -177,4 +227,5 @@ class SaveProblem:
             tuple(node.name for node in products),
             sum(self._bytes[name] for name in saved),
             sum(self._flops[node.name] for node in products),
+            sum(self._costs[node.name] for node in recomputed),
         )

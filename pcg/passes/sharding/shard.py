@@ -11,17 +11,22 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pcg.errors import UnsupportedError
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import Layout, token_part
 from pcg.ir.program.program import ModelGraph, token_embedding
+from pcg.options import MemoryBudget
 from pcg.parallel.base_plan import COLUMN, base_plan
 from pcg.parallel.costs.layer_costs import ByteCosts, LayerCosts
+from pcg.parallel.costs.rank_costs import RankCosts
 from pcg.parallel.parallel_plan import Constraints, ParallelPlan
 from pcg.parallel.planner import Planner
 from pcg.parallel.search import Search
 from pcg.parallel.sequence_parallel import token_sharded_ends, token_sharded_nodes
 from pcg.parallel.sharder import shard
 from pcg.passes.pass_base import Pass
+from pcg.passes.sharding.joint import Joint, JointSearch
+from pcg.passes.sharding.localize import Localize
 from pcg.passes.stages import Attached, Prepared, Sharded
 
 
@@ -53,21 +58,56 @@ class Shard(Pass[Prepared, Sharded]):
         degree: the number of ranks.
         costs: the costs that bypass networks are parallelized by; bytes between ranks by default.
         sequence_parallel: True if ranks hold parts of the tokens between the base's products.
+        budget: what a training step may save for backward; where that is a number of bytes that
+            binds, layouts are chosen together with what is kept (`pcg.passes.sharding.joint`).
+        rank_costs: the seconds of a rank's nodes; None where they are not known.
     """
 
     name = "shard"
     degree: int
     costs: LayerCosts | None = None
     sequence_parallel: bool = False
+    budget: MemoryBudget = field(default_factory=MemoryBudget)
+    rank_costs: RankCosts | None = None
 
     def run(self, before: Prepared) -> Sharded:
         base, *_ = dataclasses.replace(self, costs=None)._over_ranks(before.base, before, True)
         found = self._over_ranks(before.serving, before, False)
-        serving, training = found[0], None
+        serving, training, joint = found[0], None, None
         if before.training is not None:
             found = self._over_ranks(before.training, before, True)
+            joint = self._joint(before, base, found[1])
+            if joint is not None and joint.best is not joint.sequential:
+                plans = joint.best.plans
+                typed = self._typed(before.training, before, True, found[1], plans)
+                found = (typed, found[1], plans)
             training = found[0]
-        return Sharded(base, serving, training, before.layouts, *found)
+        return Sharded(base, serving, training, before.layouts, *found, joint)
+
+    def _joint(
+        self, given: Prepared, base: ModelGraph, searches: tuple[Search, ...]
+    ) -> Joint | None:
+        """Layouts that are chosen with what is kept; None where no number of bytes binds."""
+        model = given.training
+        if model is None or self.rank_costs is None or self.budget.size_bytes is None:
+            return None
+        localize = Localize(self.degree).run
+
+        def local(plans: tuple[ParallelPlan, ...]) -> ModelGraph:
+            return self._typed(model, given, True, searches, plans).map(localize)
+
+        search = JointSearch(
+            base.map(localize),
+            given.base_blocks(model),
+            searches,
+            local,
+            self.rank_costs,
+            self.budget,
+        )
+        try:
+            return search.find()
+        except UnsupportedError:
+            return None  # it is not trained
 
     def search(
         self, block: Graph, plain: Graph, layouts: Mapping[str, Layout], trains: bool = True
@@ -97,13 +137,23 @@ class Shard(Pass[Prepared, Sharded]):
     ) -> tuple[ModelGraph, tuple[Search, ...], tuple[ParallelPlan, ...]]:
         searches = self.searches(model, given, trains)
         plans = tuple(search.plan() for search in searches)
+        return self._typed(model, given, trains, searches, plans), searches, plans
+
+    def _typed(
+        self,
+        model: ModelGraph,
+        given: Prepared,
+        trains: bool,
+        searches: tuple[Search, ...],
+        plans: tuple[ParallelPlan, ...],
+    ) -> ModelGraph:
+        """The model with layouts, by the plans of its blocks."""
         blocks = tuple(
             shard(search.graph, self.degree, found)
             for search, found in zip(searches, plans, strict=True)
         )
         ends = [self._end(model, given.base, trains, is_first=first) for first in (True, False)]
-        typed = dataclasses.replace(model, prologue=ends[0], blocks=blocks, epilogue=ends[1])
-        return typed, searches, plans
+        return dataclasses.replace(model, prologue=ends[0], blocks=blocks, epilogue=ends[1])
 
     def _end(self, model: ModelGraph, base: ModelGraph, trains: bool, *, is_first: bool) -> Graph:
         graph = model.prologue if is_first else model.epilogue

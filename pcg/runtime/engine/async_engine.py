@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread, current_thread
@@ -63,6 +64,7 @@ class AsyncEngine:
         self._reserved: dict[str, RunningJob] = {}
         self._preparing = ThreadPoolExecutor(1, "pcg jobs")
         self._thread = Thread(target=self._run, name="pcg engine", daemon=True)
+        state.engine_thread = self
         self._thread.start()
 
     # ------------------------------------------------------------------------------- for any thread
@@ -75,7 +77,11 @@ class AsyncEngine:
     ) -> Stream:
         """Submit a prompt; see `Executor.request`. EngineError: the thread has ended."""
         self._check_open()
-        request = make_request(self._state, prompt, adapter, fields)
+        return self.submit_request(make_request(self._state, prompt, adapter, fields))
+
+    def submit_request(self, request: Request) -> Stream:
+        """Submit a request that `Executor.request` made. EngineError: the thread has ended."""
+        self._check_open()
         stream = Stream(self._cancel)
         begun = self.call(
             functools.partial(self._begin, request, stream, self.engine.clock.now_s())
@@ -151,6 +157,27 @@ class AsyncEngine:
         call.future.set_exception(self._ended)
         return call.future
 
+    def stream_all(self, requests: Sequence[Request]) -> Iterator[Chunk]:
+        """Serve requests; returns their chunks, those of the first request first.
+
+        Raises:
+            EngineError: the thread has ended, or this is that thread, which cannot wait for itself.
+        """
+        if current_thread() is self._thread:
+            raise EngineError(
+                "a callback of the engine waits for the engine; submit a request there"
+            )
+        streams = [self.submit_request(request) for request in requests]
+        return (
+            dataclasses.replace(chunk, index=index)
+            for index, stream in enumerate(streams)
+            for chunk in stream
+        )
+
+    def run(self, act: Callable[[], Result]) -> Result:
+        """Run a function between two steps, and wait for it; on the engine's own thread now."""
+        return act() if current_thread() is self._thread else self.call(act).result()
+
     def close(self) -> None:
         """End the thread after its step, and cancel what is left."""
 
@@ -196,7 +223,12 @@ class AsyncEngine:
             running.fail(error)
             return
         begun = self.call(functools.partial(self._begin_job, running, job))
-        begun.add_done_callback(functools.partial(_pass_error, running))
+
+        def settle(begun: Future[None]) -> None:
+            if _pass_error(running, begun):
+                job.cancel()
+
+        begun.add_done_callback(settle)
 
     # ------------------------------------------------------------------------------- the thread
 
@@ -269,10 +301,13 @@ class AsyncEngine:
         """Refuse further calls, and fail all that still waits."""
         with self._lock:
             self._ended = error
+        self._state.engine_thread = None
         for _, stream in self._streams.values():
             stream.fail(error)
         for running in (*self._jobs, *self._reserved.values()):
             running.fail(error)
+        for job in self.engine.jobs:
+            job.cancel()
         while not self._calls.empty():
             self._calls.get().future.set_exception(error)
 

@@ -60,10 +60,12 @@ class Device(Protocol):
     Attributes:
         cache: keys and values for jobs.
         side: runs backward units; None if they follow the forward.
+        fails_alike: True if an error is seen by all who run a step; over ranks it may be one's own.
     """
 
     cache: Any
     side: SideStream | None
+    fails_alike: bool
 
     def open(self, request: Request, number: int) -> Sequence:
         """Return the state of a new request; GenerationError if the model cannot run it."""
@@ -87,8 +89,11 @@ class Device(Protocol):
             windows: units of jobs, and how many of their tokens run.
         Returns:
             A function that waits for the end, and returns the token that follows each sequence,
-                meaningless where more tokens are pending.
+                meaningless where more tokens are pending, and `UNDRAWN` where there is none.
         """
 
     def back(self, units: List[Backward]) -> None:
         """Run backward units of one layer together, each of another job."""
+
+    def check_alive(self) -> None:
+        """Run a token of the base; an exception says that nothing runs here any more."""

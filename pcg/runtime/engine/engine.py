@@ -56,7 +56,9 @@ class Engine(EngineLoop):
         self.state = state
         state.add_listener(self)
         limits = given.limits or Limits()
-        prefixes = Prefixes(cache.pool) if given.prefix_caching else None
+        prefixes = None
+        if given.prefix_caching:
+            prefixes = Prefixes(cache.pool, between_tenants=given.prefixes_between_tenants)
         scheduler = Scheduler(cache.pool, adapters, limits, given.policy, prefixes)
         runner = StepRunner(state, cache, adapters)
         super().__init__(runner, scheduler, MachineClock(state.ranks), given)
@@ -70,6 +72,7 @@ class Engine(EngineLoop):
 
         Raises:
             DataError, FinetuneError, UnsupportedError: as `Executor.finetune`.
+            AdapterError: the name cannot be an adapter's.
             PcgError: there is a job of that name.
         """
         self.jobs.check_free(given.adapter)
@@ -87,10 +90,21 @@ class Engine(EngineLoop):
 
         publish = functools.partial(note, Kind.PUBLISHED, adapter)
         publisher = VersionPublisher(self.state, given.publish_every, publish)
-        return Job(adapter, FinetuneJob(publisher, given).work(stepped))
+        ends = self.state.begin_training(adapter)
+        try:
+            return Job(adapter, FinetuneJob(publisher, given).work(stepped), ends)
+        except BaseException:
+            ends()
+            raise
 
     def start(self) -> AsyncEngine:
-        """Have a thread run the steps from now on. UnsupportedError: the engine runs over ranks."""
+        """Have a thread run the steps from now on.
+
+        Raises:
+            EngineError: this engine, or another one of the executor, runs on a thread already.
+            UnsupportedError: the engine runs over ranks.
+        """
+        self.state.check_no_engine("a second thread", "use the AsyncEngine that start() gave")
         if self.state.ranks.size > 1:
             raise UnsupportedError(
                 f"this engine runs over {self.state.ranks.size} ranks, which have to be asked "

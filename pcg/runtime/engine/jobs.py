@@ -7,12 +7,20 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from pcg.errors import OutOfMemoryError, PcgError
+from pcg.errors import FinetuneError, OutOfMemoryError, PcgError, as_pcg_error
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.memory.pool import PageTable, pages_for
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
-from pcg.runtime.training.work_units import Backward, Forward, Pages, Release, Unit, Work
+from pcg.runtime.training.work_units import (
+    Backward,
+    Forward,
+    Pages,
+    Release,
+    StepBeginsAgain,
+    Unit,
+    Work,
+)
 
 
 class JobState(StrEnum):
@@ -40,17 +48,23 @@ class Job:
         name: the job's name, which is that of its adapter.
         unit: the next unit; None before it starts and after its end.
         tokens: tokens that it has run, forward and layers backward, by which jobs take turns.
+        goes_back_alone: True once a backward failed in which it ran beside other jobs.
     """
 
-    def __init__(self, name: str, work: Work[Any]) -> None:
+    def __init__(
+        self, name: str, work: Work[Any], on_end: Callable[[], None] = lambda: None
+    ) -> None:
+        """Make a job of its units; `on_end` is called once it is over, however it ends."""
         self.name = name
         self.state = JobState.QUEUED
         self.unit: Unit | None = None
         self.tokens = 0
+        self.goes_back_alone = False
         self.tables: tuple[PageTable, ...] = ()
         self.error: PcgError | None = None
         self.result: Any = None
         self._work = work
+        self._on_end = on_end
 
     @property
     def is_over(self) -> bool:
@@ -61,21 +75,27 @@ class Job:
         try:
             self.unit = next(self._work)
         except StopIteration as end:
-            self.unit, self.result = None, end.value
-            self.state = JobState.SUCCEEDED
-        except PcgError as error:
+            self.result = end.value
+            self._end(JobState.SUCCEEDED)
+        except Exception as error:  # also of a callback
             self.fail(error)
+
+    def begin_step_again(self) -> None:
+        """Begin the step under way again, as its backward failed beside other jobs."""
+        self.goes_back_alone = True
+        self.unit = self._work.throw(StepBeginsAgain())
 
     def cancel(self) -> None:
         self._end(JobState.CANCELLED)
 
-    def fail(self, error: PcgError) -> None:
-        self.error = error
+    def fail(self, error: Exception) -> None:
+        self.error = as_pcg_error(error, f"job {self.name!r}", FinetuneError)
         self._end(JobState.FAILED)
 
     def _end(self, state: JobState) -> None:
         self.unit, self.state = None, state
         self._work.close()
+        self._on_end()
 
 
 @dataclass
@@ -183,6 +203,9 @@ class Jobs:
         others.
         """
         ready = [(job, job.unit) for job in self.unpaused if isinstance(job.unit, Backward)]
+        alone = [pair for pair in ready if pair[0].goes_back_alone]
+        if alone:
+            return [min(alone, key=lambda pair: pair[0].tokens)]
         last = max((unit.layer for _, unit in ready), default=0)
         merged = [(job, unit) for job, unit in ready if unit.layer == last]
         return sorted(merged, key=lambda pair: pair[0].tokens)
@@ -202,8 +225,18 @@ class Jobs:
                 self._close(job)
             elif isinstance(unit, Backward) or (isinstance(unit, Forward) and unit.remaining):
                 return
-            job.advance()
+            if not job.is_over:
+                job.advance()
         self._end(job)
+
+    def failed(self, group: BackwardGroup, error: Exception) -> None:
+        """Drop the one job of a group that failed; have each of several go back alone."""
+        for job in group.jobs:
+            if len(group.jobs) == 1:
+                job.fail(error)
+            else:
+                job.begin_step_again()
+            self.settle(job)
 
     # ------------------------------------------------------------------------------- pages
 

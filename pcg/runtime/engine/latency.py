@@ -113,3 +113,24 @@ _MOST_ERROR = 1.0
 """The relative error that outliers are cut to, as when something else held the machine up."""
 _LEAST_FACTOR = 0.02
 """The least factor of the first estimate: nothing becomes free."""
+
+
+_MOST_RESERVE = 0.25
+"""The largest reserve, relative to the TPOT SLO: one long hold-up is not worth more."""
+_RESERVE_DECAY = 0.98
+"""Decay of the reserve after a step that needed none of it."""
+
+
+class Reserve:
+    """The part of the slack that is kept back, as steps with finetuning overran their prediction.
+
+    A prediction is of the mean step, without what follows from a unit, such as an optimizer's
+    step. A request whose last step overran cannot make up for it.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def observe(self, over_s: float, tpot_slo_s: float) -> None:
+        """Note by how much a step overran its prediction."""
+        self.seconds = max(min(over_s, _MOST_RESERVE * tpot_slo_s), _RESERVE_DECAY * self.seconds)

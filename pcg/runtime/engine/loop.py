@@ -11,26 +11,23 @@ import heapq
 import weakref
 from collections.abc import Sequence as List
 
-from pcg.errors import OutOfMemoryError
+from pcg.errors import GenerationError, OutOfMemoryError, PcgError, as_pcg_error
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.device import Device
-from pcg.runtime.engine.jobs import BackwardGroup, Jobs
-from pcg.runtime.engine.latency import Latencies
+from pcg.runtime.engine.jobs import BackwardGroup, Job, Jobs
+from pcg.runtime.engine.latency import Latencies, Reserve
 from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.request import Chunk, Request
 from pcg.runtime.engine.scheduler import Scheduler, StepPlan
 from pcg.runtime.engine.sequence import Sequence, State
 from pcg.runtime.engine.sharing import CoServing, Sharing, Step
+from pcg.runtime.engine.suspects import Suspects
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.metrics.events import Event, EventLog, Kind
 from pcg.runtime.model.load import Load
+from pcg.runtime.model.sampling import UNDRAWN, undrawn_error
 from pcg.runtime.training.work_units import Backward, Forward
-
-_MOST_RESERVE = 0.25
-"""The largest reserve, relative to the TPOT SLO: one long hold-up is not worth more."""
-_RESERVE_DECAY = 0.98
-"""Decay of the reserve after a step that needed none of it."""
 
 
 class EngineLoop:
@@ -68,7 +65,8 @@ class EngineLoop:
 
         self._note = note
         self.jobs = Jobs(scheduler, device.cache, pages, note)
-        self._reserve_s = 0.0
+        self._suspects = Suspects()
+        self._reserve = Reserve()
         self._beside: list[Load] = []
         self.submitted = 0
         self._chunks: list[Chunk] = []
@@ -164,34 +162,38 @@ class EngineLoop:
         """Run one step; returns the new chunks, and those of requests that ended since the last."""
         now = self.clock.now_s()
         self._time_out(now)
-        plan = self.scheduler.plan(now) if self.sharing.serves(self.jobs.have_work) else StepPlan()
+        suspect = self._suspects.current
+        plan = self._plan(now, suspect)
         for sequence in plan.admitted:
             self._note(Kind.ADMITTED, sequence.id)
         step = Step(
             self.scheduler.limits,
             self._latencies,
             plan.tpot_slo_s,
-            plan.slack_s - self._reserve_s,
+            plan.slack_s - self._reserve.seconds,
             plan.load,
             is_served=bool(plan.chunks),
             awaits_first_token=plan.awaits_first_token,
         )
         self.sharing.begin(step)
-        windows = self._windows(step)
+        windows = self._windows(step, suspect)
         # How many units fit beside a forward is known by latencies.
         is_beside = step.is_served and None not in (self.device.side, self._latencies)
         if step.load.tokens:
             started = self.clock.now_s()
             try:
-                end = self.device.start(plan.chunks, windows)
+                end = self.device.start(plan.chunks, [(unit, count) for _, unit, count in windows])
                 if is_beside:
                     self._backward_beside(step)
                 tokens_sampled = end()
-            except BaseException:
+            except BaseException as error:
                 # Not the present time, for which all ranks would have to ask: some did not fail.
                 abandoned = self.scheduler.abandon()
                 self.log.add(*(Event(started, Kind.PREEMPTED, one.id) for one in abandoned))
-                raise
+                if not (self.device.fails_alike and isinstance(error, Exception)):
+                    raise
+                self._isolate(plan, windows, error)
+                return self._taken_chunks()
             took = self.clock.now_s() - started
             if self._latencies is not None:
                 self._latencies.forward.observe(step.load, took)
@@ -199,22 +201,54 @@ class EngineLoop:
             self._accept(plan, tokens_sampled)
             for job in self.jobs.unpaused:
                 self.jobs.settle(job)
+        self._suspects.ran(suspect, has_tokens=bool(plan.chunks))
         if not is_beside:
             self._backward(step, now)
         if plan.tpot_slo_s is not None and (windows or step.units):
-            self._keep_reserve(plan.tpot_slo_s, step, self.clock.now_s() - now)
+            over_s = self.clock.now_s() - now - step.seconds(self.sharing.burst)
+            self._reserve.observe(over_s, plan.tpot_slo_s)
         self.worked = bool(step.load.tokens or step.units)
+        return self._taken_chunks()
+
+    def _taken_chunks(self) -> list[Chunk]:
         chunks, self._chunks = self._chunks, []
         return chunks
 
-    def _keep_reserve(self, tpot_slo_s: float, step: Step, took_s: float) -> None:
-        """Reserve as much of the slack as steps with finetuning have overrun their prediction.
+    def _plan(self, now: float, suspect: Sequence | Job | None) -> StepPlan:
+        """Plan what is served: all, the one sequence that runs alone, or nothing beside a job."""
+        if isinstance(suspect, Sequence):
+            return self.scheduler.plan_alone(suspect, now)
+        if suspect is not None or not self.sharing.serves(self.jobs.have_work):
+            return StepPlan()
+        return self.scheduler.plan(now)
 
-        A prediction is of the mean step, without what follows from a unit, such as an optimizer's
-        step. A request whose last step overran cannot make up for it.
+    def _isolate(
+        self, plan: StepPlan, windows: List[tuple[Job, Forward, int]], error: Exception
+    ) -> None:
+        """Drop what failed alone, or run everything alone that ran in a failed step.
+
+        The error is raised again where the device runs nothing any more.
         """
-        over_s = min(took_s - step.seconds(self.sharing.burst), _MOST_RESERVE * tpot_slo_s)
-        self._reserve_s = max(over_s, _RESERVE_DECAY * self._reserve_s)
+        ran: list[Sequence | Job] = [one for one, _ in plan.chunks]
+        ran += [job for job, _, _ in windows]
+        self.worked = True
+        if len(ran) > 1:
+            self._suspects.add(ran)
+            return
+        try:
+            self.device.check_alive()
+        except Exception:
+            raise error from None
+        (culprit,) = ran
+        if isinstance(culprit, Sequence):
+            self._fail(culprit, error)
+        else:
+            culprit.fail(error)
+            self.jobs.settle(culprit)
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        failed = as_pcg_error(error, sequence.id, GenerationError)
+        self._end(sequence, State.FAILED, Kind.FAILED, failed)
 
     def _time_out(self, now: float) -> None:
         while self._timeouts and self._timeouts[0][0] < now:
@@ -225,11 +259,14 @@ class EngineLoop:
         for sequence in list(self.scheduler.policy.hopeless(queue)):
             self._end(sequence, State.TIMED_OUT, Kind.TIMED_OUT)
 
-    def _end(self, sequence: Sequence, state: State, kind: Kind) -> None:
+    def _end(
+        self, sequence: Sequence, state: State, kind: Kind, error: PcgError | None = None
+    ) -> None:
         self.scheduler.drop(sequence)
         del self._sequences[sequence.id]
-        self._chunks.append(sequence.end(state))
-        self._note(kind, sequence.id)
+        self._chunks.append(sequence.end(state, error))
+        reason = {} if error is None else {"reason": str(error)}
+        self._note(kind, sequence.id, **reason)
 
     def _accept(self, plan: StepPlan, tokens: List[int]) -> None:
         now = self.clock.now_s()
@@ -237,18 +274,26 @@ class EngineLoop:
         firsts: list[Event] = []
         others: list[str] = []
         ended: list[tuple[Sequence, str]] = []
+        failed: list[tuple[Sequence, Exception]] = []
         for (sequence, count), token in zip(plan.chunks, tokens, strict=True):
             sequence.cached += count
             if sequence.cached < sequence.length:
                 continue
+            try:
+                if token == UNDRAWN:
+                    adapter = sequence.request.adapter
+                    raise undrawn_error(None if adapter is None else adapter.name)
+                chunk = sequence.accept(token)
+            except Exception as error:
+                failed.append((sequence, error))
+                continue
+            self._chunks.append(chunk)
             if sequence.first_token_s is None:
                 sequence.first_token_s = now
                 details = {"count": 1, "cached_tokens": sequence.found}
                 firsts.append(Event(now, Kind.TOKEN, sequence.id, details))
             else:
                 others.append(sequence.id)
-            chunk = sequence.accept(token)
-            self._chunks.append(chunk)
             if chunk.completion is not None:
                 ended.append((sequence, chunk.completion.finish_reason))
         self.log.add_tokens(now, others)
@@ -257,23 +302,39 @@ class EngineLoop:
             self.scheduler.drop(sequence)
             del self._sequences[sequence.id]
             self._note(Kind.FINISHED, sequence.id, reason=reason)
+        for sequence, cause in failed:
+            self._fail(sequence, cause)
 
     # ------------------------------------------------------------------------------- finetuning
 
-    def _windows(self, step: Step) -> list[tuple[Forward, int]]:
-        found: list[tuple[Forward, int]] = []
+    def _windows(
+        self, step: Step, suspect: Sequence | Job | None
+    ) -> list[tuple[Job, Forward, int]]:
+        found: list[tuple[Job, Forward, int]] = []
         for job, unit in self.jobs.forward():
+            if suspect not in (None, job):
+                continue
             tokens = min(unit.remaining, self.sharing.forward(step, unit))
             if tokens > 0:
-                found.append((unit, tokens))
+                found.append((job, unit, tokens))
                 step.load += Load.of_window(tokens, unit.context)
                 job.tokens += tokens
         return found
 
     def _backward(self, step: Step, started: float) -> None:
         while group := self._next_group(step, self.clock.now_s() - started):
-            self._observe(step, group.load, self._back(group.units, self.clock.now_s()))
+            try:
+                took = self._back(group.units, self.clock.now_s())
+            except Exception as error:
+                self._fail_backward(group, error)
+                return
+            self._observe(step, group.load, took)
             self._advance(step, group)
+
+    def _fail_backward(self, group: BackwardGroup, error: Exception) -> None:
+        if not self.device.fails_alike:
+            raise error
+        self.jobs.failed(group, error)
 
     def _next_group(self, step: Step, elapsed_s: float) -> BackwardGroup | None:
         group = BackwardGroup()
@@ -304,8 +365,12 @@ class EngineLoop:
         spent_s = latencies.forward.seconds(step.load)
         with side.beside():
             while group := self._next_group(step, spent_s):
-                with side.timed():
-                    self.device.back(group.units)
+                try:
+                    with side.timed():
+                        self.device.back(group.units)
+                except Exception as error:
+                    self._fail_backward(group, error)
+                    return
                 self._beside.append(group.load)
                 spent_s += latencies.backward.seconds(group.load)
                 self._advance(step, group)

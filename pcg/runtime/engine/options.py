@@ -27,6 +27,8 @@ class EngineOptions:
             the SLOs.
         prefix_caching: let requests with the same version of an adapter share the KV blocks of
             common prefixes.
+        prefixes_between_tenants: let tenants share them with each other, too; then `cached_tokens`
+            tells each what the others have asked.
     """
 
     policy: Policy | None = None
@@ -35,6 +37,7 @@ class EngineOptions:
     latencies: Latencies | None = None
     sharing: Sharing | None = None
     prefix_caching: bool = True
+    prefixes_between_tenants: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pcg.errors import GenerationError
+from pcg.errors import GenerationError, PcgError
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.model.sampling_params import SamplingFields, SamplingParams
 from pcg.runtime.model.state import ModelState
@@ -18,6 +19,7 @@ class RequestFields(SamplingFields, total=False):
     """Fields of `Request` and of `SamplingParams` as keywords."""
 
     tenant: str
+    cache_salt: str
     ttft_slo_s: float | None
     tpot_slo_s: float | None
     timeout_s: float | None
@@ -29,26 +31,40 @@ class Request:
 
     Attributes:
         adapter: the version of an adapter that serves the request to its end; None for the base.
-        tenant: the tenant that fair scheduling counts it for.
+        tenant: the name of the tenant that fair scheduling counts it for; KV blocks of prompts are
+            shared within a tenant alone, unless the engine's options say otherwise.
+        cache_salt: a text that requests must have in common to share KV blocks, as in vLLM.
         ttft_slo_s: SLO of the time to the first token, seconds; None for the engine's own.
         tpot_slo_s: SLO of the mean time per further token, seconds; None for the engine's own.
         timeout_s: time after which it is given up, seconds; None for never.
     Raises:
-        GenerationError: a time is not above 0.
+        GenerationError: a token id is no int, a time no number above 0, or a name no text.
     """
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     adapter: ServedAdapter | None = None
     tenant: str = ""
+    cache_salt: str = ""
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
+        try:
+            ids = tuple(map(operator.index, self.prompt_ids))
+        except TypeError as error:
+            raise GenerationError(
+                f"a prompt of token ids has other than ints: {error}; use a text, or a list of ints"
+            ) from error
+        object.__setattr__(self, "prompt_ids", ids)
+        for name in ("tenant", "cache_salt"):
+            if not isinstance(getattr(self, name), str):
+                raise GenerationError(f"{name}={getattr(self, name)!r}; use a text")
         for name in ("ttft_slo_s", "tpot_slo_s", "timeout_s"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and value > 0):
                 raise GenerationError(f"{name}={value!r}; use seconds above 0, or None")
 
     @cached_property
@@ -69,7 +85,8 @@ class Completion:
     Attributes:
         text: the generated text without the stop string; empty without a tokenizer.
         token_ids: the generated tokens, the end token included.
-        finish_reason: `stop` or `length`; `cancelled` or `timed_out` if it was given up.
+        finish_reason: `stop` or `length`; `cancelled` or `timed_out` if it was given up, `failed`
+            if it could not go on.
         cached_tokens: tokens of the prompt that were in the KV cache already.
     """
 
@@ -92,12 +109,14 @@ class Chunk:
         index: index of the prompt.
         token_id: the new token; None if the request was given up.
         completion: the completion, in the last chunk.
+        error: why the request could not go on, in the last chunk of one that failed.
     """
 
     index: int
     text: str
     token_id: int | None
     completion: Completion | None = None
+    error: PcgError | None = None
 
 
 def make_requests(
@@ -110,7 +129,7 @@ def make_requests(
     adapters = state.adapters_of(len(prompts), adapter)
     return [
         Request(
-            tuple(_encode(state, prompt, index)),
+            _encode(state, prompt, index),
             SamplingParams.of(sampling, index, len(prompts)),
             adapters[index],
         )
@@ -131,9 +150,14 @@ def make_request(
 _OWN = RequestFields.__annotations__.keys() - SamplingFields.__annotations__.keys()
 
 
-def _encode(state: ModelState, prompt: str | Sequence[int], index: int) -> Sequence[int]:
+def _encode(state: ModelState, prompt: str | Sequence[int], index: int) -> tuple[int, ...]:
     if not isinstance(prompt, str):
-        return prompt
+        try:
+            return tuple(prompt)
+        except TypeError as error:
+            raise GenerationError(
+                f"prompt {index} is {prompt!r}; use a text, or a list of token ids"
+            ) from error
     if state.tokenizer is None:
         raise GenerationError(
             "the model came without a tokenizer.json; put one into its directory, or give "
@@ -141,4 +165,4 @@ def _encode(state: ModelState, prompt: str | Sequence[int], index: int) -> Seque
         )
     if not prompt:
         raise GenerationError(f"prompt {index} is empty; give at least one character")
-    return state.tokenizer.encode(prompt)
+    return tuple(state.tokenizer.encode(prompt))

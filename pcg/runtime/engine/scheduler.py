@@ -171,6 +171,15 @@ class Scheduler:
         plan.awaits_first_token |= bool(self.waiting)
         return plan
 
+    def plan_alone(self, sequence: Sequence, now_s: float) -> StepPlan:
+        """Plan a step of one sequence; it is empty where there is no room for it now."""
+        plan = StepPlan()
+        if sequence not in self.running:
+            self._admit(plan, [sequence], now_s)
+        elif self._has_pages(sequence, sequence.pending, [sequence]):
+            self._run(plan, sequence, sequence.pending)
+        return plan
+
     def _has_pages(self, sequence: Sequence, tokens: int, left: list[Sequence]) -> bool:
         """Give a sequence pages for its next tokens; returns False if it was preempted itself.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from pcg.errors import PcgError
 from pcg.runtime.engine.request import Chunk, Completion, Request
 from pcg.runtime.memory.pool import PageTable, pages_for
 from pcg.runtime.memory.prefixes import Version
@@ -23,6 +24,7 @@ class State(StrEnum):
     REFUSED = "refused"
     CANCELLED = "cancelled"
     TIMED_OUT = "timed_out"
+    FAILED = "failed"
 
 
 @dataclass(eq=False, slots=True)
@@ -115,10 +117,10 @@ class Sequence:
         reason = "stop" if ended or self._stop.matched is not None else "length"
         return Chunk(self.number, text, token, self._completion(reason))
 
-    def end(self, state: State) -> Chunk:
+    def end(self, state: State, error: PcgError | None = None) -> Chunk:
         """End it before its last token."""
         self.state = state
-        return Chunk(self.number, "", None, self._completion(state.value))
+        return Chunk(self.number, "", None, self._completion(state.value), error)
 
     def _completion(self, reason: str) -> Completion:
         adapter = self.request.adapter

@@ -22,10 +22,10 @@ from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.sequence import Sequence
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable
-from pcg.runtime.model.batch import Batch
+from pcg.runtime.model.batch import ANY_TOKEN, Batch, whole_sequences
 from pcg.runtime.model.decode_graphs import decode_graphs
 from pcg.runtime.model.merged_execution import run_merged, run_single
-from pcg.runtime.model.sampling import check_drawn, make_generator, sample
+from pcg.runtime.model.sampling import make_generator, only_finite, sample
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.training_pass import TrainingPass
@@ -47,7 +47,9 @@ class StepRunner:
         self._tokenizer = state.tokenizer
         self._eos_ids = state.eos_ids
         self._max_positions = state.max_positions
+        self._vocabulary = state.program.base.vocabulary
         self._device = device = state.device
+        self.fails_alike = state.ranks.size == 1
         has_side = device.type == "cuda" and state.ranks.size == 1
         self.side = SideStream(device) if has_side else None
         self._bind(state.serving)
@@ -66,7 +68,8 @@ class StepRunner:
         """Return the state of a new request.
 
         Raises:
-            GenerationError: the prompt is empty, or longer than the model's positions.
+            GenerationError: the prompt is empty, has a token that the model lacks, or is longer
+                than the model's positions.
         """
         params = request.params
         stop_ids = frozenset(params.stop_token_ids)
@@ -85,6 +88,12 @@ class StepRunner:
         length = request.length
         if not request.prompt_ids:
             raise GenerationError(f"prompt {number} has no tokens; give at least one")
+        least, most = min(request.prompt_ids), max(request.prompt_ids)
+        if least < 0 or most >= self._vocabulary:
+            wrong = least if least < 0 else most
+            raise GenerationError(
+                f"prompt {number} has token {wrong}; the model's are 0 to {self._vocabulary - 1}"
+            )
         if self._max_positions is not None and length >= self._max_positions:
             virtual = request.virtual_tokens
             of_adapter = f", {virtual} of them its adapter's virtual ones" if virtual else ""
@@ -122,9 +131,7 @@ class StepRunner:
         def tokens() -> list[int]:
             by_place = [0] * len(chunks)
             if sampled is not None:
-                found = sampled.tolist()
-                check_drawn(found)
-                for i, token in zip(ready, found, strict=True):
+                for i, token in zip(ready, sampled.tolist(), strict=True):
                     by_place[order[i]] = token
             return by_place
 
@@ -182,10 +189,16 @@ class StepRunner:
         if any(p.repetition_penalty != 1.0 for p in params):
             history = [[*s.request.prompt_ids, *s.generated] for s in sequences]
         if likeliest is not None and history is None and all(p.greedy for p in params):
-            return likeliest
+            return only_finite(logits, likeliest)
         samplers = [sequence.sampler for sequence in sequences]
         found = sample(logits, params, samplers, history, self._runner.drawing)
         return broadcast_from_first(self._runner.ranks, found)
+
+    def check_alive(self) -> None:
+        with torch.inference_mode():
+            self._runner.logits(
+                whole_sequences([[ANY_TOKEN]], self._device), self._tables.bind([None], [1])
+            )
 
     def back(self, units: List[Backward]) -> None:
         functions = []

@@ -83,9 +83,12 @@ class Stream:
     def put(self, chunk: Chunk) -> None:
         """Add a chunk; the one with the completion is the last."""
         with self._changed:
-            self._chunks.append(chunk)
-            if chunk.completion is not None:
-                self._end.set_result(chunk.completion)
+            if chunk.error is not None:
+                self._end.set_exception(chunk.error)
+            else:
+                self._chunks.append(chunk)
+                if chunk.completion is not None:
+                    self._end.set_result(chunk.completion)
             self._wake()
 
     def fail(self, error: BaseException) -> None:

@@ -4,12 +4,15 @@ A layer's cache is two tensors [kv_heads, rows, head_dim]; a row holds one token
 `PAGE_TOKENS` of them in every layer. Heads come first, so that what one head reads of a sequence
 lies together if its pages do. For kernels that follow block tables, a page is instead one run of
 bytes, with the keys and values of each layer in turn, and adapters lie in pages as well.
+
+Free pages hold zeros: what an owner wrote, NaN included, is gone before another can read it.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 
 import torch
@@ -68,6 +71,7 @@ class KvCache:
                 for store, type_ in zip((self.keys, self.values), pair, strict=True):
                     store.append(_in_pages(self.pages, type_, offset))
                     offset += PAGE_TOKENS * bytes_of_row(type_)
+            self.pool.on_free = partial(_scrub_pages, self.pages)
             return
         for pair in types:
             for store, type_ in zip((self.keys, self.values), pair, strict=True):
@@ -75,6 +79,7 @@ class KvCache:
                 heads, size = type_.features
                 shape = (heads, self.rows, size)
                 store.append(_untouched(shape, dtype, device))
+        self.pool.on_free = partial(_scrub_rows, (*self.keys, *self.values))
 
     @property
     def rows(self) -> int:
@@ -88,6 +93,16 @@ def _in_pages(pages: Tensor, type_: TensorType, offset: int) -> Tensor:
     shape = (len(pages), heads, PAGE_TOKENS, size)
     strides = (own.shape[1], PAGE_TOKENS * size, size, 1)
     return own.as_strided(shape, strides, offset // own.itemsize)
+
+
+def _scrub_pages(pages: Tensor, start: int, count: int) -> None:
+    pages[start : start + count].zero_()
+
+
+def _scrub_rows(stores: Sequence[Tensor], start: int, count: int) -> None:
+    rows = slice(start * PAGE_TOKENS, (start + count) * PAGE_TOKENS)
+    for store in stores:
+        store[:, rows].zero_()
 
 
 def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -17,6 +17,7 @@ Source: S-LoRA §5.1 (one pool for both), vLLM (block tables). Runs are our own.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -63,6 +64,12 @@ class PageTable:
         return -1 if self._breaks else self.first_row
 
     @property
+    def stop_row(self) -> int:
+        """The row after those of a run and of the free pages behind it that are kept for it."""
+        last = self.pages[-1] + 1 if self.pages else self.spare_start
+        return (last + self.spare if last == self.spare_start else last) * PAGE_TOKENS
+
+    @property
     def capacity(self) -> int:
         return len(self.pages) * PAGE_TOKENS
 
@@ -102,10 +109,16 @@ class PageTable:
 
 
 class PagePool:
-    """Gives out pages."""
+    """Gives out pages.
+
+    Attributes:
+        on_free: called with the first page and the number of each run of pages that becomes free,
+            before anyone else can get it.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.on_free: Callable[[int, int], None] = lambda start, count: None
         self.shared = SharedPages()
         self._free = FreeRuns()
         if size:
@@ -153,13 +166,13 @@ class PagePool:
         del self._tables[id(table)]
         self._give_spare_back(table)
         for start, length in _runs(table.pages[table.shared :]):
-            self._free.add(start, length)
+            self._take_back(start, length)
         # The last is reclaimed first: it is of no use without those before it.
         for page in reversed(table.pages[: table.shared]):
             if self.shared.leave(page):
-                self._free.add(page, 1)
+                self._take_back(page)
         while self.shared.unread > self.size * UNREAD_SHARE:
-            self._free.add(self.shared.reclaim(), 1)
+            self._take_back(self.shared.reclaim())
         table.pages.clear()
         table.shared = table._breaks = 0
 
@@ -179,7 +192,7 @@ class PagePool:
         """Have a table read a shared page, in place of its first unshared page if it has one."""
         self.shared.read(page)
         if table.shared < len(table.pages):
-            self._free.add(table.replace(table.shared, page), 1)
+            self._take_back(table.replace(table.shared, page))
         else:
             table.take(page)
         table.shared += 1
@@ -187,7 +200,7 @@ class PagePool:
     def forget(self, page: int) -> None:
         """Stop sharing a page; it is free once the last table that reads it is closed."""
         if self.shared.forget(page):
-            self._free.add(page, 1)
+            self._take_back(page)
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page is lost, or in two places."""
@@ -210,6 +223,10 @@ class PagePool:
         for (start, length), (after, _) in pairwise(self._free):
             assert start + length < after, "free runs that touch are one"
 
+    def _take_back(self, start: int, count: int = 1) -> None:
+        self.on_free(start, count)
+        self._free.add(start, count)
+
     def _take_spare(self, table: PageTable, count: int) -> None:
         for _ in range(count):
             table.take(table.spare_start)
@@ -223,7 +240,7 @@ class PagePool:
         """Take up to `count` adjacent pages; returns how many."""
         if not self._free.pages and self.shared.unread:
             for _ in range(min(count, self.shared.unread)):
-                self._free.add(self.shared.reclaim(), 1)
+                self._take_back(self.shared.reclaim())
         elif not self._free.pages:
             # The latest table has used the fewest of its spare pages.
             self._give_spare_back(next(reversed(self._keeping.values())))

@@ -6,9 +6,11 @@ and virtual tokens belong to the adapter. So within a version
 
     digest of block i = sha256(digest of block i - 1, its token ids)
 
-identifies a block. Each version has its own index, which is dropped when the adapter is replaced,
-changed or removed. A block can be found from the step on that fills it, because every layer writes
-the keys and values of all tokens of a step before it attends to any.
+identifies a block. How many tokens were found tells what others have asked, so the first digest
+begins with the request's tenant, unless the operator shares between tenants, and its `cache_salt`:
+nobody finds what another tenant left. Each version has its own index, which is dropped when the
+adapter is replaced, changed or removed. A block can be found from the step on that fills it,
+because every layer writes the keys and values of all tokens of a step before it attends to any.
 
 Source: vLLM's automatic prefix caching (blocks by the hashes of their chain). Indexes by version,
 and blocks found behind the first chunk of a prompt, are our own.
@@ -16,6 +18,7 @@ and blocks found behind the first chunk of a prompt, are our own.
 
 from __future__ import annotations
 
+import json
 from array import array
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -41,6 +44,10 @@ class _Prompt(Protocol):
     def virtual_tokens(self) -> int: ...
     @property
     def length(self) -> int: ...
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def cache_salt(self) -> str: ...
 
 
 class CachedSequence(Protocol):
@@ -63,8 +70,9 @@ class CachedSequence(Protocol):
 class Prefixes:
     """An index of the shared blocks in a pool."""
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, *, between_tenants: bool = False) -> None:
         self._pool = pool
+        self._between_tenants = between_tenants
         pool.shared.on_reclaim = self._reclaimed
         self._base = Version()
         self._versions: WeakKeyDictionary[object, Version] = WeakKeyDictionary()
@@ -162,10 +170,14 @@ class Prefixes:
             first, last = len(digests), sequence.length // PAGE_TOKENS
             ids = array("q", sequence.ids(first * PAGE_TOKENS, last * PAGE_TOKENS))
             for start in range(0, len(ids), PAGE_TOKENS):
-                before = digests[-1] if digests else b""
+                before = digests[-1] if digests else self._salt(sequence.request)
                 block = ids[start : start + PAGE_TOKENS].tobytes()
                 digests.append(sha256(before + block).digest())
         return digests[place]
+
+    def _salt(self, request: _Prompt) -> bytes:
+        tenant = "" if self._between_tenants else request.tenant
+        return json.dumps([tenant, request.cache_salt]).encode()
 
     @staticmethod
     def _found(sequence: CachedSequence) -> int:

@@ -19,6 +19,7 @@ Kinds by subject:
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -49,6 +50,8 @@ class Kind(StrEnum):
     PAGED_IN = "paged_in"
     EVICTED = "evicted"
 
+
+_LOG = logging.getLogger("pcg.engine")
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 _ONE: Mapping[str, object] = MappingProxyType({"count": 1})
@@ -91,9 +94,7 @@ class EventLog:
         self._entries.extend(events)
         self._count += len(events)
         self._drop()
-        for listener in self._listeners:
-            for event in events:
-                listener(event)
+        self._tell(events)
 
     def add_tokens(self, time_s: float, subjects: Sequence[str]) -> None:
         """Append a token's event, not a first token's, of each of some requests."""
@@ -102,14 +103,28 @@ class EventLog:
             self._entries.append(tokens)
             self._count += len(tokens.subjects)
             self._drop()
-        for listener in self._listeners:
-            for event in tokens.events():
-                listener(event)
+        if self._listeners:
+            self._tell(tuple(tokens.events()))
 
     def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
-        """Call a function with each event from now on; returns what ends that."""
+        """Call a function with each event from now on; returns what ends that.
+
+        A function that raises is not called again, and what it raised is logged.
+        """
         self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
+        return lambda: self._end(listener)
+
+    def _end(self, listener: Callable[[Event], None]) -> None:
+        self._listeners = [other for other in self._listeners if other is not listener]
+
+    def _tell(self, events: Sequence[Event]) -> None:
+        for listener in self._listeners:
+            try:
+                for event in events:
+                    listener(event)
+            except Exception:
+                self._end(listener)
+                _LOG.exception("a listener of the engine's events raised; it gets no more of them")
 
     def __iter__(self) -> Iterator[Event]:
         entries = tuple(self._entries)

@@ -123,14 +123,16 @@ class Batch(ProgramBatch):
         if window not in self._groups:
             assert self._cache is not None
             chosen = np.flatnonzero(self._lengths == 1)
+            tables = [self._tables[i] for i in chosen.tolist()]
             singles = Singles(
                 self._starts[chosen],
                 self._first_rows[chosen],
+                _column([table.stop_row for table in tables]),
                 self._contexts[chosen] + 1,
-                [self._tables[i] for i in chosen.tolist()],
+                tables,
             )
             dtype, device = self._cache.keys[0].dtype, self.input_ids.device
-            self._groups[window] = decode_groups(singles, window, self._cache.rows, dtype, device)
+            self._groups[window] = decode_groups(singles, window, dtype, device)
         return self._groups[window]
 
     def seen(self, span: Span) -> slice | Tensor:

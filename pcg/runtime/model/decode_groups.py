@@ -2,7 +2,9 @@
 
 Sequences whose rows of the cache lie at equal distances are one call; so are those whose rows are
 scattered, which are gathered. A group's longest sequence may be at most twice as long as its mean:
-reading masked rows costs less than another call.
+reading masked rows costs less than another call. What the mask hides is read all the same, and a
+NaN there would be in the result, so it is never another sequence's: shorter sequences read on into
+free pages that are kept for them, which hold zeros, or read their own first row again.
 """
 
 from __future__ import annotations
@@ -27,17 +29,19 @@ class Singles:
     Attributes:
         tokens: their indices in the batch, [n].
         first_rows: row of each one's first token in the cache if its pages are a run, else -1, [n].
+        stop_rows: the row after those of a run and of the free pages that are kept for it, [n].
         lengths: length of each, the new token included, [n].
     """
 
     tokens: NDArray[np.int64]
     first_rows: NDArray[np.int64]
+    stop_rows: NDArray[np.int64]
     lengths: NDArray[np.int64]
     tables: Sequence[BlockTable]
 
 
 def decode_groups(
-    singles: Singles, window: int, cache_rows: int, dtype: torch.dtype, device: torch.device
+    singles: Singles, window: int, dtype: torch.dtype, device: torch.device
 ) -> list[DecodeGroup]:
     """Group sequences.
 
@@ -51,7 +55,8 @@ def decode_groups(
     rows = np.where(first_rows < 0, -1, first_rows + lengths - counts)
     order = rows.argsort(kind="stable")
     counts = counts[order]
-    runs = list(_runs(rows[order].tolist(), counts.tolist(), cache_rows))
+    rooms = singles.stop_rows - rows
+    runs = list(_runs(rows[order].tolist(), counts.tolist(), rooms[order].tolist()))
     sizes = [run.size for run in runs]
     tokens = torch.from_numpy(singles.tokens[order]).to(device).split(sizes)
     most = max(run.longest for run in runs)
@@ -94,34 +99,37 @@ class _Run(NamedTuple):
     total: int
 
 
-def _runs(rows: Sequence[int], counts: Iterable[int], cache_rows: int) -> Iterator[_Run]:
+def _runs(rows: Sequence[int], counts: Iterable[int], rooms: Sequence[int]) -> Iterator[_Run]:
+    """Yield the groups of sequences, by the first row, the length and the room of each."""
     size = stride = longest = total = 0
     first = before = rows[0]
-    for row, count in zip(rows, counts, strict=True):
+    least = rooms[0]
+    for row, count, room in zip(rows, counts, rooms, strict=True):
         step, most = row - before, max(longest, count)
         # The group takes this one if its distance is that of those before, or all are gathered.
         if before < 0:
             is_reached = row < 0
         else:
-            is_reached = step >= most and row + most <= cache_rows
-            is_reached = is_reached and (size == 1 or step == stride)
+            is_reached = most <= min(least, room) and (size == 1 or step == stride)
         if size and not (is_reached and most * (size + 1) <= 2 * (total + count)):
             yield _Run(first, size, stride, longest, total)
-            first, size, stride, most, total = row, 0, 0, count, 0
+            first, size, stride, most, total, least = row, 0, 0, count, 0, room
         elif size:
             stride = step
         size, longest, total, before = size + 1, most, total + count, row
+        least = min(least, room)
     yield _Run(first, size, stride, longest, total)
 
 
 def _gathered(
     ends: Iterable[tuple[BlockTable, int]], counts: Sequence[int], longest: int
 ) -> Tensor:
-    """Return the rows that sequences attend to, [count, longest], padded by row 0."""
-    rows = np.zeros((len(counts), longest), dtype=np.int64)
+    """Return the rows that sequences attend to, [count, longest], padded by each one's first."""
+    rows = np.empty((len(counts), longest), dtype=np.int64)
     within = np.arange(PAGE_TOKENS)
     for own, (table, end), count in zip(rows, ends, counts, strict=True):
         page, skipped = divmod(end - count, PAGE_TOKENS)
         pages = np.array(table.pages[page : -(-end // PAGE_TOKENS)])
         own[:count] = (pages[:, None] * PAGE_TOKENS + within).ravel()[skipped : skipped + count]
+        own[count:] = own[0]
     return torch.from_numpy(rows)

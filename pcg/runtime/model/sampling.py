@@ -9,8 +9,8 @@ The steps of a row, in transformers' order:
     min-p                keep p >= min_p * max p
     draw                 the first token whose cumulative probability exceeds u, u ~ U[0, 1)
 
-Nothing here waits for the device: where no token can be drawn, the result is `UNDRAWN`, for which
-the reader of the tokens checks (`check_drawn`).
+Nothing here waits for the device: where no token can be drawn, the result is `UNDRAWN`, and the
+engine fails that row's request alone.
 
 All randomness is one number u a token, drawn on the CPU from the request's own generator: a
 request's tokens depend neither on the rest of the batch nor on the device, and its random state is
@@ -34,6 +34,8 @@ from pcg.runtime.model.sampling_params import SamplingParams
 
 UNDRAWN = -1
 """The result where no token could be drawn."""
+_LEAST_TEMPERATURE = 1e-30
+"""The least temperature that fp32 divides by; the likeliest token has all probability there."""
 
 
 def make_generator(seed: int | None = None) -> torch.Generator:
@@ -78,7 +80,7 @@ def sample(
         drawing: the device's kernels; PyTorch's operators by default.
     Returns:
         [R], int64, on the device of `logits`; `UNDRAWN` where a sampled row's logits hold NaN or no
-        finite number.
+        finite number, and where a greedy row's largest is not finite.
     Raises:
         GenerationError: the arguments disagree about R, or a generator or history that is needed is
             missing.
@@ -88,7 +90,7 @@ def sample(
     rows = [row for row, p in enumerate(params) if not p.greedy]
     greedy = _PYTORCH.greedy if drawing is None else drawing.greedy
     if not rows:
-        return greedy(logits)
+        return only_finite(logits, greedy(logits))
     sampled_params = [params[row] for row in rows]
     every_row = len(rows) == len(params)
     chosen = _indices(rows, logits)
@@ -96,18 +98,24 @@ def sample(
     drawn_S = _draw(sampled_SV, rows, generators, drawing or _PYTORCH)
     if every_row:
         return drawn_S
-    tokens = greedy(logits)
+    tokens = only_finite(logits, greedy(logits))
     tokens[chosen] = drawn_S
     return tokens
 
 
-def check_drawn(tokens: Sequence[int]) -> None:
-    """Raise a GenerationError if one of the tokens could not be drawn."""
-    if UNDRAWN in tokens:
-        raise GenerationError(
-            f"the logits of row {tokens.index(UNDRAWN)} hold NaN or no finite number, so no token "
-            "can be drawn; check the adapter's weights and the dtype of the run"
-        )
+def only_finite(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return the tokens [R] with `UNDRAWN` where a token's own logit is not finite."""
+    chosen = logits.gather(1, tokens[:, None]).squeeze(1)
+    return tokens.masked_fill(~chosen.isfinite(), UNDRAWN)
+
+
+def undrawn_error(adapter: str | None) -> GenerationError:
+    """Return the error of a request after whose tokens none could be drawn."""
+    cause = "the base's weights" if adapter is None else f"the weights of adapter {adapter!r}"
+    return GenerationError(
+        "the logits hold NaN or no finite number, so no token can be drawn; check the request's "
+        f"parameters, {cause} and the dtype of the run"
+    )
 
 
 def _indices(rows: Sequence[int], like: Tensor) -> Tensor:
@@ -142,7 +150,7 @@ def _filter(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     # The largest logit becomes 0, so that no temperature, however small, divides to infinity.
     logits_SV = logits_SV.float()
     logits_SV = logits_SV - logits_SV.amax(dim=-1, keepdim=True)
-    logits_SV = logits_SV / column([p.temperature for p in params])
+    logits_SV = logits_SV / column([max(p.temperature, _LEAST_TEMPERATURE) for p in params])
 
     vocab = logits_SV.shape[-1]
     top_k = {row: p.top_k for row, p in enumerate(params) if p.top_k and p.top_k < vocab}

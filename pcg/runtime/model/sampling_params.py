@@ -34,7 +34,8 @@ class SamplingParams:
         top_k: keep the k most likely tokens; None keeps all.
         top_p: keep the most likely tokens up to this probability, in (0, 1]; None keeps all.
         min_p: keep tokens at least this likely relative to the most likely one; None keeps all.
-        repetition_penalty: above 1 discourages the tokens of the prompt and of the output so far.
+        repetition_penalty: above 1 discourages the tokens of the prompt and of the output so far;
+            from 0.01 to 100.
         seed: seed of the request's generator; None takes one from the system.
         max_new_tokens: the most tokens to generate.
         stop: strings that end the output; they are not part of it.
@@ -57,7 +58,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _require_number("temperature", self.temperature, 0.0, math.inf)
-        _require_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        _require_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         if self.top_k is not None:
             _require_int("top_k", self.top_k, 1, hint="; None keeps all tokens")
         if self.top_p is not None:

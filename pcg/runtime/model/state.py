@@ -5,18 +5,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from pcg.errors import AdapterError, GenerationError, UnsupportedError
+from pcg.errors import AdapterError, EngineError, GenerationError, UnsupportedError
 from pcg.ir.program.program import Program, Serving, Training
 from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.parallel.ranks.same_program import check_same, serving_text
-from pcg.peft.adapter import Adapter, check_biases, check_fits, new_adapter, with_shared
+from pcg.peft.adapter import (
+    Adapter,
+    check_biases,
+    check_finite,
+    check_fits,
+    check_name,
+    new_adapter,
+    with_shared,
+)
 from pcg.peft.reader import read_adapter
 from pcg.peft.registry import is_shorthand, recipe_from
 from pcg.runtime.adapters.padded_tables import PaddedTables
@@ -27,6 +35,8 @@ from pcg.runtime.model.base_weights import TensorSource, WeightStore
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.model.specialised import ServingProgram, Specialiser, TrainingPrograms
 from pcg.runtime.text.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
 
 
 class StateListener(Protocol):
@@ -39,11 +49,21 @@ class StateListener(Protocol):
         """Drop what is kept of an adapter that was removed, replaced or changed."""
 
 
+class EngineThread(Protocol):
+    """A thread that runs an engine's steps; nothing else may run the model meanwhile."""
+
+    def run(self, act: Callable[[], Result]) -> Result:
+        """Run a function between two steps, and wait for it."""
+
+
 class ModelState:
     """A program with weights, adapters, a tokenizer, and the programs specialised for adapters.
 
     Over ranks there is one on each, and all of them are called alike, in the same order; adapters
     are whole in each one's memory.
+
+    Attributes:
+        engine_thread: the thread that runs an engine over this state; None while there is none.
     """
 
     def __init__(
@@ -62,9 +82,11 @@ class ModelState:
         self.eos_ids = eos_ids
         self.device = device
         self.weight_store = WeightStore(program, weights, device, ranks)
+        self.engine_thread: EngineThread | None = None
         self._specialiser = specialiser
         self._adapters: dict[str, Adapter] = {}
         self._unsettled: dict[str, Callable[[], None]] = {}
+        self._trained: set[str] = set()
         self._listeners: WeakSet[StateListener] = WeakSet()
         self._linear = self.weight_store.linear()
         self._served = ServedWeights(self._linear, program.base.module_shapes())
@@ -82,6 +104,14 @@ class ModelState:
     def add_listener(self, listener: StateListener) -> None:
         """Tell a listener, as long as it lives, of other programs and changed adapters."""
         self._listeners.add(listener)
+
+    def check_no_engine(self, what: str, fix: str) -> None:
+        """Raise an EngineError if an engine runs on a thread."""
+        if self.engine_thread is not None:
+            raise EngineError(
+                f"an engine runs on this executor's thread, and {what} would run the model beside "
+                f"it; {fix}"
+            )
 
     # ------------------------------------------------------------------------------- facts
 
@@ -108,6 +138,7 @@ class ModelState:
 
     def adapter(self, name: str) -> Adapter:
         """Return an adapter. AdapterError: there is none of that name."""
+        check_name(name)
         self.settle_adapter(name)
         try:
             return self._adapters[name]
@@ -127,12 +158,29 @@ class ModelState:
         return [None if name is None else self.adapter(name) for name in names]
 
     def check_free(self, name: str) -> None:
-        """Raise an AdapterError if there is an adapter of that name."""
+        """Raise an AdapterError if there is an adapter of that name, or a job trains one."""
+        check_name(name)
+        self._check_untrained(name)
         if name in self._adapters:
             raise AdapterError(f"there is an adapter {name!r} already; remove it first")
 
+    def begin_training(self, name: str) -> Callable[[], None]:
+        """Keep the name for the job that trains the adapter; returns what ends that."""
+        check_name(name)
+        self._check_untrained(name)
+        self._trained.add(name)
+        return lambda: self._trained.discard(name)
+
+    def _check_untrained(self, name: str) -> None:
+        if name in self._trained:
+            raise AdapterError(
+                f"a job trains adapter {name!r}, and serves its result under that name; cancel the "
+                "job, or wait for its end"
+            )
+
     def make_adapter(self, name: str, path_or_config: object = "lora", *, seed: int = 0) -> Adapter:
         """Load or make an adapter without serving it; see `Executor.add_adapter`."""
+        check_name(name)
         base = self.program.base
         modules = base.module_shapes()
         if isinstance(path_or_config, Path) or (
@@ -142,6 +190,7 @@ class ModelState:
             check_fits(adapter, modules, self.program.name, base.output_module)
             adapter = with_shared(adapter, modules)
             check_biases(adapter, self._base_biases(adapter))
+            check_finite(self.on_host(adapter), path_or_config)
         else:
             fresh = new_adapter(
                 name,
@@ -206,8 +255,9 @@ class ModelState:
         return self._bind(serving)
 
     def remove_adapter(self, name: str) -> None:
-        """Forget an adapter. AdapterError: there is none of that name."""
+        """Forget an adapter. AdapterError: there is none of that name, or a job trains it."""
         adapter = self.adapter(name)
+        self._check_untrained(name)
         self.serving.tables.forget(adapter)
         self._tell_changed(adapter)
         self._unsettled.pop(name, None)

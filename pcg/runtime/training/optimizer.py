@@ -1,4 +1,7 @@
-"""An adapter's optimizer, and its state as tensors by name."""
+"""An adapter's optimizer, and its state as tensors by name.
+
+Names are "<parameter>/<key>", and the key alone for what the states of all parameters share.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from torch import Tensor
 
 from pcg.errors import FinetuneError
 from pcg.runtime.adapters.adapter_shards import AdapterShards
-from pcg.runtime.training.torch_optimizers import Optimizer
+from pcg.runtime.training.host_states import host_copy
+from pcg.runtime.training.torch_optimizers import SHARED_KEYS, Optimizer
 
 Parameters = Mapping[str, Tensor]
 
@@ -25,13 +29,13 @@ def make_optimizer(
     Raises:
         FinetuneError: an option is out of its range, or it does not take a parameter.
     """
-    if optimizer.takes_matrices_alone:
-        for path, tensor in parameters.items():
-            if tensor.ndim != 2:
-                raise FinetuneError(
-                    f"optimizer {optimizer.name!r} takes matrices alone, and {path} is "
-                    f"{list(tensor.shape)}; use adamw, or leave it out of the recipe"
-                )
+    for path, tensor in parameters.items():
+        optimizer.check_dtype(tensor.dtype)
+        if optimizer.takes_matrices_alone and tensor.ndim != 2:
+            raise FinetuneError(
+                f"optimizer {optimizer.name!r} takes matrices alone, and {path} is "
+                f"{list(tensor.shape)}; use adamw, or leave it out of the recipe"
+            )
     groups: list[dict[str, Any]] = [
         {"params": [tensor for path, tensor in parameters.items() if not _is_bias(path)]}
     ]
@@ -48,7 +52,7 @@ def make_optimizer(
 
 
 def check_optimizer(optimizer: Optimizer, learning_rate: float) -> None:
-    """Raise a FinetuneError, by torch's words, if an option is out of its range."""
+    """Raise a FinetuneError, by its library's words, if an option is out of its range."""
     make_optimizer({"weight": torch.zeros(1, 1)}, optimizer, learning_rate)
 
 
@@ -59,14 +63,17 @@ def _is_bias(path: str) -> bool:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, parameters: Parameters, shards: AdapterShards | None = None
 ) -> dict[str, Tensor]:
-    """Return the state of whole tensors by "<parameter>/<key>"; empty before the first step.
+    """Return the state of whole tensors by name; empty before the first step.
 
     `shards` are those that the parameters are; None if they are whole.
     """
     states = {name: optimizer.state.get(tensor, {}) for name, tensor in parameters.items()}
     found: dict[str, Tensor] = {}
     for key in dict.fromkeys(key for state in states.values() for key in state):
-        values = {name: state[key] for name, state in states.items() if key in state}
+        values = {n: torch.as_tensor(state[key]) for n, state in states.items() if key in state}
+        if key in SHARED_KEYS:
+            found[key] = next(iter(values.values()))
+            continue
         if shards is not None and next(iter(values.values())).ndim:
             values = shards.joined(values)
         elif shards is not None:  # a scalar, which all shards of a parameter have alike
@@ -88,15 +95,19 @@ def load_optimizer(
         FinetuneError: it is not the state of these parameters.
     """
     left = dict(saved) if shards is None else _cut(saved, shards, parameters, kind)
+    device = next(iter(parameters.values())).device
+    shared = {key: left.pop(key).to(device) for key in SHARED_KEYS if key in left}
     fix = "use an older one, or start anew with resume=False"
     for path, tensor in parameters.items():
-        for key, expected in kind.state(tuple(tensor.shape)).items():
-            value = left.pop(f"{path}/{key}", None)
-            if value is None or value.shape != expected.shape:
+        for key, expected in kind.state(tuple(tensor.shape), tensor.dtype).items():
+            value = shared.get(key)
+            if value is None:
+                value = left.pop(f"{path}/{key}", None)
+            if value is None or value.shape != torch.as_tensor(expected).shape:
                 raise FinetuneError(
                     f"the checkpoint is damaged: its optimizer has no {key} for {path}; {fix}"
                 )
-            optimizer.state[tensor][key] = value.to(tensor.device) if expected.is_meta else value
+            optimizer.state[tensor][key] = _restored(key, value, expected, kind, device)
     if left:
         raise FinetuneError(
             f"the checkpoint is damaged: its optimizer has {next(iter(left))}, which the adapter "
@@ -104,17 +115,30 @@ def load_optimizer(
         )
 
 
+def _restored(
+    key: str, value: Tensor, expected: Tensor | int, kind: Optimizer, device: torch.device
+) -> Tensor | int:
+    """Return an entry of a state, of a saved value, where the optimizer keeps it."""
+    if isinstance(expected, int):
+        return int(value)
+    if not expected.is_meta:
+        return value
+    if kind.is_offloaded and value.ndim and key not in SHARED_KEYS:
+        return host_copy(value, device)
+    return value.to(device)
+
+
 def _cut(
     saved: Mapping[str, Tensor], shards: AdapterShards, names: Iterable[str], kind: Optimizer
 ) -> dict[str, Tensor]:
     """Cut the state of a rank's shards out of a whole adapter's; other entries stay."""
     found = dict(saved)
-    for key, expected in kind.state((1, 1)).items():
+    for key, expected in kind.state((1, 1), torch.float32).items():
         ending = f"/{key}"
         wholes = {p.removesuffix(ending): v for p, v in saved.items() if p.endswith(ending)}
         for path in wholes.keys() & {shards.path_of(name) for name in names}:
             del found[f"{path}{ending}"]
-        if not expected.ndim:
+        if not torch.as_tensor(expected).ndim:
             own = {n: wholes[p].clone() for n in names if (p := shards.path_of(n)) in wholes}
         else:
             own = shards.cut(wholes)

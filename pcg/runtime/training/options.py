@@ -62,8 +62,8 @@ class OptimizerOptions(OptimizerChoice):
         learning_rate: the learning rate at the schedule's peak. 2e-4 is usual for LoRA with AdamW
             (QLoRA, table 9); other optimizers have other rates.
         weight_decay: decay of the bypass weights; trained biases of the base do not decay.
-        betas: the two betas of Adam's family; torch's by default.
-        eps: the optimizer's epsilon; torch's by default.
+        betas: the two betas of Adam's family; the optimizer's own by default.
+        eps: the optimizer's epsilon; its own by default.
         max_grad_norm: gradients are scaled down to this norm; None leaves them.
         schedule: linear, cosine, cosine_with_restarts, polynomial, constant or
             constant_with_warmup.
@@ -216,7 +216,7 @@ class FinetuneOptions(
                 )
             if takes and value is not None:
                 given[name] = value
-        return Optimizer.of(self.optimizer, given)
+        return Optimizer.of(self.optimizer, given, self.offload_optimizer)
 
     @property
     def batch_bounds(self) -> BatchBounds:

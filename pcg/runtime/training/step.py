@@ -25,12 +25,13 @@ from pcg.runtime.data.dataset import Dataset
 from pcg.runtime.data.example import Example
 from pcg.runtime.data.order import Batches
 from pcg.runtime.model.batch import mixed_seed
+from pcg.runtime.training.host_states import HostStates
 from pcg.runtime.training.optimizer import load_optimizer, make_optimizer, optimizer_tensors
 from pcg.runtime.training.options import FinetuneOptions
 from pcg.runtime.training.runner import TrainingRunner
 from pcg.runtime.training.training_data import places_of
 from pcg.runtime.training.training_pass import pass_through
-from pcg.runtime.training.work_units import Work
+from pcg.runtime.training.work_units import Release, StepBeginsAgain, Work
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ class TrainingStep:
         if self._shards is not None:
             self._kind.check_parted(runner.ranks.size)
         self.optimizer = make_optimizer(self.parameters, self._kind, options.learning_rate)
+        offloaded = HostStates(self.optimizer) if self._kind.is_offloaded else None
+        self._take_step = self.optimizer.step if offloaded is None else offloaded.step
 
     def gradients(self, step: int, rate: float) -> Work[StepGradients]:
         """Take the next batches and compute their gradients, clipped.
@@ -89,14 +92,13 @@ class TrainingStep:
         group = [*islice(self._batches, self._options.gradient_accumulation_steps)]
         examples = [example for batch in group for example in batch]
         targets = self._runner.count_targets(examples)
-        total = 0.0
-        for index, batch in enumerate(group):
-            seed = mixed_seed(self._options.seed, step, index)
-            done = yield from pass_through(self._runner, batch, targets, seed)
-            if not math.isfinite(done.loss):
-                places = self._places(epoch, first + index)
-                self._refuse(f"the loss is {done.loss:g}", batch, places, step, rate)
-            total += done.loss
+        while True:
+            try:
+                total = yield from self._pass(group, targets, (epoch, first), (step, rate))
+                break
+            except StepBeginsAgain:
+                self.drop_gradients()
+                yield Release()
         # The first rank's numbers decide how the job goes on.
         numbers = torch.tensor([total, self._clip()], dtype=torch.float64)
         total, norm = broadcast_from_first(self._runner.ranks, numbers).tolist()
@@ -106,11 +108,30 @@ class TrainingStep:
         tokens = sum(len(example.ids) for example in examples)
         return StepGradients(epoch, total / targets, norm, tokens, targets)
 
+    def _pass(
+        self,
+        group: Sequence[Sequence[Example]],
+        targets: int,
+        place: tuple[int, int],
+        now: tuple[int, float],
+    ) -> Work[float]:
+        """Add the gradients of some batches, from a place (epoch, index) on; returns their loss."""
+        (epoch, first), (step, rate) = place, now
+        total = 0.0
+        for index, batch in enumerate(group):
+            seed = mixed_seed(self._options.seed, step, index)
+            done = yield from pass_through(self._runner, batch, targets, seed)
+            if not math.isfinite(done.loss):
+                places = self._places(epoch, first + index)
+                self._refuse(f"the loss is {done.loss:g}", batch, places, step, rate)
+            total += done.loss
+        return total
+
     def update(self, step: int, rate: float) -> None:
         """Update the adapter by its gradients, after `step` steps before."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
+        self._take_step()
         if self.beside is not None:
             self.beside.after_step(step + 1)
         self.drop_gradients()

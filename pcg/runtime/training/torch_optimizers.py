@@ -1,9 +1,11 @@
-"""The optimizers of torch.optim that adapters are trained with: their options and their state.
+"""The optimizers that adapters are trained with: their options, and their states and bytes.
 
-All are supported but LBFGS, whose step evaluates the loss again by a closure, and SparseAdam, which
-takes sparse gradients. Options, defaults and state are torch's own: a step on the meta device
-makes the state's tensors without memory. An optimizer is elementwise if the update of a number
-depends on the gradients of that number alone, so that ranks may each train a part of a tensor.
+All of torch.optim are supported but LBFGS, whose step evaluates the loss again by a closure, and
+SparseAdam, which takes sparse gradients; and those of bitsandbytes whose states are numbers of 8
+bits, quantized in blocks of a parameter. Options, defaults and states are these libraries' own: a
+step on the meta device makes the tensors of a state without memory. An optimizer is elementwise if
+the update of a number depends on the gradients of that number alone, so that ranks may each train a
+part of a tensor.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ import contextlib
 import difflib
 import functools
 import inspect
+import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -26,46 +29,83 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-SCALAR_BYTES = 4
-"""Bytes of a scalar of the state, such as the number of steps, which is in fp32."""
+    State = Mapping[str, Tensor | int]
 
 FIELDS = ("betas", "eps", "weight_decay")
 """Options that are fields of `FinetuneOptions`, as most optimizers take them."""
 
-_CLASSES: Mapping[str, str] = {
+SHARED_KEYS = ("qmap1", "qmap2")
+"""Entries that are one tensor in the states of all parameters: the values that codes stand for."""
+
+_TORCH: Mapping[str, str] = {
     name.lower(): name
     for name in (
         "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam",
         "RAdam", "RMSprop", "Rprop", "SGD",
     )
 }  # fmt: skip
-OPTIMIZERS: tuple[str, ...] = tuple(_CLASSES)
+_BITSANDBYTES: Mapping[str, str] = {
+    name.lower(): name for name in ("Adam8bit", "AdamW8bit", "Lion8bit")
+}
+OPTIMIZERS: tuple[str, ...] = tuple(sorted({*_TORCH, *_BITSANDBYTES}))
+
+_ALIASES: Mapping[str, tuple[str, bool]] = {
+    "adamw_8bit": ("adamw8bit", False),
+    "adamw_bnb_8bit": ("adamw8bit", False),
+    "lion_8bit": ("lion8bit", False),
+    "paged_adamw": ("adamw", True),
+    "paged_adamw_32bit": ("adamw", True),
+    "paged_adamw_8bit": ("adamw8bit", True),
+    "paged_lion_8bit": ("lion8bit", True),
+}
+"""Names that transformers has: the optimizer, and whether its states lie in host memory."""
 
 _REFUSED = {
     "lbfgs": "LBFGS evaluates the loss again within a step, which a job's units cannot",
     "sparseadam": "SparseAdam takes sparse gradients, and an adapter's are dense",
+    "adamw_torch_8bit": "adamw_torch_8bit is torchao's, and adamw8bit is bitsandbytes'",
 }
 _NOT_ELEMENTWISE = ("adafactor", "muon")
 _NO_OPTIONS = ("params", "lr", "foreach", "fused", "maximize", "differentiable", "capturable")
 """The learning rate, which has a field and a schedule, and how a step is computed."""
+_NO_OPTIONS_OF_8BIT = ("params", "lr", "amsgrad", "optim_bits", "args", "is_paged")
+"""Besides, what these classes take and refuse, and paging, for which states are offloaded."""
+_DTYPES_OF_8BIT = ("float16", "bfloat16", "float32")
+
+# It warns on standard error, when it is imported, of kernels for products, which pcg does not use.
+logging.getLogger("bitsandbytes").addHandler(logging.NullHandler())
 
 
-def _torch_class(name: str) -> type[torch.optim.Optimizer]:
-    from torch import optim  # takes seconds, and the command line needs names alone
+def _class(name: str) -> type[torch.optim.Optimizer]:
+    """Return an optimizer's class. Imports take seconds, and the command line needs names alone."""
+    found: type[torch.optim.Optimizer]
+    if name in _TORCH:
+        from torch import optim
 
-    found: type[torch.optim.Optimizer] = getattr(optim, _CLASSES[name])
+        found = getattr(optim, _TORCH[name])
+        return found
+    try:
+        from bitsandbytes import optim as optim_of_8bit
+    except ImportError as error:
+        raise FinetuneError(
+            f"optimizer {name!r} is bitsandbytes', which is not installed: "
+            "pip install 'pcg[bitsandbytes]'"
+        ) from error
+    found = getattr(optim_of_8bit, _BITSANDBYTES[name])
     return found
 
 
 @functools.cache
 def _defaults(name: str) -> Mapping[str, Any]:
-    """Return the options of an optimizer with torch's defaults."""
+    """Return the options of an optimizer with its library's defaults."""
     found: dict[str, Any] = {}
-    for option, parameter in inspect.signature(_torch_class(name)).parameters.items():
+    without = _NO_OPTIONS if name in _TORCH else _NO_OPTIONS_OF_8BIT
+    for option, parameter in inspect.signature(_class(name)).parameters.items():
         default = parameter.default
-        if type(default) is int and parameter.annotation is not int:
+        is_count = parameter.annotation is int or option == "min_8bit_size"
+        if type(default) is int and not is_count:
             default = float(default)
-        if option not in _NO_OPTIONS:
+        if option not in without:
             found[option] = default
     if name == "adam":
         del found["decoupled_weight_decay"]  # that is AdamW
@@ -73,13 +113,15 @@ def _defaults(name: str) -> Mapping[str, Any]:
 
 
 @functools.cache
-def _state(name: str, options: tuple[tuple[str, Any], ...], shape: Shape) -> Mapping[str, Tensor]:
+def _state(
+    name: str, options: tuple[tuple[str, Any], ...], shape: Shape, dtype: torch.dtype
+) -> State:
     """Return the state of a parameter after a step, on the meta device but for CPU scalars."""
     import torch
 
-    parameter = torch.empty(shape, device="meta")
+    parameter = torch.empty(shape, dtype=dtype, device="meta")
     parameter.grad = torch.empty_like(parameter)
-    optimizer = _torch_class(name)([parameter], **dict(options))
+    optimizer = _class(name)([parameter], **dict(options))
     # The state is made first; an update may then read numbers, which meta tensors do not have.
     with contextlib.suppress(RuntimeError):
         optimizer.step()
@@ -88,26 +130,50 @@ def _state(name: str, options: tuple[tuple[str, Any], ...], shape: Shape) -> Map
 
 
 @dataclass(frozen=True)
+class StateMemory:
+    """The bytes of the states of some parameters.
+
+    Attributes:
+        device_bytes: bytes that stay on the device of the parameters; where states are not
+            offloaded, scalars that torch keeps on the CPU are among them.
+        host_bytes: bytes in host memory.
+        update_bytes: the most bytes of `host_bytes` that are on the device, too, in an update.
+    """
+
+    device_bytes: int
+    host_bytes: int = 0
+    update_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class Optimizer:
-    """An optimizer of torch.optim, with its options.
+    """An optimizer, with its options.
 
     Attributes:
         name: one of `OPTIMIZERS`.
         options: all of its options but the learning rate.
+        is_offloaded: its states lie in host memory, and on the device for their update alone.
     """
 
     name: str
     options: Mapping[str, Any]
+    is_offloaded: bool = False
 
     @classmethod
-    def of(cls, name: str, given: Mapping[str, Any] | None = None) -> Self:
-        """Return an optimizer by name, in any case, with torch's defaults where none are given.
+    def of(
+        cls, name: str, given: Mapping[str, Any] | None = None, is_offloaded: bool = False
+    ) -> Self:
+        """Return an optimizer by name, in any case, with its library's defaults but for `given`.
 
         Raises:
-            FinetuneError: an unknown name or option, or an option of a wrong type.
+            FinetuneError: an unknown name or option, an option of a wrong type, or an optimizer
+                whose package is not installed.
         """
-        known = name.lower() if isinstance(name, str) else ""
-        if known not in _CLASSES:
+        if not isinstance(is_offloaded, bool):
+            raise FinetuneError(f"offload_optimizer={is_offloaded!r}; use True or False")
+        asked = name.lower() if isinstance(name, str) else ""
+        known, is_paged = _ALIASES.get(asked, (asked, False))
+        if known not in OPTIMIZERS:
             reason = f"; {_REFUSED[known]}" if known in _REFUSED else ""
             raise FinetuneError(
                 f"optimizer={name!r} is not among those that pcg trains with{reason}; use one of "
@@ -124,12 +190,12 @@ class Optimizer:
                     f"{', '.join(defaults)}"
                 )
             options[option] = _checked(known, option, value, defaults[option])
-        return cls(known, MappingProxyType(options))
+        return cls(known, MappingProxyType(options), is_offloaded or is_paged)
 
     @property
     def torch_class(self) -> type[torch.optim.Optimizer]:
-        """The class in torch.optim."""
-        return _torch_class(self.name)
+        """The class in torch.optim or bitsandbytes.optim."""
+        return _class(self.name)
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -138,9 +204,14 @@ class Optimizer:
         return tuple(n for n in FIELDS if n in self.options and not (n == "eps" and has_pair))
 
     @property
+    def has_8bit_states(self) -> bool:
+        """True if states of `min_8bit_size` numbers or more are quantized to 8 bits."""
+        return self.name in _BITSANDBYTES
+
+    @property
     def is_elementwise(self) -> bool:
         """True if ranks may each train a part of a tensor."""
-        return self.name not in _NOT_ELEMENTWISE
+        return self.name not in _NOT_ELEMENTWISE and not self.has_8bit_states
 
     @property
     def takes_matrices_alone(self) -> bool:
@@ -155,22 +226,45 @@ class Optimizer:
     def check_parted(self, degree: int) -> None:
         """Raise a FinetuneError if ranks that hold parts of tensors cannot update them."""
         if degree > 1 and not self.is_elementwise:
+            takes = "quantizes blocks of" if self.has_8bit_states else "takes"
             raise FinetuneError(
-                f"optimizer {self.name!r} takes whole matrices, of which each of {degree} ranks "
+                f"optimizer {self.name!r} {takes} whole matrices, of which each of {degree} ranks "
                 f"has a part; use an elementwise one, as adamw, or tp=1"
             )
 
-    def state(self, shape: Shape) -> Mapping[str, Tensor]:
-        """Return the state of a parameter after a step, by torch's key.
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raise a FinetuneError if it does not update numbers of a dtype."""
+        found = str(dtype).removeprefix("torch.")
+        if self.has_8bit_states and found not in _DTYPES_OF_8BIT:
+            raise FinetuneError(
+                f"optimizer {self.name!r} updates {', '.join(_DTYPES_OF_8BIT)}, and the adapter is "
+                f"{found}; use adamw, or another one of torch"
+            )
+
+    def state(self, shape: Shape, dtype: torch.dtype) -> State:
+        """Return the state of a parameter after a step, by its library's key.
 
         The tensors are on the meta device; scalars that torch keeps on the CPU are there.
         """
-        return _state(self.name, tuple(self.options.items()), tuple(shape))
+        self.check_dtype(dtype)
+        return _state(self.name, tuple(self.options.items()), tuple(shape), dtype)
 
-    def state_bytes(self, shapes: Iterable[Shape], element_bytes: int) -> int:
-        """Return the bytes of the state of parameters after a step, `element_bytes` a number."""
-        state = [tensor.shape for shape in shapes for tensor in self.state(shape).values()]
-        return sum(prod(shape) * element_bytes if shape else SCALAR_BYTES for shape in state)
+    def state_memory(self, shapes: Iterable[Shape], dtype: torch.dtype) -> StateMemory:
+        """Return the bytes of the states of parameters after a step."""
+        shared: dict[str, int] = {}
+        on_device = on_host = in_update = 0
+        for shape, count in Counter(map(tuple, shapes)).items():
+            tensors = {k: v for k, v in self.state(shape, dtype).items() if not isinstance(v, int)}
+            shared |= {key: v.nbytes for key, v in tensors.items() if key in SHARED_KEYS}
+            own = [v for key, v in tensors.items() if key not in SHARED_KEYS]
+            moved = sum(v.nbytes for v in own if v.ndim)
+            on_device += count * sum(v.nbytes for v in own if not v.ndim and v.is_meta)
+            on_host += count * (moved + sum(v.nbytes for v in own if not v.is_meta))
+            in_update = max(in_update, moved)
+        on_device += sum(shared.values())
+        if self.is_offloaded:
+            return StateMemory(on_device, on_host, in_update)
+        return StateMemory(on_device + on_host)
 
 
 def _checked(name: str, option: str, value: object, default: object) -> Any:

@@ -51,6 +51,7 @@ class Window:
 
     Attributes:
         targets: the target of each token, [T].
+        end: number of tokens of the pass up to its last one.
         carried: the inputs of the next layer.
         shared: the prologue's outputs that all layers may read.
         saved: the tensors that each layer has saved for backward.
@@ -59,6 +60,7 @@ class Window:
 
     batch: Batch
     targets: Tensor
+    end: int
     carried: Sequence[Tensor] = ()
     shared: Sequence[Tensor | None] = ()
     saved: list[Any] = field(default_factory=list)
@@ -162,13 +164,12 @@ class TrainingPass(WindowedPass):
             spans.append(Span(len(ids), stop - context, context, *place))
             ids += sequence.ids[context:stop]
             targets += sequence.targets[context:stop]
-        self.forwarded = end
         device = self._runner.device
         input_ids = torch.tensor(ids, dtype=torch.long, device=device)
         batch = Batch(input_ids, spans, self._cache, keeps=True)
         batch.ranks = self._runner.ranks
         batch.dropout_seed = self._dropout_seed
-        window = Window(batch, torch.tensor(targets, dtype=torch.long, device=device))
+        window = Window(batch, torch.tensor(targets, dtype=torch.long, device=device), end)
         window.carried, window.shared = self._runner.prologue(batch)
         return window
 
@@ -185,7 +186,7 @@ class TrainingPass(WindowedPass):
 
     @torch.no_grad()
     def end(self, window: Window) -> None:
-        """Compute a window's loss, after its last layer."""
+        """Compute a window's loss, after its last layer; only now its tokens have gone forward."""
         loss, window.gradients = self._runner.loss(
             window.batch, window.targets, window.carried, window.shared, self._weight
         )
@@ -195,6 +196,7 @@ class TrainingPass(WindowedPass):
         self.loss += loss
         if self.trains:
             self._windows.append(window)
+        self.forwarded = window.end
 
     # --------------------------------------------------------------------------------- backward
 

@@ -112,6 +112,10 @@ class Release:
     """Gives the job's pages back."""
 
 
+class StepBeginsAgain(Exception):  # a signal, as StopIteration is
+    """Thrown into a job: begin the step under way again, from its first token."""
+
+
 Unit: TypeAlias = Forward | Backward | Pages | Release
 Work: TypeAlias = Generator[Unit, None, Result]
 

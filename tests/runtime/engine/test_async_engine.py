@@ -331,6 +331,7 @@ def test_an_error_of_a_step_reaches_everyone(monkeypatch: pytest.MonkeyPatch) ->
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(engine.device, "start", broken)
+    monkeypatch.setattr(engine.device, "check_alive", broken)
 
     async def main(async_engine: AsyncEngine) -> list[Any]:
         streams = [async_engine.submit([1, 2, 3], **LONG) for _ in range(3)]

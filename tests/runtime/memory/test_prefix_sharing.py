@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from pathlib import Path
@@ -255,3 +256,18 @@ def test_generate_computes_a_common_prefix_once() -> None:
     asked = [request(sequence, executor.adapters["a"]) for sequence in sequences]
     assert [list(one.token_ids) for one in done] == expected(asked)
     assert [one.cached_tokens for one in done] == [0, 32, 32]
+
+
+def test_a_tenant_finds_nothing_of_anothers() -> None:
+    """How many tokens were cached tells nothing about others, unless the operator shares."""
+    executor = make_executor()
+    same = [
+        dataclasses.replace(request(TEXT), tenant=tenant, cache_salt=salt)
+        for tenant, salt in [("a", ""), ("a", ""), ("b", ""), ("a", "x"), ("", "a"), ("b", "")]
+    ]
+    reuse = len(TEXT) // 16 * 16 if len(TEXT) % 16 else len(TEXT) - 16
+    tokens, found = Counted(executor).serve(same, 30)
+    assert found == [0, reuse, 0, 0, 0, reuse]
+    assert tokens == expected(same)
+    _, found = Counted(executor, prefixes_between_tenants=True).serve(same, 30)
+    assert found == [0, reuse, reuse, 0, 0, reuse]

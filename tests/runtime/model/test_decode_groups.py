@@ -31,9 +31,13 @@ def test_each_sequence_sees_its_own_rows(random: st.DataObject, window: int) -> 
     pool, tables = random_tables(random)
     lengths = [random.draw(st.integers(1, table.capacity)) for table in tables]
     rows = pool.size * PAGE_TOKENS
-    first_rows = [table.run_row for table in tables]
-    columns = (np.array(x, dtype=np.int64) for x in (range(len(tables)), first_rows, lengths))
-    groups = decode_groups(Singles(*columns, tables), window, rows, torch.float64, CPU)
+    places = [table.run_row for table in tables], [table.stop_row for table in tables]
+    columns = (np.array(x, dtype=np.int64) for x in (range(len(tables)), *places, lengths))
+    groups = decode_groups(Singles(*columns, tables), window, torch.float64, CPU)
+    of_others = {
+        id(table): {page for other in tables if other is not table for page in other.pages}
+        for table in tables
+    }
     assert sorted(i for group in groups for i in group.tokens.tolist()) == list(range(len(tables)))
     for group in groups:
         seen = [min(lengths[i], window or lengths[i]) for i in group.tokens.tolist()]
@@ -47,6 +51,8 @@ def test_each_sequence_sees_its_own_rows(random: st.DataObject, window: int) -> 
                 assert found[-1] < rows
             else:
                 found = group.rows[place].tolist()
+            # What the mask hides is read, too: it is nobody else's.
+            assert not {row // PAGE_TOKENS for row in found} & of_others[id(tables[i])]
             assert found[:count] == list(tables[i].rows(lengths[i] - count, lengths[i]))
             if group.mask is not None:
                 mask = group.mask[place, 0, 0]

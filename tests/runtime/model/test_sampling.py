@@ -14,9 +14,9 @@ from transformers import (
 
 from pcg.errors import GenerationError
 from pcg.runtime.model.sampling import (
+    UNDRAWN,
     Drawing,
     SamplingParams,
-    check_drawn,
     make_generator,
     sample,
 )
@@ -183,12 +183,21 @@ def test_half_precision_logits():
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_logits_that_are_no_numbers(value):
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers(value, temperature):
+    """No token is drawn from them, and those of other rows are as without them."""
     logits = torch.randn(2, VOCAB)
+    params = [SamplingParams(), SamplingParams(temperature=temperature)]
+    expected = sample(logits, params, [None, make_generator(0)])
     logits[1] = value
-    params = [SamplingParams(), SamplingParams(temperature=1.0)]
-    with pytest.raises(GenerationError, match="logits of row 1 hold NaN or no finite number"):
-        check_drawn(sample(logits, params, [None, make_generator(0)]).tolist())
+    found = sample(logits, params, [None, make_generator(0)])
+    assert found.tolist() == [expected[0].item(), UNDRAWN]
+
+
+def test_a_temperature_below_fp32_is_greedy():
+    logits = torch.randn(3, VOCAB)
+    params = [SamplingParams(temperature=1e-320)] * 3
+    assert torch.equal(sample(logits, params, [make_generator(0)] * 3), logits.argmax(-1))
 
 
 def test_arguments_that_disagree():

@@ -38,6 +38,9 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 """That keep more, or change what is kept."""
 
+TORCH = [name for name in OPTIMIZERS if not Optimizer.of(name).has_8bit_states]
+"""Those of 8 bits have tests of their own."""
+
 DATA = examples(8)
 STEPS = 6
 
@@ -90,7 +93,7 @@ def weights(executor: Executor) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", TORCH)
 def test_the_adapter_is_that_of_peft_and_torch(name: str) -> None:
     model, executor = double()
     options = {**options_of(name), "schedule": "constant", "max_grad_norm": None}
@@ -113,7 +116,7 @@ def single() -> Executor:
     return pcg.compiler.compile(make_model(), None)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", TORCH)
 def test_resumed_to_the_same_bits(single: Executor, tmp_path: Path, name: str) -> None:
     options = {**options_of(name), "peft": LORA}
     single.finetune(DATA, "a", **options)
@@ -159,7 +162,7 @@ def on_ranks(degree: int) -> Program:
 
 def test_over_ranks_the_adapter_is_that_of_one() -> None:
     """GPT-2's fused product makes pieces of it that are rows."""
-    elementwise = [name for name in OPTIMIZERS if Optimizer.of(name).is_elementwise]
+    elementwise = [name for name in TORCH if Optimizer.of(name).is_elementwise]
 
     def train(executor: Executor) -> dict[str, tuple[torch.Tensor, ...]]:
         start = [tensor.clone() for tensor in executor.adapters["b"].tensors]
@@ -179,9 +182,12 @@ def test_over_ranks_the_adapter_is_that_of_one() -> None:
                 torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "muon"])
-def test_what_takes_whole_matrices_is_refused_over_ranks(name: str) -> None:
-    message = f"optimizer '{name}' takes whole matrices, of which each of 2 ranks has a part"
+@pytest.mark.parametrize(
+    ("name", "verb"),
+    [("adafactor", "takes"), ("adamw8bit", "quantizes blocks of"), ("muon", "takes")],
+)
+def test_what_takes_whole_matrices_is_refused_over_ranks(name: str, verb: str) -> None:
+    message = f"optimizer '{name}' {verb} whole matrices, of which each of 2 ranks has a part"
     program = on_ranks(2)
 
     def train(ranks: Any) -> None:

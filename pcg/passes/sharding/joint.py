@@ -1,0 +1,257 @@
+"""Choose layouts, and what is recomputed and kept, together: the least time of a layer at a memory.
+
+    minimise    Σ layers  plan(a) + recompute(a, c)         seconds: computed, sent, done again
+    such that   Σ layers  kept(a, c)                        <= limit
+
+a are the layouts of a block's adapters, c what each of its layers keeps. At fixed layouts c is a
+minimum cut (`pcg.passes.memory.save_problem`), spread over the layers. Over the layouts it is a
+branch and bound, whose bound at a rate of λ seconds a byte is
+
+    Σ blocks  priced plan(a, λ)  +  Σ layers  base cut(λ)  -  λ limit
+
+The planner's dynamic program gives the first for layouts of which some are given, with the values
+that backward reads of bypass networks priced at their least (`pcg.parallel.kept_values`). The cut
+is of the layer without bypass networks, which backward needs whatever layouts they have: a cut with
+them has room for both flows. So no layouts are better where the bound reaches the best that was
+found. Each message is by itself here, as in the planner; among all plans whose cut was made the
+least is taken with neighbouring messages coalesced.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pcg.errors import TypeCheckError
+from pcg.ir.layouts import Layout
+from pcg.ir.program.program import ModelGraph
+from pcg.options import MemoryBudget
+from pcg.parallel.costs.rank_costs import PICOSECOND, RankCosts
+from pcg.parallel.parallel_plan import ParallelPlan
+from pcg.parallel.search import Search
+from pcg.passes.compress import Compress
+from pcg.passes.differentiate import Differentiated, LayerKind, layer_kinds
+from pcg.passes.memory.plan import Frontiers, frontiers
+from pcg.passes.memory.save_problem import Choice
+from pcg.passes.prune import Prune
+from pcg.passes.sharding.base_problem import base_cut
+
+_MOST_PLANS = 128
+"""Plans that a search makes; where they are not enough, its bound is below what it found."""
+_MOST_STEPS = 8
+"""Steps whose cuts a search makes, which take longest."""
+_NEARLY = 1 - 1e-9
+
+Plans = tuple[ParallelPlan, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A model's layers as they are sharded, and what they keep and recompute within a budget.
+
+    Attributes:
+        seconds: forward and backward of all layers on a rank, neighbouring messages coalesced.
+        apart_seconds: the same, where each message goes by itself.
+        again_seconds: of that, what backward recomputes.
+        kept_bytes: bytes that the layers keep.
+    """
+
+    plans: Plans
+    frontiers: Frontiers
+    seconds: float
+    apart_seconds: float
+    again_seconds: float
+    kept_bytes: int
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The least step that was found, and what it is compared with.
+
+    Attributes:
+        limit_bytes: bytes that the layers may keep.
+        sequential: the step with the layouts that are cheapest alone.
+        sequential_seconds: the time of the same layouts, where what is recomputed is chosen by
+            operations alone.
+        bound_seconds: no layouts have less `apart_seconds` than this.
+    """
+
+    best: Step
+    limit_bytes: int
+    sequential: Step
+    sequential_seconds: float
+    bound_seconds: float
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Layouts of a block's first `sites`."""
+
+    sites: int
+    layouts: Mapping[str, Layout]
+    gathered: frozenset[str]
+
+
+class JointSearch:
+    """The search over a model's layouts at a budget.
+
+    Args:
+        base: one rank's model without bypass networks.
+        searches: the searches of its blocks, `blocks` the base's block of each.
+        local: one rank's model with bypass networks, by plans of its blocks.
+    """
+
+    def __init__(
+        self,
+        base: ModelGraph,
+        blocks: Sequence[int],
+        searches: Sequence[Search],
+        local: Callable[[Plans], ModelGraph],
+        costs: RankCosts,
+        budget: MemoryBudget,
+    ) -> None:
+        self._base = base
+        self._blocks = blocks
+        self._searches = searches
+        self._local = local
+        self._costs = costs
+        self._budget = budget
+
+    def find(self) -> Joint | None:
+        """The least step; None where the budget does not bind, or is below one input a layer."""
+        first = self._step(tuple(search.plan() for search in self._searches))
+        if first is None or not self._binds(first.frontiers):
+            return None
+        limit = self._budget.size_bytes
+        assert limit is not None
+        limit -= first.frontiers.outside_bytes
+        rate = _rate(first.frontiers, limit)
+        least = self._least_of_base(first.frontiers, rate) - rate * limit * PICOSECOND
+        found = [first]
+        bounds = [self._block(index, found, least, rate) for index in range(len(self._searches))]
+        best = min(found, key=lambda step: step.seconds)
+        alone = first.frontiers.within(first.frontiers.by_flops, self._budget)
+        assert alone is not None  # the least is the same
+        again = sum(choice.cost for choice in alone) * PICOSECOND
+        seconds = first.seconds - first.again_seconds + again
+        return Joint(best, limit, first, seconds, max(bounds))
+
+    def _binds(self, found: Frontiers) -> bool:
+        chosen = found.choices(self._budget)
+        return chosen is not None and chosen != [front[0] for front in found.of_layers]
+
+    # --------------------------------------------------------------------------------- one block
+
+    def _block(self, index: int, found: list[Step], least: float, rate: float) -> float:
+        """Search one block's layouts, the others' as in the first step; a bound of every step.
+
+        Steps whose cut was made are added to those found.
+        """
+        search, first = self._searches[index], found[0]
+        count = first.frontiers.model.layers.count(index)
+        rest = least + sum(
+            first.frontiers.model.layers.count(other) * one.least_cost(rate * PICOSECOND)
+            for other, one in enumerate(self._searches)
+            if other != index
+        )
+        for plan in search.proposals(rate * PICOSECOND):
+            self._add(found, index, plan)
+        planner = search.kept.planner(rate * PICOSECOND)
+        waiting: list[tuple[float, int, _Part]] = []
+        made = itertools.count()
+
+        def add(part: _Part) -> None:
+            try:
+                plan = planner.plan(search.holding(part.layouts, part.gathered))
+            except TypeCheckError:
+                return  # no way to run it so
+            heapq.heappush(waiting, (rest + count * plan.cost, next(made), part))
+
+        add(_Part(0, {}, frozenset()))
+        while waiting and len(found) < _MOST_STEPS and next(made) < _MOST_PLANS:
+            bound, _, part = heapq.heappop(waiting)
+            if bound >= _best(found) * _NEARLY:
+                return _best(found)
+            if part.sites == len(search.sites):
+                self._add(found, index, search.hold(part.layouts, part.gathered))
+                continue
+            for inner in _branches(search, first.plans[index], part):
+                add(inner)
+        return min([_best(found), *(bound for bound, _, _ in waiting)])
+
+    def _add(self, found: list[Step], index: int, plan: ParallelPlan) -> None:
+        """Add the step with one block's plan, if it fits the budget and is not there."""
+        first = found[0].plans
+        plans = (*first[:index], plan, *first[index + 1 :])
+        if all(plans != step.plans for step in found):
+            step = self._step(plans)
+            found += [] if step is None else [step]
+
+    # ---------------------------------------------------------------------------------- the cuts
+
+    def _step(self, plans: Plans) -> Step | None:
+        """The step of plans; None where it does not fit the budget."""
+        model = self._local(plans)
+        kinds = [replace(kind, gradients=_ready(kind)) for kind in layer_kinds(model)]
+        found = frontiers(model, kinds, self._budget.batch, self._budget.seq, self._costs)
+        choices = found.choices(self._budget)
+        if choices is None:
+            return None
+        again = sum(choice.cost for choice in choices) * PICOSECOND
+        pairs = zip(self._searches, plans, strict=True)
+        together = [search.costs.of(plan).value for search, plan in pairs]
+        coalesced = sum(together[block] for block in model.layers)
+        apart = sum(plans[block].cost for block in model.layers)
+        kept = sum(choice.size_bytes for choice in choices)
+        return Step(plans, found, coalesced + again, apart + again, again, kept)
+
+    def _least_of_base(self, found: Frontiers, rate: float) -> float:
+        """Seconds of what all layers' backwards recompute and keep at least, at a rate."""
+        total = 0.0
+        for kind in found.kinds:
+            cut = base_cut(
+                self._base.blocks[self._blocks[kind.block]],
+                self._searches[kind.block],
+                kind,
+                (found.batch, found.seq, self._costs),
+            )
+            total += len(kind.layers) * _priced(cut(rate), rate) if cut is not None else 0.0
+        return total * PICOSECOND
+
+
+def _branches(search: Search, plan: ParallelPlan, part: _Part) -> Iterator[_Part]:
+    """A part with each way of the next site."""
+    site = search.sites[part.sites]
+    for layouts, gathered in search.ways(site, search.chosen(plan, site)):
+        held = {**part.layouts, **layouts}
+        yield _Part(part.sites + 1, held, part.gathered | gathered)
+
+
+def _ready(kind: LayerKind) -> Differentiated:
+    return Compress().run(Prune().run(kind.gradients))
+
+
+def _best(found: Sequence[Step]) -> float:
+    return min(step.apart_seconds for step in found)
+
+
+def _priced(choice: Choice, rate: float) -> float:
+    return choice.cost + rate * choice.size_bytes
+
+
+def _rate(found: Frontiers, limit_bytes: int) -> float:
+    """The picoseconds a byte at which the bound of a step's recomputing is the highest."""
+    hulls = [front[1:] if len(front) > 1 else front for front in found.of_kind]
+    rates = {
+        (then.cost - now.cost) / (now.size_bytes - then.size_bytes)
+        for hull in hulls
+        for now, then in itertools.pairwise(hull)
+    }
+
+    def bound(rate: float) -> float:
+        least = [min(_priced(choice, rate) for choice in hull) for hull in hulls]
+        return sum(least[kind] for kind in found.layers) - rate * limit_bytes
+
+    return max(rates, key=bound, default=0.0)
