@@ -98,6 +98,7 @@ def _compiled(
         memory_budget=options.budget.written,
         batch=options.batch,
         seq=options.seq,
+        lossy_activations=options.lossy_activations,
         backend=options.emitted_backend,
     )
     settings = _settings(source.name, source.config, recipes.values(), settled)

@@ -45,6 +45,8 @@ class PlanOptions:
             product (the default), to 0, the least; or bytes, as 8GiB.
         batch: sequences of the finetuning step that the budget is planned for.
         seq: tokens of each of these sequences.
+        lossy_activations: fp8 to save activations in 8 bits where the gradient's error has a bound
+            (docs/memory.md); by default all that is saved is exact.
     Raises:
         ParallelError: an option of ranks is out of range, or has no effect.
         UnsupportedError: another option is out of range.
@@ -61,9 +63,15 @@ class PlanOptions:
     memory_budget: float | str | None = None
     batch: int = 1
     seq: int = 1024
+    lossy_activations: Literal["fp8"] | None = None
 
     def __post_init__(self) -> None:
         self._check_ranks()
+        if self.lossy_activations not in (None, "fp8"):
+            raise UnsupportedError(
+                f"lossy_activations={self.lossy_activations!r}; use 'fp8', or leave it out to save "
+                "exact values"
+            )
         dtype_name(self.dtype)
         _ = self.budget
 

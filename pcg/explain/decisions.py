@@ -11,7 +11,8 @@ from pcg.explain.report_data import GraphNode, SavedTensor
 from pcg.explain.step_memory import bytes_at, formula_text
 from pcg.ir.analysis.storages import SEQUENCES, TOKENS_OF_BATCH, Storage, Storages
 from pcg.ir.graph import Graph, Node
-from pcg.ir.operators import operator
+from pcg.ir.operators import OPERATORS, operator
+from pcg.ir.operators.lossy import Encoder
 from pcg.ir.program.program import TrainingGraph
 from pcg.ir.types import CONTEXT, TORCH_NAMES, TensorType, tokens_at
 from pcg.passes.differentiate import LayerKind
@@ -34,8 +35,8 @@ def decisions(
         if storage.name != name or storage.is_parameter:
             continue
         if name in saved:
-            word = "compress" if storage.op == "pack_signs" else "save"
-            reason = _why_saved(storage, kind, saved)
+            word = "compress" if _is_encoded(storage) else "save"
+            reason = _why_saved(storage, kind, plan, saved)
         elif name in recomputed:
             word, reason = "recompute", _why_recomputed(graph, graph.producers[name])
         else:
@@ -111,17 +112,43 @@ def _readers(backward: Graph | None) -> dict[str, tuple[str, ...]]:
     return {root: tuple(texts) for root, texts in found.items()}
 
 
-def _why_saved(storage: Storage, kind: LayerKind, saved: Container[str]) -> str:
+def _is_encoded(storage: Storage) -> bool:
+    """Return whether a storage holds codes of another value."""
+    return storage.op == "pack_signs" or isinstance(OPERATORS.get(storage.op), Encoder)
+
+
+def _why_saved(
+    storage: Storage, kind: LayerKind, plan: TrainingGraph, saved: Container[str]
+) -> str:
     if storage.op == "input":
         if storage.name in kind.shared:
             return "saved once for all layers, which share it"
         return "the layer's input: nothing in the layer computes it"
     if storage.op == "pack_signs":
         return "backward reads one bit an element of it"
+    entry = OPERATORS.get(storage.op)
+    if isinstance(entry, Encoder) and plan.backward is not None:
+        maker = kind.gradients.graph.producers[storage.name]
+        if maker.name != storage.name:
+            return f"what blocks of {maker.name} have in common"
+        return f"{entry.error}, max over a block: {', '.join(_bounds(plan.backward, storage.name))}"
     product = _product_behind(kind.gradients.graph, storage.name, saved)
     if product is None:
         return "fewer bytes than what it would be recomputed from"
     return f"recomputing it takes {_work(product)}"
+
+
+def _bounds(backward: Graph, codes: str) -> dict[str, None]:
+    """Return how far an error e of a value moves what reads it, from its codes on."""
+    (decoder,) = backward.consumers[codes]
+    found: dict[str, None] = {}
+    for node in backward.consumers[decoder.name]:
+        entry = operator(node.op)
+        for index, name in enumerate(node.inputs):
+            for bounds in (entry.bounded_in, entry.row_bounded_in, entry.finely_bounded_in):
+                if name == decoder.name and index in bounds:
+                    found[f"{node.op} by {bounds[index]}"] = None
+    return found
 
 
 def _product_behind(graph: Graph, name: str, saved: Container[str]) -> Node | None:
@@ -146,8 +173,11 @@ def _why_recomputed(graph: Graph, maker: Node) -> str:
 
 def _why_dropped(graph: Graph, name: str, saved: Container[str]) -> str:
     for node in graph.consumers.get(name, ()):
-        if node.op == "pack_signs" and node.name in saved:
-            return f"{node.name} is saved instead"
+        before_weight = graph.consumers.get(node.name, ()) if node.op == "standardized" else ()
+        for maker in (node, *before_weight):
+            is_code = maker.op == "pack_signs" or isinstance(operator(maker.op), Encoder)
+            if is_code and maker.name in saved:
+                return f"{maker.name} is saved instead"
     frozen = [n for n in graph.consumers.get(name, ()) if n.op == "linear"]
     if frozen:
         return f"the weight that it meets in {frozen[0].scope} is frozen: no gradient reads it"

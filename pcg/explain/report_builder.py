@@ -29,6 +29,8 @@ from pcg.explain.step_memory import (
 )
 from pcg.ir.analysis.saved_memory import saved_memory, window_memory
 from pcg.ir.types import TORCH_NAMES
+from pcg.passes.compress import Compress
+from pcg.passes.differentiate import LayerKind
 from pcg.passes.memory.plan import MemoryPlan, save_all
 from pcg.passes.pipeline import in_order
 from pcg.passes.stages import TrainedModel
@@ -52,7 +54,7 @@ def build_report(planned: PlannedModel) -> Report:
     if eager:
         stages.append(Stage("eager", eager.memory.total, eager.memory.bytes_per_layer))
     if planned.saved is not None:
-        plain = _uncompressed_plan(planned)
+        plain = _plan_of(planned, planned.kinds)
         stages += _own_stages(planned, plain)
         if plain is None:
             notes.append("rematerialized: without compression no plan is within the budget")
@@ -71,7 +73,7 @@ def build_report(planned: PlannedModel) -> Report:
     return Report(
         model=setup.settings.model,
         architecture=str((setup.config.get("architectures") or [setup.config["model_type"]])[0]),
-        peft=_recipes_text(setup.recipes),
+        peft=recipes_text(setup.recipes),
         tp=setup.options.tp,
         batch=setup.options.batch,
         seq=setup.options.seq,
@@ -99,10 +101,18 @@ def _host_bytes(planned: PlannedModel) -> dict[str, int]:
     return {"optimizer": size} if size else {}
 
 
-def _uncompressed_plan(planned: PlannedModel) -> MemoryPlan | None:
-    """Return the plan without compression; None where it exceeds the budget."""
+def _compressed(planned: PlannedModel) -> tuple[LayerKind, ...]:
+    """Return the kinds of layers with packed values, and without lossy ones."""
+    return tuple(
+        dataclasses.replace(kind, gradients=Compress().run(kind.gradients))
+        for kind in planned.kinds
+    )
+
+
+def _plan_of(planned: PlannedModel, kinds: tuple[LayerKind, ...]) -> MemoryPlan | None:
+    """Return the plan of layers that save no other values; None where it exceeds the budget."""
     setup = planned.setup
-    found = planned.training.frontiers.at(setup.options.batch, setup.options.seq, planned.kinds)
+    found = planned.training.frontiers.at(setup.options.batch, setup.options.seq, kinds)
     try:
         return in_order(found.plan(setup.options.budget))
     except MemoryBudgetError:
@@ -110,10 +120,14 @@ def _uncompressed_plan(planned: PlannedModel) -> MemoryPlan | None:
 
 
 def _own_stages(planned: PlannedModel, plain: MemoryPlan | None) -> Iterable[Stage]:
-    """Yield pcg's stages: pruned, rematerialized, compressed, and by windows."""
+    """Yield pcg's stages: pruned, rematerialized, compressed, lossy, and by windows."""
     trained, at = planned.training, planned.setup.at
     plans = {"pruned": in_order(save_all(planned.kinds)), "rematerialized": plain}
-    for name, plan in (plans | {"compressed": trained.plan}).items():
+    if planned.setup.options.lossy_activations:
+        plans |= {"compressed": _plan_of(planned, _compressed(planned)), "fp8": trained.plan}
+    else:
+        plans |= {"compressed": trained.plan}
+    for name, plan in plans.items():
         if plan is not None:
             found = saved_memory(trained.model, plan)
             yield _stage(name, found.total, found.layers, at, plan.recompute_flops_ratio)
@@ -123,7 +137,7 @@ def _own_stages(planned: PlannedModel, plain: MemoryPlan | None) -> Iterable[Sta
         yield _stage("token-level", windows.total, windows.layers, at, ratio)
 
 
-def _recipes_text(recipes: Mapping[str, Recipe]) -> str | None:
+def recipes_text(recipes: Mapping[str, Recipe]) -> str | None:
     """Return the recipes in words; None for none."""
     texts = [_recipe_text(recipe) for recipe in recipes.values()]
     if len(texts) == 1:

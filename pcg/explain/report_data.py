@@ -23,6 +23,7 @@ STAGES = {
     "pruned": "all that gradients read",
     "rematerialized": "the rest recomputed",
     "compressed": "and bits for signs: pcg",
+    "fp8": "and lossy 8 bits: pcg",
     "token-level": "in windows, K/V cached",
     "checkpointing": "transformers' own",
     "torch-partitioner": "torch.compile's default",
@@ -200,8 +201,8 @@ class ReportData:
       are offloaded, what stays of them on the device;
     - kv_cache: keys and values of requests that are served beside it; without adapters, those of
       batch · seq tokens;
-    - activations: the bytes that pcg's training program saves for backward (stage `compressed`;
-      `eager` where pcg cannot train the model);
+    - activations: the bytes that pcg's training program saves for backward (stage `compressed`, or
+      `fp8` where lossy activations are asked for; `eager` where pcg cannot train the model);
     - workspace: the other bytes of the step's peak, which is the loss over one chunk of tokens or
       one layer's forward or backward; less the saved bytes that were freed by then.
 
@@ -242,7 +243,12 @@ class ReportData:
     @property
     def chosen_stage(self) -> Stage | None:
         """The stage that the report's activations are of; None where nothing is trained."""
-        return self.stage("compressed") or self.stage("eager")
+        return self.trained_stage or self.stage("eager")
+
+    @property
+    def trained_stage(self) -> Stage | None:
+        """The stage of the program that trains; None where pcg cannot train the model."""
+        return self.stage("fp8") or self.stage("compressed")
 
     def stage(self, name: str) -> Stage | None:
         """Return the stage of a name, if there is one."""

@@ -216,8 +216,8 @@ def comparison(reports: Mapping[str, ReportData]) -> str:
     for name, report in reports.items():
         memory = report.memory_bytes
         states = sum(memory[kind] for kind in ("adapters", "gradients", "optimizer"))
-        ours = [stage for stage in report.activations if stage.stage == "compressed"]
-        again = f"{ours[0].recompute_flops_ratio:.0%}" if ours else "-"
+        ours = report.trained_stage
+        again = f"{ours.recompute_flops_ratio:.0%}" if ours else "-"
         lines.append(
             f"{name:<{wide}}  {rounded(report.parameters['trainable']):>10}  {gib(states):>8}"
             f"  {gib(memory['activations']):>8}  {again:>10}  {gib(memory['workspace']):>9}"

@@ -32,6 +32,7 @@ from pcg.passes.fusion.group_kernels import GroupKernels
 from pcg.passes.fusion.order_kernels import OrderKernels
 from pcg.passes.fusion.side_by_side import SideBySide
 from pcg.passes.fusion.split_cache_append import SplitCacheAppend
+from pcg.passes.lossy import Quantize
 from pcg.passes.memory.plan import MemoryPlan
 from pcg.passes.memory.rematerialize import Rematerialize
 from pcg.passes.model_passes import Attach, FoldTrace, Trace
@@ -187,6 +188,7 @@ def pipeline(given: Settings) -> Pipeline:
         compress=_stage(
             "compress",
             *when(given.windows, On(Gradients.map_layers, WindowAttention())),
+            *when(options.lossy_activations == "fp8", On(Gradients.map_layers, Quantize())),
             On(Gradients.map_layers, Compress()),
         ),
         rematerialize=_stage(

@@ -39,6 +39,7 @@ from pcg.passes.fusion.group_kernels import GroupKernels
 from pcg.passes.fusion.order_kernels import OrderKernels
 from pcg.passes.fusion.side_by_side import SideBySide
 from pcg.passes.fusion.split_cache_append import SplitCacheAppend
+from pcg.passes.lossy import Quantize
 from pcg.passes.pass_base import ModelPass, Pass
 from pcg.passes.prune import Prune
 from pcg.passes.raising.raise_operators import RaiseOperators, raise_graph
@@ -65,6 +66,7 @@ PASSES: tuple[type[Pass[Any, Any]], ...] = (
     OrderKernels,
     Overlap,
     Prune,
+    Quantize,
     RaiseOperators,
     RepeatHeads,
     SideBySide,

@@ -211,6 +211,33 @@ def packed_signs(make: Maker, op: str) -> Sequence[str]:
     return signs if op == "pack_signs" else make.add(op, make.like(x), *signs)
 
 
+ENCODERS = {
+    "dequantize_fp8": "quantize_fp8",
+    "dequantize_int8": "quantize_int8",
+    "unpack_bf16": "pack_bf16",
+}
+
+
+def lossy(make: Maker, op: str) -> Sequence[str]:
+    encoder = ENCODERS.get(op, op)
+    dtype = "bf16" if encoder == "pack_bf16" else make.draw(st.sampled_from(FLOATS))
+    width = 2 * make.draw(SMALL) if encoder == "pack_bf16" else make.draw(SMALL)
+    codes = make.add(encoder, make.of(dtype, TOKENS, *make.sizes(make.coin()), width))
+    if op == encoder:
+        return codes
+    return make.add(op, *codes, **({} if op == "unpack_bf16" else {"dtype": dtype}))
+
+
+def standardized(make: Maker, op: str) -> Sequence[str]:
+    centered = make.coin()
+    made = make.add("standardized", make.matrix(), eps=make.draw(EXPONENTS), centered=centered)
+    if op == "standardized":
+        return made
+    weight = [make.of("f32", make.type(made[0]).shape[-1])] if make.coin() else []
+    given = (make.like(made[0]), *made, *weight)
+    return make.add(op, *given, offset=make.draw(EXPONENTS), centered=centered)
+
+
 def pointwise(make: Maker, op: str) -> Sequence[str]:
     x = make.any()
     target, arguments = "aten.elu.default", "{0}, 2.0"
@@ -573,6 +600,8 @@ RECIPES: dict[str, Recipe] = {
         ("silu_backward", "tanh_backward", "sigmoid_backward", "relu_backward"), unary_backward
     ),
     **dict.fromkeys(("pack_signs", "relu_backward_packed"), packed_signs),
+    **dict.fromkeys((*ENCODERS, *ENCODERS.values()), lossy),
+    **dict.fromkeys(("standardized", "standardized_backward"), standardized),
     **dict.fromkeys(("linear_backward", "shrink_backward", "expand_backward"), linear_backward),
     **dict.fromkeys(("rms_norm", "rms_norm_backward"), rms_norm),
     **dict.fromkeys(("layer_norm", "layer_norm_backward"), layer_norm),

@@ -17,7 +17,7 @@ from pcg.explain.report_data import Moment, ReportData
 from pcg.units import gib
 
 _SIZE = (11.0, 3.6)
-_OWN = ("pruned", "rematerialized", "compressed")
+_OWN = ("pruned", "rematerialized", "compressed", "fp8")
 """The stages of pcg's own, of which the last is the chosen plan."""
 
 

@@ -15,6 +15,7 @@ from pcg.ir.operators import (
     linear,
     lora,
     lora_variants,
+    lossy,
     norms,
     reductions,
     rope,
@@ -32,7 +33,8 @@ def _entries() -> Iterator[Operator]:
     """An entry for each class of these modules that has a name of its own, and the transitions."""
     for module in (
         *(activations, arithmetic, attention, bypass, collectives, linear, lora),
-        *(lora_variants, norms, reductions, rope, shape, vectors, virtual_tokens, vocabulary),
+        *(lora_variants, lossy, norms, reductions, rope, shape, vectors, virtual_tokens),
+        *(vocabulary,),
     ):
         for found in vars(module).values():
             is_own = isinstance(found, type) and found.__module__ == module.__name__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pcg.errors import TypeCheckError
 from pcg.ir.operators.arithmetic import Unary, UnaryBackward
-from pcg.ir.operators.base import Attributes, Operator, Tile, Types
+from pcg.ir.operators.base import Attributes, Bounds, Operator, Tile, Types
 
 _SQRT_HALF = 0.7071067811865476
 _SQRT_2_OVER_PI = 0.7978845608028654
@@ -16,6 +16,7 @@ class Tanh(Unary):
     """y = tanh x; dx = dy (1 - y²)."""
 
     name = "tanh"
+    bounded_in = Bounds({0: "e"})
     template = "torch.tanh({0})"
     tile_template = "2.0 * tl.sigmoid(2.0 * {0}) - 1.0"
     reads_output = True
@@ -25,6 +26,7 @@ class TanhBackward(UnaryBackward):
     """dx = dy (1 - y²)."""
 
     name = "tanh_backward"
+    bounded_in = Bounds({1: "2 |dy| e"})
     template = "torch.ops.aten.tanh_backward({0}, {1})"
     tile_template = "{0} * (1.0 - {1} * {1})"
 
@@ -33,6 +35,7 @@ class Sigmoid(Unary):
     """y = 1 / (1 + e⁻ˣ); dx = dy y (1 - y)."""
 
     name = "sigmoid"
+    bounded_in = Bounds({0: "e / 4"})
     template = "torch.sigmoid({0})"
     tile_template = "tl.sigmoid({0})"
     reads_output = True
@@ -42,6 +45,7 @@ class SigmoidBackward(UnaryBackward):
     """dx = dy y (1 - y)."""
 
     name = "sigmoid_backward"
+    bounded_in = Bounds({1: "|dy| e"})
     template = "torch.ops.aten.sigmoid_backward({0}, {1})"
     tile_template = "{0} * {1} * (1.0 - {1})"
 
@@ -50,6 +54,7 @@ class Silu(Unary):
     """y = x · sigmoid(x)."""
 
     name = "silu"
+    bounded_in = Bounds({0: "1.1 e"})
     template = "F.silu({0})"
     tile_template = "{0} * tl.sigmoid({0})"
 
@@ -58,6 +63,7 @@ class SiluBackward(UnaryBackward):
     """dx = dy σ(x) (1 + x (1 - σ(x)))."""
 
     name = "silu_backward"
+    bounded_in = Bounds({1: "|dy| e / 2"})
     template = "torch.ops.aten.silu_backward({0}, {1})"
     tile_template = "{0} * tl.sigmoid({1}) * (1.0 + {1} * (1.0 - tl.sigmoid({1})))"
 
@@ -66,6 +72,7 @@ class Relu(Unary):
     """y = max(x, 0)."""
 
     name = "relu"
+    bounded_in = Bounds({0: "e"})
     template = "torch.relu({0})"
     tile_template = "tl.maximum({0}, 0.0)"
     reads_output = True
@@ -106,6 +113,7 @@ class Gelu(Unary):
     """The exact GELU, or its tanh form with `approximate = "tanh"`."""
 
     name = "gelu"
+    bounded_in = Bounds({0: "1.13 e"})
     template = "F.gelu({0}, approximate={approximate!r})"
 
     def tile(self, tile: Tile, attributes: Attributes) -> str:
@@ -120,6 +128,7 @@ class GeluBackward(UnaryBackward):
     """dx of gelu, from dy and x."""
 
     name = "gelu_backward"
+    bounded_in = Bounds({1: "0.8 |dy| e"})
     template = "torch.ops.aten.gelu_backward({0}, {1}, approximate={approximate!r})"
 
     def tile(self, tile: Tile, attributes: Attributes) -> str:

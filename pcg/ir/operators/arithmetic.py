@@ -10,6 +10,7 @@ from pcg.errors import TypeCheckError
 from pcg.ir.operators.base import (
     Aligned,
     Attributes,
+    Bounds,
     Gradient,
     Operator,
     Tile,
@@ -59,6 +60,7 @@ class Neg(Unary):
     """y = -x."""
 
     name = "neg"
+    bounded_in = Bounds({0: "e"})
     linear_in = ((0,),)
     template = tile_template = "-{0}"
 
@@ -200,6 +202,7 @@ class Cast(Unary):
     """The same numbers in another dtype."""
 
     name = "cast"
+    bounded_in = Bounds({0: "e"})
     tile_template = "{0}"
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
@@ -323,6 +326,7 @@ class Mul(Binary):
     """z = x · y; dx = dz y, dy = dz x."""
 
     name = "mul"
+    bounded_in = Bounds({0: "|y| e", 1: "|x| e"})
     linear_in = ((0,), (1,))
     symbol = "*"
 

@@ -7,7 +7,16 @@ from collections.abc import Iterator, Sequence
 import sympy
 
 from pcg.errors import TypeCheckError
-from pcg.ir.operators.base import Aligned, Attributes, Gradient, Operator, Tile, Types, same_dims
+from pcg.ir.operators.base import (
+    Aligned,
+    Attributes,
+    Bounds,
+    Gradient,
+    Operator,
+    Tile,
+    Types,
+    same_dims,
+)
 from pcg.ir.types import CONTEXT, DTYPE_BYTES, TensorType, tensor
 
 
@@ -98,6 +107,13 @@ class AttentionBackward(Operator):
     """dq, dk, dv of attention, from dout, out, lse and the forward inputs."""
 
     name = "attention_backward"
+    row_bounded_in = Bounds({1: "|ds| <= p |dout| e", 5: "|ds| <= p |dout| eᵀ"})
+    finely_bounded_in = Bounds(
+        {
+            3: "|dp| <= p (exp(scale e |k|ᵀ) - 1)",
+            4: "|dp| <= p (exp(scale |q| eᵀ) - 1)",
+        }
+    )
     is_product = True
     inputs = (6, 8)
     suffixes = ("", "dk", "dv")
@@ -132,6 +148,8 @@ class WindowAttentionBackward(AttentionBackward):
     """
 
     name = "window_attention_backward"
+    row_bounded_in = Bounds({1: "|ds| <= p |dout| e"})
+    finely_bounded_in = Bounds({3: "|dp| <= p (exp(scale e |k|ᵀ) - 1)"})
     inputs = (4, 6)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import sympy
@@ -26,6 +27,9 @@ Attributes: TypeAlias = Mapping[str, Any]
 """A node's attributes by name; each operator knows the types of its own."""
 Aligned: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """A dim of each input and of each output, counted from the end; 0 for a tensor without it."""
+
+Bounds = MappingProxyType
+"""For some inputs by index, how far the result is off if such an input is off by e."""
 
 Measured: TypeAlias = tuple[Types, Attributes, tuple[int, ...]]
 """One measurement of a profile: types, attributes, and the inputs that are an adapter's."""
@@ -60,6 +64,14 @@ class Operator:
     """Sets of inputs in which it is linear, taken together, the others being fixed."""
     constant_in: ClassVar[tuple[int, ...]] = ()
     """Inputs that it takes for constants: no gradient flows back to them."""
+    bounded_in: ClassVar[Mapping[int, str]] = Bounds({})
+    """Inputs that may each be off by e, elementwise, and the bound of the output's error then.
+
+    Where such an input is a saved activation, `pcg.passes.lossy` may save it less precisely."""
+    row_bounded_in: ClassVar[Mapping[int, str]] = Bounds({})
+    """The same of inputs of which only sums over rows count: e may be relative to the row."""
+    finely_bounded_in: ClassVar[Mapping[int, str]] = Bounds({})
+    """The same of inputs by whose e the error grows exponentially: e has to be next to nothing."""
     adjoint: ClassVar[str] = ""
     """The operator of its gradient, where that takes the upstream gradient and its attributes."""
     made_like: ClassVar[int] = 0

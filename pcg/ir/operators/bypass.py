@@ -12,7 +12,7 @@ import sympy
 
 from pcg.errors import TypeCheckError
 from pcg.ir.graph import Attribute
-from pcg.ir.operators.base import Aligned, Attributes, Gradient, Operator, Types
+from pcg.ir.operators.base import Aligned, Attributes, Bounds, Gradient, Operator, Types
 from pcg.ir.operators.linear import Product, weight_name
 from pcg.ir.types import TORCH_NAMES
 
@@ -26,6 +26,7 @@ class Dropout(Operator):
     """
 
     name = "dropout"
+    bounded_in = Bounds({0: "e / (1 - p)"})
     is_random = True
     linear_in = ((0,),)
 

@@ -12,7 +12,7 @@ import sympy
 
 from pcg.errors import TypeCheckError
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, Sharding, partitioned, sharding
-from pcg.ir.operators.base import Aligned, Attributes, Gradient, Types, cast_bytes
+from pcg.ir.operators.base import Aligned, Attributes, Bounds, Gradient, Types, cast_bytes
 from pcg.ir.operators.linear import (
     CONTRACTED,
     Linear,
@@ -155,6 +155,7 @@ class Outer(Product):
     """dA = dsᵀ x summed over the adapter's tokens: `ds: [T, r]`, `x: [T, in]` give `[r, in]`."""
 
     name = "outer"
+    bounded_in = Bounds({1: "|ds|ᵀ e"})
     inputs = (2, 2)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
@@ -179,6 +180,7 @@ class ScaledOuter(Outer):
     """dB = scale · dzᵀ s, in B's dtype: `dz: [T, out]`, `s: [T, r]`, `B: [out, r]`."""
 
     name = "scaled_outer"
+    bounded_in = Bounds({1: "scale |dz|ᵀ e"})
     inputs = (3, 3)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:

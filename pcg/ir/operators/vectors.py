@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from pcg.errors import TypeCheckError
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, Sharding, sharding
-from pcg.ir.operators.base import Aligned, Attributes, Gradient, Operator, Types
+from pcg.ir.operators.base import Aligned, Attributes, Bounds, Gradient, Operator, Types
 from pcg.ir.types import TORCH_NAMES
 
 
@@ -67,6 +67,7 @@ class Inner(VectorGradient):
     """dl = Σ dz ⊙ (y - b) over the adapter's tokens: `dz, y: [T, n]`, and b or not, give `[n]`."""
 
     name = "inner"
+    bounded_in = Bounds({1: "Σ |dz| e"})
     inputs = (2, 3)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:

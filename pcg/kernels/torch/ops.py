@@ -40,6 +40,16 @@ from pcg.kernels.torch.lora_variants import (
     vera_up,
     vera_up_backward,
 )
+from pcg.kernels.torch.lossy import (
+    dequantize_fp8,
+    dequantize_int8,
+    pack_bf16,
+    quantize_fp8,
+    quantize_int8,
+    standardized,
+    standardized_backward,
+    unpack_bf16,
+)
 from pcg.kernels.torch.norms import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from pcg.kernels.torch.products import (
     linear,

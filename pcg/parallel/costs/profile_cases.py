@@ -79,6 +79,15 @@ def _elementwise(width: int, dtype: str) -> Iterator[Case]:
     yield Case("cast", (x,), {"dtype": "f32" if dtype != "f32" else "bf16"})
     yield Case("pack_signs", (x,), {})
     yield Case("relu_backward_packed", (x, tensor("u8", TOKENS, width // 8)), {})
+    codes, scale = x.with_dtype("u8"), tensor("u8", TOKENS, -(-width // 128))
+    yield Case("quantize_fp8", (x,), {})
+    yield Case("dequantize_fp8", (codes, scale), {"dtype": dtype})
+    yield Case("quantize_int8", (x,), {})
+    wide = scale.with_dtype("f64" if dtype == "f64" else "f32")
+    yield Case("dequantize_int8", (codes, wide), {"dtype": dtype})
+    if dtype == "bf16":
+        yield Case("pack_bf16", (x,), {})
+        yield Case("unpack_bf16", (tensor("u8", TOKENS, 3 * width // 2), scale), {})
     yield Case("pointwise", (x,), {**CARRIED, "dtype": dtype})
     yield Case("pointwise_backward", (x, x), CARRIED)
     yield Case("dropout", (x,), {"key": 0, "p": 0.1})
@@ -109,6 +118,10 @@ def _norms(width: int, dtype: str) -> Iterator[Case]:
     rms: Attributes = {"eps": 1e-6, "offset": 0.0}
     yield Case("rms_norm", (x, vector), {**rms, "round_first": True})
     yield Case("rms_norm_backward", (x, x, vector), rms)
+    rstd = tensor("f64" if dtype == "f64" else "f32", TOKENS)
+    yield Case("standardized", (x,), {"centered": False, "eps": 1e-6})
+    plain: Attributes = {"centered": False, "offset": 0.0}
+    yield Case("standardized_backward", (x, x, rstd, vector), plain)
     yield Case("layer_norm", (x, vector, vector), {"bias": True, "eps": 1e-5, "weight": True})
     yield Case("layer_norm_backward", (x, x, vector), {"eps": 1e-5})
 

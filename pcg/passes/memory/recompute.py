@@ -11,6 +11,7 @@ from pcg.ir.operators.collectives import OwnPart, TakenPart
 from pcg.ir.program.program import TrainingGraph
 from pcg.passes.compress import uncompressed
 from pcg.passes.differentiate import Differentiated, LayerKind, gradient_name
+from pcg.passes.lossy import exact_where_unsaved
 
 
 def plan_layer(kind: LayerKind, saved: tuple[str, ...], name: str) -> TrainingGraph:
@@ -18,10 +19,11 @@ def plan_layer(kind: LayerKind, saved: tuple[str, ...], name: str) -> TrainingGr
 
     `saved` are values that storages were made for: their views are recomputed.
     """
-    graph = kind.gradients.graph
-    if not kind.gradients.backward.outputs:
+    gradients = exact_where_unsaved(kind.gradients, saved)
+    graph = gradients.graph
+    if not gradients.backward.outputs:
         return TrainingGraph(kind.block, graph.replace(name=f"{name}_forward"), None, (), ())
-    backward = _recomputing(kind.gradients, {*saved, *kind.shared}, f"{name}_backward")
+    backward = _recomputing(gradients, {*saved, *kind.shared}, f"{name}_backward")
     given = {value.name for value in backward.inputs}
     inputs = tuple(v.name for v in graph.inputs if v.name in given)
     made = tuple(n for n in saved if n in given and n not in inputs)

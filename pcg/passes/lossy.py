@@ -1,0 +1,274 @@
+"""Lossy: let backward read approximations of saved values, where its error has a bound.
+
+    outer(ds, h)     h = mul(silu(g), u)      reads mul(silu(ĝ), û)
+    ĝ = dequantize_fp8(codes, scale)          codes, scale = quantize_fp8(g), in forward
+
+A value that backward reads gets an approximation where the operator table states how far an error
+of it can move the result (`Operator.bounded_in`); what reads statistics of a softmax or a norm, a
+mask, an integer or a value to compare has none, and stays exact. What a matrix product made, or is
+given, is approximated by its codes; what is recomputed from such by operators with bounds is
+recomputed from approximations. A norm is differentiated from what it made, x̂ in codes, and its
+exact rstd.
+
+Codes are more values of the forward graph that can be saved. Whether they are, is decided with all
+the rest (`pcg.passes.memory.save_problem`); where not, `exact_where_unsaved` has backward read the
+values themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Iterable, Sequence
+from math import prod
+
+from pcg.ir.builder import Builder
+from pcg.ir.graph import Attribute, Graph, Node, Value
+from pcg.ir.operators import operator
+from pcg.ir.operators.lossy import Decoder
+from pcg.passes.differentiate import Differentiated, GradientPass, with_nodes
+
+LEAST_FEATURES = 32
+"""The shortest last dim that is saved in codes: a scale for fewer elements hardly spares bytes."""
+_NORMS = {"rms_norm": False, "layer_norm": True}
+_NORM_GRADIENTS = {"rms_norm_backward": False, "layer_norm_backward": True}
+"""Norms, and their gradients: True where they subtract the mean."""
+
+
+class Quantize(GradientPass):
+    """Let forward make fp8 codes, and backward read what they stand for."""
+
+    name = "quantize"
+
+    def run(self, before: Differentiated) -> Differentiated:
+        given = {v.name for v in before.backward.inputs if v.name in before.graph.types}
+        found = _Approximations(before.graph)
+        found.require(before.backward.nodes, given)
+        nodes = [found.read_by(node, given) for node in before.backward.nodes]
+        types = found.builder.types
+        read = {name for node in nodes for name in node.inputs}
+        inputs = {value.name: value for value in before.backward.inputs}
+        made = {value.name for node in before.backward.nodes for value in node.outputs}
+        for name in types:
+            if name in read and name not in made and name not in before.graph.parameters_by_name:
+                inputs.setdefault(name, Value(name, types[name]))
+        graph = before.graph.replace(nodes=_early(before.graph, found.builder.nodes))
+        backward = with_nodes(before.backward, nodes, inputs.values())
+        return dataclasses.replace(before, graph=graph, backward=backward)
+
+
+class _Approximations:
+    """The approximations of a forward graph's values, which its builder adds."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self.builder = Builder.extending(graph)
+        self._found: dict[str, str] = {}
+        self._coded_leaves: set[str] = set()
+        self._summed: set[str] = set()
+
+    def require(self, nodes: Iterable[Node], given: Container[str]) -> None:
+        """Note the values whose codes backward's nodes need whatever else is recomputed."""
+        for node in nodes:
+            if node.op in _NORM_GRADIENTS and node.inputs[1] in given:
+                self._coded_leaves.add(_before_weight(node.inputs[1]))
+                continue
+            entry = operator(node.op)
+            for index, name in enumerate(node.inputs):
+                if name in given and index in entry.row_bounded_in:
+                    self._summed.add(name)
+                    self._coded_leaves.add(name)
+                if name in given and index in entry.bounded_in:
+                    leaves = self._leaves(name)
+                    self._coded_leaves.update(leaves if len(leaves) == 1 else ())
+
+    def read_by(self, node: Node, given: Container[str]) -> Node:
+        """A node of backward that reads approximations of the values that it is given."""
+        if node.op in _NORM_GRADIENTS and node.inputs[1] in given:
+            return self._norm_gradient(node)
+        entry, inputs = operator(node.op), [*node.inputs]
+        for index, name in enumerate(node.inputs):
+            if name in given and index in entry.bounded_in:
+                inputs[index] = self.of(name)
+            elif name in given and index in entry.row_bounded_in:
+                inputs[index] = self._of_rows(name)
+            elif name in given and index in entry.finely_bounded_in:
+                inputs[index] = self._packed(name)
+        return dataclasses.replace(node, inputs=tuple(inputs))
+
+    def of(self, name: str) -> str:
+        """The approximation of a value; itself where it has none."""
+        if name not in self._found:
+            self._found[name] = self._made(name)
+        return self._found[name]
+
+    def _made(self, name: str) -> str:
+        graph = self._graph
+        if name in graph.parameters_by_name or not graph.types[name].is_token_wise:
+            return name
+        node = graph.producers.get(name)
+        missing = {k: n for k, n in self._leaves(name).items() if k not in self._coded_leaves}
+        if missing and prod(graph.types[name].features) <= sum(missing.values()):
+            self._coded_leaves.add(name)
+            return self._coded(name)
+        self._coded_leaves.update(missing)
+        if node is None or name in self._leaves(name):
+            return self._coded(name)
+        if node.op in _NORMS:
+            return self._normed(node)
+        bounded = _bounded(node)
+        inputs = [self.of(n) if i in bounded else n for i, n in enumerate(node.inputs)]
+        if inputs == [*node.inputs]:
+            return name
+        attributes, made = dict(node.attributes), f"{name}_approximate"
+        return self.builder.add(node.op, inputs, name=made, scope=node.scope, **attributes)
+
+    def _leaves(self, name: str) -> dict[str, int]:
+        """The values whose codes approximate a value, and the elements that a token has of each."""
+        types, node = self._graph.types, self._graph.producers.get(name)
+        if name in self._graph.parameters_by_name or not types[name].is_token_wise:
+            return {}
+        elements = prod(types[name].features)
+        if name in self._coded_leaves or node is None:
+            return {name: elements}
+        if node.op in _NORMS:
+            return {_before_weight(node.inputs[0]): elements}
+        if node.output.name != name or not _propagates(node):
+            return {name: elements}
+        found: dict[str, int] = {}
+        for index in _bounded(node):
+            if index < len(node.inputs):
+                found |= self._leaves(node.inputs[index])
+        return found
+
+    def _coded(self, name: str) -> str:
+        """A value from its codes: those of rows, where others read these anyway."""
+        if name in self._summed:
+            return self._of_rows(name)
+        type_ = self.builder.types[name]
+        if not type_.is_float or not type_.features or type_.features[-1] < LEAST_FEATURES:
+            return name
+        node = self._graph.producers.get(name)
+        scope = "" if node is None else node.scope
+        codes = self.builder.add_many("quantize_fp8", [name], name=f"{name}_fp8", scope=scope)
+        return self.builder.add(
+            "dequantize_fp8", codes, name=f"{name}_approximate", scope=scope, dtype=type_.dtype
+        )
+
+    def _of_rows(self, name: str) -> str:
+        """A value from 8 bits an element, by which it is off by a share of its block's greatest."""
+        type_ = self.builder.types[name]
+        if type_.features[-1] < LEAST_FEATURES:
+            return name
+        codes = self.builder.add_many("quantize_int8", [name], name=f"{name}_int8")
+        again = {"name": f"{name}_rounded", "dtype": type_.dtype}
+        return self.builder.add("dequantize_int8", codes, **again)
+
+    def _packed(self, name: str) -> str:
+        """A bf16 value from 12 bits an element, by which it is off by next to nothing."""
+        type_ = self.builder.types[name]
+        is_wide = type_.dtype == "bf16" and type_.features[-1] >= LEAST_FEATURES
+        if not is_wide or type_.features[-1] % 2:
+            return name
+        codes = self.builder.add_many("pack_bf16", [name], name=f"{name}_packed")
+        return self.builder.add("unpack_bf16", codes, name=f"{name}_unpacked")
+
+    def _normed(self, node: Node) -> str:
+        """A norm's result from codes of what it has before its weight."""
+        add, attributes = self.builder.add, dict(node.attributes)
+        weights = [*node.inputs[1:]]
+        standardized, _ = self._standardized(node.inputs[0], node, _NORMS[node.op])
+        y = self._coded(standardized)
+        if weights and (node.op == "rms_norm" or attributes["weight"]):
+            weight = weights.pop(0)
+            if attributes.get("offset"):
+                weight = add("add", [weight], scope=node.scope, scalar=attributes["offset"])
+            y = add("mul", [y, weight], name=f"{node.name}_approximate", scope=node.scope)
+        if weights:
+            y = add("add", [y, weights[0]], name=f"{node.name}_approximate", scope=node.scope)
+        dtype = node.output.type.dtype
+        if self.builder.types[y].dtype != dtype:
+            y = add("cast", [y], name=f"{node.name}_approximate", scope=node.scope, dtype=dtype)
+        return y
+
+    def _norm_gradient(self, node: Node) -> Node:
+        """The gradient of a norm from codes of what it has before its weight, and rstd."""
+        dy, x, *weight = node.inputs
+        centered = _NORM_GRADIENTS[node.op]
+        standardized, rstd = self._standardized(x, node, centered)
+        offset = dict(node.attributes).get("offset", 0.0)
+        attributes: dict[str, Attribute] = {"centered": centered, "offset": offset}
+        return dataclasses.replace(
+            node,
+            op="standardized_backward",
+            inputs=(dy, self._coded(standardized), rstd, *weight),
+            attributes=tuple(sorted(attributes.items())),
+        )
+
+    def _standardized(self, x: str, node: Node, centered: bool) -> tuple[str, ...]:
+        attributes = {"eps": node.attribute("eps"), "centered": centered}
+        name = f"{x}_standardized"
+        return self.builder.add_many("standardized", [x], name=name, scope=node.scope, **attributes)
+
+
+def _early(graph: Graph, nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """A graph's nodes, and behind each the added ones that read it, so that it can go soon."""
+    added = nodes[len(graph.nodes) :]
+    there = {value.name for value in graph.inputs} | set(graph.parameters_by_name)
+    placed: list[Node] = []
+
+    def place(node: Node) -> None:
+        placed.append(node)
+        there.update(value.name for value in node.outputs)
+
+    def place_added() -> None:
+        for other in added:
+            if other.name not in there and there.issuperset(other.inputs):
+                place(other)
+
+    place_added()
+    for node in graph.nodes:
+        place(node)
+        place_added()
+    return tuple(placed)
+
+
+def _before_weight(x: str) -> str:
+    """The name of what a norm of x has before its weight, which no value has."""
+    return f"{x} standardized"
+
+
+def _bounded(node: Node) -> tuple[int, ...]:
+    """The inputs by whose error a node's result is off by a known bound."""
+    entry = operator(node.op)
+    return (0,) if entry.is_view else tuple(entry.bounded_in)
+
+
+def _propagates(node: Node) -> bool:
+    """Return whether an error of what a node reads moves what it makes by a known bound."""
+    entry = operator(node.op)
+    if node.op == "slice":  # codes of the part are fewer than those of all
+        return False
+    if entry.is_product or not node.output.type.is_float:
+        return False
+    return entry.is_view or bool(entry.bounded_in)
+
+
+def exact_where_unsaved(gradients: Differentiated, saved: Container[str]) -> Differentiated:
+    """Gradients that read values themselves where their codes are not saved."""
+    exact = {}
+    for node in gradients.graph.nodes:
+        if isinstance(operator(node.op), Decoder) and node.inputs[0] not in saved:
+            exact[node.name] = gradients.graph.producers[node.inputs[0]].inputs[0]
+    if not exact:
+        return gradients
+
+    def reading(node: Node) -> Node:
+        return dataclasses.replace(node, inputs=tuple(exact.get(n, n) for n in node.inputs))
+
+    graph, backward = gradients.graph, gradients.backward
+    graph = graph.replace(nodes=tuple(map(reading, graph.nodes)))
+    inputs = {value.name: value for value in backward.inputs}
+    for name in exact.values():
+        inputs.setdefault(name, Value(name, graph.types[name]))
+    backward = with_nodes(backward, [*map(reading, backward.nodes)], inputs.values())
+    return dataclasses.replace(gradients, graph=graph, backward=backward)
