@@ -29,6 +29,7 @@ from .finetune import finetune_command
 from .models import models_command
 from .opt import opt_command
 from .options.fields import with_options
+from .plan import plan_command
 from .profile import profile_command
 from .run import run_command
 from .simulate import simulate_command
@@ -155,6 +156,12 @@ _add(
     opt_command,
     "pcg compile MODEL --print-after trace | pcg opt - --passes fold,raise",
     "pcg opt --list",
+)
+_add(
+    app,
+    plan_command,
+    "pcg plan llama-3.1-8b --workload train:4x2048 --gpus H100,A100-80,L40S",
+    "pcg plan MODEL --workload serve:20req/s --tpot-slo-ms 50 --price H100=2.5,L40S=1.1",
 )
 _add(app, profile_command, "pcg profile --tp 2 -o profile.json")
 _add(app, simulate_command, "pcg simulate flexllm --model Llama-3.1-8B --duration 60")

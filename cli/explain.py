@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import ClassVar
 
 import typer
 
-from pcg.errors import PcgError
 from pcg.options import ExplainOptions
 from pcg.units import size_text
 
@@ -18,6 +16,7 @@ from .console import busy, print_json
 from .options.arguments import Json, Model
 from .options.fields import Given
 from .options.method import Method, adapter_or_none
+from .pages import check_page, write_page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +43,8 @@ class ReportOptions:
             raise typer.BadParameter(
                 "it goes with none of --tensors, --peers and --html", param_hint="--compare"
             )
-        path = self.html
-        if path is None:
-            return
-        if path.exists() and not path.is_file():
-            kind = "a directory" if path.is_dir() else "not a regular file"
-            raise PcgError(f"--html {path}: it is {kind}; name a file, as report.html")
-        if not path.parent.is_dir():
-            raise PcgError(
-                f"--html {path}: there is no directory {path.parent}; make it first, or name a "
-                "file elsewhere"
-            )
+        if self.html is not None:
+            check_page(self.html)
 
 
 def explain_command(
@@ -96,24 +86,6 @@ def explain_command(
     else:
         print(report.to_text(tensors=show.tensors, formulas=asked.find_region))
     if show.html is not None:
-        size = _write_page(show.html, report.to_html())
+        size = write_page(show.html, report.to_html())
         # With --json the one object is alone on standard output.
         print(f"wrote {show.html} ({size_text(size)})", file=sys.stderr if json else sys.stdout)
-
-
-def _write_page(path: Path, page: str) -> int:
-    """Write a page as a whole or not at all; returns its bytes."""
-    target = path.resolve()
-    beside = target.with_name(f".{secrets.token_hex(4)}.html")
-    data = page.encode()
-    try:
-        beside.write_bytes(data)
-        beside.replace(target)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise PcgError(
-            f"--html {path}: it cannot be written: {reason}; name a file elsewhere"
-        ) from error
-    finally:
-        beside.unlink(missing_ok=True)
-    return len(data)

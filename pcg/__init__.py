@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pcg.peft.prompt import PromptEncoderConfig as PromptEncoderConfig
     from pcg.peft.prompt import PromptTuningConfig as PromptTuningConfig
     from pcg.peft.vera import VeraConfig as VeraConfig
+    from pcg.plan.plan import plan
     from pcg.runtime.engine.async_engine import AsyncEngine
     from pcg.runtime.engine.engine import Engine
     from pcg.runtime.engine.limits import Limits
@@ -47,6 +48,7 @@ __all__ = [
     "compile",
     "explain",
     "load",
+    "plan",
     "trace",
     *METHODS,
 ]
@@ -86,6 +88,7 @@ def _over_package(home: str, name: str) -> property:
 class _Pcg(ModuleType):
     trace = _over_package("pcg.compiler", "trace")
     explain = _over_package("pcg.explain.explain", "explain")
+    plan = _over_package("pcg.plan.plan", "plan")
 
 
 sys.modules[__name__].__class__ = _Pcg

@@ -197,7 +197,9 @@ def test_commands_in_documents_have_their_options(document: Path) -> None:
         assert given or not hasattr(command, "commands"), words
 
 
-TRANSCRIPT = re.compile(r"^```\n\$ (pcg explain [^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TRANSCRIPT = re.compile(
+    r"^```\n\$ (pcg (?:explain|plan) [^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 TRANSCRIPTS = [
     pytest.param(command, output, id=f"{_id(document)}: {command}")
     for document in DOCUMENTS
@@ -213,7 +215,7 @@ def _printed(command: str) -> str:
 
 
 @pytest.mark.parametrize(("command", "output"), TRANSCRIPTS)
-def test_transcripts_show_what_explain_prints(command: str, output: str) -> None:
+def test_transcripts_show_what_is_printed(command: str, output: str) -> None:
     """A line of `…` in a transcript stands for any lines."""
     expected = re.escape(output).replace("…\\\n", r"(?:.*\n)*")
     assert re.fullmatch(expected, _printed(command)), _printed(command)

@@ -24,8 +24,9 @@ from pcg.keywords import field_docs
 from .types import convert, kind_of
 
 FLAGS: Mapping[str, tuple[str, ...]] = {
+    "dtypes": ("--dtype",),
     "find_region": ("--formula",),
-    "gpus": ("--gpu",),
+    "gpus": ("--gpu", "--gpus"),
     "learning_rate": ("--learning-rate", "--lr"),
     "max_new_tokens": ("--max-new-tokens", "-n"),
     "optimizer_options": ("--optimizer-option",),

@@ -58,6 +58,19 @@ class Method(OptionGroup):
         """The first option that is given."""
         return flags_of("peft" if self.peft is not None else next(iter(self.fields)))[0]
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The options that name the method, as they are typed."""
+        words = [] if self.peft is None else [flags_of("peft")[0], self.peft]
+        for name, value in self.fields.items():
+            flag = flags_of(name)[-1]
+            for each in value if isinstance(value, list) else [value]:
+                if each is False:
+                    words.append(f"--no-{flag.removeprefix('--')}")
+                else:
+                    words += [flag] if each is True else [flag, str(each)]
+        return tuple(words)
+
     def one(self) -> Any:
         """The one configuration that is named, as `Executor.add_adapter` takes it."""
         from pcg.peft.reader import recipes_of

@@ -144,6 +144,8 @@ def _names(text: str) -> str | tuple[str, ...]:
 
 def _mapping(texts: Sequence[str], hint: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
+    if hint is float:  # whose values have no commas
+        texts = [part.strip() for text in texts for part in text.split(",")]
     for each in texts:
         name, equals, text = each.partition("=")
         if not (name and equals and text):

@@ -87,6 +87,7 @@ class PlannedModel:
         whole: the model without bypass networks, raised.
         base: one rank's part of it.
         attached: the same with bypass networks; None without adapters.
+        serving: the same that serves adapters of any rank.
         kinds: its layers, differentiated and pruned; empty where pcg cannot train the model.
         trained: the model with the graphs that train it; None where pcg cannot.
         windowed: the plan of sequences that come window by window, through the KV cache; None where
@@ -100,6 +101,7 @@ class PlannedModel:
     whole: ModelGraph
     base: ModelGraph
     attached: ModelGraph | None
+    serving: ModelGraph
     kinds: tuple[LayerKind, ...]
     trained: TrainedModel | None
     windowed: MemoryPlan | None
@@ -158,6 +160,7 @@ def plan_model(setup: Setup, windows: bool = False) -> PlannedModel:
         base.model,
         sharded.base,
         sharded.training,
+        sharded.serving,
         kinds,
         trained,
         windowed,

@@ -73,7 +73,7 @@ def build_report(planned: PlannedModel) -> Report:
     return Report(
         model=setup.settings.model,
         architecture=str((setup.config.get("architectures") or [setup.config["model_type"]])[0]),
-        peft=_recipes_text(setup.recipes),
+        peft=recipes_text(setup.recipes),
         tp=setup.options.tp,
         batch=setup.options.batch,
         seq=setup.options.seq,
@@ -137,7 +137,7 @@ def _own_stages(planned: PlannedModel, plain: MemoryPlan | None) -> Iterable[Sta
         yield _stage("token-level", windows.total, windows.layers, at, ratio)
 
 
-def _recipes_text(recipes: Mapping[str, Recipe]) -> str | None:
+def recipes_text(recipes: Mapping[str, Recipe]) -> str | None:
     """Return the recipes in words; None for none."""
     texts = [_recipe_text(recipe) for recipe in recipes.values()]
     if len(texts) == 1:

@@ -201,7 +201,8 @@ def carried_bytes(model: ModelGraph) -> sympy.Expr:
 
 def bytes_at(formula: sympy.Expr, at: Mapping[sympy.Symbol, int]) -> int:
     """Return a formula's value at the values of its symbols."""
-    return int(formula.subs(at))
+    # Several times as fast as `subs`, which looks for more than symbols.
+    return int(formula.xreplace({symbol: sympy.Integer(size) for symbol, size in at.items()}))
 
 
 def formula_text(formula: sympy.Expr) -> str:

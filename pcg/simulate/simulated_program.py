@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pcg.errors import CostModelError, OutOfMemoryError
+from pcg.explain.graph_costs import graph_costs
 from pcg.explain.step_memory import bytes_at
 from pcg.ir.analysis.saved_memory import saved_memory
 from pcg.ir.analysis.storages import SEQUENCES
@@ -140,7 +140,7 @@ def simulated_program(
     base = passes.base(source.config)
     graphs = passes.trained(passes.attach.run(base))
     serving = graphs.serving
-    saved_bytes, training = _training(graphs.training, options) if graphs.training else (0, {})
+    saved_bytes = _saved_bytes(graphs.training, options) if graphs.training else 0
     host_bytes_per_s = _host_bytes_per_s(costs)
     weights = sum(_weights(graph) for graph in (serving.prologue, serving.epilogue))
     weights += sum(_weights(serving.blocks[index]) for index in serving.layers)
@@ -155,7 +155,7 @@ def simulated_program(
         source.name,
         device,
         tp,
-        GraphCosts(costs, tp, serving, host_bytes_per_s=host_bytes_per_s, **training),
+        graph_costs(costs, tp, serving, graphs.training, host_bytes_per_s=host_bytes_per_s),
         page_bytes,
         free // page_bytes,
         tuple(_adapted(base.model, bypasses(base.model).at)),
@@ -180,29 +180,15 @@ def _host_bytes_per_s(costs: SheetModel) -> float:
     return host.bytes_per_s * costs.achieved.link
 
 
-def _training(found: TrainedModel, options: PlanOptions) -> tuple[int, dict[str, Any]]:
-    """Return the bytes that finetuning saves for backward, and the graphs that cost time."""
-    plan = found.plan
-    saved = saved_memory(found.model, plan)
-    layers = [plan.plans[index] for index in plan.layers]
-    trained = sum(_trained(layer.backward, layer.trained) for layer in layers)
-    return bytes_at(saved.total, {SEQUENCES: options.batch, CONTEXT: options.seq}), {
-        "backward": [layer.backward for layer in layers],
-        "loss": found.epilogue,
-        "trained": trained,
-    }
+def _saved_bytes(found: TrainedModel, options: PlanOptions) -> int:
+    """Return the bytes that finetuning saves for backward."""
+    saved = saved_memory(found.model, found.plan)
+    return bytes_at(saved.total, {SEQUENCES: options.batch, CONTEXT: options.seq})
 
 
 def _weights(graph: Graph) -> int:
     """Return the bytes of a graph's frozen parameters."""
     return sum(int(p.type.size_bytes) for p in graph.parameters if p.role == "frozen")
-
-
-def _trained(backward: Graph | None, names: Sequence[str]) -> int:
-    """Return how many numbers a layer trains on one rank."""
-    if backward is None:
-        return 0
-    return sum(int(backward.types[name].elements) for name in backward.outputs[-len(names) :])
 
 
 def _adapted(base: ModelGraph, adapted: Iterable[str]) -> Iterable[tuple[int, int]]:

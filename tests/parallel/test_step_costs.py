@@ -116,6 +116,36 @@ def test_backward_is_about_twice_the_forward_of_all_linears() -> None:
     assert 1.0 < backward / forward < 2.0
 
 
-def test_sliding_windows_have_no_cost() -> None:
-    with pytest.raises(CostModelError, match="sees a window of 4096 tokens"):
-        simulated_program("google/gemma-2-27b", "A100-80", tp=4)
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), max_size=5), st.integers(1, 50))
+def test_windows_bound_what_is_seen(drawn: list[tuple[int, int]], window: int) -> None:
+    """Each token sees itself and those before it; a chunk reads each key that it sees once."""
+    pairs = cached = 0
+    for tokens, context in drawn:
+        seen = [range(max(0, at + 1 - window), at + 1) for at in range(context, context + tokens)]
+        pairs += sum(map(len, seen))
+        cached += len({key for keys in seen for key in keys})
+    shape = StepShape.of(SequenceChunk(tokens, context) for tokens, context in drawn)
+    assert shape.seen(window) == (cached, pairs)
+    assert shape.seen(0) == (shape.cached, shape.pairs) == shape.seen(1000)
+
+
+def test_sliding_windows_cost_what_they_see() -> None:
+    costs = simulated_program("google/gemma-2-27b", "A100-80", tp=4).costs
+    short, far, farther = (
+        costs.step_seconds(StepShape.of([SequenceChunk(1, context)] * 64))
+        for context in (100, 4_100, 8_200)
+    )
+    # Every second layer sees no more than 4,096 keys.
+    assert far - short == pytest.approx(2 * (farther - far), rel=0.1)
+    with pytest.raises(CostModelError, match="window of 4096 tokens, and the step's chunks"):
+        costs.step_seconds(StepShape(64, 6_400, 6_400))
+
+
+def test_graphs_cost_on_another_device_what_they_do_there() -> None:
+    h100 = simulated_program(MODEL, "H100", finetuning_tokens=1024).costs
+    moved = program().costs.on(find_cost_model("H100"))
+    shape = StepShape.of([SequenceChunk(1024, 0, True, True, "trained", 16)])
+    assert moved.step_seconds(shape) == h100.step_seconds(shape)
+    assert moved.backward_seconds(3, shape) == h100.backward_seconds(3, shape)
+    assert moved.update_seconds() == h100.update_seconds()
+    assert moved.step_seconds(shape) < program().costs.step_seconds(shape)

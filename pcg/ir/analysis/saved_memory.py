@@ -80,6 +80,10 @@ class SavedMemory:
 def saved_memory(model: ModelGraph, plan: Planned) -> SavedMemory:
     """The memory that training a model with bypass networks saves, by a plan of its layers."""
     saved = [_saved_storages(model.blocks[p.block], p) for p in plan.plans]
+    keeps_output = [
+        Storages.of(p.forward)[model.blocks[p.block].outputs[0]] in found
+        for p, found in zip(plan.plans, saved, strict=True)
+    ]
     sizes: dict[tuple[int, bool], sympy.Expr] = {}
     layers: list[sympy.Expr] = []
     saved_before = False
@@ -93,8 +97,7 @@ def saved_memory(model: ModelGraph, plan: Planned) -> SavedMemory:
                 *(s.size_bytes(TOKENS_OF_BATCH) for s in saved[index] if s.name != left_out)
             )
         layers.append(sizes[key])
-        output = Storages.of(plan.plans[index].forward)[block.outputs[0]]
-        saved_before = output in saved[index]
+        saved_before = keeps_output[index]
     outside = [*_shared(model, plan), *_read_by_loss(model, skip_first=saved_before)]
     return SavedMemory(tuple(layers), tuple(outside))
 

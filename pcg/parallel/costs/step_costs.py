@@ -11,18 +11,21 @@ and the sum is one call:
     a bypass        f = Σ tokens · rank · f₁, b = Σ over adapters of b(tokens, rank)
 
 pairs: keys that are attended to, summed over tokens. cached: keys and values that are read, once
-for each chunk, as one kernel's blocks do (FlashAttention).
+for each chunk, as one kernel's blocks do (FlashAttention). A sliding window of w keys bounds both:
+a token in position p has min(p, w) pairs, and c tokens behind others read at most w + c - 1 keys.
 """
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import mul
 from typing import NamedTuple, Protocol
 
 from pcg.errors import CostModelError
-from pcg.ir.graph import Graph, Node
+from pcg.ir.graph import Attribute, Graph, Node
 from pcg.ir.operators import operator
 from pcg.ir.operators.base import Attributes, Types
 from pcg.ir.program.program import ModelGraph
@@ -59,6 +62,7 @@ class StepShape:
         adapted_ranks: ranks of these tokens' adapters, summed over tokens.
         adapters: the number of different adapters.
         ranks: ranks of the different adapters, summed.
+        spans: the tokens of each chunk, and those before them, for windows of attention.
     """
 
     tokens: int = 0
@@ -70,13 +74,16 @@ class StepShape:
     adapted_ranks: int = 0
     adapters: int = 0
     ranks: int = 0
+    spans: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, chunks: Iterable[SequenceChunk]) -> StepShape:
         tokens = pairs = cached = sampled = trained = adapted = adapted_ranks = 0
         ranks: dict[Hashable, int] = {}
+        spans = []
         for chunk in chunks:
             count = chunk.tokens
+            spans.append((count, chunk.context))
             tokens += count
             pairs += count * chunk.context + count * (count + 1) // 2
             cached += chunk.context + count
@@ -87,7 +94,27 @@ class StepShape:
                 adapted_ranks += count * chunk.rank
                 ranks[chunk.adapter] = chunk.rank
         adapters = (adapted, adapted_ranks, len(ranks), sum(ranks.values()))
-        return cls(tokens, pairs, cached, sampled, trained, *adapters)
+        return cls(tokens, pairs, cached, sampled, trained, *adapters, tuple(spans))
+
+    def seen(self, window: int) -> tuple[int, int]:
+        """Return `cached` and `pairs` of attention to a window of keys, 0 for all.
+
+        Raises:
+            CostModelError: the chunks of the step are not known.
+        """
+        if not window:
+            return self.cached, self.pairs
+        if self.tokens and not self.spans:
+            raise CostModelError(
+                f"attention sees a window of {window} tokens, and the step's chunks are not known; "
+                "make its shape with StepShape.of"
+            )
+        cached = pairs = 0
+        for count, context in self.spans:
+            cached += min(context + count, window + count - 1)
+            short = min(max(window - context, 0), count)  # tokens that see all before them
+            pairs += short * context + short * (short + 1) // 2 + (count - short) * window
+        return cached, pairs
 
 
 class StepCosts(Protocol):
@@ -121,7 +148,7 @@ class GraphCosts:
         trained: count of numbers that an optimizer updates on the rank.
         host_bytes_per_s: bandwidth of copies from the host's memory.
     Raises:
-        CostModelError: an operator has no cost; sliding windows have none here.
+        CostModelError: an operator has no cost.
     """
 
     def __init__(
@@ -139,7 +166,9 @@ class GraphCosts:
         made: dict[int, GraphSeconds] = {}
 
         def seconds_of(graph: Graph) -> GraphSeconds:
-            return made.setdefault(id(graph), GraphSeconds(graph, model, degree))
+            if id(graph) not in made:
+                made[id(graph)] = GraphSeconds(graph, model, degree)
+            return made[id(graph)]
 
         blocks = [seconds_of(block) for block in serving.blocks]
         counts = [serving.layers.count(index) for index in range(len(blocks))]
@@ -147,8 +176,26 @@ class GraphCosts:
         self._head = seconds_of(serving.epilogue)
         self._loss = None if loss is None else seconds_of(loss)
         self._backward = [None if graph is None else seconds_of(graph) for graph in backward]
+        self._trained = trained
         self._update_s = model.work_seconds(_update(trained)) if trained else 0.0
         self._host_bytes_per_s = host_bytes_per_s
+
+    def on(self, model: CostModel) -> GraphCosts:
+        """Return the costs of the same graphs on another device; copies from the host stay."""
+        made: dict[int, GraphSeconds] = {}
+
+        def moved(graph: GraphSeconds) -> GraphSeconds:
+            if id(graph) not in made:
+                made[id(graph)] = graph.on(model)
+            return made[id(graph)]
+
+        found = copy.copy(self)
+        found._forward = [(moved(graph), count) for graph, count in self._forward]
+        found._head = moved(self._head)
+        found._loss = None if self._loss is None else moved(self._loss)
+        found._backward = [None if graph is None else moved(graph) for graph in self._backward]
+        found._update_s = model.work_seconds(_update(self._trained)) if self._trained else 0.0
+        return found
 
     def step_seconds(self, shape: StepShape) -> float:
         total = 0.0
@@ -179,27 +226,42 @@ class GraphSeconds:
     def __init__(self, graph: Graph, model: CostModel, degree: int) -> None:
         self._model = model
         self._degree = degree
-        self._plain: list[Callable[[int], float]] = []
-        self._attention: list[_Bilinear] = []
+        self._plain: Counter[_Call] = Counter()
+        self._attention: list[tuple[int, _Bilinear]] = []
         self._bypass: list[_Bilinear] = []
+        self._messages: list[tuple[str, Types]] = []
         self._open: list[tuple[str, Types]] = []
         for node in graph.nodes:
             self._add(graph, node)
         self._known: dict[int, float] = {}
 
+    def on(self, model: CostModel) -> GraphSeconds:
+        """Return the seconds of the same graph on another device."""
+        found = copy.copy(self)
+        found._model, found._known = model, {}
+        return found
+
     def seconds(self, shape: StepShape) -> float:
         tokens = shape.tokens
         total = self._known.get(tokens)
         if total is None:
-            total = self._known[tokens] = sum(seconds(tokens) for seconds in self._plain)
-        for one in self._attention:
-            total += one.seconds(self._model, 1, tokens, shape.cached, shape.pairs)
+            total = self._known[tokens] = self._plain_seconds(tokens)
+        for window, one in self._attention:
+            total += one.seconds(self._model, 1, tokens, *shape.seen(window))
         if shape.adapters:
             sums = (shape.adapters, shape.adapted, shape.ranks, shape.adapted_ranks)
             for one in self._bypass:
                 total += one.seconds(self._model, *sums)
         for kind, types in self._open:
             total += self._message_seconds(kind, types, tokens, shape.adapted_ranks)
+        return total
+
+    def _plain_seconds(self, tokens: int) -> float:
+        """Seconds of what depends on the number of tokens alone."""
+        total = sum(self._message_seconds(kind, types, tokens) for kind, types in self._messages)
+        for (op, ins, outs, attributes), count in self._plain.items():
+            call = (op, ins, outs, dict(attributes), tokens, 1)
+            total += count * self._model.operator_seconds(*call)
         return total
 
     def _add(self, graph: Graph, node: Node) -> None:
@@ -209,26 +271,17 @@ class GraphSeconds:
         is_open = any(_is_open(type_) for type_ in (*ins, *outs))
         message = message_of(node, ins, outs)
         if message is not None:
-            kind, wholes = message
-            if is_open:
-                self._open.append((kind, wholes))
-            else:
-                self._plain.append(lambda tokens: self._message_seconds(kind, wholes, tokens))
+            (self._open if is_open else self._messages).append(message)
         elif is_free(node.op):
             pass
         elif entry.sees_sequences:
-            if attributes.get("window"):
-                raise CostModelError(
-                    f"{node.op} in {node.scope} sees a window of {attributes['window']} tokens; "
-                    "steps have costs of attention to all tokens alone"
-                )
-            self._attention.append(_attention(node.op, ins, outs, attributes))
+            window = int(str(attributes.get("window") or 0))
+            self._attention.append((window, _attention(node.op, ins, outs, attributes)))
         elif is_open:
             for op, inputs, outputs, own in parts_of(node.op, ins, outs, attributes):
                 self._bypass.append(_bypass(op, inputs, outputs, own))
         else:
-            call = (node.op, ins, outs, attributes)
-            self._plain.append(lambda tokens: self._model.operator_seconds(*call, tokens, 1))
+            self._plain[node.op, ins, outs, node.attributes] += 1
 
     def _message_seconds(self, kind: str, types: Types, tokens: int, ranks: int = 0) -> float:
         """Seconds of a message; `ranks` are those of all tokens' adapters, summed."""
@@ -238,6 +291,7 @@ class GraphSeconds:
         return self._model.collective_seconds(kind, size, self._degree) if size else 0.0
 
 
+_Call = tuple[str, Types, Types, tuple[tuple[str, Attribute], ...]]
 _Coefficients = tuple[float, float, float, float]
 
 

@@ -6,12 +6,14 @@ tokens and the context once for an operator's types, so that a search can ask at
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 
 import sympy
+from sympy.printing.pycode import PythonCodePrinter
 
 from pcg.errors import CostModelError, IrError
 from pcg.ir.graph import Attribute
@@ -217,9 +219,11 @@ def _numbers(
             f"{op} of {', '.join(map(str, inputs))} has no cost while {names} is open; put a "
             "number in its place"
         )
-    function: Callable[[int, int], Sequence[float]] = sympy.lambdify(
-        (TOKENS, CONTEXT), formulas, "math"
-    )
+    # As `sympy.lambdify` does, in half of its time.
+    printer = PythonCodePrinter({"fully_qualified_modules": True})
+    texts = (f"{f}" if isinstance(f, int) else printer.doprint(f) for f in formulas)
+    source = f"lambda {TOKENS}, {CONTEXT}: ({', '.join(texts)},)"
+    function: Callable[[int, int], Sequence[float]] = eval(source, {"math": math})
     return function
 
 

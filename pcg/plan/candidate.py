@@ -1,0 +1,161 @@
+"""A machine for a workload: GPUs, how the model lies on them, and how it would do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pcg.plan.rank_plan import TrainingChoice
+from pcg.plan.serving_load import Load
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs of one kind, and how a model lies on them: replicas of `tp` ranks each."""
+
+    gpu: str
+    tp: int
+    replicas: int
+    dtype: str
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs."""
+        return self.tp * self.replicas
+
+    def __str__(self) -> str:
+        replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
+        return f"{self.gpus}×{self.gpu} tp={self.tp}{replicas}"
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A promise, what was found, and whether it is kept; in the same unit.
+
+    Attributes:
+        name: memory (GiB a rank), rate (requests/s), finetuning (tokens/s), ttft or tpot (ms).
+    """
+
+    name: str
+    promised: float
+    found: float
+
+    @property
+    def is_kept(self) -> bool:
+        return self.excess <= 1.0
+
+    @property
+    def excess(self) -> float:
+        """The found number as a multiple of what is allowed; above 1 the promise is broken."""
+        ratio = self.found / self.promised
+        return 1 / max(ratio, 1e-12) if self._is_least else ratio
+
+    @property
+    def _is_least(self) -> bool:
+        """True if as much is wanted at least, and not at most."""
+        return self.name in ("rate", "finetuning")
+
+    def __str__(self) -> str:
+        units = {"memory": "GiB a rank", "rate": "requests/s", "finetuning": "tokens/s"}
+        unit = units.get(self.name, "ms")
+        name = {"ttft": "time to the first token", "tpot": "time per output token"}.get(
+            self.name, self.name
+        )
+        word = "at least" if self._is_least else "at most"
+        return f"{name} {self.found:,.4g} {unit}, {word} {self.promised:,.4g} wanted"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A machine, and what it does with the workload.
+
+    Attributes:
+        choice: how optimizer steps run; None where nothing is trained.
+        memory_bytes: bytes of one rank by kind, and their total.
+        usable_bytes: bytes of a GPU that are not left free.
+        step_s: seconds of an optimizer step of a replica; None where nothing is trained.
+        finetuning_tokens_per_s: tokens that all replicas train on.
+        load: the steady state of a replica; None where nothing is served or it cannot be.
+        sustained_per_s: the highest rate at which all replicas keep the promises, without
+            finetuning; None where nothing is served.
+        output_tokens_per_s: tokens that all replicas generate, at the workload's rate.
+        promises: what is promised, and what was found.
+        dollars_per_hour: the price of all GPUs; None where none is known.
+    """
+
+    machine: Machine
+    choice: TrainingChoice | None
+    memory_bytes: Mapping[str, int]
+    usable_bytes: int
+    step_s: float | None = None
+    finetuning_tokens_per_s: float | None = None
+    load: Load | None = None
+    sustained_per_s: float | None = None
+    output_tokens_per_s: float | None = None
+    promises: tuple[Promise, ...] = ()
+    dollars_per_hour: float | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """True if all promises are kept."""
+        return all(promise.is_kept for promise in self.promises)
+
+    @property
+    def shortfall(self) -> tuple[bool, float]:
+        """If the memory is too small, then the worst excess of a promise; the less the better."""
+        memory = self.memory_bytes["total"] > self.usable_bytes
+        return memory, max(promise.excess for promise in self.promises)
+
+    @property
+    def throughput(self) -> float:
+        """The finetuned tokens a second, as high as can be; 0 where nothing is trained."""
+        return self.finetuning_tokens_per_s or 0.0
+
+    @property
+    def latency_s(self) -> float:
+        """The time per output token, or of an optimizer step; as low as can be."""
+        return self.load.tpot_s if self.load is not None else self.step_s or 0.0
+
+    def dollars_per_million(self, tokens_per_s: float | None) -> float | None:
+        """Return the dollars of the whole machine for a million tokens at so many a second."""
+        if self.dollars_per_hour is None or not tokens_per_s:
+            return None
+        return self.dollars_per_hour / (tokens_per_s * 3600 / 1e6)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the candidate as JSON; times in seconds, sizes in bytes."""
+        machine, choice, load = self.machine, self.choice, self.load
+        return {
+            "gpu": machine.gpu,
+            "gpus": machine.gpus,
+            "tp": machine.tp,
+            "replicas": machine.replicas,
+            "dtype": machine.dtype,
+            "batch": None if choice is None else choice.batch,
+            "gradient_accumulation_steps": None if choice is None else choice.accumulation,
+            "memory_budget": None if choice is None else choice.budget,
+            "memory_bytes": dict(self.memory_bytes),
+            "usable_bytes": self.usable_bytes,
+            "step_s": self.step_s,
+            "finetuning_tokens_per_s": self.finetuning_tokens_per_s,
+            "running_requests": None if load is None else load.running,
+            "tpot_s": None if load is None else load.tpot_s,
+            "ttft_s": None if load is None else load.ttft_s,
+            "output_tokens_per_s": self.output_tokens_per_s,
+            "sustained_requests_per_s": self.sustained_per_s,
+            "promises": [
+                {
+                    "name": one.name,
+                    "promised": one.promised,
+                    "found": one.found,
+                    "kept": one.is_kept,
+                }
+                for one in self.promises
+            ],
+            "dollars_per_hour": self.dollars_per_hour,
+            "dollars_per_million_finetuned_tokens": self.dollars_per_million(
+                self.finetuning_tokens_per_s
+            ),
+            "dollars_per_million_output_tokens": self.dollars_per_million(self.output_tokens_per_s),
+        }

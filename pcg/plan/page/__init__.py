@@ -1,0 +1,1 @@
+"""A machine plan as one HTML page: `page.page(plan)`."""

@@ -1,0 +1,131 @@
+"""One rank's part of a model at a degree and a dtype: the memory of its steps, and their times."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from pcg.errors import UnsupportedError
+from pcg.explain.graph_costs import graph_costs
+from pcg.explain.planned_model import PlannedModel, Setup, plan_model
+from pcg.explain.report_data import KINDS
+from pcg.explain.step_memory import memory_bytes
+from pcg.ir.types import DTYPE_BYTES
+from pcg.parallel.costs.cost_model import CostModel
+from pcg.parallel.costs.step_costs import GraphCosts
+from pcg.passes.memory.plan import Frontiers
+from pcg.runtime.memory.kv_cache import bytes_of_token
+
+MEMORY_KINDS = (
+    *KINDS[: KINDS.index("kv_cache")],
+    "served_adapters",
+    *KINDS[KINDS.index("kv_cache") :],
+)
+"""The kinds of memory of a rank: those of `pcg.explain`, and adapters that requests use."""
+
+
+@dataclass(frozen=True)
+class TrainingChoice:
+    """The way an optimizer step is run: sequences at once, batches a step, and what is saved."""
+
+    batch: int
+    accumulation: int
+    budget: float
+
+
+class RankPlan:
+    """A model that is planned over ranks, for any batch, budget and number of served tokens.
+
+    Args:
+        setup: the model and the step; its batch is the largest that is asked for.
+        trains: False where requests are all that runs.
+        adapters: the number of adapters that requests use.
+    Raises:
+        ParallelError: the degree does not divide the model.
+        UnsupportedError: pcg cannot train the model.
+    """
+
+    def __init__(self, setup: Setup, trains: bool, adapters: int) -> None:
+        self.tp = setup.options.tp
+        self.planned = plan_model(setup)
+        self._trains = trains
+        self._adapters = adapters
+        if trains and self.planned.trained is None:
+            raise UnsupportedError(f"pcg does not finetune it: {self.planned.refusal}")
+        self._frontiers: dict[int, Frontiers] = {}
+        self._memory: dict[TrainingChoice | None, Mapping[str, int]] = {}
+        self._replanned: dict[TrainingChoice | None, PlannedModel] = {None: self.planned}
+        self._costs: dict[tuple[object, float | None], GraphCosts] = {}
+
+    @cached_property
+    def kv_bytes(self) -> int:
+        """Bytes of one token's keys and values on the rank."""
+        return bytes_of_token(self.planned.base)
+
+    def memory(self, choice: TrainingChoice | None, served_tokens: int = 0) -> dict[str, int]:
+        """Return the bytes of each kind of memory, and their total.
+
+        Args:
+            choice: how steps are run; None where nothing is trained.
+            served_tokens: tokens of requests, whose keys and values are there.
+        """
+        if choice not in self._memory:
+            self._memory[choice] = memory_bytes(self._at(choice))
+        found = {"served_adapters": 0, **self._memory[choice]}
+        if self._adapters:
+            found["served_adapters"] = self._adapters * -(-self._adapter_bytes // self.tp)
+        if choice is None:
+            found |= dict.fromkeys(("adapters", "gradients", "optimizer"), 0)
+        found["kv_cache"] = self.kv_bytes * served_tokens
+        kinds = {kind: found[kind] for kind in MEMORY_KINDS}
+        return {**kinds, "total": sum(kinds.values())}
+
+    def costs(self, model: CostModel, choice: TrainingChoice | None) -> GraphCosts:
+        """Return the seconds of steps on a device.
+
+        Raises:
+            CostModelError: an operator has no cost there.
+        """
+        budget = None if choice is None else choice.budget
+        key = (id(model), budget)
+        if key not in self._costs:
+            same = next((one for (_, at), one in self._costs.items() if at == budget), None)
+            if same is None:
+                planned = self._at(choice)
+                trained = planned.trained if self._trains else None
+                self._costs[key] = graph_costs(
+                    model, self.tp, planned.serving, trained, host_bytes_per_s=1.0
+                )
+            else:
+                self._costs[key] = same.on(model)
+        return self._costs[key]
+
+    @cached_property
+    def _adapter_bytes(self) -> int:
+        """Bytes of one adapter of the method on all ranks, in the base's precision."""
+        return self.planned.use.trainable * DTYPE_BYTES[self.planned.base.dtype]
+
+    def _at(self, choice: TrainingChoice | None) -> PlannedModel:
+        """Return the model as it is planned for a choice."""
+        if choice not in self._replanned:
+            assert choice is not None
+            setup = self.planned.setup.having(batch=choice.batch, memory_budget=choice.budget)
+            if setup.options.budget == self.planned.setup.options.budget:
+                return self.planned
+            found = self._frontiers_at(choice.batch)
+            plan = found.plan(setup.options.budget)
+            self._replanned[choice] = self.planned.replanned(setup, found, plan)
+        return self._replanned[choice]
+
+    def _frontiers_at(self, batch: int) -> Frontiers:
+        if batch not in self._frontiers:
+            seq = self.planned.setup.options.seq
+            self._frontiers[batch] = self.planned.training.frontiers.at(batch, seq)
+        return self._frontiers[batch]
+
+
+def without_training(setup: Setup) -> Setup:
+    """Return a setup of a model that only serves."""
+    return dataclasses.replace(setup, settings=dataclasses.replace(setup.settings, trains=False))

@@ -1,0 +1,198 @@
+"""Requests in a steady state on one replica: how many run at once, and how long a step takes.
+
+Every step generates one token of each of n running requests. A prompt of P tokens goes through
+j = ⌈P / most tokens of a step⌉ of these steps, alone or together with q - 1 others:
+
+    d(n)        seconds of a step that only generates
+    p(n, q)     seconds of one that reads prompts, too
+    r(n, q) = (O - 1) d(n) / n + j (p(n, q) - d(n)) / q         seconds of the device a request
+    λ = 1 / r(n, q)                                             at n requests, it serves so many
+    TPOT = n / (λ (O - 1))                                      Little's law
+    ρ = λ j p(n, q) / q                                         steps' share that reads prompts, ≤ 1
+    TTFT = TPOT / 2 + j p(n, q) (1 + ρ / (2 (1 - ρ)))           the running step, M/D/1, its own
+    N = n + λ TTFT                                              requests whose pages are held
+
+The load of a rate is the fewest n that serves it. Times are those of the cost model at batches of
+`BATCHES`, and lie on straight lines between them; as a roofline is convex, that is no less than its
+own time there. These are means: bursts, and lengths that differ, are not in them.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.parallel.costs.step_costs import SequenceChunk, StepCosts, StepShape
+from pcg.plan.workload import Serving
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+"""The batches whose times the cost model is asked for."""
+_NEAR = 1e-3
+"""The relative accuracy of rates."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """A steady state of a replica.
+
+    Attributes:
+        running: the mean number of requests that generate.
+        in_flight: the mean number of requests whose pages are held.
+        busy: the share of time that requests take.
+    """
+
+    rate_per_s: float
+    running: float
+    in_flight: float
+    tpot_s: float
+    ttft_s: float
+    busy: float = 1.0
+
+    def tokens(self, serving: Serving) -> int:
+        """The tokens whose pages are held, if each request holds those of its whole length."""
+        pages = -(-serving.tokens // PAGE_TOKENS)
+        return math.ceil(self.in_flight) * pages * PAGE_TOKENS
+
+
+@dataclass(frozen=True)
+class Served:
+    """The requests that a replica serves, and its limits.
+
+    Attributes:
+        adapters: the number of adapters that requests use.
+        rank: their rank.
+        most_running: the most requests at once.
+        most_tokens: the most tokens of a step.
+    """
+
+    serving: Serving
+    adapters: int
+    rank: int
+    most_running: int
+    most_tokens: int
+
+
+class ServingSteps:
+    """The times of one replica's steps that serve."""
+
+    def __init__(self, costs: StepCosts, served: Served) -> None:
+        self._costs = costs
+        self.served = served
+        self.serving = served.serving
+        self.prompt_steps = -(-self.serving.prompt_tokens // served.most_tokens)
+        most = max(1, served.most_tokens // self.serving.prompt_tokens)
+        self.prompts = tuple(2**power for power in range(most.bit_length()))
+        self._known: dict[tuple[int, int, int], float] = {}
+
+    def seconds(self, running: float, prompts: int = 0, trained: int = 0) -> float:
+        """Return the seconds of a step.
+
+        Args:
+            running: the number of requests that generate; between batches, times are interpolated.
+            prompts: the number of prompts that it reads, or of their chunks.
+            trained: the tokens of a window of finetuning, which it also forwards.
+        """
+        most = self.served.most_running
+        sizes = [size for size in BATCHES if size < most] + [most]
+        place = min(bisect_left(sizes, running), len(sizes) - 1)
+        high = sizes[place]
+        low = sizes[place - 1] if place else 0
+        above = self._at(high, prompts, trained)
+        if high == running or (not low and not prompts and not trained):
+            return above
+        below = self._at(low, prompts, trained)
+        return below + (above - below) * (running - low) / (high - low)
+
+    def load(self, rate_per_s: float) -> Load | None:
+        """Return the steady state at a rate; None if the replica cannot serve as much."""
+        for prompts in self.prompts:
+            if self._rate(self.served.most_running, prompts) < rate_per_s:
+                continue
+            load = self._load(rate_per_s, self._running(rate_per_s, prompts), prompts)
+            if load is not None:
+                return load
+        return None
+
+    def busy(self, rate_per_s: float, running: float) -> float:
+        """Return the share of time that requests take while so many run; 1 or more is too much."""
+        there = max(1.0, running)  # with less than one, steps pause
+        return rate_per_s * min(self._request_seconds(there, q) for q in self.prompts)
+
+    def most_rate(self, keeps: Callable[[Load], bool]) -> float:
+        """Return the highest rate whose steady state keeps a condition; 0 for none."""
+
+        def is_kept(rate_per_s: float) -> bool:
+            found = self.load(rate_per_s)
+            return found is not None and keeps(found)
+
+        high = max(self._rate(self.served.most_running, prompts) for prompts in self.prompts)
+        low = 0.0
+        if is_kept(high):
+            return high
+        while high - low > _NEAR * high and high > 1e-6:
+            middle = (low + high) / 2
+            low, high = (middle, high) if is_kept(middle) else (low, middle)
+        return low
+
+    def _load(self, rate_per_s: float, running: float, prompts: int) -> Load | None:
+        tpot_s = running / (rate_per_s * (self.serving.output_tokens - 1))
+        reading_s = self.prompt_steps * self.seconds(running, prompts)
+        share = rate_per_s * reading_s / prompts
+        if share >= 1:
+            return None
+        ttft_s = tpot_s / 2 + reading_s * (1 + share / (2 * (1 - share)))
+        busy = self.busy(rate_per_s, running)
+        in_flight = running + rate_per_s * ttft_s
+        return Load(rate_per_s, running, in_flight, tpot_s, ttft_s, busy)
+
+    def _running(self, rate_per_s: float, prompts: int) -> float:
+        """Return about the fewest running requests at which a rate is served."""
+        low, high = 0.0, float(self.served.most_running)
+        while high - low > _NEAR * high:
+            middle = (low + high) / 2
+            is_served = self._rate(middle, prompts) >= rate_per_s
+            low, high = (low, middle) if is_served else (middle, high)
+        return high
+
+    def _rate(self, running: float, prompts: int) -> float:
+        """Return the requests a second that are served while so many run."""
+        return 1 / self._request_seconds(running, prompts)
+
+    def _request_seconds(self, running: float, prompts: int) -> float:
+        alone_s = self.seconds(running)
+        generating_s = (self.serving.output_tokens - 1) * alone_s / running
+        reading_s = self.prompt_steps * (self.seconds(running, prompts) - alone_s) / prompts
+        return generating_s + reading_s
+
+    def _at(self, running: int, prompts: int, trained: int) -> float:
+        key = (running, prompts, trained)
+        if key not in self._known:
+            self._known[key] = self._costs.step_seconds(self._shape(*key))
+        return self._known[key]
+
+    def _shape(self, running: int, prompts: int, trained: int) -> StepShape:
+        serving, served = self.serving, self.served
+        chunk = -(-serving.prompt_tokens // self.prompt_steps)
+        before = (serving.prompt_tokens - chunk) // 2
+        context = serving.prompt_tokens + serving.output_tokens // 2
+        chunks = [(1, context)] * running + [(chunk, before)] * prompts
+        pieces = []
+        for place, (tokens, behind) in enumerate(chunks):
+            adapter = place % served.adapters if served.adapters else None
+            rank = served.rank if served.adapters else 0
+            pieces.append(SequenceChunk(tokens, behind, True, False, adapter, rank))
+        if trained:
+            pieces.append(SequenceChunk(trained, 0, False, True, "trained", served.rank))
+        return StepShape.of(pieces)
+
+
+def interpolated(points: list[tuple[float, float]], y: float) -> float:
+    """Return where a piecewise straight, increasing line reaches y; its last x if it does not."""
+    for (x_0, y_0), (x_1, y_1) in pairwise(points):
+        if y <= y_1:
+            return x_0 + (x_1 - x_0) * max(0.0, y - y_0) / max(y_1 - y_0, 1e-30)
+    return points[-1][0]

@@ -1,0 +1,266 @@
+"""Plans of machines: their memory against `pcg.explain`, prices, and what is not possible."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pcg
+from pcg.errors import UnsupportedError
+from pcg.parallel.costs.accelerators import ACCELERATORS, RESERVED_BYTES
+from pcg.parallel.costs.cost_model import SheetModel
+from pcg.parallel.costs.device_profile import DeviceProfile, OperatorTime
+from pcg.parallel.costs.work import Work
+from pcg.plan.candidate import Candidate
+from pcg.plan.machine_plan import MachinePlan
+from pcg.simulate.simulated_program import simulated_program
+from pcg.source import resolve
+from tests.support import tiny_llama
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+EXPLAINED = ("weights", "adapters", "gradients", "optimizer", "activations", "workspace")
+
+
+def usable(gpu: str) -> int:
+    return ACCELERATORS[gpu].memory_bytes - RESERVED_BYTES
+
+
+@cache
+def trained(gpu: str, degrees: tuple[int, ...] = (1,)) -> MachinePlan:
+    """Finetuning of four layers of Llama-3.1-8B, in steps of many long sequences."""
+    config = {**resolve(LLAMA).config, "num_hidden_layers": 4}
+    return pcg.plan(config, workload="train:32x4096", gpus=[gpu], tp=degrees, price={gpu: 2.0})
+
+
+def explained(one: Candidate, **options: Any) -> dict[str, int]:
+    config = {**resolve(LLAMA).config, "num_hidden_layers": 4}
+    assert one.choice is not None
+    given = {"batch": one.choice.batch, "seq": 4096, "memory_budget": one.choice.budget}
+    report = pcg.explain(config, **{**given, **options})
+    return dict(report.memory_bytes)
+
+
+def only(plan: MachinePlan, tp: int = 1) -> Candidate:
+    (found,) = [one for one in plan.front if one.machine.tp == tp]
+    return found
+
+
+def test_memory_is_what_explain_says() -> None:
+    """The batch is the largest that fits of those that divide a step."""
+    one = only(trained("A100-80"))
+    assert one.choice is not None
+    assert one.choice.budget == 1
+    assert one.choice.batch * one.choice.accumulation == 32
+    memory = explained(one)
+    assert {kind: one.memory_bytes[kind] for kind in EXPLAINED} == {
+        kind: memory[kind] for kind in EXPLAINED
+    }
+    assert one.memory_bytes["total"] == memory["total"] <= usable("A100-80")
+    larger = explained(one, batch=2 * one.choice.batch)["total"]
+    assert one.choice.batch == 32 or larger > usable("A100-80")
+
+
+@pytest.mark.slow
+def test_over_ranks_memory_is_what_explain_says() -> None:
+    one = only(trained("A100-80", (2,)), tp=2)
+    memory = explained(one, tp=2, costs="A100-80")
+    assert one.memory_bytes["total"] == memory["total"]
+
+
+@pytest.mark.slow
+def test_budgets_are_the_largest_that_fit() -> None:
+    """If one sequence alone does not fit, some is recomputed, and no more than need be."""
+    config = {**resolve(LLAMA).config, "num_hidden_layers": 12}
+    plan = pcg.plan(config, workload="train:2x16384", gpus=["A10G"], tp=[1])
+    one = plan.chosen or plan.closest
+    assert one is not None
+    assert one.choice is not None
+    assert one.is_kept
+    assert (one.choice.batch, one.choice.accumulation) == (1, 2)
+    assert 0 < one.choice.budget < 1
+
+    def total(budget: float) -> int:
+        report = pcg.explain(config, batch=1, seq=16384, memory_budget=budget)
+        return report.memory_bytes["total"]
+
+    assert total(one.choice.budget) == one.memory_bytes["total"] <= usable("A10G")
+    assert total(one.choice.budget + 0.1) > usable("A10G")
+    assert f"--memory-budget {one.choice.budget:g}" in plan.command(one)
+
+
+def test_prices_are_those_of_all_gpus() -> None:
+    plan = trained("A100-80")
+    for one in plan.front:
+        assert one.dollars_per_hour == 2.0 * one.machine.gpus
+        assert one.finetuning_tokens_per_s is not None
+        assert one.step_s is not None
+        assert one.finetuning_tokens_per_s == pytest.approx(32 * 4096 / one.step_s)
+        row = one.to_json()
+        million_s = 1e6 / one.finetuning_tokens_per_s
+        wanted = one.dollars_per_hour * million_s / 3600
+        assert row["dollars_per_million_finetuned_tokens"] == pytest.approx(wanted)
+        assert row["dollars_per_million_output_tokens"] is None
+    assert plan.chosen is plan.front[0]
+
+
+def test_without_prices_nothing_is_said_of_dollars() -> None:
+    plan = pcg.plan(tiny_llama.config(), workload="train:2x64", gpus=["H100", "L40S"], max_gpus=1)
+    assert "$" not in plan.to_text()
+    assert "dollars an hour" not in plan.to_html()
+    assert all(row["dollars_per_hour"] is None for row in plan.to_json()["front"])
+    assert {one.machine.gpu for one in plan.front} == {"H100", "L40S"}  # not compared
+
+
+def test_steps_cost_what_the_simulator_takes() -> None:
+    """One cost model: the seconds of a step are those of the simulated device's graphs."""
+    plan = pcg.plan(
+        "meta-llama/Llama-3.2-1B", workload="serve:4req/s:200x100", gpus=["A100-80"], tp=[1]
+    )
+    one = plan.chosen
+    assert one is not None
+    assert one.load is not None
+    assert one.sustained_per_s is not None
+    costs = simulated_program("meta-llama/Llama-3.2-1B", "A100-80").costs
+    from pcg.parallel.costs.step_costs import SequenceChunk, StepShape
+
+    alone_s = costs.step_seconds(StepShape.of([SequenceChunk(1, 250, True)]))
+    # Few requests run at once, and their steps also read the others' prompts.
+    assert alone_s < one.load.tpot_s < 1.2 * alone_s
+    assert one.output_tokens_per_s == 400
+    most = one.sustained_per_s
+    assert most > 4
+    free = pcg.plan(
+        "meta-llama/Llama-3.2-1B",
+        workload=f"serve:{1.05 * most:.1f}req/s:200x100",
+        gpus=["A100-80"],
+        tp=[1],
+    )
+    assert free.chosen is not None
+    assert free.chosen.machine.replicas == 2  # one more than what one sustains
+
+
+def test_pages_are_those_of_requests_in_flight() -> None:
+    config = {**tiny_llama.config(), "max_position_embeddings": 4096}
+    plan = pcg.plan(config, workload="serve:20req/s:512x128", gpus=["L40S"], tp=[1], max_gpus=1)
+    one = plan.chosen
+    assert one is not None
+    assert one.load is not None
+    tokens = math.ceil(one.load.in_flight) * 640
+    a_token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, sizes, fp32
+    assert one.memory_bytes["kv_cache"] == tokens * a_token
+    served = pcg.explain(config, None, batch=256, seq=16, serve_tokens=tokens)
+    assert one.memory_bytes["total"] == served.memory_bytes["total"]
+
+
+def test_the_closest_where_nothing_keeps_the_promises() -> None:
+    plan = pcg.plan(
+        tiny_llama.config(),
+        workload="train:1x64,serve:1req/s:32x32",
+        gpus=["A10G"],
+        tp=[1],
+        max_gpus=2,
+        tpot_slo_ms=0.001,
+    )
+    assert (plan.chosen, plan.front, plan.kept) == (None, (), 0)
+    closest = plan.closest
+    assert closest is not None
+    (broken,) = [promise for promise in closest.promises if not promise.is_kept]
+    assert broken.name == "tpot"
+    assert "no machine keeps what is promised; the closest is" in plan.to_text()
+    assert "time per output token" in plan.to_html()
+    assert plan.to_json()["closest"]["gpu"] == "A10G"
+
+
+def test_what_does_not_fit_is_said_with_its_bytes() -> None:
+    """The weights alone are too large, which is known without a plan over ranks."""
+    plan = pcg.plan("meta-llama/Llama-3.1-70B", workload="train:1x1024", gpus=["A10G"], max_gpus=4)
+    assert plan.closest is not None
+    assert not plan.front
+    weights = pcg.explain("meta-llama/Llama-3.1-70B", None, seq=8).memory_bytes["weights"]
+    assert plan.closest.memory_bytes["total"] == weights // 4
+    assert f"memory {weights / 4 / 2**30:.2f} GiB a rank, at most 21.49 wanted" in plan.to_text()
+
+
+def test_finetuning_is_promised_too() -> None:
+    options: dict[str, Any] = {"workload": "train:2x64", "gpus": ["A10G"], "max_gpus": 1}
+    free = pcg.plan(tiny_llama.config(), **options)
+    assert free.chosen is not None
+    most = max(one.throughput for one in free.front)
+    kept = pcg.plan(tiny_llama.config(), **options, finetuning_tokens_per_s=0.99 * most)
+    assert kept.chosen is not None
+    assert kept.chosen.throughput >= 0.99 * most
+    none = pcg.plan(tiny_llama.config(), **options, finetuning_tokens_per_s=1.01 * most)
+    assert none.chosen is None
+    assert "tokens/s, at least" in none.to_text()
+
+
+def test_a_model_that_is_not_finetuned_serves() -> None:
+    config = {**resolve("mistralai/Mixtral-8x7B-v0.1").config, "num_hidden_layers": 2}
+    with pytest.raises(UnsupportedError, match="pcg does not finetune it: operator 'experts'"):
+        pcg.plan(config, workload="train:1x64", gpus=["H100"], tp=[1])
+    plan = pcg.plan(config, workload="serve:1req/s", gpus=["H100"], tp=[1])
+    assert plan.chosen is not None
+    assert plan.chosen.is_kept
+
+
+def test_served_adapters_take_memory_and_time() -> None:
+    options: dict[str, Any] = {"gpus": ["A100-80"], "tp": [1], "max_gpus": 1}
+    config = {**resolve("huggyllama/llama-7b").config, "num_hidden_layers": 4}
+    base = pcg.plan(config, workload="serve:10req/s:64x64", **options).chosen
+    many = pcg.plan(config, workload="serve:10req/s:64x64", adapters=100, **options).chosen
+    assert base is not None
+    assert many is not None
+    assert base.load
+    assert many.load
+    shapes = [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008)]
+    size = 4 * sum(2 * 16 * (out + in_) for out, in_ in shapes)
+    assert many.memory_bytes["served_adapters"] == 100 * size
+    assert many.load.tpot_s > base.load.tpot_s
+    assert base.memory_bytes["served_adapters"] == 0
+
+
+def test_a_profile_takes_the_place_of_a_sheet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that takes twice what the sheet says, for every operator that is asked for."""
+    asked: dict[Work, float] = {}
+    on_sheet = SheetModel.work_seconds
+
+    def recorded(model: SheetModel, work: Work) -> float:
+        return asked.setdefault(work, on_sheet(model, work))
+
+    monkeypatch.setattr(SheetModel, "work_seconds", recorded)
+    options: dict[str, Any] = {"workload": "train:2x64", "gpus": ["H100"], "max_gpus": 2}
+    sheet = pcg.plan(tiny_llama.config(), **options, tp=[1]).chosen
+    points = tuple(
+        OperatorTime(dataclasses.replace(work, shapes=f"{place}"), 2 * seconds)
+        for place, (work, seconds) in enumerate(asked.items())
+    )
+    DeviceProfile("a slow H100", {}, points).save(tmp_path / "h100.json")
+    plan = pcg.plan(tiny_llama.config(), **options, costs=tmp_path / "h100.json")
+    assert sheet is not None
+    assert plan.chosen is not None
+    assert sheet.step_s is not None
+    assert plan.chosen.step_s is not None
+    assert plan.chosen.step_s == pytest.approx(2 * sheet.step_s)
+    assert plan.costs["H100"].startswith("measured on a slow H100 by pcg profile")
+    # What only ranks run was not measured, nor a link.
+    assert "not measured on a slow H100" in plan.refused[2]
+    assert "tp=2 cannot be" in plan.to_text()
+
+
+def test_plans_are_the_same_again() -> None:
+    def made() -> dict[str, Any]:
+        plan = pcg.plan(tiny_llama.config(), workload="train:2x64,serve:2req/s:32x32", max_gpus=1)
+        return plan.to_json()
+
+    first = made()
+    assert first == made()
+    assert json.loads(json.dumps(first)) == first
+    assert first["front"][first["chosen"]]["command"].startswith("pcg compile")
