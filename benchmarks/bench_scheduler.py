@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
 import multiprocessing
 import random
 import time
@@ -79,6 +80,7 @@ class StubAdapter:
     size_bytes: int = PAGES_OF_ADAPTER
     prompt_tokens: int = 0
     weights: Mapping[str, Any] = field(default_factory=dict)
+    version: int = field(default_factory=itertools.count(1).__next__, init=False)
 
 
 class StubDevice:
@@ -86,6 +88,7 @@ class StubDevice:
 
     cache = None
     side = None
+    fails_alike = True
 
     def open(self, request: Request, number: int) -> Running:
         return Running(f"request {number}", number, request, request.params.max_new_tokens, 0.0)
@@ -101,6 +104,9 @@ class StubDevice:
 
     def start(self, chunks: Any, windows: Any) -> Callable[[], list[int]]:
         return lambda: [1] * len(chunks)
+
+    def check_alive(self) -> None:
+        """Do nothing: nothing fails."""
 
     def back(self, units: Any) -> None:
         """Do nothing: there are no jobs."""

@@ -1,6 +1,7 @@
 """An adapter in memory: a recipe of any method, and the weights that belong to it."""
 
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -30,6 +31,8 @@ class Adapter:
         shared: untrained tensors that all modules share, by name.
         encoder: the parameters of the network that makes `weights` (`recipe.encoder`), by peft's
             names; empty where the method has none, or the adapter comes from a file.
+        version: a number that no other adapter has in the process, a changed copy of this one
+            included; what is kept of an adapter anywhere is kept by it.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Adapter:
     extra: Mapping[str, Any] = field(default_factory=dict)
     shared: Mapping[str, Tensor] = field(default_factory=dict)
     encoder: Mapping[str, Tensor] = field(default_factory=dict)
+    version: int = field(default_factory=itertools.count(1).__next__, init=False)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -66,7 +66,8 @@ class Migration:
         for one in leaving:
             adapter = one.request.adapter
             for i in sorted(range(len(others)), key=lambda i: slots[i]):
-                adapters, key = others[i].scheduler.adapters, (i, id(adapter))
+                adapters = others[i].scheduler.adapters
+                key = i, 0 if adapter is None else adapter.version
                 need = pages_for(one.length) + 1
                 if not adapters.has(adapter) and key not in brought:
                     need += adapters.pages_of(adapter)

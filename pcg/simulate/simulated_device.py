@@ -8,9 +8,10 @@ the adapters that it uses.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pcg.errors import GenerationError
@@ -33,12 +34,14 @@ class SimulatedAdapter:
         size_bytes: the bytes of its tensors.
         rank: its rank; 0 for a method without ranks, which costs nothing but its copy.
         prompt_tokens: the number of virtual tokens before each sequence.
+        version: as of `Adapter`.
     """
 
     name: str
     size_bytes: int
     rank: int = 16
     prompt_tokens: int = 0
+    version: int = field(default_factory=itertools.count(1).__next__, init=False)
 
 
 SAMPLED_TOKEN = 1
@@ -92,18 +95,18 @@ class SimulatedDevice:
     def prefetch(self, adapters: List[ServedAdapter]) -> None:
         """Begin to copy adapters to the device, behind copies that are under way."""
         for adapter in adapters:
-            if id(adapter) not in self._copied_s:
+            if adapter.version not in self._copied_s:
                 started = max(self._clock.now_s(), self._link_free_s)
                 self._link_free_s = started + self._costs.copy_seconds(adapter.size_bytes)
-                self._copied_s[id(adapter)] = self._link_free_s
+                self._copied_s[adapter.version] = self._link_free_s
 
     def is_copying(self, adapter: ServedAdapter) -> bool:
         """Return whether an adapter is being copied."""
-        return self._copied_s.get(id(adapter), 0.0) > self._clock.now_s()
+        return self._copied_s.get(adapter.version, 0.0) > self._clock.now_s()
 
     def evict(self, adapter: ServedAdapter) -> None:
         """Forget the copy of an adapter that gave its pages up."""
-        self._copied_s.pop(id(adapter), None)
+        self._copied_s.pop(adapter.version, None)
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
@@ -122,10 +125,10 @@ class SimulatedDevice:
                 pieces.append(SequenceChunk(count, sequence.cached, is_sampled))
                 continue
             self.prefetch([adapter])
-            there_s = max(there_s, self._copied_s[id(adapter)])
+            there_s = max(there_s, self._copied_s[adapter.version])
             rank = getattr(adapter, "rank", 0)
             pieces.append(
-                SequenceChunk(count, sequence.cached, is_sampled, False, id(adapter), rank)
+                SequenceChunk(count, sequence.cached, is_sampled, False, adapter.version, rank)
             )
         for unit, count in windows:
             assert isinstance(unit.whole, SimulatedPass)

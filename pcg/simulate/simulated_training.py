@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from pcg.parallel.costs.step_costs import SequenceChunk
 from pcg.runtime.model.load import Load
 from pcg.runtime.training.work_units import Backward, Forward, Pages, Release, WindowedPass, Work
+
+_JOBS = itertools.count(-1, -1)
+"""Numbers of the adapters that jobs train; versions of those that are served are positive."""
 
 
 class SimulatedPass(WindowedPass):
@@ -16,8 +20,8 @@ class SimulatedPass(WindowedPass):
         windows: the windows that went forward, each as the chunks of its sequences.
     """
 
-    def __init__(self, lengths: Sequence[int], layers: int, adapter: object, rank: int) -> None:
-        """Begin before the first token; an object stands for the adapter."""
+    def __init__(self, lengths: Sequence[int], layers: int, adapter: int, rank: int) -> None:
+        """Begin before the first token; a number that nothing else has stands for the adapter."""
         self.windows: list[list[SequenceChunk]] = []
         self.layers = layers
         self.layer = layers - 1
@@ -54,7 +58,7 @@ class SimulatedPass(WindowedPass):
         window: list[SequenceChunk] = []
         while tokens and self._place < len(self._lengths):
             count = min(tokens, self._lengths[self._place] - self._context)
-            context, adapter = self._context, id(self._adapter)
+            context, adapter = self._context, self._adapter
             window.append(SequenceChunk(count, context, False, True, adapter, self._rank))
             tokens -= count
             self._context += count
@@ -91,7 +95,7 @@ def simulated_steps(
     Returns:
         The number of steps.
     """
-    steps, adapter = 0, object()
+    steps, adapter = 0, next(_JOBS)
     for lengths in batches:
         yield Pages(lengths)
         whole = SimulatedPass(lengths, layers, adapter, rank)

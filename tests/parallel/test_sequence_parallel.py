@@ -153,6 +153,10 @@ def test_a_job_that_keeps_the_least() -> None:
     check_job("llama3", 2, sequence_parallel=True, memory_budget=0.0)
 
 
+def test_a_job_within_bytes_whose_layouts_are_weighed_with_them() -> None:
+    check_job("llama3", 2, sequence_parallel=True, memory_budget="45KB")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("name", FAMILIES)

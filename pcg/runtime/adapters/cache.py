@@ -25,6 +25,10 @@ class ServedAdapter(Protocol):
         """The name that requests use."""
 
     @property
+    def version(self) -> int:
+        """A number that no other adapter, and no other version of this one, has in the process."""
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of its tensors."""
 
@@ -67,24 +71,24 @@ class AdapterCache:
 
     def table(self, adapter: ServedAdapter) -> PageTable:
         """Return the pages of an adapter that is on the device."""
-        return self._residents[id(adapter)].table
+        return self._residents[adapter.version].table
 
     def has(self, adapter: ServedAdapter | None) -> bool:
         """Return True for an adapter on the device, and for None."""
-        return adapter is None or id(adapter) in self._residents
+        return adapter is None or adapter.version in self._residents
 
     def bring(self, adapter: ServedAdapter) -> bool:
         """Page an adapter in, evicting unused ones if need be; returns False if it does not fit."""
         if self.has(adapter):
-            if id(adapter) in self._idle:
-                self._idle.move_to_end(id(adapter))
+            if adapter.version in self._idle:
+                self._idle.move_to_end(adapter.version)
             return True
         need = self.pages_of(adapter)
         if not self.make_room(need):
             return False
         table = self._pool.open(f"adapter {adapter.name!r}")
         self._pool.extend(table, need, last=True)
-        self._residents[id(adapter)] = self._idle[id(adapter)] = _Resident(adapter, table)
+        self._residents[adapter.version] = self._idle[adapter.version] = _Resident(adapter, table)
         self.idle_pages += need
         self.on_page_in(adapter)
         return True
@@ -100,25 +104,25 @@ class AdapterCache:
     def use(self, adapter: ServedAdapter | None) -> None:
         """Count one more running request of an adapter."""
         if adapter is not None:
-            found = self._residents[id(adapter)]
+            found = self._residents[adapter.version]
             found.users += 1
-            if self._idle.pop(id(adapter), None) is not None:
+            if self._idle.pop(adapter.version, None) is not None:
                 self.idle_pages -= len(found.table.pages)
 
     def release(self, adapter: ServedAdapter | None) -> None:
         """Count one request less of an adapter."""
         if adapter is not None:
-            found = self._residents[id(adapter)]
+            found = self._residents[adapter.version]
             found.users -= 1
             if not found.users:
-                self._idle[id(adapter)] = found
+                self._idle[adapter.version] = found
                 self.idle_pages += len(found.table.pages)
 
     def forget(self, adapter: ServedAdapter) -> None:
         """Free the pages of a removed adapter, unless running requests still use them."""
-        found = self._residents.get(id(adapter))
+        found = self._residents.get(adapter.version)
         if found is not None and not found.users:
-            self._evict(id(adapter))
+            self._evict(adapter.version)
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if a resident has wrong pages, or is idle and used."""

@@ -105,7 +105,7 @@ class PaddedTables:
 
     def is_copying(self, adapter: Adapter) -> bool:
         """Return True while an adapter is being copied, so that a step that runs it would wait."""
-        return self._copies.is_under_way(id(adapter))
+        return self._copies.is_under_way(adapter.version)
 
     @torch.inference_mode(False)
     def order(self, adapters: Sequence[Adapter | None]) -> list[int]:
@@ -114,7 +114,7 @@ class PaddedTables:
         Slots are written again later, so this runs outside inference mode.
         """
         by_width: dict[int, list[Adapter]] = {}
-        wanted = {id(one): one for one in adapters if one is not None}
+        wanted = {one.version: one for one in adapters if one is not None}
         for key, adapter in wanted.items():
             place = self._places.get(key)
             width = self._width(adapter) if place is None else place[0]
@@ -127,7 +127,7 @@ class PaddedTables:
         # Comparing one int per sequence is faster than comparing its adapter's pair.
         in_order = sorted(wanted, key=self._places.__getitem__)
         turns = {key: turn for turn, key in enumerate(in_order)}
-        found = [-1 if one is None else turns[id(one)] for one in adapters]
+        found = [-1 if one is None else turns[one.version] for one in adapters]
         return sorted(range(len(adapters)), key=found.__getitem__)
 
     def _update_places(self) -> None:
@@ -149,7 +149,7 @@ class PaddedTables:
         start, chosen, merged = _merge(adapters, sizes)
         if not chosen:
             return self._none
-        key = (tuple(map(id, chosen)), start, tuple(merged))
+        key = (tuple(one.version for one in chosen), start, tuple(merged))
         if key not in self._bound:
             if len(self._bound) == _BOUND:
                 self._bound.clear()
@@ -165,7 +165,7 @@ class PaddedTables:
     def _bind(self, start: int, chosen: Sequence[Adapter], merged: Sequence[int]) -> BoundAdapters:
         found: dict[int, dict[int, int]] = {}
         for adapter, size in zip(chosen, merged, strict=True):
-            width, place = self._places[id(adapter)]
+            width, place = self._places[adapter.version]
             found.setdefault(width, {})[place] = size
         by_width = []
         for width, by_place in found.items():

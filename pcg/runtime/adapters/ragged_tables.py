@@ -122,7 +122,7 @@ class RaggedTables(PaddedTables):
 
     @torch.inference_mode(False)
     def order(self, adapters: Sequence[Adapter | None]) -> list[int]:
-        wanted = list({id(one): one for one in adapters if one is not None}.values())
+        wanted = list({one.version: one for one in adapters if one is not None}.values())
         if self.lora is not None and self.lora.admit(wanted):
             self._bound.clear()
         return super().order(adapters)

@@ -71,7 +71,7 @@ class OwnRowAllocator:
             self._free.add(held, more)
         start = self._free.fitting(units)
         self._free.take(start, units)
-        self._runs[id(adapter)] = start, units
+        self._runs[adapter.version] = start, units
         first = start * _UNIT
         found = []
         for rows, size in shapes:
@@ -81,11 +81,11 @@ class OwnRowAllocator:
 
     def write(self, adapter: Adapter, matrices: Sequence[Tensor]) -> None:
         flat = _joined(matrices, self.memory.dtype)
-        first = self._runs[id(adapter)][0] * _UNIT
+        first = self._runs[adapter.version][0] * _UNIT
         self.memory[first : first + len(flat)].copy_(flat)
 
     def holds(self, adapter: Adapter) -> bool:
-        return id(adapter) in self._runs
+        return adapter.version in self._runs
 
     def drop(self, key: int) -> None:
         run = self._runs.pop(key, None)
@@ -115,11 +115,11 @@ class PagedRowAllocator:
         for i, row, count, page, offset in _packed(shapes, page_size):
             starts = offset + shapes[i][1] * torch.arange(count)
             found[i][row : row + count] = table.pages[page] * page_size + starts
-        self._tables[id(adapter)] = table
+        self._tables[adapter.version] = table
         return found
 
     def write(self, adapter: Adapter, matrices: Sequence[Tensor]) -> None:
-        pages = self._tables[id(adapter)].pages
+        pages = self._tables[adapter.version].pages
         image = torch.empty((len(pages), self._pages.shape[1]), dtype=self._pages.dtype)
         shapes = [matrix.shape for matrix in matrices]
         for i, row, count, page, offset in _packed(shapes, image.shape[1]):
@@ -129,7 +129,7 @@ class PagedRowAllocator:
         self._pages[torch.tensor(pages, dtype=torch.int64, device=device)] = image.to(device)
 
     def holds(self, adapter: Adapter) -> bool:
-        return self._tables.get(id(adapter)) is self._table(adapter)
+        return self._tables.get(adapter.version) is self._table(adapter)
 
     def drop(self, key: int) -> None:
         self._tables.pop(key, None)

@@ -77,7 +77,7 @@ class RowMemory:
         return self._allocator.memory.itemsize
 
     def slot(self, adapter: Adapter) -> int:
-        return self._slots[id(adapter)]
+        return self._slots[adapter.version]
 
     def prefetch(self, wanted: Sequence[Adapter]) -> bool:
         """Begin to copy adapters that run next, in turn, into memory that no running one needs.
@@ -85,9 +85,9 @@ class RowMemory:
         It returns True if any adapter got or lost memory.
         """
         moved = self._finish_copies()
-        kept = self._running | set(map(id, wanted))
+        kept = self._running | {one.version for one in wanted}
         for adapter in wanted:
-            key = id(adapter)
+            key = adapter.version
             if key in self._copying or self._has(adapter):
                 continue
             self._drop(key)
@@ -100,7 +100,7 @@ class RowMemory:
         return moved
 
     def is_copying(self, adapter: Adapter) -> bool:
-        return self._copies.is_under_way(id(adapter))
+        return self._copies.is_under_way(adapter.version)
 
     def close(self) -> None:
         """Wait for copies, and write nothing from now on."""
@@ -111,15 +111,15 @@ class RowMemory:
 
         Others stay as long as nobody needs their memory.
         """
-        self._running = set(map(id, wanted))
+        self._running = {one.version for one in wanted}
         came = self._finish_copies()
         new = []
         for adapter in wanted:
             if self._has(adapter):
                 # Slots are in the order of last use.
-                self._slots[id(adapter)] = self._slots.pop(id(adapter))
+                self._slots[adapter.version] = self._slots.pop(adapter.version)
             else:
-                self._drop(id(adapter))
+                self._drop(adapter.version)
                 new.append(adapter)
         for adapter in new:
             self._bring(adapter)
@@ -127,7 +127,7 @@ class RowMemory:
 
     def forget(self, adapter: Adapter) -> None:
         """Free an adapter's memory: it has changed, or is gone."""
-        self._drop(id(adapter))
+        self._drop(adapter.version)
 
     def shapes(self, adapter: Adapter) -> list[tuple[int, int]]:
         """Return rows and elements of an adapter's matrices, in the order of the tables.
@@ -182,7 +182,7 @@ class RowMemory:
         )
 
     def _has(self, adapter: Adapter) -> bool:
-        return id(adapter) in self._slots and self._allocator.holds(adapter)
+        return adapter.version in self._slots and self._allocator.holds(adapter)
 
     def _bring(self, adapter: Adapter) -> None:
         """Copy an adapter now."""
@@ -191,7 +191,7 @@ class RowMemory:
         place = self._place(adapter, self._running, grows=True)
         assert place is not None
         self._write(adapter, place)
-        self._slots[id(adapter)] = place.slot
+        self._slots[adapter.version] = place.slot
 
     def _place(self, adapter: Adapter, kept: set[int], *, grows: bool) -> _Place | None:
         """Reserve memory for an adapter, evicting others but those kept; None if there is none."""

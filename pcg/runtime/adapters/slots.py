@@ -43,14 +43,14 @@ class AdapterSlots:
         It returns True if any adapter got or lost a slot.
         """
         moved = self._finish_copies()
-        kept = self._running | self._copying.keys() | set(map(id, wanted))
+        kept = self._running | self._copying.keys() | {one.version for one in wanted}
         room = min(len(self._slots), len(self._running) + _SPARE_SLOTS)
         for adapter in wanted:
-            key = id(adapter)
+            key = adapter.version
             if key in self.places or key in self._copying:
                 continue
             free = (
-                p for p in range(room) if (one := self._slots[p]) is None or id(one) not in kept
+                p for p in range(room) if (one := self._slots[p]) is None or one.version not in kept
             )
             place = next(free, None)
             if place is None:
@@ -62,9 +62,9 @@ class AdapterSlots:
 
     def admit(self, wanted: Sequence[Adapter]) -> bool:
         """Give the adapters that run, each once, slots; returns True if any got one."""
-        self._running = set(map(id, wanted))
+        self._running = {one.version for one in wanted}
         came = self._finish_copies()
-        found = [(one, self.places.get(id(one))) for one in wanted]
+        found = [(one, self.places.get(one.version)) for one in wanted]
         taken = {place for _, place in found if place is not None}
         coming = set(self._copying.values())
         free = (p for p in range(len(wanted) + len(coming)) if p not in taken | coming)
@@ -101,7 +101,7 @@ class AdapterSlots:
         for adapter, place in moves:
             self.forget(adapter)
             self._clear(place)
-            self._slots[place], self.places[id(adapter)] = adapter, place
+            self._slots[place], self.places[adapter.version] = adapter, place
         fit = len(self._slots) == known and all(
             self._put(adapter, place) for adapter, place in moves
         )
@@ -130,11 +130,11 @@ class AdapterSlots:
 
     def forget(self, adapter: Adapter) -> bool:
         """Free an adapter's slot; returns True if it had one."""
-        coming = self._copying.pop(id(adapter), None)
+        coming = self._copying.pop(adapter.version, None)
         if coming is not None:
-            self._copies.take(id(adapter))
+            self._copies.take(adapter.version)
             self._slots[coming] = None
-        place = self.places.pop(id(adapter), None)
+        place = self.places.pop(adapter.version, None)
         if place is not None:
             self._slots[place] = None
         return place is not None

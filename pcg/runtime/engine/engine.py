@@ -126,7 +126,8 @@ class Engine(EngineLoop):
         tables = state.serving.tables
         page_bytes = bytes_of_page(kv_types(state.serving.runner.model))
         needs = [pages_for(r.length + r.params.max_new_tokens) for r in requests]
-        adapters = {id(r.adapter): cast(Adapter, r.adapter) for r in requests if r.adapter}
+        served = (cast(Adapter, r.adapter) for r in requests if r.adapter)
+        adapters = {adapter.version: adapter for adapter in served}
         sizes = [tables.pages_of(adapter, page_bytes) for adapter in adapters.values()]
         most = max(max(needs, default=1) + max(sizes, default=0), KV_CACHE_BYTES // page_bytes)
         pages = min(max(needs, default=1) * len(needs) + sum(sizes), most)

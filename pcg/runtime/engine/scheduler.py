@@ -305,14 +305,14 @@ class Scheduler:
         room = self.pool.free + self.adapters.idle_pages - len(self.running)
         for sequence in in_turn:
             adapter = sequence.request.adapter
-            is_new = adapter is not None and id(adapter) not in there
+            is_new = adapter is not None and adapter.version not in there
             room -= pages_for(sequence.length)
             room -= self.adapters.pages_of(adapter) if is_new else 0
             if room < 0:
                 break
             if adapter is not None and is_new:
                 self.adapters.bring(adapter)
-                there[id(adapter)] = adapter
+                there[adapter.version] = adapter
         if there:
             self.prefetch(list(there.values()))
 

@@ -1,26 +1,43 @@
-"""The C library's allocator, told to give freed tensors back to the system.
+"""The C library's allocator, told to give freed memory back to the system.
 
 A step's tensors come and go in many sizes. By default glibc puts those below 32 MiB into one heap,
 and raises that bound as it sees them freed; the heap keeps what was freed, in holes that the next
-tensor may not fit. So a process that trains within a plan has up to three times the plan's memory.
-Above a fixed threshold each tensor is a mapping of its own, which is gone once it is freed:
+tensor may not fit, not even one of equal size, as torch aligns tensors. So a process that trains
+within a plan has up to three times the plan's memory. There are two ways to less:
 
-    resident memory over a step  =  the floor before it + the bytes that are alive
+`return_freed_memory`: above a fixed threshold each tensor is a mapping of its own, gone once it is
+freed. Resident memory is the floor before a step + the bytes that are alive, but each tensor takes
+fresh pages, which the kernel zeroes: half as long again for a step. So this is for those who ask
+for less memory, by a budget below 1.
 
-The price is that fresh pages are zeroed by the kernel, half as long again for a step, so this
-is for those who ask for less memory, by a budget below 1. `benchmarks/bench_peak.py` measures both.
+`FreedMemory`: the heap is looked at before each product of a step, and the pages of all holes go
+back to the system (malloc_trim) as soon as
+
+    resident bytes of the heap  >  (1 + SLACK) * the most bytes that were in use at once so far
+
+Most holes are filled before, so that a step takes a seventh of those fresh pages. Between two looks
+holes of a few tensors come up: little beside what a budget of 1 saves, a fifth of what 0 does.
+
+`benchmarks/bench_peak.py` measures the memory, the seconds and the fresh pages.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import os
 import platform
 from collections.abc import Mapping
+from typing import Any
+
+from pcg.kernels.torch.products import ProductRequest, Result
 
 THRESHOLD_BYTES = 128 * 2**10
 """The least size of a tensor with a mapping of its own: where glibc starts, before it raises it."""
+
+SLACK = 0.08
+"""The share of the most bytes in use that holes may take beside; more makes fewer fresh pages."""
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -51,3 +68,84 @@ def is_set_by(environment: Mapping[str, str]) -> bool:
     tunables = environment.get("GLIBC_TUNABLES", "")
     named = any(name in environment for name in _OWN_SETTINGS)
     return named or any(name in tunables for name in _OWN_TUNABLES)
+
+
+class FreedMemory:
+    """Gives what this process has freed back to the system, once it is too much.
+
+    Nothing happens where the C library is not glibc 2.33 or newer.
+    """
+
+    def __init__(self) -> None:
+        self._libc = _glibc()
+        self._most = 0
+        if self._libc is not None:
+            self._libc.malloc_trim(0)
+            self._floor = self._used_bytes()
+            self._base = _anonymous_bytes() - self._floor
+
+    def between(self, requests: ProductRequest[Result]) -> ProductRequest[Result]:
+        """Do as a function that requests products does, and look at the memory at each."""
+        if self._libc is None:
+            return (yield from requests)
+        try:
+            while True:
+                product = next(requests)
+                self.look()
+                yield product
+        except StopIteration as end:
+            result: Result = end.value
+        self.look()
+        return result
+
+    def look(self) -> None:
+        """Give back what is freed if it is too much beside what is in use."""
+        if self._libc is None or self._is_within(held := self._held_bytes()):
+            return
+        self._most = max(self._most, self._used_bytes() - self._floor)
+        if not self._is_within(held):
+            self._libc.malloc_trim(0)
+            # What does not go back is no part of the heap's holes.
+            self._base = _anonymous_bytes() - self._used_bytes()
+
+    def _is_within(self, held_bytes: int) -> bool:
+        return held_bytes <= self._most * (1 + SLACK)
+
+    def _held_bytes(self) -> int:
+        """Return the resident bytes of tensors and holes, beyond those in use at the beginning."""
+        return _anonymous_bytes() - self._base - self._floor
+
+    def _used_bytes(self) -> int:
+        found = self._libc.mallinfo2()
+        return int(found.uordblks + found.hblkhd)
+
+
+class _Mallinfo2(ctypes.Structure):
+    """What mallinfo2(3) returns: `uordblks` are used bytes of heaps, `hblkhd` those of mappings."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+@functools.cache
+def _glibc() -> Any:
+    """Return the C library if it is glibc 2.33 or newer, and its malloc the process's; or None."""
+    if platform.libc_ver()[0] != "glibc":
+        return None
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2") or not os.path.exists("/proc/self/statm"):
+        return None
+    library.mallinfo2.restype = _Mallinfo2
+    return library if library.mallinfo2().uordblks else None
+
+
+def _anonymous_bytes() -> int:
+    """Return this process's resident bytes that are not of files, by proc(5)."""
+    with open("/proc/self/statm", "rb") as statm:
+        fields = statm.read().split()
+    return (int(fields[1]) - int(fields[2])) * mmap.PAGESIZE

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from pcg.ir.program.program import Training, python_name
-from pcg.kernels.torch.products import ProductRequest
+from pcg.kernels.torch.products import ProductRequest, Result
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.peft.adapter import Adapter
 from pcg.peft.prompt_encoder import EncodedTraining
 from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.data.example import IGNORED, Example
+from pcg.runtime.memory.host_allocator import FreedMemory
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.runner import LayerInputs, is_sequence_parallel, load_functions
@@ -43,14 +44,17 @@ class BoundTraining:
         adapter: Adapter,
         ranks: Ranks = SINGLE_RANK,
         training_for: Callable[[tuple[int, int]], Training] | None = None,
+        freed: FreedMemory | None = None,
     ) -> None:
         """Bind an adapter.
 
         Args:
             training_for: returns the program for a step of so many sequences of so many tokens;
                 None to train all steps by `training`.
+            freed: gives what steps free back to the system; None if nothing has to.
         """
         self.training = training
+        self._freed = freed
         self._training_for = training_for
         self.weights = weights
         self.adapter = adapter
@@ -155,13 +159,10 @@ class BoundTraining:
         batch.layer = layer
         forward = self._functions[training.plans[training.layers[layer]].forward.name]
         graph = training.model.blocks[training.model.layers[layer]]
-        result: tuple[Sequence[Tensor], Sequence[Tensor]] = yield from forward(
-            self.weights.layers[layer],
-            self._layers[layer],
-            batch,
-            *carried,
-            *self._inputs.of(graph, shared),
-        )
+        inputs = (*carried, *self._inputs.of(graph, shared))
+        requests = forward(self.weights.layers[layer], self._layers[layer], batch, *inputs)
+        del inputs
+        result: tuple[Sequence[Tensor], Sequence[Tensor]] = yield from self._watched(requests)
         return result
 
     def loss(
@@ -182,6 +183,8 @@ class BoundTraining:
             batch.chosen = chunk.rows
             part = [chunk.of_own(x) for x in carried] + [chunk.of_whole(x) for x in shared]
             arguments = (self.weights.epilogue, self._outer, batch, *part, chunk.targets)
+            if self._freed is not None:
+                self._freed.look()
             if weight is None:
                 total += self._functions["epilogue_loss"](*arguments).sum(dtype=torch.float64)
                 continue
@@ -206,9 +209,10 @@ class BoundTraining:
         if plan.backward is None:
             return []
         batch.layer = layer
-        below, trained = yield from self._functions[plan.backward.name](
+        requests = self._functions[plan.backward.name](
             self.weights.layers[layer], self._layers[layer], batch, saved, gradients
         )
+        below, trained = yield from self._watched(requests)
         self._accumulate(self._layers[layer], plan.trained, trained)
         return list(below)
 
@@ -222,6 +226,9 @@ class BoundTraining:
             self.weights.prologue, self._first, batch, gradients, batch.input_ids, batch.positions
         )
         self._accumulate(self._first, training.prologue_trained, trained)
+
+    def _watched(self, requests: ProductRequest[Result]) -> ProductRequest[Result]:
+        return requests if self._freed is None else self._freed.between(requests)
 
     def _accumulate(self, bound: object, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
         taken: set[int] = set()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pcg.peft.adapter import Adapter
 from pcg.runtime.data.example import IGNORED, Example
-from pcg.runtime.memory.host_allocator import return_freed_memory
+from pcg.runtime.memory.host_allocator import FreedMemory, return_freed_memory
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.training_pass import pass_through
@@ -79,18 +79,21 @@ def training_runner(state: ModelState, adapter: Adapter, windows: bool = False) 
     """Return a runner that trains an adapter, which need not be one of the state's.
 
     With `windows`, sequences go through the KV cache window by window, not as wholes. On the CPU,
-    where less memory is asked for than a budget of 1, what this process frees goes back to the
-    system from now on, so that memory is as planned. A step that would save more
-    than a memory budget in bytes is planned again.
+    what its steps free goes back to the system, so that memory is as planned: by a budget of 1 once
+    it is too much; by a smaller one, all that this process frees, from now on. A step that would
+    save more than a memory budget in bytes is planned again.
 
     Raises:
         UnsupportedError: the adapter's encoder was not saved with it.
     """
     budget = state.program.options.budget
-    if state.device.type == "cpu" and budget.share != 1.0:
+    freed = None
+    if state.device.type == "cpu" and budget.share == 1.0:
+        freed = FreedMemory()
+    elif state.device.type == "cpu":
         return_freed_memory()
     training = state.training(adapter, windows)
     weights = state.weight_store.bind(training.model)
     is_promise = budget.size_bytes is not None
     training_for = partial(state.training, adapter, windows) if is_promise else None
-    return TrainingRunner(training, weights, adapter, state.ranks, training_for)
+    return TrainingRunner(training, weights, adapter, state.ranks, training_for, freed)

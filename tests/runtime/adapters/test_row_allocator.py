@@ -61,7 +61,7 @@ def test_a_room_of_their_own(every: list[list[tuple[int, int]]], gone: int) -> N
         assert room.holds(one)
         check(room.memory, starts, found)
     one, found = there[gone % len(there)]
-    room.drop(id(one))
+    room.drop(one.version)
     assert not room.holds(one)
     check(room.memory, put(room, one, found), found)
 
@@ -76,7 +76,7 @@ def test_a_memory_that_is_in_use_does_not_grow() -> None:
     assert room.memory is memory
 
     def drop() -> bool:
-        room.drop(id(first))
+        room.drop(first.version)
         return True
 
     assert room.reserve(second, [(400, 64)], drop, grows=False) is not None
@@ -89,11 +89,11 @@ def test_pages(every: list[list[tuple[int, int]]], draw: st.DataObject) -> None:
     order = draw.draw(st.permutations(range(sum(needs) + 2)))
     pages = torch.zeros((len(order), 4 * PAGE), dtype=torch.uint8)
     tables: dict[int, PageTable] = {}
-    room = PagedRowAllocator(pages, lambda one: tables[id(one)], torch.float32)
+    room = PagedRowAllocator(pages, lambda one: tables[one.version], torch.float32)
     there = []
     for seed, (shapes, need) in enumerate(zip(every, needs, strict=True)):
         one, found = adapter(), made(shapes, seed)
-        tables[id(one)] = table = PageTable("a")
+        tables[one.version] = table = PageTable("a")
         table.pages, order = list(order[:need]), order[need:]
         there.append((one, found, put(room, one, found), {*table.pages}))
     for one, found, firsts, own in there:
@@ -105,7 +105,7 @@ def test_pages(every: list[list[tuple[int, int]]], draw: st.DataObject) -> None:
             assert own.issuperset((starts // PAGE).tolist())
     # Brought again, to whatever pages, it is written again.
     one = there[0][0]
-    tables[id(one)] = PageTable("a", pages=list(tables[id(one)].pages))
+    tables[one.version] = PageTable("a", pages=list(tables[one.version].pages))
     assert not room.holds(one)
 
 

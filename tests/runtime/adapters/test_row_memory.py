@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -107,6 +109,22 @@ def test_who_is_idle_gives_way_before_the_memory_grows() -> None:
         lora.admit(ADAPTERS[first : first + 3])
         check(lora, ADAPTERS[first : first + 3])
     assert lora.size_bytes == settled
+
+
+def test_an_adapter_at_the_address_of_one_that_is_gone() -> None:
+    """Rows are kept by an adapter's version, which no other adapter ever has."""
+    lora, others = memory(), []
+    gone: Adapter | None = replace(ADAPTERS[0])
+    lora.admit([gone])
+    address = id(gone)
+    gone = None
+    for _ in range(1000):
+        others.append(replace(ADAPTERS[3]))
+        if id(others[-1]) == address:
+            break
+    assert id(others[-1]) == address
+    lora.admit([others[-1]])
+    check(lora, [others[-1]])
 
 
 def test_a_removed_adapter_is_read_anew() -> None:

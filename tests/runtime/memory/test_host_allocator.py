@@ -1,4 +1,4 @@
-"""The allocator's thresholds: a step's resident memory is what its plan says."""
+"""Freed memory goes back to the system: a step's resident memory is what its plan says."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from pcg.runtime.memory.host_allocator import is_set_by
+from pcg.kernels.torch.products import Product, ProductRequest
+from pcg.runtime.memory import host_allocator
+from pcg.runtime.memory.host_allocator import FreedMemory, is_set_by
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "bench_peak.py"
+HOLES = 1600
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="thresholds of glibc's malloc")
@@ -39,3 +43,35 @@ def test_resident_memory_of_a_step_is_as_predicted() -> None:
 )
 def test_thresholds_of_the_environment_stay(environment: dict[str, str], is_set: bool) -> None:
     assert is_set_by(environment) == is_set
+
+
+@pytest.mark.skipif(host_allocator._glibc() is None, reason="glibc 2.33 or newer")
+def test_holes_go_back_once_they_are_too_much() -> None:
+    """Those between blocks that stay are too small for what comes next; none is a mapping."""
+    freed = FreedMemory()
+    blocks = [torch.ones(2**16, dtype=torch.uint8) for _ in range(HOLES)]
+    freed.look()
+    full = host_allocator._anonymous_bytes()
+    del blocks[::2]
+    larger = [torch.ones(100_000, dtype=torch.uint8) for _ in range(HOLES // 4)]
+    before = host_allocator._anonymous_bytes()
+    freed.look()
+    after = host_allocator._anonymous_bytes()
+    assert before > full + 20 * 2**20
+    assert after < full + 10 * 2**20
+    del blocks, larger
+
+
+def test_a_function_that_is_looked_at_requests_and_returns_the_same() -> None:
+    requested: list[Product] = [object(), object()]  # type: ignore[list-item]
+
+    def function() -> ProductRequest[str]:
+        yield from requested
+        return "done"
+
+    def outcome(requests: ProductRequest[str]) -> ProductRequest[None]:
+        results.append((yield from requests))
+
+    results: list[str] = []
+    assert list(outcome(FreedMemory().between(function()))) == requested
+    assert results == ["done"]
