@@ -50,6 +50,7 @@ REQUIREMENTS = (
     Requirement("sympy", "formulas"),
     Requirement("networkx", "graphs"),
     Requirement("numpy", "arrays"),
+    Requirement("regex", "names of modules"),
     Requirement("matplotlib", "plots", ">=3.10"),
     Requirement("rich", "tables"),
     Requirement("typer", "this command"),

@@ -239,16 +239,14 @@ class EngineLoop:
             self.device.check_alive()
         except Exception:
             raise error from None
-        (culprit,) = ran
-        if isinstance(culprit, Sequence):
-            self._fail(culprit, error)
+        if isinstance(ran[0], Sequence):
+            self._fail(ran[0], error)
         else:
-            culprit.fail(error)
-            self.jobs.settle(culprit)
+            ran[0].fail(error)
+            self.jobs.settle(ran[0])
 
-    def _fail(self, sequence: Sequence, error: Exception) -> None:
-        failed = as_pcg_error(error, sequence.id, GenerationError)
-        self._end(sequence, State.FAILED, Kind.FAILED, failed)
+    def _fail(self, one: Sequence, error: Exception) -> None:
+        self._end(one, State.FAILED, Kind.FAILED, as_pcg_error(error, one.id, GenerationError))
 
     def _time_out(self, now: float) -> None:
         while self._timeouts and self._timeouts[0][0] < now:
