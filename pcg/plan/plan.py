@@ -75,6 +75,7 @@ def plan(given: PlanArguments) -> MachinePlan:
         workload=workload,
         costs={device.gpu.name: _source(device.model, given.costs) for device in devices},
         planned_for=search.planned_for,
+        tpot_slo_s=wanted.tpot_slo_s,
         own_costs=None if given.costs is None else str(given.costs),
         candidates=len(found),
         kept=len(kept),

@@ -31,6 +31,7 @@ class PlanData:
         chosen: the cheapest that keeps all promises, of these the best; None if none does.
         closest: the one that breaks its promises least, if none keeps them.
         refused: reasons why degrees cannot be, by degree.
+        tpot_slo_s: the promise of the time per output token; None for none.
     """
 
     model: str
@@ -47,6 +48,7 @@ class PlanData:
     chosen: Candidate | None
     closest: Candidate | None
     refused: Mapping[int, str]
+    tpot_slo_s: float | None
 
     def command(self, candidate: Candidate) -> str:
         """Return the command that starts one replica of a candidate.
@@ -86,6 +88,11 @@ class PlanData:
         if self.workload.serving is not None:
             notes.append("latencies are means of a steady state; bursts are not in them")
         if both:
+            if self.tpot_slo_s is None:
+                notes.append(
+                    "finetuning takes all time until --max-num-seqs requests run at once: without "
+                    "--tpot-slo-ms nothing bounds TPOT but that"
+                )
             notes.append("each replica trains an adapter of its own; tokens are those of all")
         if self.planned_for is not None and any(one.machine.tp > 1 for one in self.front):
             notes.append(f"over ranks, adapters are parallelized for {self.planned_for}")

@@ -8,10 +8,12 @@ import pytest
 import transformers
 
 import pcg.compiler as compiler
+from pcg.parallel.ranks.group import Ranks
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
-from tests.support import oracle
+from tests.support import oracle, ranked
+from tests.support.threads import run_ranks
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -70,3 +72,19 @@ def test_losses_fall_as_they_do_without(run: Any) -> None:
     assert lossy != exact
     assert sum(lossy[-4:]) / 4 < 0.6 * lossy[0]
     assert sum(lossy[-4:]) == pytest.approx(sum(exact[-4:]), rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_losses_over_ranks_are_those_of_one(sequence_parallel: bool) -> None:
+    def losses(degree: int, **options: Any) -> tuple[float, ...]:
+        program = ranked.make_program("llama3", degree, lossy_activations="fp8", **options)
+
+        def run(ranks: Ranks | None = None) -> tuple[float, ...]:
+            made = ranked.make_executor(program, "llama3", ranks)
+            return made.finetune(ranked.EXAMPLES, "a", **ranked.JOB).losses
+
+        return run() if degree == 1 else run_ranks(degree, run)[0]
+
+    found = losses(2, sequence_parallel=sequence_parallel)
+    assert found == pytest.approx(losses(1), rel=2e-3)  # blocks of parts round otherwise
