@@ -121,7 +121,7 @@ class FreedMemory:
 
 
 class _Mallinfo2(ctypes.Structure):
-    """The structure of mallinfo2(3): `uordblks` are used bytes of heaps, `hblkhd` those of mappings."""
+    """The numbers of mallinfo2(3): `uordblks` are used bytes of heaps, `hblkhd` of mappings."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
