@@ -32,7 +32,7 @@ REQUESTS = {
     Kind.SUBMITTED: {Kind.REFUSED, Kind.ADMITTED, Kind.CANCELLED, Kind.TIMED_OUT},
     Kind.ADMITTED: {Kind.TOKEN, Kind.PREEMPTED, Kind.CANCELLED, Kind.TIMED_OUT},
     Kind.TOKEN: {Kind.TOKEN, Kind.FINISHED, Kind.PREEMPTED, Kind.CANCELLED, Kind.TIMED_OUT},
-    Kind.PREEMPTED: {Kind.ADMITTED, Kind.CANCELLED, Kind.TIMED_OUT},
+    Kind.PREEMPTED: {Kind.ADMITTED, Kind.CANCELLED, Kind.TIMED_OUT, Kind.FAILED},
 }
 JOBS = {
     None: {Kind.QUEUED},
@@ -97,7 +97,8 @@ class EngineLife:
         self.resident: Counter[str] = Counter()
         self.time_s = 0.0
         self._jobs = 0
-        self.engine.log.listen(self._hear)
+        self._wrong: AssertionError | None = None
+        self.engine.log.listen(self._listen)
 
     # --------------------------------------------------------------------------- operations
 
@@ -147,13 +148,14 @@ class EngineLife:
             getattr(self.engine, f"{how}_job")(job.name)
 
     def fail(self) -> None:
-        """A step whose device breaks down once it has written something."""
+        """A step whose device breaks down once it has written something.
+
+        What ran in it runs alone next, or is dropped if it was alone.
+        """
         self._contents.fails = True
-        try:
-            self.step()
-        except RowContents.Failure:
-            self.check()
+        self.engine.step()
         self._contents.fails = False
+        self.check()
 
     def step(self) -> None:
         before = self.engine.clock.now_s()
@@ -216,6 +218,9 @@ class EngineLife:
     # --------------------------------------------------------------------------- what holds
 
     def check(self) -> None:
+        wrong = self._wrong or self._contents.wrong
+        if wrong is not None:
+            raise wrong
         self.engine.check_integrity()
         scheduler = self.engine.scheduler
         assert len(scheduler.running) <= scheduler.limits.running
@@ -223,6 +228,13 @@ class EngineLife:
         assert there == set(self.wanted)
         for sequence in (*scheduler.waiting, *scheduler.running):
             assert len(sequence.generated) == self.came[sequence.id]
+
+    def _listen(self, event: Event) -> None:
+        """Keep what is wrong with an event for `check`: the log drops a listener that raises."""
+        try:
+            self._hear(event)
+        except AssertionError as error:
+            self._wrong = self._wrong or error
 
     def _hear(self, event: Event) -> None:
         kind, subject = event.kind, event.subject
@@ -248,5 +260,5 @@ class EngineLife:
         if kind is Kind.FINISHED:
             self.finished += 1
             assert self.came[subject] == self.wanted[subject], "a token is lost"
-        if kind in (Kind.FINISHED, Kind.CANCELLED, Kind.TIMED_OUT):
+        if kind in (Kind.FINISHED, Kind.CANCELLED, Kind.TIMED_OUT, Kind.FAILED):
             del self.wanted[subject]

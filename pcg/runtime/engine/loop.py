@@ -162,8 +162,7 @@ class EngineLoop:
         """Run one step; returns the new chunks, and those of requests that ended since the last."""
         now = self.clock.now_s()
         self._time_out(now)
-        suspect = self._suspects.current
-        plan = self._plan(now, suspect)
+        suspect, plan = self._plan(now)
         for sequence in plan.admitted:
             self._note(Kind.ADMITTED, sequence.id)
         step = Step(
@@ -192,7 +191,8 @@ class EngineLoop:
                 self.log.add(*(Event(started, Kind.PREEMPTED, one.id) for one in abandoned))
                 if not (self.device.fails_alike and isinstance(error, Exception)):
                     raise
-                self._isolate(plan, windows, error)
+                jobs: list[Sequence | Job] = [job for job, _, _ in windows]
+                self._isolate([*(one for one, _ in plan.chunks), *jobs], error)
                 return self._taken_chunks()
             took = self.clock.now_s() - started
             if self._latencies is not None:
@@ -214,23 +214,23 @@ class EngineLoop:
         chunks, self._chunks = self._chunks, []
         return chunks
 
-    def _plan(self, now: float, suspect: Sequence | Job | None) -> StepPlan:
-        """Plan what is served: all, the one sequence that runs alone, or nothing beside a job."""
+    def _plan(self, now: float) -> tuple[Sequence | Job | None, StepPlan]:
+        """Return what has to run alone, if anything, and what is served."""
+        suspect, plan = self._suspects.current, StepPlan()
         if isinstance(suspect, Sequence):
-            return self.scheduler.plan_alone(suspect, now)
-        if suspect is not None or not self.sharing.serves(self.jobs.have_work):
-            return StepPlan()
-        return self.scheduler.plan(now)
+            plan = self.scheduler.plan_alone(suspect, now)
+            if not plan.chunks:  # there is no room for it now
+                self._suspects.ran(suspect, has_tokens=False)
+                suspect = None
+        if suspect is None and self.sharing.serves(self.jobs.have_work):
+            plan = self.scheduler.plan(now)
+        return suspect, plan
 
-    def _isolate(
-        self, plan: StepPlan, windows: List[tuple[Job, Forward, int]], error: Exception
-    ) -> None:
+    def _isolate(self, ran: List[Sequence | Job], error: Exception) -> None:
         """Drop what failed alone, or run everything alone that ran in a failed step.
 
         The error is raised again where the device runs nothing any more.
         """
-        ran: list[Sequence | Job] = [one for one, _ in plan.chunks]
-        ran += [job for job, _, _ in windows]
         self.worked = True
         if len(ran) > 1:
             self._suspects.add(ran)

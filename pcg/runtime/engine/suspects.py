@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from pcg.runtime.engine.jobs import Job
+from pcg.runtime.engine.jobs import Job, JobState
 from pcg.runtime.engine.sequence import Sequence
+from pcg.runtime.training.work_units import Forward
 
 
 class Suspects:
@@ -21,8 +22,8 @@ class Suspects:
 
     @property
     def current(self) -> Sequence | Job | None:
-        """The one that runs alone now; those that are over are left out."""
-        while self._waiting and self._waiting[0].is_over:
+        """The one that runs alone now; those that have nothing to run forward are left out."""
+        while self._waiting and not _goes_forward(self._waiting[0]):
             self._waiting.popleft()
         return self._waiting[0] if self._waiting else None
 
@@ -41,3 +42,9 @@ class Suspects:
         is_within_prompt = isinstance(suspect, Sequence) and has_tokens and suspect.pending > 1
         if not is_within_prompt:
             self._waiting.popleft()
+
+
+def _goes_forward(one: Sequence | Job) -> bool:
+    if isinstance(one, Sequence):
+        return not one.is_over
+    return isinstance(one.unit, Forward) and one.state is JobState.RUNNING

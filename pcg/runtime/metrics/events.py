@@ -11,7 +11,7 @@ Kinds by subject:
     requests   submitted → refused
                submitted → admitted → token … → finished
                admitted or submitted → cancelled | timed_out | failed
-               admitted → preempted → admitted
+               admitted → preempted → admitted | failed
     jobs       queued → started → stepped … → completed | cancelled | failed
                started → paused → resumed;  published between
     adapters   paged_in, evicted

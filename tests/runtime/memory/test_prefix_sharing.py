@@ -218,8 +218,7 @@ def test_what_a_failed_step_wrote_is_not_read(monkeypatch: pytest.MonkeyPatch) -
             raise RuntimeError("the device broke down")
 
         patched.setattr(ours.engine.device, "start", failing)
-        with pytest.raises(RuntimeError, match="broke down"):
-            ours.engine.step()
+        assert ours.engine.step() == []
     ours.engine.check_integrity()
     prefixes = ours.engine.scheduler.prefixes
     assert prefixes is not None

@@ -225,7 +225,7 @@ def test_arguments_that_disagree():
         ({"top_p": 0.0}, r"top_p=0\.0; use a finite number in \(0, 1\]"),
         ({"top_p": 1.1}, "top_p=1.1"),
         ({"min_p": -0.1}, r"min_p=-0\.1; use a finite number in \[0, 1\]"),
-        ({"repetition_penalty": 0.0}, r"repetition_penalty=0\.0; .* \(0, inf\)"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty=0\.0; .* \[0\.01, 100\]"),
         ({"seed": -1}, "seed=-1"),
         ({"seed": 2**63}, "at most 9223372036854775807"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
