@@ -126,6 +126,8 @@ class Executor:
     ) -> Completion | list[Completion] | Iterator[Chunk]:
         """Continue prompts, each with its own adapter, in one batch without padding.
 
+        While an engine runs on a thread, that engine serves them, and chunks come prompt by prompt.
+
         Args:
             prompts: one text, texts, or lists of token ids.
             adapter: one name for all, a name for each prompt, or None for the base.
@@ -136,7 +138,9 @@ class Executor:
         Returns:
             A completion for one text, else a list of them in the order of the prompts.
         Raises:
-            GenerationError: an empty prompt, one longer than the model's positions, or bad options.
+            GenerationError: an empty prompt, one longer than the model's positions, bad options, or
+                logits that are not finite.
+            EngineError: a callback of a running engine calls this, and would wait for itself.
             AdapterError: there is no adapter of that name.
         """
         single = isinstance(prompts, str)

@@ -35,9 +35,9 @@ def models() -> tuple[Any, Any]:
     return base, oracle.with_adapter(base, "all-linear", rank=4)
 
 
-def make_executor() -> Executor:
+def make_executor(backend: str = "torch") -> Executor:
     base, wrapped = models()
-    executor = compiler.compile(base)
+    executor = compiler.compile(base, backend=backend)
     adapter = executor.add_adapter("a", LORA)
     for path, parameter in oracle.lora_parameters(wrapped).items():
         module, _, kind = path.rpartition(".")

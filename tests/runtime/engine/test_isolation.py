@@ -104,6 +104,25 @@ def test_numbers_of_one_request_reach_no_other(value: float, pages: int) -> None
     assert all("adapter 'bad'" in str(end.error) for end in bad_ends)
 
 
+def test_numbers_of_one_request_reach_no_other_by_kernels() -> None:
+    """Triton's kernels follow block tables, and read no row of another sequence."""
+    executor = make_executor("triton")
+    bad = poisoned(executor, math.nan)
+    asked = requests(executor, (9, 4, 20), 6)
+    engine = make_engine(executor, 14)
+    ends: dict[int, Chunk] = {}
+    for mine, prompt in zip(asked, prompts((9, 12, 15)), strict=True):
+        engine.submit(mine)
+        engine.submit(Request(tuple(prompt), mine.params, bad))
+        ends |= {chunk.index: chunk for chunk in engine.step() if chunk.completion is not None}
+    ends |= run(engine)
+    for request in asked:
+        engine.submit(request)
+    ends |= run(engine)
+    assert tokens(ends, range(0, 6, 2)) == tokens(ends, range(6, 9)) == expected(asked)
+    assert all(isinstance(ends[number].error, GenerationError) for number in (1, 3, 5))
+
+
 def test_a_job_that_diverges_fails_alone() -> None:
     executor = make_executor()
     asked = requests(executor, LENGTHS)
