@@ -52,16 +52,16 @@ from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.options import EngineOptions
-from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.scheduler import Scheduler
-from pcg.runtime.engine.sequence import Sequence as Running
 from pcg.runtime.engine.step_runner import StepRunner
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.metrics.events import EventLog
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.merged_execution import ProductRequest
-from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.requests.request import Request
+from pcg.runtime.requests.sequence import Sequence as Running
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
 
 ADAPTERS = 2000

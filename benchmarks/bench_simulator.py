@@ -29,12 +29,12 @@ from pcg.runtime.data.example import Example
 from pcg.runtime.engine.calibration import calibrated
 from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.request import Request
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import Event, Kind
 from pcg.runtime.metrics.metrics import serving_report
-from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.requests.request import Request
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.profiled_costs import ProfiledCosts, StepProfile
 from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.simulate.simulation import RoundRobin, Simulation

@@ -12,7 +12,7 @@ import typer
 from .console import out
 
 if TYPE_CHECKING:
-    from pcg.runtime.engine.request import Chunk, Completion
+    from pcg.runtime.requests.request import Chunk, Completion
 
 
 @dataclass(frozen=True)

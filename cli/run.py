@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from pcg.options import CompileOptions
-from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.units import counted
 
 from .completions import (

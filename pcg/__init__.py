@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pcg.runtime.engine.engine import Engine
     from pcg.runtime.engine.limits import Limits
     from pcg.runtime.executor import Executor
-    from pcg.runtime.model.sampling_params import SamplingParams
+    from pcg.runtime.sampling.sampling_params import SamplingParams
 
 __all__ = [
     "AsyncEngine",
@@ -58,7 +58,7 @@ _HOMES = {
     "Engine": "pcg.runtime.engine.engine",
     "Executor": "pcg.runtime.executor",
     "Limits": "pcg.runtime.engine.limits",
-    "SamplingParams": "pcg.runtime.model.sampling_params",
+    "SamplingParams": "pcg.runtime.sampling.sampling_params",
     "compile": "pcg.compiler",
     "load": "pcg.compiler",
     **{name: f"pcg.peft.{file}" for name, file in METHODS.items()},

@@ -13,7 +13,7 @@ import pytest
 import pcg
 from pcg.errors import FinetuneError, UnsupportedError
 from pcg.keywords import field_docs, takes
-from pcg.runtime.model.sampling_params import SamplingFields, SamplingParams
+from pcg.runtime.sampling.sampling_params import SamplingFields, SamplingParams
 
 ROOT = Path(__file__).parents[1]
 

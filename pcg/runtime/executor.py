@@ -18,7 +18,10 @@ from pcg.peft.writer import write_adapter
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.options import EngineArguments
-from pcg.runtime.engine.request import (
+from pcg.runtime.model.batch import whole_sequences
+from pcg.runtime.model.specialised import ServingProgram
+from pcg.runtime.model.state import ModelState
+from pcg.runtime.requests.request import (
     Chunk,
     Completion,
     Request,
@@ -26,10 +29,7 @@ from pcg.runtime.engine.request import (
     make_request,
     make_requests,
 )
-from pcg.runtime.model.batch import whole_sequences
-from pcg.runtime.model.sampling_params import SamplingFields
-from pcg.runtime.model.specialised import ServingProgram
-from pcg.runtime.model.state import ModelState
+from pcg.runtime.sampling.sampling_params import SamplingFields
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.runtime.training.finetuning import finetune
 from pcg.runtime.training.options import FinetuneArguments

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
 
-from pcg.runtime.engine.request import Request
-from pcg.runtime.engine.sequence import Sequence, State
 from pcg.runtime.memory.pool import pages_for
+from pcg.runtime.requests.request import Request
+from pcg.runtime.requests.sequence import Sequence, State
 from pcg.simulate.simulated_engine import SimulatedEngine
 
 

@@ -25,8 +25,8 @@ from pcg.runtime.engine.device import Device, SideStream
 from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.loop import EngineLoop
-from pcg.runtime.engine.sequence import Sequence
 from pcg.runtime.model.load import Load
+from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.training.work_units import Backward, Forward, Release
 
 

@@ -15,9 +15,9 @@ from random import Random
 from pcg.errors import BenchmarkError, OutOfMemoryError
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.loop import EngineLoop
-from pcg.runtime.engine.request import Request
 from pcg.runtime.metrics.metrics import ServingReport, serving_report
-from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.requests.request import Request
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.workloads.checks import require_positive
 from pcg.simulate.workloads.workload import Workload
 

@@ -19,8 +19,8 @@ from pcg.parallel.costs.step_costs import SequenceChunk, StepCosts, StepShape
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import SimulatedClock
 from pcg.runtime.engine.device import SideStream
-from pcg.runtime.engine.request import Request
-from pcg.runtime.engine.sequence import Sequence
+from pcg.runtime.requests.request import Request
+from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.training.work_units import Backward, Forward
 from pcg.simulate.simulated_training import SimulatedPass
 

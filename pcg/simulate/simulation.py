@@ -20,11 +20,11 @@ from typing import Protocol
 
 from pcg.errors import BenchmarkError, OutOfMemoryError
 from pcg.runtime.adapters.cache import ServedAdapter
-from pcg.runtime.engine.request import Request
-from pcg.runtime.engine.sequence import Sequence as Served
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.metrics.events import Event
-from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.requests.request import Request
+from pcg.runtime.requests.sequence import Sequence as Served
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.migration import Migration, continued, free_pages, working_set
 from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.simulate.workloads.workload import TimedRequest, Workload

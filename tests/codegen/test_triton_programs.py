@@ -20,11 +20,11 @@ from pcg.kernels.triton.adapters.trained_adapters import BottleneckGradients, Lo
 from pcg.kernels.triton.adapters.trained_vectors import VectorGradient
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.request import Request
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import Kind
-from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.requests.request import Request
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support import oracle
 from tests.support.bottlenecks import hooked, state
 from tests.support.families import BY_NAME

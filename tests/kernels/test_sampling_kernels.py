@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pcg.kernels.triton import sampling as template
 from pcg.kernels.triton.sampling import draw, greedy
-from pcg.runtime.model.sampling import SamplingParams, make_generator, sample
+from pcg.runtime.sampling.sampling import SamplingParams, make_generator, sample
 from tests.support.interpreter import bf16
 from tests.support.interpreter.gpu_code import Code, Kernel, compiled
 from tests.support.interpreter.sanitizer import sanitized

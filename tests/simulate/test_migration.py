@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.sequence import Sequence
 from pcg.runtime.metrics.events import Event, Kind
+from pcg.runtime.requests.sequence import Sequence
 from pcg.simulate.migration import Migration
 from pcg.simulate.simulated_device import SimulatedAdapter
 from pcg.simulate.simulated_engine import SimulatedEngine

@@ -8,8 +8,8 @@ from pcg.errors import CostModelError
 from pcg.parallel.costs.step_costs import StepShape
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.request import Request
-from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.requests.request import Request
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.profiled_costs import ProfiledCosts, StepProfile
 from pcg.simulate.simulated_engine import SimulatedEngine
 from tests.support.linear_costs import LinearCosts

@@ -11,12 +11,12 @@ from pcg.errors import BenchmarkError, GenerationError
 from pcg.parallel.costs.step_costs import StepShape
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.request import Request
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.metrics import serving_report
 from pcg.runtime.metrics.timelines import Slo
 from pcg.runtime.model.load import Load
-from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.requests.request import Request
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training.work_units import Backward
 from pcg.simulate.simulated_device import SimulatedAdapter
 from pcg.simulate.simulated_engine import SimulatedEngine

@@ -11,9 +11,9 @@ from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.policies import AdapterClustering, EarlyAbort, FairShare, Fcfs, Policy
-from pcg.runtime.engine.request import Request
 from pcg.runtime.metrics.events import Event, EventLog, Kind
-from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.requests.request import Request
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.simulated_device import SimulatedAdapter
 from pcg.simulate.simulated_engine import SimulatedEngine
 from tests.support.linear_costs import LinearCosts

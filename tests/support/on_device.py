@@ -13,7 +13,7 @@ import pcg.compiler as compiler
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.model.decode_graphs import EAGER_STEPS, CudaRecorder
-from pcg.runtime.model.sampling import UNDRAWN, SamplingParams, make_generator, sample
+from pcg.runtime.sampling.sampling import UNDRAWN, SamplingParams, make_generator, sample
 from tests.support import oracle
 from tests.support.decode_steps import Step, Steps, executor_of
 from tests.support.families import BY_NAME

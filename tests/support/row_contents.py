@@ -7,7 +7,7 @@ from collections.abc import Sequence as List
 from typing import Any
 
 from pcg.kernels.sizes import PAGE_TOKENS
-from pcg.runtime.engine.sequence import Sequence
+from pcg.runtime.requests.sequence import Sequence
 from pcg.simulate.simulated_engine import SimulatedEngine
 
 

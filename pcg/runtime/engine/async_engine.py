@@ -30,11 +30,11 @@ from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
 from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.loop import EngineLoop
-from pcg.runtime.engine.request import Chunk, Request, RequestFields, make_request
 from pcg.runtime.engine.running_job import RunningJob
-from pcg.runtime.engine.stream import Stream
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
+from pcg.runtime.requests.request import Chunk, Request, RequestFields, make_request
+from pcg.runtime.requests.stream import Stream
 from pcg.runtime.training.options import JobArguments
 
 Result = TypeVar("Result")

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 
 from pcg.runtime.adapters.cache import ServedAdapter
-from pcg.runtime.engine.request import Request
-from pcg.runtime.engine.sequence import Sequence
+from pcg.runtime.requests.request import Request
+from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.training.work_units import Backward, Forward
 
 

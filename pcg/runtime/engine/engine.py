@@ -17,7 +17,6 @@ from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.options import KV_CACHE_BYTES, EngineArguments
-from pcg.runtime.engine.request import Request
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.step_runner import StepRunner
 from pcg.runtime.memory.kv_cache import KvCache, bytes_of_page, kv_types
@@ -26,6 +25,7 @@ from pcg.runtime.memory.prefixes import Prefixes
 from pcg.runtime.metrics.events import EventLog, Kind
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
+from pcg.runtime.requests.request import Request
 from pcg.runtime.training.finetuning import FinetuneJob
 from pcg.runtime.training.options import JobArguments
 from pcg.runtime.training.publishers import VersionPublisher

@@ -18,15 +18,15 @@ from pcg.runtime.engine.device import Device
 from pcg.runtime.engine.jobs import BackwardGroup, Job, Jobs
 from pcg.runtime.engine.latency import Latencies, Reserve
 from pcg.runtime.engine.options import EngineOptions
-from pcg.runtime.engine.request import Chunk, Request
 from pcg.runtime.engine.scheduler import Scheduler, StepPlan
-from pcg.runtime.engine.sequence import Sequence, State
 from pcg.runtime.engine.sharing import CoServing, Sharing, Step
 from pcg.runtime.engine.suspects import Suspects
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.metrics.events import Event, EventLog, Kind
 from pcg.runtime.model.load import Load
-from pcg.runtime.model.sampling import UNDRAWN, undrawn_error
+from pcg.runtime.requests.request import Chunk, Request
+from pcg.runtime.requests.sequence import Sequence, State
+from pcg.runtime.sampling.sampling import UNDRAWN, undrawn_error
 from pcg.runtime.training.work_units import Backward, Forward
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Reversible
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from pcg.runtime.engine.sequence import Sequence
+from pcg.runtime.requests.sequence import Sequence
 
 Chunks: TypeAlias = Iterable[tuple[Sequence, int]]
 """Sequences, and how many of their tokens ran."""

@@ -24,10 +24,10 @@ from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.engine.latency import Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.policies import Fcfs, Policy, Queue
-from pcg.runtime.engine.sequence import Sequence, State
 from pcg.runtime.memory.pool import PagePool, PageTable, pages_for
 from pcg.runtime.memory.prefixes import Prefixes
 from pcg.runtime.model.load import Load, keys_of
+from pcg.runtime.requests.sequence import Sequence, State
 
 _LAST_ROW = Load(sampled=1)
 """The load of sampling after a prompt's last token."""

@@ -18,16 +18,16 @@ from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables
 from pcg.runtime.engine.device import SideStream
-from pcg.runtime.engine.request import Request
-from pcg.runtime.engine.sequence import Sequence
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.batch import ANY_TOKEN, Batch, whole_sequences
 from pcg.runtime.model.decode_graphs import decode_graphs
 from pcg.runtime.model.merged_execution import run_merged, run_single
-from pcg.runtime.model.sampling import make_generator, only_finite, sample
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
+from pcg.runtime.requests.request import Request
+from pcg.runtime.requests.sequence import Sequence
+from pcg.runtime.sampling.sampling import make_generator, only_finite, sample
 from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Backward, Forward
 

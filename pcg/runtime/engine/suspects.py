@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from pcg.runtime.engine.jobs import Job, JobState
-from pcg.runtime.engine.sequence import Sequence
+from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.training.work_units import Forward
 
 

@@ -1,1 +1,1 @@
-"""A program on its device: weights, the runner, the token-flat batch, and sampling."""
+"""A program on its device: weights, the runner, and the token-flat batch."""

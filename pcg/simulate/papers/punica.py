@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.sequence import Sequence as Served
 from pcg.runtime.metrics.events import Event, EventLog, Kind
+from pcg.runtime.requests.sequence import Sequence as Served
 from pcg.simulate.migration import Migration, working_set
 from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
 from pcg.simulate.simulation import FullestFirst, Simulation

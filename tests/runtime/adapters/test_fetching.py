@@ -11,8 +11,8 @@ import pcg.compiler as compiler
 from pcg.runtime.adapters.row_memory import RowMemory
 from pcg.runtime.adapters.slots import AdapterSlots
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.request import Request
-from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.requests.request import Request
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16

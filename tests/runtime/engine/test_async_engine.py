@@ -26,10 +26,10 @@ from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.request import Chunk, Completion
-from pcg.runtime.engine.stream import Stream
 from pcg.runtime.executor import Executor, ServingProgram
 from pcg.runtime.metrics.events import Kind
+from pcg.runtime.requests.request import Chunk, Completion
+from pcg.runtime.requests.stream import Stream
 from tests.support.prompts import prompts
 from tests.support.small_engine import (
     DATA,

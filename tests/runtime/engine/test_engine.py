@@ -17,11 +17,11 @@ from pcg.errors import OutOfMemoryError, PcgError
 from pcg.kernels.torch import products
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.request import Request
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
-from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.requests.request import Request
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support.prompts import prompts
 from tests.support.small_engine import (
     DATA,

@@ -20,10 +20,10 @@ from pcg.peft.adapter import Adapter
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.request import Chunk, Request
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.events import Event, Kind
-from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.requests.request import Chunk, Request
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support.prompts import prompts
 from tests.support.small_engine import (
     DATA,

@@ -16,12 +16,12 @@ from pcg.peft.adapter import Adapter
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.request import Request
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.metrics import serving_report
-from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.requests.request import Request
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.peft_cases import CAUSAL, wrap

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pcg.kernels.sizes import PAGE_TOKENS
-from pcg.runtime.engine.request import Request
-from pcg.runtime.engine.sequence import Sequence
 from pcg.runtime.memory.pool import PagePool, pages_for
 from pcg.runtime.memory.prefixes import Prefixes
-from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.requests.request import Request
+from pcg.runtime.requests.sequence import Sequence
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.simulated_device import SimulatedAdapter
 
 TOKENS = [[1] * 16, [2] * 16, [1] * 15 + [2], [3] * 7, [0] * 5]

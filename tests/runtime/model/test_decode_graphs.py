@@ -17,10 +17,10 @@ from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, token_tiles
 from pcg.kernels.triton.attention.decode_lists import DecodeCapacity, DecodeLists, decode_room
 from pcg.kernels.triton.attention.work import AttentionWork
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.request import Request
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model import decode_graphs
-from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.requests.request import Request
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support import oracle
 from tests.support.decode_steps import RANKS, Step, Steps, add_lora, executor_of
 from tests.support.families import BY_NAME, VOCABULARY

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from threading import Condition
 from typing import Self
 
-from pcg.runtime.engine.request import Chunk, Completion
+from pcg.runtime.requests.request import Chunk, Completion
 
 
 class Stream:

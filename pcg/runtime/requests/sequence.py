@@ -7,10 +7,10 @@ from enum import StrEnum
 from typing import Any
 
 from pcg.errors import PcgError
-from pcg.runtime.engine.request import Chunk, Completion, Request
 from pcg.runtime.memory.pool import PageTable, pages_for
 from pcg.runtime.memory.prefixes import Version
 from pcg.runtime.model.batch import ANY_TOKEN
+from pcg.runtime.requests.request import Chunk, Completion, Request
 from pcg.runtime.text.detokenizer import StreamDecoder
 from pcg.runtime.text.stopping import StopChecker
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from pcg.errors import GenerationError
 from pcg.kernels.uploads import uploaded_list
-from pcg.runtime.model.sampling_params import SamplingParams
+from pcg.runtime.sampling.sampling_params import SamplingParams
 
 UNDRAWN = -1
 """The result where no token could be drawn."""

@@ -11,8 +11,8 @@ from typing import Any
 
 from pcg.errors import GenerationError, PcgError
 from pcg.runtime.adapters.cache import ServedAdapter
-from pcg.runtime.model.sampling_params import SamplingFields, SamplingParams
 from pcg.runtime.model.state import ModelState
+from pcg.runtime.sampling.sampling_params import SamplingFields, SamplingParams
 
 
 class RequestFields(SamplingFields, total=False):

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from pcg.errors import GenerationError
-from pcg.runtime.model.sampling import (
+from pcg.runtime.sampling.sampling import (
     UNDRAWN,
     Drawing,
     SamplingParams,
