@@ -27,7 +27,8 @@ from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
-from pcg.runtime.sampling.sampling import make_generator, only_finite, sample
+from pcg.runtime.sampling.sampler import Sampler
+from pcg.runtime.sampling.sampling import only_finite, sample
 from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Backward, Forward
 
@@ -81,7 +82,7 @@ class StepRunner:
             0.0,
             stop_ids if params.ignore_eos else stop_ids | self._eos_ids,
             self._tokenizer.stream(request.prompt_ids) if self._tokenizer else None,
-            None if params.greedy else make_generator(params.seed),
+            Sampler(params, request.prompt_ids),
         )
 
     def _limit(self, number: int, request: Request) -> int:
@@ -184,14 +185,10 @@ class StepRunner:
         self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None = None
     ) -> Tensor:
         """Choose the token after each sequence; `likeliest` is the likeliest of each, if known."""
-        params = [sequence.request.params for sequence in sequences]
-        history = None
-        if any(p.repetition_penalty != 1.0 for p in params):
-            history = [[*s.request.prompt_ids, *s.generated] for s in sequences]
-        if likeliest is not None and history is None and all(p.greedy for p in params):
+        samplers = [cast(Sampler, sequence.sampler) for sequence in sequences]
+        if likeliest is not None and all(s.is_plain and s.is_greedy for s in samplers):
             return only_finite(logits, likeliest)
-        samplers = [sequence.sampler for sequence in sequences]
-        found = sample(logits, params, samplers, history, self._runner.drawing)
+        found = sample(logits, samplers, self._runner.drawing)
         return broadcast_from_first(self._runner.ranks, found)
 
     def check_alive(self) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from pcg.errors import PcgError
 from pcg.runtime.memory.pool import PageTable, pages_for
 from pcg.runtime.memory.prefixes import Version
 from pcg.runtime.model.batch import ANY_TOKEN
 from pcg.runtime.requests.request import Chunk, Completion, Request
+from pcg.runtime.sampling.sampler import Sampler
 from pcg.runtime.text.detokenizer import StreamDecoder
 from pcg.runtime.text.stopping import StopChecker
 
@@ -32,7 +32,7 @@ class Sequence:
     """A request in the engine; it keeps its generated tokens when it is preempted.
 
     Attributes:
-        sampler: its random number generator; None if it is greedy.
+        sampler: what chooses its tokens; None in simulated time.
         cached: number of its tokens whose keys and values are cached, virtual ones included.
         version: the version whose blocks it shares; None if blocks are not shared.
         digests: the digests of its blocks, as far as they are known.
@@ -47,7 +47,7 @@ class Sequence:
     submitted_s: float
     stop_ids: frozenset[int] = frozenset()
     decoder: StreamDecoder | None = None
-    sampler: Any = None
+    sampler: Sampler | None = None
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     state: State = State.WAITING
@@ -98,6 +98,8 @@ class Sequence:
 
     def accept(self, token: int) -> Chunk:
         """Append a sampled token; its chunk carries the completion if it is the last."""
+        if self.sampler is not None:
+            self.sampler.commit(token)
         self.generated.append(token)
         self.length += 1
         ended = token in self.stop_ids
