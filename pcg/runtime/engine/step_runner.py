@@ -27,7 +27,7 @@ from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
-from pcg.runtime.sampling.sampler import Sampler
+from pcg.runtime.sampling.sampler import Sampler, resolved
 from pcg.runtime.sampling.sampling import only_finite, sample
 from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Backward, Forward
@@ -70,19 +70,24 @@ class StepRunner:
 
         Raises:
             GenerationError: the prompt is empty, has a token that the model lacks, or is longer
-                than the model's positions.
+                than the model's positions; or the parameters name a token that the model lacks.
         """
-        params = request.params
+        params = resolved(request.params, self._tokenizer, self._vocabulary)
         stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self._eos_ids
+        decoder = None
+        if self._tokenizer is not None:
+            decoder = self._tokenizer.stream(request.prompt_ids, params.skip_special_tokens)
         return Sequence(
             f"request {number}",
             number,
             request,
             self._limit(number, request),
             0.0,
-            stop_ids if params.ignore_eos else stop_ids | self._eos_ids,
-            self._tokenizer.stream(request.prompt_ids) if self._tokenizer else None,
-            Sampler(params, request.prompt_ids),
+            stop_ids,
+            decoder,
+            Sampler(params, request.prompt_ids, stop_ids),
         )
 
     def _limit(self, number: int, request: Request) -> int:

@@ -65,7 +65,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.length = self.request.length
-        self._stop = StopChecker(self.request.params.stop)
+        params = self.request.params
+        self._stop = StopChecker(params.stop, params.include_stop_str_in_output)
 
     @property
     def is_over(self) -> bool:
@@ -102,29 +103,33 @@ class Sequence:
             self.sampler.commit(token)
         self.generated.append(token)
         self.length += 1
+        params = self.request.params
         ended = token in self.stop_ids
+        may_end = len(self.generated) > params.min_tokens
         text = ""
-        if self.decoder is not None:
-            text = "" if ended else self._stop.push(self.decoder.push(token))
+        if self.decoder is not None and (params.include_stop_str_in_output or not ended):
+            text = self._stop.push(self.decoder.push(token), may_end)
         full = len(self.generated) >= self.limit
         finished = ended or self._stop.matched is not None or full
         if finished and self.decoder is not None and self._stop.matched is None:
-            text += self._stop.push(self.decoder.finish())
+            text += self._stop.push(self.decoder.finish(), may_end)
             text += self._stop.finish()
         if text:
             self._text.append(text)
         if not finished:
             return Chunk(self.number, text, token)
         self.state = State.FINISHED
+        named = token if token in params.stop_token_ids else None
+        stopped_by = self._stop.matched or named
         reason = "stop" if ended or self._stop.matched is not None else "length"
-        return Chunk(self.number, text, token, self._completion(reason))
+        return Chunk(self.number, text, token, self._completion(reason, stopped_by))
 
     def end(self, state: State, error: PcgError | None = None) -> Chunk:
         """End it before its last token."""
         self.state = state
         return Chunk(self.number, "", None, self._completion(state.value), error)
 
-    def _completion(self, reason: str) -> Completion:
+    def _completion(self, reason: str, stop_reason: str | int | None = None) -> Completion:
         adapter = self.request.adapter
         return Completion(
             "".join(self._text),
@@ -133,4 +138,5 @@ class Sequence:
             None if adapter is None else adapter.name,
             len(self.request.prompt_ids),
             self.found,
+            stop_reason,
         )

@@ -22,17 +22,20 @@ from pcg.runtime.sampling.sampler import Sampler
 
 def penalize(logits: Tensor, samplers: Sequence[Sampler]) -> None:
     """Apply each row's penalties to its logits [R, V], in place."""
-    rows = [row for row, sampler in enumerate(samplers) if sampler.counts is not None]
-    counts = [samplers[row].counts for row in rows]
-    found = [(row, each.tokens) for row, each in zip(rows, counts, strict=True) if each is not None]
+    counts = {row: one.counts for row, one in enumerate(samplers) if one.counts is not None}
+    found = [(row, each.tokens) for row, each in counts.items()]
     if not sum(len(tokens) for _, tokens in found):
         return
     at = places(found, logits)
-    params = [samplers[row].params for row in rows]
+    params = [samplers[row].params for row in counts]
     sizes = [len(tokens) for _, tokens in found]
 
     def each(values: list[float]) -> Tensor:
         return sent(np.repeat(np.array(values, dtype=np.float32), sizes), logits)
 
     score, repetition = logits[at], each([p.repetition_penalty for p in params])
-    logits[at] = torch.where(score < 0, score * repetition, score / repetition)
+    score = torch.where(score < 0, score * repetition, score / repetition)
+    generated = sent(np.concatenate([each.counts for each in counts.values()]), logits)
+    score -= each([p.frequency_penalty for p in params]) * generated
+    score -= each([p.presence_penalty for p in params]) * (generated > 0)
+    logits[at] = score

@@ -2,7 +2,8 @@
 
 The steps of a row, each in a file of its own; a step that no row asks for does nothing:
 
-    penalties     repetition
+    masks         allowed_token_ids, bad_words, min_tokens; logit_bias
+    penalties     repetition, frequency, presence
     filters       temperature, top-k, top-p, min-p; T = 0 takes the argmax instead
     drawing       the first token whose cumulative probability exceeds u, u ~ U[0, 1)
 
@@ -25,6 +26,7 @@ from pcg.errors import GenerationError
 from pcg.kernels.uploads import uploaded_list
 from pcg.runtime.sampling.drawing import PYTORCH, Drawing
 from pcg.runtime.sampling.filters import filtered
+from pcg.runtime.sampling.masks import add_biases, restrict
 from pcg.runtime.sampling.penalties import penalize
 from pcg.runtime.sampling.sampler import Sampler
 
@@ -51,6 +53,8 @@ def sample(logits: Tensor, samplers: Sequence[Sampler], drawing: Drawing | None 
         raise GenerationError(f"{len(samplers)} samplers for {logits.shape[0]} rows of logits")
     if not all(sampler.is_plain for sampler in samplers):
         logits = logits.to(torch.float32, copy=True)
+        restrict(logits, samplers)
+        add_biases(logits, samplers)
         penalize(logits, samplers)
     drawing = drawing or PYTORCH
     rows = [row for row, sampler in enumerate(samplers) if not sampler.is_greedy]
@@ -74,8 +78,13 @@ def only_finite(logits: Tensor, tokens: Tensor) -> Tensor:
     return tokens.masked_fill(~chosen.isfinite(), UNDRAWN)
 
 
-def undrawn_error(adapter: str | None) -> GenerationError:
+def undrawn_error(sampler: Sampler | None, adapter: str | None) -> GenerationError:
     """Return the error of a request after whose tokens none could be drawn."""
+    if sampler is not None and sampler.restricts:
+        return GenerationError(
+            "no token is left to draw: allowed_token_ids, bad_words and min_tokens rule out all "
+            "that have a finite logit"
+        )
     cause = "the base's weights" if adapter is None else f"the weights of adapter {adapter!r}"
     return GenerationError(
         "the logits hold NaN or no finite number, so no token can be drawn; check the request's "
