@@ -23,9 +23,9 @@ from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.admission.backlog import UNLIMITED, Backlog, QueueLimits
 from pcg.runtime.admission.fair_share import FairShare
 from pcg.runtime.admission.policy import Policy
+from pcg.runtime.admission.reachable import why_unreachable
 from pcg.runtime.engine.latency import Latency
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.reachable import why_unreachable
 from pcg.runtime.memory.needs import Needs
 from pcg.runtime.memory.pool import PagePool, PageTable, pages_for
 from pcg.runtime.memory.prefixes import Prefixes
