@@ -80,7 +80,7 @@ class StepRunner:
         if self._tokenizer is not None:
             decoder = self._tokenizer.stream(request.prompt_ids, params.skip_special_tokens)
         return Sequence(
-            f"request {number}",
+            request.named(number),
             number,
             request,
             self._limit(number, request),

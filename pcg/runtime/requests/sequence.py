@@ -97,6 +97,19 @@ class Sequence:
             return None
         return slo, self.first_token_s + slo * len(self.generated) - now_s
 
+    def described(self) -> dict[str, object]:
+        """Return the details of the event of its submission."""
+        request = self.request
+        return {
+            "prompt_tokens": len(request.prompt_ids),
+            "max_new_tokens": self.limit,
+            "adapter": None if request.adapter is None else request.adapter.name,
+            "tenant": request.tenant or None,
+            "priority": request.priority,
+            "ttft_slo_s": self.ttft_slo_s,
+            "tpot_slo_s": self.tpot_slo_s,
+        }
+
     def accept(self, token: int) -> Chunk:
         """Append a sampled token; its chunk carries the completion if it is the last."""
         if self.sampler is not None:
@@ -117,17 +130,18 @@ class Sequence:
         if text:
             self._text.append(text)
         if not finished:
-            return Chunk(self.number, text, token)
+            return Chunk(self.number, text, token, request_id=self.id)
         self.state = State.FINISHED
         named = token if token in params.stop_token_ids else None
         stopped_by = self._stop.matched or named
         reason = "stop" if ended or self._stop.matched is not None else "length"
-        return Chunk(self.number, text, token, self._completion(reason, stopped_by))
+        completion = self._completion(reason, stopped_by)
+        return Chunk(self.number, text, token, completion, request_id=self.id)
 
     def end(self, state: State, error: PcgError | None = None) -> Chunk:
         """End it before its last token."""
         self.state = state
-        return Chunk(self.number, "", None, self._completion(state.value), error)
+        return Chunk(self.number, "", None, self._completion(state.value), error, self.id)
 
     def _completion(self, reason: str, stop_reason: str | int | None = None) -> Completion:
         adapter = self.request.adapter
