@@ -1,4 +1,4 @@
-"""Every family from a directory that transformers saved, against what it reads from there itself."""
+"""Every family from a directory that transformers saved, against what it reads there itself."""
 
 from __future__ import annotations
 
