@@ -31,11 +31,12 @@ class Task:
     """What the process does.
 
     Attributes:
+        tokenizer: the pickled `Tokenizer`.
         files: the files to read; None if rows follow.
         sizes: what examples have to fit.
     """
 
-    tokenizer: Tokenizer
+    tokenizer: bytes
     options: ReadOptions
     sizes: ModelSizes
     files: tuple[Path, ...] | None
@@ -58,7 +59,8 @@ def main() -> None:
 def _run(task_file: BinaryIO, frames: BinaryIO) -> None:
     task: Task = pickle.load(task_file)
     data = task.files if task.files is not None else list(_rows(task_file))
-    reader = ExampleReader(data, task.tokenizer, task.options)
+    tokenizer: Tokenizer = pickle.loads(task.tokenizer)
+    reader = ExampleReader(data, tokenizer, task.options)
     batch: list[Placed] = []
     for example, place in reader:
         check_example(example, place, task.sizes)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from threading import Lock, Thread
@@ -38,6 +39,7 @@ class Preparation:
     def __init__(self, state: ModelState, limits: DataLimits) -> None:
         self._state = state
         self._limits = limits
+        self._tokenizer = pickle.dumps(state.tokenizer)
         self._tokenizing = ThreadPoolExecutor(limits.at_once, "pcg data")
         self._loading = ThreadPoolExecutor(_LOADS, "pcg adapters")
         self._compiling = ThreadPoolExecutor(1, "pcg jobs")
@@ -116,7 +118,7 @@ class Preparation:
     ) -> None:
         with _failing(read, given):
             cancelling.check()
-            load = functools.partial(load_apart, cancelling)
+            load = functools.partial(load_apart, self._tokenizer, cancelling)
             data, evaluation = (
                 None
                 if source is None

@@ -25,6 +25,8 @@ from pcg.runtime.text.detokenizer import StreamDecoder
 Json = Mapping[str, Any]
 
 _NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_LONG = 10_000
+"""Characters of a text whose encoding takes more than some milliseconds."""
 _ID_FILES = ("generation_config.json", "config.json")
 
 
@@ -117,6 +119,8 @@ class Tokenizer:
 
     def _encoded(self, text: str, add_special_tokens: bool) -> Any:
         check_characters(text)
+        if len(text) > _LONG:  # the library encodes a batch alone without Python's lock
+            return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         return self.backend.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

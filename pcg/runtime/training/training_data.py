@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Sequence
 
@@ -18,7 +19,7 @@ from pcg.runtime.training.options import Data, FinetuneArguments, FinetuneOption
 
 _LOG = logging.getLogger("pcg.finetuning")
 
-Load = Callable[[Gathered, Tokenizer, ReadOptions, ModelSizes], Dataset]
+Load = Callable[[Gathered, ReadOptions, ModelSizes], Dataset]
 """Makes examples of files or rows, and checks them."""
 
 
@@ -35,7 +36,7 @@ def splits_of(given: FinetuneArguments, is_first: bool) -> Splits:
 
 
 def load_here(
-    data: Gathered, tokenizer: Tokenizer, options: ReadOptions, sizes: ModelSizes
+    tokenizer: Tokenizer, data: Gathered, options: ReadOptions, sizes: ModelSizes
 ) -> Dataset:
     """Make examples in this process, and check them. DataError: names the row."""
     reader = ExampleReader(data, tokenizer, options)
@@ -52,7 +53,7 @@ def training_data(
     source: Data,
     options: FinetuneOptions,
     model: ModelState,
-    load: Load = load_here,
+    load: Load | None = None,
     limits: DataLimits = UNLIMITED,
 ) -> Dataset:
     """Read, tokenize and check examples.
@@ -60,7 +61,7 @@ def training_data(
     Args:
         source: files, rows as `sources` has them, or examples, which are tokens already.
         model: whose tokenizer makes tokens of text; examples need none.
-        load: makes examples of files and rows.
+        load: makes examples of files and rows; this process by default.
     Raises:
         DataError: the data cannot be read, or do not fit the model; the row is named.
         FinetuneError: text, and no tokenizer.
@@ -86,7 +87,8 @@ def training_data(
         read = ReadOptions(
             max_length, options.data_format, options.append_eos, options.empty, limits
         )
-        data = load(gathered, model.tokenizer, read, sizes)
+        load = load or functools.partial(load_here, model.tokenizer)
+        data = load(gathered, read, sizes)
     if data.checked != sizes:
         for example, place in zip(data.examples, places_of(data), strict=True):
             check_example(example, place, sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def apart(source: object, tokenizer: Tokenizer, options: ReadOptions) -> Dataset:
-    return load_apart(Cancelling("job"), gather(source), tokenizer, options, SIZES)
+    return load_apart(pickle.dumps(tokenizer), Cancelling("job"), gather(source), options, SIZES)
 
 
 def written(path: Path, rows: list[Any]) -> Path:
@@ -62,7 +63,7 @@ GOOD: dict[str, tuple[Any, ReadOptions]] = {
 def test_examples_are_those_of_this_process(case: str, tokenizer: Tokenizer) -> None:
     source, options = GOOD[case]
     found = apart(source, tokenizer, options)
-    expected = load_here(gather(source), tokenizer, options, SIZES)
+    expected = load_here(tokenizer, gather(source), options, SIZES)
     assert [(list(e.ids), list(e.labels)) for e in found] == [(e.ids, e.labels) for e in expected]
     for name in ("format", "truncated", "dropped", "places", "checked"):
         assert getattr(found, name) == getattr(expected, name)
@@ -78,7 +79,7 @@ def test_files_are_read_there(
         path.with_suffix(".txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
         options = ReadOptions(max_length=32)
         found = apart(path, tokenizer, options)
-        expected = load_here((path,), tokenizer, options, SIZES)
+        expected = load_here(tokenizer, (path,), options, SIZES)
         assert [list(example.ids) for example in found] == [e.ids for e in expected]
         assert found.format == expected.format
         assert [Path(place).name for place in found.places] == list(expected.places)
@@ -115,7 +116,7 @@ def test_what_is_refused(case: str, tokenizer: Tokenizer) -> None:
         apart(source, tokenizer, options)
     if case != "object":
         with pytest.raises(DataError, match=message):
-            load_here(gather(source), tokenizer, options, SIZES)
+            load_here(tokenizer, gather(source), options, SIZES)
 
 
 LINES = {
@@ -133,30 +134,30 @@ def test_lines_that_are_refused(case: str, tokenizer: Tokenizer, tmp_path: Path)
     path.write_bytes(content)
     limits = DataLimits(row_bytes=1000) if "1,000" in message else UNLIMITED
     with pytest.raises(DataError, match=message):
-        load_here((path,), tokenizer, ReadOptions(limits=limits), SIZES)
+        load_here(tokenizer, (path,), ReadOptions(limits=limits), SIZES)
 
 
 def test_a_document_is_bounded_in_all_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("the quick brown fox jumps. " * 20)
     small = ReadOptions(max_length=16, limits=DataLimits(row_bytes=10, tokens=4))
-    assert len(load_here((path,), tokenizer, small, SIZES)) > 5
+    assert len(load_here(tokenizer, (path,), small, SIZES)) > 5
+    little = ReadOptions(max_length=16, limits=DataLimits(total_bytes=100))
     with pytest.raises(DataError, match="more than 100 bytes, the most of a job here"):
-        limits = DataLimits(total_bytes=100)
-        load_here((path,), tokenizer, ReadOptions(max_length=16, limits=limits), SIZES)
+        load_here(tokenizer, (path,), little, SIZES)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, None, "1"])
 def test_limits_are_checked(value: Any) -> None:
-    with pytest.raises(DataError, match="rows=.* of DataLimits; use an int of at least 1"):
+    with pytest.raises(DataError, match=r"rows=.* of DataLimits; use an int of at least 1"):
         DataLimits(rows=value)
 
 
 # ------------------------------------------------------------------------------- ends
 
 
-def endless(tokenizer: Tokenizer) -> Tokenizer:
-    return tokenizer.with_template(ENDLESS)
+def endless(tokenizer: Tokenizer) -> bytes:
+    return pickle.dumps(tokenizer.with_template(ENDLESS))
 
 
 def children() -> Iterator[int]:
@@ -169,11 +170,8 @@ def children() -> Iterator[int]:
 
 
 def tokenizing() -> list[int]:
-    found = []
-    for child in children():
-        if b"tokenizing_worker" in Path(f"/proc/{child}/cmdline").read_bytes():
-            found.append(child)
-    return found
+    command = b"tokenizing_worker"
+    return [c for c in children() if command in Path(f"/proc/{c}/cmdline").read_bytes()]
 
 
 def until_there_is_one() -> int:
@@ -190,7 +188,7 @@ def test_a_process_that_never_ends_is_ended(how: str, tokenizer: Tokenizer) -> N
 
     def read() -> None:
         try:
-            load_apart(cancelling, CHATS, endless(tokenizer), ReadOptions(), SIZES)
+            load_apart(endless(tokenizer), cancelling, CHATS, ReadOptions(), SIZES)
         except PcgError as error:
             errors.append(error)
 
@@ -215,4 +213,4 @@ def test_what_was_cancelled_before_starts_nothing(tokenizer: Tokenizer) -> None:
     cancelling = Cancelling("mine")
     cancelling.cancel()
     with pytest.raises(FinetuneError, match="job 'mine' was cancelled"):
-        load_apart(cancelling, CHATS, endless(tokenizer), ReadOptions(), SIZES)
+        load_apart(endless(tokenizer), cancelling, CHATS, ReadOptions(), SIZES)
