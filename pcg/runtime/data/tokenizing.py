@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import pcg
-import pcg.errors
+from pcg import errors
 from pcg.errors import DataError, PcgError
 from pcg.runtime.data.cancelling import Cancelling
 from pcg.runtime.data.dataset import Dataset, ReadOptions
@@ -102,7 +101,7 @@ def _run(task: BinaryIO, sizes: ModelSizes, cancelling: Cancelling) -> Dataset:
     if header is None:
         raise _lost(process.returncode)
     if "error" in header:
-        kind: type[PcgError] = getattr(pcg.errors, header["error"], DataError)
+        kind: type[PcgError] = getattr(errors, header["error"], DataError)
         raise kind(header["message"])
     examples, places = tuple(e for e, _ in placed), tuple(place for _, place in placed)
     facts = (header["format"], header["truncated"], header["dropped"], places)
@@ -115,7 +114,7 @@ def _start(task: BinaryIO) -> subprocess.Popen[bytes]:
     A Ctrl-C in the terminal is for this process alone, which may save what it has.
     """
     places = [place for place in sys.path if place]
-    root = str(Path(pcg.__file__).parents[1])
+    root = str(Path(errors.__file__).parents[1])
     paths = os.pathsep.join(places if root in places else [*places, root])
     try:
         return subprocess.Popen(
