@@ -24,7 +24,7 @@ class Cancelling:
 
     @property
     def error(self) -> FinetuneError:
-        """What a job that was cancelled ends with."""
+        """The error that a job ends with that was cancelled."""
         return FinetuneError(f"job {self._job!r} was cancelled")
 
     def cancel(self) -> None:

@@ -70,7 +70,7 @@ class Dataset(Sequence[Example]):
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How rows become examples.
+    """Options of how rows become examples.
 
     Attributes:
         max_length: the most tokens of an example; longer ones keep their head. A plain text file is

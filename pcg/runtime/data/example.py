@@ -57,7 +57,7 @@ def _listed(values: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What an example has to fit.
+    """The sizes of a model that an example has to fit.
 
     Attributes:
         vocabulary: number of tokens of the model's vocabulary.

@@ -28,7 +28,7 @@ _BATCH = 64
 
 @dataclass(frozen=True)
 class Task:
-    """What the process does.
+    """The work of the process.
 
     Attributes:
         tokenizer: the pickled `Tokenizer`.
