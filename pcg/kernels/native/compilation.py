@@ -107,7 +107,7 @@ def _digest(source: Path, compiler: Path, flags: tuple[str, ...]) -> str:
 
 
 def _processor() -> str:
-    """What the processor can do, as Linux tells it."""
+    """The processor's features, as Linux lists them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
