@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import networkx
 
@@ -134,12 +135,17 @@ class SaveProblem:
         )
         return self._choice(there)
 
+    @cached_property
+    def first(self) -> Choice:
+        """The choice of the fewest bytes that recomputes no product."""
+        return self.choose(1, None)
+
     def frontier(self) -> tuple[Choice, ...]:
         """No product recomputed, then the lower convex hull's vertices to the fewest bytes.
 
         Where every operator has a cost, the hull begins where nothing is recomputed.
         """
-        first = self.choose(1, None)
+        first = self.first
         last = self.choose(sum(self._costs.values()) + 1, 1)
         if last.size_bytes == first.size_bytes:
             return (first,)
