@@ -74,7 +74,7 @@ class StepRunner:
         params = request.params
         stop_ids = frozenset(params.stop_token_ids)
         return Sequence(
-            f"request {number}",
+            request.named(number),
             number,
             request,
             self._limit(number, request),

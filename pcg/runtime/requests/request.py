@@ -20,6 +20,8 @@ class RequestFields(SamplingFields, total=False):
 
     tenant: str
     cache_salt: str
+    request_id: str
+    priority: int
     ttft_slo_s: float | None
     tpot_slo_s: float | None
     timeout_s: float | None
@@ -34,11 +36,16 @@ class Request:
         tenant: the name of the tenant that fair scheduling counts it for; KV blocks of prompts are
             shared within a tenant alone, unless the engine's options say otherwise.
         cache_salt: a text that requests must have in common to share KV blocks, as in vLLM.
+        request_id: its name in events and chunks, which no other request in the engine has; the
+            engine makes one for an empty text.
+        priority: requests of a tenant with a lower one are admitted before those with a higher one,
+            as in vLLM.
         ttft_slo_s: SLO of the time to the first token, seconds; None for the engine's own.
         tpot_slo_s: SLO of the mean time per further token, seconds; None for the engine's own.
         timeout_s: time after which it is given up, seconds; None for never.
     Raises:
-        GenerationError: a token id is no int, a time no number above 0, or a name no text.
+        GenerationError: a token id or the priority is no int, a time no number above 0, or a name
+            no text.
     """
 
     prompt_ids: tuple[int, ...]
@@ -46,6 +53,8 @@ class Request:
     adapter: ServedAdapter | None = None
     tenant: str = ""
     cache_salt: str = ""
+    request_id: str = ""
+    priority: int = 0
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     timeout_s: float | None = None
@@ -58,14 +67,21 @@ class Request:
                 f"a prompt of token ids has other than ints: {error}; use a text, or a list of ints"
             ) from error
         object.__setattr__(self, "prompt_ids", ids)
-        for name in ("tenant", "cache_salt"):
+        for name in ("tenant", "cache_salt", "request_id"):
             if not isinstance(getattr(self, name), str):
                 raise GenerationError(f"{name}={getattr(self, name)!r}; use a text")
+        if type(self.priority) is not int:
+            raise GenerationError(f"priority={self.priority!r}; use an int, lower ones go first")
+        _check_id(self.request_id)
         for name in ("ttft_slo_s", "tpot_slo_s", "timeout_s"):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is not None and not (is_number and value > 0):
                 raise GenerationError(f"{name}={value!r}; use seconds above 0, or None")
+
+    def named(self, number: int) -> str:
+        """Return its id, or one that is made of its number among an engine's requests."""
+        return self.request_id or f"{_MADE}{number}"
 
     @cached_property
     def virtual_tokens(self) -> int:
@@ -110,6 +126,7 @@ class Chunk:
         token_id: the new token; None if the request was given up.
         completion: the completion, in the last chunk.
         error: why the request could not go on, in the last chunk of one that failed.
+        request_id: the request's id, given or made.
     """
 
     index: int
@@ -117,6 +134,7 @@ class Chunk:
     token_id: int | None
     completion: Completion | None = None
     error: PcgError | None = None
+    request_id: str = ""
 
 
 def make_requests(
@@ -145,6 +163,24 @@ def make_request(
     sampling = {name: value for name, value in fields.items() if name not in own}
     (request,) = make_requests(state, [prompt], adapter, sampling)
     return dataclasses.replace(request, **own)  # type: ignore[arg-type]
+
+
+_MADE = "request "
+"""The beginning of the ids that engines make."""
+_LONGEST_ID = 256
+
+
+def _check_id(request_id: str) -> None:
+    if len(request_id) > _LONGEST_ID or not (request_id.isprintable() or not request_id):
+        raise GenerationError(
+            f"request_id={request_id[:_LONGEST_ID]!r}; use at most {_LONGEST_ID} characters that "
+            "can be printed"
+        )
+    if request_id.startswith(_MADE):
+        raise GenerationError(
+            f"request_id={request_id!r} begins with {_MADE!r}, as those do that the engine makes; "
+            "use another"
+        )
 
 
 _OWN = RequestFields.__annotations__.keys() - SamplingFields.__annotations__.keys()

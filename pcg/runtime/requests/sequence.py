@@ -96,6 +96,19 @@ class Sequence:
             return None
         return slo, self.first_token_s + slo * len(self.generated) - now_s
 
+    def described(self) -> dict[str, object]:
+        """Return the details of the event of its submission."""
+        request = self.request
+        return {
+            "prompt_tokens": len(request.prompt_ids),
+            "max_new_tokens": self.limit,
+            "adapter": None if request.adapter is None else request.adapter.name,
+            "tenant": request.tenant or None,
+            "priority": request.priority,
+            "ttft_slo_s": self.ttft_slo_s,
+            "tpot_slo_s": self.tpot_slo_s,
+        }
+
     def accept(self, token: int) -> Chunk:
         """Append a sampled token; its chunk carries the completion if it is the last."""
         self.generated.append(token)
@@ -112,15 +125,15 @@ class Sequence:
         if text:
             self._text.append(text)
         if not finished:
-            return Chunk(self.number, text, token)
+            return Chunk(self.number, text, token, request_id=self.id)
         self.state = State.FINISHED
         reason = "stop" if ended or self._stop.matched is not None else "length"
-        return Chunk(self.number, text, token, self._completion(reason))
+        return Chunk(self.number, text, token, self._completion(reason), request_id=self.id)
 
     def end(self, state: State, error: PcgError | None = None) -> Chunk:
         """End it before its last token."""
         self.state = state
-        return Chunk(self.number, "", None, self._completion(state.value), error)
+        return Chunk(self.number, "", None, self._completion(state.value), error, self.id)
 
     def _completion(self, reason: str) -> Completion:
         adapter = self.request.adapter
