@@ -90,7 +90,7 @@ class SimulatedDevice:
                 f"model's {self._most_positions} positions"
             )
         limit = min(request.params.max_new_tokens, room)
-        return Sequence(f"request {number}", number, request, limit, 0.0)
+        return Sequence(request.named(number), number, request, limit, 0.0)
 
     def prefetch(self, adapters: List[ServedAdapter]) -> None:
         """Begin to copy adapters to the device, behind copies that are under way."""

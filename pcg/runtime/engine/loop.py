@@ -11,7 +11,7 @@ import heapq
 import weakref
 from collections.abc import Sequence as List
 
-from pcg.errors import GenerationError, OutOfMemoryError, PcgError, as_pcg_error
+from pcg.errors import GenerationError, PcgError, as_pcg_error
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.device import Device
@@ -101,29 +101,28 @@ class EngineLoop:
         Args:
             submitted_s: when it came, on the engine's clock, if a step held it up; None for now.
         Raises:
-            GenerationError: the model cannot run it, or the engine never will.
+            GenerationError: the model cannot run it, there is a request with its id, or the machine
+                cannot keep its SLOs.
+            OutOfMemoryError: the engine will never have the memory for it.
+            QueueFullError: too much waits already.
         """
         number, self.submitted = self.submitted, self.submitted + 1
         sequence = self.device.open(request, number)
+        if sequence.id in self._sequences:
+            raise GenerationError(
+                f"there is a request {sequence.id!r} already; give each its own request_id, or none"
+            )
         sequence.submitted_s = self.clock.now_s() if submitted_s is None else submitted_s
-        limits, adapter = self.scheduler.limits, request.adapter
+        limits = self.scheduler.limits
         sequence.ttft_slo_s = request.ttft_slo_s or limits.ttft_slo_s
         sequence.tpot_slo_s = request.tpot_slo_s or limits.tpot_slo_s
-        details = {
-            "prompt_tokens": len(request.prompt_ids),
-            "max_new_tokens": sequence.limit,
-            "adapter": None if adapter is None else adapter.name,
-            "tenant": request.tenant or None,
-            "ttft_slo_s": sequence.ttft_slo_s,
-            "tpot_slo_s": sequence.tpot_slo_s,
-        }
-        self.log.add(Event(sequence.submitted_s, Kind.SUBMITTED, sequence.id, details))
+        self.log.add(Event(sequence.submitted_s, Kind.SUBMITTED, sequence.id, sequence.described()))
         reserved = self.jobs.most_pages if self.jobs else 0
-        reason = self.scheduler.why_never(sequence, reserved)
-        if reason is not None:
+        error = self.scheduler.refusal(sequence, reserved)
+        if error is not None:
             sequence.state = State.REFUSED
-            self._note(Kind.REFUSED, sequence.id, reason=reason)
-            raise OutOfMemoryError(reason)
+            self._note(Kind.REFUSED, sequence.id, reason=str(error))
+            raise error
         self._sequences[sequence.id] = sequence
         if request.timeout_s is not None:
             heapq.heappush(self._timeouts, (sequence.submitted_s + request.timeout_s, sequence.id))
@@ -253,8 +252,7 @@ class EngineLoop:
             _, name = heapq.heappop(self._timeouts)
             if name in self._sequences:
                 self._end(self._sequences[name], State.TIMED_OUT, Kind.TIMED_OUT)
-        queue = self.scheduler.queue(now)
-        for sequence in list(self.scheduler.policy.hopeless(queue)):
+        for sequence in self.scheduler.policy.hopeless(now):
             self._end(sequence, State.TIMED_OUT, Kind.TIMED_OUT)
 
     def _end(
@@ -280,7 +278,7 @@ class EngineLoop:
             try:
                 if token == UNDRAWN:
                     adapter = sequence.request.adapter
-                    raise undrawn_error(None if adapter is None else adapter.name)
+                    raise undrawn_error(sequence.sampler, None if adapter is None else adapter.name)
                 chunk = sequence.accept(token)
             except Exception as error:
                 failed.append((sequence, error))
