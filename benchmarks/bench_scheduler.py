@@ -61,6 +61,7 @@ from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.merged_execution import ProductRequest
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence as Running
+from pcg.runtime.requests.step_results import StepResults
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
 
@@ -102,8 +103,8 @@ class StubDevice:
     def evict(self, adapter: Any) -> None:
         """Do nothing: adapters have no tensors."""
 
-    def start(self, chunks: Any, windows: Any) -> Callable[[], list[int]]:
-        return lambda: [1] * len(chunks)
+    def start(self, chunks: Any, windows: Any) -> Callable[[], StepResults]:
+        return lambda: StepResults(dict.fromkeys((sequence for sequence, _ in chunks), 1))
 
     def check_alive(self) -> None:
         """Do nothing: nothing fails."""

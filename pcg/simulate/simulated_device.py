@@ -21,6 +21,7 @@ from pcg.runtime.engine.clock import SimulatedClock
 from pcg.runtime.engine.device import SideStream
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
+from pcg.runtime.requests.step_results import StepResults
 from pcg.runtime.training.work_units import Backward, Forward
 from pcg.simulate.simulated_training import SimulatedPass
 
@@ -110,11 +111,11 @@ class SimulatedDevice:
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
-    ) -> Callable[[], list[int]]:
+    ) -> Callable[[], StepResults]:
         """Run sequences' next tokens, and windows of jobs, as one batch.
 
         Returns:
-            A function that returns a token for each sequence, meaningless where more are pending.
+            A function that returns a token for each sequence without pending ones.
         """
         pieces: list[SequenceChunk] = []
         there_s = 0.0
@@ -137,7 +138,8 @@ class SimulatedDevice:
         self.waited_s += max(0.0, there_s - self._clock.now_s())
         self._clock.wait_until(there_s)
         self._take(self._costs.step_seconds(StepShape.of(pieces)))
-        return lambda: [SAMPLED_TOKEN] * len(chunks)
+        ready = [sequence for sequence, count in chunks if count == sequence.pending]
+        return lambda: StepResults(dict.fromkeys(ready, SAMPLED_TOKEN))
 
     def back(self, units: List[Backward]) -> None:
         """Run backward units of one layer together."""

@@ -12,6 +12,7 @@ import torch
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
+from pcg.runtime.requests.step_results import StepResults
 from pcg.runtime.training.work_units import Backward, Forward
 
 
@@ -81,15 +82,14 @@ class Device(Protocol):
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
-    ) -> Callable[[], list[int]]:
+    ) -> Callable[[], StepResults]:
         """Run sequences' next tokens and windows of jobs together.
 
         Args:
             chunks: sequences, and how many of their pending tokens run.
             windows: units of jobs, and how many of their tokens run.
         Returns:
-            A function that waits for the end, and returns the token that follows each sequence,
-                meaningless where more tokens are pending, and `UNDRAWN` where there is none.
+            A function that waits for the end, and returns what the step computed.
         """
 
     def back(self, units: List[Backward]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pcg.errors import GenerationError
+from pcg.runtime.requests.request import Request
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Limits:
         idle_step_s: the longest step of finetuning while nothing is served, seconds: a new request
             waits so long, or for one window of `least_chunk` tokens if that is predicted to take
             longer.
+        logprobs: the most likeliest tokens that a request may ask for in each place, as in OpenAI's
+            API and vLLM.
         prefetched: the number of requests behind those that could begin whose adapters are copied
             ahead, too.
     Raises:
@@ -32,6 +35,7 @@ class Limits:
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     idle_step_s: float = 0.2
+    logprobs: int = 20
     prefetched: int = 8
 
     def __post_init__(self) -> None:
@@ -42,3 +46,12 @@ class Limits:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise GenerationError(f"{name}={value!r}; use seconds above 0")
+
+    def check(self, request: Request) -> None:
+        """Raise a GenerationError if a request asks for more than the engine gives."""
+        asked = request.params.logprobs
+        if asked is not None and asked > self.logprobs:
+            raise GenerationError(
+                f"logprobs={asked}, and the engine gives at most {self.logprobs} in each place; ask "
+                "for fewer, or raise Limits(logprobs=…) of the engine"
+            )

@@ -26,7 +26,7 @@ from pcg.runtime.metrics.events import Event, EventLog, Kind
 from pcg.runtime.model.load import Load
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.requests.sequence import Sequence, State
-from pcg.runtime.sampling.sampling import UNDRAWN, undrawn_error
+from pcg.runtime.requests.step_results import StepResults
 from pcg.runtime.training.work_units import Backward, Forward
 
 
@@ -103,6 +103,7 @@ class EngineLoop:
         Raises:
             GenerationError: the model cannot run it, or the engine never will.
         """
+        self.scheduler.limits.check(request)
         number, self.submitted = self.submitted, self.submitted + 1
         sequence = self.device.open(request, number)
         sequence.submitted_s = self.clock.now_s() if submitted_s is None else submitted_s
@@ -184,7 +185,7 @@ class EngineLoop:
                 end = self.device.start(plan.chunks, [(unit, count) for _, unit, count in windows])
                 if is_beside:
                     self._backward_beside(step)
-                tokens_sampled = end()
+                results = end()
             except BaseException as error:
                 # Not the present time, for which all ranks would have to ask: some did not fail.
                 abandoned = self.scheduler.abandon()
@@ -198,7 +199,7 @@ class EngineLoop:
             if self._latencies is not None:
                 self._latencies.forward.observe(step.load, took)
             self._join(step)
-            self._accept(plan, tokens_sampled)
+            self._accept(plan, results)
             for job in self.jobs.unpaused:
                 self.jobs.settle(job)
         self._suspects.ran(suspect, has_tokens=bool(plan.chunks))
@@ -266,22 +267,19 @@ class EngineLoop:
         reason = {} if error is None else {"reason": str(error)}
         self._note(kind, sequence.id, **reason)
 
-    def _accept(self, plan: StepPlan, tokens: List[int]) -> None:
+    def _accept(self, plan: StepPlan, results: StepResults) -> None:
         now = self.clock.now_s()
         self.scheduler.policy.served(plan.chunks)
         firsts: list[Event] = []
         others: list[str] = []
         ended: list[tuple[Sequence, str]] = []
         failed: list[tuple[Sequence, Exception]] = []
-        for (sequence, count), token in zip(plan.chunks, tokens, strict=True):
+        for sequence, count in plan.chunks:
             sequence.cached += count
             if sequence.cached < sequence.length:
                 continue
             try:
-                if token == UNDRAWN:
-                    adapter = sequence.request.adapter
-                    raise undrawn_error(None if adapter is None else adapter.name)
-                chunk = sequence.accept(token)
+                chunk = sequence.accept(results.tokens[sequence], results.logprobs.get(sequence))
             except Exception as error:
                 failed.append((sequence, error))
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as List
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,6 +28,8 @@ from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
+from pcg.runtime.requests.step_results import DrawnTokens, StepResults
+from pcg.runtime.sampling.logprobs import logprobs_of
 from pcg.runtime.sampling.sampling import make_generator, only_finite, sample
 from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Backward, Forward
@@ -116,30 +119,21 @@ class StepRunner:
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
-    ) -> Callable[[], list[int]]:
+    ) -> Callable[[], StepResults]:
         """Run a step as `Device.start`, with the base's products merged."""
         if self.side is not None:
             self.side.begin()
         adapters = [cast("Adapter | None", one.request.adapter) for one, _ in chunks]
         order = self._tables.order(adapters)
         chunks, adapters = [chunks[i] for i in order], [adapters[i] for i in order]
-        ready: List[int] = range(len(chunks))
-        sampled = None if windows else self._decoded(chunks, adapters)
-        if sampled is None:
-            ready, sampled = self._eager(chunks, adapters, windows)
-
-        def tokens() -> list[int]:
-            by_place = [0] * len(chunks)
-            if sampled is not None:
-                for i, token in zip(ready, sampled.tolist(), strict=True):
-                    by_place[order[i]] = token
-            return by_place
-
-        return tokens
+        drawn = None if windows else self._decoded(chunks, adapters)
+        if drawn is None:
+            drawn = self._eager(chunks, adapters, windows)
+        return partial(_read, drawn)
 
     def _decoded(
         self, chunks: List[tuple[Sequence, int]], adapters: List[Adapter | None]
-    ) -> Tensor | None:
+    ) -> DrawnTokens | None:
         """Return the token after each sequence by a recorded step; None if no graph serves it."""
         sequences = [sequence for sequence, _ in chunks]
         if self.graphs is None or not all(s.generated and s.pending == 1 for s in sequences):
@@ -157,8 +151,8 @@ class StepRunner:
         chunks: List[tuple[Sequence, int]],
         adapters: List[Adapter | None],
         windows: List[tuple[Forward, int]],
-    ) -> tuple[List[int], Tensor | None]:
-        """Run a step eagerly; returns the sequences that it samples, by index, and their tokens."""
+    ) -> DrawnTokens | None:
+        """Run a step eagerly; returns the tokens after sequences, if any follow."""
         functions: list[ProductRequest[Any]] = []
         served = _Served(chunks, adapters, self._tables, self.cache, self._device)
         if chunks:
@@ -173,17 +167,31 @@ class StepRunner:
             # Backward reads what windows save, so they run outside inference mode.
             with torch.no_grad():
                 found = run_merged(functions)
-        return served.ready, self._sampled(served, found[0]) if served.ready else None
+        return self._sampled(served, found[0]) if served.ready else None
 
-    def _sampled(self, served: _Served, hidden: List[Tensor]) -> Tensor:
+    def _sampled(self, served: _Served, hidden: List[Tensor]) -> DrawnTokens:
         rows, last = served.sampled_rows(self._tables)
         logits = self._runner.logits_of(hidden, served.batch, served.bound, rows, last)
         return self._chosen([served.chunks[i][0] for i in served.ready], logits)
 
     def _chosen(
         self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None = None
-    ) -> Tensor:
+    ) -> DrawnTokens:
         """Choose the token after each sequence; `likeliest` is the likeliest of each, if known."""
+        tokens = self._tokens(sequences, logits, likeliest)
+        counts = [sequence.request.params.logprobs for sequence in sequences]
+        asking = [row for row, count in enumerate(counts) if count is not None]
+        if not asking:
+            return DrawnTokens(sequences, tokens)
+        most = max(count or 0 for count in counts)
+        if len(asking) == len(counts):
+            return DrawnTokens(sequences, tokens, logprobs_of(logits, tokens, most))
+        rows = uploaded_list(asking, torch.int64, self._device)
+        return DrawnTokens(sequences, tokens, logprobs_of(logits[rows], tokens[rows], most))
+
+    def _tokens(
+        self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None
+    ) -> Tensor:
         params = [sequence.request.params for sequence in sequences]
         history = None
         if any(p.repetition_penalty != 1.0 for p in params):
@@ -207,6 +215,13 @@ class StepRunner:
             functions.append(unit.whole.backward_requests())
         with torch.no_grad():
             run_merged(functions)
+
+
+def _read(drawn: DrawnTokens | None) -> StepResults:
+    results = StepResults()
+    if drawn is not None:
+        drawn.read(results)
+    return results
 
 
 class _Served:

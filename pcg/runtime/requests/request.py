@@ -12,6 +12,7 @@ from typing import Any
 from pcg.errors import GenerationError, PcgError
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.model.state import ModelState
+from pcg.runtime.sampling.logprobs import TokenLogprobs
 from pcg.runtime.sampling.sampling_params import SamplingFields, SamplingParams
 
 
@@ -88,6 +89,7 @@ class Completion:
         finish_reason: `stop` or `length`; `cancelled` or `timed_out` if it was given up, `failed`
             if it could not go on.
         cached_tokens: tokens of the prompt that were in the KV cache already.
+        logprobs: of each generated token, if they were asked for.
     """
 
     text: str
@@ -96,9 +98,15 @@ class Completion:
     adapter: str | None
     prompt_tokens: int
     cached_tokens: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
     def __str__(self) -> str:
         return self.text
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The log-probability of all generated tokens; None if it was not asked for."""
+        return None if self.logprobs is None else sum(one.logprob for one in self.logprobs)
 
 
 @dataclass(slots=True)
@@ -110,6 +118,7 @@ class Chunk:
         token_id: the new token; None if the request was given up.
         completion: the completion, in the last chunk.
         error: why the request could not go on, in the last chunk of one that failed.
+        logprobs: those of the new token, if they were asked for.
     """
 
     index: int
@@ -117,6 +126,7 @@ class Chunk:
     token_id: int | None
     completion: Completion | None = None
     error: PcgError | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 def make_requests(

@@ -11,6 +11,8 @@ from pcg.runtime.memory.pool import PageTable, pages_for
 from pcg.runtime.memory.prefixes import Version
 from pcg.runtime.model.batch import ANY_TOKEN
 from pcg.runtime.requests.request import Chunk, Completion, Request
+from pcg.runtime.sampling.logprobs import TokenLogprobs
+from pcg.runtime.sampling.sampling import UNDRAWN, undrawn_error
 from pcg.runtime.text.detokenizer import StreamDecoder
 from pcg.runtime.text.stopping import StopChecker
 
@@ -38,6 +40,7 @@ class Sequence:
         digests: the digests of its blocks, as far as they are known.
         known: number of its tokens that were computed or found, up to its prompt's last.
         found: number of its prompt's tokens that were found and not computed.
+        logprobs: those of the generated tokens, if the request asks for them.
     """
 
     id: str
@@ -55,6 +58,7 @@ class Sequence:
     cached: int = 0
     length: int = field(init=False)
     generated: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     first_token_s: float | None = None
     version: Version | None = None
     digests: list[bytes] = field(default_factory=list)
@@ -96,8 +100,17 @@ class Sequence:
             return None
         return slo, self.first_token_s + slo * len(self.generated) - now_s
 
-    def accept(self, token: int) -> Chunk:
-        """Append a sampled token; its chunk carries the completion if it is the last."""
+    def accept(self, token: int, logprobs: TokenLogprobs | None = None) -> Chunk:
+        """Append a sampled token; its chunk carries the completion if it is the last.
+
+        Raises:
+            GenerationError: there is no token, or its log-probability is not a number.
+        """
+        adapter = self.request.adapter
+        if token == UNDRAWN or (logprobs is not None and not logprobs.is_number):
+            raise undrawn_error(None if adapter is None else adapter.name)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
         self.generated.append(token)
         self.length += 1
         ended = token in self.stop_ids
@@ -112,10 +125,10 @@ class Sequence:
         if text:
             self._text.append(text)
         if not finished:
-            return Chunk(self.number, text, token)
+            return Chunk(self.number, text, token, logprobs=logprobs)
         self.state = State.FINISHED
         reason = "stop" if ended or self._stop.matched is not None else "length"
-        return Chunk(self.number, text, token, self._completion(reason))
+        return Chunk(self.number, text, token, self._completion(reason), logprobs=logprobs)
 
     def end(self, state: State, error: PcgError | None = None) -> Chunk:
         """End it before its last token."""
@@ -131,4 +144,8 @@ class Sequence:
             None if adapter is None else adapter.name,
             len(self.request.prompt_ids),
             self.found,
+            self._of_tokens(),
         )
+
+    def _of_tokens(self) -> tuple[TokenLogprobs, ...] | None:
+        return None if self.request.params.logprobs is None else tuple(self.logprobs)

@@ -23,6 +23,7 @@ class SamplingFields(TypedDict, total=False):
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool | list[bool]
+    logprobs: int | list[int | None] | None
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class SamplingParams:
         stop: strings that end the output; they are not part of it.
         stop_token_ids: tokens that end the output, besides the model's own end-of-sequence tokens.
         ignore_eos: go on after an end-of-sequence token.
+        logprobs: return the log-probability of each generated token, and so many of the likeliest
+            ones in its place; 0 for the token's alone, None for none. An engine's limits bound it.
     Raises:
         GenerationError: a value is out of its range or of the wrong type.
     """
@@ -55,6 +58,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _require_number("temperature", self.temperature, 0.0, math.inf)
@@ -78,6 +82,8 @@ class SamplingParams:
             _require_int("stop_token_ids", token, 0)
         if not isinstance(self.ignore_eos, bool):
             raise GenerationError(f"ignore_eos={self.ignore_eos!r}; use True or False")
+        if self.logprobs is not None:
+            _require_int("logprobs", self.logprobs, 0, hint="; None returns none")
 
     @classmethod
     def of(cls, options: Mapping[str, Any], index: int = 0, count: int = 1) -> "SamplingParams":
