@@ -4,8 +4,8 @@
 
 16 prompts on 8 adapters (rank 16, all linear modules), greedy, one thread, fp32, on a random
 8-layer Llama of hidden size 512 with 32,000 tokens. Requests that ask for nothing, for each token's
-logprob, for 5 and for 20 of the likeliest ones come in turn in every round; the unit is seconds a
-step that decodes.
+logprob, for 5 and for 20 of the likeliest ones come in turn in every round; the unit is
+milliseconds of a step that decodes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
         for weights in adapter.weights.values():
             weights.b.normal_(0, 0.02)
 
-    def step_s(count: int | None) -> float:
+    def step_ms(count: int | None) -> float:
         engine = executor.engine()
         for prompt, adapter in zip(prompts, adapters, strict=True):
             fields: Any = {"max_new_tokens": arguments.new_tokens, "ignore_eos": True}
@@ -50,16 +50,16 @@ def main() -> None:
         while not engine.is_idle:
             engine.step()
             steps += 1
-        return (time.perf_counter() - started) / steps
+        return 1e3 * (time.perf_counter() - started) / steps
 
-    runs = {name: lambda count=count: step_s(count) for name, count in COUNTS.items()}
+    runs = {name: lambda count=count: step_ms(count) for name, count in COUNTS.items()}
     values = interleave(runs, arguments.rounds)
     result: dict[str, Any] = {
         "new_tokens": arguments.new_tokens,
         "prompts": len(prompts),
         "adapters": len(NAMES),
         "vocabulary": model.config.vocab_size,
-        "step_ms": {name: round(1e3 * value, 3) for name, value in medians(values).items()},
+        "step_ms": medians(values),
         "logprobs=5 / none (at most 1.03)": ratio(values, "logprobs=5", "none"),
         "logprobs=0 / none": ratio(values, "logprobs=0", "none"),
         "logprobs=20 / none": ratio(values, "logprobs=20", "none"),

@@ -67,9 +67,7 @@ def test_eight_mixed_adapters() -> None:
     names = [f"a{i}" for i in range(8)]
     asked = prompts(LENGTHS)
     counts = [5, 0, 20, 1, 3, 5, 5, 2]
-    done = executor.generate(
-        asked, names, max_new_tokens=6, ignore_eos=True, logprobs=counts
-    )
+    done = executor.generate(asked, names, max_new_tokens=6, ignore_eos=True, logprobs=counts)
     for name, prompt, one, count in zip(names, asked, done, counts, strict=True):
         check(wrapped[name], prompt, one, count)
 
