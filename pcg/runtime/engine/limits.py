@@ -52,6 +52,6 @@ class Limits:
         asked = request.params.logprobs
         if asked is not None and asked > self.logprobs:
             raise GenerationError(
-                f"logprobs={asked}, and the engine gives at most {self.logprobs} in each place; ask "
-                "for fewer, or raise Limits(logprobs=…) of the engine"
+                f"logprobs={asked}, and the engine gives at most {self.logprobs} in each place; "
+                "ask for fewer, or raise Limits(logprobs=…) of the engine"
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from pcg.runtime.requests.sequence import Sequence
@@ -14,7 +13,7 @@ from pcg.runtime.sampling.logprobs import Logprobs, TokenLogprobs
 
 @dataclass(slots=True)
 class StepResults:
-    """What a step computed of its sequences.
+    """The results of a step, for its sequences.
 
     Attributes:
         tokens: the token after each sequence all of whose tokens ran; `UNDRAWN` where there is

@@ -95,7 +95,7 @@ def test_drawn_tokens_have_the_raw_distribution_s() -> None:
 def test_beside_requests_that_ask_for_none_and_after_preemption() -> None:
     executor = make_executor()
     engine = make_engine(executor, 12)
-    base, wrapped = models()
+    base, _ = models()
     asked = prompts((9, 4, 37, 5, 18, 1))
     for i, prompt in enumerate(asked):
         wants = {"logprobs": 2} if i % 2 else {}
@@ -124,7 +124,7 @@ def test_programs_for_triton() -> None:
 
 @pytest.mark.parametrize("count", [-1, "5", 1.0, True, math.inf])
 def test_no_count(count: Any) -> None:
-    with pytest.raises(GenerationError, match="logprobs=.*use an int of at least 0"):
+    with pytest.raises(GenerationError, match=r"logprobs=.*use an int of at least 0"):
         make_executor().request([1, 2], logprobs=count)
 
 
