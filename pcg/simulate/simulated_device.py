@@ -90,7 +90,13 @@ class SimulatedDevice:
                 f"prompt {number} has {request.length} tokens; give at least 1 and fewer than the "
                 f"model's {self._most_positions} positions"
             )
-        limit = min(request.params.max_new_tokens, room)
+        params = request.params
+        if params.logprobs is not None or params.of_prompt is not None:
+            raise GenerationError(
+                f"prompt {number} asks for logprobs, and a simulated device computes no logits; "
+                "ask for none"
+            )
+        limit = min(params.max_new_tokens, room)
         return Sequence(f"request {number}", number, request, limit, 0.0)
 
     def prefetch(self, adapters: List[ServedAdapter]) -> None:

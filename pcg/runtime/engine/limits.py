@@ -49,9 +49,10 @@ class Limits:
 
     def check(self, request: Request) -> None:
         """Raise a GenerationError if a request asks for more than the engine gives."""
-        asked = request.params.logprobs
-        if asked is not None and asked > self.logprobs:
-            raise GenerationError(
-                f"logprobs={asked}, and the engine gives at most {self.logprobs} in each place; "
-                "ask for fewer, or raise Limits(logprobs=…) of the engine"
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(request.params, name)
+            if asked is not None and asked > self.logprobs:
+                raise GenerationError(
+                    f"{name}={asked}, and the engine gives at most {self.logprobs} in each place; "
+                    "ask for fewer, or raise Limits(logprobs=…) of the engine"
+                )

@@ -276,22 +276,24 @@ class EngineLoop:
         failed: list[tuple[Sequence, Exception]] = []
         for sequence, count in plan.chunks:
             sequence.cached += count
-            if sequence.cached < sequence.length:
-                continue
             try:
-                chunk = sequence.accept(results.tokens[sequence], results.logprobs.get(sequence))
+                chunk = results.give(sequence)
             except Exception as error:
                 failed.append((sequence, error))
                 continue
+            if chunk is None:
+                continue
             self._chunks.append(chunk)
+            if chunk.completion is not None:
+                ended.append((sequence, chunk.completion.finish_reason))
+            if chunk.token_id is None:
+                continue
             if sequence.first_token_s is None:
                 sequence.first_token_s = now
                 details = {"count": 1, "cached_tokens": sequence.found}
                 firsts.append(Event(now, Kind.TOKEN, sequence.id, details))
             else:
                 others.append(sequence.id)
-            if chunk.completion is not None:
-                ended.append((sequence, chunk.completion.finish_reason))
         self.log.add_tokens(now, others)
         self.log.add(*firsts)
         for sequence, reason in ended:

@@ -61,6 +61,8 @@ class StepPlan:
         self.tokens += tokens
         self.keys += keys_of(tokens, sequence.cached)
         self.sampled += tokens == sequence.pending
+        if sequence.read < sequence.last_read:
+            self.sampled += len(sequence.unread(sequence.cached, sequence.cached + tokens))
         self.awaits_first_token |= sequence.first_token_s is None
 
 
@@ -225,7 +227,8 @@ class Scheduler:
         room = self.limits.tokens - plan.tokens
         if self.forward is not None and plan.tpot_slo_s is not None:
             seconds, load = min(plan.tpot_slo_s, plan.slack_s), plan.load + _LAST_ROW
-            fitting = self.forward.tokens_within(seconds, sequence.cached, load)
+            reads = sequence.read < sequence.last_read
+            fitting = self.forward.tokens_within(seconds, sequence.cached, load, are_read=reads)
             room = min(room, max(fitting, self.limits.least_chunk))
         if room < min(self.limits.least_chunk, sequence.pending):
             return 0

@@ -28,8 +28,8 @@ from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
-from pcg.runtime.requests.step_results import DrawnTokens, StepResults
-from pcg.runtime.sampling.logprobs import logprobs_of
+from pcg.runtime.requests.step_results import DrawnTokens, PromptLogprobs, StepResults
+from pcg.runtime.sampling.logprobs import Logprobs, logprobs_of
 from pcg.runtime.sampling.sampling import make_generator, only_finite, sample
 from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Backward, Forward
@@ -85,7 +85,13 @@ class StepRunner:
             stop_ids if params.ignore_eos else stop_ids | self._eos_ids,
             self._tokenizer.stream(request.prompt_ids) if self._tokenizer else None,
             None if params.greedy else make_generator(params.seed),
+            echoed=self._echoed(request),
         )
+
+    def _echoed(self, request: Request) -> str:
+        if not request.params.echo or self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(request.prompt_ids) if request.text is None else request.text
 
     def _limit(self, number: int, request: Request) -> int:
         length = request.length
@@ -97,7 +103,8 @@ class StepRunner:
             raise GenerationError(
                 f"prompt {number} has token {wrong}; the model's are 0 to {self._vocabulary - 1}"
             )
-        if self._max_positions is not None and length >= self._max_positions:
+        new = request.params.max_new_tokens
+        if self._max_positions is not None and length + min(new, 1) > self._max_positions:
             virtual = request.virtual_tokens
             of_adapter = f", {virtual} of them its adapter's virtual ones" if virtual else ""
             raise GenerationError(
@@ -106,7 +113,7 @@ class StepRunner:
                 "the prompt"
             )
         room = (self._max_positions or 2**62) - length
-        return min(request.params.max_new_tokens, room)
+        return min(new, room)
 
     def prefetch(self, adapters: List[ServedAdapter]) -> None:
         self._tables.prefetch(cast("List[Adapter]", adapters))
@@ -126,10 +133,10 @@ class StepRunner:
         adapters = [cast("Adapter | None", one.request.adapter) for one, _ in chunks]
         order = self._tables.order(adapters)
         chunks, adapters = [chunks[i] for i in order], [adapters[i] for i in order]
-        drawn = None if windows else self._decoded(chunks, adapters)
-        if drawn is None:
-            drawn = self._eager(chunks, adapters, windows)
-        return partial(_read, drawn)
+        decoded = None if windows else self._decoded(chunks, adapters)
+        if decoded is None:
+            return partial(_read, self._eager(chunks, adapters, windows))
+        return partial(_read, [decoded])
 
     def _decoded(
         self, chunks: List[tuple[Sequence, int]], adapters: List[Adapter | None]
@@ -151,8 +158,8 @@ class StepRunner:
         chunks: List[tuple[Sequence, int]],
         adapters: List[Adapter | None],
         windows: List[tuple[Forward, int]],
-    ) -> DrawnTokens | None:
-        """Run a step eagerly; returns the tokens after sequences, if any follow."""
+    ) -> List[DrawnTokens | PromptLogprobs]:
+        """Run a step eagerly; returns what it computed, on the device."""
         functions: list[ProductRequest[Any]] = []
         served = _Served(chunks, adapters, self._tables, self.cache, self._device)
         if chunks:
@@ -167,12 +174,32 @@ class StepRunner:
             # Backward reads what windows save, so they run outside inference mode.
             with torch.no_grad():
                 found = run_merged(functions)
-        return self._sampled(served, found[0]) if served.ready else None
+        results: list[DrawnTokens | PromptLogprobs] = []
+        if served.ready:
+            results.append(self._sampled(served, found[0]))
+        if served.read:
+            results.append(self._scored(served, found[0]))
+        return results
 
     def _sampled(self, served: _Served, hidden: List[Tensor]) -> DrawnTokens:
         rows, last = served.sampled_rows(self._tables)
         logits = self._runner.logits_of(hidden, served.batch, served.bound, rows, last)
         return self._chosen([served.chunks[i][0] for i in served.ready], logits)
+
+    def _scored(self, served: _Served, hidden: List[Tensor]) -> PromptLogprobs:
+        """Return the logprobs of prompts' tokens, whose logits exist for some at a time."""
+        rows, targets, adapters = served.read_rows()
+        most = max(sequence.request.params.of_prompt or 0 for sequence, _, _ in served.read)
+        parts, size = [], self._runner.model.loss_chunk
+        for start in range(0, len(rows), size):
+            some = slice(start, start + size)
+            chosen = uploaded_list(rows[some], torch.int64, self._device)
+            of_rows = self._tables.bind_epilogue(adapters[some])
+            logits = self._runner.logits_of(hidden, served.batch, served.bound, chosen, of_rows)
+            wanted = uploaded_list(targets[some], torch.int64, self._device)
+            parts.append(logprobs_of(logits, wanted, most))
+        counts = [(sequence, len(tokens)) for sequence, _, tokens in served.read]
+        return PromptLogprobs(counts, Logprobs.joined(parts))
 
     def _chosen(
         self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None = None
@@ -217,15 +244,21 @@ class StepRunner:
             run_merged(functions)
 
 
-def _read(drawn: DrawnTokens | None) -> StepResults:
+def _read(computed: List[DrawnTokens | PromptLogprobs]) -> StepResults:
     results = StepResults()
-    if drawn is not None:
-        drawn.read(results)
+    for part in computed:
+        part.read(results)
     return results
 
 
 class _Served:
-    """The sequences of a step, in the order of their adapters' slots; `ready` ones are sampled."""
+    """The sequences of a step, in the order of their adapters' slots.
+
+    Attributes:
+        ready: those that are sampled, by place.
+        read: sequences that read rows of their prompts, the row of the first, and the tokens whose
+            logprobs these rows have.
+    """
 
     def __init__(
         self,
@@ -237,14 +270,25 @@ class _Served:
     ) -> None:
         self.chunks = chunks
         self.ready: list[int] = []
+        self.read: list[tuple[Sequence, int, tuple[int, ...]]] = []
         ids: list[int] = []
         spans = []
         for place, (sequence, count) in enumerate(chunks):
             start, virtual, generated = sequence.cached, 0, sequence.generated
             end = start + count
-            if end == sequence.length:
+            if end == sequence.length and sequence.limit:
                 self.ready.append(place)
             first = len(ids)
+            if sequence.read < sequence.last_read:
+                unread, virtual_tokens = (
+                    sequence.unread(start, end),
+                    sequence.request.virtual_tokens,
+                )
+                # A row has the logprob of the token behind its own.
+                behind = slice(*(i + 1 - virtual_tokens for i in (unread.start, unread.stop)))
+                if unread:
+                    targets = sequence.request.prompt_ids[behind]
+                    self.read.append((sequence, first + unread.start - start, targets))
             if generated and count == 1 and end == sequence.length:
                 ids.append(generated[-1])
             else:
@@ -254,6 +298,13 @@ class _Served:
         self.batch = Batch(uploaded_list(ids, torch.int64, device), spans, cache)
         self._adapters = adapters
         self.bound = tables.bind(self._adapters, [span.length for span in spans])
+
+    def read_rows(self) -> tuple[list[int], list[int], list[Adapter | None]]:
+        """Return the rows of prompts that are read, the tokens behind them, and their adapters."""
+        rows = [first + i for _, first, tokens in self.read for i in range(len(tokens))]
+        targets = [token for _, _, tokens in self.read for token in tokens]
+        adapters = [one.request.adapter for one, _, tokens in self.read for _ in tokens]
+        return rows, targets, cast("list[Adapter | None]", adapters)
 
     def sampled_rows(self, tables: PaddedTables) -> tuple[Tensor | None, BoundAdapters | None]:
         """Return the tokens that are sampled after, and their adapters; None for all tokens."""

@@ -38,6 +38,7 @@ class Request:
         ttft_slo_s: SLO of the time to the first token, seconds; None for the engine's own.
         tpot_slo_s: SLO of the mean time per further token, seconds; None for the engine's own.
         timeout_s: time after which it is given up, seconds; None for never.
+        text: the prompt's text, which `echo` returns; None where it was given as tokens.
     Raises:
         GenerationError: a token id is no int, a time no number above 0, or a name no text.
     """
@@ -50,6 +51,7 @@ class Request:
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     timeout_s: float | None = None
+    text: str | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -84,12 +86,15 @@ class Completion:
     """The continuation of a prompt.
 
     Attributes:
-        text: the generated text without the stop string; empty without a tokenizer.
+        text: the generated text without the stop string, behind the prompt's if that is echoed;
+            empty without a tokenizer.
         token_ids: the generated tokens, the end token included.
         finish_reason: `stop` or `length`; `cancelled` or `timed_out` if it was given up, `failed`
             if it could not go on.
         cached_tokens: tokens of the prompt that were in the KV cache already.
-        logprobs: of each generated token, if they were asked for.
+        logprobs: those of each generated token, if they were asked for.
+        prompt_logprobs: those of each token of the prompt, if they were asked for; None for the
+            first, before which there is nothing.
     """
 
     text: str
@@ -99,6 +104,7 @@ class Completion:
     prompt_tokens: int
     cached_tokens: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -115,7 +121,7 @@ class Chunk:
 
     Attributes:
         index: index of the prompt.
-        token_id: the new token; None if the request was given up.
+        token_id: the new token; None if the request was given up, and where it generates none.
         completion: the completion, in the last chunk.
         error: why the request could not go on, in the last chunk of one that failed.
         logprobs: those of the new token, if they were asked for.
@@ -142,6 +148,7 @@ def make_requests(
             _encode(state, prompt, index),
             SamplingParams.of(sampling, index, len(prompts)),
             adapters[index],
+            text=prompt if isinstance(prompt, str) else None,
         )
         for index, prompt in enumerate(prompts)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -11,7 +12,7 @@ from pcg.runtime.memory.pool import PageTable, pages_for
 from pcg.runtime.memory.prefixes import Version
 from pcg.runtime.model.batch import ANY_TOKEN
 from pcg.runtime.requests.request import Chunk, Completion, Request
-from pcg.runtime.sampling.logprobs import TokenLogprobs
+from pcg.runtime.sampling.logprobs import TokenLogprobs, not_a_number
 from pcg.runtime.sampling.sampling import UNDRAWN, undrawn_error
 from pcg.runtime.text.detokenizer import StreamDecoder
 from pcg.runtime.text.stopping import StopChecker
@@ -41,6 +42,10 @@ class Sequence:
         known: number of its tokens that were computed or found, up to its prompt's last.
         found: number of its prompt's tokens that were found and not computed.
         logprobs: those of the generated tokens, if the request asks for them.
+        prompt_logprobs: those of the prompt's tokens behind the first, as far as they are computed.
+        read: number of its tokens whose rows need not be computed to be read: those that were, and
+            virtual ones.
+        last_read: number of its tokens whose rows the request reads, and those before them.
     """
 
     id: str
@@ -64,11 +69,18 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)
     known: int = 0
     found: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    read: int = field(init=False)
+    last_read: int = 0
+    echoed: str = ""
     _text: list[str] = field(default_factory=list)
     _stop: StopChecker = field(init=False)
 
     def __post_init__(self) -> None:
         self.length = self.request.length
+        self.read = self.request.virtual_tokens
+        if self.request.params.of_prompt is not None:
+            self.last_read = self.length - 1
         self._stop = StopChecker(self.request.params.stop)
 
     @property
@@ -83,7 +95,16 @@ class Sequence:
     @property
     def most_pages(self) -> int:
         """The most pages that it will need: the last token is never cached."""
-        return pages_for(self.request.length + self.limit - 1)
+        return pages_for(self.request.length + max(self.limit, 1) - 1)
+
+    @property
+    def skippable(self) -> int:
+        """The most of its first tokens that need not be computed if their blocks are found."""
+        return self.read if self.read < self.last_read else self.length - 1
+
+    def unread(self, start: int, stop: int) -> range:
+        """Return those of some tokens whose rows the request reads, and has not read yet."""
+        return range(max(start, self.read), min(stop, self.last_read))
 
     def ids(self, start: int, stop: int) -> list[int]:
         """Return some of its tokens; virtual ones have any id."""
@@ -100,15 +121,52 @@ class Sequence:
             return None
         return slo, self.first_token_s + slo * len(self.generated) - now_s
 
+    def take(
+        self, token: int, logprobs: TokenLogprobs | None, prompt: List[TokenLogprobs]
+    ) -> Chunk | None:
+        """Take what a step computed; None while tokens are pending.
+
+        Args:
+            token: the next token; means nothing where none is due.
+            logprobs: the token's, if they are asked for.
+            prompt: those of the prompt's next tokens.
+        Raises:
+            GenerationError: a log-probability is not a number, or there is no next token.
+        """
+        if not all(one.is_number for one in prompt):
+            raise not_a_number(self._adapter_name)
+        self.prompt_logprobs += prompt
+        self.read += len(prompt)
+        if self.pending:
+            return None
+        if self.limit:
+            return self.accept(token, logprobs)
+        self.state = State.FINISHED
+        return Chunk(self.number, self._said(""), None, self._completion("length"))
+
+    @property
+    def _adapter_name(self) -> str | None:
+        adapter = self.request.adapter
+        return None if adapter is None else adapter.name
+
+    def _said(self, text: str) -> str:
+        """Return a chunk's text, the first one's behind what is echoed, and note it."""
+        if self.echoed:
+            text, self.echoed = self.echoed + text, ""
+        if text:
+            self._text.append(text)
+        return text
+
     def accept(self, token: int, logprobs: TokenLogprobs | None = None) -> Chunk:
         """Append a sampled token; its chunk carries the completion if it is the last.
 
         Raises:
             GenerationError: there is no token, or its log-probability is not a number.
         """
-        adapter = self.request.adapter
-        if token == UNDRAWN or (logprobs is not None and not logprobs.is_number):
-            raise undrawn_error(None if adapter is None else adapter.name)
+        if token == UNDRAWN:
+            raise undrawn_error(self._adapter_name)
+        if logprobs is not None and not logprobs.is_number:
+            raise not_a_number(self._adapter_name)
         if logprobs is not None:
             self.logprobs.append(logprobs)
         self.generated.append(token)
@@ -122,8 +180,7 @@ class Sequence:
         if finished and self.decoder is not None and self._stop.matched is None:
             text += self._stop.push(self.decoder.finish())
             text += self._stop.finish()
-        if text:
-            self._text.append(text)
+        text = self._said(text)
         if not finished:
             return Chunk(self.number, text, token, logprobs=logprobs)
         self.state = State.FINISHED
@@ -136,16 +193,14 @@ class Sequence:
         return Chunk(self.number, "", None, self._completion(state.value), error)
 
     def _completion(self, reason: str) -> Completion:
-        adapter = self.request.adapter
+        params = self.request.params
         return Completion(
             "".join(self._text),
             tuple(self.generated),
             reason,
-            None if adapter is None else adapter.name,
+            self._adapter_name,
             len(self.request.prompt_ids),
             self.found,
-            self._of_tokens(),
+            None if params.logprobs is None else tuple(self.logprobs),
+            None if params.of_prompt is None else (None, *self.prompt_logprobs),
         )
-
-    def _of_tokens(self) -> tuple[TokenLogprobs, ...] | None:
-        return None if self.request.params.logprobs is None else tuple(self.logprobs)

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from pcg.runtime.requests.request import Chunk
 from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.sampling.logprobs import Logprobs, TokenLogprobs
+from pcg.runtime.sampling.sampling import UNDRAWN
 
 
 @dataclass(slots=True)
@@ -25,6 +27,11 @@ class StepResults:
     tokens: dict[Sequence, int] = field(default_factory=dict)
     logprobs: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
     prompts: dict[Sequence, list[TokenLogprobs]] = field(default_factory=dict)
+
+    def give(self, sequence: Sequence) -> Chunk | None:
+        """Give a sequence what is its own; see `Sequence.take`."""
+        token = self.tokens.get(sequence, UNDRAWN)
+        return sequence.take(token, self.logprobs.get(sequence), self.prompts.get(sequence, ()))
 
 
 @dataclass(frozen=True)
@@ -47,3 +54,29 @@ class DrawnTokens:
             asking = [one for one in self.sequences if one.request.params.logprobs is not None]
             counts = [one.request.params.logprobs or 0 for one in asking]
             results.logprobs.update(zip(asking, self.logprobs.read(counts), strict=True))
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """The logprobs of tokens of prompts, on the device.
+
+    Attributes:
+        counts: sequences, and how many tokens of each in turn.
+        logprobs: those of all these tokens.
+    """
+
+    counts: List[tuple[Sequence, int]]
+    logprobs: Logprobs
+
+    def read(self, results: StepResults) -> None:
+        """Wait for them, and add them to a step's results."""
+        likeliest = [n for one, n_tokens in self.counts for n in [_of_prompt(one)] * n_tokens]
+        found = self.logprobs.read(likeliest)
+        start = 0
+        for sequence, count in self.counts:
+            results.prompts[sequence] = found[start : start + count]
+            start += count
+
+
+def _of_prompt(sequence: Sequence) -> int:
+    return sequence.request.params.of_prompt or 0

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pcg.errors import GenerationError
+
 _BLOCK = 64
 """Tokens of a block; the fastest of 16 to 128 for 16 rows of 32,000."""
 
@@ -61,6 +63,12 @@ class Logprobs:
     top_ids: Tensor
     top: Tensor
 
+    @classmethod
+    def joined(cls, parts: Sequence[Logprobs]) -> Logprobs:
+        """Return the rows of parts, which have one k, one after the other."""
+        columns = zip(*((p.tokens, p.chosen, p.top_ids, p.top) for p in parts), strict=True)
+        return cls(*map(torch.cat, columns))
+
     def read(self, counts: Sequence[int]) -> list[TokenLogprobs]:
         """Wait for them, and return each row's with as many of the likeliest as it asks for."""
         tokens, chosen = self.tokens.tolist(), self.chosen.tolist()
@@ -71,6 +79,15 @@ class Logprobs:
                 tokens, chosen, top_ids, top, counts, strict=True
             )
         ]
+
+
+def not_a_number(adapter: str | None) -> GenerationError:
+    """Return the error of a request whose logits hold NaN."""
+    cause = "the base's weights" if adapter is None else f"the weights of adapter {adapter!r}"
+    return GenerationError(
+        "the logits hold NaN, so tokens have no log-probability; check the request's parameters, "
+        f"{cause} and the dtype of the run"
+    )
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, most: int) -> Logprobs:

@@ -24,6 +24,8 @@ class SamplingFields(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool | list[bool]
     logprobs: int | list[int | None] | None
+    prompt_logprobs: int | list[int | None] | None
+    echo: bool | list[bool]
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,15 @@ class SamplingParams:
         repetition_penalty: above 1 discourages the tokens of the prompt and of the output so far;
             from 0.01 to 100.
         seed: seed of the request's generator; None takes one from the system.
-        max_new_tokens: the most tokens to generate.
+        max_new_tokens: the most tokens to generate; 0 to compute the prompt alone.
         stop: strings that end the output; they are not part of it.
         stop_token_ids: tokens that end the output, besides the model's own end-of-sequence tokens.
         ignore_eos: go on after an end-of-sequence token.
         logprobs: return the log-probability of each generated token, and so many of the likeliest
             ones in its place; 0 for the token's alone, None for none. An engine's limits bound it.
+        prompt_logprobs: return the same of each token of the prompt but the first.
+        echo: begin the text with the prompt's; with `logprobs`, prompt_logprobs is as many by
+            default.
     Raises:
         GenerationError: a value is out of its range or of the wrong type.
     """
@@ -59,6 +64,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
 
     def __post_init__(self) -> None:
         _require_number("temperature", self.temperature, 0.0, math.inf)
@@ -71,7 +78,7 @@ class SamplingParams:
             _require_number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _require_int("seed", self.seed, 0, 2**63 - 1)
-        _require_int("max_new_tokens", self.max_new_tokens, 1)
+        _require_int("max_new_tokens", self.max_new_tokens, 0)
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise GenerationError(
                 f"stop={self.stop!r}; use a tuple of strings that are not empty, as in ('\\n\\n',)"
@@ -80,10 +87,12 @@ class SamplingParams:
             raise GenerationError(f"stop_token_ids={self.stop_token_ids!r}; use a tuple of ints")
         for token in self.stop_token_ids:
             _require_int("stop_token_ids", token, 0)
-        if not isinstance(self.ignore_eos, bool):
-            raise GenerationError(f"ignore_eos={self.ignore_eos!r}; use True or False")
-        if self.logprobs is not None:
-            _require_int("logprobs", self.logprobs, 0, hint="; None returns none")
+        for name in ("ignore_eos", "echo"):
+            if not isinstance(getattr(self, name), bool):
+                raise GenerationError(f"{name}={getattr(self, name)!r}; use True or False")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _require_int(name, getattr(self, name), 0, hint="; None returns none")
 
     @classmethod
     def of(cls, options: Mapping[str, Any], index: int = 0, count: int = 1) -> "SamplingParams":
@@ -108,6 +117,11 @@ class SamplingParams:
         if mine.get("seed") is not None and not isinstance(options["seed"], list):
             mine["seed"] += index
         return cls(**mine)
+
+    @property
+    def of_prompt(self) -> int | None:
+        """How many of the likeliest tokens to return for each of the prompt; None for nothing."""
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
     @property
     def greedy(self) -> bool:
