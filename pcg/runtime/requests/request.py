@@ -13,6 +13,7 @@ from pcg.errors import GenerationError, PcgError
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.sampling.logprobs import TokenLogprobs
+from pcg.runtime.sampling.sampler import resolved
 from pcg.runtime.sampling.sampling_params import SamplingFields, SamplingParams
 
 
@@ -31,6 +32,7 @@ class Request:
     """A prompt to continue.
 
     Attributes:
+        prompt_ids: its tokens, of which the last `params.truncate_prompt_tokens` are kept.
         adapter: the version of an adapter that serves the request to its end; None for the base.
         tenant: the name of the tenant that fair scheduling counts it for; KV blocks of prompts are
             shared within a tenant alone, unless the engine's options say otherwise.
@@ -38,7 +40,8 @@ class Request:
         ttft_slo_s: SLO of the time to the first token, seconds; None for the engine's own.
         tpot_slo_s: SLO of the mean time per further token, seconds; None for the engine's own.
         timeout_s: time after which it is given up, seconds; None for never.
-        text: the prompt's text, which `echo` returns; None where it was given as tokens.
+        text: the prompt's text, which `echo` returns; None where it was given as tokens, or was
+            truncated.
     Raises:
         GenerationError: a token id is no int, a time no number above 0, or a name no text.
     """
@@ -60,6 +63,10 @@ class Request:
             raise GenerationError(
                 f"a prompt of token ids has other than ints: {error}; use a text, or a list of ints"
             ) from error
+        last = self.params.truncate_prompt_tokens
+        if last is not None and last < len(ids):
+            ids = ids[-last:]
+            object.__setattr__(self, "text", None)
         object.__setattr__(self, "prompt_ids", ids)
         for name in ("tenant", "cache_salt"):
             if not isinstance(getattr(self, name), str):
@@ -86,12 +93,14 @@ class Completion:
     """The continuation of a prompt.
 
     Attributes:
-        text: the generated text without the stop string, behind the prompt's if that is echoed;
-            empty without a tokenizer.
+        text: the generated text, without the stop string unless the request asks for it, behind the
+            prompt's if that is echoed; empty without a tokenizer.
         token_ids: the generated tokens, the end token included.
         finish_reason: `stop` or `length`; `cancelled` or `timed_out` if it was given up, `failed`
             if it could not go on.
         cached_tokens: tokens of the prompt that were in the KV cache already.
+        stop_reason: the stop string, or the token of `stop_token_ids`, that ended it; None if
+            something else did, such as the model's own end-of-sequence token.
         logprobs: those of each generated token, if they were asked for.
         prompt_logprobs: those of each token of the prompt, if they were asked for; None for the
             first, before which there is nothing.
@@ -103,6 +112,7 @@ class Completion:
     adapter: str | None
     prompt_tokens: int
     cached_tokens: int = 0
+    stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
@@ -146,7 +156,11 @@ def make_requests(
     return [
         Request(
             _encode(state, prompt, index),
-            SamplingParams.of(sampling, index, len(prompts)),
+            resolved(
+                SamplingParams.of(sampling, index, len(prompts)),
+                state.tokenizer,
+                state.program.base.vocabulary,
+            ),
             adapters[index],
             text=prompt if isinstance(prompt, str) else None,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from pcg.errors import PcgError
 from pcg.runtime.memory.pool import PageTable, pages_for
@@ -13,6 +12,7 @@ from pcg.runtime.memory.prefixes import Version
 from pcg.runtime.model.batch import ANY_TOKEN
 from pcg.runtime.requests.request import Chunk, Completion, Request
 from pcg.runtime.sampling.logprobs import TokenLogprobs, not_a_number
+from pcg.runtime.sampling.sampler import Sampler
 from pcg.runtime.sampling.sampling import UNDRAWN, undrawn_error
 from pcg.runtime.text.detokenizer import StreamDecoder
 from pcg.runtime.text.stopping import StopChecker
@@ -35,7 +35,7 @@ class Sequence:
     """A request in the engine; it keeps its generated tokens when it is preempted.
 
     Attributes:
-        sampler: its random number generator; None if it is greedy.
+        sampler: what chooses its tokens; None in simulated time.
         cached: number of its tokens whose keys and values are cached, virtual ones included.
         version: the version whose blocks it shares; None if blocks are not shared.
         digests: the digests of its blocks, as far as they are known.
@@ -55,7 +55,7 @@ class Sequence:
     submitted_s: float
     stop_ids: frozenset[int] = frozenset()
     decoder: StreamDecoder | None = None
-    sampler: Any = None
+    sampler: Sampler | None = None
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     state: State = State.WAITING
@@ -78,10 +78,11 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.length = self.request.length
+        params = self.request.params
         self.read = self.request.virtual_tokens
-        if self.request.params.of_prompt is not None:
+        if params.of_prompt is not None:
             self.last_read = self.length - 1
-        self._stop = StopChecker(self.request.params.stop)
+        self._stop = StopChecker(params.stop, params.include_stop_str_in_output)
 
     @property
     def is_over(self) -> bool:
@@ -164,35 +165,43 @@ class Sequence:
             GenerationError: there is no token, or its log-probability is not a number.
         """
         if token == UNDRAWN:
-            raise undrawn_error(self._adapter_name)
+            raise undrawn_error(self.sampler, self._adapter_name)
         if logprobs is not None and not logprobs.is_number:
             raise not_a_number(self._adapter_name)
         if logprobs is not None:
             self.logprobs.append(logprobs)
+        if self.sampler is not None:
+            self.sampler.commit(token)
         self.generated.append(token)
         self.length += 1
+        params = self.request.params
         ended = token in self.stop_ids
+        may_end = len(self.generated) > params.min_tokens
         text = ""
-        if self.decoder is not None:
-            text = "" if ended else self._stop.push(self.decoder.push(token))
+        if self.decoder is not None and (params.include_stop_str_in_output or not ended):
+            text = self._stop.push(self.decoder.push(token), may_end)
         full = len(self.generated) >= self.limit
         finished = ended or self._stop.matched is not None or full
         if finished and self.decoder is not None and self._stop.matched is None:
-            text += self._stop.push(self.decoder.finish())
+            text += self._stop.push(self.decoder.finish(), may_end)
             text += self._stop.finish()
         text = self._said(text)
         if not finished:
             return Chunk(self.number, text, token, logprobs=logprobs)
         self.state = State.FINISHED
+        named = token if token in params.stop_token_ids else None
+        stopped_by = self._stop.matched or named
         reason = "stop" if ended or self._stop.matched is not None else "length"
-        return Chunk(self.number, text, token, self._completion(reason), logprobs=logprobs)
+        return Chunk(
+            self.number, text, token, self._completion(reason, stopped_by), logprobs=logprobs
+        )
 
     def end(self, state: State, error: PcgError | None = None) -> Chunk:
         """End it before its last token."""
         self.state = state
         return Chunk(self.number, "", None, self._completion(state.value), error)
 
-    def _completion(self, reason: str) -> Completion:
+    def _completion(self, reason: str, stop_reason: str | int | None = None) -> Completion:
         params = self.request.params
         return Completion(
             "".join(self._text),
@@ -201,6 +210,7 @@ class Sequence:
             self._adapter_name,
             len(self.request.prompt_ids),
             self.found,
+            stop_reason,
             None if params.logprobs is None else tuple(self.logprobs),
             None if params.of_prompt is None else (None, *self.prompt_logprobs),
         )
