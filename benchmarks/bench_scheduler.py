@@ -91,11 +91,14 @@ class StubDevice:
     side = None
     fails_alike = True
 
-    def open(self, request: Request, number: int) -> Running:
+    def open(self, request: Request, number: int, choice: int = 0) -> Running:
         return Running(f"request {number}", number, request, request.params.max_new_tokens, 0.0)
 
     def prefetch(self, adapters: Any) -> None:
         """Do nothing: adapters have no tensors."""
+
+    def copy_page(self, page: int, to: int) -> None:
+        """Do nothing: there are no keys and values."""
 
     def is_copying(self, adapter: Any) -> bool:
         return False
@@ -104,7 +107,8 @@ class StubDevice:
         """Do nothing: adapters have no tensors."""
 
     def start(self, chunks: Any, windows: Any) -> Callable[[], StepResults]:
-        return lambda: StepResults(dict.fromkeys((sequence for sequence, _ in chunks), 1))
+        ready = [sequence for sequence, count in chunks if count == sequence.pending]
+        return lambda: StepResults(dict.fromkeys(ready, 1))
 
     def check_alive(self) -> None:
         """Do nothing: nothing fails."""

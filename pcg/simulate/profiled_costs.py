@@ -80,6 +80,7 @@ class ProfiledDevice:
         self.behind_s = 0.0
         self.open, self.evict = device.open, device.evict
         self.prefetch, self.is_copying = device.prefetch, device.is_copying
+        self.copy_page = device.copy_page
         self.fails_alike, self.check_alive = device.fails_alike, device.check_alive
         self._device = device
         self._clock = clock

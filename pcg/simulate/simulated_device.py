@@ -20,7 +20,7 @@ from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import SimulatedClock
 from pcg.runtime.engine.device import SideStream
 from pcg.runtime.requests.request import Request
-from pcg.runtime.requests.sequence import Sequence
+from pcg.runtime.requests.sequence import Sequence, name_of
 from pcg.runtime.requests.step_results import StepResults
 from pcg.runtime.training.work_units import Backward, Forward
 from pcg.simulate.simulated_training import SimulatedPass
@@ -78,7 +78,7 @@ class SimulatedDevice:
         self._copied_s: dict[int, float] = {}
         self._link_free_s = 0.0
 
-    def open(self, request: Request, number: int) -> Sequence:
+    def open(self, request: Request, number: int, choice: int = 0) -> Sequence:
         """Return a request's state before anything ran.
 
         Raises:
@@ -97,7 +97,10 @@ class SimulatedDevice:
                 "ask for none"
             )
         limit = min(params.max_new_tokens, room)
-        return Sequence(f"request {number}", number, request, limit, 0.0)
+        return Sequence(name_of(number, choice), number, request, limit, 0.0, choice=choice)
+
+    def copy_page(self, page: int, to: int) -> None:
+        """Do nothing: there are no keys and values."""
 
     def prefetch(self, adapters: List[ServedAdapter]) -> None:
         """Begin to copy adapters to the device, behind copies that are under way."""
@@ -145,6 +148,8 @@ class SimulatedDevice:
         self._clock.wait_until(there_s)
         self._take(self._costs.step_seconds(StepShape.of(pieces)))
         ready = [sequence for sequence, count in chunks if count == sequence.pending]
+        ready += [follower for sequence in ready for follower in sequence.followers]
+        ready = [sequence for sequence in ready if sequence.limit]
         return lambda: StepResults(dict.fromkeys(ready, SAMPLED_TOKEN))
 
     def back(self, units: List[Backward]) -> None:

@@ -68,8 +68,15 @@ class Device(Protocol):
     side: SideStream | None
     fails_alike: bool
 
-    def open(self, request: Request, number: int) -> Sequence:
-        """Return the state of a new request; GenerationError if the model cannot run it."""
+    def open(self, request: Request, number: int, choice: int = 0) -> Sequence:
+        """Return the state of a new request; GenerationError if the model cannot run it.
+
+        Args:
+            choice: the place of the continuation among those of the prompt.
+        """
+
+    def copy_page(self, page: int, to: int) -> None:
+        """Copy keys and values from one page to another."""
 
     def prefetch(self, adapters: List[ServedAdapter]) -> None:
         """Begin to copy adapters that have pages, beside what runs, in the order of their turns."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pcg.errors import GenerationError
 from pcg.runtime.requests.request import Request
+from pcg.runtime.requests.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,12 @@ class Limits:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise GenerationError(f"{name}={value!r}; use seconds above 0")
+
+    def promise(self, sequence: Sequence) -> None:
+        """Give a new sequence its SLOs: the request's own, or these."""
+        request = sequence.request
+        sequence.ttft_slo_s = request.ttft_slo_s or self.ttft_slo_s
+        sequence.tpot_slo_s = request.tpot_slo_s or self.tpot_slo_s
 
     def check(self, request: Request) -> None:
         """Raise a GenerationError if a request asks for more than the engine gives."""

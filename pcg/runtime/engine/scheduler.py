@@ -93,6 +93,7 @@ class Scheduler:
         self.on_preempted: Callable[[Sequence], None] = lambda sequence: None
         self.prefetch: Callable[[List[ServedAdapter]], None] = lambda adapters: None
         self.is_copying: Callable[[ServedAdapter], bool] = lambda adapter: False
+        self.copy_page: Callable[[int, int], None] = lambda page, to: None
         self.waiting: OrderedDict[Sequence, None] = OrderedDict()
         self.running: dict[Sequence, None] = {}
 
@@ -142,6 +143,41 @@ class Scheduler:
         if self.prefixes is not None:
             self.prefixes.clear()
         return abandoned
+
+    def fork(self, first: Sequence, follower: Sequence, now_s: float) -> None:
+        """Begin a continuation where the prompt of the first one ends.
+
+        It shares the full pages, and copies the last one, of which it writes the rest. Where there
+        is no room it waits, and is computed from the beginning.
+        """
+        table, need = _table(first), int(first.cached % PAGE_TOKENS > 0)
+        follower.follow(first)
+        self.add(follower)
+        has_place = len(self.running) < self.limits.running
+        if not has_place or need + len(self.running) > self.pool.free + self.adapters.idle_pages:
+            return
+        self.adapters.use(first.request.adapter)
+        if not self.adapters.make_room(need):
+            self.adapters.release(first.request.adapter)
+            return
+        follower.version, follower.digests = first.version, first.digests.copy()
+        follower.cached, follower.table = first.cached, self.pool.open(follower.id)
+        for place in range(first.cached // PAGE_TOKENS):
+            if place == table.shared:
+                # Nobody finds it by its tokens, so it is free once nobody reads it any more.
+                self.pool.forget(self.pool.share(table))
+            self.pool.adopt(follower.table, table.pages[place])
+        self.pool.extend(follower.table, need)
+        if need:
+            self.copy_page(table.pages[first.cached // PAGE_TOKENS], follower.table.pages[-1])
+        self._begin(follower, now_s)
+
+    def _begin(self, sequence: Sequence, now_s: float) -> None:
+        """Have a waiting sequence run."""
+        del self.waiting[sequence]
+        self.running[sequence] = None
+        sequence.state = State.RUNNING
+        self.policy.admitted(sequence, now_s)
 
     def queue(self, now_s: float) -> Queue:
         return Queue(now_s, self.waiting, self.running)
@@ -264,10 +300,7 @@ class Scheduler:
                 self._leave_pages(sequence)
                 return
             reach = max(reach, _table(sequence).reach)
-            del self.waiting[sequence]
-            self.running[sequence] = None
-            sequence.state = State.RUNNING
-            self.policy.admitted(sequence, now_s)
+            self._begin(sequence, now_s)
             plan.admitted.append(sequence)
             self._run(plan, sequence, tokens)
 

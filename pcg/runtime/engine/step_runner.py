@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as List
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from pcg.runtime.model.merged_execution import run_merged, run_single
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.request import Request
-from pcg.runtime.requests.sequence import Sequence
+from pcg.runtime.requests.sequence import Sequence, name_of
 from pcg.runtime.requests.step_results import DrawnTokens, PromptLogprobs, StepResults
 from pcg.runtime.sampling.logprobs import Logprobs, logprobs_of
 from pcg.runtime.sampling.sampler import Sampler, resolved
@@ -68,14 +69,16 @@ class StepRunner:
         self._tables.close()
         self._bind(program)
 
-    def open(self, request: Request, number: int) -> Sequence:
-        """Return the state of a new request.
+    def open(self, request: Request, number: int, choice: int = 0) -> Sequence:
+        """Return the state of a new request, or of a further continuation of its prompt.
 
         Raises:
             GenerationError: the prompt is empty, has a token that the model lacks, or is longer
                 than the model's positions; or the parameters name a token that the model lacks.
         """
         params = resolved(request.params, self._tokenizer, self._vocabulary)
+        if choice and params.seed is not None:
+            params = replace(params, seed=(params.seed + choice) % 2**63)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._eos_ids
@@ -83,7 +86,7 @@ class StepRunner:
         if self._tokenizer is not None:
             decoder = self._tokenizer.stream(request.prompt_ids, params.skip_special_tokens)
         return Sequence(
-            f"request {number}",
+            name_of(number, choice),
             number,
             request,
             self._limit(number, request),
@@ -92,6 +95,7 @@ class StepRunner:
             decoder,
             Sampler(params, request.prompt_ids, stop_ids),
             echoed=self._echoed(request),
+            choice=choice,
         )
 
     def _echoed(self, request: Request) -> str:
@@ -123,6 +127,9 @@ class StepRunner:
 
     def prefetch(self, adapters: List[ServedAdapter]) -> None:
         self._tables.prefetch(cast("List[Adapter]", adapters))
+
+    def copy_page(self, page: int, to: int) -> None:
+        self.cache.copy_page(page, to)
 
     def is_copying(self, adapter: ServedAdapter) -> bool:
         return self._tables.is_copying(cast("Adapter", adapter))
@@ -190,7 +197,12 @@ class StepRunner:
     def _sampled(self, served: _Served, hidden: List[Tensor]) -> DrawnTokens:
         rows, last = served.sampled_rows(self._tables)
         logits = self._runner.logits_of(hidden, served.batch, served.bound, rows, last)
-        return self._chosen([served.chunks[i][0] for i in served.ready], logits)
+        sequences = [served.chunks[i][0] for i in served.ready]
+        if any(sequence.followers for sequence in sequences):
+            counts = [1 + len(sequence.followers) for sequence in sequences]
+            logits = logits.repeat_interleave(torch.tensor(counts, device=logits.device), dim=0)
+            sequences = [each for one in sequences for each in (one, *one.followers)]
+        return self._chosen(sequences, logits)
 
     def _scored(self, served: _Served, hidden: List[Tensor]) -> PromptLogprobs:
         """Return the logprobs of prompts' tokens, whose logits exist for some at a time."""
@@ -212,7 +224,7 @@ class StepRunner:
     ) -> DrawnTokens:
         """Choose the token after each sequence; `likeliest` is the likeliest of each, if known."""
         tokens = self._tokens(sequences, logits, likeliest)
-        counts = [sequence.request.params.logprobs for sequence in sequences]
+        counts = [sequence.request.params.of_tokens for sequence in sequences]
         asking = [row for row, count in enumerate(counts) if count is not None]
         if not asking:
             return DrawnTokens(sequences, tokens)

@@ -96,6 +96,7 @@ class Completion:
         text: the generated text, without the stop string unless the request asks for it, behind the
             prompt's if that is echoed; empty without a tokenizer.
         token_ids: the generated tokens, the end token included.
+        index: its place among the continuations of its prompt.
         finish_reason: `stop` or `length`; `cancelled` or `timed_out` if it was given up, `failed`
             if it could not go on.
         cached_tokens: tokens of the prompt that were in the KV cache already.
@@ -115,6 +116,7 @@ class Completion:
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    index: int = 0
 
     def __str__(self) -> str:
         return self.text
@@ -131,10 +133,13 @@ class Chunk:
 
     Attributes:
         index: index of the prompt.
-        token_id: the new token; None if the request was given up, and where it generates none.
-        completion: the completion, in the last chunk.
+        token_id: the new token; None if the request was given up, where it generates none, and in
+            chunks of `best_of`, each of which is a whole continuation.
+        completion: the completion, in the last chunk of a continuation.
         error: why the request could not go on, in the last chunk of one that failed.
         logprobs: those of the new token, if they were asked for.
+        choice: the place of the continuation among those of the prompt.
+        left: number of other continuations of the prompt that have not ended.
     """
 
     index: int
@@ -143,6 +148,13 @@ class Chunk:
     completion: Completion | None = None
     error: PcgError | None = None
     logprobs: TokenLogprobs | None = None
+    choice: int = 0
+    left: int = 0
+
+    @property
+    def is_last(self) -> bool:
+        """True if no chunk of the request follows."""
+        return self.completion is not None and (not self.left or self.error is not None)
 
 
 def make_requests(

@@ -30,6 +30,11 @@ class State(StrEnum):
     FAILED = "failed"
 
 
+def name_of(number: int, choice: int = 0) -> str:
+    """Return the id of a request, or of a further continuation of its prompt."""
+    return f"request {number}[{choice}]" if choice else f"request {number}"
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """A request in the engine; it keeps its generated tokens when it is preempted.
@@ -46,6 +51,9 @@ class Sequence:
         read: number of its tokens whose rows need not be computed to be read: those that were, and
             virtual ones.
         last_read: number of its tokens whose rows the request reads, and those before them.
+        echoed: text that its first chunk begins with.
+        choice: its place among the continuations of its prompt.
+        followers: the other continuations, while they wait for the prompt to be computed.
     """
 
     id: str
@@ -73,6 +81,8 @@ class Sequence:
     read: int = field(init=False)
     last_read: int = 0
     echoed: str = ""
+    choice: int = 0
+    followers: list[Sequence] = field(default_factory=list)
     _text: list[str] = field(default_factory=list)
     _stop: StopChecker = field(init=False)
 
@@ -92,6 +102,11 @@ class Sequence:
     def pending(self) -> int:
         """Number of tokens that are not cached: all at first, then the latest."""
         return self.length - self.cached
+
+    @property
+    def has_prompt(self) -> bool:
+        """True if its prompt is computed."""
+        return self.cached >= self.request.length
 
     @property
     def most_pages(self) -> int:
@@ -122,13 +137,25 @@ class Sequence:
             return None
         return slo, self.first_token_s + slo * len(self.generated) - now_s
 
+    def described(self) -> dict[str, object]:
+        """Return the details of the event of its submission."""
+        request = self.request
+        return {
+            "prompt_tokens": len(request.prompt_ids),
+            "max_new_tokens": self.limit,
+            "adapter": self._adapter_name,
+            "tenant": request.tenant or None,
+            "ttft_slo_s": self.ttft_slo_s,
+            "tpot_slo_s": self.tpot_slo_s,
+        }
+
     def take(
-        self, token: int, logprobs: TokenLogprobs | None, prompt: List[TokenLogprobs]
+        self, token: int | None, logprobs: TokenLogprobs | None, prompt: List[TokenLogprobs]
     ) -> Chunk | None:
         """Take what a step computed; None while tokens are pending.
 
         Args:
-            token: the next token; means nothing where none is due.
+            token: the next token; None where none is due.
             logprobs: the token's, if they are asked for.
             prompt: those of the prompt's next tokens.
         Raises:
@@ -138,12 +165,21 @@ class Sequence:
             raise not_a_number(self._adapter_name)
         self.prompt_logprobs += prompt
         self.read += len(prompt)
-        if self.pending:
-            return None
-        if self.limit:
+        if token is not None:
             return self.accept(token, logprobs)
+        if self.limit or self.pending:
+            return None
         self.state = State.FINISHED
         return Chunk(self.number, self._said(""), None, self._completion("length"))
+
+    def follow(self, first: Sequence) -> None:
+        """Take over what another continuation has read of the prompt."""
+        self.read, self.prompt_logprobs = first.read, first.prompt_logprobs
+        self.known, self.found = first.known, first.found
+
+    @property
+    def cumulative_logprob(self) -> float:
+        return sum(one.logprob for one in self.logprobs)
 
     @property
     def _adapter_name(self) -> str | None:
@@ -213,4 +249,5 @@ class Sequence:
             stop_reason,
             None if params.logprobs is None else tuple(self.logprobs),
             None if params.of_prompt is None else (None, *self.prompt_logprobs),
+            self.choice,
         )

@@ -10,7 +10,6 @@ from torch import Tensor
 from pcg.runtime.requests.request import Chunk
 from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.sampling.logprobs import Logprobs, TokenLogprobs
-from pcg.runtime.sampling.sampling import UNDRAWN
 
 
 @dataclass(slots=True)
@@ -30,7 +29,7 @@ class StepResults:
 
     def give(self, sequence: Sequence) -> Chunk | None:
         """Give a sequence what is its own; see `Sequence.take`."""
-        token = self.tokens.get(sequence, UNDRAWN)
+        token = self.tokens.get(sequence)
         return sequence.take(token, self.logprobs.get(sequence), self.prompts.get(sequence, ()))
 
 
@@ -51,8 +50,8 @@ class DrawnTokens:
         """Wait for the tokens, and add them to a step's results."""
         results.tokens.update(zip(self.sequences, self.tokens.tolist(), strict=True))
         if self.logprobs is not None:
-            asking = [one for one in self.sequences if one.request.params.logprobs is not None]
-            counts = [one.request.params.logprobs or 0 for one in asking]
+            asking = [one for one in self.sequences if one.request.params.of_tokens is not None]
+            counts = [one.request.params.of_tokens or 0 for one in asking]
             results.logprobs.update(zip(asking, self.logprobs.read(counts), strict=True))
 
 
