@@ -58,8 +58,9 @@ def words_of(bad_words: Sequence[str | Word], tokenizer: Tokenizer | None) -> tu
                 f"bad_words has the text {shown(word)}, and the model came without a "
                 "tokenizer.json; give sequences of token ids"
             )
-        plain = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
-        spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+        bare = word.lstrip(" ") or word
+        plain = tuple(tokenizer.encode(bare, add_special_tokens=False))
+        spaced = tuple(tokenizer.encode(" " + bare, add_special_tokens=False))
         if not plain:
             raise GenerationError(f"bad_words has the text {shown(word)}, which has no tokens")
         words.append(plain)
