@@ -1,4 +1,4 @@
-"""What sequences took of a step: their chunks, their events, and which of them ended or failed."""
+"""The parts of a step that sequences took: their chunks, their events, and which of them ended or failed."""
 
 from __future__ import annotations
 
