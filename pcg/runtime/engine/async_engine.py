@@ -17,8 +17,10 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count, islice
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread, current_thread
 from typing import Any, Self, TypeVar, Unpack
@@ -160,6 +162,8 @@ class AsyncEngine:
     def stream_all(self, requests: Sequence[Request]) -> Iterator[Chunk]:
         """Serve requests; returns their chunks, those of the first request first.
 
+        Two batches of them are in the engine at once, so that any number fits into its queue.
+
         Raises:
             EngineError: the thread has ended, or this is that thread, which cannot wait for itself.
         """
@@ -167,12 +171,17 @@ class AsyncEngine:
             raise EngineError(
                 "a callback of the engine waits for the engine; submit a request there"
             )
-        streams = [self.submit_request(request) for request in requests]
-        return (
-            dataclasses.replace(chunk, index=index)
-            for index, stream in enumerate(streams)
-            for chunk in stream
-        )
+        most = 2 * self.engine.scheduler.limits.running
+        begun = deque(self.submit_request(request) for request in requests[:most])
+        return self._in_order(begun, iter(requests[most:]))
+
+    def _in_order(self, begun: deque[Stream], left: Iterator[Request]) -> Iterator[Chunk]:
+        for index in count():
+            if not begun:
+                return
+            for chunk in begun.popleft():
+                yield dataclasses.replace(chunk, index=index)
+            begun.extend(self.submit_request(request) for request in islice(left, 1))
 
     def run(self, act: Callable[[], Result]) -> Result:
         """Run a function between two steps, and wait for it; on the engine's own thread now."""

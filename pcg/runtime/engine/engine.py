@@ -10,6 +10,7 @@ from pcg.errors import FinetuneError, UnsupportedError
 from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
+from pcg.runtime.admission.backlog import UNLIMITED, QueueLimits
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.calibration import calibrated
 from pcg.runtime.engine.clock import MachineClock
@@ -59,7 +60,8 @@ class Engine(EngineLoop):
         prefixes = None
         if given.prefix_caching:
             prefixes = Prefixes(cache.pool, between_tenants=given.prefixes_between_tenants)
-        scheduler = Scheduler(cache.pool, adapters, limits, given.policy, prefixes)
+        queue = given.queue or QueueLimits()
+        scheduler = Scheduler(cache.pool, adapters, limits, given.policy, prefixes, queue)
         runner = StepRunner(state, cache, adapters)
         super().__init__(runner, scheduler, MachineClock(state.ranks), given)
         has_slo = limits.tpot_slo_s or limits.ttft_slo_s
@@ -132,4 +134,7 @@ class Engine(EngineLoop):
         most = max(max(needs, default=1) + max(sizes, default=0), KV_CACHE_BYTES // page_bytes)
         count = sum(request.params.width for request in requests)
         pages = min(max(needs, default=1) * count + sum(sizes), most)
-        return cls(state, EngineArguments(kv_cache_bytes=pages * page_bytes, log=EventLog(0)))
+        size_bytes = pages * page_bytes
+        return cls(
+            state, EngineArguments(kv_cache_bytes=size_bytes, log=EventLog(0), queue=UNLIMITED)
+        )

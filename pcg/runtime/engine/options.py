@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pcg.runtime.admission.backlog import QueueLimits
+from pcg.runtime.admission.policy import Policy
 from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.policies import Policy
 from pcg.runtime.engine.sharing import Sharing
 from pcg.runtime.metrics.events import EventLog
 
@@ -19,7 +20,9 @@ class EngineOptions:
     """Options of an engine, on a device or a simulated one.
 
     Attributes:
-        policy: the order in which requests are admitted; first come, first served by default.
+        policy: the order in which requests are admitted; by default tenants are served alike, and
+            the requests of each as they came.
+        queue: the most that may wait, what comes then is refused; `QueueLimits()` by default.
         job_share: the share of the pool's pages that finetuning may hold at most.
         log: the event log to write to; a new one by default.
         latencies: predicted times of steps; measured now by default.
@@ -32,6 +35,7 @@ class EngineOptions:
     """
 
     policy: Policy | None = None
+    queue: QueueLimits | None = None
     job_share: float = 0.5
     log: EventLog | None = None
     latencies: Latencies | None = None
