@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pcg.errors import GenerationError, QueueFullError
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
+from pcg.units import shown
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Backlog:
         counts = [(self.requests, limits.requests, self.tokens, limits.tokens, "")]
         if tenant:
             mine = self._requests.get(tenant, 0), self._tokens.get(tenant, 0)
-            name = f" of tenant {tenant!r}"
+            name = f" of tenant {shown(tenant)}"
             counts.append((mine[0], limits.tenant_requests, mine[1], limits.tenant_tokens, name))
         for requests, most, tokens, most_tokens, whose in counts:
             full = None

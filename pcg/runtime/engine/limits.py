@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pcg.errors import GenerationError
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
+from pcg.units import shown
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,6 @@ class Limits:
             asked = getattr(request.params, name)
             if asked is not None and asked > self.logprobs:
                 raise GenerationError(
-                    f"{name}={asked}, and the engine gives at most {self.logprobs} in each place; "
+                    f"{name}={shown(asked)}, and the engine gives at most {self.logprobs} in each place; "
                     "ask for fewer, or raise Limits(logprobs=…) of the engine"
                 )

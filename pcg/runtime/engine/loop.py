@@ -7,7 +7,6 @@ forward. Everything that happens is in the event log.
 
 from __future__ import annotations
 
-import heapq
 import weakref
 from collections.abc import Sequence as List
 
@@ -22,6 +21,7 @@ from pcg.runtime.engine.scheduler import Scheduler, StepPlan
 from pcg.runtime.engine.sharing import CoServing, Sharing, Step
 from pcg.runtime.engine.suspects import Suspects
 from pcg.runtime.engine.taken import Taken
+from pcg.runtime.engine.timeouts import Timeouts
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.metrics.events import Event, EventLog, Kind
 from pcg.runtime.model.load import Load
@@ -74,7 +74,7 @@ class EngineLoop:
         self._chunks: list[Chunk] = []
         self._sequences: dict[str, Sequence] = {}
         self._groups = Groups()
-        self._timeouts: list[tuple[float, str]] = []
+        self._timeouts = Timeouts(self._groups.is_over)
 
         scheduler.on_preempted = lambda sequence: note(Kind.PREEMPTED, sequence.id)
         scheduler.adapters.on_page_in = lambda adapter: note(Kind.PAGED_IN, adapter.name)
@@ -117,7 +117,7 @@ class EngineLoop:
         for one in opened:
             one.submitted_s = now
             self.scheduler.limits.promise(one)
-            if one.id in self._sequences:
+            if one.id in self._sequences or self._groups.first(one.id):
                 raise GenerationError(
                     f"there is a request {one.id!r} already; give each its own request_id, or none"
                 )
@@ -133,8 +133,7 @@ class EngineLoop:
             self.log.add(Event(now, Kind.SUBMITTED, one.id, one.described()))
         self._sequences |= {one.id: one for one in opened}
         self._groups.add(sequence)
-        if request.timeout_s is not None:
-            heapq.heappush(self._timeouts, (sequence.submitted_s + request.timeout_s, sequence.id))
+        self._timeouts.add(sequence)
         self.scheduler.add(sequence)
         return sequence.id
 
@@ -261,9 +260,8 @@ class EngineLoop:
         self._end(self._groups.of(one), State.FAILED, Kind.FAILED, caused)
 
     def _time_out(self, now: float) -> None:
-        while self._timeouts and self._timeouts[0][0] < now:
-            _, name = heapq.heappop(self._timeouts)
-            self._end(self._sequences_of(name), State.TIMED_OUT, Kind.TIMED_OUT)
+        for sequence in self._timeouts.due(now):
+            self._end(self._groups.of(sequence), State.TIMED_OUT, Kind.TIMED_OUT)
         for sequence in self.scheduler.policy.hopeless(now):
             self._end(self._groups.of(sequence), State.TIMED_OUT, Kind.TIMED_OUT)
 

@@ -35,6 +35,7 @@ from pcg.runtime.sampling.sampler import Sampler, resolved
 from pcg.runtime.sampling.sampling import only_finite, sample
 from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Backward, Forward
+from pcg.units import shown
 
 
 class StepRunner:
@@ -76,6 +77,7 @@ class StepRunner:
             GenerationError: the prompt is empty, has a token that the model lacks, or is longer
                 than the model's positions; or the parameters name a token that the model lacks.
         """
+        limit = self._limit(number, request)
         params = resolved(request.params, self._tokenizer, self._vocabulary)
         if choice and params.seed is not None:
             params = replace(params, seed=(params.seed + choice) % 2**63)
@@ -89,7 +91,7 @@ class StepRunner:
             request.named(number, choice),
             number,
             request,
-            self._limit(number, request),
+            limit,
             0.0,
             stop_ids,
             decoder,
@@ -111,7 +113,7 @@ class StepRunner:
         if least < 0 or most >= self._vocabulary:
             wrong = least if least < 0 else most
             raise GenerationError(
-                f"prompt {number} has token {wrong}; the model's are 0 to {self._vocabulary - 1}"
+                f"prompt {number} has token {shown(wrong)}; the model's are 0 to {self._vocabulary - 1}"
             )
         new = request.params.max_new_tokens
         if self._max_positions is not None and length + min(new, 1) > self._max_positions:

@@ -35,6 +35,7 @@ from pcg.runtime.model.base_weights import TensorSource, WeightStore
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.model.specialised import ServingProgram, Specialiser, TrainingPrograms
 from pcg.runtime.text.tokenizer import Tokenizer
+from pcg.units import shown
 
 Result = TypeVar("Result")
 
@@ -150,7 +151,14 @@ class ModelState:
         self, count: int, adapter: str | Sequence[str | None] | None
     ) -> list[Adapter | None]:
         """Return the adapter of each of `count` prompts; see `Executor.generate`."""
-        names = [adapter] * count if adapter is None or isinstance(adapter, str) else list(adapter)
+        if adapter is None or isinstance(adapter, str):
+            names: Sequence[str | None] = [adapter] * count
+        elif isinstance(adapter, Sequence):
+            names = adapter
+        else:
+            raise GenerationError(
+                f"adapter={shown(adapter)}; use a name, a list of one for each prompt, or None"
+            )
         if len(names) != count:
             raise GenerationError(
                 f"{len(names)} adapters for {count} prompts; give one name, or one for each"

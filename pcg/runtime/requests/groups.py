@@ -38,6 +38,10 @@ class Groups:
         group = self._of.get(sequence)
         return (sequence,) if group is None else group.sequences
 
+    def is_over(self, sequence: Sequence) -> bool:
+        """Return True if all continuations of a request have ended, of which this is one."""
+        return all(one.is_over for one in self.of(sequence))
+
     def handed_out(self, sequence: Sequence, chunk: Chunk) -> List[Chunk]:
         """Return the chunks that are handed out now that a continuation has one."""
         group = self._of.get(sequence)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,7 @@ from pcg.runtime.model.state import ModelState
 from pcg.runtime.sampling.logprobs import TokenLogprobs
 from pcg.runtime.sampling.sampler import resolved
 from pcg.runtime.sampling.sampling_params import SamplingFields, SamplingParams
+from pcg.units import shown
 
 
 class RequestFields(SamplingFields, total=False):
@@ -49,8 +51,8 @@ class Request:
         text: the prompt's text, which `echo` returns; None where it was given as tokens, or was
             truncated.
     Raises:
-        GenerationError: a token id or the priority is no int, a time no number above 0, or a name
-            no text.
+        GenerationError: a token id or the priority is no int, a time no number above 0, a name or
+            the text no text, or the parameters or the adapter are something else.
     """
 
     prompt_ids: tuple[int, ...]
@@ -66,6 +68,13 @@ class Request:
     text: str | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.params, SamplingParams):
+            raise GenerationError(f"params={shown(self.params)}; use SamplingParams(…)")
+        if self.adapter is not None and not hasattr(self.adapter, "version"):
+            raise GenerationError(
+                f"adapter={shown(self.adapter)}; use one of the executor's `adapters`, or None, or "
+                "give its name to `Executor.request`"
+            )
         try:
             ids = tuple(map(operator.index, self.prompt_ids))
         except TypeError as error:
@@ -79,15 +88,19 @@ class Request:
         object.__setattr__(self, "prompt_ids", ids)
         for name in ("tenant", "cache_salt", "request_id"):
             if not isinstance(getattr(self, name), str):
-                raise GenerationError(f"{name}={getattr(self, name)!r}; use a text")
+                raise GenerationError(f"{name}={shown(getattr(self, name))}; use a text")
+        if not isinstance(self.text, str | None):
+            raise GenerationError(f"text={shown(self.text)}; use the prompt's text, or None")
         if type(self.priority) is not int:
-            raise GenerationError(f"priority={self.priority!r}; use an int, lower ones go first")
+            raise GenerationError(
+                f"priority={shown(self.priority)}; use an int, lower ones go first"
+            )
         _check_id(self.request_id)
         for name in ("ttft_slo_s", "tpot_slo_s", "timeout_s"):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (is_number and value > 0):
-                raise GenerationError(f"{name}={value!r}; use seconds above 0, or None")
+            if value is not None and not (is_number and 0 < value <= sys.float_info.max):
+                raise GenerationError(f"{name}={shown(value)}; use seconds above 0, or None")
 
     def named(self, number: int, choice: int = 0) -> str:
         """Return its id, or one that is made of its number among an engine's requests.
@@ -239,7 +252,7 @@ def _encode(state: ModelState, prompt: str | Sequence[int], index: int) -> tuple
             return tuple(prompt)
         except TypeError as error:
             raise GenerationError(
-                f"prompt {index} is {prompt!r}; use a text, or a list of token ids"
+                f"prompt {index} is {shown(prompt)}; use a text, or a list of token ids"
             ) from error
     if state.tokenizer is None:
         raise GenerationError(

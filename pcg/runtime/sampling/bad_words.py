@@ -12,8 +12,8 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from pcg.errors import GenerationError
-from pcg.runtime.sampling.value_checks import shown
 from pcg.runtime.text.tokenizer import Tokenizer
+from pcg.units import shown
 
 Word = tuple[int, ...]
 

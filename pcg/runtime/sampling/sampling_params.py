@@ -15,8 +15,8 @@ from pcg.runtime.sampling.value_checks import (
     require_number,
     require_texts,
     require_token_ids,
-    shown,
 )
+from pcg.units import shown
 
 MOST_STOP_STRINGS = 128
 MOST_STOP_TOKENS = 1_024
@@ -138,7 +138,7 @@ class SamplingParams:
         if self.seed is not None:
             require_int("seed", self.seed, 0, 2**63 - 1)
         require_int("max_new_tokens", self.max_new_tokens, 0)
-        most = f", which is max_new_tokens={self.max_new_tokens}"
+        most = f", which is max_new_tokens={shown(self.max_new_tokens)}"
         require_int("min_tokens", self.min_tokens, 0, self.max_new_tokens, most)
         require_texts("stop", self.stop, MOST_STOP_STRINGS, LONGEST_TEXT)
         require_token_ids("stop_token_ids", self.stop_token_ids, MOST_STOP_TOKENS)
@@ -193,7 +193,7 @@ class SamplingParams:
             most = max(tokens, default=0)
             if most >= vocabulary:
                 raise GenerationError(
-                    f"{name} has token {most}; the model's are 0 to {vocabulary - 1}"
+                    f"{name} has token {shown(most)}; the model's are 0 to {vocabulary - 1}"
                 )
 
     def _named_tokens(self) -> Iterator[tuple[str, Sequence[int]]]:
@@ -229,7 +229,7 @@ class SamplingParams:
             mine["bad_words"] = tuple(tuple(w) if isinstance(w, list) else w for w in words)
         if isinstance(mine.get("logit_bias"), Mapping):
             mine["logit_bias"] = {_token(key): v for key, v in mine["logit_bias"].items()}
-        if mine.get("seed") is not None and not isinstance(options["seed"], list):
+        if type(mine.get("seed")) is int and not isinstance(options["seed"], list):
             # So every continuation of every prompt has a seed of its own.
             width = cls(n=mine.get("n", 1), best_of=mine.get("best_of")).width
             mine["seed"] += index * width

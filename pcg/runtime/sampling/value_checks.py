@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sized
 
 from pcg.errors import GenerationError
+from pcg.units import shown
 
 
 def require_number(
@@ -14,7 +16,8 @@ def require_number(
     """Refuse a value that is not a finite number in [low, high], or (low, high] with `open_low`."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         above = low < value if open_low else low <= value
-        if above and value <= high and math.isfinite(value):
+        # An int of many digits is finite, and no float.
+        if above and value <= min(high, sys.float_info.max):
             return
     interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if math.isinf(high) else ']'}"
     raise GenerationError(f"{name}={shown(value)}; use a finite number in {interval}")
@@ -27,7 +30,7 @@ def require_int(
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if is_int and value >= low and (high is None or value <= high):  # type: ignore[operator]
         return
-    most = "" if high is None else f" and at most {high}"
+    most = "" if high is None else f" and at most {shown(high)}"
     raise GenerationError(f"{name}={shown(value)}; use an int of at least {low}{most}{hint}")
 
 
@@ -62,15 +65,3 @@ def require_at_most(name: str, values: Sized, most: int, what: str) -> None:
     """Refuse more values than `most`."""
     if len(values) > most:
         raise GenerationError(f"{name} has {len(values):,} {what}; the limit is {most:,}")
-
-
-def shown(value: object) -> str:
-    """Return a value as an error shows it, shortened."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # an int of too many digits; a value within itself
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
-
-
-_SHOWN = 80
