@@ -23,6 +23,7 @@ from pcg.runtime.engine.sharing import CoServing, Sharing, Step
 from pcg.runtime.engine.suspects import Suspects
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.metrics.events import Event, EventLog, Kind
+from pcg.runtime.metrics.totals import Totals
 from pcg.runtime.model.load import Load
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.requests.sequence import Sequence, State
@@ -45,6 +46,7 @@ class EngineLoop:
         self.scheduler = scheduler
         self.clock = clock
         self.log = EventLog() if options.log is None else options.log
+        self.totals = Totals(self.log)
         self.sharing: Sharing = CoServing() if options.sharing is None else options.sharing
         self.worked = False
         self._latencies: Latencies | None = None
@@ -129,16 +131,14 @@ class EngineLoop:
         self.scheduler.add(sequence)
         return sequence.id
 
-    def cancel(self, request: str) -> None:
+    def cancel(self, request: str, kind: Kind = Kind.CANCELLED) -> None:
+        """End a request by its id, if there is one; `kind` may be TIMED_OUT."""
         sequence = self._sequences.get(request)
         if sequence is not None:
-            self._end(sequence, State.CANCELLED, Kind.CANCELLED)
+            self._end(sequence, State(kind.value), kind)
 
     def forget(self, adapter: ServedAdapter) -> None:
-        """Drop what is cached of an adapter that is removed, replaced or changed.
-
-        Running requests go on with it, but share nothing with later ones.
-        """
+        """Drop what is cached of an adapter that changed; running requests go on with it alone."""
         self.scheduler.forget(adapter)
 
     # ------------------------------------------------------------------------------- jobs
@@ -297,7 +297,8 @@ class EngineLoop:
         for sequence, reason in ended:
             self.scheduler.drop(sequence)
             del self._sequences[sequence.id]
-            self._note(Kind.FINISHED, sequence.id, reason=reason)
+            count = len(sequence.generated)
+            self._note(Kind.FINISHED, sequence.id, reason=reason, tokens=count)
         for sequence, cause in failed:
             self._fail(sequence, cause)
 

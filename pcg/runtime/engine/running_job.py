@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from pcg.errors import FinetuneError
+from pcg.errors import FinetuneError, FinetuneInterrupted
 from pcg.runtime.engine.jobs import Job, JobState
 from pcg.runtime.engine.loop import EngineLoop
+from pcg.runtime.metrics.status import JobStatus
 from pcg.runtime.training.result import FinetuneResult
 
 
@@ -25,6 +26,28 @@ class RunningJob:
         self._early: list[Callable[[str], None]] = []
         self._end: Future[FinetuneResult] = Future()
         self._end.set_running_or_notify_cancel()  # cancelling a wait must not cancel it
+
+    @property
+    def is_over(self) -> bool:
+        return self._end.done()
+
+    @property
+    def status(self) -> JobStatus:
+        """What it has done so far."""
+        record = None if self._job is None else self._job.record
+        error = self._end.exception() if self._end.done() else None
+        checkpoint = None if record is None else record.checkpoint
+        if isinstance(error, FinetuneInterrupted) and error.checkpoint is not None:
+            checkpoint = error.checkpoint
+        return JobStatus(
+            self.name,
+            self.state,
+            0 if record is None else record.step,
+            None if record is None else record.total_steps,
+            None if record is None else record.loss,
+            checkpoint,
+            None if error is None else str(error),
+        )
 
     @property
     def state(self) -> JobState:
@@ -50,6 +73,10 @@ class RunningJob:
     def cancel(self) -> None:
         """End the job now; its adapter is as it was last published."""
         self._change(self._engine.cancel_job)
+
+    def interrupt(self) -> None:
+        """End the job after its step, with a checkpoint if it has a `checkpoint_dir`."""
+        self._change(self._engine.jobs.interrupt)
 
     def _change(self, change: Callable[[str], None]) -> None:
         def act() -> None:
