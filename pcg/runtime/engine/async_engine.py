@@ -6,8 +6,8 @@
         async for chunk in stream: …
         result = await job.result()
 
-Another thread reads a job's data and compiles its program, so that no step waits for it. Every job
-ends when the engine's thread does.
+A job's data is read and its program compiled beside the steps (`pcg.runtime.engine.preparation`),
+and every job ends when the engine's thread does.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from itertools import count, islice
 from threading import current_thread
-from typing import TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import torch
 
 from pcg.errors import DrainingError, EngineError, FinetuneError, PcgError
 from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
+from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.loop import EngineLoop
+from pcg.runtime.engine.preparation import Preparation
 from pcg.runtime.engine.running_job import RunningJob
 from pcg.runtime.engine.step_thread import StepThread
 from pcg.runtime.metrics.events import Kind
@@ -57,7 +59,11 @@ class AsyncEngine(StepThread):
     """Takes requests and jobs from any thread; a context manager, with `async` or without."""
 
     def __init__(
-        self, engine: EngineLoop, state: ModelState, prepare_job: Callable[[JobArguments], Job]
+        self,
+        engine: EngineLoop,
+        state: ModelState,
+        prepare_job: Callable[[JobArguments], Job],
+        data_limits: DataLimits,
     ) -> None:
         super().__init__(engine)
         self._state = state
@@ -68,7 +74,7 @@ class AsyncEngine(StepThread):
         self._drained: Future[None] = Future()
         self._drained.set_running_or_notify_cancel()
         self._drain_until = math.inf
-        self._preparing = ThreadPoolExecutor(1, "pcg jobs")
+        self._preparation = Preparation(state, data_limits)
         state.engine_thread = self
         self._thread.start()
 
@@ -97,13 +103,12 @@ class AsyncEngine(StepThread):
         self._list(running)
         reserved = self.call(functools.partial(self._reserve, running))
 
-        def prepare(reserved: Future[None]) -> None:
-            if _pass_error(running, reserved):
-                return
-            with contextlib.suppress(RuntimeError):  # closed meanwhile, and the job is cancelled
-                self._preparing.submit(self._prepare, running, given)
+        def read(reserved: Future[None]) -> None:
+            if not _pass_error(running, reserved):
+                examples = self._preparation.read(given, running.cancelling)
+                examples.add_done_callback(functools.partial(self._compile, running))
 
-        reserved.add_done_callback(prepare)
+        reserved.add_done_callback(read)
         return running
 
     def add_adapter(
@@ -124,23 +129,28 @@ class AsyncEngine(StepThread):
             state.check_free(name)
             return state.put_adapter(adapter, program)
 
-        def prepare() -> None:
-            try:
-                self._check_open()
-                state.check_free(name)
-                made = state.make_adapter(name, path_or_config, seed=seed)
-                adapter = made.map(torch.clone)  # read now, and not by a step
-                program = state.program_for(adapter)
-                added = self.call(functools.partial(put, adapter, program))
-            except BaseException as error:  # the caller's
-                end.set_exception(error)
-            else:
-                added.add_done_callback(functools.partial(_pass_result, end))
+        def load() -> None:
+            self._check_open()
+            state.check_free(name)
+            made = state.make_adapter(name, path_or_config, seed=seed)
+            adapter = made.map(torch.clone)  # read now, and not by a step
+            self._preparation.compile(passing(functools.partial(add, adapter)))
 
-        try:
-            self._preparing.submit(prepare)
-        except RuntimeError:  # closed meanwhile
-            end.set_exception(EngineError("the engine was closed; start it again"))
+        def add(adapter: Adapter) -> None:
+            self._check_open()
+            added = self.call(functools.partial(put, adapter, state.program_for(adapter)))
+            added.add_done_callback(functools.partial(_pass_result, end))
+
+        def passing(act: Callable[[], None]) -> Callable[[], None]:
+            def run() -> None:
+                try:
+                    act()
+                except BaseException as error:  # the caller's
+                    end.set_exception(error)
+
+            return run
+
+        passing(lambda: self._preparation.load(passing(load)))()
         return end
 
     def stream_all(self, requests: Sequence[Request]) -> Iterator[Chunk]:
@@ -275,14 +285,23 @@ class AsyncEngine(StepThread):
         if not (self._streams or self._jobs or self._reserved or self._drained.done()):
             self._drained.set_result(None)
 
+    def _compile(self, running: RunningJob, read: Future[JobArguments]) -> None:
+        """Have a job made of its examples, on the thread that compiles."""
+        if _pass_error(running, read):
+            self.call(functools.partial(self._release, running))
+            return
+        with contextlib.suppress(EngineError):  # closed meanwhile, and the job is cancelled
+            self._preparation.compile(functools.partial(self._prepare, running, read.result()))
+
     def _prepare(self, running: RunningJob, given: JobArguments) -> None:
-        """Make a job ready, on the other thread."""
+        """Make a job ready, on the thread that compiles."""
         try:
             self._check_open()
+            running.cancelling.check()
             job = self._prepare_job(given)
         except Exception as error:  # the caller's
-            self.call(functools.partial(self._reserved.pop, running.name, None))
             running.fail(error)
+            self.call(functools.partial(self._release, running))
             return
         begun = self.call(functools.partial(self._begin_job, running, job))
 
@@ -297,13 +316,21 @@ class AsyncEngine(StepThread):
     def _reserve(self, running: RunningJob) -> None:
         """Reserve a name for a job, so that it starts from the result of the job before it."""
         name = running.name
+        if self._refuses and self._refusal is not None:
+            raise self._refusal
         self.engine.jobs.check_free(name)
         if name in self._reserved:
             raise PcgError(f"there is a job {name!r} already; cancel it, or wait for its end")
         self._reserved[name] = running
 
+    def _release(self, running: RunningJob) -> None:
+        """Release the name of a job that does not begin."""
+        if self._reserved.get(running.name) is running:
+            del self._reserved[running.name]
+
     def _begin_job(self, running: RunningJob, job: Job) -> None:
-        del self._reserved[running.name]
+        self._release(running)
+        running.cancelling.check()
         running.begin(self.engine.jobs.add(job))
         self._jobs.append(running)
 
@@ -321,6 +348,7 @@ class AsyncEngine(StepThread):
 
     def _fail_all(self, error: EngineError) -> None:
         self._state.engine_thread = None
+        self._preparation.close()
         for running in (*self._jobs, *self._reserved.values()):
             running.fail(error)
         for job in self.engine.jobs:
@@ -337,7 +365,7 @@ def _pass_result(end: Future[Result], done: Future[Result]) -> None:
         end.set_exception(error)
 
 
-def _pass_error(running: RunningJob, done: Future[None]) -> bool:
+def _pass_error(running: RunningJob, done: Future[Any]) -> bool:
     """Fail a job that could not begin; returns True if it could not."""
     error = done.exception()
     if error is not None:

@@ -12,6 +12,7 @@ from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.admission.backlog import UNLIMITED, QueueLimits
+from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.calibration import calibrated
 from pcg.runtime.engine.clock import MachineClock
@@ -57,6 +58,7 @@ class Engine(EngineLoop):
 
         adapters = AdapterCache(cache.pool, pages_of)
         self.state = state
+        self._data_limits = given.data_limits or DataLimits()
         state.add_listener(self)
         limits = given.limits or Limits()
         prefixes = None
@@ -121,7 +123,7 @@ class Engine(EngineLoop):
                 "alike and in one order, and threads are not; call submit, finetune and step on "
                 "all of them"
             )
-        return AsyncEngine(self, self.state, self.prepare_job)
+        return AsyncEngine(self, self.state, self.prepare_job, self._data_limits)
 
     def calibrate(self) -> None:
         """Measure how long steps take here, to keep SLOs from the first step on."""

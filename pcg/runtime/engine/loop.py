@@ -278,7 +278,7 @@ class EngineLoop:
             try:
                 if token == UNDRAWN:
                     adapter = sequence.request.adapter
-                    raise undrawn_error(None if adapter is None else adapter.name)
+                    raise undrawn_error(sequence.sampler, None if adapter is None else adapter.name)
                 chunk = sequence.accept(token)
             except Exception as error:
                 failed.append((sequence, error))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from pcg.runtime.admission.backlog import QueueLimits
 from pcg.runtime.admission.policy import Policy
+from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.sharing import Sharing
@@ -52,7 +53,10 @@ class EngineArguments(EngineOptions):
         limits: the limits of a step, and the SLOs; those of `Limits()` by default.
         kv_cache_bytes: memory of the pool for the KV cache and adapters; pages that nothing uses
             are not touched.
+        data_limits: the most that the data of a job may have that runs on the engine's thread, and
+            the most jobs that are prepared at once; those of `DataLimits()` by default.
     """
 
     limits: Limits | None = None
     kv_cache_bytes: int = field(default=KV_CACHE_BYTES, kw_only=True)
+    data_limits: DataLimits | None = field(default=None, kw_only=True)

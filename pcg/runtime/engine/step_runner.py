@@ -27,7 +27,8 @@ from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
-from pcg.runtime.sampling.sampling import make_generator, only_finite, sample
+from pcg.runtime.sampling.sampler import Sampler, resolved
+from pcg.runtime.sampling.sampling import only_finite, sample
 from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Backward, Forward
 
@@ -69,19 +70,24 @@ class StepRunner:
 
         Raises:
             GenerationError: the prompt is empty, has a token that the model lacks, or is longer
-                than the model's positions.
+                than the model's positions; or the parameters name a token that the model lacks.
         """
-        params = request.params
+        params = resolved(request.params, self._tokenizer, self._vocabulary)
         stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self._eos_ids
+        decoder = None
+        if self._tokenizer is not None:
+            decoder = self._tokenizer.stream(request.prompt_ids, params.skip_special_tokens)
         return Sequence(
             request.named(number),
             number,
             request,
             self._limit(number, request),
             0.0,
-            stop_ids if params.ignore_eos else stop_ids | self._eos_ids,
-            self._tokenizer.stream(request.prompt_ids) if self._tokenizer else None,
-            None if params.greedy else make_generator(params.seed),
+            stop_ids,
+            decoder,
+            Sampler(params, request.prompt_ids, stop_ids),
         )
 
     def _limit(self, number: int, request: Request) -> int:
@@ -184,14 +190,10 @@ class StepRunner:
         self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None = None
     ) -> Tensor:
         """Choose the token after each sequence; `likeliest` is the likeliest of each, if known."""
-        params = [sequence.request.params for sequence in sequences]
-        history = None
-        if any(p.repetition_penalty != 1.0 for p in params):
-            history = [[*s.request.prompt_ids, *s.generated] for s in sequences]
-        if likeliest is not None and history is None and all(p.greedy for p in params):
+        samplers = [cast(Sampler, sequence.sampler) for sequence in sequences]
+        if likeliest is not None and all(s.is_plain and s.is_greedy for s in samplers):
             return only_finite(logits, likeliest)
-        samplers = [sequence.sampler for sequence in sequences]
-        found = sample(logits, params, samplers, history, self._runner.drawing)
+        found = sample(logits, samplers, self._runner.drawing)
         return broadcast_from_first(self._runner.ranks, found)
 
     def check_alive(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from pcg.errors import GenerationError, PcgError
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.model.state import ModelState
+from pcg.runtime.sampling.sampler import resolved
 from pcg.runtime.sampling.sampling_params import SamplingFields, SamplingParams
 
 
@@ -32,6 +33,7 @@ class Request:
     """A prompt to continue.
 
     Attributes:
+        prompt_ids: its tokens, of which the last `params.truncate_prompt_tokens` are kept.
         adapter: the version of an adapter that serves the request to its end; None for the base.
         tenant: the name of the tenant that fair scheduling counts it for; KV blocks of prompts are
             shared within a tenant alone, unless the engine's options say otherwise.
@@ -66,7 +68,8 @@ class Request:
             raise GenerationError(
                 f"a prompt of token ids has other than ints: {error}; use a text, or a list of ints"
             ) from error
-        object.__setattr__(self, "prompt_ids", ids)
+        last = self.params.truncate_prompt_tokens
+        object.__setattr__(self, "prompt_ids", ids if last is None else ids[-last:])
         for name in ("tenant", "cache_salt", "request_id"):
             if not isinstance(getattr(self, name), str):
                 raise GenerationError(f"{name}={getattr(self, name)!r}; use a text")
@@ -99,11 +102,14 @@ class Completion:
     """The continuation of a prompt.
 
     Attributes:
-        text: the generated text without the stop string; empty without a tokenizer.
+        text: the generated text, without the stop string unless the request asks for it; empty
+            without a tokenizer.
         token_ids: the generated tokens, the end token included.
         finish_reason: `stop` or `length`; `cancelled` or `timed_out` if it was given up, `failed`
             if it could not go on.
         cached_tokens: tokens of the prompt that were in the KV cache already.
+        stop_reason: the stop string, or the token of `stop_token_ids`, that ended it; None if
+            something else did, such as the model's own end-of-sequence token.
     """
 
     text: str
@@ -112,6 +118,7 @@ class Completion:
     adapter: str | None
     prompt_tokens: int
     cached_tokens: int = 0
+    stop_reason: str | int | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -148,7 +155,11 @@ def make_requests(
     return [
         Request(
             _encode(state, prompt, index),
-            SamplingParams.of(sampling, index, len(prompts)),
+            resolved(
+                SamplingParams.of(sampling, index, len(prompts)),
+                state.tokenizer,
+                state.program.base.vocabulary,
+            ),
             adapters[index],
         )
         for index, prompt in enumerate(prompts)

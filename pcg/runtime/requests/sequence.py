@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from pcg.errors import PcgError
 from pcg.runtime.memory.pool import PageTable, pages_for
 from pcg.runtime.memory.prefixes import Version
 from pcg.runtime.model.batch import ANY_TOKEN
 from pcg.runtime.requests.request import Chunk, Completion, Request
+from pcg.runtime.sampling.sampler import Sampler
 from pcg.runtime.text.detokenizer import StreamDecoder
 from pcg.runtime.text.stopping import StopChecker
 
@@ -32,7 +32,7 @@ class Sequence:
     """A request in the engine; it keeps its generated tokens when it is preempted.
 
     Attributes:
-        sampler: its random number generator; None if it is greedy.
+        sampler: what chooses its tokens; None in simulated time.
         cached: number of its tokens whose keys and values are cached, virtual ones included.
         version: the version whose blocks it shares; None if blocks are not shared.
         digests: the digests of its blocks, as far as they are known.
@@ -47,7 +47,7 @@ class Sequence:
     submitted_s: float
     stop_ids: frozenset[int] = frozenset()
     decoder: StreamDecoder | None = None
-    sampler: Any = None
+    sampler: Sampler | None = None
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     state: State = State.WAITING
@@ -65,7 +65,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.length = self.request.length
-        self._stop = StopChecker(self.request.params.stop)
+        params = self.request.params
+        self._stop = StopChecker(params.stop, params.include_stop_str_in_output)
 
     @property
     def is_over(self) -> bool:
@@ -111,31 +112,38 @@ class Sequence:
 
     def accept(self, token: int) -> Chunk:
         """Append a sampled token; its chunk carries the completion if it is the last."""
+        if self.sampler is not None:
+            self.sampler.commit(token)
         self.generated.append(token)
         self.length += 1
+        params = self.request.params
         ended = token in self.stop_ids
+        may_end = len(self.generated) > params.min_tokens
         text = ""
-        if self.decoder is not None:
-            text = "" if ended else self._stop.push(self.decoder.push(token))
+        if self.decoder is not None and (params.include_stop_str_in_output or not ended):
+            text = self._stop.push(self.decoder.push(token), may_end)
         full = len(self.generated) >= self.limit
         finished = ended or self._stop.matched is not None or full
         if finished and self.decoder is not None and self._stop.matched is None:
-            text += self._stop.push(self.decoder.finish())
+            text += self._stop.push(self.decoder.finish(), may_end)
             text += self._stop.finish()
         if text:
             self._text.append(text)
         if not finished:
             return Chunk(self.number, text, token, request_id=self.id)
         self.state = State.FINISHED
+        named = token if token in params.stop_token_ids else None
+        stopped_by = self._stop.matched or named
         reason = "stop" if ended or self._stop.matched is not None else "length"
-        return Chunk(self.number, text, token, self._completion(reason), request_id=self.id)
+        completion = self._completion(reason, stopped_by)
+        return Chunk(self.number, text, token, completion, request_id=self.id)
 
     def end(self, state: State, error: PcgError | None = None) -> Chunk:
         """End it before its last token."""
         self.state = state
         return Chunk(self.number, "", None, self._completion(state.value), error, self.id)
 
-    def _completion(self, reason: str) -> Completion:
+    def _completion(self, reason: str, stop_reason: str | int | None = None) -> Completion:
         adapter = self.request.adapter
         return Completion(
             "".join(self._text),
@@ -144,4 +152,5 @@ class Sequence:
             None if adapter is None else adapter.name,
             len(self.request.prompt_ids),
             self.found,
+            stop_reason,
         )
