@@ -186,7 +186,7 @@ class StepThread(ABC):
             stream = self._streams.get(chunk.index)
             if stream is not None:
                 stream.put(chunk, self._wakes)
-                if chunk.completion is not None:
+                if chunk.is_last:
                     del self._streams[chunk.index]
         self._wakes.send()
 

@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable, Iterable
 from threading import Condition, Lock
 from typing import Self, TypeAlias
 
-from pcg.errors import PcgError
 from pcg.runtime.requests.request import Chunk, Completion
 
 Waiter: TypeAlias = asyncio.Future[None]
@@ -67,7 +66,7 @@ class Stream:
         self.is_over = False
         self._cancel = cancel
         self._chunks: deque[Chunk] = deque()
-        self._completion: Completion | None = None
+        self._completions: dict[int, Completion] = {}
         self._error: BaseException | None = None
         self._lock = Lock()
         self._changed = Condition(self._lock)
@@ -130,12 +129,16 @@ class Stream:
         raise end
 
     async def completion(self) -> Completion:
-        """Wait for the completion; chunks need not be read for it.
+        """Wait for the completion, the first of several; chunks need not be read for it.
 
         Raises:
             GenerationError: the engine refused the request.
             EngineError: the engine's thread has ended.
         """
+        return (await self.completions())[0]
+
+    async def completions(self) -> list[Completion]:
+        """Wait for all continuations of the prompt; see `completion`."""
         while True:
             with self._lock:
                 if self.is_over:
@@ -144,17 +147,23 @@ class Stream:
             await waiter
 
     def wait(self, timeout_s: float | None = None) -> Completion:
-        """Wait for the completion in a thread. TimeoutError: it is not there after so long."""
+        """Wait for the completion in a thread, the first of several.
+
+        TimeoutError: it is not there after so long.
+        """
+        return self.wait_all(timeout_s)[0]
+
+    def wait_all(self, timeout_s: float | None = None) -> list[Completion]:
+        """Wait for all continuations of the prompt; see `wait`."""
         with self._lock:
             if not self._sleep_until(lambda: self.is_over, timeout_s):
                 raise TimeoutError(f"the request has not ended within {timeout_s} s")
             return self._result()
 
-    def _result(self) -> Completion:
-        if self._completion is None:
-            assert self._error is not None
+    def _result(self) -> list[Completion]:
+        if self._error is not None:
             raise self._error
-        return self._completion
+        return [self._completions[place] for place in sorted(self._completions)]
 
     def _sleep_until(self, happened: Callable[[], bool], timeout_s: float | None) -> bool:
         if happened():
@@ -168,27 +177,28 @@ class Stream:
     # ------------------------------------------------------------------- the engine's thread
 
     def put(self, chunk: Chunk, wakes: Wakes) -> None:
-        """Add a chunk; the one with the completion is the last."""
+        """Add a chunk, and note whom it wakes."""
         with self._lock:
-            if chunk.completion is not None:
-                self._end(chunk.completion, chunk.error, wakes)
-            if chunk.error is None:
+            if chunk.error is not None:
+                self._end(chunk.error, wakes)
+            else:
                 self._chunks.append(chunk)
+                if chunk.completion is not None:
+                    self._completions[chunk.choice] = chunk.completion
+                    if chunk.is_last:
+                        self._end(None, wakes)
             self._wake(wakes)
 
-    def fail(self, error: PcgError | BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """End with an error, unless it is over."""
         wakes = Wakes()
         with self._lock:
             if not self.is_over:
-                self._end(None, error, wakes)
+                self._end(error, wakes)
                 self._wake(wakes)
         wakes.send()
 
-    def _end(
-        self, completion: Completion | None, error: BaseException | None, wakes: Wakes
-    ) -> None:
-        self._completion = completion if error is None else None
+    def _end(self, error: BaseException | None, wakes: Wakes) -> None:
         self._error, self.is_over = error, True
         wakes.add(self._await_end)
         self._await_end.clear()
