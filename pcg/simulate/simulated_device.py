@@ -20,7 +20,7 @@ from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import SimulatedClock
 from pcg.runtime.engine.device import SideStream
 from pcg.runtime.requests.request import Request
-from pcg.runtime.requests.sequence import Sequence, name_of
+from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.requests.step_results import StepResults
 from pcg.runtime.training.work_units import Backward, Forward
 from pcg.simulate.simulated_training import SimulatedPass
@@ -97,7 +97,8 @@ class SimulatedDevice:
                 "ask for none"
             )
         limit = min(params.max_new_tokens, room)
-        return Sequence(name_of(number, choice), number, request, limit, 0.0, choice=choice)
+        name = request.named(number, choice)
+        return Sequence(name, number, request, limit, 0.0, choice=choice)
 
     def copy_page(self, page: int, to: int) -> None:
         """Do nothing: there are no keys and values."""

@@ -19,6 +19,9 @@ class Limits:
         least_chunk: the least tokens of a prompt's chunk; smaller ones cost more than they give.
         ttft_slo_s: SLO of the time to the first token, seconds; None for none.
         tpot_slo_s: SLO of the mean time per further token, seconds; None for none.
+        least_tpot_slo_s: the least TPOT SLO that a request may ask for, seconds, as every step that
+            runs it is kept within that; None for the time of a step that reads `least_chunk` tokens
+            of a prompt beside it.
         idle_step_s: the longest step of finetuning while nothing is served, seconds: a new request
             waits so long, or for one window of `least_chunk` tokens if that is predicted to take
             longer.
@@ -35,6 +38,7 @@ class Limits:
     least_chunk: int = 16
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
+    least_tpot_slo_s: float | None = None
     idle_step_s: float = 0.2
     logprobs: int = 20
     prefetched: int = 8
@@ -43,7 +47,7 @@ class Limits:
         for name in ("running", "tokens", "least_chunk"):
             if getattr(self, name) < 1:
                 raise GenerationError(f"{name}={getattr(self, name)}; use at least 1")
-        for name in ("ttft_slo_s", "tpot_slo_s", "idle_step_s"):
+        for name in ("ttft_slo_s", "tpot_slo_s", "least_tpot_slo_s", "idle_step_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise GenerationError(f"{name}={value!r}; use seconds above 0")

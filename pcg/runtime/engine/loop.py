@@ -11,7 +11,7 @@ import heapq
 import weakref
 from collections.abc import Sequence as List
 
-from pcg.errors import GenerationError, OutOfMemoryError, PcgError, as_pcg_error
+from pcg.errors import GenerationError, PcgError, as_pcg_error
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.device import Device
@@ -105,7 +105,10 @@ class EngineLoop:
         Args:
             submitted_s: when it came, on the engine's clock, if a step held it up; None for now.
         Raises:
-            GenerationError: the model cannot run it, or the engine never will.
+            GenerationError: the model cannot run it, there is a request with its id, or the machine
+                cannot keep its SLOs.
+            OutOfMemoryError: the engine will never have the memory for it.
+            QueueFullError: too much waits already.
         """
         self.scheduler.limits.check(request)
         number, self.submitted = self.submitted, self.submitted + 1
@@ -114,14 +117,18 @@ class EngineLoop:
         for one in opened:
             one.submitted_s = now
             self.scheduler.limits.promise(one)
+            if one.id in self._sequences:
+                raise GenerationError(
+                    f"there is a request {one.id!r} already; give each its own request_id, or none"
+                )
         sequence, *sequence.followers = opened
         self.log.add(Event(now, Kind.SUBMITTED, sequence.id, sequence.described()))
         reserved = self.jobs.most_pages if self.jobs else 0
-        reason = self.scheduler.why_never(sequence, reserved)
-        if reason is not None:
+        error = self.scheduler.refusal(sequence, reserved)
+        if error is not None:
             sequence.state = State.REFUSED
-            self._note(Kind.REFUSED, sequence.id, reason=reason)
-            raise OutOfMemoryError(reason)
+            self._note(Kind.REFUSED, sequence.id, reason=str(error))
+            raise error
         for one in sequence.followers:
             self.log.add(Event(now, Kind.SUBMITTED, one.id, one.described()))
         self._sequences |= {one.id: one for one in opened}
@@ -257,8 +264,7 @@ class EngineLoop:
         while self._timeouts and self._timeouts[0][0] < now:
             _, name = heapq.heappop(self._timeouts)
             self._end(self._sequences_of(name), State.TIMED_OUT, Kind.TIMED_OUT)
-        queue = self.scheduler.queue(now)
-        for sequence in list(self.scheduler.policy.hopeless(queue)):
+        for sequence in self.scheduler.policy.hopeless(now):
             self._end(self._groups.of(sequence), State.TIMED_OUT, Kind.TIMED_OUT)
 
     def _end(
@@ -279,28 +285,18 @@ class EngineLoop:
     def _accept(self, plan: StepPlan, results: StepResults) -> None:
         now = self.clock.now_s()
         self.scheduler.policy.served(plan.chunks)
-        taken = Taken(now, self._groups)
+        taken = Taken(now, self._groups, self.scheduler)
         for sequence, count in plan.chunks:
             sequence.cached += count
-            if taken.give(sequence, results) and sequence.followers and sequence.has_prompt:
-                self._fork(sequence, taken, results)
+            taken.give(sequence, results)
         self._chunks += taken.chunks
         taken.log(self.log)
         for sequence, reason in taken.ended:
             self.scheduler.drop(sequence)
             del self._sequences[sequence.id]
             self._note(Kind.FINISHED, sequence.id, reason=reason)
-        for sequence, cause in taken.failed:
+        for sequence, cause in taken.failed.items():
             self._fail(sequence, cause)
-
-    def _fork(self, first: Sequence, taken: Taken, results: StepResults) -> None:
-        """Begin the other continuations of a prompt that is computed."""
-        followers, first.followers = first.followers, []
-        for follower in followers:
-            self.scheduler.fork(first, follower, taken.now_s)
-            if follower.state is State.RUNNING:
-                self._note(Kind.ADMITTED, follower.id)
-            taken.give(follower, results)
 
     # ------------------------------------------------------------------------------- finetuning
 

@@ -28,7 +28,7 @@ from pcg.runtime.model.merged_execution import run_merged, run_single
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.request import Request
-from pcg.runtime.requests.sequence import Sequence, name_of
+from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.requests.step_results import DrawnTokens, PromptLogprobs, StepResults
 from pcg.runtime.sampling.logprobs import Logprobs, logprobs_of
 from pcg.runtime.sampling.sampler import Sampler, resolved
@@ -86,7 +86,7 @@ class StepRunner:
         if self._tokenizer is not None:
             decoder = self._tokenizer.stream(request.prompt_ids, params.skip_special_tokens)
         return Sequence(
-            name_of(number, choice),
+            request.named(number, choice),
             number,
             request,
             self._limit(number, request),
@@ -293,7 +293,7 @@ class _Served:
             if end == sequence.length and sequence.limit:
                 self.ready.append(place)
             first = len(ids)
-            if sequence.read < sequence.last_read:
+            if sequence.reads:
                 unread, virtual_tokens = (
                     sequence.unread(start, end),
                     sequence.request.virtual_tokens,

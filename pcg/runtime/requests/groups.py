@@ -67,7 +67,7 @@ class _Group:
             return (chunk,)
         left = sum(not one.is_over for one in self.sequences)
         if self._chosen is None:
-            return (replace(chunk, choice=sequence.choice, left=left),)
+            return (replace(chunk, left=left),)
         if chunk.completion is not None:
             self._completions.append((chunk.completion, sequence.cumulative_logprob))
         return () if left else self._best(chunk, self._chosen)

@@ -22,6 +22,8 @@ class RequestFields(SamplingFields, total=False):
 
     tenant: str
     cache_salt: str
+    request_id: str
+    priority: int
     ttft_slo_s: float | None
     tpot_slo_s: float | None
     timeout_s: float | None
@@ -37,13 +39,18 @@ class Request:
         tenant: the name of the tenant that fair scheduling counts it for; KV blocks of prompts are
             shared within a tenant alone, unless the engine's options say otherwise.
         cache_salt: a text that requests must have in common to share KV blocks, as in vLLM.
+        request_id: its name in events and chunks, which no other request in the engine has; the
+            engine makes one for an empty text.
+        priority: requests of a tenant with a lower one are admitted before those with a higher one,
+            as in vLLM.
         ttft_slo_s: SLO of the time to the first token, seconds; None for the engine's own.
         tpot_slo_s: SLO of the mean time per further token, seconds; None for the engine's own.
         timeout_s: time after which it is given up, seconds; None for never.
         text: the prompt's text, which `echo` returns; None where it was given as tokens, or was
             truncated.
     Raises:
-        GenerationError: a token id is no int, a time no number above 0, or a name no text.
+        GenerationError: a token id or the priority is no int, a time no number above 0, or a name
+            no text.
     """
 
     prompt_ids: tuple[int, ...]
@@ -51,6 +58,8 @@ class Request:
     adapter: ServedAdapter | None = None
     tenant: str = ""
     cache_salt: str = ""
+    request_id: str = ""
+    priority: int = 0
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     timeout_s: float | None = None
@@ -68,14 +77,25 @@ class Request:
             ids = ids[-last:]
             object.__setattr__(self, "text", None)
         object.__setattr__(self, "prompt_ids", ids)
-        for name in ("tenant", "cache_salt"):
+        for name in ("tenant", "cache_salt", "request_id"):
             if not isinstance(getattr(self, name), str):
                 raise GenerationError(f"{name}={getattr(self, name)!r}; use a text")
+        if type(self.priority) is not int:
+            raise GenerationError(f"priority={self.priority!r}; use an int, lower ones go first")
+        _check_id(self.request_id)
         for name in ("ttft_slo_s", "tpot_slo_s", "timeout_s"):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is not None and not (is_number and value > 0):
                 raise GenerationError(f"{name}={value!r}; use seconds above 0, or None")
+
+    def named(self, number: int, choice: int = 0) -> str:
+        """Return its id, or one that is made of its number among an engine's requests.
+
+        That of a further continuation of its prompt, in events, has its place behind it.
+        """
+        name = self.request_id or f"{_MADE}{number}"
+        return f"{name}[{choice}]" if choice else name
 
     @cached_property
     def virtual_tokens(self) -> int:
@@ -137,6 +157,7 @@ class Chunk:
             chunks of `best_of`, each of which is a whole continuation.
         completion: the completion, in the last chunk of a continuation.
         error: why the request could not go on, in the last chunk of one that failed.
+        request_id: the request's id, given or made.
         logprobs: those of the new token, if they were asked for.
         choice: the place of the continuation among those of the prompt.
         left: number of other continuations of the prompt that have not ended.
@@ -147,6 +168,7 @@ class Chunk:
     token_id: int | None
     completion: Completion | None = None
     error: PcgError | None = None
+    request_id: str = ""
     logprobs: TokenLogprobs | None = None
     choice: int = 0
     left: int = 0
@@ -188,6 +210,24 @@ def make_request(
     sampling = {name: value for name, value in fields.items() if name not in own}
     (request,) = make_requests(state, [prompt], adapter, sampling)
     return dataclasses.replace(request, **own)  # type: ignore[arg-type]
+
+
+_MADE = "request "
+"""The beginning of the ids that engines make."""
+_LONGEST_ID = 256
+
+
+def _check_id(request_id: str) -> None:
+    if len(request_id) > _LONGEST_ID or not (request_id.isprintable() or not request_id):
+        raise GenerationError(
+            f"request_id={request_id[:_LONGEST_ID]!r}; use at most {_LONGEST_ID} characters that "
+            "can be printed"
+        )
+    if request_id.startswith(_MADE):
+        raise GenerationError(
+            f"request_id={request_id!r} begins with {_MADE!r}, as those do that the engine makes; "
+            "use another"
+        )
 
 
 _OWN = RequestFields.__annotations__.keys() - SamplingFields.__annotations__.keys()

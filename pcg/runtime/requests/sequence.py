@@ -30,11 +30,6 @@ class State(StrEnum):
     FAILED = "failed"
 
 
-def name_of(number: int, choice: int = 0) -> str:
-    """Return the id of a request, or of a further continuation of its prompt."""
-    return f"request {number}[{choice}]" if choice else f"request {number}"
-
-
 @dataclass(eq=False, slots=True)
 class Sequence:
     """A request in the engine; it keeps its generated tokens when it is preempted.
@@ -116,7 +111,12 @@ class Sequence:
     @property
     def skippable(self) -> int:
         """The most of its first tokens that need not be computed if their blocks are found."""
-        return self.read if self.read < self.last_read else self.length - 1
+        return self.read if self.reads else self.length - 1
+
+    @property
+    def reads(self) -> bool:
+        """True if its request reads rows of the prompt that it has not read yet."""
+        return self.read < self.last_read
 
     def unread(self, start: int, stop: int) -> range:
         """Return those of some tokens whose rows the request reads, and has not read yet."""
@@ -145,6 +145,7 @@ class Sequence:
             "max_new_tokens": self.limit,
             "adapter": self._adapter_name,
             "tenant": request.tenant or None,
+            "priority": request.priority,
             "ttft_slo_s": self.ttft_slo_s,
             "tpot_slo_s": self.tpot_slo_s,
         }
@@ -170,7 +171,7 @@ class Sequence:
         if self.limit or self.pending:
             return None
         self.state = State.FINISHED
-        return Chunk(self.number, self._said(""), None, self._completion("length"))
+        return self._chunk(self._said(""), None, self._completion("length"))
 
     def follow(self, first: Sequence) -> None:
         """Take over what another continuation has read of the prompt."""
@@ -223,19 +224,28 @@ class Sequence:
             text += self._stop.finish()
         text = self._said(text)
         if not finished:
-            return Chunk(self.number, text, token, logprobs=logprobs)
+            return self._chunk(text, token, logprobs=logprobs)
         self.state = State.FINISHED
         named = token if token in params.stop_token_ids else None
         stopped_by = self._stop.matched or named
         reason = "stop" if ended or self._stop.matched is not None else "length"
-        return Chunk(
-            self.number, text, token, self._completion(reason, stopped_by), logprobs=logprobs
-        )
+        return self._chunk(text, token, self._completion(reason, stopped_by), logprobs=logprobs)
 
     def end(self, state: State, error: PcgError | None = None) -> Chunk:
         """End it before its last token."""
         self.state = state
-        return Chunk(self.number, "", None, self._completion(state.value), error)
+        return self._chunk("", None, self._completion(state.value), error)
+
+    def _chunk(
+        self,
+        text: str,
+        token: int | None,
+        completion: Completion | None = None,
+        error: PcgError | None = None,
+        logprobs: TokenLogprobs | None = None,
+    ) -> Chunk:
+        name, choice = self.request.named(self.number), self.choice
+        return Chunk(self.number, text, token, completion, error, name, logprobs, choice)
 
     def _completion(self, reason: str, stop_reason: str | int | None = None) -> Completion:
         params = self.request.params

@@ -242,12 +242,12 @@ class SamplingParams:
 
     @property
     def of_tokens(self) -> int | None:
-        """How many of the likeliest tokens to find for each generated one; None for no logprobs."""
+        """The number of likeliest tokens to find for each generated one; None for no logprobs."""
         return 0 if self.logprobs is None and self.width > self.n else self.logprobs
 
     @property
     def of_prompt(self) -> int | None:
-        """How many of the likeliest tokens to return for each of the prompt; None for nothing."""
+        """The number of likeliest tokens to return for each of the prompt; None for nothing."""
         return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
     @property

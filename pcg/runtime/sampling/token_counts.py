@@ -36,5 +36,5 @@ class TokenCounts:
 
     @property
     def counts(self) -> NDArray[np.float32]:
-        """How often each of `tokens` was generated; 0 for one of the prompt alone."""
+        """The times that each of `tokens` was generated; 0 for one of the prompt alone."""
         return self._counts[: len(self._places)]
