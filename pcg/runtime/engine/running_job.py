@@ -32,7 +32,7 @@ class RunningJob:
 
     @property
     def status(self) -> JobStatus:
-        """What it has done so far."""
+        """The steps that it has done, and how it goes on or ended."""
         record = None if self._job is None else self._job.record
         error = self._end.exception() if self._end.done() else None
         checkpoint = None if record is None else record.checkpoint
