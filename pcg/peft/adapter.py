@@ -159,8 +159,8 @@ def check_name(name: object) -> None:
         if is_short and not {"", ".", ".."} & set(name.split("/")):
             return
     raise AdapterError(
-        f"{shown(name)} does not name an adapter; use 1 to {_LONGEST_NAME} characters, as in 'sql' or "
-        "'team/sql', without a part that is empty or of dots"
+        f"{shown(name)} does not name an adapter; use 1 to {_LONGEST_NAME} characters, as in 'sql' "
+        "or 'team/sql', without a part that is empty or of dots"
     )
 
 

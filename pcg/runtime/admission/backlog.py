@@ -18,7 +18,7 @@ class QueueLimits:
     A request is taken where nothing waits, however long its prompt is. None is for no limit.
 
     Attributes:
-        requests: the most requests.
+        requests: the most requests; each continuation of one with `n` or `best_of` counts.
         tokens: the most tokens of their prompts.
         tenant_requests: the most requests of one tenant; those without a tenant are not of one.
         tenant_tokens: the most tokens of the prompts of one tenant.
@@ -44,7 +44,11 @@ UNLIMITED = QueueLimits(None, None, None, None)
 
 
 class Backlog:
-    """Counts the waiting requests and their tokens."""
+    """Counts the waiting requests and their tokens.
+
+    Those that began and were put back, and continuations of a prompt that was computed, were taken
+    already and do not count: else a tenant's own could fill the queue beyond what it may have.
+    """
 
     def __init__(self, limits: QueueLimits) -> None:
         self.limits = limits
@@ -58,24 +62,27 @@ class Backlog:
 
     def add(self, sequence: Sequence) -> None:
         """Count a request that waits from now on."""
-        self._count(sequence.request, 1)
+        self._count(sequence, 1)
 
     def remove(self, sequence: Sequence) -> None:
         """Count a request that waits no more."""
-        self._count(sequence.request, -1)
+        self._count(sequence, -1)
 
-    def _count(self, request: Request, sign: int) -> None:
+    def _count(self, sequence: Sequence, sign: int) -> None:
+        if not (came := new_requests(sequence)):
+            return
+        request, requests = sequence.request, sign * came
         tenant, tokens = request.tenant, sign * request.length
-        self.requests += sign
+        self.requests += requests
         self.tokens += tokens
-        self._requests[tenant] += sign
+        self._requests[tenant] += requests
         self._tokens[tenant] += tokens
         if not self._requests[tenant]:
             del self._requests[tenant], self._tokens[tenant]
 
     def why_full(self, request: Request) -> QueueFullError | None:
         """Return the error that refuses a request; None if there is room for it."""
-        limits, tenant = self.limits, request.tenant
+        limits, tenant, came = self.limits, request.tenant, request.params.width
         counts = [(self.requests, limits.requests, self.tokens, limits.tokens, "")]
         if tenant:
             mine = self._requests.get(tenant, 0), self._tokens.get(tenant, 0)
@@ -83,8 +90,9 @@ class Backlog:
             counts.append((mine[0], limits.tenant_requests, mine[1], limits.tenant_tokens, name))
         for requests, most, tokens, most_tokens, whose in counts:
             full = None
-            if most is not None and requests >= most:
-                full = f"{requests} requests{whose} wait, and {most} may"
+            if most is not None and requests and requests + came > most:
+                several = f", {came} came" if came > 1 else ""
+                full = f"{requests} requests{whose} wait{several}, and {most} may"
             elif most_tokens is not None and requests and tokens + request.length > most_tokens:
                 full = (
                     f"{requests} requests{whose} with {tokens} tokens wait, {request.length} came, "
@@ -96,3 +104,8 @@ class Backlog:
                     "other QueueLimits"
                 )
         return None
+
+
+def new_requests(sequence: Sequence) -> int:
+    """Count a waiting sequence and what follows it; 0 for one that began before."""
+    return 0 if sequence.generated or sequence.choice else 1 + len(sequence.followers)

@@ -65,6 +65,6 @@ class Limits:
             asked = getattr(request.params, name)
             if asked is not None and asked > self.logprobs:
                 raise GenerationError(
-                    f"{name}={shown(asked)}, and the engine gives at most {self.logprobs} in each place; "
-                    "ask for fewer, or raise Limits(logprobs=…) of the engine"
+                    f"{name}={shown(asked)}, and the engine gives at most {self.logprobs} in each "
+                    "place; ask for fewer, or raise Limits(logprobs=…) of the engine"
                 )

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pcg.errors import GenerationError, OutOfMemoryError
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
-from pcg.runtime.admission.backlog import UNLIMITED, Backlog, QueueLimits
+from pcg.runtime.admission.backlog import UNLIMITED, Backlog, QueueLimits, new_requests
 from pcg.runtime.admission.fair_share import FairShare
 from pcg.runtime.admission.policy import Policy
 from pcg.runtime.admission.reachable import why_unreachable
@@ -75,7 +75,7 @@ class Scheduler:
     Attributes:
         waiting: waiting requests, in no order; the keys of a dict, like `running`, so that any of
             many leaves at once. The policy knows whose turn it is.
-        backlog: the number of waiting requests and of their tokens, by tenant.
+        backlog: the number of new requests that wait, and of their tokens, by tenant.
         running: admitted requests, in the order of their admission.
         forward: latency of a step's forward; None if no SLO depends on it.
     """
@@ -379,7 +379,7 @@ class Scheduler:
         if self.prefixes is not None:
             self.prefixes.check_integrity()
         assert set(self.policy.first(len(self.waiting) + 1, 0.0, self.running)) == set(self.waiting)
-        assert self.backlog.requests == len(self.waiting)
+        assert self.backlog.requests == sum(map(new_requests, self.waiting))
         everyone = (*self.waiting, *self.running)
         assert self.most_pages == max((*map(self.pages_of, everyone), 0))
         for sequence in self.waiting:

@@ -145,3 +145,25 @@ def test_a_request_has_one_name_everywhere() -> None:
 def test_bad_names_and_priorities(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(GenerationError, match=message):
         ask(**fields)
+
+
+def test_continuations_count_as_they_come() -> None:
+    """Not those of a prompt that was computed, and not those that were put back."""
+    engine = simulated(requests=9, tenant_requests=5)
+    several = SamplingParams(max_new_tokens=3, n=4, temperature=1.0)
+    engine.submit(Request((1,) * 10, several, tenant="a"))
+    with pytest.raises(QueueFullError, match="4 requests of tenant 'a' wait, 4 came, and 5 may"):
+        engine.submit(Request((1,) * 10, several, tenant="a"))
+    engine.submit(ask("a"))
+    engine.cancel("request 0")
+    engine.cancel("request 1")
+    while "request 2" in {sequence.id for sequence in engine.scheduler.waiting}:
+        engine.step()
+    assert len(engine.scheduler.waiting) == 3  # of four: two requests run, as many as may
+    assert engine.scheduler.backlog.requests == 0
+    for _ in range(5):
+        engine.submit(ask("a"))
+    engine.submit(ask("b"))
+    while not engine.is_idle:
+        engine.step()
+        engine.check_integrity()
