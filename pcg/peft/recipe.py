@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from pcg.ir.shapes import Shapes
 from pcg.peft.method import Bypass, Shards, TrainingBeside
 from pcg.peft.prompt_encoder import PromptEncoder
 from pcg.peft.weights import ModuleWeights
+from pcg.units import is_finite
 
 if TYPE_CHECKING:
     from pcg.ir.program.program import ModelGraph
@@ -340,11 +340,6 @@ class Recipe(ABC):
 
     def _check_probabilities(self, *names: str) -> None:
         self._check(names, "a probability in [0, 1]", lambda p: is_finite(p) and 0 <= p <= 1)
-
-
-def is_finite(value: object) -> bool:
-    """Return whether it is a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _note_names(cls: type[Recipe]) -> list[str]:
