@@ -151,7 +151,15 @@ def check_writable(directory: Path, what: str, error_type: type[PcgError]) -> No
     Args:
         what: what would be saved there, for the error.
     """
-    place = directory.expanduser().resolve()
+    try:
+        place = expanded(directory).resolve()
+        with contextlib.suppress(FileNotFoundError):
+            place.lstat()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is no name of a directory"
+        raise error_type(
+            f"{what} cannot be saved in {shown_path(directory)}: {reason}; give another directory"
+        ) from error
     while not os.path.lexists(place):
         place = place.parent
     try:

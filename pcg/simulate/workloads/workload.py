@@ -152,7 +152,7 @@ class Workload:
 
 
 def _object(line: bytes, where: str) -> dict[str, Any]:
-    value = json_value(line, where, BenchmarkError, "; write one object a line")
+    value = json_value(line.rstrip(), where, BenchmarkError, "; write one object a line")
     if not isinstance(value, dict):
         raise BenchmarkError(f"{where}: not an object; write {{{', '.join(map(repr, _NEEDED))}}}")
     return value
