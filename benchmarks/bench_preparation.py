@@ -12,15 +12,16 @@ what is left of their cost is their preparation's:
 
 Each is prepared by the engine, and by a thread of the same process, with texts encoded one by one,
 as all data was before it was tokenized in a process of its own. Nothing of what was loaded before
-is visited by the garbage collector (`gc.freeze`), as a process that serves should have it. Reported: the median, the 99th percentile and the longest gap
-between the steps that run meanwhile, against those of as many steps with nothing beside them, and
-the seconds until the job is ready.
+is visited by the garbage collector (`gc.freeze`), as a process that serves should have it.
+Reported: the median, the 99th percentile and the longest gap between the steps that run meanwhile,
+against those of as many steps with nothing beside them, and the seconds until the job is ready.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import random
 import statistics
@@ -52,14 +53,14 @@ from pcg.runtime.training.training_data import load_here
 
 REQUESTS, ROWS, LINE_BYTES = 8, 30_000, 2_400_000
 STEPS = 300
+SYLLABLES = ("ka", "to", "mi", "re", "su", "na", "li", "po", "de", "va", "ren", "tor", "mel", "sin")
 OPTIONS: dict[str, Any] = {"max_length": 512, "max_steps": 1, "batch_size": 1}
 RECIPE = {"peft_type": "LORA", "r": 8, "target_modules": "all-linear"}
 
 
 def words(generator: random.Random, count: int) -> str:
     """Return random words."""
-    syllables = "ka to mi re su na li po de va ren tor mel sin gar dor".split()
-    return " ".join("".join(generator.choices(syllables, k=3)) for _ in range(count))
+    return " ".join("".join(generator.choices(SYLLABLES, k=3)) for _ in range(count))
 
 
 def save_model(directory: Path) -> None:
@@ -133,7 +134,7 @@ class Bench:
             stream.cancel()
             stream.wait()
         ends = self.ends[begin - 1 : end + 1]
-        return [1e3 * (b - a) for a, b in zip(ends, ends[1:], strict=False)], seconds
+        return [1e3 * (b - a) for a, b in itertools.pairwise(ends)], seconds
 
     def nothing(self) -> None:
         """Wait for some steps."""

@@ -28,6 +28,7 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHIPPED = Path(__file__).with_name("configs")
+_LONGEST_ID = 96  # of the hub
 _REPAIR = "; repair or download it again"
 
 # Other names of what ships: hub ids of models with the very same architecture, dtype and context
@@ -165,7 +166,7 @@ def _from_id(name: str, *, weights: bool) -> ModelSource:
     if config_id is not None and not weights:
         path = SHIPPED / (config_id.replace("/", "--", 1) + ".json")
         return ModelSource(hub_id, _read_config(path))
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id):
+    if len(hub_id) > _LONGEST_ID or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id):
         raise ModelNotFoundError(
             f"{shown(name)} is neither a path nor a hub id (owner/name)" + _suggestions(name)
         )

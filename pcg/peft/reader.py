@@ -21,10 +21,11 @@ from torch import Tensor
 from pcg.errors import AdapterError, PcgError, UnsupportedError
 from pcg.files import damage_of, expanded, is_directory, is_file, is_there, read_json, shown_path
 from pcg.peft.adapter import Adapter
-from pcg.peft.recipe import Recipe, short
+from pcg.peft.recipe import Recipe
 from pcg.peft.registry import is_shorthand, recipe_from
 from pcg.peft.weights import ModuleWeights
 from pcg.tensor_file import read_header
+from pcg.units import shown
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -187,7 +188,7 @@ def _weights(file: Path, path: str, parts: Mapping[str, Tensor], recipe: Recipe)
     if recipe.target_modules is not None and recipe.bypass(path) is None:
         raise AdapterError(
             f"{file} has weights for {path}, which {CONFIG} does not target "
-            f"(target_modules={short(recipe.target_modules)}); the two files are not of one save"
+            f"(target_modules={shown(recipe.target_modules)}); the two files are not of one save"
         )
     return _checked(file, lambda: recipe.weights.read(path, parts, recipe))
 

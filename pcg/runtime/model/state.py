@@ -11,7 +11,14 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from pcg.errors import AdapterError, EngineError, GenerationError, UnsupportedError
+from pcg.errors import (
+    AdapterError,
+    EngineError,
+    GenerationError,
+    PcgError,
+    UnsupportedError,
+    as_pcg_error,
+)
 from pcg.ir.program.program import Program, Serving, Training
 from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
@@ -181,6 +188,14 @@ class ModelState:
     def make_adapter(self, name: str, path_or_config: object = "lora", *, seed: int = 0) -> Adapter:
         """Load or make an adapter without serving it; see `Executor.add_adapter`."""
         check_name(name)
+        try:
+            return self._made_adapter(name, path_or_config, seed)
+        except PcgError:
+            raise
+        except Exception as error:  # which, a stranger's recipe or file decides
+            raise as_pcg_error(error, f"making adapter {name!r}", AdapterError) from error
+
+    def _made_adapter(self, name: str, path_or_config: object, seed: int) -> Adapter:
         base = self.program.base
         modules = base.module_shapes()
         if isinstance(path_or_config, Path) or (

@@ -18,7 +18,7 @@ from typing import Any, Self
 import tokenizers
 
 from pcg.errors import ConfigError, GenerationError, ModelNotFoundError
-from pcg.files import is_directory, is_file, read_json, read_text
+from pcg.files import is_directory, is_file, read_json, read_text, shown_path
 from pcg.runtime.text.chat import ChatTemplate, Message
 from pcg.runtime.text.detokenizer import StreamDecoder
 from pcg.units import shown
@@ -75,7 +75,7 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         if not is_file(path):
             raise ModelNotFoundError(
-                f"no tokenizer.json in {directory}; save one beside the weights with "
+                f"no tokenizer.json in {shown_path(directory)}; save one beside the weights with "
                 "AutoTokenizer.from_pretrained(model).save_pretrained(directory)"
             )
         try:
@@ -297,6 +297,6 @@ def _override_text(override: str | Path) -> str:
     path = Path(override)
     if not is_file(path):
         raise ConfigError(
-            f"no chat template file {shown(str(path))}; give a path, or the template's text"
+            f"no chat template file {shown_path(path)}; give a path, or the template's text"
         )
     return read_text(path, ConfigError)
