@@ -131,6 +131,12 @@ def damage_of(what: str, error_type: type[PcgError], fix: str = "") -> Iterator[
         raise error_type(f"{what} is damaged ({why}){fix}") from error
 
 
+def cache_folder(name: str) -> Path:
+    """The user's folder for what pcg can make again, below `XDG_CACHE_HOME` if that is set."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "pcg" / name
+
+
 def check_no_lfs_pointer(path: Path, error_type: type[PcgError]) -> None:
     """Refuse a pointer of Git LFS in the place of a file of weights."""
     try:

@@ -64,6 +64,8 @@ class StepPlan:
         self.tokens += tokens
         self.keys += keys_of(tokens, sequence.cached)
         self.sampled += tokens == sequence.pending
+        if sequence.reads:
+            self.sampled += len(sequence.unread(sequence.cached, sequence.cached + tokens))
         self.awaits_first_token |= sequence.first_token_s is None
 
 
@@ -97,6 +99,7 @@ class Scheduler:
         self.on_preempted: Callable[[Sequence], None] = lambda sequence: None
         self.prefetch: Callable[[List[ServedAdapter]], None] = lambda adapters: None
         self.is_copying: Callable[[ServedAdapter], bool] = lambda adapter: False
+        self.copy_page: Callable[[int, int], None] = lambda page, to: None
         self.waiting: dict[Sequence, None] = {}
         self.backlog = Backlog(queue)
         self.running: dict[Sequence, None] = {}
@@ -170,6 +173,34 @@ class Scheduler:
         if self.prefixes is not None:
             self.prefixes.clear()
         return abandoned
+
+    def fork(self, first: Sequence, follower: Sequence, now_s: float) -> None:
+        """Begin a continuation where the prompt of the first one ends.
+
+        It shares the full pages, and copies the last one. Without room it waits, and is computed.
+        """
+        table, need = _table(first), int(first.cached % PAGE_TOKENS > 0)
+        follower.follow(first)
+        self.add(follower)
+        has_place = len(self.running) < self.limits.running
+        if not has_place or need + len(self.running) > self.pool.free + self.adapters.idle_pages:
+            return
+        self.adapters.use(first.request.adapter)
+        self.adapters.make_room(need)
+        follower.version, follower.digests = first.version, first.digests.copy()
+        full, follower.cached = first.cached // PAGE_TOKENS, first.cached
+        follower.table = self.pool.fork(table, full, follower.id)
+        self.pool.extend(follower.table, need)
+        if need:
+            self.copy_page(table.pages[full], follower.table.pages[full])
+        self._begin(follower, now_s)
+
+    def _begin(self, sequence: Sequence, now_s: float) -> None:
+        del self.waiting[sequence]
+        self.backlog.remove(sequence)
+        self.running[sequence] = None
+        sequence.state = State.RUNNING
+        self.policy.admit(sequence, now_s)
 
     # ------------------------------------------------------------------------------- a step
 
@@ -253,7 +284,8 @@ class Scheduler:
         room = self.limits.tokens - plan.tokens
         if self.forward is not None and plan.tpot_slo_s is not None:
             seconds, load = min(plan.tpot_slo_s, plan.slack_s), plan.load + _LAST_ROW
-            fitting = self.forward.tokens_within(seconds, sequence.cached, load)
+            cached, reads = sequence.cached, sequence.reads
+            fitting = self.forward.tokens_within(seconds, cached, load, are_read=reads)
             room = min(room, max(fitting, self.limits.least_chunk))
         if room < min(self.limits.least_chunk, sequence.pending):
             return 0
@@ -288,11 +320,7 @@ class Scheduler:
                 self._leave_pages(sequence)
                 return
             reach = max(reach, _table(sequence).reach)
-            del self.waiting[sequence]
-            self.backlog.remove(sequence)
-            self.running[sequence] = None
-            sequence.state = State.RUNNING
-            self.policy.admit(sequence, now_s)
+            self._begin(sequence, now_s)
             plan.admitted.append(sequence)
             self._run(plan, sequence, tokens)
 

@@ -96,8 +96,13 @@ class Timeline:
 
     @property
     def attains_ttft(self) -> bool:
-        """True if it finished with a first token in time, or has no such SLO."""
-        return self._finished and _within(self.ttft_s, self.slo.ttft_s)
+        """True if it finished with a first token in time, or has no such SLO.
+
+        A request without tokens, such as for an embedding, has to end in that time.
+        """
+        return self._finished and _within(
+            self.ttft_s if self.tokens else self.e2el_s, self.slo.ttft_s
+        )
 
     @property
     def attains_tpot(self) -> bool:
