@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from pcg.errors import CostModelError, ParallelError
-from pcg.files import is_file, read_text
+from pcg.errors import ParallelError
 from pcg.ir.printer import print_graphs
 from pcg.ir.program.program import ModelGraph, Program, Serving, Training
 from pcg.parallel.ranks.group import Ranks
@@ -120,4 +119,4 @@ def _costs_text(costs: str | os.PathLike[str] | None) -> str:
     if costs is None:
         return ""
     path = Path(costs)
-    return read_text(path, CostModelError) if is_file(path) else os.fspath(costs).upper()
+    return path.read_text(encoding="utf-8") if path.is_file() else os.fspath(costs).upper()
