@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from bench_generation import left_padded, random_llama
-from bench_serving import KV_CACHE_BYTES, MIXED, PROMPTS, RANKS, recipe
+from bench_serving import KV_CACHE_BYTES, MIXED, PROMPTS, recipe
 from measure import interleave, medians, ratio, write
 
 import pcg

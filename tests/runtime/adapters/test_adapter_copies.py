@@ -11,7 +11,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pcg
+from pcg.compiler import compile_program
 from pcg.errors import UnsupportedError
+from pcg.ir.program.folder import save_program
 from pcg.kernels.native import sgmv
 from pcg.options import CompileOptions
 from pcg.runtime.data.example import Example
@@ -147,7 +149,7 @@ def test_fp64_and_a_machine_without_a_compiler_are_refused(
 def test_a_programs_folder_keeps_the_option(tmp_path: Path) -> None:
     saved = model()
     saved.save_pretrained(tmp_path / "model")
-    program = pcg.compile_program(str(tmp_path / "model"), None, adapter_copies="bfloat16")
-    program.save(tmp_path / "program")
+    program = compile_program(str(tmp_path / "model"), None, adapter_copies="bfloat16")
+    save_program(program, tmp_path / "program")
     loaded = pcg.load(tmp_path / "program", tmp_path / "model", device="cpu")
     assert loaded.program.options.adapter_copies == "bfloat16"
