@@ -91,7 +91,7 @@ class EngineLoop:
     def is_idle(self) -> bool:
         """True if there is nothing to serve, nothing to train, and no chunk to return."""
         trains = self.sharing.trains and self.jobs.unpaused
-        return not (self.scheduler.waiting or self.scheduler.running or self._chunks or trains)
+        return self.scheduler.is_empty and not (self._chunks or trains)
 
     # ------------------------------------------------------------------------------- requests
 
@@ -252,6 +252,8 @@ class EngineLoop:
             _, name = heapq.heappop(self._timeouts)
             if name in self._sequences:
                 self._end(self._sequences[name], State.TIMED_OUT, Kind.TIMED_OUT)
+        for sequence, error in self.scheduler.queue_prepared():
+            self._fail(sequence, error)
         for sequence in self.scheduler.policy.hopeless(now):
             self._end(sequence, State.TIMED_OUT, Kind.TIMED_OUT)
 

@@ -18,6 +18,7 @@ from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables
 from pcg.runtime.engine.device import SideStream
+from pcg.runtime.guided.grammar import Grammar
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.batch import ANY_TOKEN, Batch, whole_sequences
@@ -29,6 +30,7 @@ from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.sampling.sampler import Sampler, resolved
 from pcg.runtime.sampling.sampling import only_finite, sample
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Backward, Forward
 
@@ -48,6 +50,7 @@ class StepRunner:
         self._tokenizer = state.tokenizer
         self._eos_ids = state.eos_ids
         self._max_positions = state.max_positions
+        self._grammars = state.grammars
         self._vocabulary = state.program.base.vocabulary
         self._device = device = state.device
         self.fails_alike = state.ranks.size == 1
@@ -87,8 +90,16 @@ class StepRunner:
             0.0,
             stop_ids,
             decoder,
-            Sampler(params, request.prompt_ids, stop_ids),
+            Sampler(params, request.prompt_ids, stop_ids, self._grammar(params)),
         )
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        if params.guide is None:
+            return None
+        grammar = self._grammars.begin(params.guide)
+        if not self.fails_alike:
+            grammar.wait()  # ranks plan the same steps
+        return grammar
 
     def _limit(self, number: int, request: Request) -> int:
         length = request.length
@@ -129,6 +140,9 @@ class StepRunner:
         adapters = [cast("Adapter | None", one.request.adapter) for one, _ in chunks]
         order = self._tables.order(adapters)
         chunks, adapters = [chunks[i] for i in order], [adapters[i] for i in order]
+        guided = [one.grammar for one, count in chunks if one.grammar and count == one.pending]
+        if guided:
+            self._grammars.begin_masks(guided)
         ready: List[int] = range(len(chunks))
         sampled = None if windows else self._decoded(chunks, adapters)
         if sampled is None:

@@ -31,6 +31,7 @@ from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.adapters.sites import model_sources, served_sources
 from pcg.runtime.adapters.weight_stacker import ServedWeights
+from pcg.runtime.guided.grammars import Grammars
 from pcg.runtime.model.base_weights import TensorSource, WeightStore
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.model.specialised import ServingProgram, Specialiser, TrainingPrograms
@@ -63,6 +64,7 @@ class ModelState:
     are whole in each one's memory.
 
     Attributes:
+        grammars: compiles what requests' outputs have to follow.
         engine_thread: the thread that runs an engine over this state; None while there is none.
     """
 
@@ -80,6 +82,7 @@ class ModelState:
         self.ranks = ranks
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
+        self.grammars = Grammars(tokenizer, program.base.vocabulary, eos_ids)
         self.device = device
         self.weight_store = WeightStore(program, weights, device, ranks)
         self.engine_thread: EngineThread | None = None
