@@ -313,7 +313,7 @@ class AsyncEngine:
             if chunk.index in self._streams:
                 _, stream = self._streams[chunk.index]
                 stream.put(chunk)
-                if chunk.completion is not None:
+                if chunk.is_last:
                     del self._streams[chunk.index]
 
     def _settle_jobs(self) -> None:

@@ -139,7 +139,8 @@ class Engine(EngineLoop):
         adapters = {adapter.version: adapter for adapter in served}
         sizes = [tables.pages_of(adapter, page_bytes) for adapter in adapters.values()]
         most = max(max(needs, default=1) + max(sizes, default=0), KV_CACHE_BYTES // page_bytes)
-        pages = min(max(needs, default=1) * len(needs) + sum(sizes), most)
+        count = sum(request.params.width for request in requests)
+        pages = min(max(needs, default=1) * count + sum(sizes), most)
         size_bytes = pages * page_bytes
         return cls(
             state, EngineArguments(kv_cache_bytes=size_bytes, log=EventLog(0), queue=UNLIMITED)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from dataclasses import dataclass, field
 
 from pcg.errors import GenerationError, OutOfMemoryError, PcgError
 from pcg.kernels.sizes import PAGE_TOKENS
@@ -26,46 +25,16 @@ from pcg.runtime.admission.policy import Policy
 from pcg.runtime.admission.reachable import why_unreachable
 from pcg.runtime.engine.latency import Latency
 from pcg.runtime.engine.limits import Limits
+from pcg.runtime.engine.step_plan import StepPlan
 from pcg.runtime.guided.grammar import Grammar
 from pcg.runtime.memory.needs import Needs
 from pcg.runtime.memory.pool import PagePool, PageTable, pages_for
 from pcg.runtime.memory.prefixes import Prefixes
-from pcg.runtime.model.load import Load, keys_of
+from pcg.runtime.model.load import Load
 from pcg.runtime.requests.sequence import Sequence, State
 
 _LAST_ROW = Load(sampled=1)
 """The load of sampling after a prompt's last token."""
-
-
-@dataclass
-class StepPlan:
-    """The sequences that one step serves, and their load.
-
-    Attributes:
-        slack_s: time until the first of these SLOs is violated; it grows with faster steps.
-        chunks: sequences, and how many of their pending tokens run.
-        awaits_first_token: True if a request waits for its first token, running or queued.
-    """
-
-    tpot_slo_s: float | None = None
-    slack_s: float = math.inf
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    tokens: int = 0
-    keys: int = 0
-    sampled: int = 0
-    awaits_first_token: bool = False
-
-    @property
-    def load(self) -> Load:
-        return Load(self.tokens, self.keys, self.sampled)
-
-    def add(self, sequence: Sequence, tokens: int) -> None:
-        self.chunks.append((sequence, tokens))
-        self.tokens += tokens
-        self.keys += keys_of(tokens, sequence.cached)
-        self.sampled += tokens == sequence.pending
-        self.awaits_first_token |= sequence.first_token_s is None
 
 
 class Scheduler:
@@ -99,6 +68,7 @@ class Scheduler:
         self.on_preempted: Callable[[Sequence], None] = lambda sequence: None
         self.prefetch: Callable[[List[ServedAdapter]], None] = lambda adapters: None
         self.is_copying: Callable[[ServedAdapter], bool] = lambda adapter: False
+        self.copy_page: Callable[[int, int], None] = lambda page, to: None
         self.waiting: dict[Sequence, None] = {}
         self.preparing: dict[Sequence, Grammar] = {}
         self.backlog = Backlog(queue)
@@ -139,6 +109,10 @@ class Scheduler:
         return not (self.waiting or self.preparing or self.running)
 
     @property
+    def everyone(self) -> List[Sequence]:
+        return (*self.waiting, *self.preparing, *self.running)
+
+    @property
     def most_pages(self) -> int:
         """The most pages that a request which is here needs, with its adapter."""
         return self._needs.most
@@ -146,10 +120,11 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.backlog.add(sequence)
         self._needs.add(self.pages_of(sequence))
-        if sequence.grammar is None:
+        grammar = sequence.grammar
+        if grammar is None or (grammar.is_ready and grammar.error is None):
             self._queue(sequence)
         else:
-            self.preparing[sequence] = sequence.grammar
+            self.preparing[sequence] = grammar
 
     def _queue(self, sequence: Sequence) -> None:
         self.waiting[sequence] = None
@@ -197,6 +172,34 @@ class Scheduler:
         if self.prefixes is not None:
             self.prefixes.clear()
         return abandoned
+
+    def fork(self, first: Sequence, follower: Sequence, now_s: float) -> None:
+        """Begin a continuation where the prompt of the first one ends.
+
+        It shares the full pages, and copies the last one. Without room it waits, and is computed.
+        """
+        table, need = _table(first), int(first.cached % PAGE_TOKENS > 0)
+        follower.follow(first)
+        self.add(follower)
+        has_place = len(self.running) < self.limits.running
+        if not has_place or need + len(self.running) > self.pool.free + self.adapters.idle_pages:
+            return
+        self.adapters.use(first.request.adapter)
+        self.adapters.make_room(need)
+        follower.version, follower.digests = first.version, first.digests.copy()
+        full, follower.cached = first.cached // PAGE_TOKENS, first.cached
+        follower.table = self.pool.fork(table, full, follower.id)
+        self.pool.extend(follower.table, need)
+        if need:
+            self.copy_page(table.pages[full], follower.table.pages[full])
+        self._begin(follower, now_s)
+
+    def _begin(self, sequence: Sequence, now_s: float) -> None:
+        del self.waiting[sequence]
+        self.backlog.remove(sequence)
+        self.running[sequence] = None
+        sequence.state = State.RUNNING
+        self.policy.admit(sequence, now_s)
 
     # ------------------------------------------------------------------------------- a step
 
@@ -280,7 +283,8 @@ class Scheduler:
         room = self.limits.tokens - plan.tokens
         if self.forward is not None and plan.tpot_slo_s is not None:
             seconds, load = min(plan.tpot_slo_s, plan.slack_s), plan.load + _LAST_ROW
-            fitting = self.forward.tokens_within(seconds, sequence.cached, load)
+            cached, reads = sequence.cached, sequence.reads
+            fitting = self.forward.tokens_within(seconds, cached, load, are_read=reads)
             room = min(room, max(fitting, self.limits.least_chunk))
         if room < min(self.limits.least_chunk, sequence.pending):
             return 0
@@ -315,11 +319,7 @@ class Scheduler:
                 self._leave_pages(sequence)
                 return
             reach = max(reach, _table(sequence).reach)
-            del self.waiting[sequence]
-            self.backlog.remove(sequence)
-            self.running[sequence] = None
-            sequence.state = State.RUNNING
-            self.policy.admit(sequence, now_s)
+            self._begin(sequence, now_s)
             plan.admitted.append(sequence)
             self._run(plan, sequence, tokens)
 
@@ -379,8 +379,7 @@ class Scheduler:
             self.prefixes.check_integrity()
         assert set(self.policy.first(len(self.waiting) + 1, 0.0, self.running)) == set(self.waiting)
         assert self.backlog.requests == len(self.waiting) + len(self.preparing)
-        everyone = (*self.waiting, *self.preparing, *self.running)
-        assert self.most_pages == max((*map(self.pages_of, everyone), 0))
+        assert self.most_pages == max((*map(self.pages_of, self.everyone), 0))
         for sequence in self.waiting:
             assert sequence.state is State.WAITING
             assert sequence.table is None

@@ -24,6 +24,7 @@ from pcg.runtime.sampling.value_checks import (
 MOST_STOP_STRINGS = 128
 MOST_STOP_TOKENS = 1_024
 MOST_BIASES = 4_096
+MOST_CONTINUATIONS = 128
 MOST_BAD_WORDS = 1_024
 """A text counts twice: it is not generated after a space, either."""
 MOST_ALLOWED_TOKENS = 2**18
@@ -54,6 +55,11 @@ class SamplingFields(TypedDict, total=False):
     ignore_eos: bool | list[bool]
     skip_special_tokens: bool | list[bool]
     truncate_prompt_tokens: int | list[int | None] | None
+    logprobs: int | list[int | None] | None
+    prompt_logprobs: int | list[int | None] | None
+    echo: bool | list[bool]
+    n: int
+    best_of: int | None
     guided_json: str | Mapping[str, Any] | list[str] | list[Mapping[str, Any]] | None
     guided_json_object: bool | list[bool]
     guided_regex: str | list[str | None] | None
@@ -78,7 +84,7 @@ class SamplingParams:
         bad_words: texts, or sequences of token ids, that are not generated.
         allowed_token_ids: the only tokens that are generated; None allows all.
         seed: seed of the request's generator; None takes one from the system.
-        max_new_tokens: the most tokens to generate.
+        max_new_tokens: the most tokens to generate; 0 to compute the prompt alone.
         min_tokens: the least tokens to generate before the output may end.
         stop: strings that end the output; they are not part of it.
         stop_token_ids: tokens that end the output, besides the model's own end-of-sequence tokens.
@@ -88,6 +94,15 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         truncate_prompt_tokens: keep so many of a longer prompt's tokens, the last ones; None keeps
             all.
+        logprobs: return the log-probability of each generated token, and so many of the likeliest
+            ones in its place; 0 for the token's alone, None for none. An engine's limits bound it.
+        prompt_logprobs: return the same of each token of the prompt but the first.
+        n: the number of continuations of the prompt, which is computed once. With a seed the i-th
+            one samples with seed + i.
+        best_of: the number of continuations of which the n with the highest log-probability are
+            returned, the best first; None for n.
+        echo: begin the text with the prompt's; with `logprobs`, prompt_logprobs is as many by
+            default.
         guided_json: a JSON schema that the output is valid under, a mapping or JSON text.
         guided_json_object: the output is a JSON object.
         guided_regex: a regular expression that matches the output as a whole.
@@ -116,6 +131,11 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    n: int = 1
+    best_of: int | None = None
     guided_json: str | Mapping[str, Any] | None = None
     guided_json_object: bool = False
     guided_regex: str | None = None
@@ -135,16 +155,23 @@ class SamplingParams:
             require_number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             require_int("seed", self.seed, 0, 2**63 - 1)
-        require_int("max_new_tokens", self.max_new_tokens, 1)
+        require_int("max_new_tokens", self.max_new_tokens, 0)
         most = f", which is max_new_tokens={self.max_new_tokens}"
         require_int("min_tokens", self.min_tokens, 0, self.max_new_tokens, most)
         require_texts("stop", self.stop, MOST_STOP_STRINGS, LONGEST_TEXT)
         require_token_ids("stop_token_ids", self.stop_token_ids, MOST_STOP_TOKENS)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "echo"):
             require_bool(name, getattr(self, name))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                require_int(name, getattr(self, name), 0, hint="; None returns none")
         if self.truncate_prompt_tokens is not None:
             hint = "; None keeps the whole prompt"
             require_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, hint=hint)
+        require_int("n", self.n, 1, MOST_CONTINUATIONS)
+        if self.best_of is not None:
+            fewest = f", and not below n={self.n}"
+            require_int("best_of", self.best_of, self.n, MOST_CONTINUATIONS, fewest)
         self._check_tokens()
         if self.guide is not None and self.guided_json is not None:
             object.__setattr__(self, "guided_json", self.guide.text)  # nobody changes it later
@@ -203,14 +230,15 @@ class SamplingParams:
 
         Args:
             options: fields by name; a list with a value for each prompt gives each its own, and
-                prompt i of several samples with seed + i.
+                prompt i of several samples with seed + i, or with n continuations each from seed +
+                i n on.
         Raises:
             GenerationError: there is no such field, or a value is out of its range.
         """
         check_names(options, [field.name for field in dataclasses.fields(cls)], GenerationError)
         mine = {}
         for name, value in options.items():
-            per_prompt = isinstance(value, list) and len(value) == count and name not in _LISTS
+            per_prompt = isinstance(value, list) and len(value) == count and name not in _WHOLE
             mine[name] = value[index] if per_prompt else value
         if isinstance(mine.get("stop"), str):
             mine["stop"] = (mine["stop"],)
@@ -223,7 +251,9 @@ class SamplingParams:
         if isinstance(mine.get("logit_bias"), Mapping):
             mine["logit_bias"] = {_token(key): v for key, v in mine["logit_bias"].items()}
         if mine.get("seed") is not None and not isinstance(options["seed"], list):
-            mine["seed"] += index
+            # So every continuation of every prompt has a seed of its own.
+            width = cls(n=mine.get("n", 1), best_of=mine.get("best_of")).width
+            mine["seed"] += index * width
         return cls(**mine)
 
     @cached_property
@@ -238,11 +268,28 @@ class SamplingParams:
         )
 
     @property
+    def width(self) -> int:
+        """The number of continuations that are computed."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def of_tokens(self) -> int | None:
+        """The number of likeliest tokens to find for each generated one; None for no logprobs."""
+        return 0 if self.logprobs is None and self.width > self.n else self.logprobs
+
+    @property
+    def of_prompt(self) -> int | None:
+        """The number of likeliest tokens to return for each of the prompt; None for nothing."""
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
+
+    @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
 
 _LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "guided_choice")
+_WHOLE = (*_LISTS, "n", "best_of")
+"""Fields that are not given for each prompt."""
 
 
 def _token(key: object) -> object:

@@ -165,6 +165,21 @@ def test_an_output_ends_where_its_guide_does(executor: Executor) -> None:
     assert len(longer.token_ids) == 4
 
 
+def test_continuations_follow_the_guide_each_for_itself(executor: Executor) -> None:
+    engine = make_engine(executor, 100)
+    fields: dict[str, Any] = {"guided_regex": "[a-f]{6}", "temperature": 3.0, "seed": 4}
+    engine.submit(executor.request(PROMPTS[1], n=3, **fields))
+    engine.wait_prepared()
+    found: list[str] = []
+    while not engine.is_idle:
+        found += [c.completion.text for c in engine.step() if c.completion is not None]
+        engine.check_integrity()
+    assert len(set(found)) == 3
+    assert all(re.fullmatch("[a-f]{6}", text) for text in found)
+    alone = [executor.generate([PROMPTS[1]], **fields | {"seed": 4 + i})[0].text for i in range(3)]
+    assert sorted(found) == sorted(alone)
+
+
 def test_state_outlives_preemption_and_steps_that_fail(executor: Executor) -> None:
     options: dict[str, Any] = {"max_new_tokens": 40, "temperature": 2.0, "guided_json": PERSON}
     asked = [executor.request(p, seed=i, **options | SPACES) for i, p in enumerate(PROMPTS)]

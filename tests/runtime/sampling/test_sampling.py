@@ -216,7 +216,7 @@ def test_arguments_that_disagree():
         ({"repetition_penalty": 0.0}, r"repetition_penalty=0\.0; .* \[0\.01, 100\]"),
         ({"seed": -1}, "seed=-1"),
         ({"seed": 2**63}, "at most 9223372036854775807"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1"),
         ({"max_new_tokens": True}, "max_new_tokens=True"),
         ({"stop": "abc"}, "stop='abc'; use a tuple of strings"),
         ({"stop": ("",)}, "use a tuple of strings that are not empty"),
