@@ -25,7 +25,7 @@ LONGEST_CHOICE = 1_024
 
 @dataclass(frozen=True)
 class Guide:
-    """What an output has to be.
+    """A description of what an output has to be.
 
     Attributes:
         kind: the field that says so: guided_json, guided_regex, guided_choice or guided_grammar.

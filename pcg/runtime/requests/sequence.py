@@ -103,7 +103,7 @@ class Sequence:
 
     @property
     def grammar(self) -> Grammar | None:
-        """Where its output stands in what a guide allows; None without a guide."""
+        """The state of its guided output; None without a guide."""
         return None if self.sampler is None else self.sampler.grammar
 
     @property

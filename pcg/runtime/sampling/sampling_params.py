@@ -258,7 +258,7 @@ class SamplingParams:
 
     @cached_property
     def guide(self) -> Guide | None:
-        """What the output has to be; None for anything."""
+        """The guide of the output; None without."""
         return guide_of(
             self.guided_json,
             self.guided_json_object,
