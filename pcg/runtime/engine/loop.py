@@ -20,7 +20,6 @@ from pcg.runtime.engine.latency import Latencies, Reserve
 from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.sharing import CoServing, Sharing, Step
-from pcg.runtime.engine.step_plan import StepPlan
 from pcg.runtime.engine.suspects import Suspects
 from pcg.runtime.engine.taken import Taken
 from pcg.runtime.memory.pool import PagePool
@@ -30,6 +29,7 @@ from pcg.runtime.model.load import Load
 from pcg.runtime.requests.groups import Groups
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.requests.sequence import Sequence, State
+from pcg.runtime.requests.step_plan import StepPlan
 from pcg.runtime.requests.step_results import StepResults
 from pcg.runtime.training.work_units import Backward, Forward
 

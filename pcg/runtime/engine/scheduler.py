@@ -25,13 +25,13 @@ from pcg.runtime.admission.policy import Policy
 from pcg.runtime.admission.reachable import why_unreachable
 from pcg.runtime.engine.latency import Latency
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.step_plan import StepPlan
 from pcg.runtime.guided.grammar import Grammar
 from pcg.runtime.memory.needs import Needs
 from pcg.runtime.memory.pool import PagePool, PageTable, pages_for
 from pcg.runtime.memory.prefixes import Prefixes
 from pcg.runtime.model.load import Load
 from pcg.runtime.requests.sequence import Sequence, State
+from pcg.runtime.requests.step_plan import StepPlan
 
 _LAST_ROW = Load(sampled=1)
 """The load of sampling after a prompt's last token."""
