@@ -32,6 +32,7 @@ from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.adapters.sites import model_sources, served_sources
 from pcg.runtime.adapters.weight_stacker import ServedWeights
+from pcg.runtime.guided.grammars import Grammars
 from pcg.runtime.model.base_weights import TensorSource, WeightStore
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.model.specialised import ServingProgram, Specialiser, TrainingPrograms
@@ -64,6 +65,7 @@ class ModelState:
     are whole in each one's memory.
 
     Attributes:
+        grammars: compiles what requests' outputs have to follow.
         engine_thread: the thread that runs an engine over this state; None while there is none.
     """
 
@@ -81,6 +83,7 @@ class ModelState:
         self.ranks = ranks
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
+        self.grammars = Grammars(tokenizer, program.base.vocabulary, eos_ids)
         self.device = device
         self.weight_store = WeightStore(program, weights, device, ranks)
         self.engine_thread: EngineThread | None = None
@@ -192,6 +195,10 @@ class ModelState:
         self._check_untrained(name)
         self._trained.add(name)
         return lambda: self._trained.discard(name)
+
+    def is_trained(self, name: str) -> bool:
+        """Return True while a job trains an adapter of that name."""
+        return name in self._trained
 
     def _check_untrained(self, name: str) -> None:
         if name in self._trained:
