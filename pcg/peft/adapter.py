@@ -154,10 +154,15 @@ def check_name(name: object) -> None:
         AdapterError: it is no text, is empty or too long, has characters that cannot be printed, or
             is a path that leads elsewhere.
     """
-    if isinstance(name, str) and name.isprintable() and name.strip() == name:
-        is_short = len(name) <= _LONGEST_NAME and "\\" not in name
-        if is_short and not {"", ".", ".."} & set(name.split("/")):
-            return
+    if (
+        isinstance(name, str)
+        and len(name) <= _LONGEST_NAME
+        and name.isprintable()
+        and name.strip() == name
+        and "\\" not in name
+        and not {"", ".", ".."} & set(name.split("/"))
+    ):
+        return
     raise AdapterError(
         f"{shown(name)} does not name an adapter; use 1 to {_LONGEST_NAME} characters, as in 'sql' "
         "or 'team/sql', without a part that is empty or of dots"

@@ -17,19 +17,31 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
+from itertools import islice
 
 from pcg.runtime.admission.line import Line
 from pcg.runtime.admission.policy import Chunks, Policy
 from pcg.runtime.requests.sequence import Sequence
+from pcg.runtime.sampling.value_checks import require_int
 
 _REMEMBERED = 64
 """The number of tenants without requests whose counters are kept without looking at them."""
 
 
 class FairShare(Policy):
-    """Admits requests of the least served tenant first."""
+    """Admits requests of the least served tenant first.
 
-    def __init__(self) -> None:
+    Args:
+        tenant_running: the most sequences of one tenant that run at once, however much room there
+            is: every one of them makes the steps of all others longer. None for no limit.
+    Raises:
+        GenerationError: tenant_running is no int of at least 1.
+    """
+
+    def __init__(self, tenant_running: int | None = None) -> None:
+        if tenant_running is not None:
+            require_int("tenant_running", tenant_running, 1, hint="; None is for no limit")
+        self._most = tenant_running
         self._served: dict[str, int] = {}
         self._requests: Counter[str] = Counter()
         self._running: Counter[str] = Counter()
@@ -72,7 +84,7 @@ class FairShare(Policy):
                 served, tenant = heapq.heappop(self._heap)
                 if tenant in lines or tenant not in self._lines or served != self._served[tenant]:
                     continue  # the entry is of an earlier time
-                lines[tenant] = iter(self._lines[tenant])
+                lines[tenant] = islice(self._lines[tenant], self._places(tenant))
             elif charged:
                 served, tenant = heapq.heappop(charged)
             else:
@@ -84,6 +96,13 @@ class FairShare(Policy):
         for tenant in lines:
             heapq.heappush(self._heap, (self._served[tenant], tenant))
         return found
+
+    def has_place(self, sequence: Sequence) -> bool:
+        return self._places(sequence.request.tenant) != 0
+
+    def _places(self, tenant: str) -> int | None:
+        """Return how many more sequences of a tenant may run; None for any number."""
+        return None if self._most is None else max(self._most - self._running[tenant], 0)
 
     def served(self, chunks: Chunks) -> None:
         ran: dict[str, int] = {}

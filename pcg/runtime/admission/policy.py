@@ -55,6 +55,10 @@ class Policy(ABC):
     def first(self, count: int, now_s: float, running: Iterable[Sequence]) -> List[Sequence]:
         """Return the next waiting requests, at most `count`, beside those that are `running`."""
 
+    def has_place(self, sequence: Sequence) -> bool:
+        """Return True if a further continuation of a running request may run beside the others."""
+        return True
+
     def hopeless(self, now_s: float) -> Iterable[Sequence]:
         """Return the waiting requests that are given up."""
         return ()

@@ -109,6 +109,27 @@ def test_nobody_saves_up_and_no_counter_outlives_its_use() -> None:
     assert not policy._served
 
 
+@pytest.mark.parametrize("n", [1, 5])
+def test_so_many_of_a_tenant_run_at_once(n: int) -> None:
+    """Its other requests and continuations wait, whatever room there is, and all come to an end."""
+    engine = make_engine(FairShare(tenant_running=2), running=8)
+    params = SamplingParams(max_new_tokens=4, n=n, temperature=1.0)
+    for tenant in "aaaaab":
+        engine.submit(Request((1,) * 10, params, tenant=tenant))
+    most = ended = 0
+    while not engine.is_idle:
+        ended += sum(chunk.completion is not None for chunk in engine.step())
+        engine.check_integrity()
+        running = [sequence.request.tenant for sequence in engine.scheduler.running]
+        assert running.count("a") <= 2
+        most = max(most, len(running))
+    assert ended == 6 * n
+    assert most == 2 + min(n, 2)
+    for wrong in (0, 1.5, True):
+        with pytest.raises(GenerationError, match="tenant_running="):
+            FairShare(tenant_running=wrong)  # type: ignore[arg-type]
+
+
 def test_a_policy_is_of_one_engine() -> None:
     policy = FairShare()
     make_engine(policy)

@@ -21,7 +21,7 @@ from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import EventLog
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.stream import Stream
-from tests.support.hostile import Hostile
+from tests.support.hostile_requests import Hostile
 from tests.support.small_engine import LORA
 from tests.support.text_model import VOCABULARY, save_text_model
 
