@@ -151,14 +151,15 @@ class Scheduler:
         if is_waiting:
             del self.waiting[sequence]
             self.backlog.remove(sequence)
+            self.adapters.leave(sequence.request.adapter)
         else:
             del self.running[sequence]
             self._free(sequence)
         self.policy.drop(sequence, is_waiting=is_waiting)
         self._needs.remove(self.pages_of(sequence))
 
-    def forget(self, adapter: ServedAdapter) -> None:
-        self.adapters.forget(adapter)
+    def forget(self, adapter: ServedAdapter, *, is_gone: bool) -> None:
+        self.adapters.forget(adapter, is_gone=is_gone)
         if self.prefixes is not None:
             self.prefixes.forget(adapter)
 
@@ -380,8 +381,7 @@ class Scheduler:
             self.prefixes.check_integrity()
         assert set(self.policy.first(len(self.waiting) + 1, 0.0, self.running)) == set(self.waiting)
         assert self.backlog.requests == len(self.waiting)
-        everyone = (*self.waiting, *self.running)
-        assert self.most_pages == max((*map(self.pages_of, everyone), 0))
+        assert self.most_pages == max((*map(self.pages_of, (*self.waiting, *self.running)), 0))
         for sequence in self.waiting:
             assert sequence.state is State.WAITING
             assert sequence.table is None
