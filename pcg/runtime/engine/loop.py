@@ -116,7 +116,8 @@ class EngineLoop:
         self.scheduler.limits.check(request)
         number, self.submitted = self.submitted, self.submitted + 1
         now = self.clock.now_s() if submitted_s is None else submitted_s
-        opened = [self.device.open(request, number, i) for i in range(request.params.width)]
+        sequence = self.device.open(request, number)
+        opened = [sequence, *sequence.followers]
         for one in opened:
             one.submitted_s = now
             self.scheduler.limits.promise(one)
@@ -124,7 +125,6 @@ class EngineLoop:
                 raise GenerationError(
                     f"there is a request {one.id!r} already; give each its own request_id, or none"
                 )
-        sequence, *sequence.followers = opened
         self.log.add(Event(now, Kind.SUBMITTED, sequence.id, sequence.described()))
         reserved = self.jobs.most_pages if self.jobs else 0
         error = self.scheduler.refusal(sequence, reserved)
