@@ -68,6 +68,7 @@ from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.merged_execution import ProductRequest
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence as Running
+from pcg.runtime.requests.step_results import StepResults
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
 
@@ -111,14 +112,18 @@ class StubDevice:
     def prefetch(self, adapters: Any) -> None:
         """Do nothing: adapters have no tensors."""
 
+    def copy_page(self, page: int, to: int) -> None:
+        """Do nothing: there are no keys and values."""
+
     def is_copying(self, adapter: Any) -> bool:
         return False
 
     def evict(self, adapter: Any) -> None:
         """Do nothing: adapters have no tensors."""
 
-    def start(self, chunks: Any, windows: Any) -> Callable[[], list[int]]:
-        return lambda: [1] * len(chunks)
+    def start(self, chunks: Any, windows: Any) -> Callable[[], StepResults]:
+        ready = [sequence for sequence, count in chunks if count == sequence.pending]
+        return lambda: StepResults(dict.fromkeys(ready, 1))
 
     def check_alive(self) -> None:
         """Do nothing: nothing fails."""

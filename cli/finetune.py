@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from pcg.errors import AdapterError, FinetuneError
-from pcg.files import check_writable
+from pcg.files import check_writable, is_directory, is_there
 from pcg.options import CompileOptions
 from pcg.runtime.training.options import FinetuneOptions
 from pcg.units import counted, duration_text
@@ -146,7 +146,7 @@ def _check_output(files: AdapterFiles, resumes: bool) -> None:
         resumes: True if a checkpoint is demanded, whose job saved the adapter that is there.
     """
     output = files.output
-    if output.exists() and not output.is_dir():
+    if is_there(output) and not is_directory(output):
         raise typer.BadParameter(f"{output} is a file; give a directory", param_hint="--output")
     if _has_adapter(output) and not (files.overwrite or resumes):
         raise typer.BadParameter(
@@ -160,7 +160,7 @@ def _check_output(files: AdapterFiles, resumes: bool) -> None:
 def _has_adapter(output: Path) -> bool:
     from pcg.peft.reader import CONFIG, PICKLE, WEIGHTS
 
-    return any((output / name).exists() for name in (CONFIG, WEIGHTS, PICKLE))
+    return any(is_there(output / name) for name in (CONFIG, WEIGHTS, PICKLE))
 
 
 def _collapse(result: FinetuneResult, output: Path) -> str:

@@ -53,7 +53,12 @@ class Latency:
         return a + b * load.tokens + c * load.keys + of_rows
 
     def tokens_within(
-        self, seconds: float, context: int, load: Load, is_trained: bool = False
+        self,
+        seconds: float,
+        context: int,
+        load: Load,
+        is_trained: bool = False,
+        are_read: bool = False,
     ) -> int:
         """Return the most tokens that fit into a time beside a load; may be negative.
 
@@ -61,10 +66,11 @@ class Latency:
             load: the load beside them, which includes what comes with any number of tokens: a row
                 of logits after a prompt, a window.
             is_trained: True if the loss of each is computed.
+            are_read: True if the logits of each are computed.
         """
-        _, token_s, key_s, _, trained_s, _ = self.coefficients_s
+        _, token_s, key_s, sampled_s, trained_s, _ = self.coefficients_s
         left = seconds - self.seconds(load)
-        per_token = token_s + key_s * context + trained_s * is_trained
+        per_token = token_s + key_s * context + trained_s * is_trained + sampled_s * are_read
         if left <= 0 or per_token <= 0:
             return 0 if left <= 0 else 2**31
         # left = s · per_token + key_s · s² / 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pcg.errors import GenerationError
+from pcg.runtime.requests.request import Request
+from pcg.runtime.requests.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Limits:
         idle_step_s: the longest step of finetuning while nothing is served, seconds: a new request
             waits so long, or for one window of `least_chunk` tokens if that is predicted to take
             longer.
+        logprobs: the most likeliest tokens that a request may ask for in each place, as in OpenAI's
+            API and vLLM.
         prefetched: the number of requests behind those that could begin whose adapters are copied
             ahead, too.
     Raises:
@@ -36,6 +40,7 @@ class Limits:
     tpot_slo_s: float | None = None
     least_tpot_slo_s: float | None = None
     idle_step_s: float = 0.2
+    logprobs: int = 20
     prefetched: int = 8
 
     def __post_init__(self) -> None:
@@ -46,3 +51,19 @@ class Limits:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise GenerationError(f"{name}={value!r}; use seconds above 0")
+
+    def promise(self, sequence: Sequence) -> None:
+        """Give a new sequence its SLOs: the request's own, or these."""
+        request = sequence.request
+        sequence.ttft_slo_s = request.ttft_slo_s or self.ttft_slo_s
+        sequence.tpot_slo_s = request.tpot_slo_s or self.tpot_slo_s
+
+    def check(self, request: Request) -> None:
+        """Raise a GenerationError if a request asks for more than the engine gives."""
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(request.params, name)
+            if asked is not None and asked > self.logprobs:
+                raise GenerationError(
+                    f"{name}={asked}, and the engine gives at most {self.logprobs} in each place; "
+                    "ask for fewer, or raise Limits(logprobs=…) of the engine"
+                )

@@ -15,9 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from dataclasses import dataclass, field
 
-from pcg.errors import GenerationError, OutOfMemoryError
+from pcg.errors import GenerationError, OutOfMemoryError, PcgError
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.admission.backlog import UNLIMITED, Backlog, QueueLimits
@@ -26,45 +25,16 @@ from pcg.runtime.admission.policy import Policy
 from pcg.runtime.admission.reachable import why_unreachable
 from pcg.runtime.engine.latency import Latency
 from pcg.runtime.engine.limits import Limits
+from pcg.runtime.guided.grammar import Grammar
 from pcg.runtime.memory.needs import Needs
 from pcg.runtime.memory.pool import PagePool, PageTable, pages_for
 from pcg.runtime.memory.prefixes import Prefixes
-from pcg.runtime.model.load import Load, keys_of
+from pcg.runtime.model.load import Load
 from pcg.runtime.requests.sequence import Sequence, State
+from pcg.runtime.requests.step_plan import StepPlan
 
 _LAST_ROW = Load(sampled=1)
 """The load of sampling after a prompt's last token."""
-
-
-@dataclass
-class StepPlan:
-    """The sequences that one step serves, and their load.
-
-    Attributes:
-        slack_s: time until the first of these SLOs is violated; it grows with faster steps.
-        chunks: sequences, and how many of their pending tokens run.
-        awaits_first_token: True if a request waits for its first token, running or queued.
-    """
-
-    tpot_slo_s: float | None = None
-    slack_s: float = math.inf
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    tokens: int = 0
-    keys: int = 0
-    sampled: int = 0
-    awaits_first_token: bool = False
-
-    @property
-    def load(self) -> Load:
-        return Load(self.tokens, self.keys, self.sampled)
-
-    def add(self, sequence: Sequence, tokens: int) -> None:
-        self.chunks.append((sequence, tokens))
-        self.tokens += tokens
-        self.keys += keys_of(tokens, sequence.cached)
-        self.sampled += tokens == sequence.pending
-        self.awaits_first_token |= sequence.first_token_s is None
 
 
 class Scheduler:
@@ -73,6 +43,7 @@ class Scheduler:
     Attributes:
         waiting: waiting requests, in no order; the keys of a dict, like `running`, so that any of
             many leaves at once. The policy knows whose turn it is.
+        preparing: requests whose guides are being compiled; then they wait.
         backlog: the number of waiting requests and of their tokens, by tenant.
         running: admitted requests, in the order of their admission.
         forward: latency of a step's forward; None if no SLO depends on it.
@@ -97,7 +68,9 @@ class Scheduler:
         self.on_preempted: Callable[[Sequence], None] = lambda sequence: None
         self.prefetch: Callable[[List[ServedAdapter]], None] = lambda adapters: None
         self.is_copying: Callable[[ServedAdapter], bool] = lambda adapter: False
+        self.copy_page: Callable[[int, int], None] = lambda page, to: None
         self.waiting: dict[Sequence, None] = {}
+        self.preparing: dict[Sequence, Grammar] = {}
         self.backlog = Backlog(queue)
         self.running: dict[Sequence, None] = {}
         self._needs = Needs()
@@ -132,30 +105,60 @@ class Scheduler:
         return sequence.most_pages + self.adapters.pages_of(sequence.request.adapter)
 
     @property
+    def is_empty(self) -> bool:
+        return not (self.waiting or self.preparing or self.running)
+
+    @property
+    def everyone(self) -> List[Sequence]:
+        return (*self.waiting, *self.preparing, *self.running)
+
+    @property
     def most_pages(self) -> int:
         """The most pages that a request which is here needs, with its adapter."""
         return self._needs.most
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting[sequence] = None
         self.backlog.add(sequence)
-        self.policy.add(sequence)
         self._needs.add(self.pages_of(sequence))
+        grammar = sequence.grammar
+        if grammar is None or (grammar.is_ready and grammar.error is None):
+            self._queue(sequence)
+        else:
+            self.preparing[sequence] = grammar
+
+    def _queue(self, sequence: Sequence) -> None:
+        self.waiting[sequence] = None
+        self.policy.add(sequence)
+
+    def queue_prepared(self) -> list[tuple[Sequence, PcgError]]:
+        """Queue requests whose guides are compiled; returns those whose guides cannot be."""
+        failed = []
+        for sequence, grammar in [one for one in self.preparing.items() if one[1].is_ready]:
+            del self.preparing[sequence]
+            self._queue(sequence)
+            if grammar.error is not None:
+                failed.append((sequence, grammar.error))
+        return failed
 
     def drop(self, sequence: Sequence) -> None:
         """Remove a sequence, wherever it is, and free its pages."""
+        self._needs.remove(self.pages_of(sequence))
+        if sequence in self.preparing:
+            del self.preparing[sequence]
+            self.backlog.remove(sequence)
+            return
         is_waiting = sequence in self.waiting
         if is_waiting:
             del self.waiting[sequence]
             self.backlog.remove(sequence)
+            self.adapters.leave(sequence.request.adapter)
         else:
             del self.running[sequence]
             self._free(sequence)
         self.policy.drop(sequence, is_waiting=is_waiting)
-        self._needs.remove(self.pages_of(sequence))
 
-    def forget(self, adapter: ServedAdapter) -> None:
-        self.adapters.forget(adapter)
+    def forget(self, adapter: ServedAdapter, *, is_gone: bool) -> None:
+        self.adapters.forget(adapter, is_gone=is_gone)
         if self.prefixes is not None:
             self.prefixes.forget(adapter)
 
@@ -170,6 +173,34 @@ class Scheduler:
         if self.prefixes is not None:
             self.prefixes.clear()
         return abandoned
+
+    def fork(self, first: Sequence, follower: Sequence, now_s: float) -> None:
+        """Begin a continuation where the prompt of the first one ends.
+
+        It shares the full pages, and copies the last one. Without room it waits, and is computed.
+        """
+        table, need = _table(first), int(first.cached % PAGE_TOKENS > 0)
+        follower.follow(first)
+        self.add(follower)
+        has_place = len(self.running) < self.limits.running
+        if not has_place or need + len(self.running) > self.pool.free + self.adapters.idle_pages:
+            return
+        self.adapters.use(first.request.adapter)
+        self.adapters.make_room(need)
+        follower.version, follower.digests = first.version, first.digests.copy()
+        full, follower.cached = first.cached // PAGE_TOKENS, first.cached
+        follower.table = self.pool.fork(table, full, follower.id)
+        self.pool.extend(follower.table, need)
+        if need:
+            self.copy_page(table.pages[full], follower.table.pages[full])
+        self._begin(follower, now_s)
+
+    def _begin(self, sequence: Sequence, now_s: float) -> None:
+        del self.waiting[sequence]
+        self.backlog.remove(sequence)
+        self.running[sequence] = None
+        sequence.state = State.RUNNING
+        self.policy.admit(sequence, now_s)
 
     # ------------------------------------------------------------------------------- a step
 
@@ -253,7 +284,8 @@ class Scheduler:
         room = self.limits.tokens - plan.tokens
         if self.forward is not None and plan.tpot_slo_s is not None:
             seconds, load = min(plan.tpot_slo_s, plan.slack_s), plan.load + _LAST_ROW
-            fitting = self.forward.tokens_within(seconds, sequence.cached, load)
+            cached, reads = sequence.cached, sequence.reads
+            fitting = self.forward.tokens_within(seconds, cached, load, are_read=reads)
             room = min(room, max(fitting, self.limits.least_chunk))
         if room < min(self.limits.least_chunk, sequence.pending):
             return 0
@@ -288,11 +320,7 @@ class Scheduler:
                 self._leave_pages(sequence)
                 return
             reach = max(reach, _table(sequence).reach)
-            del self.waiting[sequence]
-            self.backlog.remove(sequence)
-            self.running[sequence] = None
-            sequence.state = State.RUNNING
-            self.policy.admit(sequence, now_s)
+            self._begin(sequence, now_s)
             plan.admitted.append(sequence)
             self._run(plan, sequence, tokens)
 
@@ -351,9 +379,8 @@ class Scheduler:
         if self.prefixes is not None:
             self.prefixes.check_integrity()
         assert set(self.policy.first(len(self.waiting) + 1, 0.0, self.running)) == set(self.waiting)
-        assert self.backlog.requests == len(self.waiting)
-        everyone = (*self.waiting, *self.running)
-        assert self.most_pages == max((*map(self.pages_of, everyone), 0))
+        assert self.backlog.requests == len(self.waiting) + len(self.preparing)
+        assert self.most_pages == max((*map(self.pages_of, self.everyone), 0))
         for sequence in self.waiting:
             assert sequence.state is State.WAITING
             assert sequence.table is None

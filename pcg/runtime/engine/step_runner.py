@@ -4,30 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as List
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from pcg.errors import GenerationError
-from pcg.kernels.batch import Span
 from pcg.kernels.torch.products import ProductRequest
 from pcg.kernels.uploads import uploaded_list
 from pcg.parallel.ranks.group import broadcast_from_first
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
-from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables
 from pcg.runtime.engine.device import SideStream
+from pcg.runtime.engine.served_batch import ServedBatch, rows_of
+from pcg.runtime.guided.grammar import Grammar
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable
-from pcg.runtime.model.batch import ANY_TOKEN, Batch, whole_sequences
+from pcg.runtime.model.batch import ANY_TOKEN, whole_sequences
 from pcg.runtime.model.decode_graphs import decode_graphs
 from pcg.runtime.model.merged_execution import run_merged, run_single
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
-from pcg.runtime.sampling.sampling import make_generator, only_finite, sample
+from pcg.runtime.requests.step_results import (
+    Computed,
+    DrawnTokens,
+    PooledStates,
+    PromptLogprobs,
+    StepResults,
+)
+from pcg.runtime.sampling.logprobs import Logprobs, logprobs_of
+from pcg.runtime.sampling.sampler import Sampler, resolved
+from pcg.runtime.sampling.sampling import only_finite, sample
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Backward, Forward
 
@@ -47,6 +59,7 @@ class StepRunner:
         self._tokenizer = state.tokenizer
         self._eos_ids = state.eos_ids
         self._max_positions = state.max_positions
+        self._grammars = state.grammars
         self._vocabulary = state.program.base.vocabulary
         self._device = device = state.device
         self.fails_alike = state.ranks.size == 1
@@ -65,24 +78,61 @@ class StepRunner:
         self._bind(program)
 
     def open(self, request: Request, number: int) -> Sequence:
-        """Return the state of a new request.
+        """Return the state of a new request, with other continuations as its followers.
 
         Raises:
             GenerationError: the prompt is empty, has a token that the model lacks, or is longer
-                than the model's positions.
+                than the model's positions; or the parameters name a token that the model lacks.
         """
-        params = request.params
+        params = resolved(request.params, self._tokenizer, self._vocabulary)
+        limit = self._limit(number, request)
+        sequence = self._opened(request, number, limit, params)
+        for choice in range(1, params.width):
+            seed = None if params.seed is None else (params.seed + choice) % 2**63
+            own = replace(params, seed=seed)
+            sequence.followers.append(self._opened(request, number, limit, own, sequence))
+        return sequence
+
+    def _opened(
+        self,
+        request: Request,
+        number: int,
+        limit: int,
+        params: SamplingParams,
+        first: Sequence | None = None,
+    ) -> Sequence:
+        choice, of_first = (0, None) if first is None else (1 + len(first.followers), first.sampler)
         stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self._eos_ids
+        decoder = None
+        if self._tokenizer is not None:
+            decoder = self._tokenizer.stream(request.prompt_ids, params.skip_special_tokens)
         return Sequence(
-            request.named(number),
+            request.named(number, choice),
             number,
             request,
-            self._limit(number, request),
+            limit,
             0.0,
-            stop_ids if params.ignore_eos else stop_ids | self._eos_ids,
-            self._tokenizer.stream(request.prompt_ids) if self._tokenizer else None,
-            None if params.greedy else make_generator(params.seed),
+            stop_ids,
+            decoder,
+            Sampler(params, request.prompt_ids, stop_ids, self._grammar(params), of_first),
+            echoed=self._echoed(request),
+            choice=choice,
         )
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        if params.guide is None:
+            return None
+        grammar = self._grammars.begin(params.guide)
+        if not self.fails_alike:
+            grammar.wait()  # ranks plan the same steps
+        return grammar
+
+    def _echoed(self, request: Request) -> str:
+        if not request.params.echo or self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(request.prompt_ids) if request.text is None else request.text
 
     def _limit(self, number: int, request: Request) -> int:
         length = request.length
@@ -94,7 +144,8 @@ class StepRunner:
             raise GenerationError(
                 f"prompt {number} has token {wrong}; the model's are 0 to {self._vocabulary - 1}"
             )
-        if self._max_positions is not None and length >= self._max_positions:
+        new = request.params.max_new_tokens
+        if self._max_positions is not None and length + min(new, 1) > self._max_positions:
             virtual = request.virtual_tokens
             of_adapter = f", {virtual} of them its adapter's virtual ones" if virtual else ""
             raise GenerationError(
@@ -103,43 +154,42 @@ class StepRunner:
                 "the prompt"
             )
         room = (self._max_positions or 2**62) - length
-        return min(request.params.max_new_tokens, room)
+        return min(new, room)
 
     def prefetch(self, adapters: List[ServedAdapter]) -> None:
         self._tables.prefetch(cast("List[Adapter]", adapters))
+
+    def copy_page(self, page: int, to: int) -> None:
+        self.cache.copy_page(page, to)
 
     def is_copying(self, adapter: ServedAdapter) -> bool:
         return self._tables.is_copying(cast("Adapter", adapter))
 
     def evict(self, adapter: ServedAdapter) -> None:
-        self._tables.evict(cast("Adapter", adapter))
+        is_gone = self._adapters.is_gone(adapter)
+        (self._tables.forget if is_gone else self._tables.evict)(cast("Adapter", adapter))
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
-    ) -> Callable[[], list[int]]:
+    ) -> Callable[[], StepResults]:
         """Run a step as `Device.start`, with the base's products merged."""
         if self.side is not None:
             self.side.begin()
         adapters = [cast("Adapter | None", one.request.adapter) for one, _ in chunks]
         order = self._tables.order(adapters)
         chunks, adapters = [chunks[i] for i in order], [adapters[i] for i in order]
-        ready: List[int] = range(len(chunks))
-        sampled = None if windows else self._decoded(chunks, adapters)
-        if sampled is None:
-            ready, sampled = self._eager(chunks, adapters, windows)
-
-        def tokens() -> list[int]:
-            by_place = [0] * len(chunks)
-            if sampled is not None:
-                for i, token in zip(ready, sampled.tolist(), strict=True):
-                    by_place[order[i]] = token
-            return by_place
-
-        return tokens
+        drawn = (one for one, count in chunks if count == one.pending)
+        guided = [each.grammar for one in drawn for each in (one, *one.followers) if each.grammar]
+        if guided:
+            self._grammars.begin_masks(guided)
+        decoded = None if windows else self._decoded(chunks, adapters)
+        if decoded is None:
+            return partial(_read, self._eager(chunks, adapters, windows))
+        return partial(_read, [decoded])
 
     def _decoded(
         self, chunks: List[tuple[Sequence, int]], adapters: List[Adapter | None]
-    ) -> Tensor | None:
+    ) -> DrawnTokens | None:
         """Return the token after each sequence by a recorded step; None if no graph serves it."""
         sequences = [sequence for sequence, _ in chunks]
         if self.graphs is None or not all(s.generated and s.pending == 1 for s in sequences):
@@ -157,10 +207,10 @@ class StepRunner:
         chunks: List[tuple[Sequence, int]],
         adapters: List[Adapter | None],
         windows: List[tuple[Forward, int]],
-    ) -> tuple[List[int], Tensor | None]:
-        """Run a step eagerly; returns the sequences that it samples, by index, and their tokens."""
+    ) -> List[Computed]:
+        """Run a step eagerly; returns what it computed, on the device."""
         functions: list[ProductRequest[Any]] = []
-        served = _Served(chunks, adapters, self._tables, self.cache, self._device)
+        served = ServedBatch(chunks, adapters, self._tables, self.cache, self._device)
         if chunks:
             functions.append(self._runner.hidden_requests(served.batch, served.bound))
         for unit, count in windows:
@@ -173,25 +223,73 @@ class StepRunner:
             # Backward reads what windows save, so they run outside inference mode.
             with torch.no_grad():
                 found = run_merged(functions)
-        return served.ready, self._sampled(served, found[0]) if served.ready else None
+        results: list[Computed] = []
+        if served.ready:
+            results.append(self._sampled(served, found[0]))
+        if served.scored:
+            results.append(self._scored(served, found[0]))
+        if served.pooled:
+            results.append(self._pooled(served, found[0]))
+        return results
 
-    def _sampled(self, served: _Served, hidden: List[Tensor]) -> Tensor:
+    def _sampled(self, served: ServedBatch, hidden: List[Tensor]) -> DrawnTokens:
         rows, last = served.sampled_rows(self._tables)
         logits = self._runner.logits_of(hidden, served.batch, served.bound, rows, last)
-        return self._chosen([served.chunks[i][0] for i in served.ready], logits)
+        sequences = [served.chunks[i][0] for i in served.ready]
+        if any(sequence.followers for sequence in sequences):
+            copies = [i for i, one in enumerate(sequences) for _ in (one, *one.followers)]
+            logits = logits[uploaded_list(copies, torch.int64, self._device)]
+            sequences = [each for one in sequences for each in (one, *one.followers)]
+        return self._chosen(sequences, logits)
+
+    def _scored(self, served: ServedBatch, hidden: List[Tensor]) -> PromptLogprobs:
+        """Return the logprobs of prompts' tokens, whose logits exist for some at a time."""
+        rows, adapters = rows_of(served.scored)
+        targets = [token for one in served.scored for token in one.behind]
+        most = max(one.sequence.request.params.of_prompt or 0 for one in served.scored)
+        parts, size = [], self._runner.model.loss_chunk
+        for start in range(0, len(rows), size):
+            some = slice(start, start + size)
+            chosen = uploaded_list(rows[some], torch.int64, self._device)
+            of_rows = self._tables.bind_epilogue(adapters[some])
+            logits = self._runner.logits_of(hidden, served.batch, served.bound, chosen, of_rows)
+            wanted = uploaded_list(targets[some], torch.int64, self._device)
+            parts.append(logprobs_of(logits, wanted, most))
+        counts = [(one.sequence, len(one.tokens)) for one in served.scored]
+        return PromptLogprobs(counts, Logprobs.joined(parts))
+
+    def _pooled(self, served: ServedBatch, hidden: List[Tensor]) -> PooledStates:
+        """Return the sums of the last hidden states that each sequence reads."""
+        rows, adapters = rows_of(served.pooled)
+        chosen = uploaded_list(rows, torch.int64, self._device)
+        of_rows = self._tables.bind_epilogue(adapters)
+        states = self._runner.last_hidden_of(hidden, served.batch, served.bound, chosen, of_rows)
+        parts = states.float().split([len(one.tokens) for one in served.pooled])
+        counts = [(one.sequence, len(one.tokens)) for one in served.pooled]
+        return PooledStates(counts, torch.stack([part.sum(dim=0) for part in parts]))
 
     def _chosen(
         self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None = None
-    ) -> Tensor:
+    ) -> DrawnTokens:
         """Choose the token after each sequence; `likeliest` is the likeliest of each, if known."""
-        params = [sequence.request.params for sequence in sequences]
-        history = None
-        if any(p.repetition_penalty != 1.0 for p in params):
-            history = [[*s.request.prompt_ids, *s.generated] for s in sequences]
-        if likeliest is not None and history is None and all(p.greedy for p in params):
+        tokens = self._tokens(sequences, logits, likeliest)
+        counts = [sequence.request.params.of_tokens for sequence in sequences]
+        asking = [row for row, count in enumerate(counts) if count is not None]
+        if not asking:
+            return DrawnTokens(sequences, tokens)
+        most = max(count or 0 for count in counts)
+        if len(asking) == len(counts):
+            return DrawnTokens(sequences, tokens, logprobs_of(logits, tokens, most))
+        rows = uploaded_list(asking, torch.int64, self._device)
+        return DrawnTokens(sequences, tokens, logprobs_of(logits[rows], tokens[rows], most))
+
+    def _tokens(
+        self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None
+    ) -> Tensor:
+        samplers = [cast(Sampler, sequence.sampler) for sequence in sequences]
+        if likeliest is not None and all(s.is_plain and s.is_greedy for s in samplers):
             return only_finite(logits, likeliest)
-        samplers = [sequence.sampler for sequence in sequences]
-        found = sample(logits, params, samplers, history, self._runner.drawing)
+        found = sample(logits, samplers, self._runner.drawing)
         return broadcast_from_first(self._runner.ranks, found)
 
     def check_alive(self) -> None:
@@ -209,40 +307,8 @@ class StepRunner:
             run_merged(functions)
 
 
-class _Served:
-    """The sequences of a step, in the order of their adapters' slots; `ready` ones are sampled."""
-
-    def __init__(
-        self,
-        chunks: List[tuple[Sequence, int]],
-        adapters: List[Adapter | None],
-        tables: PaddedTables,
-        cache: KvCache,
-        device: torch.device,
-    ) -> None:
-        self.chunks = chunks
-        self.ready: list[int] = []
-        ids: list[int] = []
-        spans = []
-        for place, (sequence, count) in enumerate(chunks):
-            start, virtual, generated = sequence.cached, 0, sequence.generated
-            end = start + count
-            if end == sequence.length:
-                self.ready.append(place)
-            first = len(ids)
-            if generated and count == 1 and end == sequence.length:
-                ids.append(generated[-1])
-            else:
-                ids += sequence.ids(start, end)
-                virtual = max(0, min(end, sequence.request.virtual_tokens) - start)
-            spans.append(Span(first, count, start, sequence.table, virtual))
-        self.batch = Batch(uploaded_list(ids, torch.int64, device), spans, cache)
-        self._adapters = adapters
-        self.bound = tables.bind(self._adapters, [span.length for span in spans])
-
-    def sampled_rows(self, tables: PaddedTables) -> tuple[Tensor | None, BoundAdapters | None]:
-        """Return the tokens that are sampled after, and their adapters; None for all tokens."""
-        if len(self.batch.input_ids) == len(self.ready):
-            return None, None
-        adapters = [self._adapters[i] for i in self.ready]
-        return self.batch.last_tokens(self.ready), tables.bind_epilogue(adapters)
+def _read(computed: List[Computed]) -> StepResults:
+    results = StepResults()
+    for part in computed:
+        part.read(results)
+    return results

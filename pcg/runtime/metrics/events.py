@@ -20,8 +20,10 @@ Kinds by subject:
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
 from types import MappingProxyType
@@ -50,6 +52,9 @@ class Kind(StrEnum):
     PAGED_IN = "paged_in"
     EVICTED = "evicted"
 
+
+KEPT_EVENTS = 2**16
+"""The number of events that an engine's log keeps unless it is told otherwise."""
 
 _LOG = logging.getLogger("pcg.engine")
 
@@ -81,14 +86,25 @@ class _Tokens(NamedTuple):
         return (Event(self.time_s, Kind.TOKEN, subject, _ONE) for subject in self.subjects)
 
 
-class EventLog:
-    """The latest `kept` events in order of time, or all of them; listeners get each."""
+@dataclass(frozen=True, eq=False)
+class _Listener:
+    on_event: Callable[[Event], None]
+    on_tokens: Callable[[float, Sequence[str]], None] | None
 
-    def __init__(self, kept: int | None = None) -> None:
+
+class EventLog:
+    """The latest `kept` events in order of time, or all of them; listeners get each.
+
+    Attributes:
+        lacks_until_s: the time up to which events are missing; -inf while none is.
+    """
+
+    def __init__(self, kept: int | None = None, lacks_until_s: float = -math.inf) -> None:
+        self.lacks_until_s = lacks_until_s
         self._kept = kept
         self._entries: deque[Event | _Tokens] = deque()
         self._count = 0
-        self._listeners: list[Callable[[Event], None]] = []
+        self._listeners: list[_Listener] = []
 
     def add(self, *events: Event) -> None:
         self._entries.extend(events)
@@ -104,24 +120,42 @@ class EventLog:
             self._count += len(tokens.subjects)
             self._drop()
         if self._listeners:
-            self._tell(tuple(tokens.events()))
+            self._tell((), tokens)
 
-    def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+    def listen(
+        self,
+        on_event: Callable[[Event], None],
+        on_tokens: Callable[[float, Sequence[str]], None] | None = None,
+    ) -> Callable[[], None]:
         """Call a function with each event from now on; returns what ends that.
 
         A function that raises is not called again, and what it raised is logged.
+
+        Args:
+            on_tokens: is called once with the time and the requests of a step's tokens, but for
+                first ones, instead of `on_event` for each.
         """
+        listener = _Listener(on_event, on_tokens)
         self._listeners.append(listener)
         return lambda: self._end(listener)
 
-    def _end(self, listener: Callable[[Event], None]) -> None:
+    def recording(self) -> tuple[EventLog, Callable[[], None]]:
+        """Return a log of all events from now on, however many come, and what ends it."""
+        last_s = self._entries[-1].time_s if self._entries else self.lacks_until_s
+        recorded = EventLog(lacks_until_s=last_s)
+        return recorded, self.listen(recorded.add, recorded.add_tokens)
+
+    def _end(self, listener: _Listener) -> None:
         self._listeners = [other for other in self._listeners if other is not listener]
 
-    def _tell(self, events: Sequence[Event]) -> None:
+    def _tell(self, events: Sequence[Event], tokens: _Tokens | None = None) -> None:
         for listener in self._listeners:
             try:
-                for event in events:
-                    listener(event)
+                if tokens is not None and listener.on_tokens is not None:
+                    listener.on_tokens(tokens.time_s, tokens.subjects)
+                else:
+                    for event in events if tokens is None else tokens.events():
+                        listener.on_event(event)
             except Exception:
                 self._end(listener)
                 _LOG.exception("a listener of the engine's events raised; it gets no more of them")
@@ -140,8 +174,10 @@ class EventLog:
     def _drop(self) -> None:
         while self._kept is not None and self._count > self._kept:
             excess, first = self._count - self._kept, self._entries.popleft()
-            if isinstance(first, _Tokens) and len(first.subjects) > excess:
-                self._entries.appendleft(first._replace(subjects=first.subjects[excess:]))
-                self._count -= excess
-            else:
-                self._count -= len(first.subjects) if isinstance(first, _Tokens) else 1
+            count = 1
+            if isinstance(first, _Tokens):
+                count = min(excess, len(first.subjects))
+                if count < len(first.subjects):
+                    self._entries.appendleft(first._replace(subjects=first.subjects[count:]))
+            self._count -= count
+            self.lacks_until_s = first.time_s

@@ -96,8 +96,13 @@ class Timeline:
 
     @property
     def attains_ttft(self) -> bool:
-        """True if it finished with a first token in time, or has no such SLO."""
-        return self._finished and _within(self.ttft_s, self.slo.ttft_s)
+        """True if it finished with a first token in time, or has no such SLO.
+
+        A request without tokens, such as for an embedding, has to end in that time.
+        """
+        return self._finished and _within(
+            self.ttft_s if self.tokens else self.e2el_s, self.slo.ttft_s
+        )
 
     @property
     def attains_tpot(self) -> bool:
@@ -127,14 +132,14 @@ def _within(seconds: float | None, most_s: float | None) -> bool:
     return most_s is None or (seconds is not None and seconds <= most_s)
 
 
-_ENDS = {
+REQUEST_ENDS = {
     Kind.REFUSED: Outcome.REFUSED,
     Kind.FINISHED: Outcome.FINISHED,
     Kind.CANCELLED: Outcome.CANCELLED,
     Kind.TIMED_OUT: Outcome.TIMED_OUT,
     Kind.FAILED: Outcome.FAILED,
 }
-_OF_REQUESTS = {*_ENDS, Kind.ADMITTED, Kind.TOKEN, Kind.PREEMPTED}
+_OF_REQUESTS = {*REQUEST_ENDS, Kind.ADMITTED, Kind.TOKEN, Kind.PREEMPTED}
 _JOBS_BEGIN = {Kind.QUEUED, Kind.STARTED}
 _OF_JOBS_TOO = {Kind.CANCELLED, Kind.FAILED}
 
@@ -145,12 +150,13 @@ class _Open:
     tokens: list[tuple[float, int]] = field(default_factory=list)
 
 
-def timelines(events: Iterable[Event], slo: Slo) -> tuple[Timeline, ...]:
+def timelines(events: Iterable[Event], slo: Slo, *, is_whole: bool = True) -> tuple[Timeline, ...]:
     """Return the requests of a log, in order of submission.
 
     Args:
-        events: all events of a log, from the first on.
+        events: the events of a log.
         slo: SLOs of requests without their own `ttft_slo_s` or `tpot_slo_s`.
+        is_whole: False if earlier events are missing: requests that came then are left out.
     Raises:
         BenchmarkError: an event is of a request that was not submitted or has ended, or lacks a
             number; the message names it.
@@ -169,7 +175,7 @@ def timelines(events: Iterable[Event], slo: Slo) -> tuple[Timeline, ...]:
             every.append(requests[event.subject])
         elif event.kind in _OF_REQUESTS:
             if event.subject not in requests:
-                if event.kind in _OF_JOBS_TOO and event.subject in jobs:
+                if not is_whole or (event.kind in _OF_JOBS_TOO and event.subject in jobs):
                     continue
                 raise BenchmarkError(
                     f"{event.subject!r} is {event.kind} at {event.time_s} s, and the log does not "
@@ -217,7 +223,7 @@ def _follow(one: _Open, event: Event) -> None:
         if line.admitted_s is None:
             one.line = replace(line, admitted_s=event.time_s)
     else:
-        one.line = replace(line, outcome=_ENDS[event.kind], ended_s=event.time_s)
+        one.line = replace(line, outcome=REQUEST_ENDS[event.kind], ended_s=event.time_s)
 
 
 def number(event: Event, name: str) -> float:

@@ -11,9 +11,17 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from pcg.errors import AdapterError, EngineError, GenerationError, UnsupportedError
+from pcg.errors import (
+    AdapterError,
+    EngineError,
+    GenerationError,
+    PcgError,
+    UnsupportedError,
+    as_pcg_error,
+)
 from pcg.ir.program.program import Program, Serving, Training
 from pcg.ir.types import TORCH_NAMES
+from pcg.kernels.native.sgmv import check_native
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.parallel.ranks.same_program import check_same, serving_text
 from pcg.peft.adapter import (
@@ -31,6 +39,8 @@ from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.adapters.sites import model_sources, served_sources
 from pcg.runtime.adapters.weight_stacker import ServedWeights
+from pcg.runtime.guided.grammars import Grammars
+from pcg.runtime.memory.shape_caches import bound_shape_caches
 from pcg.runtime.model.base_weights import TensorSource, WeightStore
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.model.specialised import ServingProgram, Specialiser, TrainingPrograms
@@ -45,8 +55,8 @@ class StateListener(Protocol):
     def use_program(self, program: ServingProgram) -> None:
         """Serve by another program from now on."""
 
-    def forget(self, adapter: Adapter) -> None:
-        """Drop what is kept of an adapter that was removed, replaced or changed."""
+    def forget(self, adapter: Adapter, *, is_gone: bool) -> None:
+        """Drop what is kept of an adapter that changed; if `is_gone`, nobody can name it now."""
 
 
 class EngineThread(Protocol):
@@ -63,6 +73,7 @@ class ModelState:
     are whole in each one's memory.
 
     Attributes:
+        grammars: compiles what requests' outputs have to follow.
         engine_thread: the thread that runs an engine over this state; None while there is none.
     """
 
@@ -76,10 +87,12 @@ class ModelState:
         device: torch.device,
         ranks: Ranks = SINGLE_RANK,
     ) -> None:
+        bound_shape_caches()
         self.program = program
         self.ranks = ranks
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
+        self.grammars = Grammars(tokenizer, program.base.vocabulary, eos_ids)
         self.device = device
         self.weight_store = WeightStore(program, weights, device, ranks)
         self.engine_thread: EngineThread | None = None
@@ -97,9 +110,30 @@ class ModelState:
         model = serving.model
         weights = self.weight_store.bind(model, serves=True)
         runner = ModelRunner(serving, weights, self.ranks)
-        kind = RaggedTables if self.program.options.backend == "triton" else PaddedTables
-        tables = kind(model, self._served, self.device, self.ranks)
+        tables: PaddedTables
+        if self.program.options.backend == "triton":
+            tables = RaggedTables(model, self._served, self.device, self.ranks)
+        else:
+            lora_dtype = self._lora_dtype
+            tables = PaddedTables(
+                model, self._served, self.device, self.ranks, lora_dtype=lora_dtype
+            )
         return ServingProgram(serving, model_sources(model), weights, runner, tables)
+
+    @property
+    def _lora_dtype(self) -> torch.dtype | None:
+        """The dtype of the copies that LoRA is served from; None for the adapters' own."""
+        name = self.program.options.adapter_copies
+        if name is None:
+            return None
+        if self.adapter_dtype != "f32":
+            raise UnsupportedError(
+                f"adapter_copies={name!r} is for adapters in float32, and those over a base in "
+                "float64 are float64; leave it out"
+            )
+        dtype: torch.dtype = getattr(torch, name)
+        check_native(self.device, dtype, f"adapter_copies={name!r}")
+        return dtype
 
     def add_listener(self, listener: StateListener) -> None:
         """Tell a listener, as long as it lives, of other programs and changed adapters."""
@@ -171,6 +205,10 @@ class ModelState:
         self._trained.add(name)
         return lambda: self._trained.discard(name)
 
+    def is_trained(self, name: str) -> bool:
+        """Return True while a job trains an adapter of that name."""
+        return name in self._trained
+
     def _check_untrained(self, name: str) -> None:
         if name in self._trained:
             raise AdapterError(
@@ -181,6 +219,14 @@ class ModelState:
     def make_adapter(self, name: str, path_or_config: object = "lora", *, seed: int = 0) -> Adapter:
         """Load or make an adapter without serving it; see `Executor.add_adapter`."""
         check_name(name)
+        try:
+            return self._made_adapter(name, path_or_config, seed)
+        except PcgError:
+            raise
+        except Exception as error:  # which, a stranger's recipe or file decides
+            raise as_pcg_error(error, f"making adapter {name!r}", AdapterError) from error
+
+    def _made_adapter(self, name: str, path_or_config: object, seed: int) -> Adapter:
         base = self.program.base
         modules = base.module_shapes()
         if isinstance(path_or_config, Path) or (
@@ -238,7 +284,7 @@ class ModelState:
             raise
         self._served.changed(adapter)
         if adapter.name in before:
-            self._tell_changed(before[adapter.name])
+            self._tell_changed(before[adapter.name], is_gone=True)
         return adapter
 
     def program_for(self, adapter: Adapter) -> ServingProgram:
@@ -259,7 +305,7 @@ class ModelState:
         adapter = self.adapter(name)
         self._check_untrained(name)
         self.serving.tables.forget(adapter)
-        self._tell_changed(adapter)
+        self._tell_changed(adapter, is_gone=True)
         self._unsettled.pop(name, None)
         del self._adapters[name]
 
@@ -273,7 +319,7 @@ class ModelState:
             self._unsettled[name] = settle
         self._served.changed(self._adapters[name])
         self.serving.tables.forget(self._adapters[name])
-        self._tell_changed(self._adapters[name])
+        self._tell_changed(self._adapters[name], is_gone=False)
 
     def settle_adapter(self, name: str) -> None:
         """Gather an adapter's trained tensors, unless that was done."""
@@ -281,9 +327,9 @@ class ModelState:
         if settle is not None:
             settle()
 
-    def _tell_changed(self, adapter: Adapter) -> None:
+    def _tell_changed(self, adapter: Adapter, *, is_gone: bool) -> None:
         for listener in self._listeners:
-            listener.forget(adapter)
+            listener.forget(adapter, is_gone=is_gone)
 
     def on_host(self, adapter: Adapter) -> Adapter:
         """Return the adapter in the adapters' dtype, in host memory."""

@@ -5,14 +5,21 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
+
+from torch import Tensor
 
 from pcg.errors import GenerationError, PcgError
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.model.state import ModelState
+from pcg.runtime.sampling.logprobs import TokenLogprobs
+from pcg.runtime.sampling.sampler import resolved
 from pcg.runtime.sampling.sampling_params import SamplingFields, SamplingParams
+
+Pooling: TypeAlias = Literal["last", "mean"]
+_NO_TOKENS = SamplingParams(max_new_tokens=0)
 
 
 class RequestFields(SamplingFields, total=False):
@@ -25,6 +32,8 @@ class RequestFields(SamplingFields, total=False):
     ttft_slo_s: float | None
     tpot_slo_s: float | None
     timeout_s: float | None
+    pooling: Pooling | None
+    normalize: bool
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,7 @@ class Request:
     """A prompt to continue.
 
     Attributes:
+        prompt_ids: its tokens, of which the last `params.truncate_prompt_tokens` are kept.
         adapter: the version of an adapter that serves the request to its end; None for the base.
         tenant: the name of the tenant that fair scheduling counts it for; KV blocks of prompts are
             shared within a tenant alone, unless the engine's options say otherwise.
@@ -43,6 +53,11 @@ class Request:
         ttft_slo_s: SLO of the time to the first token, seconds; None for the engine's own.
         tpot_slo_s: SLO of the mean time per further token, seconds; None for the engine's own.
         timeout_s: time after which it is given up, seconds; None for never.
+        pooling: return the last hidden state instead of tokens: that of the last token, or the mean
+            of the prompt's tokens; None to generate.
+        normalize: divide that by its norm.
+        text: the prompt's text, which `echo` returns; None where it was given as tokens, or was
+            truncated.
     Raises:
         GenerationError: a token id or the priority is no int, a time no number above 0, or a name
             no text.
@@ -58,6 +73,9 @@ class Request:
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     timeout_s: float | None = None
+    pooling: Pooling | None = None
+    normalize: bool = False
+    text: str | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -66,6 +84,10 @@ class Request:
             raise GenerationError(
                 f"a prompt of token ids has other than ints: {error}; use a text, or a list of ints"
             ) from error
+        last = self.params.truncate_prompt_tokens
+        if last is not None and last < len(ids):
+            ids = ids[-last:]
+            object.__setattr__(self, "text", None)
         object.__setattr__(self, "prompt_ids", ids)
         for name in ("tenant", "cache_salt", "request_id"):
             if not isinstance(getattr(self, name), str):
@@ -73,15 +95,37 @@ class Request:
         if type(self.priority) is not int:
             raise GenerationError(f"priority={self.priority!r}; use an int, lower ones go first")
         _check_id(self.request_id)
+        self._check_pooling()
         for name in ("ttft_slo_s", "tpot_slo_s", "timeout_s"):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is not None and not (is_number and value > 0):
                 raise GenerationError(f"{name}={value!r}; use seconds above 0, or None")
 
-    def named(self, number: int) -> str:
-        """Return its id, or one that is made of its number among an engine's requests."""
-        return self.request_id or f"{_MADE}{number}"
+    def _check_pooling(self) -> None:
+        if self.pooling not in (None, *get_args(Pooling)):
+            raise GenerationError(f"pooling={self.pooling!r}; use 'last', 'mean' or None")
+        if type(self.normalize) is not bool:
+            raise GenerationError(f"normalize={self.normalize!r}; use True or False")
+        if self.pooling is None:
+            if self.normalize:
+                raise GenerationError("normalize=True is for embeddings; add pooling='last'")
+            return
+        for one in dataclasses.fields(SamplingParams):
+            name, value = one.name, getattr(self.params, one.name)
+            if name != "truncate_prompt_tokens" and value != getattr(_NO_TOKENS, name):
+                raise GenerationError(
+                    f"{name}={value!r} with pooling={self.pooling!r}: an embedding generates no "
+                    f"tokens; leave {name} out, or the pooling"
+                )
+
+    def named(self, number: int, choice: int = 0) -> str:
+        """Return its id, or one that is made of its number among an engine's requests.
+
+        That of a further continuation of its prompt, in events, has its place behind it.
+        """
+        name = self.request_id or f"{_MADE}{number}"
+        return f"{name}[{choice}]" if choice else name
 
     @cached_property
     def virtual_tokens(self) -> int:
@@ -99,11 +143,19 @@ class Completion:
     """The continuation of a prompt.
 
     Attributes:
-        text: the generated text without the stop string; empty without a tokenizer.
+        text: the generated text, without the stop string unless the request asks for it, behind the
+            prompt's if that is echoed; empty without a tokenizer.
         token_ids: the generated tokens, the end token included.
+        index: its place among the continuations of its prompt.
+        embedding: the last hidden state, if it was asked for, [hidden], fp32, in host memory.
         finish_reason: `stop` or `length`; `cancelled` or `timed_out` if it was given up, `failed`
             if it could not go on.
         cached_tokens: tokens of the prompt that were in the KV cache already.
+        stop_reason: the stop string, or the token of `stop_token_ids`, that ended it; None if
+            something else did, such as the model's own end-of-sequence token.
+        logprobs: those of each generated token, if they were asked for.
+        prompt_logprobs: those of each token of the prompt, if they were asked for; None for the
+            first, before which there is nothing.
     """
 
     text: str
@@ -112,9 +164,19 @@ class Completion:
     adapter: str | None
     prompt_tokens: int
     cached_tokens: int = 0
+    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    index: int = 0
+    embedding: Tensor | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return self.text
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The log-probability of all generated tokens; None if it was not asked for."""
+        return None if self.logprobs is None else sum(one.logprob for one in self.logprobs)
 
 
 @dataclass(slots=True)
@@ -123,10 +185,14 @@ class Chunk:
 
     Attributes:
         index: index of the prompt.
-        token_id: the new token; None if the request was given up.
-        completion: the completion, in the last chunk.
+        token_id: the new token; None if the request was given up, where it generates none, and in
+            chunks of `best_of`, each of which is a whole continuation.
+        completion: the completion, in the last chunk of a continuation.
         error: why the request could not go on, in the last chunk of one that failed.
         request_id: the request's id, given or made.
+        logprobs: those of the new token, if they were asked for.
+        choice: the place of the continuation among those of the prompt.
+        left: number of other continuations of the prompt that have not ended.
     """
 
     index: int
@@ -135,6 +201,14 @@ class Chunk:
     completion: Completion | None = None
     error: PcgError | None = None
     request_id: str = ""
+    logprobs: TokenLogprobs | None = None
+    choice: int = 0
+    left: int = 0
+
+    @property
+    def is_last(self) -> bool:
+        """True if no chunk of the request follows."""
+        return self.completion is not None and (not self.left or self.error is not None)
 
 
 def make_requests(
@@ -148,8 +222,13 @@ def make_requests(
     return [
         Request(
             _encode(state, prompt, index),
-            SamplingParams.of(sampling, index, len(prompts)),
+            resolved(
+                SamplingParams.of(sampling, index, len(prompts)),
+                state.tokenizer,
+                state.program.base.vocabulary,
+            ),
             adapters[index],
+            text=prompt if isinstance(prompt, str) else None,
         )
         for index, prompt in enumerate(prompts)
     ]
@@ -160,7 +239,9 @@ def make_request(
 ) -> Request:
     """Make a request of one prompt; see `Executor.request`."""
     own = {name: value for name, value in fields.items() if name in _OWN}
-    sampling = {name: value for name, value in fields.items() if name not in own}
+    sampling: dict[str, Any] = {k: value for k, value in fields.items() if k not in own}
+    if own.get("pooling") is not None:
+        sampling.setdefault("max_new_tokens", 0)
     (request,) = make_requests(state, [prompt], adapter, sampling)
     return dataclasses.replace(request, **own)  # type: ignore[arg-type]
 
