@@ -374,13 +374,12 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page is lost or in two places, or a sequence misplaced."""
-        self.pool.check_integrity()
-        self.adapters.check_integrity()
-        if self.prefixes is not None:
-            self.prefixes.check_integrity()
-        waiting, most = set(self.waiting), len(self.waiting) + 1
-        in_turn = set(self.policy.first(most, 0.0, self.running))  # it may bound a tenant's
-        assert in_turn == waiting or (in_turn < waiting and (in_turn or self.running))
+        for part in (self.pool, self.adapters, self.prefixes):
+            if part is not None:
+                part.check_integrity()
+        in_turn = self.policy.first(len(self.waiting) + 1, 0.0, self.running)
+        assert self.waiting.keys() >= set(in_turn)
+        assert in_turn or self.running or not self.waiting
         assert self.backlog.requests == sum(map(new_requests, (*self.waiting, *self.preparing)))
         assert self.most_pages == max((*map(self.pages_of, self.everyone), 0))
         for sequence in self.waiting:
