@@ -52,7 +52,8 @@ class SimulatedPass(WindowedPass):
 
     @property
     def load(self) -> Load:
-        return sum((Load.of(one.tokens, one.context) for one in self.next_window), Load())
+        chunks = (Load.of(one.tokens, one.context) for one in self.next_window)
+        return sum(chunks, Load(ends=int(self.layer == 0)))
 
     def forward(self, tokens: int) -> None:
         window: list[SequenceChunk] = []

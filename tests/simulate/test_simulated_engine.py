@@ -142,8 +142,10 @@ def test_promises_are_kept_beside_finetuning() -> None:
     report = serving_report(events, Slo(5.0, 0.05), start_s=8.0, end_s=80.0)
     assert report.slo_attainment is not None
     assert report.slo_attainment > 0.97
+    assert report.gap_attainment is not None
+    assert report.gap_attainment > 0.99
     # A step without them takes a fifth of 50 ms, and 700 tokens forward and back 0.25 s.
-    assert report.finetuning_throughput > 1200
+    assert report.finetuning_throughput > 1000
 
 
 class _UnsteadyCosts(LinearCosts):
@@ -169,6 +171,8 @@ def test_promises_are_kept_where_steps_are_unsteady() -> None:
     report = serving_report(events, Slo(5.0, 0.05), start_s=8.0, end_s=76.0)
     assert report.slo_attainment is not None
     assert report.slo_attainment >= 0.99
+    assert report.gap_attainment is not None
+    assert report.gap_attainment >= 0.99
     assert report.finetuning_throughput > 1800
 
 

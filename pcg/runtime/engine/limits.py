@@ -16,7 +16,10 @@ class Limits:
         tokens: the most tokens of a step, inference and finetuning together.
         least_chunk: the least tokens of a prompt's chunk; smaller ones cost more than they give.
         ttft_slo_s: SLO of the time to the first token, seconds; None for none.
-        tpot_slo_s: SLO of the mean time per further token, seconds; None for none.
+        tpot_slo_s: SLO of the time per further token, seconds: no gap between two tokens of a
+            request is to be longer; None for none.
+        tpot_percentile: the percentage of steps that are predicted to end within `tpot_slo_s` where
+            prompts or finetuning fill them.
         idle_step_s: the longest step of finetuning while nothing is served, seconds: a new request
             waits so long, or for one window of `least_chunk` tokens if that is predicted to take
             longer.
@@ -31,6 +34,7 @@ class Limits:
     least_chunk: int = 16
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
+    tpot_percentile: float = 99.0
     idle_step_s: float = 0.2
     prefetched: int = 8
 
@@ -42,3 +46,5 @@ class Limits:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise GenerationError(f"{name}={value!r}; use seconds above 0")
+        if not 50 <= self.tpot_percentile < 100:
+            raise GenerationError(f"tpot_percentile={self.tpot_percentile:g}; use 50 to below 100")

@@ -5,9 +5,11 @@ finetuning tokens as fit (FlexLLM v2 §6.2):
 
     s = argmax f(c, s) ≤ SLO          f, the latency of c inference and s finetuning tokens
 
-Backward units follow in the remaining time. The SLO of a step is the least of its requests' SLOs
-per token. Prompts are admitted while there are pages; when pages run out, the sequence admitted
-last gives its own up and is computed again later.
+The time from one token of a request to the next is a gap. A chunk of a prompt goes into a step only
+where that is predicted to end before a gap of those that decode exceeds their SLO per token; a gap
+that a step without chunks would not keep either does not count. Prompts are admitted while there
+are pages; when pages run out, the sequence admitted last gives its own up and is computed again
+later.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.engine.latency import Latency
 from pcg.runtime.engine.limits import Limits
+from pcg.runtime.engine.margins import StepKind
 from pcg.runtime.engine.policies import Fcfs, Policy, Queue
 from pcg.runtime.memory.pool import PagePool, PageTable, pages_for
 from pcg.runtime.memory.prefixes import Prefixes
@@ -31,6 +34,7 @@ from pcg.runtime.requests.sequence import Sequence, State
 
 _LAST_ROW = Load(sampled=1)
 """The load of sampling after a prompt's last token."""
+_WITH_CHUNKS = StepKind(has_chunks=True)
 
 
 @dataclass
@@ -38,19 +42,31 @@ class StepPlan:
     """The sequences that one step serves, and their load.
 
     Attributes:
-        slack_s: time until the first of these SLOs is violated; it grows with faster steps.
+        tpot_slo_s: the least SLO per token of the sequences that run; None if none has any.
+        gap_s: time until the first gap of those that decode exceeds its SLO.
+        slack_s: time until the first mean of their gaps does; it grows with faster steps.
+        decoded: the load of the sequences that decode.
+        is_late: True if even without chunks no gap would be kept.
         chunks: sequences, and how many of their pending tokens run.
         awaits_first_token: True if a request waits for its first token, running or queued.
     """
 
     tpot_slo_s: float | None = None
+    gap_s: float = math.inf
     slack_s: float = math.inf
+    decoded: Load = field(default_factory=Load)
+    is_late: bool = False
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     tokens: int = 0
     keys: int = 0
     sampled: int = 0
     awaits_first_token: bool = False
+
+    @property
+    def has_prompts(self) -> bool:
+        """True if it has more than the tokens of sequences that decode."""
+        return self.tokens > self.decoded.tokens
 
     @property
     def load(self) -> Load:
@@ -147,11 +163,8 @@ class Scheduler:
     # ------------------------------------------------------------------------------- a step
 
     def plan(self, now_s: float) -> StepPlan:
-        slos = [slo for one in self.running if (slo := one.tpot_slack(now_s)) is not None]
-        plan = StepPlan(
-            min((slo_s for slo_s, _ in slos), default=None),
-            min((slack_s for _, slack_s in slos), default=math.inf),
-        )
+        slos = (one.tpot_slo_s for one in self.running)
+        plan = StepPlan(min((slo for slo in slos if slo is not None), default=None))
         prompts = []
         # Preempted sequences leave at the ends of these lists.
         left = list(self.running)
@@ -160,6 +173,7 @@ class Scheduler:
                 prompts.append(sequence)
             elif self._has_pages(sequence, 1, left):
                 self._run(plan, sequence, 1)
+        self._promise(plan, now_s)
         for sequence in prompts:
             if self.prefixes is not None:
                 self.prefixes.find(sequence)
@@ -170,6 +184,19 @@ class Scheduler:
             self._admit(plan, self._next(now_s), now_s)
         plan.awaits_first_token |= bool(self.waiting)
         return plan
+
+    def _promise(self, plan: StepPlan, now_s: float) -> None:
+        """Note how long a step may take by the promises to those that decode in it."""
+        plan.decoded = plan.load
+        decoding = [sequence for sequence, _ in plan.chunks]
+        gaps = [left for one in decoding if (left := one.gap_left_s(now_s)) is not None]
+        if not gaps:
+            return
+        least_s = 0.0 if self.forward is None else self.forward.seconds(plan.decoded)
+        kept = [left for left in gaps if left >= least_s]
+        plan.is_late = not kept
+        plan.gap_s = min(kept or gaps)
+        plan.slack_s = min(one.slack_s(now_s) for one in decoding)
 
     def plan_alone(self, sequence: Sequence, now_s: float) -> StepPlan:
         """Plan a step of one sequence; it is empty where there is no room for it now."""
@@ -222,14 +249,22 @@ class Scheduler:
 
     def _chunk(self, plan: StepPlan, sequence: Sequence) -> int:
         """Return how many tokens of a prompt fit into the step; 0 for none."""
-        room = self.limits.tokens - plan.tokens
-        if self.forward is not None and plan.tpot_slo_s is not None:
-            seconds, load = min(plan.tpot_slo_s, plan.slack_s), plan.load + _LAST_ROW
-            fitting = self.forward.tokens_within(seconds, sequence.cached, load)
-            room = min(room, max(fitting, self.limits.least_chunk))
-        if room < min(self.limits.least_chunk, sequence.pending):
+        room, least = self.limits.tokens - plan.tokens, self.limits.least_chunk
+        if self.forward is not None and plan.gap_s < math.inf:
+            room = min(room, self._fitting(plan, sequence))
+            if not plan.has_prompts:
+                least = 1
+        if room < min(least, sequence.pending):
             return 0
         return min(sequence.pending, room)
+
+    def _fitting(self, plan: StepPlan, sequence: Sequence) -> int:
+        """Return how many tokens of a prompt a step takes without that a gap gets too long."""
+        if plan.is_late:
+            return 0 if plan.has_prompts else self.limits.least_chunk
+        assert self.forward is not None
+        seconds = self.forward.most_s(plan.gap_s, plan.decoded, _WITH_CHUNKS)
+        return self.forward.tokens_within(seconds, sequence.cached, plan.load + _LAST_ROW)
 
     def _next(self, now_s: float) -> list[Sequence]:
         """Return the sequences to admit, in the policy's order, and prefetch the next adapters.
@@ -255,7 +290,7 @@ class Scheduler:
             if self.prefixes is not None:
                 self.prefixes.find(sequence)
             # A prompt that is alone in a step runs as a whole, however long.
-            is_alone = not plan.chunks and plan.tpot_slo_s is None
+            is_alone = not plan.chunks
             tokens = sequence.pending if is_alone else self._chunk(plan, sequence)
             if tokens < 1 or not self._give_pages(sequence, reach):
                 self._leave_pages(sequence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -56,6 +57,7 @@ class Sequence:
     length: int = field(init=False)
     generated: list[int] = field(default_factory=list)
     first_token_s: float | None = None
+    latest_token_s: float | None = None
     version: Version | None = None
     digests: list[bytes] = field(default_factory=list)
     known: int = 0
@@ -89,12 +91,17 @@ class Sequence:
         whole = [*[ANY_TOKEN] * virtual, *prompt, *self.generated]
         return whole[start:stop]
 
-    def tpot_slack(self, now_s: float) -> tuple[float, float] | None:
-        """Return its TPOT SLO, and the time until its next token violates it; None before any."""
-        slo = self.tpot_slo_s
-        if slo is None or self.first_token_s is None:
+    def gap_left_s(self, now_s: float) -> float | None:
+        """Return the time until the gap after its latest token exceeds its SLO; None without."""
+        if self.tpot_slo_s is None or self.latest_token_s is None:
             return None
-        return slo, self.first_token_s + slo * len(self.generated) - now_s
+        return self.latest_token_s + self.tpot_slo_s - now_s
+
+    def slack_s(self, now_s: float) -> float:
+        """Return the time until the mean of its gaps exceeds its SLO."""
+        if self.tpot_slo_s is None or self.first_token_s is None:
+            return math.inf
+        return self.first_token_s + self.tpot_slo_s * len(self.generated) - now_s
 
     def accept(self, token: int) -> Chunk:
         """Append a sampled token; its chunk carries the completion if it is the last."""

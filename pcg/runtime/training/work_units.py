@@ -41,7 +41,7 @@ class WindowedPass(ABC):
     @property
     @abstractmethod
     def load(self) -> Load:
-        """The load of the window whose backward comes next."""
+        """The load of the window whose backward comes next; `ends` is 1 at the last layer."""
 
     @abstractmethod
     def forward(self, tokens: int) -> None:
