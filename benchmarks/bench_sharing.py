@@ -9,8 +9,8 @@ projections, sequences of 8,192 tokens) under its bursty requests, for twice the
 inference alone, without a promise; then the gap that is promised is 1.5 times the median of its
 gaps, and that of 50 ms in the paper. For each: inference alone, co-serving, and with burst=4.
 
-loads and bursts: the simulated engine with the costs of `bench_serving.py`'s model on a CPU, as its steps, windows
-and backward units were measured (one thread of an AMD EPYC):
+loads and bursts: the simulated engine with the costs of `bench_serving.py`'s model on a CPU, as its
+steps, windows and backward units were measured (one thread of an AMD EPYC):
 
     step      15.4 ms + 0.64 ms a token + 0.4 µs a key + 0.8 ms a row of logits
               + 20 ms where there is a window + 1.5 ms a token of it

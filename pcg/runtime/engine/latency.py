@@ -165,6 +165,18 @@ class Latencies:
     forward: Latency
     backward: Latency
 
+    @classmethod
+    def guessed(cls, load: Load, took_s: float, layers: int) -> Latencies:
+        """Return what to begin with where nothing was measured but one step that served.
+
+        Half of its time is taken for the constant, a quarter for its tokens, and backward for twice
+        as long; later steps correct what is off by up to fifty times.
+        """
+        constant_s, token_s = took_s / 2, took_s / 4 / max(load.tokens, 1)
+        key_s, row_s = token_s / 1e4, token_s
+        forward = Latency(constant_s, token_s, key_s, row_s, row_s, constant_s)
+        return cls(forward, Latency(*(2 * part / layers for part in (constant_s, token_s, key_s))))
+
     def keep(self, percentile: float) -> None:
         """Have so many percent of steps end within prediction and margin."""
         self.forward.margins.percentile = self.backward.margins.percentile = percentile

@@ -20,6 +20,8 @@ class Limits:
             request is to be longer; None for none.
         tpot_percentile: the percentage of steps that are predicted to end within `tpot_slo_s` where
             prompts or finetuning fill them.
+        finetuning_share: the share of the time that finetuning gets beside requests to which no
+            `tpot_slo_s` is promised.
         idle_step_s: the longest step of finetuning while nothing is served, seconds: a new request
             waits so long, or for one window of `least_chunk` tokens if that is predicted to take
             longer.
@@ -35,6 +37,7 @@ class Limits:
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     tpot_percentile: float = 99.0
+    finetuning_share: float = 0.5
     idle_step_s: float = 0.2
     prefetched: int = 8
 
@@ -46,5 +49,9 @@ class Limits:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise GenerationError(f"{name}={value!r}; use seconds above 0")
+        if not 0 <= self.finetuning_share < 1:
+            raise GenerationError(
+                f"finetuning_share={self.finetuning_share:g}; use a part from 0 to below 1"
+            )
         if not 50 <= self.tpot_percentile < 100:
             raise GenerationError(f"tpot_percentile={self.tpot_percentile:g}; use 50 to below 100")

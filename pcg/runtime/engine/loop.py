@@ -190,6 +190,8 @@ class EngineLoop:
                 self._isolate([*(one for one, _ in plan.chunks), *jobs], error)
                 return self._taken_chunks()
             took = self.clock.now_s() - started
+            if self._latencies is None and self.jobs.layers and plan.chunks:
+                self.learn(Latencies.guessed(step.load, took, self.jobs.layers))
             step.ran_forward(took)
             self._join(step)
             self._accept(plan, tokens_sampled)

@@ -26,7 +26,7 @@ from pcg.runtime.model.load import Load
 
 
 class StepKind(NamedTuple):
-    """What runs in a step, or in a group of backward units, as far as errors depend on it."""
+    """The kind of a step, or of a group of backward units, as far as errors depend on it."""
 
     has_chunks: bool = False
     has_windows: bool = False

@@ -1,6 +1,7 @@
 """Sharing: how much finetuning goes into each step beside serving.
 
-    CoServing         as much as fits beside the step's requests within their SLOs
+    CoServing         as much as fits beside the step's requests within their SLOs; a share of the
+                      time beside requests without
     TemporalSharing   nothing for n steps, then one whole mini-batch and no requests
     SpatialSharing    a fixed share of the time, whatever the SLOs
     InferenceOnly     nothing
@@ -114,12 +115,10 @@ class Sharing(ABC):
 
     Attributes:
         trains: True if jobs come to their ends; otherwise they wait forever.
-        needs_latencies: True if it depends on predicted times even without SLOs.
         burst: how many times its TPOT SLO a step may last if its requests have the slack.
     """
 
     trains = True
-    needs_latencies = False
     burst = 1.0
 
     def serves(self, has_work: bool) -> bool:
@@ -173,8 +172,15 @@ class CoServing(Sharing):
         self._demand = _DEMAND
         self._last = 0
         self._room_s: float | None = None
+        self._account = TimeAccount()
+
+    def _share_of(self, step: Step) -> float | None:
+        """Return the share of the time that finetuning has; None where it has what is left."""
+        is_free = step.is_served and step.tpot_slo_s is None
+        return step.limits.finetuning_share if is_free else None
 
     def begin(self, step: Step) -> None:
+        self._account.begin(step, self._share_of(step))
         if step.latencies is None or step.gap_s == math.inf:
             return
         step.latencies.pass_step()
@@ -186,8 +192,10 @@ class CoServing(Sharing):
     def forward(self, step: Step, unit: Forward) -> int:
         latencies = step.latencies
         if latencies is None:
-            room = step.limits.tokens - step.load.tokens
-            return room if step.is_served else unit.remaining
+            # The first step that serves tells how long steps take.
+            return 0 if step.is_served else unit.remaining
+        if self._share_of(step) is not None:
+            return self._account.tokens(step, unit, latencies)
         there = self._window(step, unit, latencies, step.left_s(self.burst))
         if there < 1:
             # Even the least window takes longer than a step may; alone, it runs all the same.
@@ -223,9 +231,15 @@ class CoServing(Sharing):
     def backward(self, step: Step, load: Load, ahead_s: float) -> bool:
         if step.latencies is None:
             return not step.is_served and not step.units
+        if self._share_of(step) is not None:
+            return self._account.affords(step.latencies.backward.seconds(load))
         left_s = step.left_s(self.burst) - ahead_s
         is_first = not step.is_served and left_s > 0
         return is_first or step.latencies.backward.bound_s(load) <= left_s
+
+    def ran(self, step: Step, seconds: float) -> None:
+        if self._share_of(step) is not None:
+            self._account.spend(seconds)
 
 
 def _efficiency(unit: Forward, latencies: Latencies, tokens: int) -> float:
@@ -251,6 +265,57 @@ _DECAY_GROWING, _DECAY = 0.995, 0.95
 """Decay of the demand after a step without a window, with more room than the last one or not."""
 _RISE = 1.1
 """The next window must reach 1.1 times this one's efficiency."""
+
+
+class TimeAccount:
+    """Time that finetuning has earned beside requests, and not yet used.
+
+    Steps whose requests take t seconds earn share / (1 - share) · t; a window or a unit runs once
+    its seconds are earned. It holds no more than an idle step may last, or what waits for it takes.
+    """
+
+    def __init__(self) -> None:
+        self._earned_s = 0.0
+        self._step_s = 0.0
+        self._wanted_s = 0.0
+
+    def begin(self, step: Step, share: float | None) -> None:
+        """Earn by what a step serves; where there is no share, time is neither owed nor earned."""
+        if share is None or step.latencies is None:
+            self._earned_s = 0.0
+            return
+        self._step_s = share / (1 - share) * step.latencies.forward.seconds(step.load)
+        most_s = max(step.limits.idle_step_s, self._wanted_s)
+        self._earned_s = min(self._earned_s + self._step_s, most_s)
+        self._wanted_s = 0.0
+
+    def tokens(self, step: Step, unit: Forward, latencies: Latencies) -> int:
+        """Return the tokens of a window that can be paid, and pay them by their predicted time."""
+        forward = latencies.forward
+        before_s = forward.seconds(step.load)
+        window = step.load + Load(windows=1)
+        fitting = forward.tokens_within(
+            before_s + self._earned_s, unit.context, window, is_trained=True
+        )
+        least = min(step.limits.least_chunk, unit.remaining)
+        back = latencies.backward.tokens_within(self._step_s, unit.context, Load())
+        room = step.limits.tokens - step.load.tokens
+        tokens = min(room, fitting, max(back, least), unit.remaining)
+        paid = step.load + Load.of_window(max(tokens, least), unit.context)
+        price_s = forward.seconds(paid) - before_s
+        if tokens < least or room < least:
+            self._wanted_s = max(self._wanted_s, price_s)
+            return 0
+        self._earned_s -= price_s
+        return tokens
+
+    def affords(self, seconds: float) -> bool:
+        """Return True if so much is earned."""
+        self._wanted_s = max(self._wanted_s, seconds)
+        return seconds <= self._earned_s
+
+    def spend(self, seconds: float) -> None:
+        self._earned_s -= seconds
 
 
 class TemporalSharing(Sharing):
@@ -279,63 +344,16 @@ class TemporalSharing(Sharing):
 
 
 class SpatialSharing(CoServing):
-    """Gives finetuning a fixed share of the time of steps that serve, whatever the SLOs.
-
-    Steps whose requests take t seconds earn share / (1 - share) · t for finetuning; a unit runs
-    once its seconds are earned.
-    """
-
-    needs_latencies = True
+    """Gives finetuning a fixed share of the time of steps that serve, whatever the SLOs."""
 
     def __init__(self, share: float = 0.5) -> None:
-        super().__init__(burst=1.0)
+        super().__init__()
         if not 0 < share < 1:
             raise FinetuneError(f"share={share:g}; use a part above 0 and below 1")
         self.share = share
-        self._earned_s = 0.0
-        self._step_s = 0.0
 
-    def begin(self, step: Step) -> None:
-        if step.latencies is None:
-            raise FinetuneError(
-                "spatial sharing gives finetuning a part of the time, and the engine has no "
-                "latencies; call its calibrate() before the first step"
-            )
-        self._step_s = 0.0
-        if step.is_served:
-            served_s = step.latencies.forward.seconds(step.load)
-            self._step_s = self.share / (1 - self.share) * served_s
-        # While nothing is served, finetuning has all the time, and neither owes nor earns any.
-        self._earned_s = self._earned_s + self._step_s if step.is_served else 0.0
-
-    def forward(self, step: Step, unit: Forward) -> int:
-        if not step.is_served:
-            return super().forward(step, unit)
-        latencies = step.latencies
-        assert latencies is not None
-        before_s = latencies.forward.seconds(step.load)
-        fitting = latencies.forward.tokens_within(
-            before_s + self._earned_s, unit.context, step.load + Load(windows=1), is_trained=True
-        )
-        least = min(step.limits.least_chunk, unit.remaining)
-        back = latencies.backward.tokens_within(self._step_s, unit.context, Load())
-        room = step.limits.tokens - step.load.tokens
-        tokens = min(room, fitting, max(back, least), unit.remaining)
-        if tokens < least:
-            return 0
-        after_s = latencies.forward.seconds(step.load + Load.of_window(tokens, unit.context))
-        self._earned_s -= after_s - before_s
-        return tokens
-
-    def backward(self, step: Step, load: Load, ahead_s: float) -> bool:
-        if not step.is_served:
-            return super().backward(step, load, ahead_s)
-        assert step.latencies is not None
-        return step.latencies.backward.seconds(load) <= self._earned_s
-
-    def ran(self, step: Step, seconds: float) -> None:
-        if step.is_served:
-            self._earned_s -= seconds
+    def _share_of(self, step: Step) -> float | None:
+        return self.share if step.is_served else None
 
 
 class InferenceOnly(Sharing):

@@ -85,6 +85,10 @@ class Backward:
         return self.whole.layer
 
     @property
+    def layers(self) -> int:
+        return self.whole.layers
+
+    @property
     def load(self) -> Load:
         return self.whole.load
 

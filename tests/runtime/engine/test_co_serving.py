@@ -18,7 +18,10 @@ from pcg.parallel.costs.step_costs import StepShape
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.sharing import CoServing, Sharing, SpatialSharing, TemporalSharing
+from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.metrics import ServingReport
+from pcg.runtime.requests.request import Request
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.replay import replay
 from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.simulate.workloads.arrivals import Poisson
@@ -165,3 +168,23 @@ def test_windows_come_where_requests_wait_all_the_time() -> None:
     assert bursting.slo_attainment is not None
     assert bursting.slo_attainment >= within.slo_attainment > 0.7
     assert bursting.finetuning_throughput >= within.finetuning_throughput > 5
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.8])
+def test_without_a_promise_finetuning_has_its_share(share: float) -> None:
+    """Two requests always run; nothing was measured before the first step."""
+    limits = Limits(running=32, finetuning_share=share)
+    engine = SimulatedEngine(CpuCosts(), 20_000, 1000, limits)
+    engine.finetune("trained", repeat((128, 128)))
+    params, longest_s = SamplingParams(max_new_tokens=50, ignore_eos=True), 0.0
+    while engine.clock.now_s() < 40.0:
+        while len(engine.scheduler.waiting) + len(engine.scheduler.running) < 2:
+            engine.submit(Request((1,) * 40, params))
+        started_s = engine.clock.now_s()
+        engine.step()
+        longest_s = max(longest_s, engine.clock.now_s() - started_s)
+    output = sum(event.kind is Kind.TOKEN for event in engine.log) / engine.clock.now_s()
+    assert output == pytest.approx(103.4 * (1 - share), rel=0.05)  # 103.4 by themselves
+    trained = sum(event.kind is Kind.STEPPED for event in engine.log)
+    assert trained >= 256 * share * 0.06  # alone, it takes 0.9 s a step
+    assert longest_s < 0.7

@@ -21,6 +21,8 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
+from pcg.runtime.requests.request import Request
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training.work_units import Forward
 from pcg.simulate.simulated_training import SimulatedPass
 from tests.support.certain import certain
@@ -211,5 +213,20 @@ def test_what_cannot_be_shared() -> None:
         CoServing(0.5)
     with pytest.raises(FinetuneError, match="share=1; use a part above 0 and below 1"):
         SpatialSharing(1)
-    with pytest.raises(FinetuneError, match="the engine has no latencies"):
-        SpatialSharing(0.5).begin(Step(Limits(), None, None))
+
+
+def test_a_default_engine_trains_while_it_serves() -> None:
+    """Nothing is promised or measured, and two requests are always running."""
+    executor = make_executor()
+    engine = executor.engine(kv_cache_bytes=2**20)
+    job = engine.finetune(DATA, "trained", peft=LORA, **OPTIONS)
+    steps = 0
+    while not job.is_over and steps < 400:
+        while len(engine.scheduler.waiting) + len(engine.scheduler.running) < 2:
+            params = SamplingParams(max_new_tokens=30 + engine.submitted % 2, ignore_eos=True)
+            engine.submit(Request((1, 2, 3), params))
+        engine.step()
+        steps += 1
+    assert job.result.steps == 3
+    tokens = sum(event.kind is Kind.TOKEN for event in engine.log)
+    assert tokens >= 2 * steps - 2  # no step leaves the requests out
