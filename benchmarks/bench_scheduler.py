@@ -17,6 +17,9 @@ requests to the next, which is four times as many; and the share of a step of Ll
 A100 as its cost model predicts it, with LoRA of rank 16 on every linear layer and the contexts that
 the requests have.
 
+    queue      microseconds of the engine in a step of 256 running requests of 8 tenants, by how
+               many requests wait behind them, under each policy; the ratio to 10 that wait
+
 Each contender is a process of its own, so that no other's objects are in its caches or visited by
 its garbage collector, which does not visit imported modules either. Times are of the process
 itself, so that what else the machine runs does not count; results are medians over rounds.
@@ -46,6 +49,10 @@ import pcg
 from pcg.parallel.costs.step_costs import SequenceChunk, StepShape
 from pcg.parallel.ranks.group import SINGLE_RANK
 from pcg.runtime.adapters.cache import AdapterCache
+from pcg.runtime.admission.adapter_clustering import AdapterClustering
+from pcg.runtime.admission.early_abort import EarlyAbort
+from pcg.runtime.admission.fair_share import FairShare
+from pcg.runtime.admission.policy import Fcfs, Policy
 from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.device import Device
 from pcg.runtime.engine.latency import Latencies, Latency
@@ -61,12 +68,21 @@ from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.merged_execution import ProductRequest
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence as Running
+from pcg.runtime.requests.step_results import StepResults
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
 
 ADAPTERS = 2000
 PAGES_OF_ADAPTER = 4
 PAGES_OF_REQUEST = 16
+TENANTS = 8
+WAITING = (10, 1000, 10_000)
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "fcfs": Fcfs,
+    "fair-share": FairShare,
+    "adapter-clustering": AdapterClustering,
+    "early-abort": EarlyAbort,
+}
 RUNNING = (64, 256, 1024, 4096)
 Make: TypeAlias = Callable[[int], tuple[Device, PagePool, AdapterCache]]
 MODEL, DEVICE, RANK = "meta-llama/Llama-3.1-8B", "A100-80", 16
@@ -90,11 +106,14 @@ class StubDevice:
     side = None
     fails_alike = True
 
-    def open(self, request: Request, number: int) -> Running:
-        return Running(f"request {number}", number, request, request.params.max_new_tokens, 0.0)
+    def open(self, request: Request, number: int, choice: int = 0) -> Running:
+        return Running(request.named(number), number, request, request.params.max_new_tokens, 0.0)
 
     def prefetch(self, adapters: Any) -> None:
         """Do nothing: adapters have no tensors."""
+
+    def copy_page(self, page: int, to: int) -> None:
+        """Do nothing: there are no keys and values."""
 
     def is_copying(self, adapter: Any) -> bool:
         return False
@@ -102,8 +121,9 @@ class StubDevice:
     def evict(self, adapter: Any) -> None:
         """Do nothing: adapters have no tensors."""
 
-    def start(self, chunks: Any, windows: Any) -> Callable[[], list[int]]:
-        return lambda: [1] * len(chunks)
+    def start(self, chunks: Any, windows: Any) -> Callable[[], StepResults]:
+        ready = [sequence for sequence, count in chunks if count == sequence.pending]
+        return lambda: StepResults(dict.fromkeys(ready, 1))
 
     def check_alive(self) -> None:
         """Do nothing: nothing fails."""
@@ -167,22 +187,33 @@ class Load:
     Args:
         make: makes a device with so many pages, and their pool.
         program: the program whose time is predicted.
+        waiting: the number of requests that wait behind those that run.
+        policy: the order in which these are admitted.
     """
 
-    def __init__(self, running: int, adapters: int, make: Make, program: SimulatedProgram) -> None:
+    def __init__(
+        self,
+        running: int,
+        adapters: int,
+        make: Make,
+        program: SimulatedProgram,
+        waiting: int = 8,
+        policy: str = "fcfs",
+    ) -> None:
         self._random = random.Random(running)
         self._program = program
         self.running = running
         pages = running * PAGES_OF_REQUEST + PAGES_OF_ADAPTER * ADAPTERS // 4
         device, pool, pages_of_adapters = make(pages)
-        limits = Limits(running=running, tokens=1 << 20, tpot_slo_s=60.0)
-        scheduler = Scheduler(pool, pages_of_adapters, limits)
+        # With an SLO for the first token early abort has something to look for.
+        limits = Limits(running=running, tokens=1 << 20, tpot_slo_s=60.0, ttft_slo_s=1e6)
+        scheduler = Scheduler(pool, pages_of_adapters, limits, POLICIES[policy]())
         latencies = Latencies(Latency(1e-6, 1e-9, 1e-12), Latency(1e-6, 1e-9, 1e-12))
         options = EngineOptions(log=EventLog(10_000), latencies=latencies)
         self.engine = EngineLoop(device, scheduler, MachineClock(), options)
         self._adapters = [StubAdapter(f"adapter {i}") for i in range(adapters)]
         self._shares = [1 / (i + 1) for i in range(adapters)]
-        for _ in range(running + 8):
+        for _ in range(running + waiting):
             self._submit()
         for _ in range(200):
             self._step()
@@ -190,7 +221,8 @@ class Load:
     def _submit(self) -> None:
         (adapter,) = self._random.choices(self._adapters, self._shares)
         prompt, new = self._random.randint(16, 96), self._random.randint(32, 128)
-        self.engine.submit(Request((1,) * prompt, SamplingParams(max_new_tokens=new), adapter))
+        params, tenant = SamplingParams(max_new_tokens=new), str(self._random.randrange(TENANTS))
+        self.engine.submit(Request((1,) * prompt, params, adapter, tenant))
 
     def _step(self) -> float:
         started = time.process_time()
@@ -206,6 +238,10 @@ class Load:
         steps = max(1, tokens // self.running)
         return sum(self._step() for _ in range(steps)) / steps / self.running * 1e6
 
+    def step_us(self, tokens: int) -> float:
+        """Return microseconds of a step, over steps of so many tokens together."""
+        return self.request_us(tokens) * self.running
+
     def foretold_us(self) -> float:
         """Return the predicted microseconds of the program for a token of each running request."""
         running = self.engine.scheduler.running
@@ -219,12 +255,11 @@ class Load:
 class LoadApart:
     """A `Load` in a process of its own, with the same arguments."""
 
-    def __init__(self, running: int, adapters: int, make: Make, program: SimulatedProgram) -> None:
+    def __init__(self, running: int, *arguments: Any) -> None:
         context = multiprocessing.get_context("fork")
         self.running = running
         self._pipe, its = context.Pipe()
-        arguments = (its, running, adapters, make, program)
-        context.Process(target=_answer, args=arguments, daemon=True).start()
+        context.Process(target=_answer, args=(its, running, *arguments), daemon=True).start()
 
     def ask(self, what: str, *arguments: int) -> float:
         """Return the result of a method of the load."""
@@ -233,10 +268,8 @@ class LoadApart:
         return found
 
 
-def _answer(
-    pipe: Connection, running: int, adapters: int, make: Make, program: SimulatedProgram
-) -> None:
-    load = Load(running, adapters, make, program)
+def _answer(pipe: Connection, *arguments: Any) -> None:
+    load = Load(*arguments)
     while True:
         what, arguments = pipe.recv()
         pipe.send(getattr(load, what)(*arguments))
@@ -272,9 +305,33 @@ def main() -> None:
                 for (case, us), load in zip(medians(found).items(), loads.values(), strict=True)
             },
         }
+    result["queue"] = _queues(program, arguments.rounds, arguments.tokens)
     write(
         "scheduler", {"share_of_a_step_of": f"{MODEL} on {DEVICE}, LoRA of rank {RANK}", **result}
     )
+
+
+def _queues(program: SimulatedProgram, rounds: int, tokens: int) -> dict[str, Any]:
+    """Return what a step costs behind which more and more requests wait, by policy."""
+    loads = {
+        f"{policy}, {waiting} wait": LoadApart(256, 100, engine_alone, program, waiting, policy)
+        for policy in POLICIES
+        for waiting in WAITING
+    }
+    measured: dict[str, Callable[[], float]] = {
+        case: partial(load.ask, "step_us", tokens) for case, load in loads.items()
+    }
+    found = interleave(measured, rounds)
+    return {
+        "us_a_step": medians(found),
+        "to_10": {
+            f"{policy}, {waiting} wait": ratio(
+                found, f"{policy}, {waiting} wait", f"{policy}, {WAITING[0]} wait"
+            )
+            for policy in POLICIES
+            for waiting in WAITING[1:]
+        },
+    }
 
 
 def _name(running: int, adapters: int) -> str:

@@ -23,9 +23,9 @@ from .options.fields import Given, Only
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from pcg.runtime.admission.policy import Policy
     from pcg.runtime.engine.engine import Engine
     from pcg.runtime.engine.limits import Limits
-    from pcg.runtime.engine.policies import Policy
     from pcg.runtime.engine.sharing import Sharing
     from pcg.runtime.executor import Executor
     from pcg.runtime.metrics.metrics import ServingReport
@@ -110,7 +110,7 @@ class ServingOptions:
 
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
-    policy: Literal["fcfs", "adapter-clustering", "early-abort", "fair-share"] = "fcfs"
+    policy: Literal["fcfs", "adapter-clustering", "early-abort", "fair-share"] = "fair-share"
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 4096
     kv_cache_gib: float = 4.0
@@ -130,7 +130,10 @@ class ServingOptions:
 
     def admission(self) -> Policy:
         """The policy that admits requests."""
-        from pcg.runtime.engine.policies import AdapterClustering, EarlyAbort, FairShare, Fcfs
+        from pcg.runtime.admission.adapter_clustering import AdapterClustering
+        from pcg.runtime.admission.early_abort import EarlyAbort
+        from pcg.runtime.admission.fair_share import FairShare
+        from pcg.runtime.admission.policy import Fcfs
 
         known: dict[str, type[Policy]] = {
             "fcfs": Fcfs,
@@ -169,6 +172,8 @@ def serve_command(
 
     Prompts are random tokens, and every output has the length that the workload asks for.
     """
+    from pcg.runtime.admission.backlog import UNLIMITED
+
     executor = _executor(model, how, compiling.values, requests.seed)
     workload = requests.workload(executor.max_positions)
     names = workload.adapters
@@ -185,6 +190,7 @@ def serve_command(
             policy=serving.admission(),
             sharing=training.rule,
             prefix_caching=serving.enable_prefix_caching,
+            queue=UNLIMITED,  # all requests are measured
         )
     if training.finetune is not None:
         if serving.ttft_slo_ms is None and serving.tpot_slo_ms is None:

@@ -91,6 +91,7 @@ def summary_of(
                 "text": completion.text,
                 "token_ids": list(completion.token_ids),
                 "finish_reason": completion.finish_reason,
+                "stop_reason": completion.stop_reason,
                 "prompt_tokens": completion.prompt_tokens,
             }
             for prompt, completion in zip(prompts, done, strict=True)

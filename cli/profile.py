@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,12 +54,13 @@ def profile_command(options: ProfileOptions, json: Json = False) -> None:
     """
     import torch
 
+    from pcg.files import cache_folder
     from pcg.parallel.costs.operator_profiler import device_name
 
     where, tp, quick = _device(options.device), options.tp, options.quick
     base_dtype = _dtype(options.dtype, where)
     parts = (device_name(where), base_dtype, f"tp{tp}", "quick" if quick else "full", __version__)
-    kept = _cache() / f"{_slug(*parts, torch.__version__)}.json"
+    kept = cache_folder("profiles") / f"{_slug(*parts, torch.__version__)}.json"
     found = None if options.fresh else _cached(kept)
     profile = _measure(where, base_dtype, tp, quick) if found is None else found
     if found is None:
@@ -105,11 +105,6 @@ def _dtype(name: str | None, device: torch.device) -> str:
         if name in (short, long):
             return short
     raise UnsupportedError(f"--dtype {name} is none of {', '.join(floats.values())}")
-
-
-def _cache() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "pcg" / "profiles"
 
 
 def _cached(path: Path) -> DeviceProfile | None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pcg.peft.prompt import PromptTuningConfig as PromptTuningConfig
     from pcg.peft.vera import VeraConfig as VeraConfig
     from pcg.plan.plan import plan
+    from pcg.runtime.admission.backlog import QueueLimits
     from pcg.runtime.engine.async_engine import AsyncEngine
     from pcg.runtime.engine.engine import Engine
     from pcg.runtime.engine.limits import Limits
@@ -43,6 +44,7 @@ __all__ = [
     "Executor",
     "Limits",
     "PcgError",
+    "QueueLimits",
     "SamplingParams",
     "__version__",
     "compile",
@@ -58,6 +60,7 @@ _HOMES = {
     "Engine": "pcg.runtime.engine.engine",
     "Executor": "pcg.runtime.executor",
     "Limits": "pcg.runtime.engine.limits",
+    "QueueLimits": "pcg.runtime.admission.backlog",
     "SamplingParams": "pcg.runtime.sampling.sampling_params",
     "compile": "pcg.compiler",
     "load": "pcg.compiler",

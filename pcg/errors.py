@@ -27,7 +27,8 @@ PcgError
 ├── AdapterError               an adapter cannot be read, attached or found
 ├── DataError                  finetuning data
 ├── GenerationError            a request that cannot be served
-│   └── OutOfMemoryError       the memory pool is too small for it
+│   ├── OutOfMemoryError       the memory pool is too small for it
+│   └── QueueFullError         too much waits already
 ├── EngineError                the engine's thread was closed, or ended by an error
 ├── MemoryBudgetError          less than what backward needs at least
 ├── BenchmarkError             a workload, a trace file or an event log that cannot be used
@@ -149,6 +150,10 @@ class GenerationError(PcgError):
 
 class OutOfMemoryError(GenerationError):
     """The memory pool is too small for the request."""
+
+
+class QueueFullError(GenerationError):
+    """Too much waits already, for one tenant or for all; the request may be taken later."""
 
 
 class EngineError(PcgError):

@@ -45,6 +45,12 @@ def json_object(
     return value
 
 
+def cache_folder(name: str) -> Path:
+    """The user's folder for what pcg can make again, below `XDG_CACHE_HOME` if that is set."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "pcg" / name
+
+
 def check_no_lfs_pointer(path: Path, error_type: type[PcgError]) -> None:
     """Refuse a pointer of Git LFS in the place of a file of weights."""
     with path.open("rb") as stream:

@@ -67,3 +67,12 @@ def number_ranges(numbers: Iterable[int]) -> str:
         else:
             parts.append([number])
     return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
+
+
+def shown(value: object, most: int = 80) -> str:
+    """A value as an error shows it, cut to so many characters; whatever its repr does."""
+    try:
+        text = repr(value)
+    except Exception:  # an int of more than 4,300 digits, a list in itself, another's __repr__
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= most else f"{text[: most - 1]}…"

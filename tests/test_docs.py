@@ -40,7 +40,7 @@ FILE = re.compile(r"(?<![\w./*-])\w+\.py\b")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 EMITTED = {"serving.py", "training.py"}
-LOGGERS = {"pcg.finetuning"}
+LOGGERS = {"pcg.finetuning", "pcg.kernels"}
 
 
 def _id(path: Path) -> str:

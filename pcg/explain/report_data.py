@@ -28,7 +28,7 @@ STAGES = {
     "checkpointing": "transformers' own",
     "torch-partitioner": "torch.compile's default",
 }
-"""What each stage saves, in words."""
+"""The stages, and in words what each of them saves."""
 
 
 @dataclass(frozen=True)

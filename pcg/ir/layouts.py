@@ -26,13 +26,13 @@ Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from pcg.ir.types import TOKENS, Dim, State, TensorType, part_of_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """A way in which the ranks hold one tensor.
 
     Attributes:
@@ -70,18 +70,19 @@ REPLICATED = Layout(State.REPLICATED)
 PRE_REDUCE = Layout(State.PRE_REDUCE)
 
 
+@lru_cache(maxsize=64)
 def partitioned(dim: int) -> Layout:
     """Parts of a dim, counted from the end."""
     return Layout(State.PARTITIONED, dim)
 
 
+@lru_cache(maxsize=4096)
 def token_part(type_: TensorType) -> Layout:
     """Parts of the tokens; whole for a tensor without any."""
     return partitioned(-len(type_.dims)) if type_.is_token_wise else WHOLE
 
 
-@dataclass(frozen=True, slots=True)
-class Sharding:
+class Sharding(NamedTuple):
     """One way in which ranks can run an operator, each on its own part, without communication.
 
     Attributes:

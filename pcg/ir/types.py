@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 import sympy
@@ -108,9 +108,12 @@ class Dim:
         return size if self.degree == 1 else f"{size}{self.state.value}{self.degree}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorType:
-    """The type of a tensor: dtype and dims."""
+    """The type of a tensor: dtype and dims.
+
+    Searches ask the same few types for their sizes and hash all the time, so both are kept.
+    """
 
     dtype: str
     dims: tuple[Dim, ...]
@@ -122,12 +125,22 @@ class TensorType:
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.dims))}]"
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[TensorType], tuple[str, tuple[Dim, ...]]]:
+        return TensorType, (self.dtype, self.dims)  # what is kept is of this process
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.dtype, self.dims))
+
+    @cached_property
     def shape(self) -> tuple[Size, ...]:
         """Global sizes of the dims."""
         return tuple(dim.size for dim in self.dims)
 
-    @property
+    @cached_property
     def is_token_wise(self) -> bool:
         return bool(self.dims) and counts_tokens(self.dims[0].size)
 
@@ -141,7 +154,7 @@ class TensorType:
         sizes = self.shape[1:] if self.is_token_wise else self.shape
         return all(isinstance(size, int) or size.is_number for size in sizes)
 
-    @property
+    @cached_property
     def features(self) -> tuple[int, ...]:
         """The sizes behind the token dim; every size of a tensor that has no token dim."""
         sizes = self.shape[1:] if self.is_token_wise else self.shape

@@ -105,7 +105,8 @@ class LoraRun:
     """B of neighbouring outputs of one size.
 
     Attributes:
-        b: [adapters, outputs, out, rank], scaled.
+        b: [adapters, outputs, out, rank], scaled; stored as [adapters, outputs, rank, out] where
+            the native kernel reads it.
         column: the first output's first column, of the columns with LoRA.
         row: the first output's first row, of the joined A's products.
         is_whole: True if these are all columns and all rows.
@@ -127,6 +128,7 @@ class JoinedLora:
         a: [adapters, ranks, in], the ranks of all outputs one behind the other.
         runs: B of the outputs that have one, in as few runs as can be, zeros between them included.
         parts: the same without such zeros.
+        known: tables that kernels make of these weights, for all steps.
     """
 
     column: int
@@ -134,6 +136,7 @@ class JoinedLora:
     a: Tensor
     runs: tuple[LoraRun, ...]
     parts: tuple[LoraRun, ...]
+    known: dict[str, Any]
     segments: Segments
 
 

@@ -125,6 +125,8 @@ class Search:
     @cached_property
     def _cheapest(self) -> ParallelPlan:
         best = self.planner.plan(self._given)
+        if not self.sites:
+            return best
         others = [self.planner.where_free(free).plan(self._given) for free in _FREE]
         sets = [self.sites, *self._of_one_input(), *((site,) for site in self.sites)]
         cost, is_better = self.costs.of(best).value, True

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from pcg.errors import AdapterError, UnsupportedError
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 MLP, LSTM, PREFIX = "MLP", "LSTM", "PREFIX"
 KEY = "prompt_embeddings"
 """The key of what an encoder makes in an adapter's file."""
+_SEEDING = Lock()
+"""Networks are seeded by torch's own generator, which several threads share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ class PromptEncoder:
         import torch
 
         self.check_trainable()
-        with torch.random.fork_rng(devices=[]):
+        with _SEEDING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             network = _network(self, *self.widths(shapes))
         if self.makes_zeros:

@@ -23,6 +23,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 from pcg.kernels.sizes import PAGE_TOKENS
@@ -75,6 +76,11 @@ class Served:
     most_running: int
     most_tokens: int
 
+    @property
+    def prompt_steps(self) -> int:
+        """The steps in which a prompt is read."""
+        return -(-self.serving.prompt_tokens // self.most_tokens)
+
 
 class ServingSteps:
     """The times of one replica's steps that serve."""
@@ -83,7 +89,7 @@ class ServingSteps:
         self._costs = costs
         self.served = served
         self.serving = served.serving
-        self.prompt_steps = -(-self.serving.prompt_tokens // served.most_tokens)
+        self.prompt_steps = served.prompt_steps
         most = max(1, served.most_tokens // self.serving.prompt_tokens)
         self.prompts = tuple(2**power for power in range(most.bit_length()))
         self._known: dict[tuple[int, int, int], float] = {}
@@ -171,23 +177,26 @@ class ServingSteps:
     def _at(self, running: int, prompts: int, trained: int) -> float:
         key = (running, prompts, trained)
         if key not in self._known:
-            self._known[key] = self._costs.step_seconds(self._shape(*key))
+            self._known[key] = self._costs.step_seconds(step_shape(self.served, *key))
         return self._known[key]
 
-    def _shape(self, running: int, prompts: int, trained: int) -> StepShape:
-        serving, served = self.serving, self.served
-        chunk = -(-serving.prompt_tokens // self.prompt_steps)
-        before = (serving.prompt_tokens - chunk) // 2
-        context = serving.prompt_tokens + serving.output_tokens // 2
-        chunks = [(1, context)] * running + [(chunk, before)] * prompts
-        pieces = []
-        for place, (tokens, behind) in enumerate(chunks):
-            adapter = place % served.adapters if served.adapters else None
-            rank = served.rank if served.adapters else 0
-            pieces.append(SequenceChunk(tokens, behind, True, False, adapter, rank))
-        if trained:
-            pieces.append(SequenceChunk(trained, 0, False, True, "trained", served.rank))
-        return StepShape.of(pieces)
+
+@lru_cache(maxsize=4096)
+def step_shape(served: Served, running: int, prompts: int, trained: int) -> StepShape:
+    """Return the shape of a step, which is the same on all devices; see `ServingSteps.seconds`."""
+    serving = served.serving
+    chunk = -(-serving.prompt_tokens // served.prompt_steps)
+    before = (serving.prompt_tokens - chunk) // 2
+    context = serving.prompt_tokens + serving.output_tokens // 2
+    chunks = [(1, context)] * running + [(chunk, before)] * prompts
+    pieces = []
+    for place, (tokens, behind) in enumerate(chunks):
+        adapter = place % served.adapters if served.adapters else None
+        rank = served.rank if served.adapters else 0
+        pieces.append(SequenceChunk(tokens, behind, True, False, adapter, rank))
+    if trained:
+        pieces.append(SequenceChunk(trained, 0, False, True, "trained", served.rank))
+    return StepShape.of(pieces)
 
 
 def interpolated(points: list[tuple[float, float]], y: float) -> float:

@@ -136,7 +136,8 @@ class Executor:
                 seed, stop, …); a list gives each prompt its own. With a seed, prompt i of several
                 samples with seed + i.
         Returns:
-            A completion for one text, else a list of them in the order of the prompts.
+            A completion for one text, else a list of them in the order of the prompts; with n above
+                1 a list of the n continuations of the first prompt, then of the second.
         Raises:
             GenerationError: an empty prompt, one longer than the model's positions, bad options, or
                 logits that are not finite.
@@ -150,9 +151,12 @@ class Executor:
         chunks = self._run(requests) if running is None else running.stream_all(requests)
         if stream:
             return chunks
-        done = {chunk.index: chunk.completion for chunk in chunks if chunk.completion is not None}
-        completions = [done[index] for index in range(len(requests))]
-        return completions[0] if single else completions
+        done: dict[tuple[int, int], Completion] = {}
+        for chunk in chunks:
+            if chunk.completion is not None:
+                done[chunk.index, chunk.choice] = chunk.completion
+        completions = [done[key] for key in sorted(done)]
+        return completions[0] if single and len(completions) == 1 else completions
 
     def _run(self, requests: Sequence[Request]) -> Iterator[Chunk]:
         """Serve some requests to their ends, and nothing beside them."""

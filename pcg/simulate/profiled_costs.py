@@ -27,6 +27,7 @@ from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.model.load import Load
 from pcg.runtime.requests.sequence import Sequence
+from pcg.runtime.requests.step_results import StepResults
 from pcg.runtime.training.work_units import Backward, Forward, Release
 
 
@@ -79,6 +80,7 @@ class ProfiledDevice:
         self.behind_s = 0.0
         self.open, self.evict = device.open, device.evict
         self.prefetch, self.is_copying = device.prefetch, device.is_copying
+        self.copy_page = device.copy_page
         self.fails_alike, self.check_alive = device.fails_alike, device.check_alive
         self._device = device
         self._clock = clock
@@ -96,7 +98,7 @@ class ProfiledDevice:
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
-    ) -> Callable[[], list[int]]:
+    ) -> Callable[[], StepResults]:
         served = [SequenceChunk(n, s.cached, n == s.pending) for s, n in chunks]
         trained = [SequenceChunk(n, unit.context, False, True) for unit, n in windows]
         self.shape = StepShape.of([*served, *trained])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from random import Random
 
-from pcg.errors import BenchmarkError, OutOfMemoryError
+from pcg.errors import BenchmarkError, OutOfMemoryError, QueueFullError
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.metrics.metrics import ServingReport, serving_report
@@ -58,7 +58,9 @@ def replay(
     while next_ < len(requests) or scheduler.waiting or scheduler.running:
         now_s = clock.now_s()
         while next_ < len(requests) and start_s + workload.requests[next_].time_s <= now_s:
-            with suppress(OutOfMemoryError):  # the log has the refusal, with its reason
+            with suppress(
+                OutOfMemoryError, QueueFullError
+            ):  # the log has the refusal, with its reason
                 engine.submit(requests[next_], start_s + workload.requests[next_].time_s)
             next_ += 1
         if not engine.is_idle:

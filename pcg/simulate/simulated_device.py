@@ -21,6 +21,7 @@ from pcg.runtime.engine.clock import SimulatedClock
 from pcg.runtime.engine.device import SideStream
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
+from pcg.runtime.requests.step_results import StepResults
 from pcg.runtime.training.work_units import Backward, Forward
 from pcg.simulate.simulated_training import SimulatedPass
 
@@ -77,7 +78,7 @@ class SimulatedDevice:
         self._copied_s: dict[int, float] = {}
         self._link_free_s = 0.0
 
-    def open(self, request: Request, number: int) -> Sequence:
+    def open(self, request: Request, number: int, choice: int = 0) -> Sequence:
         """Return a request's state before anything ran.
 
         Raises:
@@ -89,8 +90,18 @@ class SimulatedDevice:
                 f"prompt {number} has {request.length} tokens; give at least 1 and fewer than the "
                 f"model's {self._most_positions} positions"
             )
-        limit = min(request.params.max_new_tokens, room)
-        return Sequence(f"request {number}", number, request, limit, 0.0)
+        params = request.params
+        if params.logprobs is not None or params.of_prompt is not None:
+            raise GenerationError(
+                f"prompt {number} asks for logprobs, and a simulated device computes no logits; "
+                "ask for none"
+            )
+        limit = min(params.max_new_tokens, room)
+        name = request.named(number, choice)
+        return Sequence(name, number, request, limit, 0.0, choice=choice)
+
+    def copy_page(self, page: int, to: int) -> None:
+        """Do nothing: there are no keys and values."""
 
     def prefetch(self, adapters: List[ServedAdapter]) -> None:
         """Begin to copy adapters to the device, behind copies that are under way."""
@@ -110,11 +121,11 @@ class SimulatedDevice:
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
-    ) -> Callable[[], list[int]]:
+    ) -> Callable[[], StepResults]:
         """Run sequences' next tokens, and windows of jobs, as one batch.
 
         Returns:
-            A function that returns a token for each sequence, meaningless where more are pending.
+            A function that returns a token for each sequence without pending ones.
         """
         pieces: list[SequenceChunk] = []
         there_s = 0.0
@@ -137,7 +148,10 @@ class SimulatedDevice:
         self.waited_s += max(0.0, there_s - self._clock.now_s())
         self._clock.wait_until(there_s)
         self._take(self._costs.step_seconds(StepShape.of(pieces)))
-        return lambda: [SAMPLED_TOKEN] * len(chunks)
+        ready = [sequence for sequence, count in chunks if count == sequence.pending]
+        ready += [follower for sequence in ready for follower in sequence.followers]
+        ready = [sequence for sequence in ready if sequence.limit]
+        return lambda: StepResults(dict.fromkeys(ready, SAMPLED_TOKEN))
 
     def back(self, units: List[Backward]) -> None:
         """Run backward units of one layer together."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pcg.keywords import takes
 from pcg.parallel.costs.step_costs import StepCosts
 from pcg.runtime.adapters.cache import AdapterCache
+from pcg.runtime.admission.backlog import UNLIMITED
 from pcg.runtime.engine.clock import SimulatedClock
 from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.limits import Limits
@@ -30,6 +31,7 @@ class SimulatedArguments(EngineOptions):
         pages: pages of the pool.
         page_bytes: bytes of a page; adapters take pages by it.
         limits: the limits of a step, and the SLOs; those of `Limits()` by default.
+        queue: the most that may wait; without it, everything may.
         latencies: what the engine plans by and corrects; without it, it keeps no SLO.
         most_positions: positions of the model; None for any number.
         prefix_caching: let requests share the blocks of common prefixes; off by default, as the
@@ -59,7 +61,8 @@ class SimulatedEngine(EngineLoop):
         if given.prefix_caching:
             prefixes = Prefixes(pool, between_tenants=given.prefixes_between_tenants)
         limits = given.limits or Limits()
-        scheduler = Scheduler(pool, adapters, limits, given.policy, prefixes)
+        queue = given.queue or UNLIMITED
+        scheduler = Scheduler(pool, adapters, limits, given.policy, prefixes, queue)
         device = SimulatedDevice(given.costs, clock, given.most_positions)
         super().__init__(device, scheduler, clock, given)
         self._costs = given.costs

@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 import pcg.compiler as compiler
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
+from pcg.runtime.model.weights import Checkpoint
+from pcg.source import resolve
 from tests.support import oracle
 from tests.support.families import FAMILIES, Family
 from tests.support.prompts import LENGTHS, TOLERANCE, prompts
@@ -72,6 +74,16 @@ def test_logits_with_and_without_adapters_in_one_batch(case: Case, lengths: Sequ
     for logits, sequence, adapter in zip(found, sequences, ADAPTERS, strict=True):
         expected = oracle.logits(case.model(adapter), sequence)
         assert oracle.relative_error(logits, expected) < TOLERANCE
+
+
+def test_the_base_from_sharded_files(case: Case, tmp_path: Path) -> None:
+    oracle.save_model(case.base, tmp_path, "20KB")
+    source, program = resolve(tmp_path, weights=True), case.executor.program
+    assert len(source.weight_files) > 1
+    weights = Checkpoint.open(source, program.base_prefix)
+    executor = compiler.make_executor(program, weights, None, None)
+    for sequence in prompts((9, 1)):
+        assert torch.equal(executor.logits(sequence), case.executor.logits(sequence))
 
 
 def test_greedy_tokens_of_a_ragged_batch(case: Case) -> None:

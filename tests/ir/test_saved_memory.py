@@ -48,7 +48,7 @@ def test_the_peak_of_a_step_is_predicted(name: str, dtype: str, budget: float) -
     assert abs(peak_error(BY_NAME[name], dtype, budget)) < 0.03
 
 
-@pytest.mark.parametrize("size_bytes", [5_000_000, 8_000_000])
+@pytest.mark.parametrize("size_bytes", [5_000_000, pytest.param(8_000_000, marks=pytest.mark.slow)])
 def test_the_peak_of_a_step_whose_layers_share_inputs_is_predicted(size_bytes: int) -> None:
     assert abs(peak_error(BY_NAME["llama3"], "float32", size_bytes, layers=16)) < 0.03
 

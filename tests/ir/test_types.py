@@ -1,6 +1,10 @@
 """Types, with torch's own promotion and broadcasting as the oracle."""
 
 import itertools
+import os
+import pickle
+import subprocess
+import sys
 
 import pytest
 import sympy
@@ -123,3 +127,18 @@ def test_states_count_whole_tensors() -> None:
     assert type_.size_bytes == 32 * TOKENS
     assert type_.with_dtype("f32") == type_
     assert type_.with_features(8) == tensor("f32", TOKENS, 8)
+
+
+def test_a_type_is_found_by_its_equal_in_another_process() -> None:
+    """Its hash is kept, and those of words differ from process to process."""
+    type_ = tensor("bf16", TOKENS, 64)
+    assert hash(type_) == hash(TensorType("bf16", type_.dims))
+    assert type_.features == (64,)
+    program = (
+        "import pickle, sys; from pcg.ir.types import TOKENS, tensor; "
+        "found = pickle.load(sys.stdin.buffer); "
+        "assert {found: 1}[tensor('bf16', TOKENS, 64)] == 1"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    command = [sys.executable, "-c", program]
+    subprocess.run(command, input=pickle.dumps(type_), env=environment, check=True)

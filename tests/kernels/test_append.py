@@ -59,7 +59,7 @@ CPU = torch.device("cpu")
         ("qwen3", 1, {"head_dim": 16}),  # norms of queries and keys
         ("gpt_neox", 1, {}),  # heads that lie apart, of which a part turns
         ("opt", 1, {}),  # no rotary embedding
-        ("qwen2.5-windows", 2, {}),
+        pytest.param("qwen2.5-windows", 2, {}, marks=pytest.mark.slow),
     ],
 )
 def test_the_cache_holds_what_transformers_caches(

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from pcg.kernels.triton import sampling as template
 from pcg.kernels.triton.sampling import draw, greedy
-from pcg.runtime.sampling.sampling import SamplingParams, make_generator, sample
+from pcg.runtime.sampling.sampler import Sampler, make_generator
+from pcg.runtime.sampling.sampling import sample
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support.interpreter import bf16
 from tests.support.interpreter.gpu_code import Code, Kernel, compiled
 from tests.support.interpreter.sanitizer import sanitized
@@ -80,8 +82,7 @@ def test_requests_draw_the_tokens_that_they_draw_on_the_cpu() -> None:
     torch.manual_seed(0)
     logits = 3 * torch.randn(64, 1000)
     params = [SamplingParams(temperature=0.5 + row / 64, seed=row) for row in range(64)]
-    generators = [make_generator(row) for row in range(64)]
-    wanted = sample(logits, params, generators)
+    wanted = sample(logits, [Sampler(each) for each in params])
     uniform = torch.stack(
         [torch.rand((), dtype=torch.float64, generator=make_generator(row)) for row in range(64)]
     )

@@ -92,7 +92,10 @@ def gradients(executor: Executor) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in runner.parameters.items() if p.grad is not None}
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["plain", "dropout"])
+@pytest.mark.parametrize(
+    "dropout",
+    [pytest.param(0.0, id="plain", marks=pytest.mark.slow), pytest.param(0.3, id="dropout")],
+)
 @pytest.mark.parametrize(
     "name",
     [

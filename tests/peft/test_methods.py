@@ -28,6 +28,11 @@ from tests.support.peft_cases import CONFIGS, Models, check_gradients, make_mode
 from tests.support.prompts import LENGTHS, TOLERANCE, prompts
 
 EACH = [(family, name) for family, configs in CONFIGS.items() for name in configs]
+EACH_IN_ONE_FAMILY = [
+    pytest.param(family, name, marks=() if family == "llama-biases" else pytest.mark.slow)
+    for family, name in EACH
+]
+"""The cases whose other families run in the slow run alone; batches of all methods have them."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +67,7 @@ def test_greedy_tokens_of_all_methods_in_one_batch(models: dict[str, Models], fa
         assert list(completion.token_ids) == oracle.greedy(case.model(name), sequence, 10), name
 
 
-@pytest.mark.parametrize(("family", "name"), EACH)
+@pytest.mark.parametrize(("family", "name"), EACH_IN_ONE_FAMILY)
 def test_each_alone(models: dict[str, Models], family: str, name: str) -> None:
     case = models[family]
     executor = compiler.compile(case.base, {name: str(case.saved / name)})
@@ -103,7 +108,7 @@ def test_peft_reads_what_we_save(
     assert again.recipe == case.executor.adapters[name].recipe
 
 
-@pytest.mark.parametrize(("family", "name"), EACH)
+@pytest.mark.parametrize(("family", "name"), EACH_IN_ONE_FAMILY)
 def test_a_new_adapter_changes_nothing_and_learns(
     models: dict[str, Models], family: str, name: str, tmp_path: Path
 ) -> None:

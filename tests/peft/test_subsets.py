@@ -278,7 +278,9 @@ def test_a_programs_folder_holds_its_kinds(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------- bytes
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, marks=pytest.mark.slow if one == "a regex" else ()) for one in CASES]
+)
 def test_saved_bytes_are_those_predicted_and_at_most_eagers(
     base: Any, case: str, tmp_path: Path
 ) -> None:

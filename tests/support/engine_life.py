@@ -7,10 +7,13 @@ from collections.abc import Callable
 from random import Random
 
 from pcg.errors import OutOfMemoryError
+from pcg.runtime.admission.adapter_clustering import AdapterClustering
+from pcg.runtime.admission.early_abort import EarlyAbort
+from pcg.runtime.admission.fair_share import FairShare
+from pcg.runtime.admission.policy import Fcfs, Policy
 from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.policies import AdapterClustering, EarlyAbort, FairShare, Fcfs, Policy
 from pcg.runtime.metrics.events import Event, EventLog, Kind
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams

@@ -13,7 +13,9 @@ import pcg.compiler as compiler
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.model.decode_graphs import EAGER_STEPS, CudaRecorder
-from pcg.runtime.sampling.sampling import UNDRAWN, SamplingParams, make_generator, sample
+from pcg.runtime.sampling.sampler import Sampler
+from pcg.runtime.sampling.sampling import UNDRAWN, sample
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support import oracle
 from tests.support.decode_steps import Step, Steps, executor_of
 from tests.support.families import BY_NAME
@@ -102,14 +104,14 @@ def a_decode_step_waits_for_nothing() -> None:
         SamplingParams(repetition_penalty=1.2),
         SamplingParams(temperature=1.3, top_p=0.9),
     ]
-    generators, history = [make_generator(seed) for seed in range(3)], [[1, 2, 3]] * 3
+    samplers = [Sampler(each, (1, 2, 3)) for each in params]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         recorded = steps.graphs.run(ids, contexts, tables, adapters)
         bound = steps.stacks.bind(adapters, [1] * 3)
         logits = steps.runner.logits(steps.batch(ids, contexts, tables), bound)
-        chosen = sample(logits, params, generators, history, steps.runner.drawing)
+        chosen = sample(logits, samplers, steps.runner.drawing)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert recorded is not None

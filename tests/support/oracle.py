@@ -12,6 +12,7 @@ import peft
 import torch
 import transformers
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 NEW_TOKENS = 32
 
@@ -79,6 +80,12 @@ def save(wrapped: Any, directory: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapped.save_pretrained(directory)
+
+
+def save_model(model: Any, directory: Path, shard: str = "5GB") -> None:
+    """Write a model as transformers does, in files of so many bytes at most."""
+    disable_progress_bar()
+    model.save_pretrained(directory, max_shard_size=shard)
 
 
 def load_saved(model: Any, directory: Path) -> Any:

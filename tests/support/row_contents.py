@@ -8,6 +8,7 @@ from typing import Any
 
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.requests.sequence import Sequence
+from pcg.runtime.requests.step_results import StepResults
 from pcg.simulate.simulated_engine import SimulatedEngine
 
 
@@ -35,7 +36,7 @@ class RowContents:
         self._adapters: dict[int, object] = {}
         engine.device.start = self.start  # type: ignore[method-assign]
 
-    def start(self, chunks: List[tuple[Sequence, int]], windows: Any) -> Callable[[], list[int]]:
+    def start(self, chunks: List[tuple[Sequence, int]], windows: Any) -> Callable[[], StepResults]:
         try:
             self._check(chunks)
         except AssertionError as error:

@@ -240,7 +240,7 @@ def test_parameters_that_peft_trains() -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(n, marks=[] if n < 4 else pytest.mark.slow) for n in range(300)]
+    "seed", [pytest.param(n, marks=[] if n < 2 else pytest.mark.slow) for n in range(300)]
 )
 def test_any_causal_lm_with_any_method(seed: int) -> None:
     case, predicted, expected = drawn(seed)

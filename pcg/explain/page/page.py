@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
+from pcg.explain.page.environment import page_environment
 from pcg.explain.page.figures import (
     front_plot,
     front_points,
@@ -51,14 +50,8 @@ SECTIONS = {
 
 def page(report: ReportData) -> str:
     """Return the whole page, which refers to no other file."""
-    environment = Environment(
-        loader=PackageLoader("pcg.explain", "page"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"gib": gib, "mib": _mib, "kib": _kib, "count": rounded}
+    environment = page_environment("pcg.explain")
+    environment.filters |= {"mib": _mib, "kib": _kib, "count": rounded}
     given = _heading(report) | _memory(report) | _plots(report) | _tensors(report)
     return environment.get_template("page.html").render(given, report=report)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import cast
 
@@ -114,7 +115,8 @@ class Storages:
         return _contiguous(new)
 
 
-def _contiguous(sizes: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=16384)
+def _contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
     strides = [1] * len(sizes)
     for i in reversed(range(len(sizes) - 1)):
         strides[i] = strides[i + 1] * sizes[i + 1]

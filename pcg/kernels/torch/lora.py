@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pcg.kernels.adapter_batch import JoinedLora, LoraRun, Segments
 from pcg.kernels.batch import ProgramBatch
+from pcg.kernels.native.sgmv import add_lora_of_few
 from pcg.kernels.torch.collectives import own_part
 from pcg.kernels.torch.products import linear
 from pcg.peft.weights import AdapterWeight
@@ -148,7 +149,7 @@ def add_lora(
         a: each output's A; the first holds the LoRA of all, a `JoinedLora`.
         b: each output's B, likewise.
     """
-    for lora in by_width(a[0]):
+    for lora in add_lora_of_few(y, x, by_width(a[0])):
         _add_joined(y, x, lora)
     sizes = weight.group_sizes
     return y.split(sizes, -1) if len(sizes) > 1 else (y,)

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from pcg.errors import CostModelError
 from pcg.ir.operators.base import Attributes, Types
 from pcg.parallel.costs.accelerators import ASSUMED, Achieved, DeviceSheet, Link
-from pcg.parallel.costs.work import Work, is_free, parts_of, work_of
+from pcg.parallel.costs.work import Work, works_of
 
 _ROUNDS = {"all_gather": 1, "all_reduce": 2, "reduce_scatter": 1}
 
@@ -60,8 +60,7 @@ class CostModel(ABC):
         """
         key = (op, inputs, outputs, tuple(attributes.items()), tokens, context)
         if key not in self._known:
-            parts = () if is_free(op) else parts_of(op, inputs, outputs, attributes)
-            works = (work_of(*part, tokens, context) for part in parts)
+            works = works_of(op, inputs, outputs, attributes, tokens, context)
             self._known[key] = sum(map(self.work_seconds, works), 0.0)
         return self._known[key]
 

@@ -32,7 +32,15 @@ from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TOKENS, TensorType
 from pcg.parallel.costs.cost_model import CostModel
 from pcg.parallel.costs.rank_costs import message_of
-from pcg.parallel.costs.work import Work, is_free, parts_of, size_bytes, with_rank, work_of
+from pcg.parallel.costs.work import (
+    Work,
+    is_free,
+    parts_of,
+    size_bytes,
+    with_rank,
+    work_of,
+    works_of,
+)
 
 
 class SequenceChunk(NamedTuple):
@@ -233,10 +241,11 @@ class GraphSeconds:
         self._open: list[tuple[str, Types]] = []
         for node in graph.nodes:
             self._add(graph, node)
+        self._works: dict[int, list[tuple[tuple[Work, ...], int]]] = {}
         self._known: dict[int, float] = {}
 
     def on(self, model: CostModel) -> GraphSeconds:
-        """Return the seconds of the same graph on another device."""
+        """Return the seconds of the same graph on another device; its work is counted once."""
         found = copy.copy(self)
         found._model, found._known = model, {}
         return found
@@ -259,9 +268,13 @@ class GraphSeconds:
     def _plain_seconds(self, tokens: int) -> float:
         """Seconds of what depends on the number of tokens alone."""
         total = sum(self._message_seconds(kind, types, tokens) for kind, types in self._messages)
-        for (op, ins, outs, attributes), count in self._plain.items():
-            call = (op, ins, outs, dict(attributes), tokens, 1)
-            total += count * self._model.operator_seconds(*call)
+        if tokens not in self._works:
+            self._works[tokens] = [
+                (works_of(op, ins, outs, dict(attributes), tokens, 1), count)
+                for (op, ins, outs, attributes), count in self._plain.items()
+            ]
+        for works, count in self._works[tokens]:
+            total += count * sum(map(self._model.work_seconds, works), 0.0)
         return total
 
     def _add(self, graph: Graph, node: Node) -> None:

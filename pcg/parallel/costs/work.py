@@ -90,6 +90,18 @@ def work_of(
     )
 
 
+def works_of(
+    op: str, inputs: Types, outputs: Types, attributes: Attributes, tokens: int, context: int
+) -> tuple[Work, ...]:
+    """The work of each operator that a call stands for; none of a view.
+
+    Raises:
+        CostModelError: the operator or a type has no cost.
+    """
+    parts = () if is_free(op) else parts_of(op, inputs, outputs, attributes)
+    return tuple(work_of(*part, tokens, context) for part in parts)
+
+
 def kernel_of(op: str, attributes: Attributes) -> str:
     """The operator's name, with the attributes that choose another kernel."""
     family = op.removesuffix("_backward")
@@ -227,6 +239,7 @@ def _numbers(
     return function
 
 
+@lru_cache(maxsize=16384)
 def with_rank(type_: TensorType, rank: int = OPEN_RANK) -> TensorType:
     """The type with a number for the rank that is left open."""
     sizes: list[Size] = []

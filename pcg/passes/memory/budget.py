@@ -30,14 +30,14 @@ def spread(frontiers: LayerFrontiers, budget: MemoryBudget, outside_bytes: int) 
 
     `outside_bytes` are saved outside the layers, whatever they do.
     """
-    steps = list(mixes(frontiers))
-    most, least = (mixed(frontiers, steps[i]).size_bytes for i in (0, -1))
+    steps = list(_sized_mixes(frontiers))
+    (most, _), (least, _) = steps[0], steps[-1]
     if budget.share is not None:
         limit = least + Fraction(budget.share) * (most - least)
     else:
         assert budget.size_bytes is not None
         limit = Fraction(budget.size_bytes - outside_bytes)
-    return next((mix for mix in steps if mixed(frontiers, mix).size_bytes <= limit), None)
+    return next((mix for size, mix in steps if size <= limit), None)
 
 
 def mixes(frontiers: LayerFrontiers) -> Iterator[Mix]:
@@ -45,15 +45,23 @@ def mixes(frontiers: LayerFrontiers) -> Iterator[Mix]:
 
     Each saves fewer bytes than the one before, at the best rate of bytes for cost.
     """
+    return (mix for _, mix in _sized_mixes(frontiers))
+
+
+def _sized_mixes(frontiers: LayerFrontiers) -> Iterator[tuple[int, Mix]]:
+    """Every mix on the way, behind the bytes of all its layers."""
     mix = [0] * len(frontiers)
     most = mixed(frontiers, mix).size_bytes
-    yield tuple(mix)
+    yield most, tuple(mix)
     for layer, frontier in enumerate(frontiers):
         mix[layer] = _start(frontier)
+    size = mixed(frontiers, mix).size_bytes
     for _, layer in heapq.merge(*(_steps(one, layer) for layer, one in enumerate(frontiers))):
+        now, then = frontiers[layer][mix[layer] :][:2]
         mix[layer] += 1
-        if mixed(frontiers, mix).size_bytes < most:
-            yield tuple(mix)
+        size += then.size_bytes - now.size_bytes
+        if size < most:
+            yield size, tuple(mix)
 
 
 def _start(frontier: Sequence[Choice]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from pcg.errors import MemoryBudgetError
 from pcg.ir.analysis.product_flops import graph_flops
@@ -55,11 +56,11 @@ class MemoryPlan:
 class Frontiers:
     """The choices that the layers have of what to save and recompute, at one batch.
 
+    A frontier takes many cuts, which are made when it is first read; a share of 1 needs one of each
+    kind of layers.
+
     Attributes:
         kinds: the kinds of layers.
-        of_kind: the frontier of each kind.
-        by_flops: the frontiers by operations alone, where those of the kinds are by seconds: as
-            layers are whole, a mix of these may be within a budget for less.
         layers: the index of each layer's kind.
         layer_flops: operations of each layer's matrix products and attention.
         outside_bytes: bytes that are saved outside the layers.
@@ -70,8 +71,6 @@ class Frontiers:
     """
 
     kinds: tuple[LayerKind, ...]
-    of_kind: tuple[tuple[Choice, ...], ...]
-    by_flops: tuple[tuple[Choice, ...], ...]
     layers: tuple[int, ...]
     layer_flops: tuple[int, ...]
     outside_bytes: int
@@ -79,6 +78,36 @@ class Frontiers:
     batch: int
     seq: int
     costs: RankCosts | None = None
+
+    @cached_property
+    def of_kind(self) -> tuple[tuple[Choice, ...], ...]:
+        """The frontier of each kind."""
+        return tuple(problem.frontier() for problem in self._problems)
+
+    @cached_property
+    def by_flops(self) -> tuple[tuple[Choice, ...], ...]:
+        """The frontiers by operations alone, where those of the kinds are by seconds; else none.
+
+        As layers are whole, a mix of these may be within a budget for less.
+        """
+        if self.costs is None:
+            return ()
+        alone = (self._problem(kind, None).frontier() for kind in self.kinds)
+        pairs = zip(self._problems, alone, strict=True)
+        return tuple(problem.in_costs(found) for problem, found in pairs)
+
+    @cached_property
+    def firsts(self) -> tuple[Choice, ...]:
+        """The first choice of each kind: no product is recomputed."""
+        return tuple(problem.first for problem in self._problems)
+
+    @cached_property
+    def _problems(self) -> tuple[SaveProblem, ...]:
+        return tuple(self._problem(kind, self.costs) for kind in self.kinds)
+
+    def _problem(self, kind: LayerKind, costs: RankCosts | None) -> SaveProblem:
+        found = kind.gradients
+        return SaveProblem(found.graph, found.needed, kind.shared, self.batch, self.seq, costs)
 
     @property
     def of_layers(self) -> list[tuple[Choice, ...]]:
@@ -124,6 +153,8 @@ class Frontiers:
 
     def choices(self, budget: MemoryBudget) -> list[Choice] | None:
         """Each layer's choice within a budget, at the least cost; None for none."""
+        if budget.share == 1:
+            return [self.firsts[kind] for kind in self.layers]
         best = self.within(self.of_kind, budget)
         if best is None or not self.by_flops or best == [front[0] for front in self.of_layers]:
             return best
@@ -173,8 +204,9 @@ class Frontiers:
         for kind_index, choice in taken:
             kind = self.kinds[kind_index]
             several = sum(other == kind_index for other, _ in taken) > 1
-            index = self._known(kind_index).index(choice)
-            name = f"{kind.name}_plan{index}" if several else kind.name
+            name = kind.name
+            if several:
+                name += f"_plan{self._known(kind_index).index(choice)}"
             plans.append(plan_layer(kind, choice.saved, name))
             choices.append(choice)
         layers = tuple(taken.index(pair) for pair in zip(self.layers, of_layers, strict=True))
@@ -198,31 +230,13 @@ def frontiers(
     Args:
         costs: the seconds of a rank's nodes; None to count operations.
     """
-    found, by_flops = [], []
-    for kind in kinds:
-        layer = (kind.gradients.graph, kind.gradients.needed, kind.shared, batch, seq)
-        problem = SaveProblem(*layer, costs)
-        found.append(problem.frontier())
-        if costs is not None:
-            by_flops.append(problem.in_costs(SaveProblem(*layer).frontier()))
     tokens = batch * seq
     of_block = [graph_flops(block, tokens, seq) for block in model.blocks]
     flops = tuple(of_block[index] for index in model.layers)
     read = {name for kind in kinds for name in kind.gradients.needed if name in kind.shared}
     outside = outside_bytes(model, read, tokens)
     layers = _kind_of_layers(kinds)
-    return Frontiers(
-        tuple(kinds),
-        tuple(found),
-        tuple(by_flops),
-        layers,
-        flops,
-        outside,
-        model,
-        batch,
-        seq,
-        costs,
-    )
+    return Frontiers(tuple(kinds), layers, flops, outside, model, batch, seq, costs)
 
 
 def replanned(plan: MemoryPlan, found: Frontiers) -> MemoryPlan | None:

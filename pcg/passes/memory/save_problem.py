@@ -36,8 +36,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-
-import networkx
+from functools import cached_property
+from typing import NamedTuple
 
 from pcg.ir.analysis.product_flops import node_flops
 from pcg.ir.analysis.storages import Storage, Storages
@@ -45,10 +45,22 @@ from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
 from pcg.ir.types import TOKENS
 from pcg.parallel.costs.rank_costs import PICOSECOND, RankCosts
+from pcg.passes.memory.minimum_cut import Network
 
 _SOURCE, _SINK = "source", "sink"
 _TIE = 2**40
 """More than the elements of a layer's activations, so that other operators only break ties."""
+
+
+class _Edge(NamedTuple):
+    """An edge of the network between two of its nodes, by name.
+
+    Its capacity is the price of saving a storage, or of running a node again; None is unbounded.
+    """
+
+    before: str
+    after: str
+    price: Storage | Node | None = None
 
 
 @dataclass(frozen=True)
@@ -110,36 +122,53 @@ class SaveProblem:
 
     def choose(self, byte_weight: int, cost_weight: int | None) -> Choice:
         """The best choice at these weights; a cost weight of None forbids products."""
-        cut: networkx.DiGraph[str] = networkx.DiGraph()
-        for storage in self._given:
-            cut.add_edge(_SOURCE, storage.name, capacity=self._save_price(storage, byte_weight))
+        if not self._needed:
+            return Choice((), (), 0, 0, 0)
+        capacities = [self._price(edge.price, byte_weight, cost_weight) for edge in self._edges]
+        there = self._network.sink_side(capacities)
+        return self._choice({name for name, place in self._places.items() if place in there})
+
+    @cached_property
+    def _edges(self) -> tuple[_Edge, ...]:
+        """The edges of the network, each with what its capacity is the price of."""
+        edges = [_Edge(_SOURCE, storage.name, storage) for storage in self._given]
         for node in self._nodes:
             made = self._made(node)
             place = f"node {node.name}"
-            price = self._recompute_price(node, cost_weight)
-            cut.add_edge(_SOURCE, place, **({} if price is None else {"capacity": price}))
-            for read in self._stored(node.inputs):
-                cut.add_edge(read.name, place)
+            edges.append(_Edge(_SOURCE, place, node))
+            edges += (_Edge(read.name, place) for read in self._stored(node.inputs))
             for storage in made:
                 inner = place if len(made) == 1 else f"in {storage.name}"
                 if inner != place:
-                    cut.add_edge(place, inner)
-                cut.add_edge(inner, storage.name, capacity=self._save_price(storage, byte_weight))
-        for storage in self._needed:
-            cut.add_edge(storage.name, _SINK)
-        if _SINK not in cut:
-            return Choice((), (), 0, 0, 0)
-        _, (_, there) = networkx.minimum_cut(
-            cut, _SOURCE, _SINK, flow_func=networkx.algorithms.flow.preflow_push
-        )
-        return self._choice(there)
+                    edges.append(_Edge(place, inner))
+                edges.append(_Edge(inner, storage.name, storage))
+        edges += (_Edge(storage.name, _SINK) for storage in self._needed)
+        return tuple(edges)
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        """The number of each node of the network."""
+        ends = (end for edge in self._edges for end in (edge.before, edge.after))
+        names = dict.fromkeys((_SOURCE, _SINK, *ends))
+        return {name: place for place, name in enumerate(names)}
+
+    @cached_property
+    def _network(self) -> Network:
+        places = self._places
+        pairs = [(places[edge.before], places[edge.after]) for edge in self._edges]
+        return Network(len(places), pairs)
+
+    @cached_property
+    def first(self) -> Choice:
+        """The choice of the fewest bytes that recomputes no product."""
+        return self.choose(1, None)
 
     def frontier(self) -> tuple[Choice, ...]:
         """No product recomputed, then the lower convex hull's vertices to the fewest bytes.
 
         Where every operator has a cost, the hull begins where nothing is recomputed.
         """
-        first = self.choose(1, None)
+        first = self.first
         last = self.choose(sum(self._costs.values()) + 1, 1)
         if last.size_bytes == first.size_bytes:
             return (first,)
@@ -201,6 +230,13 @@ class SaveProblem:
                 nodes.append(node)
                 live.update(storage.name for storage in self._stored(node.inputs))
         return nodes[::-1]
+
+    def _price(
+        self, of: Storage | Node | None, byte_weight: int, cost_weight: int | None
+    ) -> int | None:
+        if isinstance(of, Storage):
+            return self._save_price(of, byte_weight)
+        return None if of is None else self._recompute_price(of, cost_weight)
 
     def _save_price(self, storage: Storage, byte_weight: int) -> int:
         return self._bytes[storage.name] * byte_weight * _TIE

@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from pcg.errors import UnsupportedError
 from pcg.ir.graph import Graph
-from pcg.ir.layouts import Layout, token_part
+from pcg.ir.layouts import Layout, Sharding, token_part
 from pcg.ir.program.program import ModelGraph, token_embedding
 from pcg.options import MemoryBudget
 from pcg.parallel.base_plan import COLUMN, base_plan
@@ -117,12 +118,9 @@ class Shard(Pass[Prepared, Sharded]):
         `plain` is the same layer without bypass networks, with the layouts of its weights.
         """
         sequence, degree = self.sequence_parallel, self.degree
-        ends = token_sharded_ends(plain) if sequence else Constraints()
-        fixed = dataclasses.replace(ends, layouts=layouts)
-        nodes = token_sharded_nodes(plain, many_adapters=False) if sequence else frozenset()
-        by_bytes = ByteCosts(degree, sequence)
-        rules = Planner(plain, degree, by_bytes, token_nodes=nodes).plan(fixed).rules
-        return Search(block, degree, self.costs or by_bytes, layouts, rules, trains, sequence)
+        rules = base_rules(plain, degree, tuple(layouts.items()), sequence)
+        costs = self.costs or ByteCosts(degree, sequence)
+        return Search(block, degree, costs, layouts, rules, trains, sequence)
 
     def searches(self, model: ModelGraph, given: Prepared, trains: bool) -> tuple[Search, ...]:
         """The searches for the bypass networks of each layer of a model."""
@@ -167,6 +165,21 @@ class Shard(Pass[Prepared, Sharded]):
         costs = ByteCosts(self.degree, self.sequence_parallel)
         plan = Planner(graph, self.degree, costs, trains, nodes).plan(fixed)
         return shard(graph, self.degree, plan)
+
+
+@lru_cache(maxsize=64)
+def base_rules(
+    plain: Graph, degree: int, layouts: tuple[tuple[str, Layout], ...], sequence_parallel: bool
+) -> Mapping[str, Sharding]:
+    """The way of each node of a layer without bypass networks, of the fewest bytes between ranks.
+
+    It is the same for all that is attached to the layer.
+    """
+    ends = token_sharded_ends(plain) if sequence_parallel else Constraints()
+    fixed = dataclasses.replace(ends, layouts=dict(layouts))
+    nodes = token_sharded_nodes(plain, many_adapters=False) if sequence_parallel else frozenset()
+    costs = ByteCosts(degree, sequence_parallel)
+    return Planner(plain, degree, costs, token_nodes=nodes).plan(fixed).rules
 
 
 def _carried_layouts(model: ModelGraph, *, is_first: bool) -> Constraints:

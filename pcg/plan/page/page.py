@@ -1,13 +1,11 @@
-"""The page of a machine plan: `page.html`, in the style of the page of `pcg.explain`."""
+"""The page of a machine plan: `plan.html`, in the frame of the page of `pcg.explain`."""
 
 from __future__ import annotations
 
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-
+from pcg.explain.page.environment import page_environment
 from pcg.plan.front_table import MACHINE, front_columns, price_words
 from pcg.plan.page.figure import front_figure
 from pcg.plan.plan_data import PlanData
-from pcg.units import gib
 
 KINDS = {
     "weights": "the base model, frozen",
@@ -23,23 +21,27 @@ KINDS = {
 
 def page(plan: PlanData) -> str:
     """Return the whole page, which refers to no other file."""
-    environment = Environment(
-        loader=ChoiceLoader(
-            [PackageLoader("pcg.plan", "page"), PackageLoader("pcg.explain", "page")]
-        ),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"gib": gib}
-    columns = front_columns(plan)
-    numbers = {name: cell for name, cell in columns.items() if name != MACHINE}
-    return environment.get_template("plan.html").render(
-        plan=plan,
-        machine=columns[MACHINE],
-        columns=numbers,
-        kinds=KINDS,
-        price_words=price_words(plan),
-        figure=front_figure(plan) if plan.front else "",
+    columns = dict(front_columns(plan))
+    machine = columns.pop(MACHINE)
+    sizes = plan.chosen.memory_bytes if plan.chosen is not None else {}
+    return (
+        page_environment("pcg.plan")
+        .get_template("plan.html")
+        .render(
+            plan=plan,
+            facts={
+                "workload": plan.workload,
+                "recipe": plan.method or "no adapters",
+                "machines tried": plan.candidates,
+                "keep what is promised": plan.kept,
+            },
+            heads=["machine", *(f"#{head}" for head in columns)],
+            rows=[
+                (machine(one), [cell(one) for cell in columns.values()], one is plan.chosen)
+                for one in plan.front
+            ],
+            kinds={kind: words for kind, words in KINDS.items() if sizes.get(kind)},
+            price_words=price_words(plan),
+            front_plot=front_figure(plan) if plan.front else "",
+        )
     )

@@ -1,7 +1,8 @@
 """Stacked weights: the weights of all slots at one attribute of a layer, padded to the largest.
 
 A matrix is stored so that the weights of one output lie together, A as [rank, in] and B as
-[out, rank]: the CPU's products of one token by each matrix read that twice as fast.
+[out, rank]: the CPU's products of one token by each matrix read that twice as fast. Where there is
+the native kernel, B of LoRA is stored as [rank, out], as it reads whole rows.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from pcg.ir.graph import Parameter
 from pcg.kernels.adapter_batch import JoinedLora, LoraRun, SegmentedWeight, Segments
+from pcg.kernels.native.sgmv import is_native
 from pcg.peft.adapter import Adapter
 from pcg.peft.registry import parameter_kind
 from pcg.runtime.adapters.sites import GraphSites, LoraModule
@@ -93,7 +95,7 @@ class _StackedLora:
         ]
         there = [a for (a, _), _ in parts if a is not None]
         self._a: Tensor | None = None
-        self._cut: dict[tuple[int, int], tuple[Tensor, _LoraRuns, _LoraRuns]] = {}
+        self._cut: dict[tuple[int, int], tuple[Tensor, _LoraRuns, _LoraRuns, dict[str, Any]]] = {}
         if not there:
             return
         count, _, in_ = there[0].shape
@@ -105,7 +107,7 @@ class _StackedLora:
             self._runs = [_OutputRun(0, 0, 1, self._columns, sum(self._ranks))]
         else:
             self._runs = _runs(self._ranks, modules)
-        self._b = [there[0].new_zeros(count, run.count, run.out, run.rank) for run in self._runs]
+        self._b = [_empty_b(there[0], count, run) for run in self._runs]
         for view, (_, (b, _)) in zip(self._views(), parts, strict=True):
             if view is not None and b is not None:
                 view.copy_(b)
@@ -153,7 +155,7 @@ class _StackedLora:
             runs = self._runs_of(slots)
             is_joined = len(runs) == 1 and runs[0].is_whole and runs[0].b.shape[1] == 1
             parts = self._parts_of(slots) if is_joined else runs
-            self._cut[key] = self._a[slots], runs, parts
+            self._cut[key] = self._a[slots], runs, parts, {}
         return JoinedLora(self._column, self._columns, *self._cut[key], segments)
 
     def _parts_of(self, slots: slice) -> _LoraRuns:
@@ -194,6 +196,13 @@ class _OutputRun:
     count: int
     out: int
     rank: int
+
+
+def _empty_b(like: Tensor, count: int, run: _OutputRun) -> Tensor:
+    """Return zeros, [slots, outputs, out, rank], stored as what multiplies by them reads it."""
+    if is_native(like.device, like.dtype):
+        return like.new_zeros(count, run.count, run.rank, run.out).transpose(2, 3)
+    return like.new_zeros(count, run.count, run.out, run.rank)
 
 
 def _runs(ranks: Sequence[int], modules: Sequence[LoraModule]) -> list[_OutputRun]:

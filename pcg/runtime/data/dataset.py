@@ -12,12 +12,13 @@ the text would have been tokenized alone.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, overload
 
 from pcg.errors import DataError, GenerationError
-from pcg.runtime.data.example import IGNORED, Example
+from pcg.runtime.data.example import IGNORED, Example, ModelSizes
 from pcg.runtime.data.formats import FORMATS, ChatSample, Format, Sample, TextSample, detect, parse
+from pcg.runtime.data.limits import UNLIMITED, DataLimits, check_tokens
 from pcg.runtime.data.rows import Row, holds_documents, read_rows
 from pcg.runtime.data.sources import Gathered, Source, gather
 from pcg.runtime.text.chat import Span
@@ -35,6 +36,7 @@ class Dataset(Sequence[Example]):
         truncated: number of examples that were cut to the maximum length.
         dropped: number of rows left out because nothing was left to learn.
         places: the place of each example, as "train.jsonl line 7"; empty if unknown.
+        checked: what all examples are known to fit; None if they were not checked.
     """
 
     examples: tuple[Example, ...]
@@ -42,6 +44,7 @@ class Dataset(Sequence[Example]):
     truncated: int = 0
     dropped: int = 0
     places: tuple[str, ...] = ()
+    checked: ModelSizes | None = None
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -65,6 +68,36 @@ class Dataset(Sequence[Example]):
         return sum(example.targets for example in self.examples)
 
 
+@dataclass(frozen=True)
+class ReadOptions:
+    """Options of how rows become examples.
+
+    Attributes:
+        max_length: the most tokens of an example; longer ones keep their head. A plain text file is
+            cut into consecutive examples of that length instead. None keeps all.
+        format: a name of `formats.FORMATS`; "auto" detects it from the first row.
+        append_eos: end text that is not a chat with the end-of-sequence token, and learn it.
+        empty: "error" raises at a row without a target token; "drop" leaves it out and counts it.
+        limits: the most that is read.
+    Raises:
+        DataError: a value is out of its range.
+    """
+
+    max_length: int | None = None
+    format: str = "auto"
+    append_eos: bool = True
+    empty: Literal["error", "drop"] = "error"
+    limits: DataLimits = UNLIMITED
+
+    def __post_init__(self) -> None:
+        if self.max_length is not None and self.max_length < 2:
+            raise DataError(f"max_length={self.max_length}; an example needs at least 2 tokens")
+        if self.format != "auto" and self.format not in FORMATS:
+            raise DataError(f"unknown data format {self.format!r}; use auto, {', '.join(FORMATS)}")
+        if self.empty not in ("error", "drop"):
+            raise DataError(f"empty={self.empty!r}; use 'error' or 'drop'")
+
+
 def load_examples(
     source: Source,
     tokenizer: Tokenizer,
@@ -73,64 +106,101 @@ def load_examples(
     format: str = "auto",
     append_eos: bool = True,
     empty: Literal["error", "drop"] = "error",
+    limits: DataLimits = UNLIMITED,
 ) -> Dataset:
     """Read and tokenize finetuning data.
 
     Args:
         source: paths of .jsonl or .txt files, or rows in memory; `sources` has all of its kinds.
-        max_length: the most tokens of an example; longer ones keep their head. A plain text file is
-            cut into consecutive examples of that length instead. None keeps all.
-        format: a name of `formats.FORMATS`; "auto" detects it from the first row.
-        append_eos: end text that is not a chat with the end-of-sequence token, and learn it.
-        empty: "error" raises at a row without a target token; "drop" leaves it out and counts it.
+        max_length, format, append_eos, empty, limits: as of `ReadOptions`.
     Raises:
         DataError: the data cannot be read, with file and line; or nothing at all is left.
     """
-    if max_length is not None and max_length < 2:
-        raise DataError(f"max_length={max_length}; an example needs at least 2 tokens")
-    if format != "auto" and format not in FORMATS:
-        raise DataError(f"unknown data format {format!r}; use auto, {', '.join(FORMATS)}")
-    if empty not in ("error", "drop"):
-        raise DataError(f"empty={empty!r}; use 'error' or 'drop'")
-    data = gather(source)
-    if holds_documents(data):
-        return _documents(list(read_rows(data)), tokenizer, max_length, append_eos)
-    chosen: Format | None = FORMATS.get(format)
-    examples: list[Example] = []
-    places: list[str] = []
-    truncated = dropped = 0
-    for row in read_rows(data):
-        if chosen is None:
-            chosen = detect(row.value, row.where)
-        sample = parse(chosen, row.value, row.where)
-        example = tokenize(sample, tokenizer, row.where, append_eos)
-        whole_targets, length = example.targets, len(example.ids)
-        if max_length is not None and length > max_length:
-            example = example.cut(max_length)
-            truncated += 1
-        if example.targets:
-            examples.append(example)
-            places.append(row.where)
-        elif empty == "drop":
-            dropped += 1
-        else:
-            raise _nothing_to_learn(row, sample, whole_targets, length, max_length)
-    if not examples:
-        left = f"; all {dropped} rows were dropped: none has a token to learn" if dropped else ""
-        raise DataError(f"no examples in {_named(data)}{left}")
-    assert chosen is not None
-    return Dataset(tuple(examples), chosen.name, truncated, dropped, tuple(places))
+    options = ReadOptions(max_length, format, append_eos, empty, limits)
+    reader = ExampleReader(gather(source), tokenizer, options)
+    placed = list(reader)
+    examples, places = tuple(e for e, _ in placed), tuple(place for _, place in placed)
+    return Dataset(examples, reader.format, reader.truncated, reader.dropped, places)
+
+
+@dataclass
+class ExampleReader:
+    """Iterates over the examples of data, each with its place; counts what it leaves out.
+
+    Attributes:
+        format: name of the rows' format, once one was read.
+        truncated, dropped: as of `Dataset`, so far.
+    """
+
+    data: Gathered
+    tokenizer: Tokenizer
+    options: ReadOptions
+    format: str = field(default="", init=False)
+    truncated: int = field(default=0, init=False)
+    dropped: int = field(default=0, init=False)
+
+    def __iter__(self) -> Iterator[tuple[Example, str]]:
+        """Yield each example with its place. DataError: as of `load_examples`."""
+        rows = read_rows(self.data, self.options.limits)
+        examples = self._documents(rows) if holds_documents(self.data) else self._rows(rows)
+        is_empty = True
+        for one in examples:
+            is_empty = False
+            yield one
+        if is_empty:
+            dropped = self.dropped
+            left = f"; all {dropped} rows were dropped: none has a token to learn"
+            raise DataError(f"no examples in {_named(self.data)}{left if dropped else ''}")
+
+    def _rows(self, rows: Iterator[Row]) -> Iterator[tuple[Example, str]]:
+        options = self.options
+        chosen: Format | None = FORMATS.get(options.format)
+        for row in rows:
+            if chosen is None:
+                chosen = detect(row.value, row.where)
+            self.format = chosen.name
+            sample = parse(chosen, row.value, row.where)
+            example = tokenize(sample, self.tokenizer, row.where, options.append_eos)
+            whole_targets, length = example.targets, len(example.ids)
+            check_tokens(length, row.where, options.limits)
+            if options.max_length is not None and length > options.max_length:
+                example = example.cut(options.max_length)
+                self.truncated += 1
+            if example.targets:
+                yield example, row.where
+            elif options.empty == "drop":
+                self.dropped += 1
+            else:
+                raise _nothing_to_learn(row, sample, whole_targets, length, options.max_length)
+
+    def _documents(self, rows: Iterator[Row]) -> Iterator[tuple[Example, str]]:
+        """Cut texts into consecutive examples; every token but the first of each is learned."""
+        self.format, options = "document", self.options
+        for row in rows:
+            sample = TextSample("", row.value)
+            whole = tokenize(sample, self.tokenizer, row.where, options.append_eos)
+            size = options.max_length or max(len(whole.ids), 1)
+            # A last part of one token has nothing to predict.
+            starts = range(0, len(whole.ids) - 1, size)
+            if not starts or not row.value.strip():
+                raise DataError(f"{row.where} is empty; there is nothing to learn")
+            for start in starts:
+                ids = whole.ids[start : start + size]
+                yield Example(ids, list(ids)), f"{row.where} from token {start}"
 
 
 def tokenize(sample: Sample, tokenizer: Tokenizer, where: str, append_eos: bool = True) -> Example:
     """Return the tokens and labels of one sample; `append_eos` ends a `TextSample` with that token.
 
     Raises:
-        DataError: a chat cannot be rendered; `where` names its row.
+        DataError: a chat cannot be rendered, or a text not be encoded; `where` names its row.
     """
-    if isinstance(sample, ChatSample):
-        return _tokenize_chat(sample, tokenizer, where)
-    return _tokenize_text(sample, tokenizer, append_eos)
+    try:
+        if isinstance(sample, ChatSample):
+            return _tokenize_chat(sample, tokenizer)
+        return _tokenize_text(sample, tokenizer, append_eos)
+    except (DataError, GenerationError) as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 def _tokenize_text(sample: TextSample, tokenizer: Tokenizer, append_eos: bool) -> Example:
@@ -151,21 +221,18 @@ def _tokenize_text(sample: TextSample, tokenizer: Tokenizer, append_eos: bool) -
     return Example(ids, labels)
 
 
-def _tokenize_chat(sample: ChatSample, tokenizer: Tokenizer, where: str) -> Example:
+def _tokenize_chat(sample: ChatSample, tokenizer: Tokenizer) -> Example:
     variables = tokenizer.special_tokens
-    try:
-        template = tokenizer.template()
-        text, spans = assistant_spans(
-            sample.messages,
-            sample.learn,
-            lambda messages, prompt: template.render(
-                messages, add_generation_prompt=prompt, tools=sample.tools, **variables
-            ),
-            template.marked_spans(sample.messages, tools=sample.tools, **variables),
-            tokenizer.end_texts(),
-        )
-    except (DataError, GenerationError) as error:
-        raise DataError(f"{where}: {error}") from error
+    template = tokenizer.template()
+    text, spans = assistant_spans(
+        sample.messages,
+        sample.learn,
+        lambda messages, prompt: template.render(
+            messages, add_generation_prompt=prompt, tools=sample.tools, **variables
+        ),
+        template.marked_spans(sample.messages, tools=sample.tools, **variables),
+        tokenizer.end_texts(),
+    )
     encoding = tokenizer.encode_with_offsets(text, add_special_tokens=False)
     return Example(list(encoding.ids), _labels(encoding, spans))
 
@@ -182,25 +249,6 @@ def _labels(encoding: Encoding, spans: Sequence[Span]) -> list[int]:
         if any(first < span_end and end > span_start for span_start, span_end in spans):
             labels[index] = encoding.ids[index]
     return labels
-
-
-def _documents(
-    rows: Sequence[Row], tokenizer: Tokenizer, max_length: int | None, append_eos: bool
-) -> Dataset:
-    """Cut texts into consecutive examples; every token but the first of each is learned."""
-    examples: list[Example] = []
-    places: list[str] = []
-    for row in rows:
-        whole = _tokenize_text(TextSample("", row.value), tokenizer, append_eos)
-        size = max_length or max(len(whole.ids), 1)
-        # A last part of one token has nothing to predict.
-        starts = range(0, len(whole.ids) - 1, size)
-        if not starts or not row.value.strip():
-            raise DataError(f"{row.where} is empty; there is nothing to learn")
-        parts = [whole.ids[start : start + size] for start in starts]
-        examples += [Example(ids, list(ids)) for ids in parts]
-        places += [f"{row.where} from token {start}" for start in starts]
-    return Dataset(tuple(examples), "document", places=tuple(places))
 
 
 def _named(data: Gathered) -> str:

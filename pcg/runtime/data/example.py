@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from pcg.errors import DataError
+from pcg.units import shown
 
 IGNORED = -100
 """The label of a token that is not learned, as in transformers."""
@@ -13,12 +20,18 @@ class Example:
     """One sequence to learn from.
 
     Attributes:
-        ids: its tokens.
+        ids: its tokens, a list or an array of ints.
         labels: one for each token: `ids[i]`, or -100 if token i is not learned. Not shifted.
     """
 
-    ids: list[int]
-    labels: list[int]
+    ids: Sequence[int]
+    labels: Sequence[int]
+
+    def __post_init__(self) -> None:
+        for name in ("ids", "labels"):
+            values = getattr(self, name)
+            if not isinstance(values, list | array):
+                object.__setattr__(self, name, _listed(values))
 
     def cut(self, length: int) -> Example:
         """Return its first tokens, at most `length`."""
@@ -27,4 +40,65 @@ class Example:
     @property
     def targets(self) -> int:
         """The number of tokens that the loss counts; nothing predicts the first."""
-        return sum(label != IGNORED for label in self.labels[1:])
+        predicted = self.labels[1:]
+        return len(predicted) - predicted.count(IGNORED)
+
+
+def _listed(values: Any) -> list[int]:
+    """The values of an array or a tensor of any library, of a tuple, or of another iterable."""
+    listed = values.tolist() if hasattr(values, "tolist") else values
+    try:
+        return list(listed)
+    except TypeError as error:
+        raise DataError(
+            f"an example's ids are a {type(values).__name__}; give a list of ints"
+        ) from error
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The sizes of a model that an example has to fit.
+
+    Attributes:
+        vocabulary: number of tokens of the model's vocabulary.
+        max_positions: number of its positions; None without bound.
+    """
+
+    vocabulary: int
+    max_positions: int | None
+
+
+def check_example(example: object, place: str, sizes: ModelSizes) -> None:
+    """Refuse an example that a model cannot learn. DataError: names its place."""
+    if not isinstance(example, Example):
+        raise DataError(f"{place} is a {type(example).__name__} among examples; give one kind")
+    if len(example.ids) != len(example.labels):
+        raise DataError(
+            f"{place} has {len(example.ids)} tokens and {len(example.labels)} labels; give each "
+            f"token one, {IGNORED} where it is not learned"
+        )
+    most = sizes.max_positions
+    if most is not None and len(example.ids) > most:
+        raise DataError(
+            f"{place} has {len(example.ids)} tokens, more than the model's {most} positions; cut "
+            f"such examples with max_length={most}, or split them"
+        )
+    if not example.targets:
+        raise DataError(f"{place} has no token to learn; label at least one after the first")
+    _check_tokens(example.ids, place, sizes.vocabulary)
+    _check_tokens(example.labels, place, sizes.vocabulary, IGNORED)
+
+
+def _check_tokens(
+    values: Sequence[int], place: str, vocabulary: int, ignored: int | None = None
+) -> None:
+    kinds = () if isinstance(values, array) else set(map(type, values))
+    for kind in kinds:
+        if not issubclass(kind, Integral):
+            raise DataError(f"{place} has a {kind.__name__} among its tokens; tokens are ints")
+    wrong = [t for t in set(values) if t != ignored and not 0 <= t < vocabulary]
+    if wrong:
+        raise DataError(
+            f"{place} has the token {shown(wrong[0])}, which the model's vocabulary of "
+            f"{vocabulary} does not; use the model's own tokenizer"
+        )

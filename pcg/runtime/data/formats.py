@@ -175,3 +175,6 @@ FORMATS: Mapping[str, Format] = {
         Format("text", ("text",), _parse_text),
     )
 }
+
+READ_KEYS = frozenset({"input", "tools"}.union(*(format.keys for format in FORMATS.values())))
+"""Keys of rows that some format reads; values of others may be anything."""

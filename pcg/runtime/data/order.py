@@ -5,6 +5,8 @@ interrupted job goes on with the batch it would have had. Batches are token-flat
 `max_tokens` bounds the sum of lengths.
 """
 
+from __future__ import annotations
+
 import random
 import zlib
 from array import array
@@ -158,5 +160,10 @@ def _fingerprint(examples: Sequence[Example]) -> int:
     """Return a checksum of all tokens and labels, to notice changed data."""
     checksum = 0
     for example in examples:
-        checksum = zlib.crc32(array("q", [*example.ids, *example.labels]).tobytes(), checksum)
+        for values in (example.ids, example.labels):
+            checksum = zlib.crc32(_packed(values), checksum)
     return checksum
+
+
+def _packed(values: Sequence[int]) -> array[int]:
+    return values if isinstance(values, array) and values.typecode == "q" else array("q", values)

@@ -13,7 +13,7 @@ would be learned.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,9 +50,15 @@ Gathered = tuple[Path, ...] | list[Any]
 """The files of a source, or its rows in memory."""
 
 
-def gather(source: object) -> Gathered:
+Take = Callable[[Iterator[Any]], list[Any]]
+"""Lists the values of an iterator."""
+
+
+def gather(source: object, take: Take = list) -> Gathered:
     """Return the files that a source names, or the rows that it holds.
 
+    Args:
+        take: lists the values of a source that is iterated over, which may be the caller's code.
     Raises:
         DataError: it is none of the kinds of sources, or mixes two.
     """
@@ -64,7 +70,7 @@ def gather(source: object) -> Gathered:
     if values is None and isinstance(source, Mapping):
         values = _column_rows(source)
     if values is None:
-        values = _iterated(source)
+        values = take(_iterated(source))
     named = [value for value in values if _names_file(value)]
     if named and len(named) == len(values):
         return tuple(map(Path, named))
@@ -86,13 +92,13 @@ def _names_file(value: object) -> bool:
     return suffix in (*JSON_LINES, *TEXT, *_OTHERS) or (suffix != "" and Path(value).is_file())
 
 
-def _iterated(source: Any) -> list[Any]:
+def _iterated(source: Any) -> Iterator[Any]:
     if hasattr(source, "read"):
         raise DataError("data is an open file; give its path")
     if isinstance(source, bytes | bytearray | Set):
         raise DataError(f"data is {kind_of(source)}; give a list of rows, or a path")
     try:
-        return list(source)
+        return iter(source)
     except TypeError as error:
         raise DataError(
             f"data is {kind_of(source)}; give paths, a list of rows, a dataset, a frame, or a dict "

@@ -7,8 +7,8 @@
         result = await job.result()
 
 Only this thread touches the engine. It runs calls of others between two steps, sleeps while there
-is nothing to do, and ends every stream and job when it ends itself. Another thread reads a job's
-data and compiles its program, so that no step waits for it.
+is nothing to do, and ends every stream and job when it ends itself. A job's data is read and its
+program compiled beside the steps (`pcg.runtime.engine.preparation`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from itertools import count, islice
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread, current_thread
 from typing import Any, Self, TypeVar, Unpack
@@ -28,8 +30,10 @@ import torch
 from pcg.errors import EngineError, FinetuneError, PcgError
 from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
+from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.loop import EngineLoop
+from pcg.runtime.engine.preparation import Preparation
 from pcg.runtime.engine.running_job import RunningJob
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
@@ -50,7 +54,11 @@ class AsyncEngine:
     """
 
     def __init__(
-        self, engine: EngineLoop, state: ModelState, prepare_job: Callable[[JobArguments], Job]
+        self,
+        engine: EngineLoop,
+        state: ModelState,
+        prepare_job: Callable[[JobArguments], Job],
+        data_limits: DataLimits,
     ) -> None:
         self.engine = engine
         self._state = state
@@ -62,7 +70,7 @@ class AsyncEngine:
         self._streams: dict[int, tuple[str, Stream]] = {}
         self._jobs: list[RunningJob] = []
         self._reserved: dict[str, RunningJob] = {}
-        self._preparing = ThreadPoolExecutor(1, "pcg jobs")
+        self._preparation = Preparation(state, data_limits)
         self._thread = Thread(target=self._run, name="pcg engine", daemon=True)
         state.engine_thread = self
         self._thread.start()
@@ -101,13 +109,12 @@ class AsyncEngine:
         running = RunningJob(given.adapter, self.engine, self.call)
         reserved = self.call(functools.partial(self._reserve, running))
 
-        def prepare(reserved: Future[None]) -> None:
-            if _pass_error(running, reserved):
-                return
-            with contextlib.suppress(RuntimeError):  # closed meanwhile, and the job is cancelled
-                self._preparing.submit(self._prepare, running, given)
+        def read(reserved: Future[None]) -> None:
+            if not _pass_error(running, reserved):
+                examples = self._preparation.read(given, running.cancelling)
+                examples.add_done_callback(functools.partial(self._compile, running))
 
-        reserved.add_done_callback(prepare)
+        reserved.add_done_callback(read)
         return running
 
     def add_adapter(
@@ -128,23 +135,28 @@ class AsyncEngine:
             state.check_free(name)
             return state.put_adapter(adapter, program)
 
-        def prepare() -> None:
-            try:
-                self._check_open()
-                state.check_free(name)
-                made = state.make_adapter(name, path_or_config, seed=seed)
-                adapter = made.map(torch.clone)  # read now, and not by a step
-                program = state.program_for(adapter)
-                added = self.call(functools.partial(put, adapter, program))
-            except BaseException as error:  # the caller's
-                end.set_exception(error)
-            else:
-                added.add_done_callback(functools.partial(_pass_result, end))
+        def load() -> None:
+            self._check_open()
+            state.check_free(name)
+            made = state.make_adapter(name, path_or_config, seed=seed)
+            adapter = made.map(torch.clone)  # read now, and not by a step
+            self._preparation.compile(passing(functools.partial(add, adapter)))
 
-        try:
-            self._preparing.submit(prepare)
-        except RuntimeError:  # closed meanwhile
-            end.set_exception(EngineError("the engine was closed; start it again"))
+        def add(adapter: Adapter) -> None:
+            self._check_open()
+            added = self.call(functools.partial(put, adapter, state.program_for(adapter)))
+            added.add_done_callback(functools.partial(_pass_result, end))
+
+        def passing(act: Callable[[], None]) -> Callable[[], None]:
+            def run() -> None:
+                try:
+                    act()
+                except BaseException as error:  # the caller's
+                    end.set_exception(error)
+
+            return run
+
+        passing(lambda: self._preparation.load(passing(load)))()
         return end
 
     def call(self, act: Callable[[], Result]) -> Future[Result]:
@@ -160,6 +172,8 @@ class AsyncEngine:
     def stream_all(self, requests: Sequence[Request]) -> Iterator[Chunk]:
         """Serve requests; returns their chunks, those of the first request first.
 
+        Two batches of them are in the engine at once, so that any number fits into its queue.
+
         Raises:
             EngineError: the thread has ended, or this is that thread, which cannot wait for itself.
         """
@@ -167,12 +181,17 @@ class AsyncEngine:
             raise EngineError(
                 "a callback of the engine waits for the engine; submit a request there"
             )
-        streams = [self.submit_request(request) for request in requests]
-        return (
-            dataclasses.replace(chunk, index=index)
-            for index, stream in enumerate(streams)
-            for chunk in stream
-        )
+        most = 2 * self.engine.scheduler.limits.running
+        begun = deque(self.submit_request(request) for request in requests[:most])
+        return self._in_order(begun, iter(requests[most:]))
+
+    def _in_order(self, begun: deque[Stream], left: Iterator[Request]) -> Iterator[Chunk]:
+        for index in count():
+            if not begun:
+                return
+            for chunk in begun.popleft():
+                yield dataclasses.replace(chunk, index=index)
+            begun.extend(self.submit_request(request) for request in islice(left, 1))
 
     def run(self, act: Callable[[], Result]) -> Result:
         """Run a function between two steps, and wait for it; on the engine's own thread now."""
@@ -187,7 +206,6 @@ class AsyncEngine:
         self.call(stop)
         if current_thread() is not self._thread:
             self._thread.join()
-        self._preparing.shutdown(wait=False)
 
     def __enter__(self) -> Self:
         return self
@@ -213,14 +231,23 @@ class AsyncEngine:
 
         self.call(act)
 
+    def _compile(self, running: RunningJob, read: Future[JobArguments]) -> None:
+        """Have a job made of its examples, on the thread that compiles."""
+        if _pass_error(running, read):
+            self.call(functools.partial(self._release, running))
+            return
+        with contextlib.suppress(EngineError):  # closed meanwhile, and the job is cancelled
+            self._preparation.compile(functools.partial(self._prepare, running, read.result()))
+
     def _prepare(self, running: RunningJob, given: JobArguments) -> None:
-        """Make a job ready, on the other thread."""
+        """Make a job ready, on the thread that compiles."""
         try:
             self._check_open()
+            running.cancelling.check()
             job = self._prepare_job(given)
         except Exception as error:  # the caller's
-            self.call(functools.partial(self._reserved.pop, running.name, None))
             running.fail(error)
+            self.call(functools.partial(self._release, running))
             return
         begun = self.call(functools.partial(self._begin_job, running, job))
 
@@ -270,8 +297,14 @@ class AsyncEngine:
             raise PcgError(f"there is a job {name!r} already; cancel it, or wait for its end")
         self._reserved[name] = running
 
+    def _release(self, running: RunningJob) -> None:
+        """Release the name of a job that does not begin."""
+        if self._reserved.get(running.name) is running:
+            del self._reserved[running.name]
+
     def _begin_job(self, running: RunningJob, job: Job) -> None:
-        del self._reserved[running.name]
+        self._release(running)
+        running.cancelling.check()
         running.begin(self.engine.jobs.add(job))
         self._jobs.append(running)
 
@@ -280,7 +313,7 @@ class AsyncEngine:
             if chunk.index in self._streams:
                 _, stream = self._streams[chunk.index]
                 stream.put(chunk)
-                if chunk.completion is not None:
+                if chunk.is_last:
                     del self._streams[chunk.index]
 
     def _settle_jobs(self) -> None:
@@ -302,6 +335,7 @@ class AsyncEngine:
         with self._lock:
             self._ended = error
         self._state.engine_thread = None
+        self._preparation.close()
         for _, stream in self._streams.values():
             stream.fail(error)
         for running in (*self._jobs, *self._reserved.values()):
@@ -335,7 +369,7 @@ def _pass_result(end: Future[Result], done: Future[Result]) -> None:
         end.set_exception(error)
 
 
-def _pass_error(handle: Stream | RunningJob, done: Future[None]) -> bool:
+def _pass_error(handle: Stream | RunningJob, done: Future[Any]) -> bool:
     """Fail a stream or job that could not begin; returns True if it could not."""
     error = done.exception()
     if error is not None:

@@ -12,6 +12,7 @@ import torch
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
+from pcg.runtime.requests.step_results import StepResults
 from pcg.runtime.training.work_units import Backward, Forward
 
 
@@ -67,8 +68,15 @@ class Device(Protocol):
     side: SideStream | None
     fails_alike: bool
 
-    def open(self, request: Request, number: int) -> Sequence:
-        """Return the state of a new request; GenerationError if the model cannot run it."""
+    def open(self, request: Request, number: int, choice: int = 0) -> Sequence:
+        """Return the state of a new request; GenerationError if the model cannot run it.
+
+        Args:
+            choice: the place of the continuation among those of the prompt.
+        """
+
+    def copy_page(self, page: int, to: int) -> None:
+        """Copy keys and values from one page to another."""
 
     def prefetch(self, adapters: List[ServedAdapter]) -> None:
         """Begin to copy adapters that have pages, beside what runs, in the order of their turns."""
@@ -81,15 +89,14 @@ class Device(Protocol):
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
-    ) -> Callable[[], list[int]]:
+    ) -> Callable[[], StepResults]:
         """Run sequences' next tokens and windows of jobs together.
 
         Args:
             chunks: sequences, and how many of their pending tokens run.
             windows: units of jobs, and how many of their tokens run.
         Returns:
-            A function that waits for the end, and returns the token that follows each sequence,
-                meaningless where more tokens are pending, and `UNDRAWN` where there is none.
+            A function that waits for the end, and returns what the step computed.
         """
 
     def back(self, units: List[Backward]) -> None:

@@ -10,6 +10,8 @@ from pcg.errors import FinetuneError, UnsupportedError
 from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
+from pcg.runtime.admission.backlog import UNLIMITED, QueueLimits
+from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.calibration import calibrated
 from pcg.runtime.engine.clock import MachineClock
@@ -54,12 +56,14 @@ class Engine(EngineLoop):
 
         adapters = AdapterCache(cache.pool, pages_of)
         self.state = state
+        self._data_limits = given.data_limits or DataLimits()
         state.add_listener(self)
         limits = given.limits or Limits()
         prefixes = None
         if given.prefix_caching:
             prefixes = Prefixes(cache.pool, between_tenants=given.prefixes_between_tenants)
-        scheduler = Scheduler(cache.pool, adapters, limits, given.policy, prefixes)
+        queue = given.queue or QueueLimits()
+        scheduler = Scheduler(cache.pool, adapters, limits, given.policy, prefixes, queue)
         runner = StepRunner(state, cache, adapters)
         super().__init__(runner, scheduler, MachineClock(state.ranks), given)
         has_slo = limits.tpot_slo_s or limits.ttft_slo_s
@@ -111,7 +115,7 @@ class Engine(EngineLoop):
                 "alike and in one order, and threads are not; call submit, finetune and step on "
                 "all of them"
             )
-        return AsyncEngine(self, self.state, self.prepare_job)
+        return AsyncEngine(self, self.state, self.prepare_job, self._data_limits)
 
     def calibrate(self) -> None:
         """Measure how long steps take here, to keep SLOs from the first step on."""
@@ -130,5 +134,9 @@ class Engine(EngineLoop):
         adapters = {adapter.version: adapter for adapter in served}
         sizes = [tables.pages_of(adapter, page_bytes) for adapter in adapters.values()]
         most = max(max(needs, default=1) + max(sizes, default=0), KV_CACHE_BYTES // page_bytes)
-        pages = min(max(needs, default=1) * len(needs) + sum(sizes), most)
-        return cls(state, EngineArguments(kv_cache_bytes=pages * page_bytes, log=EventLog(0)))
+        count = sum(request.params.width for request in requests)
+        pages = min(max(needs, default=1) * count + sum(sizes), most)
+        size_bytes = pages * page_bytes
+        return cls(
+            state, EngineArguments(kv_cache_bytes=size_bytes, log=EventLog(0), queue=UNLIMITED)
+        )

@@ -260,8 +260,7 @@ class Jobs:
             return True
         scheduler, pool = self._scheduler, self._scheduler.pool
         # A request that was accepted before there were jobs may need more than they leave.
-        requests = (*scheduler.waiting, *scheduler.running)
-        spare = pool.size - max((*map(scheduler.pages_of, requests), 0))
+        spare = pool.size - scheduler.most_pages
         held = self._held + total
         if held > min(self.most_pages, spare) or not scheduler.adapters.make_room(total):
             return False

@@ -69,7 +69,9 @@ class Latency:
         """
         decoded_s = self._decoded_s(decoded)
         bound_s = decoded_s * (1 + self.margins.margin(_DECODING))
-        return bound_s + (self.seconds(load) - decoded_s) * (1 + self.margins.margin(kind_of(load)))
+        return bound_s + (self.seconds(load) - decoded_s) * (
+            1 + self.margins.margin(kind_of(load, decoded))
+        )
 
     def _decoded_s(self, decoded: Load) -> float:
         return self.seconds(decoded) if decoded.tokens else 0.0
@@ -88,7 +90,12 @@ class Latency:
         return decoded_s + left_s / (1 + self.margins.margin(kind))
 
     def tokens_within(
-        self, seconds: float, context: int, load: Load, is_trained: bool = False
+        self,
+        seconds: float,
+        context: int,
+        load: Load,
+        is_trained: bool = False,
+        are_read: bool = False,
     ) -> int:
         """Return the most tokens that are predicted to fit into a time beside a load.
 
@@ -96,10 +103,11 @@ class Latency:
             load: the load beside them, which includes what comes with any number of tokens: a row
                 of logits after a prompt, a window.
             is_trained: True if the loss of each is computed.
+            are_read: True if the logits of each are computed.
         """
-        _, token_s, key_s, _, trained_s, _ = self.coefficients_s
+        _, token_s, key_s, sampled_s, trained_s, _ = self.coefficients_s
         left = seconds - self.seconds(load)
-        per_token = token_s + key_s * context + trained_s * is_trained
+        per_token = token_s + key_s * context + trained_s * is_trained + sampled_s * are_read
         if left <= 0 or per_token <= 0:
             return 0 if left <= 0 else 2**31
         # left = s · per_token + key_s · s² / 2
@@ -116,7 +124,7 @@ class Latency:
             lost_s: the time by which a step without finetuning would have exceeded its promise,
                 too; what took so much longer says nothing about what fits beside it.
         """
-        over_s, kind = took_s - self.seconds(load), kind_of(load)
+        over_s, kind = took_s - self.seconds(load), kind_of(load, decoded)
         if over_s > lost_s:
             return
         decoded_s = self._decoded_s(decoded)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pcg.errors import GenerationError
+from pcg.runtime.requests.request import Request
+from pcg.runtime.requests.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,14 @@ class Limits:
             prompts or finetuning fill them.
         finetuning_share: the share of the time that finetuning gets beside requests to which no
             `tpot_slo_s` is promised.
+        least_tpot_slo_s: the least TPOT SLO that a request may ask for, seconds, as every step that
+            runs it is kept within that; None for the time of a step that reads `least_chunk` tokens
+            of a prompt beside it.
         idle_step_s: the longest step of finetuning while nothing is served, seconds: a new request
             waits so long, or for one window of `least_chunk` tokens if that is predicted to take
             longer.
+        logprobs: the most likeliest tokens that a request may ask for in each place, as in OpenAI's
+            API and vLLM.
         prefetched: the number of requests behind those that could begin whose adapters are copied
             ahead, too.
     Raises:
@@ -38,14 +45,16 @@ class Limits:
     tpot_slo_s: float | None = None
     tpot_percentile: float = 99.0
     finetuning_share: float = 0.5
+    least_tpot_slo_s: float | None = None
     idle_step_s: float = 0.2
+    logprobs: int = 20
     prefetched: int = 8
 
     def __post_init__(self) -> None:
         for name in ("running", "tokens", "least_chunk"):
             if getattr(self, name) < 1:
                 raise GenerationError(f"{name}={getattr(self, name)}; use at least 1")
-        for name in ("ttft_slo_s", "tpot_slo_s", "idle_step_s"):
+        for name in ("ttft_slo_s", "tpot_slo_s", "least_tpot_slo_s", "idle_step_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise GenerationError(f"{name}={value!r}; use seconds above 0")
@@ -55,3 +64,19 @@ class Limits:
             )
         if not 50 <= self.tpot_percentile < 100:
             raise GenerationError(f"tpot_percentile={self.tpot_percentile:g}; use 50 to below 100")
+
+    def promise(self, sequence: Sequence) -> None:
+        """Give a new sequence its SLOs: the request's own, or these."""
+        request = sequence.request
+        sequence.ttft_slo_s = request.ttft_slo_s or self.ttft_slo_s
+        sequence.tpot_slo_s = request.tpot_slo_s or self.tpot_slo_s
+
+    def check(self, request: Request) -> None:
+        """Raise a GenerationError if a request asks for more than the engine gives."""
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(request.params, name)
+            if asked is not None and asked > self.logprobs:
+                raise GenerationError(
+                    f"{name}={asked}, and the engine gives at most {self.logprobs} in each place; "
+                    "ask for fewer, or raise Limits(logprobs=…) of the engine"
+                )

@@ -11,7 +11,7 @@ import heapq
 import weakref
 from collections.abc import Sequence as List
 
-from pcg.errors import GenerationError, OutOfMemoryError, PcgError, as_pcg_error
+from pcg.errors import GenerationError, PcgError, as_pcg_error
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.device import Device
@@ -21,12 +21,14 @@ from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.scheduler import Scheduler, StepPlan
 from pcg.runtime.engine.sharing import CoServing, Sharing, Step
 from pcg.runtime.engine.suspects import Suspects
+from pcg.runtime.engine.taken import Taken
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.metrics.events import Event, EventLog, Kind
 from pcg.runtime.model.load import Load
+from pcg.runtime.requests.groups import Groups
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.requests.sequence import Sequence, State
-from pcg.runtime.sampling.sampling import UNDRAWN, undrawn_error
+from pcg.runtime.requests.step_results import StepResults
 from pcg.runtime.training.work_units import Backward, Forward
 
 
@@ -70,12 +72,14 @@ class EngineLoop:
         self.submitted = 0
         self._chunks: list[Chunk] = []
         self._sequences: dict[str, Sequence] = {}
+        self._groups = Groups()
         self._timeouts: list[tuple[float, str]] = []
 
         scheduler.on_preempted = lambda sequence: note(Kind.PREEMPTED, sequence.id)
         scheduler.adapters.on_page_in = lambda adapter: note(Kind.PAGED_IN, adapter.name)
         scheduler.adapters.on_evict = evict
         scheduler.prefetch, scheduler.is_copying = device.prefetch, device.is_copying
+        scheduler.copy_page = device.copy_page
 
     def learn(self, latencies: Latencies) -> None:
         """Plan by latencies, and correct them by the times of steps."""
@@ -101,39 +105,46 @@ class EngineLoop:
         Args:
             submitted_s: when it came, on the engine's clock, if a step held it up; None for now.
         Raises:
-            GenerationError: the model cannot run it, or the engine never will.
+            GenerationError: the model cannot run it, there is a request with its id, or the machine
+                cannot keep its SLOs.
+            OutOfMemoryError: the engine will never have the memory for it.
+            QueueFullError: too much waits already.
         """
+        self.scheduler.limits.check(request)
         number, self.submitted = self.submitted, self.submitted + 1
-        sequence = self.device.open(request, number)
-        sequence.submitted_s = self.clock.now_s() if submitted_s is None else submitted_s
-        limits, adapter = self.scheduler.limits, request.adapter
-        sequence.ttft_slo_s = request.ttft_slo_s or limits.ttft_slo_s
-        sequence.tpot_slo_s = request.tpot_slo_s or limits.tpot_slo_s
-        details = {
-            "prompt_tokens": len(request.prompt_ids),
-            "max_new_tokens": sequence.limit,
-            "adapter": None if adapter is None else adapter.name,
-            "tenant": request.tenant or None,
-            "ttft_slo_s": sequence.ttft_slo_s,
-            "tpot_slo_s": sequence.tpot_slo_s,
-        }
-        self.log.add(Event(sequence.submitted_s, Kind.SUBMITTED, sequence.id, details))
+        now = self.clock.now_s() if submitted_s is None else submitted_s
+        opened = [self.device.open(request, number, i) for i in range(request.params.width)]
+        for one in opened:
+            one.submitted_s = now
+            self.scheduler.limits.promise(one)
+            if one.id in self._sequences:
+                raise GenerationError(
+                    f"there is a request {one.id!r} already; give each its own request_id, or none"
+                )
+        sequence, *sequence.followers = opened
+        self.log.add(Event(now, Kind.SUBMITTED, sequence.id, sequence.described()))
         reserved = self.jobs.most_pages if self.jobs else 0
-        reason = self.scheduler.why_never(sequence, reserved)
-        if reason is not None:
+        error = self.scheduler.refusal(sequence, reserved)
+        if error is not None:
             sequence.state = State.REFUSED
-            self._note(Kind.REFUSED, sequence.id, reason=reason)
-            raise OutOfMemoryError(reason)
-        self._sequences[sequence.id] = sequence
+            self._note(Kind.REFUSED, sequence.id, reason=str(error))
+            raise error
+        for one in sequence.followers:
+            self.log.add(Event(now, Kind.SUBMITTED, one.id, one.described()))
+        self._sequences |= {one.id: one for one in opened}
+        self._groups.add(sequence)
         if request.timeout_s is not None:
             heapq.heappush(self._timeouts, (sequence.submitted_s + request.timeout_s, sequence.id))
         self.scheduler.add(sequence)
         return sequence.id
 
     def cancel(self, request: str) -> None:
-        sequence = self._sequences.get(request)
-        if sequence is not None:
-            self._end(sequence, State.CANCELLED, Kind.CANCELLED)
+        self._end(self._sequences_of(request), State.CANCELLED, Kind.CANCELLED)
+
+    def _sequences_of(self, request: str) -> List[Sequence]:
+        """Return a request's continuations; none if it is not here any more."""
+        sequence = self._sequences.get(request) or self._groups.first(request)
+        return () if sequence is None else self._groups.of(sequence)
 
     def forget(self, adapter: ServedAdapter) -> None:
         """Drop what is cached of an adapter that is removed, replaced or changed.
@@ -179,7 +190,7 @@ class EngineLoop:
                 end = self.device.start(plan.chunks, [(unit, count) for _, unit, count in windows])
                 if is_beside:
                     self._backward_beside(step)
-                tokens_sampled = end()
+                results = end()
             except BaseException as error:
                 # Not the present time, for which all ranks would have to ask: some did not fail.
                 abandoned = self.scheduler.abandon()
@@ -191,10 +202,10 @@ class EngineLoop:
                 return self._taken_chunks()
             took = self.clock.now_s() - started
             if self._latencies is None and self.jobs.layers and plan.chunks:
-                self.learn(Latencies.guessed(step.load, took, self.jobs.layers))
+                self._latencies = Latencies.guessed(step.load, took, self.jobs.layers)
             step.ran_forward(took)
             self._join(step)
-            self._accept(plan, tokens_sampled)
+            self._accept(plan, results)
             for job in self.jobs.unpaused:
                 self.jobs.settle(job)
         self._suspects.ran(suspect, has_tokens=bool(plan.chunks))
@@ -239,62 +250,45 @@ class EngineLoop:
             self.jobs.settle(ran[0])
 
     def _fail(self, one: Sequence, error: Exception) -> None:
-        self._end(one, State.FAILED, Kind.FAILED, as_pcg_error(error, one.id, GenerationError))
+        caused = as_pcg_error(error, one.id, GenerationError)
+        self._end(self._groups.of(one), State.FAILED, Kind.FAILED, caused)
 
     def _time_out(self, now: float) -> None:
         while self._timeouts and self._timeouts[0][0] < now:
             _, name = heapq.heappop(self._timeouts)
-            if name in self._sequences:
-                self._end(self._sequences[name], State.TIMED_OUT, Kind.TIMED_OUT)
-        queue = self.scheduler.queue(now)
-        for sequence in list(self.scheduler.policy.hopeless(queue)):
-            self._end(sequence, State.TIMED_OUT, Kind.TIMED_OUT)
+            self._end(self._sequences_of(name), State.TIMED_OUT, Kind.TIMED_OUT)
+        for sequence in self.scheduler.policy.hopeless(now):
+            self._end(self._groups.of(sequence), State.TIMED_OUT, Kind.TIMED_OUT)
 
     def _end(
-        self, sequence: Sequence, state: State, kind: Kind, error: PcgError | None = None
+        self, request: List[Sequence], state: State, kind: Kind, error: PcgError | None = None
     ) -> None:
-        self.scheduler.drop(sequence)
-        del self._sequences[sequence.id]
-        self._chunks.append(sequence.end(state, error))
+        """End a request: those of its continuations that are left."""
         reason = {} if error is None else {"reason": str(error)}
-        self._note(kind, sequence.id, **reason)
+        not_begun = [other for one in request for other in one.followers]
+        for one in request:
+            if one.is_over:
+                continue
+            if one not in not_begun:
+                self.scheduler.drop(one)
+            del self._sequences[one.id]
+            self._chunks += self._groups.handed_out(one, one.end(state, error))
+            self._note(kind, one.id, **reason)
 
-    def _accept(self, plan: StepPlan, tokens: List[int]) -> None:
+    def _accept(self, plan: StepPlan, results: StepResults) -> None:
         now = self.clock.now_s()
         self.scheduler.policy.served(plan.chunks)
-        firsts: list[Event] = []
-        others: list[str] = []
-        ended: list[tuple[Sequence, str]] = []
-        failed: list[tuple[Sequence, Exception]] = []
-        for (sequence, count), token in zip(plan.chunks, tokens, strict=True):
+        taken = Taken(now, self._groups, self.scheduler)
+        for sequence, count in plan.chunks:
             sequence.cached += count
-            if sequence.cached < sequence.length:
-                continue
-            try:
-                if token == UNDRAWN:
-                    adapter = sequence.request.adapter
-                    raise undrawn_error(None if adapter is None else adapter.name)
-                chunk = sequence.accept(token)
-            except Exception as error:
-                failed.append((sequence, error))
-                continue
-            self._chunks.append(chunk)
-            sequence.latest_token_s = now
-            if sequence.first_token_s is None:
-                sequence.first_token_s = now
-                details = {"count": 1, "cached_tokens": sequence.found}
-                firsts.append(Event(now, Kind.TOKEN, sequence.id, details))
-            else:
-                others.append(sequence.id)
-            if chunk.completion is not None:
-                ended.append((sequence, chunk.completion.finish_reason))
-        self.log.add_tokens(now, others)
-        self.log.add(*firsts)
-        for sequence, reason in ended:
+            taken.give(sequence, results)
+        self._chunks += taken.chunks
+        taken.log(self.log)
+        for sequence, reason in taken.ended:
             self.scheduler.drop(sequence)
             del self._sequences[sequence.id]
             self._note(Kind.FINISHED, sequence.id, reason=reason)
-        for sequence, cause in failed:
+        for sequence, cause in taken.failed.items():
             self._fail(sequence, cause)
 
     # ------------------------------------------------------------------------------- finetuning
@@ -393,6 +387,7 @@ class EngineLoop:
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page, a sequence or a job is lost, or in two places."""
         self.scheduler.check_integrity()
-        there = {id(s) for s in (*self.scheduler.waiting, *self.scheduler.running)}
+        here = (*self.scheduler.waiting, *self.scheduler.running)
+        there = {id(each) for one in here for each in (one, *one.followers)}
         assert there == {id(sequence) for sequence in self._sequences.values()}
         self.jobs.check_integrity()

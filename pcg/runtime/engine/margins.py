@@ -33,10 +33,10 @@ class StepKind(NamedTuple):
     has_ends: bool = False
 
 
-def kind_of(load: Load) -> StepKind:
-    """Return the kind of a load; sequences that decode have as many tokens as rows."""
+def kind_of(load: Load, decoded: Load) -> StepKind:
+    """Return the kind of a load, of which a part are sequences that decode."""
     served = load.tokens - load.trained
-    return StepKind(served > load.sampled, load.windows > 0, load.ends > 0)
+    return StepKind(served > decoded.tokens, load.windows > 0, load.ends > 0)
 
 
 class Margins:

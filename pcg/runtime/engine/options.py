@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pcg.runtime.admission.backlog import QueueLimits
+from pcg.runtime.admission.policy import Policy
+from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.policies import Policy
 from pcg.runtime.engine.sharing import Sharing
 from pcg.runtime.metrics.events import EventLog
 
@@ -19,7 +21,9 @@ class EngineOptions:
     """Options of an engine, on a device or a simulated one.
 
     Attributes:
-        policy: the order in which requests are admitted; first come, first served by default.
+        policy: the order in which requests are admitted; by default tenants are served alike, and
+            the requests of each as they came.
+        queue: the most that may wait, what comes then is refused; `QueueLimits()` by default.
         job_share: the share of the pool's pages that finetuning may hold at most.
         log: the event log to write to; a new one by default.
         latencies: predicted times of steps; measured now by default.
@@ -32,6 +36,7 @@ class EngineOptions:
     """
 
     policy: Policy | None = None
+    queue: QueueLimits | None = None
     job_share: float = 0.5
     log: EventLog | None = None
     latencies: Latencies | None = None
@@ -48,7 +53,10 @@ class EngineArguments(EngineOptions):
         limits: the limits of a step, and the SLOs; those of `Limits()` by default.
         kv_cache_bytes: memory of the pool for the KV cache and adapters; pages that nothing uses
             are not touched.
+        data_limits: the most that the data of a job may have that runs on the engine's thread, and
+            the most jobs that are prepared at once; those of `DataLimits()` by default.
     """
 
     limits: Limits | None = None
     kv_cache_bytes: int = field(default=KV_CACHE_BYTES, kw_only=True)
+    data_limits: DataLimits | None = field(default=None, kw_only=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 
-from pcg.errors import FinetuneError
+from pcg.runtime.data.cancelling import Cancelling
 from pcg.runtime.engine.jobs import Job, JobState
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.training.result import FinetuneResult
@@ -19,6 +20,7 @@ class RunningJob:
         self, name: str, engine: EngineLoop, call: Callable[[Callable[[], None]], object]
     ) -> None:
         self.name = name
+        self.cancelling = Cancelling(name)
         self._engine = engine
         self._call = call
         self._job: Job | None = None
@@ -28,10 +30,16 @@ class RunningJob:
 
     @property
     def state(self) -> JobState:
-        """The job's state; a job that could not begin has failed."""
+        """The job's state; a job that could not begin has failed, or was cancelled."""
         if self._job is not None:
             return self._job.state
-        return JobState.FAILED if self._end.done() else JobState.QUEUED
+        if not self.is_over:
+            return JobState.QUEUED
+        return JobState.CANCELLED if self.cancelling.is_cancelled else JobState.FAILED
+
+    @property
+    def is_over(self) -> bool:
+        return self._end.done()
 
     async def result(self) -> FinetuneResult:
         """Wait for the job's result, or its PcgError; FinetuneError if it was cancelled."""
@@ -48,12 +56,15 @@ class RunningJob:
         self._change(self._engine.resume_job)
 
     def cancel(self) -> None:
-        """End the job now; its adapter is as it was last published."""
+        """End the job now, also while it is prepared; its adapter is as it was last published."""
+        self.cancelling.cancel()
         self._change(self._engine.cancel_job)
 
     def _change(self, change: Callable[[str], None]) -> None:
         def act() -> None:
-            if self._job is None:
+            if self._job is None and self.cancelling.is_cancelled:
+                self.fail(self.cancelling.error)
+            elif self._job is None:
                 self._early.append(change)
             elif not self._job.is_over:
                 change(self.name)
@@ -78,12 +89,12 @@ class RunningJob:
         if job.error is not None:
             self._end.set_exception(job.error)
         elif job.state is JobState.CANCELLED:
-            self._end.set_exception(FinetuneError(f"job {self.name!r} was cancelled"))
+            self._end.set_exception(self.cancelling.error)
         else:
             self._end.set_result(job.result)
         return True
 
     def fail(self, error: BaseException) -> None:
-        """End with an error, unless it is over."""
-        if not self._end.done():
+        """End with an error, unless it is over; on any thread."""
+        with contextlib.suppress(InvalidStateError):
             self._end.set_exception(error)

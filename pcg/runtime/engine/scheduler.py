@@ -15,18 +15,21 @@ later.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
-from itertools import islice
 
+from pcg.errors import GenerationError, OutOfMemoryError
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
+from pcg.runtime.admission.backlog import UNLIMITED, Backlog, QueueLimits
+from pcg.runtime.admission.fair_share import FairShare
+from pcg.runtime.admission.policy import Policy
+from pcg.runtime.admission.reachable import why_unreachable
 from pcg.runtime.engine.latency import Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.margins import StepKind
-from pcg.runtime.engine.policies import Fcfs, Policy, Queue
+from pcg.runtime.memory.needs import Needs
 from pcg.runtime.memory.pool import PagePool, PageTable, pages_for
 from pcg.runtime.memory.prefixes import Prefixes
 from pcg.runtime.model.load import Load, keys_of
@@ -77,6 +80,8 @@ class StepPlan:
         self.tokens += tokens
         self.keys += keys_of(tokens, sequence.cached)
         self.sampled += tokens == sequence.pending
+        if sequence.reads:
+            self.sampled += len(sequence.unread(sequence.cached, sequence.cached + tokens))
         self.awaits_first_token |= sequence.first_token_s is None
 
 
@@ -84,8 +89,9 @@ class Scheduler:
     """Decides what runs; it holds no tensors, so that a simulator uses it as the engine does.
 
     Attributes:
-        waiting: waiting requests in the order in which they came, preempted ones first; the keys of
-            a dict, like `running`, so that any of many leaves at once.
+        waiting: waiting requests, in no order; the keys of a dict, like `running`, so that any of
+            many leaves at once. The policy knows whose turn it is.
+        backlog: the number of waiting requests and of their tokens, by tenant.
         running: admitted requests, in the order of their admission.
         forward: latency of a step's forward; None if no SLO depends on it.
     """
@@ -97,23 +103,38 @@ class Scheduler:
         limits: Limits,
         policy: Policy | None = None,
         prefixes: Prefixes | None = None,
+        queue: QueueLimits = UNLIMITED,
     ) -> None:
         self.pool = pool
         self.adapters = adapters
         self.limits = limits
         self.prefixes = prefixes
-        self.policy: Policy = Fcfs() if policy is None else policy
+        self.policy: Policy = FairShare() if policy is None else policy
+        self.policy.take()
         self.forward: Latency | None = None
         self.on_preempted: Callable[[Sequence], None] = lambda sequence: None
         self.prefetch: Callable[[List[ServedAdapter]], None] = lambda adapters: None
         self.is_copying: Callable[[ServedAdapter], bool] = lambda adapter: False
-        self.waiting: OrderedDict[Sequence, None] = OrderedDict()
+        self.copy_page: Callable[[int, int], None] = lambda page, to: None
+        self.waiting: dict[Sequence, None] = {}
+        self.backlog = Backlog(queue)
         self.running: dict[Sequence, None] = {}
+        self._needs = Needs()
 
     # ------------------------------------------------------------------------------- a request
 
-    def why_never(self, sequence: Sequence, reserved: int = 0) -> str | None:
-        """Return the reason why a request can never run beside `reserved` pages; None if it can."""
+    def refusal(self, sequence: Sequence, reserved: int = 0) -> GenerationError | None:
+        """Return the error that refuses a new request beside `reserved` pages; None to take it."""
+        never = self._why_never(sequence, reserved)
+        if never is not None:
+            return OutOfMemoryError(never)
+        if self.forward is not None:
+            reason = why_unreachable(sequence, self.forward, self.limits)
+            if reason is not None:
+                return GenerationError(reason)
+        return self.backlog.why_full(sequence.request)
+
+    def _why_never(self, sequence: Sequence, reserved: int) -> str | None:
         adapter = sequence.request.adapter
         need, of_adapter = sequence.most_pages, self.adapters.pages_of(adapter)
         most = self.pool.size - reserved
@@ -129,16 +150,28 @@ class Scheduler:
         """Count the pages that a sequence and its adapter need at most."""
         return sequence.most_pages + self.adapters.pages_of(sequence.request.adapter)
 
+    @property
+    def most_pages(self) -> int:
+        """The most pages that a request which is here needs, with its adapter."""
+        return self._needs.most
+
     def add(self, sequence: Sequence) -> None:
         self.waiting[sequence] = None
+        self.backlog.add(sequence)
+        self.policy.add(sequence)
+        self._needs.add(self.pages_of(sequence))
 
     def drop(self, sequence: Sequence) -> None:
         """Remove a sequence, wherever it is, and free its pages."""
-        if sequence in self.running:
+        is_waiting = sequence in self.waiting
+        if is_waiting:
+            del self.waiting[sequence]
+            self.backlog.remove(sequence)
+        else:
             del self.running[sequence]
             self._free(sequence)
-        else:
-            del self.waiting[sequence]
+        self.policy.drop(sequence, is_waiting=is_waiting)
+        self._needs.remove(self.pages_of(sequence))
 
     def forget(self, adapter: ServedAdapter) -> None:
         self.adapters.forget(adapter)
@@ -157,8 +190,33 @@ class Scheduler:
             self.prefixes.clear()
         return abandoned
 
-    def queue(self, now_s: float) -> Queue:
-        return Queue(now_s, self.waiting, self.running)
+    def fork(self, first: Sequence, follower: Sequence, now_s: float) -> None:
+        """Begin a continuation where the prompt of the first one ends.
+
+        It shares the full pages, and copies the last one. Without room it waits, and is computed.
+        """
+        table, need = _table(first), int(first.cached % PAGE_TOKENS > 0)
+        follower.follow(first)
+        self.add(follower)
+        has_place = len(self.running) < self.limits.running
+        if not has_place or need + len(self.running) > self.pool.free + self.adapters.idle_pages:
+            return
+        self.adapters.use(first.request.adapter)
+        self.adapters.make_room(need)
+        follower.version, follower.digests = first.version, first.digests.copy()
+        full, follower.cached = first.cached // PAGE_TOKENS, first.cached
+        follower.table = self.pool.fork(table, full, follower.id)
+        self.pool.extend(follower.table, need)
+        if need:
+            self.copy_page(table.pages[full], follower.table.pages[full])
+        self._begin(follower, now_s)
+
+    def _begin(self, sequence: Sequence, now_s: float) -> None:
+        del self.waiting[sequence]
+        self.backlog.remove(sequence)
+        self.running[sequence] = None
+        sequence.state = State.RUNNING
+        self.policy.admit(sequence, now_s)
 
     # ------------------------------------------------------------------------------- a step
 
@@ -235,7 +293,8 @@ class Scheduler:
         self._free(sequence)
         sequence.state = State.WAITING
         self.waiting[sequence] = None
-        self.waiting.move_to_end(sequence, last=False)
+        self.backlog.add(sequence)
+        self.policy.put_back(sequence)
 
     def _free(self, sequence: Sequence) -> None:
         self._leave_pages(sequence)
@@ -264,16 +323,16 @@ class Scheduler:
             return 0 if plan.has_prompts else self.limits.least_chunk
         assert self.forward is not None
         seconds = self.forward.most_s(plan.gap_s, plan.decoded, _WITH_CHUNKS)
-        return self.forward.tokens_within(seconds, sequence.cached, plan.load + _LAST_ROW)
+        cached, load = sequence.cached, plan.load + _LAST_ROW
+        return self.forward.tokens_within(seconds, cached, load, are_read=sequence.reads)
 
-    def _next(self, now_s: float) -> list[Sequence]:
+    def _next(self, now_s: float) -> List[Sequence]:
         """Return the sequences to admit, in the policy's order, and prefetch the next adapters.
 
         While something runs, a request waits until its adapter is copied: the step would wait, too.
         """
         places = max(self.limits.running - len(self.running), 0)
-        order = self.policy.order(self.queue(now_s))
-        in_turn = list(islice(order, places + self.limits.prefetched))
+        in_turn = self.policy.first(places + self.limits.prefetched, now_s, self.running)
         self._prefetch(in_turn)
         if not self.running:
             return in_turn[:places]
@@ -283,7 +342,7 @@ class Scheduler:
         adapter = sequence.request.adapter
         return adapter is not None and self.is_copying(adapter)
 
-    def _admit(self, plan: StepPlan, in_turn: list[Sequence], now_s: float) -> None:
+    def _admit(self, plan: StepPlan, in_turn: List[Sequence], now_s: float) -> None:
         tables = [other.table for other in self.running]
         reach = max([table.reach for table in tables if table is not None], default=0)
         for sequence in in_turn:
@@ -296,10 +355,7 @@ class Scheduler:
                 self._leave_pages(sequence)
                 return
             reach = max(reach, _table(sequence).reach)
-            del self.waiting[sequence]
-            self.running[sequence] = None
-            sequence.state = State.RUNNING
-            self.policy.admitted(sequence, now_s)
+            self._begin(sequence, now_s)
             plan.admitted.append(sequence)
             self._run(plan, sequence, tokens)
 
@@ -334,7 +390,7 @@ class Scheduler:
         roomy = (len(self.running) + len(self.waiting)) * need <= self.pool.size
         return need if roomy else sequence.most_pages
 
-    def _prefetch(self, in_turn: list[Sequence]) -> None:
+    def _prefetch(self, in_turn: List[Sequence]) -> None:
         """Page in the adapters of the next requests that there will be room for, and copy them."""
         there: dict[int, ServedAdapter] = {}
         room = self.pool.free + self.adapters.idle_pages - len(self.running)
@@ -357,6 +413,10 @@ class Scheduler:
         self.adapters.check_integrity()
         if self.prefixes is not None:
             self.prefixes.check_integrity()
+        assert set(self.policy.first(len(self.waiting) + 1, 0.0, self.running)) == set(self.waiting)
+        assert self.backlog.requests == len(self.waiting)
+        everyone = (*self.waiting, *self.running)
+        assert self.most_pages == max((*map(self.pages_of, everyone), 0))
         for sequence in self.waiting:
             assert sequence.state is State.WAITING
             assert sequence.table is None

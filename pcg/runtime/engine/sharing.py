@@ -215,7 +215,7 @@ class CoServing(Sharing):
         """Return the tokens of a window that fits into `seconds`, in an even split of the rest."""
         room = step.limits.tokens - step.load.tokens
         load = step.load + Load(windows=1)
-        seconds = latencies.forward.most_s(seconds, step.decoded, kind_of(load))
+        seconds = latencies.forward.most_s(seconds, step.decoded, kind_of(load, step.decoded))
         fitting = latencies.forward.tokens_within(seconds, unit.context, load, is_trained=True)
         # One layer of the window's backward must fit into any step, too.
         back_s = step.most_seconds() / 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as List
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,7 +29,10 @@ from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
-from pcg.runtime.sampling.sampling import make_generator, only_finite, sample
+from pcg.runtime.requests.step_results import DrawnTokens, PromptLogprobs, StepResults
+from pcg.runtime.sampling.logprobs import Logprobs, logprobs_of
+from pcg.runtime.sampling.sampler import Sampler, resolved
+from pcg.runtime.sampling.sampling import only_finite, sample
 from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Backward, Forward
 
@@ -64,25 +69,39 @@ class StepRunner:
         self._tables.close()
         self._bind(program)
 
-    def open(self, request: Request, number: int) -> Sequence:
-        """Return the state of a new request.
+    def open(self, request: Request, number: int, choice: int = 0) -> Sequence:
+        """Return the state of a new request, or of a further continuation of its prompt.
 
         Raises:
             GenerationError: the prompt is empty, has a token that the model lacks, or is longer
-                than the model's positions.
+                than the model's positions; or the parameters name a token that the model lacks.
         """
-        params = request.params
+        params = resolved(request.params, self._tokenizer, self._vocabulary)
+        if choice and params.seed is not None:
+            params = replace(params, seed=(params.seed + choice) % 2**63)
         stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self._eos_ids
+        decoder = None
+        if self._tokenizer is not None:
+            decoder = self._tokenizer.stream(request.prompt_ids, params.skip_special_tokens)
         return Sequence(
-            f"request {number}",
+            request.named(number, choice),
             number,
             request,
             self._limit(number, request),
             0.0,
-            stop_ids if params.ignore_eos else stop_ids | self._eos_ids,
-            self._tokenizer.stream(request.prompt_ids) if self._tokenizer else None,
-            None if params.greedy else make_generator(params.seed),
+            stop_ids,
+            decoder,
+            Sampler(params, request.prompt_ids, stop_ids),
+            echoed=self._echoed(request),
+            choice=choice,
         )
+
+    def _echoed(self, request: Request) -> str:
+        if not request.params.echo or self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(request.prompt_ids) if request.text is None else request.text
 
     def _limit(self, number: int, request: Request) -> int:
         length = request.length
@@ -94,7 +113,8 @@ class StepRunner:
             raise GenerationError(
                 f"prompt {number} has token {wrong}; the model's are 0 to {self._vocabulary - 1}"
             )
-        if self._max_positions is not None and length >= self._max_positions:
+        new = request.params.max_new_tokens
+        if self._max_positions is not None and length + min(new, 1) > self._max_positions:
             virtual = request.virtual_tokens
             of_adapter = f", {virtual} of them its adapter's virtual ones" if virtual else ""
             raise GenerationError(
@@ -103,10 +123,13 @@ class StepRunner:
                 "the prompt"
             )
         room = (self._max_positions or 2**62) - length
-        return min(request.params.max_new_tokens, room)
+        return min(new, room)
 
     def prefetch(self, adapters: List[ServedAdapter]) -> None:
         self._tables.prefetch(cast("List[Adapter]", adapters))
+
+    def copy_page(self, page: int, to: int) -> None:
+        self.cache.copy_page(page, to)
 
     def is_copying(self, adapter: ServedAdapter) -> bool:
         return self._tables.is_copying(cast("Adapter", adapter))
@@ -116,30 +139,21 @@ class StepRunner:
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
-    ) -> Callable[[], list[int]]:
+    ) -> Callable[[], StepResults]:
         """Run a step as `Device.start`, with the base's products merged."""
         if self.side is not None:
             self.side.begin()
         adapters = [cast("Adapter | None", one.request.adapter) for one, _ in chunks]
         order = self._tables.order(adapters)
         chunks, adapters = [chunks[i] for i in order], [adapters[i] for i in order]
-        ready: List[int] = range(len(chunks))
-        sampled = None if windows else self._decoded(chunks, adapters)
-        if sampled is None:
-            ready, sampled = self._eager(chunks, adapters, windows)
-
-        def tokens() -> list[int]:
-            by_place = [0] * len(chunks)
-            if sampled is not None:
-                for i, token in zip(ready, sampled.tolist(), strict=True):
-                    by_place[order[i]] = token
-            return by_place
-
-        return tokens
+        decoded = None if windows else self._decoded(chunks, adapters)
+        if decoded is None:
+            return partial(_read, self._eager(chunks, adapters, windows))
+        return partial(_read, [decoded])
 
     def _decoded(
         self, chunks: List[tuple[Sequence, int]], adapters: List[Adapter | None]
-    ) -> Tensor | None:
+    ) -> DrawnTokens | None:
         """Return the token after each sequence by a recorded step; None if no graph serves it."""
         sequences = [sequence for sequence, _ in chunks]
         if self.graphs is None or not all(s.generated and s.pending == 1 for s in sequences):
@@ -157,8 +171,8 @@ class StepRunner:
         chunks: List[tuple[Sequence, int]],
         adapters: List[Adapter | None],
         windows: List[tuple[Forward, int]],
-    ) -> tuple[List[int], Tensor | None]:
-        """Run a step eagerly; returns the sequences that it samples, by index, and their tokens."""
+    ) -> List[DrawnTokens | PromptLogprobs]:
+        """Run a step eagerly; returns what it computed, on the device."""
         functions: list[ProductRequest[Any]] = []
         served = _Served(chunks, adapters, self._tables, self.cache, self._device)
         if chunks:
@@ -173,25 +187,60 @@ class StepRunner:
             # Backward reads what windows save, so they run outside inference mode.
             with torch.no_grad():
                 found = run_merged(functions)
-        return served.ready, self._sampled(served, found[0]) if served.ready else None
+        results: list[DrawnTokens | PromptLogprobs] = []
+        if served.ready:
+            results.append(self._sampled(served, found[0]))
+        if served.read:
+            results.append(self._scored(served, found[0]))
+        return results
 
-    def _sampled(self, served: _Served, hidden: List[Tensor]) -> Tensor:
+    def _sampled(self, served: _Served, hidden: List[Tensor]) -> DrawnTokens:
         rows, last = served.sampled_rows(self._tables)
         logits = self._runner.logits_of(hidden, served.batch, served.bound, rows, last)
-        return self._chosen([served.chunks[i][0] for i in served.ready], logits)
+        sequences = [served.chunks[i][0] for i in served.ready]
+        if any(sequence.followers for sequence in sequences):
+            counts = [1 + len(sequence.followers) for sequence in sequences]
+            logits = logits.repeat_interleave(torch.tensor(counts, device=logits.device), dim=0)
+            sequences = [each for one in sequences for each in (one, *one.followers)]
+        return self._chosen(sequences, logits)
+
+    def _scored(self, served: _Served, hidden: List[Tensor]) -> PromptLogprobs:
+        """Return the logprobs of prompts' tokens, whose logits exist for some at a time."""
+        rows, targets, adapters = served.read_rows()
+        most = max(sequence.request.params.of_prompt or 0 for sequence, _, _ in served.read)
+        parts, size = [], self._runner.model.loss_chunk
+        for start in range(0, len(rows), size):
+            some = slice(start, start + size)
+            chosen = uploaded_list(rows[some], torch.int64, self._device)
+            of_rows = self._tables.bind_epilogue(adapters[some])
+            logits = self._runner.logits_of(hidden, served.batch, served.bound, chosen, of_rows)
+            wanted = uploaded_list(targets[some], torch.int64, self._device)
+            parts.append(logprobs_of(logits, wanted, most))
+        counts = [(sequence, len(tokens)) for sequence, _, tokens in served.read]
+        return PromptLogprobs(counts, Logprobs.joined(parts))
 
     def _chosen(
         self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None = None
-    ) -> Tensor:
+    ) -> DrawnTokens:
         """Choose the token after each sequence; `likeliest` is the likeliest of each, if known."""
-        params = [sequence.request.params for sequence in sequences]
-        history = None
-        if any(p.repetition_penalty != 1.0 for p in params):
-            history = [[*s.request.prompt_ids, *s.generated] for s in sequences]
-        if likeliest is not None and history is None and all(p.greedy for p in params):
+        tokens = self._tokens(sequences, logits, likeliest)
+        counts = [sequence.request.params.of_tokens for sequence in sequences]
+        asking = [row for row, count in enumerate(counts) if count is not None]
+        if not asking:
+            return DrawnTokens(sequences, tokens)
+        most = max(count or 0 for count in counts)
+        if len(asking) == len(counts):
+            return DrawnTokens(sequences, tokens, logprobs_of(logits, tokens, most))
+        rows = uploaded_list(asking, torch.int64, self._device)
+        return DrawnTokens(sequences, tokens, logprobs_of(logits[rows], tokens[rows], most))
+
+    def _tokens(
+        self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None
+    ) -> Tensor:
+        samplers = [cast(Sampler, sequence.sampler) for sequence in sequences]
+        if likeliest is not None and all(s.is_plain and s.is_greedy for s in samplers):
             return only_finite(logits, likeliest)
-        samplers = [sequence.sampler for sequence in sequences]
-        found = sample(logits, params, samplers, history, self._runner.drawing)
+        found = sample(logits, samplers, self._runner.drawing)
         return broadcast_from_first(self._runner.ranks, found)
 
     def check_alive(self) -> None:
@@ -209,8 +258,21 @@ class StepRunner:
             run_merged(functions)
 
 
+def _read(computed: List[DrawnTokens | PromptLogprobs]) -> StepResults:
+    results = StepResults()
+    for part in computed:
+        part.read(results)
+    return results
+
+
 class _Served:
-    """The sequences of a step, in the order of their adapters' slots; `ready` ones are sampled."""
+    """The sequences of a step, in the order of their adapters' slots.
+
+    Attributes:
+        ready: those that are sampled, by place.
+        read: sequences that read rows of their prompts, the row of the first, and the tokens whose
+            logprobs these rows have.
+    """
 
     def __init__(
         self,
@@ -222,14 +284,25 @@ class _Served:
     ) -> None:
         self.chunks = chunks
         self.ready: list[int] = []
+        self.read: list[tuple[Sequence, int, tuple[int, ...]]] = []
         ids: list[int] = []
         spans = []
         for place, (sequence, count) in enumerate(chunks):
             start, virtual, generated = sequence.cached, 0, sequence.generated
             end = start + count
-            if end == sequence.length:
+            if end == sequence.length and sequence.limit:
                 self.ready.append(place)
             first = len(ids)
+            if sequence.reads:
+                unread, virtual_tokens = (
+                    sequence.unread(start, end),
+                    sequence.request.virtual_tokens,
+                )
+                # A row has the logprob of the token behind its own.
+                behind = slice(*(i + 1 - virtual_tokens for i in (unread.start, unread.stop)))
+                if unread:
+                    targets = sequence.request.prompt_ids[behind]
+                    self.read.append((sequence, first + unread.start - start, targets))
             if generated and count == 1 and end == sequence.length:
                 ids.append(generated[-1])
             else:
@@ -239,6 +312,13 @@ class _Served:
         self.batch = Batch(uploaded_list(ids, torch.int64, device), spans, cache)
         self._adapters = adapters
         self.bound = tables.bind(self._adapters, [span.length for span in spans])
+
+    def read_rows(self) -> tuple[list[int], list[int], list[Adapter | None]]:
+        """Return the rows of prompts that are read, the tokens behind them, and their adapters."""
+        rows = [first + i for _, first, tokens in self.read for i in range(len(tokens))]
+        targets = [token for _, _, tokens in self.read for token in tokens]
+        adapters = [one.request.adapter for one, _, tokens in self.read for _ in tokens]
+        return rows, targets, cast("list[Adapter | None]", adapters)
 
     def sampled_rows(self, tables: PaddedTables) -> tuple[Tensor | None, BoundAdapters | None]:
         """Return the tokens that are sampled after, and their adapters; None for all tokens."""

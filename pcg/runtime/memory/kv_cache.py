@@ -85,6 +85,15 @@ class KvCache:
     def rows(self) -> int:
         return self.pool.size * PAGE_TOKENS
 
+    def copy_page(self, page: int, to: int) -> None:
+        """Copy one page's keys and values to another."""
+        if self.pages is not None:
+            self.pages[to] = self.pages[page]
+            return
+        first, second = page * PAGE_TOKENS, to * PAGE_TOKENS
+        for store in (*self.keys, *self.values):
+            store[:, second : second + PAGE_TOKENS] = store[:, first : first + PAGE_TOKENS]
+
 
 def _in_pages(pages: Tensor, type_: TensorType, offset: int) -> Tensor:
     """Return a view of one layer's keys or values, which begin at `offset` bytes of each page."""

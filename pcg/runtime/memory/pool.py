@@ -197,6 +197,16 @@ class PagePool:
             table.take(page)
         table.shared += 1
 
+    def fork(self, table: PageTable, count: int, owner: str) -> PageTable:
+        """Open a table that shares the first pages of another."""
+        forked = self.open(owner)
+        for place in range(count):
+            if place == table.shared:
+                # Nobody finds it by its tokens, so it is free once nobody reads it any more.
+                self.forget(self.share(table))
+            self.adopt(forked, table.pages[place])
+        return forked
+
     def forget(self, page: int) -> None:
         """Stop sharing a page; it is free once the last table that reads it is closed."""
         if self.shared.forget(page):

@@ -63,6 +63,8 @@ class CachedSequence(Protocol):
     found: int
 
     @property
+    def skippable(self) -> int: ...
+    @property
     def request(self) -> _Prompt: ...
     def ids(self, start: int, stop: int) -> list[int]: ...
 
@@ -84,8 +86,8 @@ class Prefixes:
     def find(self, sequence: CachedSequence) -> None:
         """Append the shared blocks to a sequence's table that continue what it has.
 
-        Its `cached` moves behind them, but at least one token is left to compute. A sequence
-        without a table gets one with the first block.
+        Its `cached` moves behind them, but at least one token is left to compute, and all whose
+        rows it reads. A sequence without a table gets one with the first block.
         """
         table, place = sequence.table, 0
         if table is None:
@@ -95,7 +97,7 @@ class Prefixes:
             place = table.shared
             if place * PAGE_TOKENS != sequence.cached:
                 return  # inside a block, or its version is no longer current
-        version, most = sequence.version, (sequence.length - 1) // PAGE_TOKENS
+        version, most = sequence.version, sequence.skippable // PAGE_TOKENS
         assert version is not None
         while place < most and version.pages:
             page = version.pages.get(self._digest(sequence, place))

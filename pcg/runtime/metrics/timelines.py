@@ -160,15 +160,18 @@ def timelines(events: Iterable[Event], slo: Slo) -> tuple[Timeline, ...]:
         BenchmarkError: an event is of a request that was not submitted or has ended, or lacks a
             number; the message names it.
     """
+    every: list[_Open] = []
     requests: dict[str, _Open] = {}
     jobs: set[str] = set()
     for event in events:
         if event.kind in _JOBS_BEGIN:
             jobs.add(event.subject)
         elif event.kind is Kind.SUBMITTED:
-            if event.subject in requests:
+            before = requests.get(event.subject)
+            if before is not None and before.line.ended_s is None:
                 raise BenchmarkError(f"request {event.subject!r} was submitted twice")
             requests[event.subject] = _Open(_submitted(event, slo))
+            every.append(requests[event.subject])
         elif event.kind in _OF_REQUESTS:
             if event.subject not in requests:
                 if event.kind in _OF_JOBS_TOO and event.subject in jobs:
@@ -178,7 +181,7 @@ def timelines(events: Iterable[Event], slo: Slo) -> tuple[Timeline, ...]:
                     "have it submitted; keep all events, EventLog(kept=None)"
                 )
             _follow(requests[event.subject], event)
-    return tuple(replace(one.line, tokens=tuple(one.tokens)) for one in requests.values())
+    return tuple(replace(one.line, tokens=tuple(one.tokens)) for one in every)
 
 
 def _submitted(event: Event, slo: Slo) -> Timeline:

@@ -24,7 +24,7 @@ from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.model.product_weights import is_packed, joined, product_weights
-from pcg.runtime.sampling.sampling import Drawing
+from pcg.runtime.sampling.drawing import Drawing
 
 Functions = Mapping[str, Callable[..., Any]]
 

@@ -5,7 +5,8 @@ transposed, fused or moved. A checkpoint may name a tensor otherwise than the mo
 
 - without or with the base prefix: `h.0.ln_1.weight` for `transformer.h.0.ln_1.weight`, as old
   checkpoints do that were saved without their head;
-- `block_sparse_moe` for `mlp`, as Mixtral does;
+- `block_sparse_moe` for `mlp`, as Mixtral does, and `embed_out` for `lm_head`, as GPT-NeoX does
+  (transformers 5, conversion_mapping.py, "mixtral" and "GPTNeoXForCausalLM");
 - `experts.3.w1.weight`, … or `experts.3.gate_proj.weight`, … for the fused `experts.gate_up_proj`
   and `experts.down_proj` (transformers 5, conversion_mapping.py, "mixtral" and "qwen2_moe").
 """
@@ -36,6 +37,8 @@ _EXPERT_PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
+_OTHER_NAMES = ((".mlp.", ".block_sparse_moe."), ("lm_head.", "embed_out."))
+"""Parts of names: of the model, and of checkpoints that have others."""
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -122,7 +125,8 @@ class Weights(ABC):
         if prefix:
             names.append(name.removeprefix(prefix) if name.startswith(prefix) else prefix + name)
         yield from names
-        yield from (n.replace(".mlp.", ".block_sparse_moe.") for n in names if ".mlp." in n)
+        for own, other in _OTHER_NAMES:
+            yield from (name.replace(own, other) for name in names if own in name)
 
     def _expert_parts(self, name: str, shape: Shape) -> list[list[str]] | None:
         """Return for each expert the names of the tensors that make up its fused one."""

@@ -12,6 +12,8 @@ from typing import Any
 from pcg.errors import GenerationError, PcgError
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.model.state import ModelState
+from pcg.runtime.sampling.logprobs import TokenLogprobs
+from pcg.runtime.sampling.sampler import resolved
 from pcg.runtime.sampling.sampling_params import SamplingFields, SamplingParams
 
 
@@ -20,6 +22,8 @@ class RequestFields(SamplingFields, total=False):
 
     tenant: str
     cache_salt: str
+    request_id: str
+    priority: int
     ttft_slo_s: float | None
     tpot_slo_s: float | None
     timeout_s: float | None
@@ -30,15 +34,23 @@ class Request:
     """A prompt to continue.
 
     Attributes:
+        prompt_ids: its tokens, of which the last `params.truncate_prompt_tokens` are kept.
         adapter: the version of an adapter that serves the request to its end; None for the base.
         tenant: the name of the tenant that fair scheduling counts it for; KV blocks of prompts are
             shared within a tenant alone, unless the engine's options say otherwise.
         cache_salt: a text that requests must have in common to share KV blocks, as in vLLM.
+        request_id: its name in events and chunks, which no other request in the engine has; the
+            engine makes one for an empty text.
+        priority: requests of a tenant with a lower one are admitted before those with a higher one,
+            as in vLLM.
         ttft_slo_s: SLO of the time to the first token, seconds; None for the engine's own.
         tpot_slo_s: SLO of the mean time per further token, seconds; None for the engine's own.
         timeout_s: time after which it is given up, seconds; None for never.
+        text: the prompt's text, which `echo` returns; None where it was given as tokens, or was
+            truncated.
     Raises:
-        GenerationError: a token id is no int, a time no number above 0, or a name no text.
+        GenerationError: a token id or the priority is no int, a time no number above 0, or a name
+            no text.
     """
 
     prompt_ids: tuple[int, ...]
@@ -46,9 +58,12 @@ class Request:
     adapter: ServedAdapter | None = None
     tenant: str = ""
     cache_salt: str = ""
+    request_id: str = ""
+    priority: int = 0
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     timeout_s: float | None = None
+    text: str | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -57,15 +72,30 @@ class Request:
             raise GenerationError(
                 f"a prompt of token ids has other than ints: {error}; use a text, or a list of ints"
             ) from error
+        last = self.params.truncate_prompt_tokens
+        if last is not None and last < len(ids):
+            ids = ids[-last:]
+            object.__setattr__(self, "text", None)
         object.__setattr__(self, "prompt_ids", ids)
-        for name in ("tenant", "cache_salt"):
+        for name in ("tenant", "cache_salt", "request_id"):
             if not isinstance(getattr(self, name), str):
                 raise GenerationError(f"{name}={getattr(self, name)!r}; use a text")
+        if type(self.priority) is not int:
+            raise GenerationError(f"priority={self.priority!r}; use an int, lower ones go first")
+        _check_id(self.request_id)
         for name in ("ttft_slo_s", "tpot_slo_s", "timeout_s"):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is not None and not (is_number and value > 0):
                 raise GenerationError(f"{name}={value!r}; use seconds above 0, or None")
+
+    def named(self, number: int, choice: int = 0) -> str:
+        """Return its id, or one that is made of its number among an engine's requests.
+
+        That of a further continuation of its prompt, in events, has its place behind it.
+        """
+        name = self.request_id or f"{_MADE}{number}"
+        return f"{name}[{choice}]" if choice else name
 
     @cached_property
     def virtual_tokens(self) -> int:
@@ -83,11 +113,18 @@ class Completion:
     """The continuation of a prompt.
 
     Attributes:
-        text: the generated text without the stop string; empty without a tokenizer.
+        text: the generated text, without the stop string unless the request asks for it, behind the
+            prompt's if that is echoed; empty without a tokenizer.
         token_ids: the generated tokens, the end token included.
+        index: its place among the continuations of its prompt.
         finish_reason: `stop` or `length`; `cancelled` or `timed_out` if it was given up, `failed`
             if it could not go on.
         cached_tokens: tokens of the prompt that were in the KV cache already.
+        stop_reason: the stop string, or the token of `stop_token_ids`, that ended it; None if
+            something else did, such as the model's own end-of-sequence token.
+        logprobs: those of each generated token, if they were asked for.
+        prompt_logprobs: those of each token of the prompt, if they were asked for; None for the
+            first, before which there is nothing.
     """
 
     text: str
@@ -96,9 +133,18 @@ class Completion:
     adapter: str | None
     prompt_tokens: int
     cached_tokens: int = 0
+    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    index: int = 0
 
     def __str__(self) -> str:
         return self.text
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The log-probability of all generated tokens; None if it was not asked for."""
+        return None if self.logprobs is None else sum(one.logprob for one in self.logprobs)
 
 
 @dataclass(slots=True)
@@ -107,9 +153,14 @@ class Chunk:
 
     Attributes:
         index: index of the prompt.
-        token_id: the new token; None if the request was given up.
-        completion: the completion, in the last chunk.
+        token_id: the new token; None if the request was given up, where it generates none, and in
+            chunks of `best_of`, each of which is a whole continuation.
+        completion: the completion, in the last chunk of a continuation.
         error: why the request could not go on, in the last chunk of one that failed.
+        request_id: the request's id, given or made.
+        logprobs: those of the new token, if they were asked for.
+        choice: the place of the continuation among those of the prompt.
+        left: number of other continuations of the prompt that have not ended.
     """
 
     index: int
@@ -117,6 +168,15 @@ class Chunk:
     token_id: int | None
     completion: Completion | None = None
     error: PcgError | None = None
+    request_id: str = ""
+    logprobs: TokenLogprobs | None = None
+    choice: int = 0
+    left: int = 0
+
+    @property
+    def is_last(self) -> bool:
+        """True if no chunk of the request follows."""
+        return self.completion is not None and (not self.left or self.error is not None)
 
 
 def make_requests(
@@ -130,8 +190,13 @@ def make_requests(
     return [
         Request(
             _encode(state, prompt, index),
-            SamplingParams.of(sampling, index, len(prompts)),
+            resolved(
+                SamplingParams.of(sampling, index, len(prompts)),
+                state.tokenizer,
+                state.program.base.vocabulary,
+            ),
             adapters[index],
+            text=prompt if isinstance(prompt, str) else None,
         )
         for index, prompt in enumerate(prompts)
     ]
@@ -145,6 +210,24 @@ def make_request(
     sampling = {name: value for name, value in fields.items() if name not in own}
     (request,) = make_requests(state, [prompt], adapter, sampling)
     return dataclasses.replace(request, **own)  # type: ignore[arg-type]
+
+
+_MADE = "request "
+"""The beginning of the ids that engines make."""
+_LONGEST_ID = 256
+
+
+def _check_id(request_id: str) -> None:
+    if len(request_id) > _LONGEST_ID or not (request_id.isprintable() or not request_id):
+        raise GenerationError(
+            f"request_id={request_id[:_LONGEST_ID]!r}; use at most {_LONGEST_ID} characters that "
+            "can be printed"
+        )
+    if request_id.startswith(_MADE):
+        raise GenerationError(
+            f"request_id={request_id!r} begins with {_MADE!r}, as those do that the engine makes; "
+            "use another"
+        )
 
 
 _OWN = RequestFields.__annotations__.keys() - SamplingFields.__annotations__.keys()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from pcg.errors import PcgError
 from pcg.runtime.memory.pool import PageTable, pages_for
 from pcg.runtime.memory.prefixes import Version
 from pcg.runtime.model.batch import ANY_TOKEN
 from pcg.runtime.requests.request import Chunk, Completion, Request
+from pcg.runtime.sampling.logprobs import TokenLogprobs, not_a_number
+from pcg.runtime.sampling.sampler import Sampler
+from pcg.runtime.sampling.sampling import UNDRAWN, undrawn_error
 from pcg.runtime.text.detokenizer import StreamDecoder
 from pcg.runtime.text.stopping import StopChecker
 
@@ -33,12 +36,20 @@ class Sequence:
     """A request in the engine; it keeps its generated tokens when it is preempted.
 
     Attributes:
-        sampler: its random number generator; None if it is greedy.
+        sampler: what chooses its tokens; None in simulated time.
         cached: number of its tokens whose keys and values are cached, virtual ones included.
         version: the version whose blocks it shares; None if blocks are not shared.
         digests: the digests of its blocks, as far as they are known.
         known: number of its tokens that were computed or found, up to its prompt's last.
         found: number of its prompt's tokens that were found and not computed.
+        logprobs: those of the generated tokens, if the request asks for them.
+        prompt_logprobs: those of the prompt's tokens behind the first, as far as they are computed.
+        read: number of its tokens whose rows need not be computed to be read: those that were, and
+            virtual ones.
+        last_read: number of its tokens whose rows the request reads, and those before them.
+        echoed: text that its first chunk begins with.
+        choice: its place among the continuations of its prompt.
+        followers: the other continuations, while they wait for the prompt to be computed.
     """
 
     id: str
@@ -48,7 +59,7 @@ class Sequence:
     submitted_s: float
     stop_ids: frozenset[int] = frozenset()
     decoder: StreamDecoder | None = None
-    sampler: Any = None
+    sampler: Sampler | None = None
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     state: State = State.WAITING
@@ -56,18 +67,29 @@ class Sequence:
     cached: int = 0
     length: int = field(init=False)
     generated: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     first_token_s: float | None = None
     latest_token_s: float | None = None
     version: Version | None = None
     digests: list[bytes] = field(default_factory=list)
     known: int = 0
     found: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    read: int = field(init=False)
+    last_read: int = 0
+    echoed: str = ""
+    choice: int = 0
+    followers: list[Sequence] = field(default_factory=list)
     _text: list[str] = field(default_factory=list)
     _stop: StopChecker = field(init=False)
 
     def __post_init__(self) -> None:
         self.length = self.request.length
-        self._stop = StopChecker(self.request.params.stop)
+        params = self.request.params
+        self.read = self.request.virtual_tokens
+        if params.of_prompt is not None:
+            self.last_read = self.length - 1
+        self._stop = StopChecker(params.stop, params.include_stop_str_in_output)
 
     @property
     def is_over(self) -> bool:
@@ -79,9 +101,28 @@ class Sequence:
         return self.length - self.cached
 
     @property
+    def has_prompt(self) -> bool:
+        """True if its prompt is computed."""
+        return self.cached >= self.request.length
+
+    @property
     def most_pages(self) -> int:
         """The most pages that it will need: the last token is never cached."""
-        return pages_for(self.request.length + self.limit - 1)
+        return pages_for(self.request.length + max(self.limit, 1) - 1)
+
+    @property
+    def skippable(self) -> int:
+        """The most of its first tokens that need not be computed if their blocks are found."""
+        return self.read if self.reads else self.length - 1
+
+    @property
+    def reads(self) -> bool:
+        """True if its request reads rows of the prompt that it has not read yet."""
+        return self.read < self.last_read
+
+    def unread(self, start: int, stop: int) -> range:
+        """Return those of some tokens whose rows the request reads, and has not read yet."""
+        return range(max(start, self.read), min(stop, self.last_read))
 
     def ids(self, start: int, stop: int) -> list[int]:
         """Return some of its tokens; virtual ones have any id."""
@@ -103,39 +144,127 @@ class Sequence:
             return math.inf
         return self.first_token_s + self.tpot_slo_s * len(self.generated) - now_s
 
-    def accept(self, token: int) -> Chunk:
-        """Append a sampled token; its chunk carries the completion if it is the last."""
+    def described(self) -> dict[str, object]:
+        """Return the details of the event of its submission."""
+        request = self.request
+        return {
+            "prompt_tokens": len(request.prompt_ids),
+            "max_new_tokens": self.limit,
+            "adapter": self._adapter_name,
+            "tenant": request.tenant or None,
+            "priority": request.priority,
+            "ttft_slo_s": self.ttft_slo_s,
+            "tpot_slo_s": self.tpot_slo_s,
+        }
+
+    def take(
+        self, token: int | None, logprobs: TokenLogprobs | None, prompt: List[TokenLogprobs]
+    ) -> Chunk | None:
+        """Take what a step computed; None while tokens are pending.
+
+        Args:
+            token: the next token; None where none is due.
+            logprobs: the token's, if they are asked for.
+            prompt: those of the prompt's next tokens.
+        Raises:
+            GenerationError: a log-probability is not a number, or there is no next token.
+        """
+        if not all(one.is_number for one in prompt):
+            raise not_a_number(self._adapter_name)
+        self.prompt_logprobs += prompt
+        self.read += len(prompt)
+        if token is not None:
+            return self.accept(token, logprobs)
+        if self.limit or self.pending:
+            return None
+        self.state = State.FINISHED
+        return self._chunk(self._said(""), None, self._completion("length"))
+
+    def follow(self, first: Sequence) -> None:
+        """Take over what another continuation has read of the prompt."""
+        self.read, self.prompt_logprobs = first.read, first.prompt_logprobs
+        self.known, self.found = first.known, first.found
+
+    @property
+    def cumulative_logprob(self) -> float:
+        return sum(one.logprob for one in self.logprobs)
+
+    @property
+    def _adapter_name(self) -> str | None:
+        adapter = self.request.adapter
+        return None if adapter is None else adapter.name
+
+    def _said(self, text: str) -> str:
+        """Return a chunk's text, the first one's behind what is echoed, and note it."""
+        if self.echoed:
+            text, self.echoed = self.echoed + text, ""
+        if text:
+            self._text.append(text)
+        return text
+
+    def accept(self, token: int, logprobs: TokenLogprobs | None = None) -> Chunk:
+        """Append a sampled token; its chunk carries the completion if it is the last.
+
+        Raises:
+            GenerationError: there is no token, or its log-probability is not a number.
+        """
+        if token == UNDRAWN:
+            raise undrawn_error(self.sampler, self._adapter_name)
+        if logprobs is not None and not logprobs.is_number:
+            raise not_a_number(self._adapter_name)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        if self.sampler is not None:
+            self.sampler.commit(token)
         self.generated.append(token)
         self.length += 1
+        params = self.request.params
         ended = token in self.stop_ids
+        may_end = len(self.generated) > params.min_tokens
         text = ""
-        if self.decoder is not None:
-            text = "" if ended else self._stop.push(self.decoder.push(token))
+        if self.decoder is not None and (params.include_stop_str_in_output or not ended):
+            text = self._stop.push(self.decoder.push(token), may_end)
         full = len(self.generated) >= self.limit
         finished = ended or self._stop.matched is not None or full
         if finished and self.decoder is not None and self._stop.matched is None:
-            text += self._stop.push(self.decoder.finish())
+            text += self._stop.push(self.decoder.finish(), may_end)
             text += self._stop.finish()
-        if text:
-            self._text.append(text)
+        text = self._said(text)
         if not finished:
-            return Chunk(self.number, text, token)
+            return self._chunk(text, token, logprobs=logprobs)
         self.state = State.FINISHED
+        named = token if token in params.stop_token_ids else None
+        stopped_by = self._stop.matched or named
         reason = "stop" if ended or self._stop.matched is not None else "length"
-        return Chunk(self.number, text, token, self._completion(reason))
+        return self._chunk(text, token, self._completion(reason, stopped_by), logprobs=logprobs)
 
     def end(self, state: State, error: PcgError | None = None) -> Chunk:
         """End it before its last token."""
         self.state = state
-        return Chunk(self.number, "", None, self._completion(state.value), error)
+        return self._chunk("", None, self._completion(state.value), error)
 
-    def _completion(self, reason: str) -> Completion:
-        adapter = self.request.adapter
+    def _chunk(
+        self,
+        text: str,
+        token: int | None,
+        completion: Completion | None = None,
+        error: PcgError | None = None,
+        logprobs: TokenLogprobs | None = None,
+    ) -> Chunk:
+        name, choice = self.request.named(self.number), self.choice
+        return Chunk(self.number, text, token, completion, error, name, logprobs, choice)
+
+    def _completion(self, reason: str, stop_reason: str | int | None = None) -> Completion:
+        params = self.request.params
         return Completion(
             "".join(self._text),
             tuple(self.generated),
             reason,
-            None if adapter is None else adapter.name,
+            self._adapter_name,
             len(self.request.prompt_ids),
             self.found,
+            stop_reason,
+            None if params.logprobs is None else tuple(self.logprobs),
+            None if params.of_prompt is None else (None, *self.prompt_logprobs),
+            self.choice,
         )

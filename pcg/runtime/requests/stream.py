@@ -25,7 +25,8 @@ class Stream:
         self._chunks: deque[Chunk] = deque()
         self._changed = Condition()
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
-        self._end: Future[Completion] = Future()
+        self._end: Future[list[Completion]] = Future()
+        self._completions: dict[int, Completion] = {}
         self._end.set_running_or_notify_cancel()  # cancelling a wait must not cancel it
 
     @property
@@ -66,16 +67,27 @@ class Stream:
         raise end
 
     async def completion(self) -> Completion:
-        """Wait for the completion; chunks need not be read for it.
+        """Wait for the completion, the first of several; chunks need not be read for it.
 
         Raises:
             GenerationError: the engine refused the request.
             EngineError: the engine's thread has ended.
         """
+        return (await self.completions())[0]
+
+    async def completions(self) -> list[Completion]:
+        """Wait for all continuations of the prompt; see `completion`."""
         return await asyncio.wrap_future(self._end)
 
     def wait(self, timeout_s: float | None = None) -> Completion:
-        """Wait for the completion in a thread. TimeoutError: it is not there after so long."""
+        """Wait for the completion in a thread, the first of several.
+
+        TimeoutError: it is not there after so long.
+        """
+        return self.wait_all(timeout_s)[0]
+
+    def wait_all(self, timeout_s: float | None = None) -> list[Completion]:
+        """Wait for all continuations of the prompt; see `wait`."""
         return self._end.result(timeout_s)
 
     # ------------------------------------------------------------------- the engine's thread
@@ -88,7 +100,9 @@ class Stream:
             else:
                 self._chunks.append(chunk)
                 if chunk.completion is not None:
-                    self._end.set_result(chunk.completion)
+                    self._completions[chunk.choice] = chunk.completion
+                if chunk.is_last:
+                    self._end.set_result([self._completions[i] for i in sorted(self._completions)])
             self._wake()
 
     def fail(self, error: BaseException) -> None:

@@ -2,12 +2,32 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from pcg.errors import GenerationError
 from pcg.keywords import check_names
+from pcg.runtime.sampling.value_checks import (
+    require_at_most,
+    require_bool,
+    require_int,
+    require_number,
+    require_texts,
+    require_token_ids,
+    shown,
+)
+
+MOST_STOP_STRINGS = 128
+MOST_STOP_TOKENS = 1_024
+MOST_BIASES = 4_096
+MOST_CONTINUATIONS = 128
+MOST_BAD_WORDS = 1_024
+"""A text counts twice: it is not generated after a space, either."""
+MOST_ALLOWED_TOKENS = 2**18
+"""As many as the largest vocabularies have."""
+LONGEST_TEXT = 1_024
+"""The most characters of a stop string or a bad word, and the most tokens of a bad word."""
 
 
 class SamplingFields(TypedDict, total=False):
@@ -18,11 +38,25 @@ class SamplingFields(TypedDict, total=False):
     top_p: float | list[float | None] | None
     min_p: float | list[float | None] | None
     repetition_penalty: float | list[float]
+    presence_penalty: float | list[float]
+    frequency_penalty: float | list[float]
+    logit_bias: Mapping[int, float] | list[Mapping[int, float]]
+    bad_words: Sequence[str | Sequence[int]]
+    allowed_token_ids: Sequence[int] | None
     seed: int | list[int | None] | None
     max_new_tokens: int | list[int]
+    min_tokens: int | list[int]
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
+    include_stop_str_in_output: bool | list[bool]
     ignore_eos: bool | list[bool]
+    skip_special_tokens: bool | list[bool]
+    truncate_prompt_tokens: int | list[int | None] | None
+    logprobs: int | list[int | None] | None
+    prompt_logprobs: int | list[int | None] | None
+    echo: bool | list[bool]
+    n: int
+    best_of: int | None
 
 
 @dataclass(frozen=True)
@@ -36,11 +70,31 @@ class SamplingParams:
         min_p: keep tokens at least this likely relative to the most likely one; None keeps all.
         repetition_penalty: above 1 discourages the tokens of the prompt and of the output so far;
             from 0.01 to 100.
+        presence_penalty: subtracted from the logits of tokens that were generated; from -2 to 2.
+        frequency_penalty: subtracted as often as the token was generated; from -2 to 2.
+        logit_bias: numbers from -100 to 100 that are added to the logits of tokens, by token id.
+        bad_words: texts, or sequences of token ids, that are not generated.
+        allowed_token_ids: the only tokens that are generated; None allows all.
         seed: seed of the request's generator; None takes one from the system.
-        max_new_tokens: the most tokens to generate.
+        max_new_tokens: the most tokens to generate; 0 to compute the prompt alone.
+        min_tokens: the least tokens to generate before the output may end.
         stop: strings that end the output; they are not part of it.
         stop_token_ids: tokens that end the output, besides the model's own end-of-sequence tokens.
+        include_stop_str_in_output: leave the stop string, or the text of the token that ends the
+            output, in the text.
         ignore_eos: go on after an end-of-sequence token.
+        skip_special_tokens: leave special tokens out of the text.
+        truncate_prompt_tokens: keep so many of a longer prompt's tokens, the last ones; None keeps
+            all.
+        logprobs: return the log-probability of each generated token, and so many of the likeliest
+            ones in its place; 0 for the token's alone, None for none. An engine's limits bound it.
+        prompt_logprobs: return the same of each token of the prompt but the first.
+        n: the number of continuations of the prompt, which is computed once. With a seed the i-th
+            one samples with seed + i.
+        best_of: the number of continuations of which the n with the highest log-probability are
+            returned, the best first; None for n.
+        echo: begin the text with the prompt's; with `logprobs`, prompt_logprobs is as many by
+            default.
     Raises:
         GenerationError: a value is out of its range or of the wrong type.
     """
@@ -50,34 +104,104 @@ class SamplingParams:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[Any, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
     max_new_tokens: int = 128
+    min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    n: int = 1
+    best_of: int | None = None
 
     def __post_init__(self) -> None:
-        _require_number("temperature", self.temperature, 0.0, math.inf)
-        _require_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        require_number("temperature", self.temperature, 0.0, math.inf)
+        require_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.top_k is not None:
-            _require_int("top_k", self.top_k, 1, hint="; None keeps all tokens")
+            require_int("top_k", self.top_k, 1, hint="; None keeps all tokens")
         if self.top_p is not None:
-            _require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+            require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         if self.min_p is not None:
-            _require_number("min_p", self.min_p, 0.0, 1.0)
+            require_number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
-            _require_int("seed", self.seed, 0, 2**63 - 1)
-        _require_int("max_new_tokens", self.max_new_tokens, 1)
-        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
+            require_int("seed", self.seed, 0, 2**63 - 1)
+        require_int("max_new_tokens", self.max_new_tokens, 0)
+        most = f", which is max_new_tokens={self.max_new_tokens}"
+        require_int("min_tokens", self.min_tokens, 0, self.max_new_tokens, most)
+        require_texts("stop", self.stop, MOST_STOP_STRINGS, LONGEST_TEXT)
+        require_token_ids("stop_token_ids", self.stop_token_ids, MOST_STOP_TOKENS)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "echo"):
+            require_bool(name, getattr(self, name))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                require_int(name, getattr(self, name), 0, hint="; None returns none")
+        if self.truncate_prompt_tokens is not None:
+            hint = "; None keeps the whole prompt"
+            require_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, hint=hint)
+        require_int("n", self.n, 1, MOST_CONTINUATIONS)
+        if self.best_of is not None:
+            fewest = f", and not below n={self.n}"
+            require_int("best_of", self.best_of, self.n, MOST_CONTINUATIONS, fewest)
+        self._check_tokens()
+
+    def _check_tokens(self) -> None:
+        """Check the fields that name tokens."""
+        if not isinstance(self.logit_bias, Mapping):
             raise GenerationError(
-                f"stop={self.stop!r}; use a tuple of strings that are not empty, as in ('\\n\\n',)"
+                f"logit_bias={shown(self.logit_bias)}; use a mapping from token ids to numbers"
             )
-        if not isinstance(self.stop_token_ids, tuple):
-            raise GenerationError(f"stop_token_ids={self.stop_token_ids!r}; use a tuple of ints")
-        for token in self.stop_token_ids:
-            _require_int("stop_token_ids", token, 0)
-        if not isinstance(self.ignore_eos, bool):
-            raise GenerationError(f"ignore_eos={self.ignore_eos!r}; use True or False")
+        require_at_most("logit_bias", self.logit_bias, MOST_BIASES, "entries")
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # nobody changes it later
+        for token, bias in self.logit_bias.items():
+            require_int("a token of logit_bias", token, 0)
+            require_number(f"logit_bias of token {token}", bias, -100.0, 100.0)
+        if not isinstance(self.bad_words, tuple):
+            raise GenerationError(
+                f"bad_words={shown(self.bad_words)}; use a tuple of texts, or of tuples of ids"
+            )
+        texts = [word for word in self.bad_words if isinstance(word, str)]
+        require_at_most("bad_words", [*self.bad_words, *texts], MOST_BAD_WORDS, "words")
+        for word in self.bad_words:
+            if not isinstance(word, str | tuple) or not word:
+                raise GenerationError(
+                    f"bad_words has {shown(word)}; use texts or tuples of token ids, none empty"
+                )
+            if isinstance(word, str):
+                require_at_most("a text of bad_words", word, LONGEST_TEXT, "characters")
+            else:
+                require_token_ids("a sequence of bad_words", word, LONGEST_TEXT)
+        if self.allowed_token_ids is not None:
+            require_token_ids("allowed_token_ids", self.allowed_token_ids, MOST_ALLOWED_TOKENS)
+            if not self.allowed_token_ids:
+                raise GenerationError("allowed_token_ids is empty; None allows all tokens")
+
+    def check_vocabulary(self, vocabulary: int) -> None:
+        """Refuse tokens that a model with so many has not, with a GenerationError."""
+        for name, tokens in self._named_tokens():
+            most = max(tokens, default=0)
+            if most >= vocabulary:
+                raise GenerationError(
+                    f"{name} has token {most}; the model's are 0 to {vocabulary - 1}"
+                )
+
+    def _named_tokens(self) -> Iterator[tuple[str, Sequence[int]]]:
+        yield "stop_token_ids", self.stop_token_ids
+        yield "logit_bias", tuple(self.logit_bias)
+        yield "allowed_token_ids", self.allowed_token_ids or ()
+        words = [word for word in self.bad_words if isinstance(word, tuple)]
+        yield "bad_words", [token for word in words for token in word]
 
     @classmethod
     def of(cls, options: Mapping[str, Any], index: int = 0, count: int = 1) -> "SamplingParams":
@@ -85,50 +209,57 @@ class SamplingParams:
 
         Args:
             options: fields by name; a list with a value for each prompt gives each its own, and
-                prompt i of several samples with seed + i.
+                prompt i of several samples with seed + i, or with n continuations each from seed +
+                i n on.
         Raises:
             GenerationError: there is no such field, or a value is out of its range.
         """
         check_names(options, [field.name for field in dataclasses.fields(cls)], GenerationError)
         mine = {}
         for name, value in options.items():
-            per_prompt = isinstance(value, list) and len(value) == count and name not in _LISTS
+            per_prompt = isinstance(value, list) and len(value) == count and name not in _WHOLE
             mine[name] = value[index] if per_prompt else value
         if isinstance(mine.get("stop"), str):
             mine["stop"] = (mine["stop"],)
         for name in _LISTS:
             if isinstance(mine.get(name), list):
                 mine[name] = tuple(mine[name])
+        if isinstance(mine.get("bad_words"), tuple):
+            words = mine["bad_words"]
+            mine["bad_words"] = tuple(tuple(w) if isinstance(w, list) else w for w in words)
+        if isinstance(mine.get("logit_bias"), Mapping):
+            mine["logit_bias"] = {_token(key): v for key, v in mine["logit_bias"].items()}
         if mine.get("seed") is not None and not isinstance(options["seed"], list):
-            mine["seed"] += index
+            # So every continuation of every prompt has a seed of its own.
+            width = cls(n=mine.get("n", 1), best_of=mine.get("best_of")).width
+            mine["seed"] += index * width
         return cls(**mine)
+
+    @property
+    def width(self) -> int:
+        """The number of continuations that are computed."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def of_tokens(self) -> int | None:
+        """The number of likeliest tokens to find for each generated one; None for no logprobs."""
+        return 0 if self.logprobs is None and self.width > self.n else self.logprobs
+
+    @property
+    def of_prompt(self) -> int | None:
+        """The number of likeliest tokens to return for each of the prompt; None for nothing."""
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
 
-_LISTS = ("stop", "stop_token_ids")
+_LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
+_WHOLE = (*_LISTS, "n", "best_of")
+"""Fields that are not given for each prompt."""
 
 
-def _require_number(
-    name: str, value: object, low: float, high: float, open_low: bool = False
-) -> None:
-    """Refuse a value that is not a finite number in [low, high], or (low, high] with `open_low`."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        above = low < value if open_low else low <= value
-        if above and value <= high and math.isfinite(value):
-            return
-    interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if math.isinf(high) else ']'}"
-    raise GenerationError(f"{name}={value!r}; use a finite number in {interval}")
-
-
-def _require_int(
-    name: str, value: object, low: int, high: int | None = None, hint: str = ""
-) -> None:
-    """Refuse a value that is not an int from `low` to `high`."""
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if is_int and value >= low and (high is None or value <= high):  # type: ignore[operator]
-        return
-    most = "" if high is None else f" and at most {high}"
-    raise GenerationError(f"{name}={value!r}; use an int of at least {low}{most}{hint}")
+def _token(key: object) -> object:
+    """Return the token that a key of `logit_bias` names; in JSON and in shells keys are texts."""
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key

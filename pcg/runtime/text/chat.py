@@ -53,6 +53,9 @@ class ChatTemplate:
                     f"chat template {name!r}, line {error.lineno}: {error.message}"
                 ) from error
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.sources,)
+
     def render(
         self,
         messages: Sequence[Message],

@@ -14,38 +14,44 @@ from pcg.errors import GenerationError
 
 
 class StopChecker:
-    """Finds the first stop string of a stream, and cuts the text before it.
+    """Finds the first stop string of a stream, and cuts the text before or after it.
 
+    Args:
+        included: leave the stop string in the text.
     Raises:
         GenerationError: a stop string is empty.
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], included: bool = False) -> None:
         if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
             raise GenerationError(f"stop={stop!r}; use a sequence of strings that are not empty")
         self._stop = tuple(dict.fromkeys(stop))
+        self._included = included
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
+    def push(self, text: str, may_end: bool = True) -> str:
         """Add a part of the stream; returns the text that can be returned now.
 
         After a match that is the text before the stop string, and "" from then on.
+
+        Args:
+            may_end: False if no stop string that is complete within this part ends the stream.
         """
         if self.matched is not None:
             return ""
-        text = self._held + text
-        # (end, start): first complete, then longest.
+        held, text = len(self._held), self._held + text
+        # (end, start): first complete, then longest. What is held has been looked at.
         matches = [
             (start + len(stop), start, stop)
-            for stop in self._stop
-            if (start := text.find(stop)) >= 0
+            for stop in (self._stop if may_end else ())
+            if (start := text.find(stop, max(0, held - len(stop) + 1))) >= 0
         ]
         if matches:
-            _, start, self.matched = min(matches)
+            end, start, self.matched = min(matches)
             self._held = ""
-            return text[:start]
-        safe = len(text) - self._length_to_hold(text)
+            return text[: end if self._included else start]
+        safe = self._safe_length(text)
         self._held = text[safe:]
         return text[:safe]
 
@@ -54,10 +60,13 @@ class StopChecker:
         held, self._held = self._held, ""
         return held
 
-    def _length_to_hold(self, text: str) -> int:
-        """Return the length of the longest suffix of `text` that begins some stop string."""
-        longest = max((len(stop) - 1 for stop in self._stop), default=0)
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stop):
-                return length
-        return 0
+    def _safe_length(self, text: str) -> int:
+        """Return where the longest suffix begins that could grow into a stop string."""
+        safe = len(text)
+        for stop in self._stop:
+            start = text.find(stop[0], max(0, len(text) - len(stop) + 1), safe)
+            while start >= 0 and not stop.startswith(text[start:]):
+                start = text.find(stop[0], start + 1, safe)
+            if start >= 0:
+                safe = start
+        return safe

@@ -25,6 +25,8 @@ from pcg.runtime.text.detokenizer import StreamDecoder
 Json = Mapping[str, Any]
 
 _NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_LONG = 10_000
+"""Characters of a text whose encoding takes more than some milliseconds."""
 _ID_FILES = ("generation_config.json", "config.json")
 
 
@@ -102,13 +104,24 @@ class Tokenizer:
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode text; `add_special_tokens` adds the post-processor's tokens, usually a bos."""
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Encode text; `add_special_tokens` adds the post-processor's tokens, usually a bos.
+
+        Raises:
+            GenerationError: the text has a half of a character, which has no UTF-8.
+        """
+        ids: list[int] = self._encoded(text, add_special_tokens).ids
         return ids
 
     def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> Encoding:
-        encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+        """Encode text, with the place of each token in it; errors as of `encode`."""
+        encoding = self._encoded(text, add_special_tokens)
         return Encoding(encoding.ids, encoding.offsets)
+
+    def _encoded(self, text: str, add_special_tokens: bool) -> Any:
+        check_characters(text)
+        if len(text) > _LONG:  # the library encodes a batch alone without Python's lock
+            return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        return self.backend.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decode tokens; bytes that are not UTF-8 become U+FFFD."""
@@ -161,6 +174,23 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Encode the text of `render_chat`; the template writes the special tokens itself."""
         return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
+
+
+def check_characters(text: str) -> None:
+    """Refuse half a surrogate pair, as JSON can hold one: it is no character, and has no UTF-8.
+
+    Raises:
+        GenerationError: says which, and where.
+    """
+    try:
+        if not text.isascii():
+            text.encode()
+    except UnicodeEncodeError as error:
+        found = ord(text[error.start])
+        raise GenerationError(
+            f"the text has a lone surrogate, U+{found:04X}, at character {error.start}; it is half "
+            "a character: write the whole one, or leave it out"
+        ) from error
 
 
 def _mark_special(backend: Any, texts: Mapping[str, str]) -> None:

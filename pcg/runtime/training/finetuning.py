@@ -8,6 +8,7 @@ seed, step and batch, are random. So a resumed run ends with the same bits as an
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import time
@@ -22,18 +23,17 @@ from pcg.parallel.ranks.group import broadcast_from_first, run_on_first
 from pcg.peft.adapter import Adapter
 from pcg.runtime.data.dataset import Dataset
 from pcg.runtime.data.order import Batches
-from pcg.runtime.data.sources import choose_splits
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.checkpoints import Checkpoint, CheckpointStore, TrainerState
 from pcg.runtime.training.interrupts import Interrupt, deferred_interrupts, noted_interrupts
-from pcg.runtime.training.options import Data, FinetuneArguments, FinetuneOptions
+from pcg.runtime.training.options import FinetuneArguments, FinetuneOptions
 from pcg.runtime.training.progress import ProgressBar
 from pcg.runtime.training.publishers import InPlacePublisher, Publisher
 from pcg.runtime.training.result import FinetuneResult, LossChange, OnStep, StepRecord
 from pcg.runtime.training.runner import training_runner
 from pcg.runtime.training.step import TrainingStep
 from pcg.runtime.training.training_copy import overwrite, owned, start_adapter, weights_checksum
-from pcg.runtime.training.training_data import check_with_prompt, training_data
+from pcg.runtime.training.training_data import check_with_prompt, splits_of, training_data
 from pcg.runtime.training.training_pass import pass_through
 from pcg.runtime.training.work_units import Work, run_to_end
 
@@ -63,15 +63,13 @@ class FinetuneJob:
         self._ranks = publisher.state.ranks
         self._name = options.adapter
         planned = self._model.program.options
-        self._planned_seq = planned.seq if planned.names_step else None
         if planned.names_step and not (options.batch_size or options.max_tokens):
             options = dataclasses.replace(options, batch_size=planned.batch)
         self._options = options
-        splits = choose_splits(options.data, options.eval_data)
-        if splits.chosen and self._ranks.rank == 0:
-            _LOG.warning("%s: %s", self._name, splits.chosen)
-        self._data = self._read(splits.train)
-        self._eval = None if splits.evaluation is None else self._read(splits.evaluation)
+        splits = splits_of(options, self._ranks.rank == 0)
+        read = functools.partial(training_data, options=options, model=self._model)
+        self._data = read(splits.train)
+        self._eval = None if splits.evaluation is None else read(splits.evaluation)
         self._batches = Batches(
             self._data.examples, **options.batch_bounds, seed=options.seed, shuffle=options.shuffle
         )
@@ -91,11 +89,6 @@ class FinetuneJob:
         self._started = time.monotonic()
         self._seconds_before = self._state.seconds
         self._tokens_before = self._state.tokens
-
-    def _read(self, data: Data) -> Dataset:
-        model = self._model
-        sizes = (model.program.base.vocabulary, model.max_positions, self._planned_seq)
-        return training_data(data, self._options, model.tokenizer, *sizes)
 
     def _start(self, peft: object) -> None:
         """Make the adapter to train, and what trains it."""

@@ -3,62 +3,96 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import logging
+from collections.abc import Callable, Sequence
 
 from pcg.errors import DataError, FinetuneError
-from pcg.runtime.data.dataset import Dataset, load_examples
-from pcg.runtime.data.example import IGNORED, Example
+from pcg.runtime.data.dataset import Dataset, ExampleReader, ReadOptions
+from pcg.runtime.data.example import Example, ModelSizes, check_example
+from pcg.runtime.data.limits import UNLIMITED, DataLimits, check_tokens
 from pcg.runtime.data.rows import holds_documents
-from pcg.runtime.data.sources import gather
+from pcg.runtime.data.sources import Gathered, Splits, choose_splits, gather
+from pcg.runtime.model.state import ModelState
 from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.runtime.training.options import Data, FinetuneOptions
+from pcg.runtime.training.options import Data, FinetuneArguments, FinetuneOptions
+
+_LOG = logging.getLogger("pcg.finetuning")
+
+Load = Callable[[Gathered, ReadOptions, ModelSizes], Dataset]
+"""Makes examples of files or rows, and checks them."""
+
+
+def splits_of(given: FinetuneArguments, is_first: bool) -> Splits:
+    """Choose the data to learn and that to evaluate on; the first rank says what was chosen.
+
+    Raises:
+        DataError: there is no such split.
+    """
+    splits = choose_splits(given.data, given.eval_data)
+    if splits.chosen and is_first:
+        _LOG.warning("%s: %s", given.adapter, splits.chosen)
+    return splits
+
+
+def load_here(
+    tokenizer: Tokenizer, data: Gathered, options: ReadOptions, sizes: ModelSizes
+) -> Dataset:
+    """Make examples in this process, and check them. DataError: names the row."""
+    reader = ExampleReader(data, tokenizer, options)
+    examples, places = [], []
+    for example, place in reader:
+        check_example(example, place, sizes)
+        examples.append(example)
+        places.append(place)
+    facts = (reader.format, reader.truncated, reader.dropped, tuple(places))
+    return Dataset(tuple(examples), *facts, checked=sizes)
 
 
 def training_data(
     source: Data,
     options: FinetuneOptions,
-    tokenizer: Tokenizer | None,
-    vocabulary: int,
-    max_positions: int | None,
-    planned_seq: int | None = None,
+    model: ModelState,
+    load: Load | None = None,
+    limits: DataLimits = UNLIMITED,
 ) -> Dataset:
     """Read, tokenize and check examples.
 
     Args:
         source: files, rows as `sources` has them, or examples, which are tokens already.
-        tokenizer: the model's tokenizer; examples need none.
-        max_positions: number of positions of the model, if it has a bound.
-        planned_seq: tokens of a sequence that memory is planned for, if it is for a certain step.
+        model: whose tokenizer makes tokens of text; examples need none.
+        load: makes examples of files and rows; this process by default.
     Raises:
         DataError: the data cannot be read, or do not fit the model; the row is named.
         FinetuneError: text, and no tokenizer.
     """
+    sizes = ModelSizes(model.program.base.vocabulary, model.max_positions)
     gathered = source if isinstance(source, Dataset) else gather(source)
     if isinstance(gathered, Dataset):
         data = _cut(gathered, options.max_length)
     elif gathered and isinstance(gathered[0], Example):
         places = tuple(f"data[{index}]" for index in range(len(gathered)))
         data = _cut(Dataset(tuple(gathered), "tokens", places=places), options.max_length)
-    elif tokenizer is None:
+    elif model.tokenizer is None:
         raise FinetuneError(
             "the model came without a tokenizer.json; put one into its directory, or give data "
             "as a list of pcg.runtime.data.dataset.Example(ids, labels)"
         )
     else:
-        max_length = options.max_length
+        max_length, planned = options.max_length, model.program.options
         if max_length is None and holds_documents(gathered):
             # Documents are cut into examples of that length.
-            max_length = min(filter(None, (planned_seq, max_positions)), default=None)
-        data = load_examples(
-            gathered,
-            tokenizer,
-            max_length=max_length,
-            format=options.data_format,
-            append_eos=options.append_eos,
-            empty=options.empty,
+            bounds = (planned.seq if planned.names_step else None, model.max_positions)
+            max_length = min(filter(None, bounds), default=None)
+        read = ReadOptions(
+            max_length, options.data_format, options.append_eos, options.empty, limits
         )
-    for example, place in zip(data.examples, places_of(data), strict=True):
-        _check(example, place, vocabulary, max_positions)
+        load = load or functools.partial(load_here, model.tokenizer)
+        data = load(gathered, read, sizes)
+    if data.checked != sizes:
+        for example, place in zip(data.examples, places_of(data), strict=True):
+            check_example(example, place, sizes)
+            check_tokens(len(example.ids), place, limits)
     return data
 
 
@@ -86,32 +120,10 @@ def check_with_prompt(data: Dataset, virtual: int, max_positions: int | None) ->
 
 
 def _cut(data: Dataset, max_length: int | None) -> Dataset:
-    if max_length is None:
+    if max_length is None or all(len(example.ids) <= max_length for example in data.examples):
         return data
     examples = tuple(example.cut(max_length) for example in data.examples)
     truncated = sum(len(example.ids) > max_length for example in data.examples)
-    return dataclasses.replace(data, examples=examples, truncated=data.truncated + truncated)
-
-
-def _check(example: object, place: str, vocabulary: int, max_positions: int | None) -> None:
-    if not isinstance(example, Example):
-        raise DataError(f"{place} is a {type(example).__name__} among examples; give one kind")
-    if len(example.ids) != len(example.labels):
-        raise DataError(
-            f"{place} has {len(example.ids)} tokens and {len(example.labels)} labels; give each "
-            f"token one, {IGNORED} where it is not learned"
-        )
-    if max_positions is not None and len(example.ids) > max_positions:
-        raise DataError(
-            f"{place} has {len(example.ids)} tokens, more than the model's {max_positions} "
-            f"positions; cut such examples with max_length={max_positions}, or split them"
-        )
-    if not example.targets:
-        raise DataError(f"{place} has no token to learn; label at least one after the first")
-    wrong = [token for token in example.ids if not 0 <= token < vocabulary]
-    wrong += [t for t in example.labels if t != IGNORED and not 0 <= t < vocabulary]
-    if wrong:
-        raise DataError(
-            f"{place} has the token {wrong[0]}, which the model's vocabulary of {vocabulary} does "
-            "not; use the model's own tokenizer"
-        )
+    return dataclasses.replace(
+        data, examples=examples, truncated=data.truncated + truncated, checked=None
+    )

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import pcg
 from pcg.kernels.adapter_batch import SegmentedWeight, Segments
+from pcg.kernels.native import sgmv
 from pcg.kernels.torch.ops import expand_add, shrink
 from pcg.passes.pipeline import Settings, pipeline
 from pcg.passes.stages import Base
@@ -92,10 +93,18 @@ def logits(peft: PeftModel, tokens: list[int], name: str | None) -> torch.Tensor
     ids=["mixed", "one", "two", "mostly-base", "two-of-each"],
 )
 @pytest.mark.parametrize("lengths", [(5, 9, 1, 14, 3, 7, 30, 2), (4,) * 8], ids=["ragged", "equal"])
+@pytest.mark.parametrize("few", [0, 8, sgmv.FEW_TOKENS])
 def test_logits_equal_peft(
-    pair: tuple[Executor, PeftModel], names: list[str | None], lengths: tuple[int, ...]
+    pair: tuple[Executor, PeftModel],
+    names: list[str | None],
+    lengths: tuple[int, ...],
+    few: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Segments of up to `few` tokens are the native kernel's."""
     executor, peft = pair
+    monkeypatch.setattr(sgmv, "FEW_TOKENS", few)
+    executor.serving.tables._bound.clear()
     torch.manual_seed(1)
     prompts = [torch.randint(1, 96, (n,)).tolist() for n in lengths[: len(names)]]
     for prompt, name, ours in zip(prompts, names, executor.logits(prompts, names), strict=True):
@@ -239,10 +248,13 @@ QUERIES_AND_VALUES = {
 
 @pytest.mark.parametrize("joined_bytes", [0, adapter_stack.JOINED_BYTES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("native", [True, False], ids=["native", "pytorch"])
 def test_where_some_of_the_joined_outputs_can_have_lora(
-    joined_bytes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    joined_bytes: int, dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """peft's default for Llama is q and v, between which k lies."""
+    if not native:
+        monkeypatch.setattr(sgmv, "_kernel", lambda: None)
     monkeypatch.setattr(adapter_stack, "JOINED_BYTES", joined_bytes)
     executor, peft = made_pair(QUERIES_AND_VALUES, dtype)
     nodes = executor.serving.runner.model.blocks[0].nodes

@@ -221,7 +221,7 @@ def test_a_job_is_made_ready_beside_the_steps() -> None:
         again.cancel()
         with pytest.raises(FinetuneError, match="job 'one' was cancelled"):
             again.wait(60)
-    assert slow.readers == ["pcg jobs_0"]
+    assert slow.readers == ["pcg data of one"]
 
 
 def test_adapters_are_added_beside_the_steps(

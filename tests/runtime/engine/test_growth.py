@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from pcg.runtime.admission.adapter_clustering import AdapterClustering
+from pcg.runtime.admission.early_abort import EarlyAbort
+from pcg.runtime.admission.fair_share import FairShare
+from pcg.runtime.admission.policy import Fcfs, Policy
 from pcg.runtime.engine.latency import Latency
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.policies import AdapterClustering, EarlyAbort, FairShare, Fcfs, Policy
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.simulated_device import SimulatedAdapter

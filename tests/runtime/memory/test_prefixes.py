@@ -15,7 +15,7 @@ from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.simulated_device import SimulatedAdapter
 
 TOKENS = [[1] * 16, [2] * 16, [1] * 15 + [2], [3] * 7, [0] * 5]
-"""Of which prompts are put together: many begin alike."""
+"""Blocks that prompts are put together from, so that many begin alike."""
 
 
 class Machine(RuleBasedStateMachine):

@@ -120,7 +120,7 @@ def test_rooms_are_rounded_up() -> None:
 
 
 def steps_of(count: int) -> st.SearchStrategy[Step]:
-    """Of so many tokens."""
+    """Return a strategy of decode steps with so many tokens."""
 
     def lists(values: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
         return st.lists(values, min_size=count, max_size=count)
@@ -142,7 +142,7 @@ def test_any_batch_of_a_room_is_replayed(step: Step) -> None:
 
 
 def test_many_splits() -> None:
-    """Of other sequences than those that were recorded."""
+    """Replayed steps have other sequences than the recorded one, with more splits."""
     tape = Tape()
     steps = Steps(EXECUTOR, tape, pages=70)
     for contexts in ([530, 3], [40, 1000]):

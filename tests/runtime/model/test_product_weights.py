@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def live_tensors() -> dict[int, Tensor]:
-    """The tensors that are alive on the CPU, by their identities."""
+@contextmanager
+def new_tensors() -> Iterator[Callable[[], list[Tensor]]]:
+    """Yield a function that returns the CPU's live tensors that were made within the context."""
+
+    def live() -> list[Tensor]:
+        gc.collect()
+        found = [one for one in gc.get_objects() if type(one) in (Tensor, torch.nn.Parameter)]
+        return [one for one in found if one.device.type == "cpu"]
+
     gc.collect()
-    found = [one for one in gc.get_objects() if type(one) in (Tensor, torch.nn.Parameter)]
-    return {id(one): one for one in found if one.device.type == "cpu"}
+    gc.freeze()  # what there is already is not looked at again: that takes seconds
+    try:
+        yield live
+    finally:
+        gc.unfreeze()
 
 
 def live_bytes(tensors: list[Tensor]) -> int:
@@ -45,12 +57,11 @@ def live_bytes(tensors: list[Tensor]) -> int:
 def test_live_bytes_after_load_are_those_explained(name: str, dtype: str, tmp_path: Path) -> None:
     config = CONFIGS[name]
     oracle.random_model(config, getattr(torch, dtype)).save_pretrained(tmp_path)
-    before = live_tensors()  # tracing makes the constants
-    explained = explaining.explain(str(tmp_path), None, dtype=dtype, device="cpu").memory_bytes
-    # Weights of fp64 are not packed, so that they lie in memory as on a GPU.
-    on_gpu = explaining.explain(str(tmp_path), None, dtype=dtype).memory_bytes
-    assert (explained["weights"] == on_gpu["weights"]) == (dtype == "float64")
-    executor = compiler.compile(str(tmp_path), dtype=dtype, device=torch.device("cpu"))
-    after = [one for key, one in live_tensors().items() if key not in before]
-    assert live_bytes(after) == explained["weights"]
+    with new_tensors() as live:  # tracing makes the constants
+        explained = explaining.explain(str(tmp_path), None, dtype=dtype, device="cpu").memory_bytes
+        # Weights of fp64 are not packed, so that they lie in memory as on a GPU.
+        on_gpu = explaining.explain(str(tmp_path), None, dtype=dtype).memory_bytes
+        assert (explained["weights"] == on_gpu["weights"]) == (dtype == "float64")
+        executor = compiler.compile(str(tmp_path), dtype=dtype, device=torch.device("cpu"))
+        assert live_bytes(live()) == explained["weights"]
     assert len(executor.generate([[3, 4, 5]], max_new_tokens=2, ignore_eos=True)) == 1

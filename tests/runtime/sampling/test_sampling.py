@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -13,13 +14,10 @@ from transformers import (
 )
 
 from pcg.errors import GenerationError
-from pcg.runtime.sampling.sampling import (
-    UNDRAWN,
-    Drawing,
-    SamplingParams,
-    make_generator,
-    sample,
-)
+from pcg.runtime.sampling.drawing import Drawing
+from pcg.runtime.sampling.sampler import Sampler
+from pcg.runtime.sampling.sampling import UNDRAWN, sample
+from pcg.runtime.sampling.sampling_params import SamplingParams
 
 VOCAB = 97
 
@@ -48,9 +46,13 @@ def probabilities(logits, params, history):
         found.append((filtered / temperatures[:, None]).softmax(dim=-1))
         return numbers.long(), numbers >= 0
 
-    generators = [make_generator(0)] * len(params)
-    sample(logits, params, generators, history, Drawing(torch.Tensor.argmax, draw))
+    samplers = [Sampler(*each) for each in zip(params, history, strict=True)]
+    sample(logits, samplers, Drawing(torch.Tensor.argmax, draw))
     return found[0]
+
+
+def samplers_of(*params):
+    return [Sampler(each) for each in params]
 
 
 PARAMS = st.builds(
@@ -78,12 +80,11 @@ def test_distributions_are_those_of_transformers(batch, seed):
 
 
 def test_draws_follow_the_distribution():
-    params = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=3)
+    params = SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
     logits = 2 * torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
     draws = 20_000
-    tokens = sample(
-        logits.expand(draws, -1), [params] * draws, [make_generator(seed) for seed in range(draws)]
-    )
+    seeded = [dataclasses.replace(params, seed=seed) for seed in range(draws)]
+    tokens = sample(logits.expand(draws, -1), samplers_of(*seeded))
     observed = torch.bincount(tokens, minlength=VOCAB) / draws
     expected = oracle(logits[0], params, [])
     assert torch.all(observed[expected == 0] == 0)
@@ -110,18 +111,13 @@ def test_tokens_do_not_depend_on_the_rest_of_the_batch():
     history = torch.randint(0, VOCAB, (len(MIXED), 9), generator=noise).tolist()
 
     def run(rows):
-        generators = [make_generator(MIXED[row].seed) for row in rows]
-        return torch.stack(
-            [
-                sample(
-                    logits[step, rows],
-                    [MIXED[row] for row in rows],
-                    generators,
-                    [history[row] for row in rows],
-                )
-                for step in range(steps)
-            ]
-        )
+        samplers = [Sampler(MIXED[row], history[row]) for row in rows]
+        found = []
+        for step in range(steps):
+            found.append(sample(logits[step, rows], samplers))
+            for sampler, token in zip(samplers, found[-1].tolist(), strict=True):
+                sampler.commit(token)
+        return torch.stack(found)
 
     every_row = list(range(len(MIXED)))
     together = run(every_row)
@@ -132,54 +128,51 @@ def test_tokens_do_not_depend_on_the_rest_of_the_batch():
     assert torch.equal(backwards.flip(1), together)
 
 
-def test_greedy_is_one_argmax_and_needs_no_generator():
+def test_greedy_is_one_argmax():
     logits = torch.randn(4, VOCAB)
-    tokens = sample(logits, [SamplingParams()] * 4)
+    tokens = sample(logits, samplers_of(*[SamplingParams()] * 4))
     assert torch.equal(tokens, logits.argmax(dim=-1))
 
 
 def test_a_greedy_row_heeds_the_repetition_penalty():
     logits = torch.zeros(1, VOCAB)
     logits[0, 3], logits[0, 5] = 2.0, 1.5
-    params = [SamplingParams(repetition_penalty=2.0)]
-    assert sample(logits, params, history=[[3, VOCAB + 5]]).tolist() == [5]
+    sampler = Sampler(SamplingParams(repetition_penalty=2.0), [3, 4])
+    assert sample(logits, [sampler]).tolist() == [5]
+    sampler.commit(5)
+    logits[0, 5] = 1.9
+    assert sample(logits, [sampler]).tolist() == [3]
 
 
-def test_a_resumed_generator_goes_on_with_the_same_tokens():
-    params = [SamplingParams(temperature=1.0, seed=11)]
+def test_a_step_that_is_computed_again_has_the_same_tokens():
     logits = torch.randn(6, 1, VOCAB)
-    generator = make_generator(11)
-    first = [sample(logits[step], params, [generator]).item() for step in range(3)]
-    state = generator.get_state()
-    rest = [sample(logits[step], params, [generator]).item() for step in range(3, 6)]
-    resumed = make_generator()
-    resumed.set_state(state)
-    assert rest == [sample(logits[step], params, [resumed]).item() for step in range(3, 6)]
-    again = make_generator(11)
-    assert first + rest == [sample(logits[s], params, [again]).item() for s in range(6)]
+    once, again = samplers_of(*[SamplingParams(temperature=1.0, seed=11)] * 2)
+    for step in range(6):
+        (expected,) = sample(logits[step], [once]).tolist()
+        for _ in range(step % 3 + 1):
+            assert sample(logits[step], [again]).tolist() == [expected]
+        once.commit(expected)
+        again.commit(expected)
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-6])
 def test_a_tiny_temperature_is_greedy_and_finite(temperature):
     logits = 10 * torch.randn(3, VOCAB)
-    params = [SamplingParams(temperature=temperature)] * 3
-    tokens = sample(logits, params, [make_generator(row) for row in range(3)])
+    tokens = sample(logits, samplers_of(*[SamplingParams(temperature=temperature)] * 3))
     assert torch.equal(tokens, logits.argmax(dim=-1))
 
 
 def test_a_masked_token_is_never_drawn():
     logits = torch.full((200, 3), -math.inf)
     logits[:, 1] = 0.0
-    params = [SamplingParams(temperature=1.0)] * 200
-    assert sample(logits, params, [make_generator(i) for i in range(200)]).unique().tolist() == [1]
+    samplers = samplers_of(*[SamplingParams(temperature=1.0)] * 200)
+    assert sample(logits, samplers).unique().tolist() == [1]
 
 
 def test_half_precision_logits():
     logits = torch.randn(2, VOCAB).bfloat16()
-    params = [SamplingParams(temperature=1.0, top_p=0.9)] * 2
-    generators = [make_generator(0), make_generator(1)]
-    expected = [make_generator(0), make_generator(1)]
-    assert torch.equal(sample(logits, params, generators), sample(logits.float(), params, expected))
+    samplers = samplers_of(*[SamplingParams(temperature=1.0, top_p=0.9)] * 2)
+    assert torch.equal(sample(logits, samplers), sample(logits.float(), samplers))
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
@@ -187,29 +180,24 @@ def test_half_precision_logits():
 def test_logits_that_are_no_numbers(value, temperature):
     """No token is drawn from them, and those of other rows are as without them."""
     logits = torch.randn(2, VOCAB)
-    params = [SamplingParams(), SamplingParams(temperature=temperature)]
-    expected = sample(logits, params, [None, make_generator(0)])
+    samplers = samplers_of(SamplingParams(), SamplingParams(temperature=temperature))
+    expected = sample(logits, samplers)
     logits[1] = value
-    found = sample(logits, params, [None, make_generator(0)])
+    found = sample(logits, samplers)
     assert found.tolist() == [expected[0].item(), UNDRAWN]
 
 
 def test_a_temperature_below_fp32_is_greedy():
     logits = torch.randn(3, VOCAB)
-    params = [SamplingParams(temperature=1e-320)] * 3
-    assert torch.equal(sample(logits, params, [make_generator(0)] * 3), logits.argmax(-1))
+    samplers = samplers_of(*[SamplingParams(temperature=1e-320)] * 3)
+    assert torch.equal(sample(logits, samplers), logits.argmax(-1))
 
 
 def test_arguments_that_disagree():
-    sampled, penalized = SamplingParams(temperature=1.0), SamplingParams(repetition_penalty=1.1)
-    with pytest.raises(GenerationError, match="1 params for 2 rows"):
-        sample(torch.zeros(2, 3), [sampled])
+    with pytest.raises(GenerationError, match="1 samplers for 2 rows"):
+        sample(torch.zeros(2, 3), samplers_of(SamplingParams()))
     with pytest.raises(GenerationError, match=r"shape \(3,\); expected \[rows, vocab\]"):
-        sample(torch.zeros(3), [sampled])
-    with pytest.raises(GenerationError, match=r"row 0 has temperature=1\.0 and no generator"):
-        sample(torch.zeros(1, 3), [sampled])
-    with pytest.raises(GenerationError, match=r"row 0 has repetition_penalty=1\.1 and no history"):
-        sample(torch.zeros(1, 3), [penalized])
+        sample(torch.zeros(3), samplers_of(SamplingParams()))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +216,7 @@ def test_arguments_that_disagree():
         ({"repetition_penalty": 0.0}, r"repetition_penalty=0\.0; .* \[0\.01, 100\]"),
         ({"seed": -1}, "seed=-1"),
         ({"seed": 2**63}, "at most 9223372036854775807"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1"),
         ({"max_new_tokens": True}, "max_new_tokens=True"),
         ({"stop": "abc"}, "stop='abc'; use a tuple of strings"),
         ({"stop": ("",)}, "use a tuple of strings that are not empty"),

@@ -72,6 +72,35 @@ def test_text_after_the_match_is_dropped():
     assert (checker.push("d"), checker.finish()) == ("", "")
 
 
+@given(
+    text=LETTERS,
+    stops=st.lists(STOP, max_size=4),
+    points=st.lists(st.integers(0, 30)),
+    early=st.integers(0, 30),
+)
+def test_stops_that_are_complete_too_early_do_not_count(text, stops, points, early):
+    """And with the stop string left in, the text ends with it."""
+    checker = StopChecker(stops, included=True)
+    pieces = [text[:early], *cut(text[early:], points)]
+    found = checker.push(pieces[0], may_end=False)
+    for piece in pieces[1:]:
+        found += checker.push(piece)
+    found += checker.finish()
+    ends = [end for end in range(early + 1, len(text) + 1) if text[:end].endswith(tuple(stops))]
+    expected = text[: ends[0]] if stops and ends else text
+    assert found == expected
+    assert (checker.matched is not None) == bool(stops and ends)
+
+
+def test_a_long_stop_string_costs_little():
+    """A part costs as much as it is long, however much is held."""
+    checker = StopChecker(["a" * 1000 + "b"] * 100)
+    looked = sum(len(checker.push("a")) for _ in range(3000))
+    assert looked == 2000
+    assert checker.push("b") == ""
+    assert checker.matched == "a" * 1000 + "b"
+
+
 @pytest.mark.parametrize("stop", [("",), "abc", (1,)])
 def test_a_stop_that_is_none(stop):
     with pytest.raises(GenerationError, match="use a sequence of strings that are not empty"):

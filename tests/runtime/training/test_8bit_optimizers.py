@@ -32,7 +32,7 @@ LORA = {
     "peft_type": "LORA", "r": 16, "lora_alpha": 32,
     "target_modules": ["q_proj", "k_proj", "down_proj"],
 }  # fmt: skip
-"""Of 4,096 numbers, of 5,120, and, at k_proj, of 2,048, whose states stay in 32 bits."""
+"""Its weights have 4,096 and 5,120 numbers, and at k_proj 2,048, whose states stay in 32 bits."""
 DATA = examples(8)
 STEPS = 6
 OPTIONS: Mapping[str, Any] = {
@@ -112,7 +112,7 @@ def test_losses_weights_and_states_are_those_of_bitsandbytes(
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_adapter_is_nearly_that_of_peft(executor: Executor, name: str) -> None:
-    """Of gradients that differ in rounding, which may flip a code, or Lion's sign."""
+    """The gradients differ in rounding, which may flip a code, or Lion's sign."""
     tolerance = 0.1 if name == "lion8bit" else 5e-3
     start = {k: v.clone() for k, v in fresh(executor).items()}
     executor.finetune(DATA, "a", optimizer=name, **{**OPTIONS, "schedule": "constant"})

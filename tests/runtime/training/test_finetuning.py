@@ -54,7 +54,7 @@ def base_model(family: str) -> Any:
 
 
 def examples(count: int, seed: int = 0, longest: int = 16) -> list[Example]:
-    """Of different lengths; the first third of each is a prompt."""
+    """Return random examples of different lengths; the first third of each is a prompt."""
     torch.manual_seed(seed)
     made = []
     for _ in range(count):

@@ -36,10 +36,10 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "rprop": {"schedule": "constant"},
     "sgd": {"optimizer_options": {"momentum": 0.9, "nesterov": True}, "learning_rate": 10.0},
 }
-"""That keep more, or change what is kept."""
+"""Options by optimizer that make it keep more states, or change those that it keeps."""
 
 TORCH = [name for name in OPTIMIZERS if not Optimizer.of(name).has_8bit_states]
-"""Those of 8 bits have tests of their own."""
+"""Optimizers with states in fp32; test_8bit_optimizers.py has the others."""
 
 DATA = examples(8)
 STEPS = 6

@@ -1,0 +1,89 @@
+"""The minimum cut of a network between its source and its sink, by augmenting along short paths.
+
+Nodes are numbers; 0 is the source and 1 the sink. Of the cuts of the least capacity it is the one
+with the fewest nodes on the sink's side: those that reach the sink in what a maximum flow leaves
+free, which are the same whatever the flow.
+
+Source: Y. Dinitz, Algorithm for solution of a problem of maximum flow in networks with power
+estimation, 1970: each phase finds the levels from the sink, and fills all shortest paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+SOURCE, SINK = 0, 1
+
+
+class Network:
+    """A network of so many nodes; its edges hold for every cut, their capacities for one.
+
+    Args:
+        nodes: the number of nodes, source and sink among them.
+        edges: pairs of nodes.
+    """
+
+    def __init__(self, nodes: int, edges: Iterable[tuple[int, int]]) -> None:
+        self._from: list[list[int]] = [[] for _ in range(nodes)]
+        self._ends: list[int] = []
+        for before, after in edges:
+            # Edge 2 i is the i-th that is given, and 2 i + 1 is the way back.
+            self._from[before].append(len(self._ends))
+            self._from[after].append(len(self._ends) + 1)
+            self._ends += (after, before)
+
+    def sink_side(self, capacities: Iterable[int | None]) -> set[int]:
+        """Return the nodes on the sink's side, by the capacity of each edge; None is unbounded.
+
+        Every path from the source to the sink has an edge that is bounded.
+        """
+        given = list(capacities)
+        unbounded = 1 + sum(one for one in given if one is not None)
+        free: list[int] = []
+        for one in given:
+            free += (unbounded if one is None else one, 0)
+        while True:
+            levels = self._levels(free)
+            if levels[SOURCE] < 0:
+                return {node for node, level in enumerate(levels) if level >= 0}
+            self._fill(free, levels)
+
+    def _levels(self, free: list[int]) -> list[int]:
+        """Return each node's number of free edges to the sink; -1 where there is no way."""
+        levels = [-1] * len(self._from)
+        levels[SINK] = 0
+        reached = [SINK]
+        for node in reached:
+            for edge in self._from[node]:
+                before = self._ends[edge]
+                if levels[before] < 0 and free[edge ^ 1]:
+                    levels[before] = levels[node] + 1
+                    reached.append(before)
+        return levels
+
+    def _fill(self, free: list[int], levels: list[int]) -> None:
+        """Send as much as goes along edges that lead a level nearer to the sink."""
+        ends, untried = self._ends, [list(edges) for edges in self._from]
+        path: list[int] = []
+        node = SOURCE
+        while True:
+            if node == SINK:
+                sent = min(free[edge] for edge in path)
+                for edge in path:
+                    free[edge] -= sent
+                    free[edge ^ 1] += sent
+                # Go on where the first edge was filled.
+                place = next(i for i, edge in enumerate(path) if not free[edge])
+                node = ends[path[place] ^ 1]
+                del path[place:]
+            edges, level = untried[node], levels[node] - 1
+            while edges and not (free[edges[-1]] and levels[ends[edges[-1]]] == level):
+                edges.pop()
+            if edges:
+                path.append(edges[-1])
+                node = ends[edges[-1]]
+            elif path:
+                node = ends[path.pop() ^ 1]
+                untried[node].pop()
+            else:
+                return

@@ -1,0 +1,1 @@
+"""Admission: which requests may wait, and whose turn it is among those that do."""

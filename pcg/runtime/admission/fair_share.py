@@ -1,0 +1,138 @@
+"""Fair share: tenants are served alike, whatever each of them asks for.
+
+Every tenant has a counter of tokens that ran for it (virtual token counters: Sheng et al.,
+"Fairness in Serving Large Language Models", §4). The least served tenant is next, and its requests
+have their turns by priority and as they came. A tenant that returns after it had no requests starts
+at the level of the least served one that has some, so that nobody saves up. Requests without a
+tenant are those of one tenant: where there are no others, this is first come, first served.
+
+Tenants with waiting requests are in a heap by their counters. An entry whose counter has moved on
+is dropped when it comes up, so the next requests are found in a time that depends on the requests
+of a step and not on the queue.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as List
+
+from pcg.runtime.admission.line import Line
+from pcg.runtime.admission.policy import Chunks, Policy
+from pcg.runtime.requests.sequence import Sequence
+
+_REMEMBERED = 64
+"""The number of tenants without requests whose counters are kept without looking at them."""
+
+
+class FairShare(Policy):
+    """Admits requests of the least served tenant first."""
+
+    def __init__(self) -> None:
+        self._served: dict[str, int] = {}
+        self._requests: Counter[str] = Counter()
+        self._running: Counter[str] = Counter()
+        self._lines: dict[str, Line] = {}
+        self._heap: list[tuple[int, str]] = []
+
+    def add(self, sequence: Sequence) -> None:
+        tenant = sequence.request.tenant
+        if not self._requests[tenant]:
+            self._served[tenant] = max(self._served.get(tenant, 0), self._least())
+        self._requests[tenant] += 1
+        self._line(tenant).add(sequence)
+
+    def put_back(self, sequence: Sequence) -> None:
+        tenant = sequence.request.tenant
+        self._less(self._running, tenant)
+        self._line(tenant).put_back(sequence)
+
+    def admit(self, sequence: Sequence, now_s: float) -> None:
+        self._running[sequence.request.tenant] += 1
+        self._leave(sequence)
+
+    def drop(self, sequence: Sequence, *, is_waiting: bool) -> None:
+        tenant = sequence.request.tenant
+        if is_waiting:
+            self._leave(sequence)
+        else:
+            self._less(self._running, tenant)
+        self._less(self._requests, tenant)
+        if tenant not in self._requests:
+            self._forget()
+
+    def first(self, count: int, now_s: float, running: Iterable[Sequence]) -> List[Sequence]:
+        """Return the next requests, as if each one's prompt ran before the next is chosen."""
+        found: list[Sequence] = []
+        lines: dict[str, Iterator[Sequence]] = {}
+        charged: list[tuple[int, str]] = []
+        while len(found) < count:
+            if self._heap and (not charged or self._heap[0] < charged[0]):
+                served, tenant = heapq.heappop(self._heap)
+                if tenant in lines or tenant not in self._lines or served != self._served[tenant]:
+                    continue  # the entry is of an earlier time
+                lines[tenant] = iter(self._lines[tenant])
+            elif charged:
+                served, tenant = heapq.heappop(charged)
+            else:
+                break
+            sequence = next(lines[tenant], None)
+            if sequence is not None:
+                found.append(sequence)
+                heapq.heappush(charged, (served + sequence.pending, tenant))
+        for tenant in lines:
+            heapq.heappush(self._heap, (self._served[tenant], tenant))
+        return found
+
+    def served(self, chunks: Chunks) -> None:
+        ran: dict[str, int] = {}
+        for sequence, tokens in chunks:
+            tenant = sequence.request.tenant
+            ran[tenant] = ran.get(tenant, 0) + tokens
+        for tenant, tokens in ran.items():
+            self._served[tenant] += tokens
+            if tenant in self._lines:
+                heapq.heappush(self._heap, (self._served[tenant], tenant))
+
+    def _line(self, tenant: str) -> Line:
+        if tenant not in self._lines:
+            self._lines[tenant] = Line()
+            heapq.heappush(self._heap, (self._served[tenant], tenant))
+        return self._lines[tenant]
+
+    def _leave(self, sequence: Sequence) -> None:
+        tenant = sequence.request.tenant
+        self._lines[tenant].remove(sequence)
+        if not self._lines[tenant]:
+            del self._lines[tenant]
+        if not self._lines:
+            self._heap.clear()
+
+    def _least(self) -> int:
+        """Return the counter of the least served tenant that has requests; 0 if none has any."""
+        while self._heap:
+            served, tenant = self._heap[0]
+            if tenant in self._lines and served == self._served[tenant]:
+                break
+            heapq.heappop(self._heap)
+        running = (self._served[tenant] for tenant in self._running)
+        return min((*running, *(served for served, _ in self._heap[:1])), default=0)
+
+    def _forget(self) -> None:
+        """Drop counters that say nothing: a tenant that returns would be lifted above them."""
+        if not self._requests:
+            self._served.clear()
+        elif len(self._served) > 2 * len(self._requests) + _REMEMBERED:
+            least = self._least()
+            self._served = {
+                tenant: served
+                for tenant, served in self._served.items()
+                if tenant in self._requests or served > least
+            }
+
+    @staticmethod
+    def _less(counts: Counter[str], tenant: str) -> None:
+        counts[tenant] -= 1
+        if not counts[tenant]:
+            del counts[tenant]

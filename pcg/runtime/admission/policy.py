@@ -1,0 +1,86 @@
+"""Policies: whose turn it is among waiting requests, and which are given up.
+
+The scheduler tells a policy of every request that comes, is admitted, preempted or over, and asks
+for the next few. A policy keeps them in an order in which it finds these at once, however many
+wait.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from collections.abc import Sequence as List
+from itertools import islice
+from typing import TypeAlias
+
+from pcg.errors import GenerationError
+from pcg.runtime.admission.line import Line
+from pcg.runtime.requests.sequence import Sequence
+
+Chunks: TypeAlias = Iterable[tuple[Sequence, int]]
+"""Sequences, and how many of their tokens ran."""
+
+
+class Policy(ABC):
+    """The order in which the waiting requests of one engine are admitted."""
+
+    _is_taken = False
+
+    def take(self) -> None:
+        """Note that an engine uses it. GenerationError: another one does."""
+        if self._is_taken:
+            name = type(self).__name__
+            raise GenerationError(
+                f"this {name} keeps the waiting requests of another engine; make one for each"
+            )
+        self._is_taken = True
+
+    @abstractmethod
+    def add(self, sequence: Sequence) -> None:
+        """Note a request that came, and waits."""
+
+    @abstractmethod
+    def put_back(self, sequence: Sequence) -> None:
+        """Note that an admitted request was preempted, and waits again."""
+
+    @abstractmethod
+    def admit(self, sequence: Sequence, now_s: float) -> None:
+        """Note that a waiting request was admitted."""
+
+    @abstractmethod
+    def drop(self, sequence: Sequence, *, is_waiting: bool) -> None:
+        """Note that a request is over, which waited until now or was admitted."""
+
+    @abstractmethod
+    def first(self, count: int, now_s: float, running: Iterable[Sequence]) -> List[Sequence]:
+        """Return the next waiting requests, at most `count`, beside those that are `running`."""
+
+    def hopeless(self, now_s: float) -> Iterable[Sequence]:
+        """Return the waiting requests that are given up."""
+        return ()
+
+    def served(self, chunks: Chunks) -> None:  # noqa: B027 (most policies do not count)
+        """Note tokens that ran, before their requests are updated."""
+
+
+class Fcfs(Policy):
+    """First come, first served."""
+
+    def __init__(self) -> None:
+        self._line = Line()
+
+    def add(self, sequence: Sequence) -> None:
+        self._line.add(sequence)
+
+    def put_back(self, sequence: Sequence) -> None:
+        self._line.put_back(sequence)
+
+    def admit(self, sequence: Sequence, now_s: float) -> None:
+        self._line.remove(sequence)
+
+    def drop(self, sequence: Sequence, *, is_waiting: bool) -> None:
+        if is_waiting:
+            self._line.remove(sequence)
+
+    def first(self, count: int, now_s: float, running: Iterable[Sequence]) -> List[Sequence]:
+        return list(islice(self._line, count))

@@ -1,0 +1,69 @@
+"""Results as sequences take them: their chunks and events, and which of them ended or failed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pcg.runtime.engine.scheduler import Scheduler
+from pcg.runtime.metrics.events import Event, EventLog, Kind
+from pcg.runtime.requests.groups import Groups
+from pcg.runtime.requests.request import Chunk
+from pcg.runtime.requests.sequence import Sequence, State
+from pcg.runtime.requests.step_results import StepResults
+
+
+@dataclass
+class Taken:
+    """The results of a step, as sequences take them one after the other.
+
+    Attributes:
+        ended: sequences that ended, and why.
+        failed: sequences that could not take what was computed, and why.
+    """
+
+    now_s: float
+    groups: Groups
+    scheduler: Scheduler
+    chunks: list[Chunk] = field(default_factory=list)
+    ended: list[tuple[Sequence, str]] = field(default_factory=list)
+    failed: dict[Sequence, Exception] = field(default_factory=dict)
+    _events: list[Event] = field(default_factory=list)
+    _others: list[str] = field(default_factory=list)
+
+    def give(self, sequence: Sequence, results: StepResults) -> None:
+        """Give a sequence what is its own, and begin others where its prompt ends."""
+        self._give(sequence, results)
+        if not sequence.followers or not sequence.has_prompt or sequence in self.failed:
+            return
+        followers, sequence.followers = sequence.followers, []
+        for follower in followers:
+            self.scheduler.fork(sequence, follower, self.now_s)
+            if follower.state is State.RUNNING:
+                self._events.append(Event(self.now_s, Kind.ADMITTED, follower.id))
+            self._give(follower, results)
+
+    def _give(self, sequence: Sequence, results: StepResults) -> None:
+        try:
+            chunk = results.give(sequence)
+        except Exception as error:
+            self.failed[sequence] = error
+            return
+        if chunk is None:
+            return
+        self.chunks += self.groups.handed_out(sequence, chunk)
+        if chunk.completion is not None:
+            self.ended.append((sequence, chunk.completion.finish_reason))
+        if chunk.token_id is None:
+            return
+        sequence.latest_token_s = self.now_s
+        if sequence.first_token_s is None:
+            sequence.first_token_s = self.now_s
+            details = {"count": 1, "cached_tokens": sequence.found}
+            self._events.append(Event(self.now_s, Kind.TOKEN, sequence.id, details))
+        else:
+            self._others.append(sequence.id)
+
+    def log(self, log: EventLog) -> None:
+        """Log the tokens, and what began."""
+        log.add_tokens(self.now_s, self._others)
+        log.add(*self._events)

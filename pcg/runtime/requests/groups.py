@@ -1,0 +1,92 @@
+"""Groups: the continuations of one prompt, for requests with `n` or `best_of` above 1.
+
+The first continuation computes the prompt. The others follow it: they begin where the prompt ends,
+with pages that it shares with them (`Scheduler.fork`), and each goes on by its own sampler. Of
+`best_of` continuations, the n with the highest log-probability of all their tokens are returned,
+the best first; nobody knows which these are before all have ended, so nothing is handed out before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from dataclasses import replace
+
+from pcg.runtime.requests.request import Chunk, Completion
+from pcg.runtime.requests.sequence import Sequence
+
+
+class Groups:
+    """The continuations of the requests of an engine that have several."""
+
+    def __init__(self) -> None:
+        self._of: dict[Sequence, _Group] = {}
+        self._first: dict[str, Sequence] = {}
+
+    def add(self, first: Sequence) -> None:
+        """Note the continuations of a request: the first, and those that follow it."""
+        if first.followers:
+            group = _Group([first, *first.followers])
+            self._of.update(dict.fromkeys(group.sequences, group))
+            self._first[first.id] = first
+
+    def first(self, request: str) -> Sequence | None:
+        """Return the first of several continuations of a request, ended or not."""
+        return self._first.get(request)
+
+    def of(self, sequence: Sequence) -> List[Sequence]:
+        """Return all continuations of the request of one of them."""
+        group = self._of.get(sequence)
+        return (sequence,) if group is None else group.sequences
+
+    def handed_out(self, sequence: Sequence, chunk: Chunk) -> List[Chunk]:
+        """Return the chunks that are handed out now that a continuation has one."""
+        group = self._of.get(sequence)
+        if group is None:
+            return (chunk,)
+        found = group.handed_out(sequence, chunk)
+        if all(one.is_over for one in group.sequences):
+            for one in group.sequences:
+                self._of.pop(one, None)
+                self._first.pop(one.id, None)
+        return found
+
+
+class _Group:
+    def __init__(self, sequences: List[Sequence]) -> None:
+        params = sequences[0].request.params
+        self.sequences = sequences
+        self._chosen = params.n if params.width > params.n else None
+        self._completions: list[tuple[Completion, float]] = []
+        self._has_failed = False
+
+    def handed_out(self, sequence: Sequence, chunk: Chunk) -> List[Chunk]:
+        if self._has_failed:
+            return ()
+        if chunk.error is not None:
+            self._has_failed = True
+            return (chunk,)
+        left = sum(not one.is_over for one in self.sequences)
+        if self._chosen is None:
+            return (replace(chunk, left=left),)
+        if chunk.completion is not None:
+            self._completions.append((chunk.completion, sequence.cumulative_logprob))
+        return () if left else self._best(chunk, self._chosen)
+
+    def _best(self, last: Chunk, count: int) -> list[Chunk]:
+        """Return whole continuations, those that came to their ends before others."""
+        found = sorted(
+            self._completions,
+            key=lambda one: (one[0].finish_reason not in ("stop", "length"), -one[1], one[0].index),
+        )
+        return [
+            replace(
+                last,
+                text=completion.text,
+                token_id=None,
+                logprobs=None,
+                completion=replace(completion, index=choice),
+                choice=choice,
+                left=count - 1 - choice,
+            )
+            for choice, (completion, _) in enumerate(found[:count])
+        ]

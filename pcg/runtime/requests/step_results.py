@@ -1,0 +1,81 @@
+"""Step results: what a step computed of its sequences, on the device and then on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from pcg.runtime.requests.request import Chunk
+from pcg.runtime.requests.sequence import Sequence
+from pcg.runtime.sampling.logprobs import Logprobs, TokenLogprobs
+
+
+@dataclass(slots=True)
+class StepResults:
+    """The results of a step, for its sequences.
+
+    Attributes:
+        tokens: the token after each sequence all of whose tokens ran; `UNDRAWN` where there is
+            none.
+        logprobs: theirs, for sequences that ask for them.
+        prompts: the logprobs of further tokens of prompts, for sequences that ask for these.
+    """
+
+    tokens: dict[Sequence, int] = field(default_factory=dict)
+    logprobs: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
+    prompts: dict[Sequence, list[TokenLogprobs]] = field(default_factory=dict)
+
+    def give(self, sequence: Sequence) -> Chunk | None:
+        """Give a sequence what is its own; see `Sequence.take`."""
+        token = self.tokens.get(sequence)
+        return sequence.take(token, self.logprobs.get(sequence), self.prompts.get(sequence, ()))
+
+
+@dataclass(frozen=True)
+class DrawnTokens:
+    """The tokens after sequences, on the device.
+
+    Attributes:
+        tokens: [sequences], int64.
+        logprobs: those of the sequences that ask for them; None if none does.
+    """
+
+    sequences: List[Sequence]
+    tokens: Tensor
+    logprobs: Logprobs | None = None
+
+    def read(self, results: StepResults) -> None:
+        """Wait for the tokens, and add them to a step's results."""
+        results.tokens.update(zip(self.sequences, self.tokens.tolist(), strict=True))
+        if self.logprobs is not None:
+            asking = [one for one in self.sequences if one.request.params.of_tokens is not None]
+            counts = [one.request.params.of_tokens or 0 for one in asking]
+            results.logprobs.update(zip(asking, self.logprobs.read(counts), strict=True))
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """The logprobs of tokens of prompts, on the device.
+
+    Attributes:
+        counts: sequences, and how many tokens of each in turn.
+        logprobs: those of all these tokens.
+    """
+
+    counts: List[tuple[Sequence, int]]
+    logprobs: Logprobs
+
+    def read(self, results: StepResults) -> None:
+        """Wait for them, and add them to a step's results."""
+        likeliest = [n for one, n_tokens in self.counts for n in [_of_prompt(one)] * n_tokens]
+        found = self.logprobs.read(likeliest)
+        start = 0
+        for sequence, count in self.counts:
+            results.prompts[sequence] = found[start : start + count]
+            start += count
+
+
+def _of_prompt(sequence: Sequence) -> int:
+    return sequence.request.params.of_prompt or 0

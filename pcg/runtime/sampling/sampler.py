@@ -1,0 +1,117 @@
+"""The sampler of a request: its parameters, and what its tokens so far make of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pcg.runtime.sampling.bad_words import BadWords, words_of
+from pcg.runtime.sampling.sampling_params import SamplingParams
+from pcg.runtime.sampling.token_counts import TokenCounts
+from pcg.runtime.text.tokenizer import Tokenizer
+
+Tokens = NDArray[np.int64]
+
+
+class Sampler:
+    """Chooses the tokens of one request, with those of others in one batch; see `sample`.
+
+    `commit` alone changes it. A step that failed, or was abandoned, is computed again with the same
+    result, and a request that is preempted goes on where it was.
+
+    Attributes:
+        is_plain: True if the next token's logits are used as they are, so that no row is copied.
+        counts: how often each token came; None without a penalty.
+        restricts: True if tokens are ruled out for it, now or before.
+        allowed: the only tokens that may come; None for all.
+        bias: tokens, and what is added to their logits; None for nothing.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int] = (),
+        end_ids: Iterable[int] = (),
+    ) -> None:
+        """Make the sampler of a request whose output ends with one of `end_ids`.
+
+        Its parameters are as `resolved` returns them.
+        """
+        self.params = params
+        self.is_greedy = params.greedy
+        self.counts = _counts(params, prompt_ids)
+        self.allowed = self.bias = None
+        if params.allowed_token_ids is not None:
+            self.allowed = np.array(params.allowed_token_ids, dtype=np.int64)
+        if params.logit_bias:
+            values = np.array(list(params.logit_bias.values()), dtype=np.float32)
+            self.bias = (np.array(list(params.logit_bias), dtype=np.int64), values)
+        self._bad_words = BadWords(params.bad_words) if params.bad_words else None
+        self._end_ids = list(end_ids)
+        self._left = params.min_tokens if self._end_ids else 0
+        self.restricts = bool(params.allowed_token_ids or params.bad_words or self._left)
+        changes = (self.counts, self.allowed, self.bias, self._bad_words)
+        self._changes_always = any(each is not None for each in changes)
+        self.is_plain = not (self._changes_always or self._left)
+        self._generator = None if self.is_greedy else make_generator(params.seed)
+        self._uniform: float | None = None
+
+    def uniform(self) -> float:
+        """Return the next token's number u, in [0, 1); the same until a token is committed."""
+        if self._uniform is None:
+            drawn = torch.rand((), dtype=torch.float64, generator=self._generator)
+            self._uniform = drawn.item()
+        return self._uniform
+
+    def forbidden(self) -> list[int]:
+        """Return the tokens that may not come next, by `bad_words` and `min_tokens`."""
+        words = [] if self._bad_words is None else self._bad_words.tokens()
+        return words + self._end_ids if self._left else words
+
+    def commit(self, token: int) -> None:
+        """Note that a token was chosen, and is the request's."""
+        self._uniform = None
+        if self.is_plain:
+            return
+        if self.counts is not None:
+            self.counts.add(token)
+        if self._bad_words is not None:
+            self._bad_words.add(token)
+        if self._left:
+            self._left -= 1
+            self.is_plain = not (self._changes_always or self._left)
+
+
+def _counts(params: SamplingParams, prompt_ids: Sequence[int]) -> TokenCounts | None:
+    if params.repetition_penalty != 1.0:
+        return TokenCounts(prompt_ids)
+    return TokenCounts() if params.presence_penalty or params.frequency_penalty else None
+
+
+def resolved(
+    params: SamplingParams, tokenizer: Tokenizer | None, vocabulary: int
+) -> SamplingParams:
+    """Return parameters for a model: bad words are sequences of tokens, and the model has them.
+
+    Raises:
+        GenerationError: the model lacks a token, or there is no tokenizer for a bad word.
+    """
+    if any(isinstance(word, str) for word in params.bad_words):
+        words = words_of(params.bad_words, tokenizer)
+        params = dataclasses.replace(params, bad_words=words)
+    params.check_vocabulary(vocabulary)
+    return params
+
+
+def make_generator(seed: int | None = None) -> torch.Generator:
+    """Make a request's CPU generator; without a seed, from the system's entropy."""
+    generator = torch.Generator(device="cpu")
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    return generator

@@ -1,0 +1,184 @@
+"""Whose turn it is: fairness, priorities, and a cost that the queue's length does not change."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from random import Random
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from pcg.errors import GenerationError
+from pcg.runtime.admission.adapter_clustering import AdapterClustering
+from pcg.runtime.admission.early_abort import EarlyAbort
+from pcg.runtime.admission.fair_share import FairShare
+from pcg.runtime.admission.policy import Fcfs, Policy
+from pcg.runtime.engine.limits import Limits
+from pcg.runtime.metrics.events import Kind
+from pcg.runtime.requests.request import Request
+from pcg.runtime.requests.sequence import Sequence
+from pcg.runtime.sampling.sampling_params import SamplingParams
+from pcg.simulate.simulated_device import SimulatedAdapter
+from pcg.simulate.simulated_engine import SimulatedEngine
+from tests.support.linear_costs import LinearCosts
+
+POLICIES = [Fcfs, FairShare, lambda: AdapterClustering(2), EarlyAbort]
+
+
+def ask(tenant: str = "", prompt: int = 10, new: int = 4, **fields: Any) -> Request:
+    return Request((1,) * prompt, SamplingParams(max_new_tokens=new), tenant=tenant, **fields)
+
+
+def make_engine(policy: Policy | None = None, running: int = 4, pages: int = 64) -> SimulatedEngine:
+    return SimulatedEngine(LinearCosts(), pages, 1000, Limits(running=running), policy=policy)
+
+
+def admitted(engine: SimulatedEngine, requests: Iterable[Request]) -> list[str]:
+    """Requests by the order of their first admission, if all of them come at once."""
+    for request in requests:
+        engine.submit(request)
+    while not engine.is_idle:
+        engine.step()
+        engine.check_integrity()
+    found = [event.subject for event in engine.log if event.kind is Kind.ADMITTED]
+    return list(dict.fromkeys(found))
+
+
+def test_by_default_a_tenant_is_not_starved_by_another() -> None:
+    names = [ask("greedy", request_id=f"greedy {i}") for i in range(200)]
+    order = admitted(make_engine(), [*names, ask("modest", request_id="modest")])
+    assert order.index("modest") < 4
+
+
+def test_tenants_are_served_alike_within_a_step() -> None:
+    asked = [ask(tenant, request_id=f"{tenant}{i}") for tenant in "ab" for i in range(4)]
+    assert set(admitted(make_engine(running=4), asked)[:4]) == {"a0", "b0", "a1", "b1"}
+
+
+def test_without_tenants_fair_share_is_first_come_first_served() -> None:
+    """Beside cancelled requests, and preempted ones, which go first."""
+    orders = []
+    for policy in (FairShare(), Fcfs(), None):
+        random, engine = Random(3), make_engine(policy, running=6, pages=9)
+        for step in range(400):
+            if step < 200:
+                engine.submit(ask("", random.randint(1, 40), random.randint(1, 40)))
+            if random.random() < 0.2:
+                engine.cancel(f"request {random.randrange(200)}")
+            engine.step()
+        kinds = [event.kind for event in engine.log]
+        assert Kind.PREEMPTED in kinds
+        assert Kind.CANCELLED in kinds
+        orders.append([(event.time_s, event.kind, event.subject) for event in engine.log])
+    assert orders[0] == orders[1] == orders[2]
+
+
+@pytest.mark.parametrize("make", POLICIES)
+def test_lower_priorities_go_first(make: Callable[[], Policy]) -> None:
+    asked = [ask("a", priority=p, request_id=f"{p} {i}") for i in range(3) for p in (5, -2, 0)]
+    order = admitted(make_engine(make(), running=1), asked)
+    assert [name.split()[0] for name in order] == ["-2"] * 3 + ["0"] * 3 + ["5"] * 3
+
+
+def test_a_priority_is_within_its_tenant() -> None:
+    asked = [ask("a", priority=-9, request_id=f"a{i}") for i in range(4)]
+    order = admitted(make_engine(running=1), [*asked, ask("b", priority=9, request_id="b0")])
+    assert order.index("b0") == 1
+
+
+def test_nobody_saves_up_and_no_counter_outlives_its_use() -> None:
+    """A tenant that was away has no more than its share; thousands of tenants leave nothing."""
+    policy = FairShare()
+    engine = make_engine(policy, running=2)
+    for i in range(2000):
+        engine.submit(ask(f"tenant {i}", new=1))
+    for i in range(100):
+        engine.submit(ask("stays", request_id=f"s{i}"))
+    while len(engine.scheduler.waiting) > 60:
+        engine.step()
+    assert len(policy._served) < 200
+    comes = [engine.submit(ask("returns", request_id=f"r{i}")) for i in range(20)]
+    for _ in range(40):
+        engine.step()
+    admitted_now = [e.subject for e in engine.log if e.kind is Kind.ADMITTED][-16:]
+    assert 5 <= sum(name in comes for name in admitted_now) <= 11
+    while not engine.is_idle:
+        engine.step()
+    assert not policy._served
+
+
+def test_a_policy_is_of_one_engine() -> None:
+    policy = FairShare()
+    make_engine(policy)
+    with pytest.raises(GenerationError, match="FairShare keeps the waiting requests of another"):
+        make_engine(policy)
+
+
+def naive_clusters(waiting: list[Sequence], there: set[str | None]) -> list[Sequence]:
+    """S-LoRA's order, by sorting everything."""
+
+    def name(one: Sequence) -> str | None:
+        return None if one.request.adapter is None else one.request.adapter.name
+
+    return sorted(waiting, key=lambda one: name(one) not in there)
+
+
+def test_clusters_go_first() -> None:
+    random, policy = Random(0), AdapterClustering(2)
+    adapters = [None, *(SimulatedAdapter(name, 100) for name in "abcde")]
+    waiting: list[Sequence] = []
+    for number in range(300):
+        request = Request((1,), SamplingParams(), random.choice(adapters))
+        one = Sequence(str(number), number, request, 1, 0.0)
+        policy.add(one)
+        waiting.append(one)
+        if number % 3:
+            gone = waiting.pop(random.randrange(len(waiting)))
+            policy.admit(gone, 0.0)
+            if number % 2:
+                policy.put_back(gone)
+                waiting.insert(0, gone)
+        running = random.sample(waiting, min(3, len(waiting)))
+        there = {None if s.request.adapter is None else s.request.adapter.name for s in running}
+        expected = naive_clusters(waiting, there) if len(there) >= 2 else waiting
+        assert list(policy.first(8, 0.0, running)) == expected[:8]
+
+
+def operations(engine: SimulatedEngine, steps: int) -> int:
+    """Bytecodes that Python runs in some steps."""
+    total = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal total
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        total += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True
+    sys.settrace(trace)
+    try:
+        for _ in range(steps):
+            engine.step()
+    finally:
+        sys.settrace(before)
+    return total
+
+
+@pytest.mark.parametrize("make", POLICIES)
+def test_a_step_costs_the_same_however_many_wait(make: Callable[[], Policy]) -> None:
+    found = []
+    for waiting in (20, 2000):
+        engine = make_engine(make(), running=4)
+        engine.finetune("blocked", [(16 * 40,)])  # more than its half of the pages
+        adapters = [SimulatedAdapter(name, 1000) for name in "abc"]
+        for i in range(waiting):
+            adapter = adapters[i % 3]
+            engine.submit(ask(f"{i % 5}", adapter=adapter, priority=i % 7, ttft_slo_s=1e6))
+        for _ in range(3):
+            engine.step()
+        found.append(operations(engine, 12))
+    few, many = found
+    assert many < 1.5 * few

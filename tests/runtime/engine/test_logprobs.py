@@ -1,0 +1,285 @@
+"""Logprobs of requests are those of transformers and peft, in any batch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+import pcg.compiler as compiler
+from pcg.errors import GenerationError
+from pcg.ir.program.program import ModelGraph
+from pcg.runtime.engine.limits import Limits
+from pcg.runtime.executor import Executor
+from pcg.runtime.model.runner import ModelRunner
+from pcg.runtime.requests.request import Completion, Request
+from pcg.runtime.sampling.logprobs import TokenLogprobs
+from pcg.runtime.sampling.sampling_params import SamplingParams
+from pcg.simulate.simulated_device import SimulatedDevice
+from tests.support import oracle, tiny_llama
+from tests.support.families import BY_NAME
+from tests.support.prompts import TOLERANCE, prompts
+from tests.support.small_engine import LORA, make_engine, make_executor, models
+
+RANKS = (2, 3, 4, 8, 8, 12, 16, 16)
+LENGTHS = (9, 4, 37, 5, 18, 1, 23, 16)
+
+
+@functools.cache
+def mixed() -> tuple[Executor, dict[str | None, Any]]:
+    """An executor with an adapter of each rank, and what peft makes of each."""
+    base = oracle.random_model(BY_NAME["llama3"].config(2, max_position_embeddings=128))
+    executor, wrapped = compiler.compile(base), {None: base}
+    for i, rank in enumerate(RANKS):
+        name = f"a{i}"
+        recipe = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+        adapter = executor.add_adapter(name, {**recipe, "target_modules": "all-linear"})
+        wrapped[name] = oracle.with_adapter(base, "all-linear", rank=rank, seed=i)
+        for path, parameter in oracle.lora_parameters(wrapped[name]).items():
+            module, _, kind = path.rpartition(".")
+            weights = adapter.weights[module]
+            (weights.a if kind == "lora_A" else weights.b).copy_(parameter.data)
+        executor.refresh_adapter(name)
+    return executor, wrapped
+
+
+def check(model: Any, prompt: list[int], done: Completion, count: int) -> None:
+    """Compare the logprobs of a completion's tokens with the model's own."""
+    assert done.logprobs is not None
+    ids = [*prompt, *done.token_ids]
+    expected = oracle.logits(model, ids).log_softmax(-1)[len(prompt) - 1 : -1]
+    assert len(done.logprobs) == len(done.token_ids) == len(expected)
+    for token, found, row in zip(done.token_ids, done.logprobs, expected, strict=True):
+        check_token(found, token, row, count)
+
+
+def check_token(found: TokenLogprobs, token: int, row: torch.Tensor, count: int) -> None:
+    assert found.token_id == token
+    assert abs(found.logprob - float(row[token])) < TOLERANCE
+    assert len(found.top) == count
+    values = torch.tensor([value for _, value in found.top])
+    torch.testing.assert_close(values, row.topk(count).values, rtol=0, atol=TOLERANCE)
+    own = row[[token for token, _ in found.top]]
+    torch.testing.assert_close(values, own, rtol=0, atol=TOLERANCE)
+
+
+def test_eight_mixed_adapters() -> None:
+    executor, wrapped = mixed()
+    names = [f"a{i}" for i in range(8)]
+    asked = prompts(LENGTHS)
+    counts = [5, 0, 20, 1, 3, 5, 5, 2]
+    done = executor.generate(asked, names, max_new_tokens=6, ignore_eos=True, logprobs=counts)
+    for name, prompt, one, count in zip(names, asked, done, counts, strict=True):
+        check(wrapped[name], prompt, one, count)
+
+
+def test_drawn_tokens_have_the_raw_distribution_s() -> None:
+    """Whatever temperature and penalty they are drawn with."""
+    executor, wrapped = mixed()
+    (prompt,) = prompts((12,))
+    done = executor.generate(
+        [prompt],
+        "a1",
+        max_new_tokens=12,
+        ignore_eos=True,
+        logprobs=3,
+        temperature=1.7,
+        top_k=50,
+        repetition_penalty=1.3,
+        seed=4,
+    )
+    check(wrapped["a1"], prompt, done[0], 3)
+    values = [one.logprob for one in done[0].logprobs or ()]
+    assert done[0].cumulative_logprob == sum(values)
+
+
+def test_beside_requests_that_ask_for_none_and_after_preemption() -> None:
+    executor = make_executor()
+    engine = make_engine(executor, 12)
+    base, _ = models()
+    asked = prompts((9, 4, 37, 5, 18, 1))
+    for i, prompt in enumerate(asked):
+        wants = {"logprobs": 2} if i % 2 else {}
+        engine.submit(executor.request(prompt, max_new_tokens=40, ignore_eos=True, **wants))
+    chunks = [chunk for _ in range(400) for chunk in engine.step()]
+    done = {chunk.index: chunk.completion for chunk in chunks if chunk.completion is not None}
+    assert any(event.kind == "preempted" for event in engine.log)
+    for i, prompt in enumerate(asked):
+        one, parts = done[i], [chunk.logprobs for chunk in chunks if chunk.index == i]
+        assert one is not None
+        if i % 2:
+            check(base, prompt, one, 2)
+            assert tuple(parts) == one.logprobs
+        else:
+            assert one.logprobs is one.cumulative_logprob is None
+            assert parts == [None] * 40
+
+
+def test_programs_for_triton() -> None:
+    executor = make_executor("triton")
+    _, wrapped = models()
+    (prompt,) = prompts((7,))
+    (done,) = executor.generate([prompt], "a", max_new_tokens=3, ignore_eos=True, logprobs=4)
+    check(wrapped, prompt, done, 4)
+
+
+@pytest.mark.parametrize("count", [-1, "5", 1.0, True, math.inf])
+def test_no_count(count: Any) -> None:
+    with pytest.raises(GenerationError, match=r"logprobs=.*use an int of at least 0"):
+        make_executor().request([1, 2], logprobs=count)
+
+
+def test_more_than_the_limit() -> None:
+    executor = make_executor()
+    with pytest.raises(GenerationError, match=r"logprobs=21.*at most 20.*Limits\(logprobs=…\)"):
+        executor.generate([[1, 2]], logprobs=21)
+    engine = make_engine(executor, 8, Limits(logprobs=10**6))
+    engine.submit(executor.request([1, 2], logprobs=10**6, max_new_tokens=1))
+    (chunk,) = engine.step()
+    assert chunk.completion is not None
+    (found,) = chunk.completion.logprobs or ()
+    assert len(found.top) == executor.program.base.vocabulary
+
+
+# ------------------------------------------------------------------------------------ prompts
+
+
+def check_prompt(model: Any, prompt: list[int], done: Completion, count: int) -> None:
+    assert done.prompt_logprobs is not None
+    assert done.prompt_logprobs[0] is None
+    assert len(done.prompt_logprobs) == len(prompt) == done.prompt_tokens
+    expected = oracle.logits(model, prompt).log_softmax(-1)
+    for token, found, row in zip(prompt[1:], done.prompt_logprobs[1:], expected, strict=False):
+        assert found is not None
+        check_token(found, token, row, count)
+
+
+def test_prompts_alone_of_mixed_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits never exist for more tokens at once than the loss takes."""
+    executor, wrapped = mixed()
+    monkeypatch.setattr(ModelGraph, "loss_chunk", 10)
+    rows: list[int] = []
+    logits_of = ModelRunner.logits_of
+
+    def counting(*arguments: Any) -> torch.Tensor:
+        rows.append(len(logits := logits_of(*arguments)))
+        return logits
+
+    monkeypatch.setattr(ModelRunner, "logits_of", counting)
+    names = [f"a{i}" for i in range(8)]
+    asked = prompts(LENGTHS)
+    done = executor.generate(asked, names, max_new_tokens=0, prompt_logprobs=3)
+    for name, prompt, one in zip(names, asked, done, strict=True):
+        check_prompt(wrapped[name], prompt, one, 3)
+        assert (one.token_ids, one.text, one.finish_reason) == ((), "", "length")
+    assert max(rows) == 10
+    assert sum(rows) == sum(LENGTHS) - len(LENGTHS)
+
+
+@pytest.mark.parametrize("pages", [64, 9])
+def test_prompts_in_chunks_beside_found_prefixes_and_preempted(pages: int) -> None:
+    """A cached prefix is computed again; what others need not read is still found."""
+    executor = make_executor()
+    base, _ = models()
+    engine = make_engine(executor, pages, Limits(tokens=24, least_chunk=3))
+    (prompt,) = prompts((70,))
+    fields: Any = {"max_new_tokens": 20, "ignore_eos": True}
+    engine.submit(executor.request(prompt, **fields))
+    engine.step()
+    for i in range(3):
+        scored: Any = {"prompt_logprobs": 1, "logprobs": 0} if i != 1 else {}
+        engine.submit(executor.request([*prompt[:40], i], **scored, **fields))
+    done: dict[int, Completion] = {}
+    for _ in range(600):
+        for chunk in engine.step():
+            if chunk.completion is not None:
+                done[chunk.index] = chunk.completion
+        engine.check_integrity()
+    assert any(event.kind == "preempted" for event in engine.log) is (pages == 9)
+    assert done[2].cached_tokens == 32
+    for i in (1, 3):
+        asked = [*prompt[:40], i - 1]
+        check_prompt(base, asked, done[i], 1)
+        check(base, asked, done[i], 0)
+        assert done[i].cached_tokens == 0
+
+
+def test_virtual_tokens_are_no_part_of_the_prompt() -> None:
+    executor = make_executor()
+    base, _ = models()
+    wrapped = peft.get_peft_model(
+        copy.deepcopy(base), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=18)
+    ).eval()
+    config = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 18}
+    adapter = executor.add_adapter("p", config)
+    (ours,) = adapter.tensors
+    ours.copy_(wrapped.prompt_encoder["default"].embedding.weight.detach())
+    executor.refresh_adapter("p")
+    (prompt,) = prompts((21,))
+    for _ in range(2):  # the second time behind what the first left
+        (done,) = executor.generate([prompt], "p", max_new_tokens=2, prompt_logprobs=2, logprobs=0)
+        check_prompt(wrapped, prompt, done, 2)
+        check(wrapped, prompt, done, 0)
+
+
+def test_echo(model_with_tokenizer: Executor) -> None:
+    executor = model_with_tokenizer
+    text = "def add(a, b):"
+    plain = executor.generate(text, max_new_tokens=4, ignore_eos=True)
+    done = executor.generate(text, max_new_tokens=4, ignore_eos=True, echo=True, logprobs=1)
+    assert done.text == text + plain.text
+    assert done.token_ids == plain.token_ids
+    assert done.prompt_logprobs is not None
+    assert len(done.prompt_logprobs) == done.prompt_tokens
+    chunks = executor.generate(text, max_new_tokens=4, ignore_eos=True, echo=True, stream=True)
+    assert "".join(chunk.text for chunk in chunks) == done.text
+    alone = executor.generate(text, max_new_tokens=0, echo=True)
+    assert (alone.text, alone.token_ids, alone.prompt_logprobs) == (text, (), None)
+
+
+@pytest.fixture(scope="module")
+def model_with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Executor:
+    return compiler.compile(tiny_llama.save(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+def test_a_prompt_as_long_as_the_model_s_positions() -> None:
+    executor = make_executor()
+    base, _ = models()
+    (prompt,) = prompts((128,))
+    (done,) = executor.generate([prompt], max_new_tokens=0, prompt_logprobs=0)
+    check_prompt(base, prompt, done, 0)
+    with pytest.raises(GenerationError, match="128 positions"):
+        executor.generate([prompt], max_new_tokens=1)
+    with pytest.raises(GenerationError, match="128 positions"):
+        executor.generate([[*prompt, 1]], max_new_tokens=0)
+
+
+def test_nan_in_a_prompt_fails_that_request_alone() -> None:
+    executor = make_executor()
+    base, _ = models()
+    adapter = executor.add_adapter("bad", LORA)
+    for tensor in adapter.tensors:
+        tensor.fill_(math.nan)
+    executor.refresh_adapter("bad")
+    engine = make_engine(executor, 64)
+    (prompt,) = prompts((20,))
+    for name in (None, "bad"):
+        engine.submit(executor.request(prompt, name, max_new_tokens=0, prompt_logprobs=1))
+    good, bad = sorted(engine.step(), key=lambda chunk: chunk.index)
+    assert good.completion is not None
+    check_prompt(base, prompt, good.completion, 1)
+    assert isinstance(bad.error, GenerationError)
+    assert "the logits hold NaN" in str(bad.error)
+    assert engine.is_idle
+
+
+def test_a_simulated_device_has_none() -> None:
+    device = SimulatedDevice(None, None)  # type: ignore[arg-type]
+    for fields in ({"logprobs": 0}, {"prompt_logprobs": 0}):
+        with pytest.raises(GenerationError, match="computes no logits"):
+            device.open(Request((1, 2), SamplingParams(**fields)), 0)

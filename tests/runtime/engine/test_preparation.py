@@ -1,0 +1,164 @@
+"""What a job's data does while it is prepared: nothing to other jobs, to loads, or to requests."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pcg.compiler as compiler
+from pcg.errors import DataError, FinetuneError, PcgError
+from pcg.runtime.data.limits import DataLimits
+from pcg.runtime.engine.async_engine import AsyncEngine
+from pcg.runtime.engine.jobs import JobState
+from pcg.runtime.engine.limits import Limits
+from pcg.runtime.executor import Executor
+from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
+from pcg.runtime.text.tokenizer import Tokenizer
+from tests.support.text_model import CHATS, ENDLESS, ROWS, save_text_model
+
+LORA = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
+OPTIONS: dict[str, Any] = {"peft": LORA, "max_steps": 2, "batch_size": 2, "learning_rate": 0.01}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_text_model(tmp_path_factory.mktemp("model"))
+
+
+@contextmanager
+def started(executor: Executor, limits: DataLimits | None = None) -> Iterator[AsyncEngine]:
+    page_bytes = bytes_of_page(kv_types(executor.serving.runner.model))
+    engine = executor.engine(Limits(), kv_cache_bytes=64 * page_bytes, data_limits=limits)
+    with engine.start() as running:
+        yield running
+    engine.check_integrity()
+
+
+class Blocked:
+    """An iterator that waits until somebody lets it go."""
+
+    def __init__(self) -> None:
+        self.go, self.waits = threading.Event(), threading.Event()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.waits.set()
+        assert self.go.wait(60)
+        yield from ROWS
+
+
+def written(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def losses(job: Any) -> tuple[float, ...]:
+    found: tuple[float, ...] = job.wait(120).losses
+    return found
+
+
+def test_iterators_that_block_stop_no_one_else(model: Path, tmp_path: Path) -> None:
+    executor, alone = compiler.compile(model), compiler.compile(model)
+    expected = alone.finetune(ROWS, "alone", progress=False, **OPTIONS).losses
+    alone.save_adapter("alone", tmp_path / "saved")
+    blocked = [Blocked() for _ in range(4)]
+    with started(executor, DataLimits(at_once=1)) as running:
+        waiting = [running.finetune(data, f"w{i}", **OPTIONS) for i, data in enumerate(blocked)]
+        assert all(data.waits.wait(60) for data in blocked)
+        assert running.add_adapter("loaded", tmp_path / "saved").result(60).name == "loaded"
+        in_file = running.finetune(written(tmp_path / "a.jsonl", ROWS), "file", **OPTIONS)
+        assert losses(in_file) == pytest.approx(expected, rel=1e-4)
+        assert losses(running.finetune(iter(ROWS), "rows", **OPTIONS)) == pytest.approx(
+            expected, rel=1e-4
+        )
+        assert running.submit("Hello", "rows", max_new_tokens=2, ignore_eos=True).wait(60)
+        blocked[0].go.set()
+        assert losses(waiting[0]) == pytest.approx(expected, rel=1e-4)
+        assert [job.state for job in waiting[1:]] == [JobState.QUEUED] * 3
+    for job in waiting[1:]:
+        with pytest.raises(FinetuneError, match="was cancelled"):
+            job.wait(0)
+    for data in blocked:
+        data.go.set()
+
+
+CANCELLED: dict[str, Callable[[], Any]] = {"iterator": Blocked, "template": lambda: CHATS}
+
+
+@pytest.mark.parametrize("kind", CANCELLED)
+def test_a_job_is_cancelled_while_it_is_prepared(kind: str, model: Path) -> None:
+    """Its wait ends, and its slot and its name are free; a template may run for years."""
+    executor = compiler.compile(model)
+    tokenizer = executor.state.tokenizer
+    assert tokenizer is not None
+    executor.state.tokenizer = tokenizer.with_template(ENDLESS)
+    data = CANCELLED[kind]()
+    with started(executor, DataLimits(at_once=1)) as running:
+        job, behind = (running.finetune(data, name, **OPTIONS) for name in ("mine", "behind"))
+        assert running.submit([5, 6], max_new_tokens=3, ignore_eos=True).wait(60)
+        behind.cancel()
+        job.cancel()
+        for ended in (job, behind):
+            with pytest.raises(FinetuneError, match=f"job '{ended.name}' was cancelled"):
+                ended.wait(60)
+            assert ended.state is JobState.CANCELLED
+        assert running.finetune(ROWS, "mine", **OPTIONS).wait(120).steps == 2
+        assert running.call(lambda: list(running._reserved)).result(60) == []
+
+
+def test_texts_are_tokenized_in_another_process(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line of 2.4 MB took 6.6 s of this process' GIL, and with it all steps."""
+    executor = compiler.compile(model)
+    huge = written(tmp_path / "huge.jsonl", [{"text": "the quick brown fox. " * 12_000}])
+
+    def here(*_: object) -> None:
+        raise AssertionError("tokenized in this process")
+
+    monkeypatch.setattr(Tokenizer, "encode_with_offsets", here)
+    with started(executor) as running:
+        stream = running.submit([5, 6, 7], max_new_tokens=100, ignore_eos=True)
+        job = running.finetune(huge, "huge", max_length=64, **OPTIONS)
+        refused = running.finetune(huge, "refused", **OPTIONS)
+        chats = running.finetune(CHATS, "chats", eval_data=CHATS[:1], **OPTIONS)
+        assert len(stream.wait(60).token_ids) == 100
+        assert job.wait(120).tokens == 2 * 64
+        assert len(chats.wait(120).eval_losses) == 1
+        with pytest.raises(DataError, match="tokens, more than the model's 128 positions"):
+            refused.wait(120)
+        assert refused.state is JobState.FAILED
+
+
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "endless": (lambda: itertools.repeat("dog"), r"data\[50\] is row 51, and a job here takes 50"),
+    "large": (lambda: ({"text": "a" * 2000} for _ in "a"), "more than 1,000 bytes, the most of"),
+    "raising": (lambda: (1 // 0 for _ in "a"), "data of 'bad' failed by ZeroDivisionError"),
+    "surrogate": (lambda: ["\ud800"], "lone surrogate"),
+    "no file": (lambda: "none.jsonl", "no data file"),
+    "long path": (lambda: f"/{'a' * 5000}.jsonl", "no data file|cannot be read"),
+    "number": (lambda: 5, "data is a number"),
+}
+
+
+def test_data_that_is_refused(model: Path) -> None:
+    executor = compiler.compile(model)
+    limits = DataLimits(rows=50, row_bytes=1000, waiting=3)
+    with started(executor, limits) as running:
+        for make, message in BAD.values():
+            with pytest.raises(PcgError, match=message):
+                running.finetune(make(), "bad", **OPTIONS).wait(60)
+        blocked = [Blocked() for _ in range(3)]
+        waiting = [running.finetune(data, f"w{i}", **OPTIONS) for i, data in enumerate(blocked)]
+        with pytest.raises(FinetuneError, match="3 jobs are being prepared, as many as"):
+            running.finetune(ROWS, "one more", **OPTIONS).wait(60)
+        waiting[0].cancel()
+        assert running.finetune(ROWS, "one more", **OPTIONS).wait(120).steps == 2
+    for data in blocked:
+        data.go.set()
