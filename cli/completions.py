@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -13,6 +13,7 @@ from .console import out
 
 if TYPE_CHECKING:
     from pcg.runtime.requests.request import Chunk, Completion
+    from pcg.runtime.sampling.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,13 @@ def _text(text: str) -> None:
     sys.stdout.flush()
 
 
+def _logprobs(name: str, found: Sequence[TokenLogprobs | None] | None) -> dict[str, Any]:
+    """The logprobs of tokens as JSON, if they were asked for."""
+    if found is None:
+        return {}
+    return {name: [None if one is None else asdict(one) for one in found]}
+
+
 def summary_of(
     model: str, prompts: Sequence[Prompt], done: list[Completion], seconds: float
 ) -> dict[str, Any]:
@@ -93,6 +101,9 @@ def summary_of(
                 "finish_reason": completion.finish_reason,
                 "stop_reason": completion.stop_reason,
                 "prompt_tokens": completion.prompt_tokens,
+                "index": completion.index,
+                **_logprobs("logprobs", completion.logprobs),
+                **_logprobs("prompt_logprobs", completion.prompt_logprobs),
             }
             for prompt, completion in zip(prompts, done, strict=True)
         ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +25,7 @@ from .completions import (
 from .console import err, print_json
 from .executors import PlaceOptions, on_ranks, open_executor, ranks_of
 from .options.arguments import Json, Runnable
-from .options.fields import Given, Only
+from .options.fields import Given, Only, flags_of
 from .options.method import Method
 
 FRESH = "default"
@@ -88,6 +88,11 @@ def run_command(
     """
     if json and asked.stream:
         raise typer.BadParameter("it does not go with --json", param_hint="--stream")
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in sampling.values and not json:
+            raise typer.BadParameter(
+                "--json alone prints them; add it", param_hint=flags_of(name)[0]
+            )
     prompts = asked.prompts(method.is_given)
     degree = ranks_of(program, compiling.values, place)
     arguments = {
@@ -132,7 +137,13 @@ def complete(
     inputs = [_chat(executor.tokenizer, text) for text in texts] if asked.chat else texts
     started = time.perf_counter()
     names = [item.adapter for item in prompts]
-    chunks = executor.generate(inputs, names, stream=True, **sampling)
+    made = executor.generate(inputs, names, stream=True, **sampling)
+    count = sampling.get("n", 1)
+    chunks = (replace(one, index=one.index * count + one.choice) for one in made)
+    # What is echoed is a part of the text.
+    is_shown_twice = bool(sampling.get("echo")) and not json
+    shown = [replace(item, text="") if is_shown_twice else item for item in prompts]
+    prompts = [item for item in shown for _ in range(count)]
     show = stream_completions if asked.stream else wait_completions if json else print_completions
     done = show(chunks, prompts)
     seconds = time.perf_counter() - started

@@ -30,6 +30,7 @@ PcgError
 │   ├── OutOfMemoryError       the memory pool is too small for it
 │   └── QueueFullError         too much waits already
 ├── EngineError                the engine's thread was closed, or ended by an error
+│   └── DrainingError          the engine ends its work, and takes nothing new
 ├── MemoryBudgetError          less than what backward needs at least
 ├── BenchmarkError             a workload, a trace file or an event log that cannot be used
 └── FinetuneError              a finetuning job that cannot go on
@@ -158,6 +159,10 @@ class QueueFullError(GenerationError):
 
 class EngineError(PcgError):
     """The engine's thread was closed, or ended by an error, with work left."""
+
+
+class DrainingError(EngineError):
+    """The engine ends what it has, and takes nothing new."""
 
 
 class MemoryBudgetError(PcgError):

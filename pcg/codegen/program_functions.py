@@ -35,11 +35,35 @@ class Function:
 
 
 def serving_functions(model: ModelGraph) -> tuple[Function, ...]:
-    """The functions of prologue, blocks and epilogue."""
-    return tuple(
+    """The functions of prologue, blocks and epilogue, and of the epilogue without its head."""
+    functions = [
         Function(graph, graph.name, _role(model, graph), yields_products=graph in model.blocks)
         for graph in model.graphs
-    )
+    ]
+    doc = "The last layer's output to the last hidden state, which the head reads."
+    return (*functions, Function(without_head(model.epilogue), "last_hidden", doc))
+
+
+def without_head(epilogue: Graph) -> Graph:
+    """The epilogue up to what the head multiplies, before adapters of the head change it."""
+    parameters = epilogue.parameters_by_name
+
+    def is_matrix(name: str) -> bool:
+        parameter = parameters.get(name)
+        return (
+            parameter is not None and parameter.role == "frozen" and len(parameter.type.shape) == 2
+        )
+
+    products = (node for node in epilogue.nodes if any(map(is_matrix, node.inputs)))
+    *_, head = products
+    hidden = head.inputs[0]
+    while (node := epilogue.producers.get(hidden)) is not None and node.scope == head.scope:
+        if not any(
+            name in parameters and parameters[name].role == "adapter" for name in node.inputs
+        ):
+            break
+        hidden = node.inputs[0]
+    return epilogue.replace(name="last_hidden", outputs=(hidden,)).without_dead_code()
 
 
 def training_functions(

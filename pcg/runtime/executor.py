@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack, cast, overload
 
@@ -24,6 +25,7 @@ from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.request import (
     Chunk,
     Completion,
+    Pooling,
     Request,
     RequestFields,
     make_request,
@@ -146,17 +148,52 @@ class Executor:
         """
         single = isinstance(prompts, str)
         several = [prompts] if isinstance(prompts, str) else prompts
-        requests = make_requests(self.state, several, adapter, sampling)
-        running = cast("AsyncEngine | None", self.state.engine_thread)
-        chunks = self._run(requests) if running is None else running.stream_all(requests)
+        chunks = self._served(make_requests(self.state, several, adapter, sampling))
         if stream:
             return chunks
-        done: dict[tuple[int, int], Completion] = {}
-        for chunk in chunks:
-            if chunk.completion is not None:
-                done[chunk.index, chunk.choice] = chunk.completion
-        completions = [done[key] for key in sorted(done)]
+        completions = _in_order(chunks)
         return completions[0] if single and len(completions) == 1 else completions
+
+    def embed(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        adapter: str | Sequence[str | None] | None = None,
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = False,
+        truncate_prompt_tokens: int | None = None,
+    ) -> Tensor:
+        """Compute the last hidden state of prompts, each with its own adapter, in one batch.
+
+        It is what the head multiplies, behind the last norm: transformers' `last_hidden_state`.
+        While an engine runs on a thread, that engine computes it beside what else it serves.
+
+        Args:
+            prompts: one text, texts, or lists of token ids.
+            adapter: one name for all, a name for each prompt, or None for the base.
+            pooling: "last" for the state of the last token, "mean" for the mean over the prompt's
+                tokens; virtual tokens of the adapter do not count.
+            normalize: divide each by its norm.
+            truncate_prompt_tokens: keep so many of a longer prompt's tokens, the last ones.
+        Returns:
+            [hidden] for one text, else [prompts, hidden]; fp32, in host memory.
+        Raises:
+            GenerationError: as of `generate`, and states that are not finite.
+            AdapterError: there is no adapter of that name.
+            ProgramError: the program was compiled by a pcg without embeddings.
+        """
+        several = [prompts] if isinstance(prompts, str) else prompts
+        sampling = {"max_new_tokens": 0, "truncate_prompt_tokens": truncate_prompt_tokens}
+        made = make_requests(self.state, several, adapter, sampling)
+        requests = [replace(one, pooling=pooling, normalize=normalize) for one in made]
+        done = _in_order(self._served(requests))
+        states = torch.stack([cast("Tensor", one.embedding) for one in done])
+        return states[0] if isinstance(prompts, str) else states
+
+    def _served(self, requests: Sequence[Request]) -> Iterator[Chunk]:
+        """Serve requests by the engine that runs on a thread, or by one for them alone."""
+        running = cast("AsyncEngine | None", self.state.engine_thread)
+        return self._run(requests) if running is None else running.stream_all(requests)
 
     def _run(self, requests: Sequence[Request]) -> Iterator[Chunk]:
         """Serve some requests to their ends, and nothing beside them."""
@@ -299,3 +336,12 @@ class Executor:
         if any(tensor.device.type != here for tensor in adapter.tensors):
             adapter = self.state.put_adapter(self.state.for_training(adapter))
         return training_runner(self.state, adapter)
+
+
+def _in_order(chunks: Iterator[Chunk]) -> list[Completion]:
+    """Return the completions, in the order of the prompts and of the continuations of each."""
+    done: dict[tuple[int, int], Completion] = {}
+    for chunk in chunks:
+        if chunk.completion is not None:
+            done[chunk.index, chunk.choice] = chunk.completion
+    return [done[key] for key in sorted(done)]

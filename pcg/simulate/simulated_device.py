@@ -91,10 +91,11 @@ class SimulatedDevice:
                 f"model's {self._most_positions} positions"
             )
         params = request.params
-        if params.logprobs is not None or params.of_prompt is not None:
+        asks_logprobs = (params.logprobs, params.of_prompt) != (None, None)
+        if asks_logprobs or request.pooling is not None or params.width > params.n:
             raise GenerationError(
-                f"prompt {number} asks for logprobs, and a simulated device computes no logits; "
-                "ask for none"
+                f"prompt {number} asks for logprobs, best_of or an embedding, and a simulated "
+                "device computes no logits; ask for tokens alone"
             )
         limit = min(params.max_new_tokens, room)
         name = request.named(number, choice)

@@ -57,6 +57,26 @@ def test_run_streams_several_prompts_in_order(program: Path) -> None:
     ]
 
 
+def test_run_prints_several_continuations_and_logprobs(program: Path) -> None:
+    options = ("-p", PROMPT, "-p", "The quick", "-n", "4", "--ignore-eos", "--seed", "3")
+    drawn = (*options, "--temperature", "1", "--n", "2")
+    found = json.loads(output_of("run", program, *drawn, "--json", "--logprobs", "1", "--echo"))
+    done = found["completions"]
+    assert [(one["prompt"], one["index"]) for one in done] == [
+        *((PROMPT, 0), (PROMPT, 1)),
+        *(("The quick", 0), ("The quick", 1)),
+    ]
+    for one in done:
+        assert one["text"].startswith(one["prompt"])
+        assert [token["token_id"] for token in one["logprobs"]] == one["token_ids"]
+        assert one["prompt_logprobs"][0] is None
+        assert len(one["prompt_logprobs"]) == one["prompt_tokens"]
+    printed = output_of("run", program, *drawn)
+    assert printed == output_of("run", program, *drawn, "--stream")
+    assert printed == output_of("run", program, *drawn, "--echo")
+    assert all(one["text"] in printed for one in done)
+
+
 def test_run_applies_the_chat_template(program: Path) -> None:
     options = ("-p", "what is it?", "-n", "2", "--json")
     plain, chat = (
@@ -77,6 +97,7 @@ def test_run_applies_the_chat_template(program: Path) -> None:
         (("-p", "x", "--use", "mine"), "no adapter is called 'mine'; there are: base"),
         (("-p", "x", "--use", "base", "--use", "base"), "given 2 times for 1 prompt"),
         (("--prompt-file", "nothing.txt"), "No such file"),
+        (("-p", "x", "--logprobs", "1"), "--json alone prints them"),
         (("-p", "x", "--dtype", "float32"), "chosen by pcg compile"),
         (("-p", "x", "--backend", "torch"), "backend is chosen by pcg compile"),
     ],

@@ -73,6 +73,11 @@ class AdapterCache:
         """Return the pages of an adapter that is on the device."""
         return self._residents[adapter.version].table
 
+    def use_of(self, adapter: ServedAdapter) -> tuple[int, int]:
+        """Return the pages that an adapter has, and the number of running requests that use it."""
+        found = self._residents.get(adapter.version)
+        return (0, 0) if found is None else (len(found.table.pages), found.users)
+
     def has(self, adapter: ServedAdapter | None) -> bool:
         """Return True for an adapter on the device, and for None."""
         return adapter is None or adapter.version in self._residents

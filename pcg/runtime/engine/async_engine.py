@@ -6,28 +6,27 @@
         async for chunk in stream: …
         result = await job.result()
 
-Only this thread touches the engine. It runs calls of others between two steps, sleeps while there
-is nothing to do, and ends every stream and job when it ends itself. A job's data is read and its
-program compiled beside the steps (`pcg.runtime.engine.preparation`).
+A job's data is read and its program compiled beside the steps (`pcg.runtime.engine.preparation`),
+and every job ends when the engine's thread does.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections import deque
+import math
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from itertools import count, islice
-from queue import Empty, SimpleQueue
-from threading import Lock, Thread, current_thread
-from typing import Any, Self, TypeVar, Unpack
+from threading import current_thread
+from typing import Any, TypeVar, Unpack
 
 import torch
 
-from pcg.errors import EngineError, FinetuneError, PcgError
+from pcg.errors import DrainingError, EngineError, FinetuneError, PcgError
 from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
 from pcg.runtime.data.limits import DataLimits
@@ -35,6 +34,15 @@ from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.preparation import Preparation
 from pcg.runtime.engine.running_job import RunningJob
+from pcg.runtime.engine.step_thread import StepThread
+from pcg.runtime.metrics.events import Kind
+from pcg.runtime.metrics.status import (
+    AdapterStatus,
+    EngineNumbers,
+    EngineState,
+    Health,
+    JobStatus,
+)
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.request import Chunk, Request, RequestFields, make_request
@@ -43,15 +51,12 @@ from pcg.runtime.training.options import JobArguments
 
 Result = TypeVar("Result")
 
-_BLOCKED_S = 0.01
-"""Time between two steps that find nothing to run, as when a paused job holds the pages."""
+_KEPT_JOBS = 64
+"""The number of jobs that are over and can still be listed."""
 
 
-class AsyncEngine:
-    """Takes requests and jobs from any thread; a context manager, with `async` or without.
-
-    Nobody else may call `engine`, whose steps the thread runs.
-    """
+class AsyncEngine(StepThread):
+    """Takes requests and jobs from any thread; a context manager, with `async` or without."""
 
     def __init__(
         self,
@@ -60,18 +65,16 @@ class AsyncEngine:
         prepare_job: Callable[[JobArguments], Job],
         data_limits: DataLimits,
     ) -> None:
-        self.engine = engine
+        super().__init__(engine)
         self._state = state
         self._prepare_job = prepare_job
-        self._calls: SimpleQueue[_Call] = SimpleQueue()
-        self._lock = Lock()
-        self._ended: EngineError | None = None
-        self._closing = False
-        self._streams: dict[int, tuple[str, Stream]] = {}
         self._jobs: list[RunningJob] = []
         self._reserved: dict[str, RunningJob] = {}
+        self._listed: list[RunningJob] = []
+        self._drained: Future[None] = Future()
+        self._drained.set_running_or_notify_cancel()
+        self._drain_until = math.inf
         self._preparation = Preparation(state, data_limits)
-        self._thread = Thread(target=self._run, name="pcg engine", daemon=True)
         state.engine_thread = self
         self._thread.start()
 
@@ -87,16 +90,6 @@ class AsyncEngine:
         self._check_open()
         return self.submit_request(make_request(self._state, prompt, adapter, fields))
 
-    def submit_request(self, request: Request) -> Stream:
-        """Submit a request that `Executor.request` made. EngineError: the thread has ended."""
-        self._check_open()
-        stream = Stream(self._cancel)
-        begun = self.call(
-            functools.partial(self._begin, request, stream, self.engine.clock.now_s())
-        )
-        begun.add_done_callback(functools.partial(_pass_error, stream))
-        return stream
-
     @takes(JobArguments, FinetuneError)
     def finetune(self, given: JobArguments) -> RunningJob:
         """Train an adapter beside what is served; errors of the data are raised by the result.
@@ -107,6 +100,7 @@ class AsyncEngine:
         """
         self._check_open()
         running = RunningJob(given.adapter, self.engine, self.call)
+        self._list(running)
         reserved = self.call(functools.partial(self._reserve, running))
 
         def read(reserved: Future[None]) -> None:
@@ -159,16 +153,6 @@ class AsyncEngine:
         passing(lambda: self._preparation.load(passing(load)))()
         return end
 
-    def call(self, act: Callable[[], Result]) -> Future[Result]:
-        """Run a function between two steps; returns its result, an EngineError after the end."""
-        call = _Call(act)
-        with self._lock:
-            if self._ended is None:
-                self._calls.put(call)
-                return call.future
-        call.future.set_exception(self._ended)
-        return call.future
-
     def stream_all(self, requests: Sequence[Request]) -> Iterator[Chunk]:
         """Serve requests; returns their chunks, those of the first request first.
 
@@ -186,50 +170,120 @@ class AsyncEngine:
         return self._in_order(begun, iter(requests[most:]))
 
     def _in_order(self, begun: deque[Stream], left: Iterator[Request]) -> Iterator[Chunk]:
-        for index in count():
-            if not begun:
-                return
-            for chunk in begun.popleft():
-                yield dataclasses.replace(chunk, index=index)
-            begun.extend(self.submit_request(request) for request in islice(left, 1))
+        try:
+            for index in count():
+                if not begun:
+                    return
+                for chunk in begun.popleft():
+                    yield dataclasses.replace(chunk, index=index)
+                begun.extend(self.submit_request(request) for request in islice(left, 1))
+        finally:  # an error of one, or a reader that stops, ends the others
+            for stream in begun:
+                stream.cancel()
 
-    def run(self, act: Callable[[], Result]) -> Result:
-        """Run a function between two steps, and wait for it; on the engine's own thread now."""
-        return act() if current_thread() is self._thread else self.call(act).result()
+    def remove_adapter(self, name: str) -> Future[None]:
+        """Forget an adapter between two steps; requests that have it go on with it.
 
-    def close(self) -> None:
-        """End the thread after its step, and cancel what is left."""
+        Returns:
+            What is done once requests cannot name it, or an error: AdapterError where there is none
+                of that name, or a job trains it; EngineError.
+        """
+        return self.call(functools.partial(self._state.remove_adapter, name))
 
-        def stop() -> None:
-            self._closing = True
+    def adapters(self) -> list[AdapterStatus]:
+        """Return the adapters that requests may name; does not wait for a step."""
+        use_of, state = self.engine.scheduler.adapters.use_of, self._state
+        found = []
+        for name, adapter in sorted(state.adapters.items()):
+            pages, running = use_of(adapter)
+            found.append(
+                AdapterStatus(
+                    name,
+                    adapter.version,
+                    adapter.recipe.method,
+                    adapter.size_bytes,
+                    running,
+                    pages,
+                    state.is_trained(name),
+                )
+            )
+        return found
 
-        self.call(stop)
-        if current_thread() is not self._thread:
-            self._thread.join()
+    def jobs(self) -> list[JobStatus]:
+        """Return the jobs as they came, and how far each is; the last 64 of those that are over."""
+        with self._lock:
+            return [running.status for running in self._listed]
 
-    def __enter__(self) -> Self:
-        return self
+    def _list(self, running: RunningJob) -> None:
+        with self._lock:
+            for one in [one for one in self._listed if one.is_over][:-_KEPT_JOBS]:
+                self._listed.remove(one)
+            self._listed.append(running)
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def numbers(self) -> EngineNumbers:
+        """Return what is there now, and what was done since the start; does not wait for a step."""
+        scheduler = self.engine.scheduler
+        return EngineNumbers(
+            waiting=scheduler.backlog.requests,
+            running=len(scheduler.running),
+            waiting_tokens=scheduler.backlog.tokens,
+            jobs=Counter(job.state for job in list(self.engine.jobs)),
+            pages=scheduler.pool.size,
+            free_pages=scheduler.pool.free + scheduler.adapters.idle_pages,
+            adapters=len(scheduler.adapters),
+            totals=self.engine.totals,
+        )
 
-    async def __aenter__(self) -> Self:
-        return self
+    def health(self) -> Health:
+        """Return whether the thread runs, and takes requests; does not wait for a step."""
+        if self.ended is not None:
+            return Health(EngineState.ENDED, str(self.ended), None)
+        state = EngineState.RUNNING if self._refusal is None else EngineState.DRAINING
+        return Health(state, None, self.step_s)
 
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.close)
+    # ------------------------------------------------------------------------------- draining
 
-    def _check_open(self) -> None:
-        if self._ended is not None:
-            raise self._ended
+    def drain(self, timeout_s: float | None = None) -> Future[None]:
+        """End the work that is there, and take nothing new: that is refused by a DrainingError.
 
-    def _cancel(self, stream: Stream) -> None:
-        def act() -> None:
-            for request, other in self._streams.values():
-                if other is stream:
-                    self.engine.cancel(request)
+        Requests run to their ends. A job ends after its step, as if by Ctrl-C: with a checkpoint if
+        it has a `checkpoint_dir`, and by a `FinetuneInterrupted` that says how to resume. The
+        thread goes on, so that status can be read, until `close`.
 
-        self.call(act)
+        Args:
+            timeout_s: time after which what is left is given up, seconds; None for never.
+        Returns:
+            What is done once nothing is left.
+        """
+        if timeout_s is not None and not timeout_s > 0:
+            raise EngineError(f"timeout_s={timeout_s!r}; use seconds above 0, or None")
+        if self._refusal is None:
+            self._refusal = DrainingError("the engine ends its work and takes nothing new")
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self.call(functools.partial(self._drain, until))
+        return self._drained
+
+    def _drain(self, until: float) -> None:
+        self._drain_until = min(self._drain_until, until)
+        if not self._refuses:
+            self._refuses = True
+            for running in self._jobs:
+                running.interrupt()
+            for running in self._reserved.values():
+                running.cancel()
+
+    def _go_on_draining(self) -> None:
+        """Give up what is left once the time is out, and tell when nothing is."""
+        is_late = time.monotonic() > self._drain_until
+        if is_late:
+            for stream in self._streams.values():
+                assert stream.request_id is not None
+                self.engine.cancel(stream.request_id, Kind.TIMED_OUT)
+        if is_late or self.engine.is_idle:
+            for job in list(self.engine.jobs):
+                self.engine.cancel_job(job.name)
+        if not (self._streams or self._jobs or self._reserved or self._drained.done()):
+            self._drained.set_result(None)
 
     def _compile(self, running: RunningJob, read: Future[JobArguments]) -> None:
         """Have a job made of its examples, on the thread that compiles."""
@@ -259,39 +313,11 @@ class AsyncEngine:
 
     # ------------------------------------------------------------------------------- the thread
 
-    def _run(self) -> None:
-        ended = EngineError("the engine was closed; start it again")
-        try:
-            while not self._closing:
-                self._run_calls()
-                if not self._closing and not self.engine.is_idle:
-                    self._deliver(self.engine.step())
-                self._settle_jobs()
-            self._cancel_all()
-        except BaseException as error:
-            ended = EngineError(f"the engine's thread ended by {type(error).__name__}: {error}")
-            ended.__cause__ = error
-        self._end(ended)
-
-    def _run_calls(self) -> None:
-        engine = self.engine
-        try:
-            if engine.is_idle:
-                self._calls.get().run()
-            elif not engine.worked:
-                self._calls.get(timeout=_BLOCKED_S).run()
-            while True:
-                self._calls.get_nowait().run()
-        except Empty:
-            return
-
-    def _begin(self, request: Request, stream: Stream, submitted_s: float) -> None:
-        number = self.engine.submitted
-        self._streams[number] = (self.engine.submit(request, submitted_s), stream)
-
     def _reserve(self, running: RunningJob) -> None:
         """Reserve a name for a job, so that it starts from the result of the job before it."""
         name = running.name
+        if self._refuses and self._refusal is not None:
+            raise self._refusal
         self.engine.jobs.check_free(name)
         if name in self._reserved:
             raise PcgError(f"there is a job {name!r} already; cancel it, or wait for its end")
@@ -308,57 +334,27 @@ class AsyncEngine:
         running.begin(self.engine.jobs.add(job))
         self._jobs.append(running)
 
-    def _deliver(self, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
-            if chunk.index in self._streams:
-                _, stream = self._streams[chunk.index]
-                stream.put(chunk)
-                if chunk.is_last:
-                    del self._streams[chunk.index]
-
-    def _settle_jobs(self) -> None:
+    def _settle(self) -> None:
         self._jobs = [running for running in self._jobs if not running.settle()]
+        if self._refuses:
+            self._go_on_draining()
 
     def _cancel_all(self) -> None:
-        for request, _ in self._streams.values():
-            self.engine.cancel(request)
         for running in self._jobs:
             self.engine.cancel_job(running.name)
-        self._settle_jobs()
+        self._settle()
         for name, running in self._reserved.items():
             running.fail(FinetuneError(f"job {name!r} was cancelled"))
-        if self._streams:
-            self._deliver(self.engine.step())
 
-    def _end(self, error: EngineError) -> None:
-        """Refuse further calls, and fail all that still waits."""
-        with self._lock:
-            self._ended = error
+    def _fail_all(self, error: EngineError) -> None:
         self._state.engine_thread = None
         self._preparation.close()
-        for _, stream in self._streams.values():
-            stream.fail(error)
         for running in (*self._jobs, *self._reserved.values()):
             running.fail(error)
         for job in self.engine.jobs:
             job.cancel()
-        while not self._calls.empty():
-            self._calls.get().future.set_exception(error)
-
-
-class _Call:
-    """A function to run on the thread, and its result."""
-
-    def __init__(self, act: Callable[[], Any]) -> None:
-        self.future: Future[Any] = Future()
-        self.future.set_running_or_notify_cancel()
-        self._act = act
-
-    def run(self) -> None:
-        try:
-            self.future.set_result(self._act())
-        except Exception as error:  # the caller's, not the thread's
-            self.future.set_exception(error)
+        if not self._drained.done():
+            self._drained.set_result(None)
 
 
 def _pass_result(end: Future[Result], done: Future[Result]) -> None:
@@ -369,9 +365,9 @@ def _pass_result(end: Future[Result], done: Future[Result]) -> None:
         end.set_exception(error)
 
 
-def _pass_error(handle: Stream | RunningJob, done: Future[Any]) -> bool:
-    """Fail a stream or job that could not begin; returns True if it could not."""
+def _pass_error(running: RunningJob, done: Future[Any]) -> bool:
+    """Fail a job that could not begin; returns True if it could not."""
     error = done.exception()
     if error is not None:
-        handle.fail(error)
+        running.fail(error)
     return error is not None

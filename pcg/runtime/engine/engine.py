@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from signal import SIGINT
 from typing import Self, cast
 
 from pcg.errors import FinetuneError, UnsupportedError
@@ -29,6 +30,7 @@ from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.request import Request
 from pcg.runtime.training.finetuning import FinetuneJob
+from pcg.runtime.training.interrupts import Interrupt
 from pcg.runtime.training.options import JobArguments
 from pcg.runtime.training.publishers import VersionPublisher
 from pcg.runtime.training.result import StepRecord
@@ -86,7 +88,11 @@ class Engine(EngineLoop):
         """Read the data of a job, compile its program and make its adapter, on any thread."""
         note, adapter = self._note, given.adapter
 
+        interrupts: list[Interrupt] = []
+        made: list[Job] = []
+
         def stepped(record: StepRecord) -> None:
+            made[0].record = record
             details = {"step": record.step, "loss": record.loss, "tokens": record.tokens}
             note(Kind.STEPPED, adapter, **details)
             if given.on_step is not None:
@@ -96,7 +102,9 @@ class Engine(EngineLoop):
         publisher = VersionPublisher(self.state, given.publish_every, publish)
         ends = self.state.begin_training(adapter)
         try:
-            return Job(adapter, FinetuneJob(publisher, given).work(stepped), ends)
+            work = FinetuneJob(publisher, given).work(stepped, interrupts)
+            made.append(Job(adapter, work, ends, lambda: interrupts.append((SIGINT, None))))
+            return made[0]
         except BaseException:
             ends()
             raise

@@ -7,11 +7,18 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from pcg.errors import FinetuneError, OutOfMemoryError, PcgError, as_pcg_error
+from pcg.errors import (
+    FinetuneError,
+    FinetuneInterrupted,
+    OutOfMemoryError,
+    PcgError,
+    as_pcg_error,
+)
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.memory.pool import PageTable, pages_for
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
+from pcg.runtime.training.result import StepRecord
 from pcg.runtime.training.work_units import (
     Backward,
     Forward,
@@ -49,12 +56,22 @@ class Job:
         unit: the next unit; None before it starts and after its end.
         tokens: tokens that it has run, forward and layers backward, by which jobs take turns.
         goes_back_alone: True once a backward failed in which it ran beside other jobs.
+        record: its last step; None before the first one.
     """
 
     def __init__(
-        self, name: str, work: Work[Any], on_end: Callable[[], None] = lambda: None
+        self,
+        name: str,
+        work: Work[Any],
+        on_end: Callable[[], None] = lambda: None,
+        on_interrupt: Callable[[], None] | None = None,
     ) -> None:
-        """Make a job of its units; `on_end` is called once it is over, however it ends."""
+        """Make a job of its units.
+
+        Args:
+            on_end: is called once it is over, however it ends.
+            on_interrupt: makes the units end after a step, with a checkpoint.
+        """
         self.name = name
         self.state = JobState.QUEUED
         self.unit: Unit | None = None
@@ -65,6 +82,8 @@ class Job:
         self.result: Any = None
         self._work = work
         self._on_end = on_end
+        self._on_interrupt = on_interrupt
+        self.record: StepRecord | None = None
 
     @property
     def is_over(self) -> bool:
@@ -88,9 +107,17 @@ class Job:
     def cancel(self) -> None:
         self._end(JobState.CANCELLED)
 
+    def interrupt(self) -> None:
+        """End after the step under way, with a checkpoint where these are kept."""
+        if self.state is JobState.QUEUED or self._on_interrupt is None:
+            self.cancel()
+        else:
+            self._on_interrupt()
+
     def fail(self, error: Exception) -> None:
         self.error = as_pcg_error(error, f"job {self.name!r}", FinetuneError)
-        self._end(JobState.FAILED)
+        is_interrupted = isinstance(error, FinetuneInterrupted)
+        self._end(JobState.CANCELLED if is_interrupted else JobState.FAILED)
 
     def _end(self, state: JobState) -> None:
         self.unit, self.state = None, state
@@ -166,6 +193,15 @@ class Jobs:
         job = self._named(name)
         job.cancel()
         self._end(job)
+
+    def interrupt(self, name: str) -> None:
+        """End a job after the step under way, with a checkpoint where these are kept."""
+        job = self._named(name)
+        job.interrupt()
+        if job.is_over:
+            self._end(job)
+        else:
+            self.resume(name)
 
     def _named(self, name: str) -> Job:
         for job in self._jobs:

@@ -24,6 +24,7 @@ from pcg.runtime.engine.suspects import Suspects
 from pcg.runtime.engine.taken import Taken
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.metrics.events import Event, EventLog, Kind
+from pcg.runtime.metrics.totals import Totals
 from pcg.runtime.model.load import Load
 from pcg.runtime.requests.groups import Groups
 from pcg.runtime.requests.request import Chunk, Request
@@ -47,6 +48,7 @@ class EngineLoop:
         self.scheduler = scheduler
         self.clock = clock
         self.log = EventLog() if options.log is None else options.log
+        self.totals = Totals(self.log)
         self.sharing: Sharing = CoServing() if options.sharing is None else options.sharing
         self.worked = False
         self._latencies: Latencies | None = None
@@ -117,7 +119,7 @@ class EngineLoop:
         for one in opened:
             one.submitted_s = now
             self.scheduler.limits.promise(one)
-            if one.id in self._sequences:
+            if self._sequences_of(one.id):
                 raise GenerationError(
                     f"there is a request {one.id!r} already; give each its own request_id, or none"
                 )
@@ -138,8 +140,9 @@ class EngineLoop:
         self.scheduler.add(sequence)
         return sequence.id
 
-    def cancel(self, request: str) -> None:
-        self._end(self._sequences_of(request), State.CANCELLED, Kind.CANCELLED)
+    def cancel(self, request: str, kind: Kind = Kind.CANCELLED) -> None:
+        """End a request by its id, if there is one; `kind` may be TIMED_OUT."""
+        self._end(self._sequences_of(request), State(kind.value), kind)
 
     def _sequences_of(self, request: str) -> List[Sequence]:
         """Return a request's continuations; none if it is not here any more."""
@@ -147,10 +150,7 @@ class EngineLoop:
         return () if sequence is None else self._groups.of(sequence)
 
     def forget(self, adapter: ServedAdapter) -> None:
-        """Drop what is cached of an adapter that is removed, replaced or changed.
-
-        Running requests go on with it, but share nothing with later ones.
-        """
+        """Drop what is cached of an adapter that changed; running requests go on with it alone."""
         self.scheduler.forget(adapter)
 
     # ------------------------------------------------------------------------------- jobs
@@ -287,7 +287,8 @@ class EngineLoop:
         for sequence, reason in taken.ended:
             self.scheduler.drop(sequence)
             del self._sequences[sequence.id]
-            self._note(Kind.FINISHED, sequence.id, reason=reason)
+            count = len(sequence.generated)
+            self._note(Kind.FINISHED, sequence.id, reason=reason, tokens=count)
         for sequence, cause in taken.failed.items():
             self._fail(sequence, cause)
 

@@ -7,9 +7,11 @@ import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 
+from pcg.errors import FinetuneInterrupted
 from pcg.runtime.data.cancelling import Cancelling
 from pcg.runtime.engine.jobs import Job, JobState
 from pcg.runtime.engine.loop import EngineLoop
+from pcg.runtime.metrics.status import JobStatus
 from pcg.runtime.training.result import FinetuneResult
 
 
@@ -27,6 +29,24 @@ class RunningJob:
         self._early: list[Callable[[str], None]] = []
         self._end: Future[FinetuneResult] = Future()
         self._end.set_running_or_notify_cancel()  # cancelling a wait must not cancel it
+
+    @property
+    def status(self) -> JobStatus:
+        """The steps that it has done, and how it goes on or ended."""
+        record = None if self._job is None else self._job.record
+        error = self._end.exception() if self._end.done() else None
+        checkpoint = None if record is None else record.checkpoint
+        if isinstance(error, FinetuneInterrupted) and error.checkpoint is not None:
+            checkpoint = error.checkpoint
+        return JobStatus(
+            self.name,
+            self.state,
+            0 if record is None else record.step,
+            None if record is None else record.total_steps,
+            None if record is None else record.loss,
+            checkpoint,
+            None if error is None else str(error),
+        )
 
     @property
     def state(self) -> JobState:
@@ -59,6 +79,10 @@ class RunningJob:
         """End the job now, also while it is prepared; its adapter is as it was last published."""
         self.cancelling.cancel()
         self._change(self._engine.cancel_job)
+
+    def interrupt(self) -> None:
+        """End the job after its step, with a checkpoint if it has a `checkpoint_dir`."""
+        self._change(self._engine.jobs.interrupt)
 
     def _change(self, change: Callable[[str], None]) -> None:
         def act() -> None:

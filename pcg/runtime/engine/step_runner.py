@@ -12,24 +12,29 @@ import torch
 from torch import Tensor
 
 from pcg.errors import GenerationError
-from pcg.kernels.batch import Span
 from pcg.kernels.torch.products import ProductRequest
 from pcg.kernels.uploads import uploaded_list
 from pcg.parallel.ranks.group import broadcast_from_first
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
-from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables
 from pcg.runtime.engine.device import SideStream
+from pcg.runtime.engine.served_batch import ServedBatch, rows_of
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable
-from pcg.runtime.model.batch import ANY_TOKEN, Batch, whole_sequences
+from pcg.runtime.model.batch import ANY_TOKEN, whole_sequences
 from pcg.runtime.model.decode_graphs import decode_graphs
 from pcg.runtime.model.merged_execution import run_merged, run_single
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
-from pcg.runtime.requests.step_results import DrawnTokens, PromptLogprobs, StepResults
+from pcg.runtime.requests.step_results import (
+    Computed,
+    DrawnTokens,
+    PooledStates,
+    PromptLogprobs,
+    StepResults,
+)
 from pcg.runtime.sampling.logprobs import Logprobs, logprobs_of
 from pcg.runtime.sampling.sampler import Sampler, resolved
 from pcg.runtime.sampling.sampling import only_finite, sample
@@ -171,10 +176,10 @@ class StepRunner:
         chunks: List[tuple[Sequence, int]],
         adapters: List[Adapter | None],
         windows: List[tuple[Forward, int]],
-    ) -> List[DrawnTokens | PromptLogprobs]:
+    ) -> List[Computed]:
         """Run a step eagerly; returns what it computed, on the device."""
         functions: list[ProductRequest[Any]] = []
-        served = _Served(chunks, adapters, self._tables, self.cache, self._device)
+        served = ServedBatch(chunks, adapters, self._tables, self.cache, self._device)
         if chunks:
             functions.append(self._runner.hidden_requests(served.batch, served.bound))
         for unit, count in windows:
@@ -187,27 +192,30 @@ class StepRunner:
             # Backward reads what windows save, so they run outside inference mode.
             with torch.no_grad():
                 found = run_merged(functions)
-        results: list[DrawnTokens | PromptLogprobs] = []
+        results: list[Computed] = []
         if served.ready:
             results.append(self._sampled(served, found[0]))
-        if served.read:
+        if served.scored:
             results.append(self._scored(served, found[0]))
+        if served.pooled:
+            results.append(self._pooled(served, found[0]))
         return results
 
-    def _sampled(self, served: _Served, hidden: List[Tensor]) -> DrawnTokens:
+    def _sampled(self, served: ServedBatch, hidden: List[Tensor]) -> DrawnTokens:
         rows, last = served.sampled_rows(self._tables)
         logits = self._runner.logits_of(hidden, served.batch, served.bound, rows, last)
         sequences = [served.chunks[i][0] for i in served.ready]
         if any(sequence.followers for sequence in sequences):
-            counts = [1 + len(sequence.followers) for sequence in sequences]
-            logits = logits.repeat_interleave(torch.tensor(counts, device=logits.device), dim=0)
+            copies = [i for i, one in enumerate(sequences) for _ in (one, *one.followers)]
+            logits = logits[uploaded_list(copies, torch.int64, self._device)]
             sequences = [each for one in sequences for each in (one, *one.followers)]
         return self._chosen(sequences, logits)
 
-    def _scored(self, served: _Served, hidden: List[Tensor]) -> PromptLogprobs:
+    def _scored(self, served: ServedBatch, hidden: List[Tensor]) -> PromptLogprobs:
         """Return the logprobs of prompts' tokens, whose logits exist for some at a time."""
-        rows, targets, adapters = served.read_rows()
-        most = max(sequence.request.params.of_prompt or 0 for sequence, _, _ in served.read)
+        rows, adapters = rows_of(served.scored)
+        targets = [token for one in served.scored for token in one.behind]
+        most = max(one.sequence.request.params.of_prompt or 0 for one in served.scored)
         parts, size = [], self._runner.model.loss_chunk
         for start in range(0, len(rows), size):
             some = slice(start, start + size)
@@ -216,8 +224,18 @@ class StepRunner:
             logits = self._runner.logits_of(hidden, served.batch, served.bound, chosen, of_rows)
             wanted = uploaded_list(targets[some], torch.int64, self._device)
             parts.append(logprobs_of(logits, wanted, most))
-        counts = [(sequence, len(tokens)) for sequence, _, tokens in served.read]
+        counts = [(one.sequence, len(one.tokens)) for one in served.scored]
         return PromptLogprobs(counts, Logprobs.joined(parts))
+
+    def _pooled(self, served: ServedBatch, hidden: List[Tensor]) -> PooledStates:
+        """Return the sums of the last hidden states that each sequence reads."""
+        rows, adapters = rows_of(served.pooled)
+        chosen = uploaded_list(rows, torch.int64, self._device)
+        of_rows = self._tables.bind_epilogue(adapters)
+        states = self._runner.last_hidden_of(hidden, served.batch, served.bound, chosen, of_rows)
+        parts = states.float().split([len(one.tokens) for one in served.pooled])
+        counts = [(one.sequence, len(one.tokens)) for one in served.pooled]
+        return PooledStates(counts, torch.stack([part.sum(dim=0) for part in parts]))
 
     def _chosen(
         self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None = None
@@ -258,71 +276,8 @@ class StepRunner:
             run_merged(functions)
 
 
-def _read(computed: List[DrawnTokens | PromptLogprobs]) -> StepResults:
+def _read(computed: List[Computed]) -> StepResults:
     results = StepResults()
     for part in computed:
         part.read(results)
     return results
-
-
-class _Served:
-    """The sequences of a step, in the order of their adapters' slots.
-
-    Attributes:
-        ready: those that are sampled, by place.
-        read: sequences that read rows of their prompts, the row of the first, and the tokens whose
-            logprobs these rows have.
-    """
-
-    def __init__(
-        self,
-        chunks: List[tuple[Sequence, int]],
-        adapters: List[Adapter | None],
-        tables: PaddedTables,
-        cache: KvCache,
-        device: torch.device,
-    ) -> None:
-        self.chunks = chunks
-        self.ready: list[int] = []
-        self.read: list[tuple[Sequence, int, tuple[int, ...]]] = []
-        ids: list[int] = []
-        spans = []
-        for place, (sequence, count) in enumerate(chunks):
-            start, virtual, generated = sequence.cached, 0, sequence.generated
-            end = start + count
-            if end == sequence.length and sequence.limit:
-                self.ready.append(place)
-            first = len(ids)
-            if sequence.reads:
-                unread, virtual_tokens = (
-                    sequence.unread(start, end),
-                    sequence.request.virtual_tokens,
-                )
-                # A row has the logprob of the token behind its own.
-                behind = slice(*(i + 1 - virtual_tokens for i in (unread.start, unread.stop)))
-                if unread:
-                    targets = sequence.request.prompt_ids[behind]
-                    self.read.append((sequence, first + unread.start - start, targets))
-            if generated and count == 1 and end == sequence.length:
-                ids.append(generated[-1])
-            else:
-                ids += sequence.ids(start, end)
-                virtual = max(0, min(end, sequence.request.virtual_tokens) - start)
-            spans.append(Span(first, count, start, sequence.table, virtual))
-        self.batch = Batch(uploaded_list(ids, torch.int64, device), spans, cache)
-        self._adapters = adapters
-        self.bound = tables.bind(self._adapters, [span.length for span in spans])
-
-    def read_rows(self) -> tuple[list[int], list[int], list[Adapter | None]]:
-        """Return the rows of prompts that are read, the tokens behind them, and their adapters."""
-        rows = [first + i for _, first, tokens in self.read for i in range(len(tokens))]
-        targets = [token for _, _, tokens in self.read for token in tokens]
-        adapters = [one.request.adapter for one, _, tokens in self.read for _ in tokens]
-        return rows, targets, cast("list[Adapter | None]", adapters)
-
-    def sampled_rows(self, tables: PaddedTables) -> tuple[Tensor | None, BoundAdapters | None]:
-        """Return the tokens that are sampled after, and their adapters; None for all tokens."""
-        if len(self.batch.input_ids) == len(self.ready):
-            return None, None
-        adapters = [self._adapters[i] for i in self.ready]
-        return self.batch.last_tokens(self.ready), tables.bind_epilogue(adapters)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
 from types import MappingProxyType
@@ -81,6 +82,12 @@ class _Tokens(NamedTuple):
         return (Event(self.time_s, Kind.TOKEN, subject, _ONE) for subject in self.subjects)
 
 
+@dataclass(frozen=True, eq=False)
+class _Listener:
+    on_event: Callable[[Event], None]
+    on_tokens: Callable[[float, Sequence[str]], None] | None
+
+
 class EventLog:
     """The latest `kept` events in order of time, or all of them; listeners get each."""
 
@@ -88,7 +95,7 @@ class EventLog:
         self._kept = kept
         self._entries: deque[Event | _Tokens] = deque()
         self._count = 0
-        self._listeners: list[Callable[[Event], None]] = []
+        self._listeners: list[_Listener] = []
 
     def add(self, *events: Event) -> None:
         self._entries.extend(events)
@@ -104,24 +111,36 @@ class EventLog:
             self._count += len(tokens.subjects)
             self._drop()
         if self._listeners:
-            self._tell(tuple(tokens.events()))
+            self._tell((), tokens)
 
-    def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+    def listen(
+        self,
+        on_event: Callable[[Event], None],
+        on_tokens: Callable[[float, Sequence[str]], None] | None = None,
+    ) -> Callable[[], None]:
         """Call a function with each event from now on; returns what ends that.
 
         A function that raises is not called again, and what it raised is logged.
+
+        Args:
+            on_tokens: is called once with the time and the requests of a step's tokens, but for
+                first ones, instead of `on_event` for each.
         """
+        listener = _Listener(on_event, on_tokens)
         self._listeners.append(listener)
         return lambda: self._end(listener)
 
-    def _end(self, listener: Callable[[Event], None]) -> None:
+    def _end(self, listener: _Listener) -> None:
         self._listeners = [other for other in self._listeners if other is not listener]
 
-    def _tell(self, events: Sequence[Event]) -> None:
+    def _tell(self, events: Sequence[Event], tokens: _Tokens | None = None) -> None:
         for listener in self._listeners:
             try:
-                for event in events:
-                    listener(event)
+                if tokens is not None and listener.on_tokens is not None:
+                    listener.on_tokens(tokens.time_s, tokens.subjects)
+                else:
+                    for event in events if tokens is None else tokens.events():
+                        listener.on_event(event)
             except Exception:
                 self._end(listener)
                 _LOG.exception("a listener of the engine's events raised; it gets no more of them")

@@ -101,8 +101,13 @@ class Timeline:
 
     @property
     def attains_ttft(self) -> bool:
-        """True if it finished with a first token in time, or has no such SLO."""
-        return self._finished and _within(self.ttft_s, self.slo.ttft_s)
+        """True if it finished with a first token in time, or has no such SLO.
+
+        A request without tokens, such as for an embedding, has to end in that time.
+        """
+        return self._finished and _within(
+            self.ttft_s if self.tokens else self.e2el_s, self.slo.ttft_s
+        )
 
     @property
     def attains_tpot(self) -> bool:
@@ -132,14 +137,14 @@ def _within(seconds: float | None, most_s: float | None) -> bool:
     return most_s is None or (seconds is not None and seconds <= most_s)
 
 
-_ENDS = {
+REQUEST_ENDS = {
     Kind.REFUSED: Outcome.REFUSED,
     Kind.FINISHED: Outcome.FINISHED,
     Kind.CANCELLED: Outcome.CANCELLED,
     Kind.TIMED_OUT: Outcome.TIMED_OUT,
     Kind.FAILED: Outcome.FAILED,
 }
-_OF_REQUESTS = {*_ENDS, Kind.ADMITTED, Kind.TOKEN, Kind.PREEMPTED}
+_OF_REQUESTS = {*REQUEST_ENDS, Kind.ADMITTED, Kind.TOKEN, Kind.PREEMPTED}
 _JOBS_BEGIN = {Kind.QUEUED, Kind.STARTED}
 _OF_JOBS_TOO = {Kind.CANCELLED, Kind.FAILED}
 
@@ -222,7 +227,7 @@ def _follow(one: _Open, event: Event) -> None:
         if line.admitted_s is None:
             one.line = replace(line, admitted_s=event.time_s)
     else:
-        one.line = replace(line, outcome=_ENDS[event.kind], ended_s=event.time_s)
+        one.line = replace(line, outcome=REQUEST_ENDS[event.kind], ended_s=event.time_s)
 
 
 def number(event: Event, name: str) -> float:

@@ -184,6 +184,37 @@ class ModelRunner:
         row_adapters: BoundAdapters | None = None,
     ) -> Tensor:
         """Compute logits from the epilogue's inputs; the other arguments are as in `logits`."""
+        return self._ended("epilogue", inputs, batch, adapters, rows, row_adapters)
+
+    @torch.inference_mode()
+    def last_hidden_of(
+        self,
+        inputs: Sequence[Tensor],
+        batch: Batch,
+        adapters: BoundAdapters,
+        rows: Tensor | None = None,
+        row_adapters: BoundAdapters | None = None,
+    ) -> Tensor:
+        """Compute the last hidden state, which the head reads, [rows, hidden]; as `logits_of`.
+
+        ProgramError: the program was compiled before there was such a function.
+        """
+        if "last_hidden" not in self._functions:
+            raise ProgramError(
+                "the program has no function last_hidden, as it was compiled by an earlier pcg; "
+                "compile it again for embeddings"
+            )
+        return self._ended("last_hidden", inputs, batch, adapters, rows, row_adapters)
+
+    def _ended(
+        self,
+        function: str,
+        inputs: Sequence[Tensor],
+        batch: Batch,
+        adapters: BoundAdapters,
+        rows: Tensor | None,
+        row_adapters: BoundAdapters | None,
+    ) -> Tensor:
         if rows is not None:
             batch.chosen = rows
             carried = self._inputs.carried
@@ -192,7 +223,7 @@ class ModelRunner:
                 for index, x in enumerate(inputs)
             ]
         outer = (adapters if row_adapters is None else row_adapters).outer
-        return self._functions["epilogue"](self.weights.epilogue, outer, batch, *inputs)  # type: ignore[no-any-return]
+        return self._functions[function](self.weights.epilogue, outer, batch, *inputs)  # type: ignore[no-any-return]
 
     def _chosen(self, x: Tensor, rows: Tensor) -> Tensor:
         """Return rows of a layer's output; this rank's part of them if it holds a part."""

@@ -171,6 +171,10 @@ class ModelState:
         self._trained.add(name)
         return lambda: self._trained.discard(name)
 
+    def is_trained(self, name: str) -> bool:
+        """Return True while a job trains an adapter of that name."""
+        return name in self._trained
+
     def _check_untrained(self, name: str) -> None:
         if name in self._trained:
             raise AdapterError(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
+
+from torch import Tensor
 
 from pcg.errors import GenerationError, PcgError
 from pcg.runtime.adapters.cache import ServedAdapter
@@ -15,6 +17,9 @@ from pcg.runtime.model.state import ModelState
 from pcg.runtime.sampling.logprobs import TokenLogprobs
 from pcg.runtime.sampling.sampler import resolved
 from pcg.runtime.sampling.sampling_params import SamplingFields, SamplingParams
+
+Pooling: TypeAlias = Literal["last", "mean"]
+_NO_TOKENS = SamplingParams(max_new_tokens=0)
 
 
 class RequestFields(SamplingFields, total=False):
@@ -27,6 +32,8 @@ class RequestFields(SamplingFields, total=False):
     ttft_slo_s: float | None
     tpot_slo_s: float | None
     timeout_s: float | None
+    pooling: Pooling | None
+    normalize: bool
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,9 @@ class Request:
         ttft_slo_s: SLO of the time to the first token, seconds; None for the engine's own.
         tpot_slo_s: SLO of the mean time per further token, seconds; None for the engine's own.
         timeout_s: time after which it is given up, seconds; None for never.
+        pooling: return the last hidden state instead of tokens: that of the last token, or the mean
+            of the prompt's tokens; None to generate.
+        normalize: divide that by its norm.
         text: the prompt's text, which `echo` returns; None where it was given as tokens, or was
             truncated.
     Raises:
@@ -63,6 +73,8 @@ class Request:
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     timeout_s: float | None = None
+    pooling: Pooling | None = None
+    normalize: bool = False
     text: str | None = None
 
     def __post_init__(self) -> None:
@@ -83,11 +95,29 @@ class Request:
         if type(self.priority) is not int:
             raise GenerationError(f"priority={self.priority!r}; use an int, lower ones go first")
         _check_id(self.request_id)
+        self._check_pooling()
         for name in ("ttft_slo_s", "tpot_slo_s", "timeout_s"):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is not None and not (is_number and value > 0):
                 raise GenerationError(f"{name}={value!r}; use seconds above 0, or None")
+
+    def _check_pooling(self) -> None:
+        if self.pooling not in (None, *get_args(Pooling)):
+            raise GenerationError(f"pooling={self.pooling!r}; use 'last', 'mean' or None")
+        if type(self.normalize) is not bool:
+            raise GenerationError(f"normalize={self.normalize!r}; use True or False")
+        if self.pooling is None:
+            if self.normalize:
+                raise GenerationError("normalize=True is for embeddings; add pooling='last'")
+            return
+        for one in dataclasses.fields(SamplingParams):
+            name, value = one.name, getattr(self.params, one.name)
+            if name != "truncate_prompt_tokens" and value != getattr(_NO_TOKENS, name):
+                raise GenerationError(
+                    f"{name}={value!r} with pooling={self.pooling!r}: an embedding generates no "
+                    f"tokens; leave {name} out, or the pooling"
+                )
 
     def named(self, number: int, choice: int = 0) -> str:
         """Return its id, or one that is made of its number among an engine's requests.
@@ -117,6 +147,7 @@ class Completion:
             prompt's if that is echoed; empty without a tokenizer.
         token_ids: the generated tokens, the end token included.
         index: its place among the continuations of its prompt.
+        embedding: the last hidden state, if it was asked for, [hidden], fp32, in host memory.
         finish_reason: `stop` or `length`; `cancelled` or `timed_out` if it was given up, `failed`
             if it could not go on.
         cached_tokens: tokens of the prompt that were in the KV cache already.
@@ -137,6 +168,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     index: int = 0
+    embedding: Tensor | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return self.text
@@ -207,7 +239,9 @@ def make_request(
 ) -> Request:
     """Make a request of one prompt; see `Executor.request`."""
     own = {name: value for name, value in fields.items() if name in _OWN}
-    sampling = {name: value for name, value in fields.items() if name not in own}
+    sampling: dict[str, Any] = {k: value for k, value in fields.items() if k not in own}
+    if own.get("pooling") is not None:
+        sampling.setdefault("max_new_tokens", 0)
     (request,) = make_requests(state, [prompt], adapter, sampling)
     return dataclasses.replace(request, **own)  # type: ignore[arg-type]
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from torch import Tensor
+
 from pcg.errors import PcgError
 from pcg.runtime.memory.pool import PageTable, pages_for
 from pcg.runtime.memory.prefixes import Version
@@ -47,6 +49,7 @@ class Sequence:
         read: number of its tokens whose rows need not be computed to be read: those that were, and
             virtual ones.
         last_read: number of its tokens whose rows the request reads, and those before them.
+        pooled: the sum of the last hidden states that it has read; None before the first.
         echoed: text that its first chunk begins with.
         choice: its place among the continuations of its prompt.
         followers: the other continuations, while they wait for the prompt to be computed.
@@ -77,6 +80,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     read: int = field(init=False)
     last_read: int = 0
+    pooled: Tensor | None = None
     echoed: str = ""
     choice: int = 0
     followers: list[Sequence] = field(default_factory=list)
@@ -89,6 +93,9 @@ class Sequence:
         self.read = self.request.virtual_tokens
         if params.of_prompt is not None:
             self.last_read = self.length - 1
+        if self.request.pooling is not None:
+            self.last_read = self.length
+            self.read = self.read if self.request.pooling == "mean" else self.length - 1
         self._stop = StopChecker(params.stop, params.include_stop_str_in_output)
 
     @property
@@ -180,6 +187,23 @@ class Sequence:
         self.state = State.FINISHED
         return self._chunk(self._said(""), None, self._completion("length"))
 
+    def pool(self, states: Tensor, count: int) -> None:
+        """Take the sum of so many further last hidden states.
+
+        GenerationError: they are not finite.
+        """
+        if not states.isfinite().all():
+            raise not_a_number(self._adapter_name)
+        self.pooled = states if self.pooled is None else self.pooled + states
+        self.read += count
+
+    def _embedding(self) -> Tensor | None:
+        if self.pooled is None or self.reads:
+            return None
+        is_mean = self.request.pooling == "mean"
+        state = self.pooled / len(self.request.prompt_ids) if is_mean else self.pooled
+        return state / state.norm() if self.request.normalize else state
+
     def follow(self, first: Sequence) -> None:
         """Take over what another continuation has read of the prompt."""
         self.read, self.prompt_logprobs = first.read, first.prompt_logprobs
@@ -267,4 +291,5 @@ class Sequence:
             None if params.logprobs is None else tuple(self.logprobs),
             None if params.of_prompt is None else (None, *self.prompt_logprobs),
             self.choice,
+            self._embedding(),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -21,14 +22,18 @@ class StepResults:
             none.
         logprobs: theirs, for sequences that ask for them.
         prompts: the logprobs of further tokens of prompts, for sequences that ask for these.
+        states: the sum of last hidden states of prompts, in host memory, and how many these are.
     """
 
     tokens: dict[Sequence, int] = field(default_factory=dict)
     logprobs: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
     prompts: dict[Sequence, list[TokenLogprobs]] = field(default_factory=dict)
+    states: dict[Sequence, tuple[Tensor, int]] = field(default_factory=dict)
 
     def give(self, sequence: Sequence) -> Chunk | None:
         """Give a sequence what is its own; see `Sequence.take`."""
+        if sequence in self.states:
+            sequence.pool(*self.states[sequence])
         token = self.tokens.get(sequence)
         return sequence.take(token, self.logprobs.get(sequence), self.prompts.get(sequence, ()))
 
@@ -79,3 +84,25 @@ class PromptLogprobs:
 
 def _of_prompt(sequence: Sequence) -> int:
     return sequence.request.params.of_prompt or 0
+
+
+@dataclass(frozen=True)
+class PooledStates:
+    """The sums of last hidden states, on the device.
+
+    Attributes:
+        counts: sequences, and how many states of each in turn.
+        sums: [sequences, hidden], fp32.
+    """
+
+    counts: List[tuple[Sequence, int]]
+    sums: Tensor
+
+    def read(self, results: StepResults) -> None:
+        """Wait for them, and add them to a step's results."""
+        for (sequence, count), total in zip(self.counts, self.sums.cpu(), strict=True):
+            results.states[sequence] = total, count
+
+
+Computed: TypeAlias = DrawnTokens | PromptLogprobs | PooledStates
+"""A part of a step's results, on the device."""

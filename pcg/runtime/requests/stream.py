@@ -1,69 +1,131 @@
-"""Streams: a request's output from the engine's thread, for threads and for coroutines."""
+"""Streams: a request's output from the engine's thread, for threads and for coroutines.
+
+    async for chunk in stream: …        cancels the request if it is left before the end
+    await anext(stream)                 takes one chunk, and leaves the request alone
+
+Coroutines that wait for chunks of one step are woken together, by one call of their event loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
-from threading import Condition
-from typing import Self
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Iterable
+from threading import Condition, Lock
+from typing import Self, TypeAlias
 
 from pcg.runtime.requests.request import Chunk, Completion
 
+Waiter: TypeAlias = asyncio.Future[None]
+
+
+class Wakes:
+    """The coroutines to wake after a step, by their event loops."""
+
+    def __init__(self) -> None:
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, Waiter]] = []
+
+    def add(self, waiters: Iterable[tuple[asyncio.AbstractEventLoop, Waiter]]) -> None:
+        self._waiters += waiters
+
+    def send(self) -> None:
+        """Wake them, by one call for each loop."""
+        if not self._waiters:
+            return
+        of_loop: defaultdict[asyncio.AbstractEventLoop, list[Waiter]] = defaultdict(list)
+        for loop, waiter in self._waiters:
+            of_loop[loop].append(waiter)
+        self._waiters.clear()
+        for loop, waiters in of_loop.items():
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(_set_all, waiters)
+
+
+def _set_all(waiters: list[Waiter]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
+
 
 class Stream:
-    """Chunks of one request; one reader iterates, with `for` or `async for`.
+    """Chunks of one request, for one reader.
 
     The last chunk carries the completion, also of a request that was cancelled or timed out. An
-    error, such as a refusal, is raised where the next chunk would come.
+    error, such as a refusal, is raised where the next chunk would come. An iteration, by `for` or
+    `async for`, that is left before the end cancels the request, as does a task that is cancelled
+    in it; so does leaving `with stream` or `async with stream`.
+
+    Attributes:
+        request_id: the request's id; None until the engine has made one.
+        is_over: True after the last chunk or an error, read or not.
     """
 
-    def __init__(self, cancel: Callable[[Stream], None]) -> None:
+    def __init__(self, cancel: Callable[[Stream], None], request_id: str | None = None) -> None:
+        self.request_id = request_id
+        self.is_over = False
         self._cancel = cancel
         self._chunks: deque[Chunk] = deque()
-        self._changed = Condition()
-        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
-        self._end: Future[list[Completion]] = Future()
         self._completions: dict[int, Completion] = {}
-        self._end.set_running_or_notify_cancel()  # cancelling a wait must not cancel it
-
-    @property
-    def is_over(self) -> bool:
-        return self._end.done()
+        self._error: BaseException | None = None
+        self._lock = Lock()
+        self._changed = Condition(self._lock)
+        self._sleeping_threads = 0
+        self._readers: list[tuple[asyncio.AbstractEventLoop, Waiter]] = []
+        self._await_end: list[tuple[asyncio.AbstractEventLoop, Waiter]] = []
 
     def cancel(self) -> None:
+        """End the request, from the next step on; its last chunk says so."""
         if not self.is_over:
             self._cancel(self)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cancel()
+
     # ------------------------------------------------------------------------------- reading
 
-    def __iter__(self) -> Self:
-        return self
+    def __iter__(self) -> _Iteration:
+        return _Iteration(self)
+
+    def __aiter__(self) -> _Iteration:
+        return _Iteration(self)
 
     def __next__(self) -> Chunk:
-        with self._changed:
-            self._changed.wait_for(lambda: self._chunks or self.is_over)
+        with self._lock:
+            self._sleep_until(lambda: bool(self._chunks) or self.is_over, None)
             return self._take(StopIteration)
 
-    def __aiter__(self) -> Self:
-        return self
-
     async def __anext__(self) -> Chunk:
-        loop = asyncio.get_running_loop()
+        return await self.next_chunk()
+
+    async def next_chunk(self, *, cancels: bool = False) -> Chunk:
+        """Wait for the next chunk; with `cancels` a task that is cancelled cancels the request."""
         while True:
-            with self._changed:
+            with self._lock:
                 if self._chunks or self.is_over:
                     return self._take(StopAsyncIteration)
-                waiter = loop.create_future()
-                self._waiters.append((loop, waiter))
-            await waiter
+                waiter = _register(self._readers)
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                if cancels:
+                    self.cancel()
+                raise
 
     def _take(self, end: type[Exception]) -> Chunk:
         if self._chunks:
             return self._chunks.popleft()
-        self._end.result()  # raises the error that it ended with
+        if self._error is not None:
+            raise self._error
         raise end
 
     async def completion(self) -> Completion:
@@ -77,7 +139,12 @@ class Stream:
 
     async def completions(self) -> list[Completion]:
         """Wait for all continuations of the prompt; see `completion`."""
-        return await asyncio.wrap_future(self._end)
+        while True:
+            with self._lock:
+                if self.is_over:
+                    return self._result()
+                waiter = _register(self._await_end)
+            await waiter
 
     def wait(self, timeout_s: float | None = None) -> Completion:
         """Wait for the completion in a thread, the first of several.
@@ -88,36 +155,87 @@ class Stream:
 
     def wait_all(self, timeout_s: float | None = None) -> list[Completion]:
         """Wait for all continuations of the prompt; see `wait`."""
-        return self._end.result(timeout_s)
+        with self._lock:
+            if not self._sleep_until(lambda: self.is_over, timeout_s):
+                raise TimeoutError(f"the request has not ended within {timeout_s} s")
+            return self._result()
+
+    def _result(self) -> list[Completion]:
+        if self._error is not None:
+            raise self._error
+        return [self._completions[place] for place in sorted(self._completions)]
+
+    def _sleep_until(self, happened: Callable[[], bool], timeout_s: float | None) -> bool:
+        if happened():
+            return True
+        self._sleeping_threads += 1
+        try:
+            return self._changed.wait_for(happened, timeout_s)
+        finally:
+            self._sleeping_threads -= 1
 
     # ------------------------------------------------------------------- the engine's thread
 
-    def put(self, chunk: Chunk) -> None:
-        """Add a chunk; the one with the completion is the last."""
-        with self._changed:
+    def put(self, chunk: Chunk, wakes: Wakes) -> None:
+        """Add a chunk, and note whom it wakes."""
+        with self._lock:
             if chunk.error is not None:
-                self._end.set_exception(chunk.error)
+                self._end(chunk.error, wakes)
             else:
                 self._chunks.append(chunk)
                 if chunk.completion is not None:
                     self._completions[chunk.choice] = chunk.completion
-                if chunk.is_last:
-                    self._end.set_result([self._completions[i] for i in sorted(self._completions)])
-            self._wake()
+                    if chunk.is_last:
+                        self._end(None, wakes)
+            self._wake(wakes)
 
     def fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._end.set_exception(error)
-            self._wake()
+        """End with an error, unless it is over."""
+        wakes = Wakes()
+        with self._lock:
+            if not self.is_over:
+                self._end(error, wakes)
+                self._wake(wakes)
+        wakes.send()
 
-    def _wake(self) -> None:
-        self._changed.notify_all()
-        for loop, waiter in self._waiters:
-            with contextlib.suppress(RuntimeError):  # the reader's loop was closed
-                loop.call_soon_threadsafe(_set, waiter)
-        self._waiters.clear()
+    def _end(self, error: BaseException | None, wakes: Wakes) -> None:
+        self._error, self.is_over = error, True
+        wakes.add(self._await_end)
+        self._await_end.clear()
+
+    def _wake(self, wakes: Wakes) -> None:
+        if self._sleeping_threads:
+            self._changed.notify_all()
+        if self._readers:
+            wakes.add(self._readers)
+            self._readers.clear()
 
 
-def _set(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+def _register(waiters: list[tuple[asyncio.AbstractEventLoop, Waiter]]) -> Waiter:
+    loop = asyncio.get_running_loop()
+    waiter: Waiter = loop.create_future()
+    waiters.append((loop, waiter))
+    return waiter
+
+
+class _Iteration:
+    """An iteration over a stream, which cancels the request when it is dropped before the end."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __aiter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Chunk:
+        return next(self._stream)
+
+    def __anext__(self) -> Awaitable[Chunk]:
+        # The traceback of a task that is cancelled holds this object, so it does not tell in time.
+        return self._stream.next_chunk(cancels=True)
+
+    def __del__(self) -> None:
+        self._stream.cancel()

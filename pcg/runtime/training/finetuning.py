@@ -190,6 +190,7 @@ class FinetuneJob:
             gradient_norm=made.norm,
             tokens=made.tokens,
             tokens_per_second=(state.tokens - self._tokens_before) / max(seconds, 1e-9),
+            checkpoint=self._checkpoint,
         )
 
     def _restore_best(self) -> None:

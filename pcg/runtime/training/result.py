@@ -22,6 +22,7 @@ class StepRecord:
         gradient_norm: norm of the gradients before clipping.
         tokens: tokens that went through the model.
         tokens_per_second: mean since the job started or was resumed.
+        checkpoint: the last checkpoint; None without one.
     """
 
     step: int
@@ -33,6 +34,7 @@ class StepRecord:
     gradient_norm: float
     tokens: int
     tokens_per_second: float
+    checkpoint: Path | None = None
 
 
 OnStep = Callable[[StepRecord], None]

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
@@ -140,3 +141,26 @@ def test_threads_do_not_ask_ranks() -> None:
             executor.engine(kv_cache_bytes=CACHE_BYTES).start()
 
     run_ranks(2, ask)
+
+
+@pytest.mark.parametrize("changes", [{}, {"sequence_parallel": True}], ids=["whole", "parts"])
+def test_logprobs_continuations_and_embeddings_over_ranks(changes: dict[str, Any]) -> None:
+    """All ranks have one rank's numbers, whether they hold all tokens between layers or a part."""
+
+    def ask(executor: Executor) -> tuple[list[Any], Tensor, Tensor]:
+        options: Any = {"max_new_tokens": 3, "ignore_eos": True, "logprobs": 2, "n": 2}
+        drawn: Any = {"temperature": 1.0, "seed": 3, "prompt_logprobs": 1}
+        done = executor.generate(SEQUENCES[:3], list(USED[:3]), **options, **drawn)
+        tokens = [(one.token_ids, [t.top[0][0] for t in one.logprobs or ()]) for one in done]
+        found = [t for one in done for t in (*(one.prompt_logprobs or ()), *(one.logprobs or ()))]
+        values = torch.tensor([one.logprob for one in found if one is not None])
+        return tokens, values, executor.embed(SEQUENCES[:3], list(USED[:3]), pooling="mean")
+
+    program = make_program("llama3", 2, **changes)
+    one = ask(make_executor(make_program("llama3", 1), "llama3"))
+    for tokens, values, states in run_ranks(
+        2, lambda ranks: ask(make_executor(program, "llama3", ranks))
+    ):
+        assert tokens == one[0]
+        torch.testing.assert_close(values, one[1], rtol=0, atol=1e-5)
+        torch.testing.assert_close(states, one[2], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,98 @@
+"""The batch of a step's sequences, and the rows of it that are read afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from pcg.kernels.batch import Span
+from pcg.kernels.uploads import uploaded_list
+from pcg.peft.adapter import Adapter
+from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables
+from pcg.runtime.memory.kv_cache import KvCache
+from pcg.runtime.model.batch import Batch
+from pcg.runtime.requests.sequence import Sequence
+
+
+class ReadRows(NamedTuple):
+    """Consecutive rows of a batch that a request reads.
+
+    Attributes:
+        first: the first row.
+        tokens: the places of their tokens in the sequence.
+    """
+
+    sequence: Sequence
+    first: int
+    tokens: range
+
+    @property
+    def rows(self) -> range:
+        return range(self.first, self.first + len(self.tokens))
+
+    @property
+    def behind(self) -> tuple[int, ...]:
+        """The tokens behind these rows' own, whose logprobs the rows have."""
+        virtual = self.sequence.request.virtual_tokens
+        start, stop = self.tokens.start + 1 - virtual, self.tokens.stop + 1 - virtual
+        return self.sequence.request.prompt_ids[start:stop]
+
+
+class ServedBatch:
+    """The sequences of a step, in the order of their adapters' slots.
+
+    Attributes:
+        ready: those that are sampled, by place.
+        scored: rows of prompts whose logprobs are computed.
+        pooled: rows of prompts whose last hidden states are.
+    """
+
+    def __init__(
+        self,
+        chunks: List[tuple[Sequence, int]],
+        adapters: List[Adapter | None],
+        tables: PaddedTables,
+        cache: KvCache,
+        device: torch.device,
+    ) -> None:
+        self.chunks = chunks
+        self.ready: list[int] = []
+        self.scored: list[ReadRows] = []
+        self.pooled: list[ReadRows] = []
+        ids: list[int] = []
+        spans = []
+        for place, (sequence, count) in enumerate(chunks):
+            start, virtual, generated = sequence.cached, 0, sequence.generated
+            end = start + count
+            if end == sequence.length and sequence.limit:
+                self.ready.append(place)
+            first = len(ids)
+            if sequence.reads and (unread := sequence.unread(start, end)):
+                read = self.scored if sequence.request.pooling is None else self.pooled
+                read.append(ReadRows(sequence, first + unread.start - start, unread))
+            if generated and count == 1 and end == sequence.length:
+                ids.append(generated[-1])
+            else:
+                ids += sequence.ids(start, end)
+                virtual = max(0, min(end, sequence.request.virtual_tokens) - start)
+            spans.append(Span(first, count, start, sequence.table, virtual))
+        self.batch = Batch(uploaded_list(ids, torch.int64, device), spans, cache)
+        self._adapters = adapters
+        self.bound = tables.bind(self._adapters, [span.length for span in spans])
+
+    def sampled_rows(self, tables: PaddedTables) -> tuple[Tensor | None, BoundAdapters | None]:
+        """Return the tokens that are sampled after, and their adapters; None for all tokens."""
+        if len(self.batch.input_ids) == len(self.ready):
+            return None, None
+        adapters = [self._adapters[i] for i in self.ready]
+        return self.batch.last_tokens(self.ready), tables.bind_epilogue(adapters)
+
+
+def rows_of(read: List[ReadRows]) -> tuple[list[int], list[Adapter | None]]:
+    """Return rows, and the adapter of each."""
+    rows = [row for one in read for row in one.rows]
+    adapters = [one.sequence.request.adapter for one in read for _ in one.tokens]
+    return rows, cast("list[Adapter | None]", adapters)

@@ -1,0 +1,223 @@
+"""The thread that runs an engine's steps: calls of others between two of them, and streams.
+
+Only this thread touches the engine. It sleeps while there is nothing to do, and ends every stream
+when it ends itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from threading import RLock, Thread, current_thread
+from typing import Any, Self, TypeVar
+
+from pcg.errors import EngineError
+from pcg.runtime.engine.loop import EngineLoop
+from pcg.runtime.requests.request import Chunk, Request
+from pcg.runtime.requests.stream import Stream, Wakes
+
+Result = TypeVar("Result")
+
+_BLOCKED_S = 0.01
+"""Time between two steps that find nothing to run, as when a paused job holds the pages."""
+
+
+class StepThread(ABC):
+    """Takes requests and calls from any thread; a context manager, with `async` or without.
+
+    Attributes:
+        engine: the engine, which nobody else may call.
+        ended: the error that is raised after the end; None before.
+    """
+
+    def __init__(self, engine: EngineLoop) -> None:
+        self.engine = engine
+        self.ended: EngineError | None = None
+        self._refusal: EngineError | None = None
+        self._refuses = False
+        self._closing = False
+        self._calls: SimpleQueue[_Call] = SimpleQueue()
+        # A stream that is collected cancels its request, also while this thread holds the lock.
+        self._lock = RLock()
+        self._streams: dict[int, Stream] = {}
+        self._wakes = Wakes()
+        self._step_began: float | None = None
+        self._thread = Thread(target=self._run, name="pcg engine", daemon=True)
+
+    # ------------------------------------------------------------------------------- for any thread
+
+    def submit_request(self, request: Request) -> Stream:
+        """Submit a request that `Executor.request` made.
+
+        Raises:
+            EngineError: the thread has ended, or takes no requests any more.
+        """
+        self._check_open()
+        stream = Stream(self._cancel, request.request_id or None)
+        begun = self.call(
+            functools.partial(self._begin, request, stream, self.engine.clock.now_s())
+        )
+        begun.add_done_callback(functools.partial(_pass_error, stream))
+        return stream
+
+    def cancel(self, request_id: str) -> None:
+        """End a request, from the next step on; nothing happens where there is none of that id."""
+        self.call(functools.partial(self.engine.cancel, request_id))
+
+    def call(self, act: Callable[[], Result]) -> Future[Result]:
+        """Run a function between two steps; returns its result, an EngineError after the end."""
+        call = _Call(act)
+        with self._lock:
+            if self.ended is None:
+                self._calls.put(call)
+                return call.future
+        call.future.set_exception(self.ended)
+        return call.future
+
+    def run(self, act: Callable[[], Result]) -> Result:
+        """Run a function between two steps, and wait for it; on the engine's own thread now."""
+        return act() if current_thread() is self._thread else self.call(act).result()
+
+    def close(self) -> None:
+        """End the thread after its step, and cancel what is left."""
+
+        def stop() -> None:
+            self._closing = True
+
+        self.call(stop)
+        if current_thread() is not self._thread:
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds since the step under way began; None between two steps."""
+        began = self._step_began
+        return None if began is None else time.monotonic() - began
+
+    def _check_open(self) -> None:
+        error = self.ended or self._refusal
+        if error is not None:
+            raise error
+
+    def _cancel(self, stream: Stream) -> None:
+        def act() -> None:
+            if not stream.is_over and stream.request_id is not None:
+                self.engine.cancel(stream.request_id)
+
+        self.call(act)
+
+    # ------------------------------------------------------------------------------- the thread
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """Do what is due after a step, or after calls."""
+
+    @abstractmethod
+    def _cancel_all(self) -> None:
+        """Cancel what is left beside requests, before the thread ends."""
+
+    @abstractmethod
+    def _fail_all(self, error: EngineError) -> None:
+        """End what still waits beside streams, once the thread has ended."""
+
+    def _run(self) -> None:
+        ended = EngineError("the engine was closed; start it again")
+        try:
+            while not self._closing:
+                self._run_calls()
+                if not self._closing and not self.engine.is_idle:
+                    self._step()
+                self._settle()
+            for stream in self._streams.values():
+                assert stream.request_id is not None
+                self.engine.cancel(stream.request_id)
+            self._cancel_all()
+            if self._streams:
+                self._step()
+        except BaseException as error:
+            ended = EngineError(f"the engine's thread ended by {type(error).__name__}: {error}")
+            ended.__cause__ = error
+        self._end(ended)
+
+    def _run_calls(self) -> None:
+        engine = self.engine
+        try:
+            if engine.is_idle:
+                self._calls.get().run()
+            elif not engine.worked:
+                self._calls.get(timeout=_BLOCKED_S).run()
+            while True:
+                self._calls.get_nowait().run()
+        except Empty:
+            return
+
+    def _begin(self, request: Request, stream: Stream, submitted_s: float) -> None:
+        if self._refuses and self._refusal is not None:
+            raise self._refusal
+        number = self.engine.submitted
+        stream.request_id = self.engine.submit(request, submitted_s)
+        self._streams[number] = stream
+
+    def _step(self) -> None:
+        self._step_began = time.monotonic()
+        chunks = self.engine.step()
+        self._step_began = None
+        self._deliver(chunks)
+
+    def _deliver(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            stream = self._streams.get(chunk.index)
+            if stream is not None:
+                stream.put(chunk, self._wakes)
+                if chunk.is_last:
+                    del self._streams[chunk.index]
+        self._wakes.send()
+
+    def _end(self, error: EngineError) -> None:
+        """Refuse further calls, and fail all that still waits."""
+        with self._lock:
+            self.ended = error
+        for stream in self._streams.values():
+            stream.fail(error)
+        self._fail_all(error)
+        while not self._calls.empty():
+            self._calls.get().future.set_exception(error)
+
+
+class _Call:
+    """A function to run on the thread, and its result."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        self.future: Future[Any] = Future()
+        self.future.set_running_or_notify_cancel()
+        self._act = act
+
+    def run(self) -> None:
+        try:
+            self.future.set_result(self._act())
+        except Exception as error:  # the caller's, not the thread's
+            self.future.set_exception(error)
+
+
+def _pass_error(stream: Stream, done: Future[None]) -> None:
+    """Fail a stream that could not begin."""
+    error = done.exception()
+    if error is not None:
+        stream.fail(error)

@@ -1,0 +1,100 @@
+"""The status of an engine that runs: its health, numbers, adapters and jobs, at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from pcg.runtime.engine.jobs import JobState
+from pcg.runtime.metrics.totals import Totals
+
+
+class EngineState(StrEnum):
+    """The state of an engine on a thread."""
+
+    RUNNING = "running"
+    DRAINING = "draining"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class Health:
+    """Tells whether an engine goes on, and takes requests.
+
+    Attributes:
+        error: why the thread has ended; None while it runs.
+        step_s: seconds since the step under way began; None between two steps. One that grows far
+            beyond other steps tells of a device that hangs.
+    """
+
+    state: EngineState
+    error: str | None
+    step_s: float | None
+
+
+@dataclass(frozen=True)
+class EngineNumbers:
+    """The numbers of an engine: what is there now, and what it did since it was made.
+
+    Attributes:
+        waiting, running: requests.
+        waiting_tokens: tokens of the prompts that wait.
+        jobs: active jobs, by state.
+        pages: pages of the pool; `free_pages` of them nothing uses, adapters and prefixes that were
+            used last among them.
+        adapters: adapters that have pages.
+    """
+
+    waiting: int
+    running: int
+    waiting_tokens: int
+    jobs: Mapping[JobState, int]
+    pages: int
+    free_pages: int
+    adapters: int
+    totals: Totals
+
+
+@dataclass(frozen=True)
+class AdapterStatus:
+    """An adapter that requests may name.
+
+    Attributes:
+        version: a number that changes with its weights.
+        method: its PEFT method, as LoRA.
+        size_bytes: bytes of its tensors.
+        running: admitted requests that use this version.
+        pages: pages that it has in the pool; 0 while it is in host memory alone.
+        is_trained: True while a job trains an adapter of this name.
+    """
+
+    name: str
+    version: int
+    method: str
+    size_bytes: int
+    running: int
+    pages: int
+    is_trained: bool
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """A job, and how far it is.
+
+    Attributes:
+        step: steps that are done, those before it was resumed included; 0 before the first one.
+        total_steps: steps of the whole job; None before the first one.
+        loss: mean loss of the last step's target tokens; None before.
+        checkpoint: the directory of its last checkpoint; None without one.
+        error: why it did not succeed; None unless it is over.
+    """
+
+    name: str
+    state: JobState
+    step: int
+    total_steps: int | None
+    loss: float | None
+    checkpoint: Path | None
+    error: str | None
