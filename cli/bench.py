@@ -165,7 +165,7 @@ def serve_command(
     training: FinetuningOptions,
     serving: ServingOptions,
     how: BenchOptions,
-    compiling: Annotated[Given[CompileOptions], Only(("dtype", "backend"))],
+    compiling: Annotated[Given[CompileOptions], Only(("dtype", "backend", "adapter_copies"))],
     json: Json = False,
 ) -> None:
     """Serve a workload, beside finetuning or not, and report how it went.

@@ -30,7 +30,7 @@ from .options.method import Method
 
 FRESH = "default"
 """The name of the fresh adapter that `--peft` makes."""
-SERVING = ("tp", "costs", "tp_plan", "sequence_parallel", "dtype", "backend")
+SERVING = ("tp", "costs", "tp_plan", "sequence_parallel", "dtype", "backend", "adapter_copies")
 """The options of compiling that what serves depends on."""
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -88,19 +88,13 @@ def _compiled(
     whole: bool = False,
 ) -> Program:
     recipes = recipes_of(peft)
-    settled = CompileOptions(
-        tp=options.tp,
-        costs=costs_name(options.costs) if options.tp > 1 else None,
-        tp_plan=options.styles or None,
-        sequence_parallel=options.sequence_parallel,
-        gradient_accumulation_steps=options.gradient_accumulation_steps,
-        dtype=dtype_name(options.dtype),
-        memory_budget=options.budget.written,
-        batch=options.batch,
-        seq=options.seq,
-        lossy_activations=options.lossy_activations,
-        backend=options.emitted_backend,
-    )
+    given = {one.name: getattr(options, one.name) for one in dataclasses.fields(CompileOptions)}
+    given["costs"] = costs_name(options.costs) if options.tp > 1 else None
+    given["tp_plan"] = options.styles or None
+    given["dtype"] = dtype_name(options.dtype)
+    given["memory_budget"] = options.budget.written
+    given["backend"] = options.emitted_backend
+    settled = CompileOptions(**given)
     settings = _settings(source.name, source.config, recipes.values(), settled)
     passes = pipeline(dataclasses.replace(settings, whole=whole))
     traced = passes.trace.run(to_trace, observe)
@@ -204,6 +198,7 @@ def compile_random(
     *,
     backend: Backend = "torch",
     dtype: str | None = None,
+    adapter_copies: Literal["bfloat16"] | None = None,
     device: str | torch.device | None = None,
     seed: int = 0,
 ) -> Executor:
@@ -211,15 +206,15 @@ def compile_random(
 
     Args:
         model: the model, as `compile_program` takes it; its weights are not read.
-        backend: "torch" or "triton".
-        dtype: torch's name of the dtype; the configuration's own by default.
+        backend, dtype, adapter_copies: as in `CompileOptions`.
         device: the device of the weights; the GPU where there is one, else the CPU.
         seed: the seed of the weights.
     Raises:
         PcgError: what cannot be read or traced is named.
     """
     source = resolve(model)
-    program = compile_program(model, None, backend=backend, dtype=dtype)
+    options: Any = {"backend": backend, "dtype": dtype, "adapter_copies": adapter_copies}
+    program = compile_program(model, None, **options)
     weights = RandomWeights(float(source.config.get("initializer_range", 0.02)), seed)
     return make_executor(program, weights, None, source.directory, device)
 

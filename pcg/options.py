@@ -145,16 +145,30 @@ class CompileOptions(PlanOptions):
     Attributes:
         backend: what source is emitted for: torch, which runs on any device; triton, fused for
             NVIDIA GPUs; or auto, which is torch.
+        adapter_copies: bfloat16 to serve LoRA from copies whose weights are rounded to bfloat16, on
+            CPUs, where a decode step is as fast as they are read (docs/adapters.md); training and
+            saving keep the adapters' own dtype, as the copies do by default.
     """
 
     title: ClassVar[str] = PlanOptions.title
 
     backend: Backend = "auto"
+    adapter_copies: Literal["bfloat16"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.backend not in ("auto", *BACKENDS):
             raise UnsupportedError(f"backend={self.backend!r}; use one of {', '.join(BACKENDS)}")
+        if self.adapter_copies not in (None, "bfloat16"):
+            raise UnsupportedError(
+                f"adapter_copies={self.adapter_copies!r}; use 'bfloat16', or leave it out to serve "
+                "adapters as they are"
+            )
+        if self.adapter_copies and (self.backend == "triton" or self.tp > 1):
+            raise UnsupportedError(
+                f"adapter_copies={self.adapter_copies!r} is for backend='torch' and tp=1, on CPUs, "
+                f"and not for backend={self.backend!r} and tp={self.tp}; leave it out"
+            )
 
     @property
     def emitted_backend(self) -> Backend:

@@ -200,6 +200,7 @@ class Executor:
         engine = Engine.for_requests(self.state, requests)
         for request in requests:
             engine.submit(request)
+        engine.wait_prepared()
         while not engine.is_idle:
             for chunk in engine.step():
                 if chunk.error is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from pcg.runtime.engine.latency import Latencies, Latency
-from pcg.runtime.engine.margins import StepKind
+from pcg.runtime.model.margins import StepKind
 
 
 def certain(*latencies: Latency) -> Latencies:

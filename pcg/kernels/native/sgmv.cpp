@@ -18,7 +18,7 @@ constexpr int kUnroll = 4;
 constexpr int64_t kStep = kLanes * kUnroll;
 constexpr int64_t kHeld = 16384;  // numbers of s that are held at a time
 constexpr int kColumns = 1024;  // columns of y that are summed at a time
-constexpr int kAhead = 4096;    // bytes; of half that, bf16 is read 10 % slower
+constexpr int kAhead = 8192;    // bytes; of half that, bf16 is read 10 % slower
 constexpr int kLine = 64;       // bytes of a cache line
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));

@@ -40,7 +40,7 @@ _INT, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 def _kernel() -> Any:
     """The kernel; None where it cannot be compiled, which is logged once."""
     try:
-        function = load(_SOURCE).pcg_add_lora
+        return _loaded()
     except UnsupportedError as error:
         _LOG.warning(
             "adapters' products run by PyTorch, slower and as right, as the native kernel cannot "
@@ -48,6 +48,10 @@ def _kernel() -> Any:
             error,
         )
         return None
+
+
+def _loaded() -> Any:
+    function = load(_SOURCE).pcg_add_lora
     function.restype = None
     flag = ctypes.c_int
     function.argtypes = (
@@ -62,6 +66,21 @@ def is_native(device: torch.device, dtype: torch.dtype) -> bool:
     It reads A as [slots, ranks, in] and B as [slots, outputs, rank, out].
     """
     return device.type == "cpu" and dtype in _DTYPES and _kernel() is not None
+
+
+def check_native(device: torch.device, dtype: torch.dtype, name: str) -> None:
+    """Refuse what needs the native kernel where there is none.
+
+    Raises:
+        UnsupportedError: the option `name` cannot be had on this device, or in this process.
+    """
+    if device.type != "cpu":
+        raise UnsupportedError(f"{name} is for CPUs, and the device is {device}; leave it out")
+    if not is_native(device, dtype):
+        try:
+            _loaded()
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{name} needs the native kernel: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -161,22 +161,23 @@ def _add_joined(y: Tensor, x: Tensor, lora: JoinedLora) -> None:
     x, y = x[segments.start : segments.stop], y[segments.start : segments.stop]
     if lora.columns < y.shape[1]:
         y = y.narrow(1, lora.column, lora.columns)
-    if x.dtype != lora.a.dtype:
-        x = x.to(lora.a.dtype)
+    # Copies in bf16 are widened, so that nothing else is rounded.
+    x = x.to(torch.promote_types(lora.a.dtype, torch.float32))
     if segments.is_batched:
-        s = _products(x.view(lora.a.shape[0], segments.size, -1), lora.a.transpose(1, 2))
+        a = lora.a.to(x.dtype).transpose(1, 2)
+        s = _products(x.view(lora.a.shape[0], segments.size, -1), a)
         for run in _runs(lora, len(y)):
             _add_batched(y, s, run)
     elif segments.gathered is not None:
         gather, tokens, places = segments.gathered
         own = x[gather].view(lora.a.shape[0], segments.size, -1)
-        s = _products(own, lora.a.transpose(1, 2))
+        s = _products(own, lora.a.to(x.dtype).transpose(1, 2))
         z = y.new_zeros((gather.shape[0], y.shape[1]))
         for run in _runs(lora, len(z)):
             _add_batched(z, s, run)
         y.index_add_(0, tokens, z[places])
     for i, first, end in segments.loose:
-        s = F.linear(x[first:end], lora.a[i])
+        s = F.linear(x[first:end], lora.a[i].to(x.dtype))
         for run in _runs(lora, end - first):
             _add_loose(y[first:end], s, run, i)
 
@@ -195,7 +196,7 @@ def _add_batched(y: Tensor, s: Tensor, run: LoraRun) -> None:
     """Add s [adapters, size, ranks] times a run's B to y [adapters · size, outs]."""
     adapters, count, out, rank = run.b.shape
     size = s.shape[1]
-    b = run.b.flatten(0, 1).transpose(1, 2)
+    b = run.b.flatten(0, 1).transpose(1, 2).to(s.dtype)
     if not run.is_whole:
         y = y[:, run.column : run.column + count * out]
         s = s[..., run.row : run.row + count * rank]
@@ -218,10 +219,11 @@ def _add_loose(y: Tensor, s: Tensor, run: LoraRun, adapter: int) -> None:
     for i in range(count):
         column, row = run.column + i * out, run.row + i * rank
         own, rows = y[:, column : column + out], s[:, row : row + rank]
+        b = run.b[adapter, i].to(s.dtype)
         if y.dtype == s.dtype:
-            own.addmm_(rows, run.b[adapter, i].t())
+            own.addmm_(rows, b.t())
         else:
-            own.add_(F.linear(rows, run.b[adapter, i]))
+            own.add_(F.linear(rows, b))
 
 
 def _products(x: Tensor, weight: Tensor) -> Tensor:

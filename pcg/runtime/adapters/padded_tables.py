@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -59,8 +60,11 @@ class PaddedTables:
         weights: ServedWeights,
         device: torch.device,
         ranks: Ranks = SINGLE_RANK,
+        *,
+        lora_dtype: torch.dtype | None = None,
     ) -> None:
-        self._stacker = WeightStacker(weights, device, ranks)
+        """Keep none; LoRA will lie in stacks of `lora_dtype`, or of the adapters' own dtype."""
+        self._stacker = WeightStacker(weights, device, ranks, lora_dtype)
         self._device = device
         self._has_widths = ranks.size == 1
         self._copies = AdapterCopies(device)
@@ -72,6 +76,7 @@ class PaddedTables:
         self._by_width: dict[int, AdapterSlots] = {}
         self._places: dict[int, tuple[int, int]] = {}
         self._bound: dict[object, BoundAdapters] = {}
+        self._ordered: tuple[_Versions, list[int]] = (), []
 
     def _sites_of(self, graph: Graph) -> GraphSites:
         """Return the sites of a graph whose adapters lie in stacks."""
@@ -113,6 +118,13 @@ class PaddedTables:
 
         Slots are written again later, so this runs outside inference mode.
         """
+        # Most steps run what the step before them ran.
+        key = _versions(adapters)
+        if key != self._ordered[0]:
+            self._ordered = key, self._order(adapters)
+        return self._ordered[1]
+
+    def _order(self, adapters: Sequence[Adapter | None]) -> list[int]:
         by_width: dict[int, list[Adapter]] = {}
         wanted = {one.version: one for one in adapters if one is not None}
         for key, adapter in wanted.items():
@@ -133,6 +145,7 @@ class PaddedTables:
     def _update_places(self) -> None:
         """Forget bound stacks, and look up the width and the slot of each adapter again."""
         self._bound.clear()
+        self._ordered = (), []
         self._places = {
             key: (width, place)
             for width, slots in self._by_width.items()
@@ -146,14 +159,13 @@ class PaddedTables:
 
     def bind(self, adapters: Sequence[Adapter | None], sizes: Sequence[int]) -> BoundAdapters:
         """Bind the adapters of sequences of these sizes in tokens, in the order of `order`."""
-        start, chosen, merged = _merge(adapters, sizes)
-        if not chosen:
+        if not any(adapters):
             return self._none
-        key = (tuple(one.version for one in chosen), start, tuple(merged))
+        key = _versions(adapters), tuple(sizes)
         if key not in self._bound:
             if len(self._bound) == _BOUND:
                 self._bound.clear()
-            self._bound[key] = self._bind(start, chosen, merged)
+            self._bound[key] = self._bind(*_merge(adapters, sizes))
         return self._bound[key]
 
     def bind_epilogue(self, adapters: Sequence[Adapter | None]) -> BoundAdapters:
@@ -207,6 +219,14 @@ def _joined(by_width: Sequence[Mapping[str, object]]) -> dict[str, object]:
 
 _BOUND = 8
 """Batches whose bound stacks are kept until adapters get other slots."""
+
+
+_Versions: TypeAlias = tuple[int, ...]
+
+
+def _versions(adapters: Sequence[Adapter | None]) -> _Versions:
+    """Return the version of each adapter; 0, which no adapter has, for none."""
+    return tuple([0 if one is None else one.version for one in adapters])
 
 
 def _merge(

@@ -101,13 +101,13 @@ class _StackedLora:
         count, _, in_ = there[0].shape
         a = [there[0].new_zeros(count, 0, in_) if x is None else x for (x, _), _ in parts]
         self._ranks = [part.shape[1] for part in a]
-        self._a = torch.cat(a, 1)
+        self._a = torch.cat(a, 1).to(dtype=stacker.lora_dtype)
         size = count * sum(self._ranks) * self._columns * self._a.element_size()
         if len(modules) == 1 or size <= JOINED_BYTES:
             self._runs = [_OutputRun(0, 0, 1, self._columns, sum(self._ranks))]
         else:
             self._runs = _runs(self._ranks, modules)
-        self._b = [_empty_b(there[0], count, run) for run in self._runs]
+        self._b = [_empty_b(self._a, count, run) for run in self._runs]
         for view, (_, (b, _)) in zip(self._views(), parts, strict=True):
             if view is not None and b is not None:
                 view.copy_(b)

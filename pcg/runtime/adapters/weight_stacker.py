@@ -57,11 +57,16 @@ class ServedWeights:
 
 @dataclass(frozen=True)
 class WeightStacker:
-    """Stacks adapters' weights as serving reads them, and cuts this rank's shard out of a stack."""
+    """Stacks adapters' weights as serving reads them, and cuts this rank's shard out of a stack.
+
+    Attributes:
+        lora_dtype: the dtype of stacks of LoRA; None for the adapters' own.
+    """
 
     weights: ServedWeights
     device: torch.device
     ranks: Ranks
+    lora_dtype: torch.dtype | None = None
 
     def stack(
         self,

@@ -125,6 +125,11 @@ class Engine(EngineLoop):
             )
         return AsyncEngine(self, self.state, self.prepare_job, self._data_limits)
 
+    def wait_prepared(self) -> None:
+        """Wait until no guide of a request is compiled any more."""
+        for grammar in self.scheduler.preparing.values():
+            grammar.wait()
+
     def calibrate(self) -> None:
         """Measure how long steps take here, to keep SLOs from the first step on."""
         self.learn(calibrated(self.state, self.clock))

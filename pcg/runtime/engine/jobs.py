@@ -48,6 +48,10 @@ _ENDS = {
 }
 
 
+_MOST_HELD = 256
+"""The number of steps without room for a unit after which its job's step begins again."""
+
+
 class Job:
     """A finetuning job.
 
@@ -56,6 +60,7 @@ class Job:
         unit: the next unit; None before it starts and after its end.
         tokens: tokens that it has run, forward and layers backward, by which jobs take turns.
         goes_back_alone: True once a backward failed in which it ran beside other jobs.
+        held: number of steps in a row that had no room for its backward unit.
         record: its last step; None before the first one.
     """
 
@@ -77,6 +82,7 @@ class Job:
         self.unit: Unit | None = None
         self.tokens = 0
         self.goes_back_alone = False
+        self.held = 0
         self.tables: tuple[PageTable, ...] = ()
         self.error: PcgError | None = None
         self.result: Any = None
@@ -100,8 +106,8 @@ class Job:
             self.fail(error)
 
     def begin_step_again(self) -> None:
-        """Begin the step under way again, as its backward failed beside other jobs."""
-        self.goes_back_alone = True
+        """Begin the step under way again, with other windows."""
+        self.held = 0
         self.unit = self._work.throw(StepBeginsAgain())
 
     def cancel(self) -> None:
@@ -278,7 +284,19 @@ class Jobs:
             if len(group.jobs) == 1:
                 job.fail(error)
             else:
+                job.goes_back_alone = True
                 job.begin_step_again()
+            self.settle(job)
+
+    def hold(self, job: Job, unit: Backward) -> None:
+        """Note that a step had no room for a job's unit; its window may be too long for any.
+
+        It has smaller ones when its step begins again. At the last layer it may be the update that
+        is too long, for which that would change nothing.
+        """
+        job.held += 1
+        if job.held >= _MOST_HELD and not unit.load.ends:
+            job.begin_step_again()
             self.settle(job)
 
     # ------------------------------------------------------------------------------- pages

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pcg.runtime.engine.margins import Margins, StepKind, kind_of
 from pcg.runtime.model.load import Load
+from pcg.runtime.model.margins import Margins, StepKind, kind_of
 
 Vector = tuple[float, ...]
 

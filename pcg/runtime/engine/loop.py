@@ -18,7 +18,7 @@ from pcg.runtime.engine.device import Device
 from pcg.runtime.engine.jobs import BackwardGroup, Job, Jobs
 from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.options import EngineOptions
-from pcg.runtime.engine.scheduler import Scheduler, StepPlan
+from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.sharing import CoServing, Sharing, Step
 from pcg.runtime.engine.suspects import Suspects
 from pcg.runtime.engine.taken import Taken
@@ -29,6 +29,7 @@ from pcg.runtime.model.load import Load
 from pcg.runtime.requests.groups import Groups
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.requests.sequence import Sequence, State
+from pcg.runtime.requests.step_plan import StepPlan
 from pcg.runtime.requests.step_results import StepResults
 from pcg.runtime.training.work_units import Backward, Forward
 
@@ -97,7 +98,7 @@ class EngineLoop:
     def is_idle(self) -> bool:
         """True if there is nothing to serve, nothing to train, and no chunk to return."""
         trains = self.sharing.trains and self.jobs.unpaused
-        return not (self.scheduler.waiting or self.scheduler.running or self._chunks or trains)
+        return self.scheduler.is_empty and not (self._chunks or trains)
 
     # ------------------------------------------------------------------------------- requests
 
@@ -257,6 +258,8 @@ class EngineLoop:
         while self._timeouts and self._timeouts[0][0] < now:
             _, name = heapq.heappop(self._timeouts)
             self._end(self._sequences_of(name), State.TIMED_OUT, Kind.TIMED_OUT)
+        for sequence, error in self.scheduler.queue_prepared():
+            self._fail(sequence, error)
         for sequence in self.scheduler.policy.hopeless(now):
             self._end(self._groups.of(sequence), State.TIMED_OUT, Kind.TIMED_OUT)
 
@@ -332,6 +335,8 @@ class EngineLoop:
         group = BackwardGroup()
         for job, unit in self.jobs.backward():
             if not self.sharing.backward(step, group.load + unit.load, ahead_s):
+                if not group.jobs and not step.units:
+                    self.jobs.hold(job, unit)
                 break
             group.add(job, unit)
         return group if group.jobs else None
@@ -381,14 +386,14 @@ class EngineLoop:
     def _advance(self, step: Step, group: BackwardGroup) -> None:
         step.units += len(group.units)
         for job, tokens in zip(group.jobs, group.tokens, strict=True):
-            job.tokens += tokens
+            job.tokens, job.held = job.tokens + tokens, 0
             job.advance()
             self.jobs.settle(job)
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page, a sequence or a job is lost, or in two places."""
         self.scheduler.check_integrity()
-        here = (*self.scheduler.waiting, *self.scheduler.running)
+        here = self.scheduler.everyone
         there = {id(each) for one in here for each in (one, *one.followers)}
         assert there == {id(sequence) for sequence in self._sequences.values()}
         self.jobs.check_integrity()

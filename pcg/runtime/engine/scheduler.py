@@ -6,10 +6,9 @@ finetuning tokens as fit (FlexLLM v2 §6.2):
     s = argmax f(c, s) ≤ SLO          f, the latency of c inference and s finetuning tokens
 
 The time from one token of a request to the next is a gap. A chunk of a prompt goes into a step only
-where that is predicted to end before a gap of those that decode exceeds their SLO per token; a gap
-that a step without chunks would not keep either does not count. Prompts are admitted while there
-are pages; when pages run out, the sequence admitted last gives its own up and is computed again
-later.
+where no gap of those that decode is predicted to exceed its SLO per token by that. Prompts are
+admitted while there are pages; when pages run out, the sequence admitted last gives its own up and
+is computed again later.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from dataclasses import dataclass, field
 
-from pcg.errors import GenerationError, OutOfMemoryError
+from pcg.errors import GenerationError, OutOfMemoryError, PcgError
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.admission.backlog import UNLIMITED, Backlog, QueueLimits
@@ -28,61 +26,17 @@ from pcg.runtime.admission.policy import Policy
 from pcg.runtime.admission.reachable import why_unreachable
 from pcg.runtime.engine.latency import Latency
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.margins import StepKind
+from pcg.runtime.guided.grammar import Grammar
 from pcg.runtime.memory.needs import Needs
 from pcg.runtime.memory.pool import PagePool, PageTable, pages_for
 from pcg.runtime.memory.prefixes import Prefixes
-from pcg.runtime.model.load import Load, keys_of
+from pcg.runtime.model.load import Load
+from pcg.runtime.model.margins import StepKind
 from pcg.runtime.requests.sequence import Sequence, State
+from pcg.runtime.requests.step_plan import StepPlan
 
 _LAST_ROW = Load(sampled=1)
 """The load of sampling after a prompt's last token."""
-_WITH_CHUNKS = StepKind(has_chunks=True)
-
-
-@dataclass
-class StepPlan:
-    """The sequences that one step serves, and their load.
-
-    Attributes:
-        tpot_slo_s: the least SLO per token of the sequences that run; None if none has any.
-        gap_s: time until the first gap of those that decode exceeds its SLO.
-        slack_s: time until the first mean of their gaps does; it grows with faster steps.
-        decoded: the load of the sequences that decode.
-        is_late: True if even without chunks no gap would be kept.
-        chunks: sequences, and how many of their pending tokens run.
-        awaits_first_token: True if a request waits for its first token, running or queued.
-    """
-
-    tpot_slo_s: float | None = None
-    gap_s: float = math.inf
-    slack_s: float = math.inf
-    decoded: Load = field(default_factory=Load)
-    is_late: bool = False
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    tokens: int = 0
-    keys: int = 0
-    sampled: int = 0
-    awaits_first_token: bool = False
-
-    @property
-    def has_prompts(self) -> bool:
-        """True if it has more than the tokens of sequences that decode."""
-        return self.tokens > self.decoded.tokens
-
-    @property
-    def load(self) -> Load:
-        return Load(self.tokens, self.keys, self.sampled)
-
-    def add(self, sequence: Sequence, tokens: int) -> None:
-        self.chunks.append((sequence, tokens))
-        self.tokens += tokens
-        self.keys += keys_of(tokens, sequence.cached)
-        self.sampled += tokens == sequence.pending
-        if sequence.reads:
-            self.sampled += len(sequence.unread(sequence.cached, sequence.cached + tokens))
-        self.awaits_first_token |= sequence.first_token_s is None
 
 
 class Scheduler:
@@ -91,6 +45,7 @@ class Scheduler:
     Attributes:
         waiting: waiting requests, in no order; the keys of a dict, like `running`, so that any of
             many leaves at once. The policy knows whose turn it is.
+        preparing: requests whose guides are being compiled; then they wait.
         backlog: the number of waiting requests and of their tokens, by tenant.
         running: admitted requests, in the order of their admission.
         forward: latency of a step's forward; None if no SLO depends on it.
@@ -117,6 +72,7 @@ class Scheduler:
         self.is_copying: Callable[[ServedAdapter], bool] = lambda adapter: False
         self.copy_page: Callable[[int, int], None] = lambda page, to: None
         self.waiting: dict[Sequence, None] = {}
+        self.preparing: dict[Sequence, Grammar] = {}
         self.backlog = Backlog(queue)
         self.running: dict[Sequence, None] = {}
         self._needs = Needs()
@@ -151,18 +107,48 @@ class Scheduler:
         return sequence.most_pages + self.adapters.pages_of(sequence.request.adapter)
 
     @property
+    def is_empty(self) -> bool:
+        return not (self.waiting or self.preparing or self.running)
+
+    @property
+    def everyone(self) -> List[Sequence]:
+        return (*self.waiting, *self.preparing, *self.running)
+
+    @property
     def most_pages(self) -> int:
         """The most pages that a request which is here needs, with its adapter."""
         return self._needs.most
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting[sequence] = None
         self.backlog.add(sequence)
-        self.policy.add(sequence)
         self._needs.add(self.pages_of(sequence))
+        grammar = sequence.grammar
+        if grammar is None or (grammar.is_ready and grammar.error is None):
+            self._queue(sequence)
+        else:
+            self.preparing[sequence] = grammar
+
+    def _queue(self, sequence: Sequence) -> None:
+        self.waiting[sequence] = None
+        self.policy.add(sequence)
+
+    def queue_prepared(self) -> list[tuple[Sequence, PcgError]]:
+        """Queue requests whose guides are compiled; returns those whose guides cannot be."""
+        failed = []
+        for sequence, grammar in [one for one in self.preparing.items() if one[1].is_ready]:
+            del self.preparing[sequence]
+            self._queue(sequence)
+            if grammar.error is not None:
+                failed.append((sequence, grammar.error))
+        return failed
 
     def drop(self, sequence: Sequence) -> None:
         """Remove a sequence, wherever it is, and free its pages."""
+        self._needs.remove(self.pages_of(sequence))
+        if sequence in self.preparing:
+            del self.preparing[sequence]
+            self.backlog.remove(sequence)
+            return
         is_waiting = sequence in self.waiting
         if is_waiting:
             del self.waiting[sequence]
@@ -171,7 +157,6 @@ class Scheduler:
             del self.running[sequence]
             self._free(sequence)
         self.policy.drop(sequence, is_waiting=is_waiting)
-        self._needs.remove(self.pages_of(sequence))
 
     def forget(self, adapter: ServedAdapter) -> None:
         self.adapters.forget(adapter)
@@ -231,7 +216,7 @@ class Scheduler:
                 prompts.append(sequence)
             elif self._has_pages(sequence, 1, left):
                 self._run(plan, sequence, 1)
-        self._promise(plan, now_s)
+        plan.promise(now_s, self.forward.seconds(plan.load) if self.forward else 0.0)
         for sequence in prompts:
             if self.prefixes is not None:
                 self.prefixes.find(sequence)
@@ -242,19 +227,6 @@ class Scheduler:
             self._admit(plan, self._next(now_s), now_s)
         plan.awaits_first_token |= bool(self.waiting)
         return plan
-
-    def _promise(self, plan: StepPlan, now_s: float) -> None:
-        """Note how long a step may take by the promises to those that decode in it."""
-        plan.decoded = plan.load
-        decoding = [sequence for sequence, _ in plan.chunks]
-        gaps = [left for one in decoding if (left := one.gap_left_s(now_s)) is not None]
-        if not gaps:
-            return
-        least_s = 0.0 if self.forward is None else self.forward.seconds(plan.decoded)
-        kept = [left for left in gaps if left >= least_s]
-        plan.is_late = not kept
-        plan.gap_s = min(kept or gaps)
-        plan.slack_s = min(one.slack_s(now_s) for one in decoding)
 
     def plan_alone(self, sequence: Sequence, now_s: float) -> StepPlan:
         """Plan a step of one sequence; it is empty where there is no room for it now."""
@@ -309,22 +281,16 @@ class Scheduler:
     def _chunk(self, plan: StepPlan, sequence: Sequence) -> int:
         """Return how many tokens of a prompt fit into the step; 0 for none."""
         room, least = self.limits.tokens - plan.tokens, self.limits.least_chunk
-        if self.forward is not None and plan.gap_s < math.inf:
-            room = min(room, self._fitting(plan, sequence))
-            if not plan.has_prompts:
-                least = 1
-        if room < min(least, sequence.pending):
-            return 0
-        return min(sequence.pending, room)
-
-    def _fitting(self, plan: StepPlan, sequence: Sequence) -> int:
-        """Return how many tokens of a prompt a step takes without that a gap gets too long."""
-        if plan.is_late:
-            return 0 if plan.has_prompts else self.limits.least_chunk
-        assert self.forward is not None
-        seconds = self.forward.most_s(plan.gap_s, plan.decoded, _WITH_CHUNKS)
-        cached, load = sequence.cached, plan.load + _LAST_ROW
-        return self.forward.tokens_within(seconds, cached, load, are_read=sequence.reads)
+        if self.forward is not None and plan.is_late:
+            room = min(room, 0 if plan.has_prompts else least)
+        elif self.forward is not None and plan.gap_s < math.inf:
+            seconds = self.forward.most_s(plan.gap_s, plan.decoded, StepKind(has_chunks=True))
+            cached, load = sequence.cached, plan.load + _LAST_ROW
+            room = min(
+                room, self.forward.tokens_within(seconds, cached, load, are_read=sequence.reads)
+            )
+            least = least if plan.has_prompts else 1
+        return 0 if room < min(least, sequence.pending) else min(sequence.pending, room)
 
     def _next(self, now_s: float) -> List[Sequence]:
         """Return the sequences to admit, in the policy's order, and prefetch the next adapters.
@@ -414,9 +380,8 @@ class Scheduler:
         if self.prefixes is not None:
             self.prefixes.check_integrity()
         assert set(self.policy.first(len(self.waiting) + 1, 0.0, self.running)) == set(self.waiting)
-        assert self.backlog.requests == len(self.waiting)
-        everyone = (*self.waiting, *self.running)
-        assert self.most_pages == max((*map(self.pages_of, everyone), 0))
+        assert self.backlog.requests == len(self.waiting) + len(self.preparing)
+        assert self.most_pages == max((*map(self.pages_of, self.everyone), 0))
         for sequence in self.waiting:
             assert sequence.state is State.WAITING
             assert sequence.table is None

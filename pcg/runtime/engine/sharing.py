@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from pcg.errors import FinetuneError
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.margins import kind_of
-from pcg.runtime.engine.scheduler import StepPlan
 from pcg.runtime.model.load import Load
+from pcg.runtime.model.margins import kind_of
+from pcg.runtime.requests.step_plan import StepPlan
 from pcg.runtime.training.work_units import Forward
 
 

@@ -19,6 +19,7 @@ from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.engine.device import SideStream
 from pcg.runtime.engine.served_batch import ServedBatch, rows_of
+from pcg.runtime.guided.grammar import Grammar
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.batch import ANY_TOKEN, whole_sequences
@@ -38,6 +39,7 @@ from pcg.runtime.requests.step_results import (
 from pcg.runtime.sampling.logprobs import Logprobs, logprobs_of
 from pcg.runtime.sampling.sampler import Sampler, resolved
 from pcg.runtime.sampling.sampling import only_finite, sample
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Backward, Forward
 
@@ -57,6 +59,7 @@ class StepRunner:
         self._tokenizer = state.tokenizer
         self._eos_ids = state.eos_ids
         self._max_positions = state.max_positions
+        self._grammars = state.grammars
         self._vocabulary = state.program.base.vocabulary
         self._device = device = state.device
         self.fails_alike = state.ranks.size == 1
@@ -98,10 +101,18 @@ class StepRunner:
             0.0,
             stop_ids,
             decoder,
-            Sampler(params, request.prompt_ids, stop_ids),
+            Sampler(params, request.prompt_ids, stop_ids, self._grammar(params)),
             echoed=self._echoed(request),
             choice=choice,
         )
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        if params.guide is None:
+            return None
+        grammar = self._grammars.begin(params.guide)
+        if not self.fails_alike:
+            grammar.wait()  # ranks plan the same steps
+        return grammar
 
     def _echoed(self, request: Request) -> str:
         if not request.params.echo or self._tokenizer is None:
@@ -151,6 +162,10 @@ class StepRunner:
         adapters = [cast("Adapter | None", one.request.adapter) for one, _ in chunks]
         order = self._tables.order(adapters)
         chunks, adapters = [chunks[i] for i in order], [adapters[i] for i in order]
+        drawn = (one for one, count in chunks if count == one.pending)
+        guided = [each.grammar for one in drawn for each in (one, *one.followers) if each.grammar]
+        if guided:
+            self._grammars.begin_masks(guided)
         decoded = None if windows else self._decoded(chunks, adapters)
         if decoded is None:
             return partial(_read, self._eager(chunks, adapters, windows))

@@ -14,6 +14,7 @@ from torch import Tensor
 from pcg.errors import AdapterError, EngineError, GenerationError, UnsupportedError
 from pcg.ir.program.program import Program, Serving, Training
 from pcg.ir.types import TORCH_NAMES
+from pcg.kernels.native.sgmv import check_native
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.parallel.ranks.same_program import check_same, serving_text
 from pcg.peft.adapter import (
@@ -31,6 +32,7 @@ from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.adapters.sites import model_sources, served_sources
 from pcg.runtime.adapters.weight_stacker import ServedWeights
+from pcg.runtime.guided.grammars import Grammars
 from pcg.runtime.model.base_weights import TensorSource, WeightStore
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.model.specialised import ServingProgram, Specialiser, TrainingPrograms
@@ -63,6 +65,7 @@ class ModelState:
     are whole in each one's memory.
 
     Attributes:
+        grammars: compiles what requests' outputs have to follow.
         engine_thread: the thread that runs an engine over this state; None while there is none.
     """
 
@@ -80,6 +83,7 @@ class ModelState:
         self.ranks = ranks
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
+        self.grammars = Grammars(tokenizer, program.base.vocabulary, eos_ids)
         self.device = device
         self.weight_store = WeightStore(program, weights, device, ranks)
         self.engine_thread: EngineThread | None = None
@@ -97,9 +101,30 @@ class ModelState:
         model = serving.model
         weights = self.weight_store.bind(model, serves=True)
         runner = ModelRunner(serving, weights, self.ranks)
-        kind = RaggedTables if self.program.options.backend == "triton" else PaddedTables
-        tables = kind(model, self._served, self.device, self.ranks)
+        tables: PaddedTables
+        if self.program.options.backend == "triton":
+            tables = RaggedTables(model, self._served, self.device, self.ranks)
+        else:
+            lora_dtype = self._lora_dtype
+            tables = PaddedTables(
+                model, self._served, self.device, self.ranks, lora_dtype=lora_dtype
+            )
         return ServingProgram(serving, model_sources(model), weights, runner, tables)
+
+    @property
+    def _lora_dtype(self) -> torch.dtype | None:
+        """The dtype of the copies that LoRA is served from; None for the adapters' own."""
+        name = self.program.options.adapter_copies
+        if name is None:
+            return None
+        if self.adapter_dtype != "f32":
+            raise UnsupportedError(
+                f"adapter_copies={name!r} is for adapters in float32, and those over a base in "
+                "float64 are float64; leave it out"
+            )
+        dtype: torch.dtype = getattr(torch, name)
+        check_native(self.device, dtype, f"adapter_copies={name!r}")
+        return dtype
 
     def add_listener(self, listener: StateListener) -> None:
         """Tell a listener, as long as it lives, of other programs and changed adapters."""

@@ -10,6 +10,7 @@ from enum import StrEnum
 from torch import Tensor
 
 from pcg.errors import PcgError
+from pcg.runtime.guided.grammar import Grammar
 from pcg.runtime.memory.pool import PageTable, pages_for
 from pcg.runtime.memory.prefixes import Version
 from pcg.runtime.model.batch import ANY_TOKEN
@@ -101,6 +102,11 @@ class Sequence:
     @property
     def is_over(self) -> bool:
         return self.state not in (State.WAITING, State.RUNNING)
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The state of its guided output; None without a guide."""
+        return None if self.sampler is None else self.sampler.grammar
 
     @property
     def pending(self) -> int:
@@ -244,12 +250,13 @@ class Sequence:
         self.length += 1
         params = self.request.params
         ended = token in self.stop_ids
+        is_whole = ended or (self.grammar is not None and self.grammar.is_complete)
         may_end = len(self.generated) > params.min_tokens
         text = ""
         if self.decoder is not None and (params.include_stop_str_in_output or not ended):
             text = self._stop.push(self.decoder.push(token), may_end)
         full = len(self.generated) >= self.limit
-        finished = ended or self._stop.matched is not None or full
+        finished = is_whole or self._stop.matched is not None or full
         if finished and self.decoder is not None and self._stop.matched is None:
             text += self._stop.push(self.decoder.finish(), may_end)
             text += self._stop.finish()
@@ -259,7 +266,7 @@ class Sequence:
         self.state = State.FINISHED
         named = token if token in params.stop_token_ids else None
         stopped_by = self._stop.matched or named
-        reason = "stop" if ended or self._stop.matched is not None else "length"
+        reason = "stop" if is_whole or self._stop.matched is not None else "length"
         return self._chunk(text, token, self._completion(reason, stopped_by), logprobs=logprobs)
 
     def end(self, state: State, error: PcgError | None = None) -> Chunk:

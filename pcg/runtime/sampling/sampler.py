@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pcg.runtime.guided.grammar import Grammar
+from pcg.runtime.guided.grammars import check_guided
 from pcg.runtime.sampling.bad_words import BadWords, words_of
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.sampling.token_counts import TokenCounts
@@ -27,6 +29,7 @@ class Sampler:
         is_plain: True if the next token's logits are used as they are, so that no row is copied.
         counts: how often each token came; None without a penalty.
         restricts: True if tokens are ruled out for it, now or before.
+        grammar: where its output stands in what a guide allows; None without a guide.
         allowed: the only tokens that may come; None for all.
         bias: tokens, and what is added to their logits; None for nothing.
     """
@@ -36,6 +39,7 @@ class Sampler:
         params: SamplingParams,
         prompt_ids: Sequence[int] = (),
         end_ids: Iterable[int] = (),
+        grammar: Grammar | None = None,
     ) -> None:
         """Make the sampler of a request whose output ends with one of `end_ids`.
 
@@ -43,6 +47,7 @@ class Sampler:
         """
         self.params = params
         self.is_greedy = params.greedy
+        self.grammar = grammar
         self.counts = _counts(params, prompt_ids)
         self.allowed = self.bias = None
         if params.allowed_token_ids is not None:
@@ -54,7 +59,7 @@ class Sampler:
         self._end_ids = list(end_ids)
         self._left = params.min_tokens if self._end_ids else 0
         self.restricts = bool(params.allowed_token_ids or params.bad_words or self._left)
-        changes = (self.counts, self.allowed, self.bias, self._bad_words)
+        changes = (self.counts, self.allowed, self.bias, self._bad_words, grammar)
         self._changes_always = any(each is not None for each in changes)
         self.is_plain = not (self._changes_always or self._left)
         self._generator = None if self.is_greedy else make_generator(params.seed)
@@ -77,6 +82,8 @@ class Sampler:
         self._uniform = None
         if self.is_plain:
             return
+        if self.grammar is not None:
+            self.grammar.commit(token)
         if self.counts is not None:
             self.counts.add(token)
         if self._bad_words is not None:
@@ -98,8 +105,11 @@ def resolved(
     """Return parameters for a model: bad words are sequences of tokens, and the model has them.
 
     Raises:
-        GenerationError: the model lacks a token, or there is no tokenizer for a bad word.
+        GenerationError: the model lacks a token, there is no tokenizer for a bad word or a guide,
+            or llguidance is not installed.
     """
+    if params.guide is not None:
+        check_guided(params.guide, tokenizer)
     if any(isinstance(word, str) for word in params.bad_words):
         words = words_of(params.bad_words, tokenizer)
         params = dataclasses.replace(params, bad_words=words)

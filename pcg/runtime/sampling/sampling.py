@@ -2,7 +2,7 @@
 
 The steps of a row, each in a file of its own; a step that no row asks for does nothing:
 
-    masks         allowed_token_ids, bad_words, min_tokens; logit_bias
+    masks         guides, allowed_token_ids, bad_words, min_tokens; logit_bias
     penalties     repetition, frequency, presence
     filters       temperature, top-k, top-p, min-p; T = 0 takes the argmax instead
     drawing       the first token whose cumulative probability exceeds u, u ~ U[0, 1)
@@ -80,10 +80,13 @@ def only_finite(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def undrawn_error(sampler: Sampler | None, adapter: str | None) -> GenerationError:
     """Return the error of a request after whose tokens none could be drawn."""
-    if sampler is not None and sampler.restricts:
+    grammar = None if sampler is None else sampler.grammar
+    if grammar is not None and grammar.error is not None:
+        return GenerationError(str(grammar.error))
+    if sampler is not None and (sampler.restricts or grammar is not None):
         return GenerationError(
-            "no token is left to draw: allowed_token_ids, bad_words and min_tokens rule out all "
-            "that have a finite logit"
+            "no token is left to draw: the request's guide, allowed_token_ids, bad_words and "
+            "min_tokens rule out all that have a finite logit"
         )
     cause = "the base's weights" if adapter is None else f"the weights of adapter {adapter!r}"
     return GenerationError(

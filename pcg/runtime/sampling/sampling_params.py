@@ -4,10 +4,12 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypedDict
 
 from pcg.errors import GenerationError
 from pcg.keywords import check_names
+from pcg.runtime.guided.guide import Guide, guide_of
 from pcg.runtime.sampling.value_checks import (
     require_at_most,
     require_bool,
@@ -15,6 +17,7 @@ from pcg.runtime.sampling.value_checks import (
     require_number,
     require_texts,
     require_token_ids,
+    require_unicode,
     shown,
 )
 
@@ -57,6 +60,11 @@ class SamplingFields(TypedDict, total=False):
     echo: bool | list[bool]
     n: int
     best_of: int | None
+    guided_json: str | Mapping[str, Any] | list[str] | list[Mapping[str, Any]] | None
+    guided_json_object: bool | list[bool]
+    guided_regex: str | list[str | None] | None
+    guided_choice: Sequence[str]
+    guided_grammar: str | list[str | None] | None
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,11 @@ class SamplingParams:
             returned, the best first; None for n.
         echo: begin the text with the prompt's; with `logprobs`, prompt_logprobs is as many by
             default.
+        guided_json: a JSON schema that the output is valid under, a mapping or JSON text.
+        guided_json_object: the output is a JSON object.
+        guided_regex: a regular expression that matches the output as a whole.
+        guided_choice: the output is one of these texts.
+        guided_grammar: a context-free grammar of the output, in Lark's notation or in GBNF.
     Raises:
         GenerationError: a value is out of its range or of the wrong type.
     """
@@ -123,6 +136,11 @@ class SamplingParams:
     echo: bool = False
     n: int = 1
     best_of: int | None = None
+    guided_json: str | Mapping[str, Any] | None = None
+    guided_json_object: bool = False
+    guided_regex: str | None = None
+    guided_choice: tuple[str, ...] = ()
+    guided_grammar: str | None = None
 
     def __post_init__(self) -> None:
         require_number("temperature", self.temperature, 0.0, math.inf)
@@ -155,6 +173,8 @@ class SamplingParams:
             fewest = f", and not below n={self.n}"
             require_int("best_of", self.best_of, self.n, MOST_CONTINUATIONS, fewest)
         self._check_tokens()
+        if self.guide is not None and self.guided_json is not None:
+            object.__setattr__(self, "guided_json", self.guide.text)  # nobody changes it later
 
     def _check_tokens(self) -> None:
         """Check the fields that name tokens."""
@@ -180,6 +200,7 @@ class SamplingParams:
                 )
             if isinstance(word, str):
                 require_at_most("a text of bad_words", word, LONGEST_TEXT, "characters")
+                require_unicode("a text of bad_words", word)
             else:
                 require_token_ids("a sequence of bad_words", word, LONGEST_TEXT)
         if self.allowed_token_ids is not None:
@@ -235,6 +256,17 @@ class SamplingParams:
             mine["seed"] += index * width
         return cls(**mine)
 
+    @cached_property
+    def guide(self) -> Guide | None:
+        """The guide of the output; None without."""
+        return guide_of(
+            self.guided_json,
+            self.guided_json_object,
+            self.guided_regex,
+            self.guided_choice,
+            self.guided_grammar,
+        )
+
     @property
     def width(self) -> int:
         """The number of continuations that are computed."""
@@ -255,7 +287,7 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
-_LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
+_LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "guided_choice")
 _WHOLE = (*_LISTS, "n", "best_of")
 """Fields that are not given for each prompt."""
 

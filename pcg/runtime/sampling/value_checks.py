@@ -58,6 +58,16 @@ def require_token_ids(name: str, values: object, most: int) -> None:
             require_int(f"a token of {name}", token, 0)
 
 
+def require_unicode(name: str, text: str) -> None:
+    """Refuse a text that UTF-8 cannot hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise GenerationError(
+            f"{name} has half of a surrogate pair at character {error.start}, which is no text"
+        ) from error
+
+
 def require_at_most(name: str, values: Sized, most: int, what: str) -> None:
     """Refuse more values than `most`."""
     if len(values) > most:

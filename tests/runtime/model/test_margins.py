@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pcg.runtime.engine.margins import Margins, StepKind, kind_of
 from pcg.runtime.model.load import Load
+from pcg.runtime.model.margins import Margins, StepKind, kind_of
 
 DECODING = StepKind()
 WITH_WINDOWS = StepKind(has_windows=True)

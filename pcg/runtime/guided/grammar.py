@@ -1,0 +1,69 @@
+"""The grammar of one request: where its output stands in what a guide allows."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+from pcg.errors import GenerationError, PcgError, as_pcg_error
+from pcg.runtime.guided.guide import Guide
+
+_SHOWN = 300
+"""Characters of the library's message that an error shows."""
+
+
+class Grammar:
+    """The state of a guided output, which `commit` alone changes.
+
+    Attributes:
+        masks: the masks that are made for the next token, and its place among them; None for none.
+    """
+
+    def __init__(self, guide: Guide, compiled: Future[Any]) -> None:
+        self.guide = guide
+        self.masks: tuple[Any, int] | None = None
+        self.is_complete = False
+        self._compiled = compiled
+        self._matcher: Any = None
+
+    @property
+    def is_ready(self) -> bool:
+        """True once the guide is compiled, or could not be."""
+        return self._compiled.done()
+
+    @property
+    def error(self) -> PcgError | None:
+        """The reason why the output cannot begin, or cannot go on."""
+        if not self._compiled.done():
+            return None
+        error = self._compiled.exception()
+        if isinstance(error, Exception):
+            return as_pcg_error(error, self.guide.kind, GenerationError)
+        if self._matcher is not None and self._matcher.is_error():
+            return guide_error(self.guide, self._matcher.get_error())
+        return None
+
+    def wait(self) -> None:
+        """Wait until it is ready."""
+        self._compiled.exception()
+
+    @property
+    def matcher(self) -> Any:
+        """The library's matcher, the request's own."""
+        if self._matcher is None:
+            self._matcher = self._compiled.result().deep_copy()
+        return self._matcher
+
+    def commit(self, token: int) -> None:
+        """Note that a token was chosen. GenerationError: the guide does not allow it."""
+        self.masks = None
+        if not self.matcher.consume_token(token):
+            raise guide_error(self.guide, self.matcher.get_error())
+        self.is_complete = self.matcher.is_stopped()
+
+
+def guide_error(guide: Guide, message: str) -> GenerationError:
+    """Return the error of a guide that cannot be compiled or followed."""
+    text = " ".join(message.split())
+    text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    return GenerationError(f"{guide.kind} cannot be followed: {text}")

@@ -1,0 +1,187 @@
+"""Grammars: guides compiled for a model's tokenizer, and the masks of a step, beside the steps.
+
+Compiling takes milliseconds, and seconds for guides that are made to take long: it runs on threads
+of its own, and a request waits for its guide in the queue. The library bounds what it builds, and
+guides have a longest length. Nested rules take stack, for which these threads have room.
+
+A mask takes some 10 to 100 µs. Those of a step are made in one call without the interpreter's lock,
+while the device computes the step's logits.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pcg.errors import GenerationError
+from pcg.runtime.guided.grammar import Grammar, guide_error
+from pcg.runtime.guided.guide import Guide
+from pcg.runtime.text.tokenizer import Tokenizer
+
+Masks = NDArray[np.bool_]
+"""True for tokens that may not come, [rows, vocabulary]."""
+
+_KEPT = 64
+"""Compiled guides that are kept; requests that wait keep theirs."""
+_COMPILING = 2
+"""Guides that are compiled at once."""
+_STACK_BYTES = 128 * 2**20
+"""Of a thread that compiles: 32,768 characters can nest some 5,000 rules, and 8 MiB hold 1,000."""
+_LIMITS = {"step_max_items": 10_000, "step_lexer_fuel": 100_000, "verbose_errors": False}
+"""Below the library's own, so that no mask takes many milliseconds."""
+_starting = threading.Lock()
+
+
+class Grammars:
+    """Compiles guides for one tokenizer, and makes masks."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocabulary: int, end_ids: frozenset[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._end_ids = end_ids
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[Guide, Future[Any]] = OrderedDict()
+
+    def begin(self, guide: Guide) -> Grammar:
+        """Return the grammar of a request, which is ready once its guide is compiled."""
+        with self._lock:
+            if guide not in self._compiled:
+                self._compiled[guide] = self._submitted(guide)
+            self._compiled.move_to_end(guide)
+            if len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+            return Grammar(guide, self._compiled[guide])
+
+    def begin_masks(self, grammars: Sequence[Grammar]) -> None:
+        """Begin to make the masks of a step's rows; `masks_of` waits for them."""
+        made = self._mask_thread.submit(self._masks, list(grammars))
+        for place, grammar in enumerate(grammars):
+            grammar.masks = (made, place)
+
+    # ------------------------------------------------------------------------------- compiling
+
+    def _submitted(self, guide: Guide) -> Future[Any]:
+        with _starting:
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                return self._compile_threads.submit(self._compile, guide)
+            finally:
+                threading.stack_size(before)
+
+    def _compile(self, guide: Guide) -> Any:
+        """Return the library's matcher of a guide, with its first mask, which takes longest."""
+        library = _library(guide.kind)
+        with self._lock:
+            tokenizer = self._library_tokenizer
+        try:
+            grammar = _grammar_text(library, guide)
+        except (ValueError, RecursionError) as error:
+            raise guide_error(guide, str(error)) from error
+        limits = library.LLParserLimits(**_LIMITS)
+        matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise guide_error(guide, matcher.get_error())
+        return matcher
+
+    @cached_property
+    def _library_tokenizer(self) -> Any:
+        library = _library("guided decoding")
+        assert self._tokenizer is not None  # check_guided
+        backend = self._tokenizer.backend
+        highest = max(backend.get_vocab(with_added_tokens=True).values())
+        size = max(self._vocabulary, highest + 1)
+        # Without a token that ends outputs the library is given one that the model lacks.
+        ends = sorted(self._end_ids) or [size]
+        size = max(size, ends[-1] + 1)
+        try:
+            return library.LLTokenizer(backend.to_str(), n_vocab=size, eos_token=ends)
+        except ValueError as error:
+            raise GenerationError(
+                f"guided decoding cannot use the model's tokenizer: {error}"
+            ) from error
+
+    @cached_property
+    def _compile_threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(_COMPILING, "pcg guides")
+
+    # ------------------------------------------------------------------------------- masks
+
+    @cached_property
+    def _mask_thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "pcg masks")
+
+    @cached_property
+    def _mask_maker(self) -> Any:
+        return _library("guided decoding").LLExecutor()
+
+    def _masks(self, grammars: Sequence[Grammar]) -> Masks:
+        words = -(-self._library_tokenizer.vocab_size // 32)
+        allowed = np.zeros((len(grammars), words), dtype=np.int32)
+        matchers = [(grammar.matcher, row) for row, grammar in enumerate(grammars)]
+        self._mask_maker.unsafe_compute_mask_ptr(
+            matchers, allowed.ctypes.data, 4 * words, len(grammars)
+        )
+        for row, grammar in enumerate(grammars):
+            if grammar.matcher.is_error():
+                allowed[row] = 0
+        bits = ~allowed.view(np.uint8)
+        ruled_out = np.unpackbits(bits, axis=1, count=self._vocabulary, bitorder="little")
+        return ruled_out.view(np.bool_)
+
+
+def masks_of(grammars: Sequence[Grammar]) -> Masks:
+    """Return the masks of a step's rows that were begun."""
+    begun = [grammar.masks for grammar in grammars]
+    assert None not in begun
+    made: Masks = begun[0][0].result()  # type: ignore[index]
+    places = [place for _, place in begun]  # type: ignore[misc]
+    is_whole = places == list(range(len(made)))
+    return made if is_whole else made[places]
+
+
+def check_guided(guide: Guide, tokenizer: Tokenizer | None) -> None:
+    """Raise a GenerationError where guides cannot be followed, by the tokenizer or the library."""
+    if tokenizer is None:
+        raise GenerationError(
+            f"{guide.kind} needs the texts of tokens, and the model came without a tokenizer.json; "
+            "put one into its directory"
+        )
+    _library(guide.kind)
+
+
+def _library(what: str) -> Any:
+    """Return llguidance, which is imported once a request needs it."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise GenerationError(
+            f"{what} needs llguidance, which is not installed: pip install 'pcg[guided]'"
+        ) from error
+    return llguidance
+
+
+def _grammar_text(library: Any, guide: Guide) -> str:
+    """Return a guide in the library's own notation."""
+    matcher = library.LLMatcher
+    if guide.kind == "guided_json":
+        # Keywords that the library does not know are refused, whatever the schema asks for.
+        return str(matcher.grammar_from_json_schema(guide.text, overrides={"lenient": False}))
+    if guide.kind == "guided_regex":
+        return str(matcher.grammar_from_regex(guide.text))
+    if guide.kind == "guided_choice":
+        texts = [json.dumps(text, ensure_ascii=False) for text in json.loads(guide.text)]
+        # One terminal, which is a state machine; rules would be tried one by one.
+        return str(matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(texts)}"))
+    return str(library.grammar_from("grammar", guide.text))

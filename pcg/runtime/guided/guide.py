@@ -1,0 +1,95 @@
+"""Guides: what an output has to be, as a request says it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pcg.errors import GenerationError
+from pcg.runtime.sampling.value_checks import (
+    require_at_most,
+    require_bool,
+    require_texts,
+    require_unicode,
+    shown,
+)
+
+LONGEST_GUIDE = 32_768
+"""Characters of a schema, a choice or a grammar: compiling takes seconds for the worst of them."""
+LONGEST_REGEX = 4_096
+MOST_CHOICES = 1_024
+LONGEST_CHOICE = 1_024
+
+
+@dataclass(frozen=True)
+class Guide:
+    """A description of what an output has to be.
+
+    Attributes:
+        kind: the field that says so: guided_json, guided_regex, guided_choice or guided_grammar.
+        text: the schema, the regex, a JSON list of choices, or the grammar.
+    """
+
+    kind: str
+    text: str
+
+
+def guide_of(
+    json_schema: str | Mapping[str, Any] | None,
+    json_object: bool,
+    regex: str | None,
+    choice: tuple[str, ...],
+    grammar: str | None,
+) -> Guide | None:
+    """Return the one guide that is given; None without.
+
+    Raises:
+        GenerationError: there are several, or one is not of its type, or too long.
+    """
+    require_bool("guided_json_object", json_object)
+    given = {
+        "guided_json": json_schema is not None,
+        "guided_json_object": json_object,
+        "guided_regex": regex is not None,
+        "guided_choice": choice != (),
+        "guided_grammar": grammar is not None,
+    }
+    names = [name for name, is_given in given.items() if is_given]
+    if len(names) > 1:
+        raise GenerationError(f"{' and '.join(names)} are given; an output follows one of them")
+    if json_schema is not None:
+        return Guide("guided_json", _schema_text(json_schema))
+    if json_object:
+        return Guide("guided_json", '{"type": "object"}')
+    if regex is not None:
+        return Guide("guided_regex", _checked("guided_regex", regex, LONGEST_REGEX))
+    if choice != ():
+        require_texts("guided_choice", choice, MOST_CHOICES, LONGEST_CHOICE)
+        text = json.dumps(choice, ensure_ascii=False)
+        return Guide("guided_choice", _checked("guided_choice", text, LONGEST_GUIDE))
+    if grammar is not None:
+        return Guide("guided_grammar", _checked("guided_grammar", grammar, LONGEST_GUIDE))
+    return None
+
+
+def _checked(name: str, text: object, longest: int) -> str:
+    if not isinstance(text, str) or not text:
+        raise GenerationError(f"{name}={shown(text)}; use a text that is not empty")
+    require_at_most(name, text, longest, "characters")
+    require_unicode(name, text)
+    return text
+
+
+def _schema_text(schema: object) -> str:
+    """Return a schema as JSON, which it is already if it is a text."""
+    try:
+        text = json.dumps(schema) if isinstance(schema, Mapping) else schema
+        text = _checked("guided_json", text, LONGEST_GUIDE)
+        is_object = isinstance(json.loads(text), dict)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise GenerationError(f"guided_json is no JSON: {error}") from error
+    if not is_object:
+        raise GenerationError(f"guided_json={shown(schema)}; use a JSON schema, which is an object")
+    return text

@@ -1,0 +1,155 @@
+"""LoRA served from copies in bfloat16, against peft with weights that were rounded before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import pcg
+from pcg.compiler import compile_program
+from pcg.errors import UnsupportedError
+from pcg.ir.program.folder import save_program
+from pcg.kernels.native import sgmv
+from pcg.options import CompileOptions
+from pcg.runtime.data.example import Example
+from pcg.runtime.executor import Executor
+
+pytestmark = pytest.mark.skipif(
+    not sgmv.is_native(torch.device("cpu"), torch.float32), reason="there is no C++ compiler"
+)
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "all": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+    "wide": {"r": 20, "lora_alpha": 10, "target_modules": ["q_proj", "v_proj"]},
+}
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=96, max_position_embeddings=256,
+    )  # fmt: skip
+    made = LlamaForCausalLM(config).eval()
+    for parameter in made.parameters():
+        parameter.data.normal_(0, 0.1)
+    return made
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    return weight.bfloat16().float()
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Executor, PeftModel]:
+    base = model()
+    executor = pcg.compile(base, adapter_copies="bfloat16", device="cpu")
+    peft: Any = None
+    for name, fields in RECIPES.items():
+        if peft is None:
+            peft = get_peft_model(base, LoraConfig(**fields), adapter_name=name)
+        else:
+            peft.add_adapter(name, LoraConfig(**fields))
+        adapter = executor.add_adapter(name, {"peft_type": "LORA", **fields})
+        for path, weights in adapter.weights.items():
+            weights.b.normal_(0, 0.2)
+            module = peft.base_model.model.get_submodule(path)
+            module.lora_A[name].weight.data.copy_(rounded(weights.a))
+            # A scale of a power of two does not change what is rounded.
+            module.lora_B[name].weight.data.copy_(rounded(weights.b))
+    return executor, peft.eval()
+
+
+@pytest.mark.parametrize("few", [0, 64])
+@pytest.mark.parametrize(
+    "lengths",
+    [(1, 1, 1), (5, 80, 2), (70, 70, 70), (90, 3, 100), (40, 40, 40)],
+    ids=["decode", "prefill", "equal", "ragged", "few"],
+)
+def test_logits_equal_peft_with_rounded_weights(
+    pair: tuple[Executor, PeftModel],
+    lengths: tuple[int, ...],
+    few: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Segments of more than `few` tokens are PyTorch's, and nothing else is rounded there."""
+    executor, peft = pair
+    monkeypatch.setattr(sgmv, "FEW_TOKENS", few)
+    executor.serving.tables._bound.clear()
+    torch.manual_seed(1)
+    names = ["all", "wide", "all"]
+    prompts = [torch.randint(1, 96, (length,)).tolist() for length in lengths]
+    for prompt, name, ours in zip(prompts, names, executor.logits(prompts, names), strict=True):
+        peft.set_adapter(name)
+        with torch.inference_mode():
+            expected = peft(input_ids=torch.tensor([prompt])).logits[0]
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
+
+
+def test_adapters_keep_their_own_dtype(pair: tuple[Executor, PeftModel], tmp_path: Path) -> None:
+    executor, _ = pair
+    a = executor.adapters["all"].weights["model.layers.0.self_attn.q_proj"].a
+    assert a.dtype is torch.float32
+    assert not torch.equal(a, rounded(a))
+    executor.logits([[1, 2]], ["all"])
+    executor.save_adapter("all", tmp_path)
+    again = pcg.compile(model(), {"all": str(tmp_path)}, device="cpu")
+    read = again.adapters["all"].weights["model.layers.0.self_attn.q_proj"].a
+    assert torch.equal(read, a)
+    exact, copied = (one.logits([[1, 2, 3]], ["all"])[0] for one in (again, executor))
+    assert 0 < (exact - copied).abs().max() < 0.02 * exact.abs().max()
+
+
+def test_a_step_trains_what_is_not_rounded() -> None:
+    """The same losses as without copies, and the trained version is served from its own."""
+    rows = [Example(tuple(range(3, 19)), tuple(range(3, 19)))] * 2
+    losses = []
+    for copies in (None, "bfloat16"):
+        executor = pcg.compile(model(), None, adapter_copies=copies, device="cpu")
+        recipe = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
+        result = executor.finetune(
+            rows, "mine", peft=recipe, epochs=3, learning_rate=0.05, batch_size=1
+        )
+        losses.append(list(result.losses))
+        trained, base = (executor.logits([[3, 4, 5]], name)[0] for name in ("mine", None))
+        assert not torch.allclose(trained, base)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"adapter_copies": "float16"}, "use 'bfloat16'"),
+        ({"adapter_copies": True}, "use 'bfloat16'"),
+        ({"adapter_copies": "bfloat16", "backend": "triton"}, "backend='triton'"),
+        ({"adapter_copies": "bfloat16", "tp": 2}, "tp=2"),
+    ],
+)
+def test_what_has_no_such_copies_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        CompileOptions(**options)
+
+
+def test_fp64_and_a_machine_without_a_compiler_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(UnsupportedError, match="float64"):
+        pcg.compile(model().double(), adapter_copies="bfloat16", device="cpu")
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setattr(sgmv, "_kernel", lambda: None)
+    with pytest.raises(UnsupportedError, match=r"needs the native kernel: .*CXX is empty"):
+        pcg.compile(model(), adapter_copies="bfloat16", device="cpu")
+
+
+def test_a_programs_folder_keeps_the_option(tmp_path: Path) -> None:
+    saved = model()
+    saved.save_pretrained(tmp_path / "model")
+    program = compile_program(str(tmp_path / "model"), None, adapter_copies="bfloat16")
+    save_program(program, tmp_path / "program")
+    loaded = pcg.load(tmp_path / "program", tmp_path / "model", device="cpu")
+    assert loaded.program.options.adapter_copies == "bfloat16"
