@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -50,6 +51,8 @@ _ENDS = {
 
 _MOST_HELD = 256
 """The number of steps without room for a unit after which its job's step begins again."""
+_SHORTER = 0.75
+"""How long a window may be at most, relative to the last for which it was done, to do so again."""
 
 
 class Job:
@@ -61,6 +64,7 @@ class Job:
         tokens: tokens that it has run, forward and layers backward, by which jobs take turns.
         goes_back_alone: True once a backward failed in which it ran beside other jobs.
         held: number of steps in a row that had no room for its backward unit.
+        tried: the least tokens of a window for which its step began again; infinite for none.
         record: its last step; None before the first one.
     """
 
@@ -83,6 +87,7 @@ class Job:
         self.tokens = 0
         self.goes_back_alone = False
         self.held = 0
+        self.tried = math.inf
         self.tables: tuple[PageTable, ...] = ()
         self.error: PcgError | None = None
         self.result: Any = None
@@ -272,6 +277,7 @@ class Jobs:
                     return
             elif isinstance(unit, Release):
                 self._close(job)
+                job.tried = math.inf
             elif isinstance(unit, Backward) or (isinstance(unit, Forward) and unit.remaining):
                 return
             if not job.is_over:
@@ -291,13 +297,15 @@ class Jobs:
     def hold(self, job: Job, unit: Backward) -> None:
         """Note that a step had no room for a job's unit; its window may be too long for any.
 
-        It has smaller ones when its step begins again. At the last layer it may be the update that
-        is too long, for which that would change nothing.
+        It has shorter ones when its step begins again. Where these do not fit either, what follows
+        from the unit may take too long, such as an update, and waits for idle time.
         """
         job.held += 1
-        if job.held >= _MOST_HELD and not unit.load.ends:
+        if job.held >= _MOST_HELD and unit.load.tokens < _SHORTER * job.tried:
+            tried = unit.load.tokens
             job.begin_step_again()
             self.settle(job)
+            job.tried = tried
 
     # ------------------------------------------------------------------------------- pages
 
