@@ -160,5 +160,5 @@ def _json(text: str) -> Any:
     """JSON, or else a word."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (RecursionError, ValueError):
         return text
