@@ -286,10 +286,9 @@ class Scheduler:
             room = min(room, 0 if plan.has_prompts else least)
         elif self.forward is not None and plan.gap_s < math.inf:
             seconds = self.forward.most_s(plan.gap_s, plan.decoded, StepKind(has_chunks=True))
-            cached, load = sequence.cached, plan.load + _LAST_ROW
-            room = min(
-                room, self.forward.tokens_within(seconds, cached, load, are_read=sequence.reads)
-            )
+            beside = sequence.cached, plan.load + _LAST_ROW
+            fitting = self.forward.tokens_within(seconds, *beside, are_read=sequence.reads)
+            room = min(room, fitting)
             least = least if plan.has_prompts else 1
         return 0 if room < min(least, sequence.pending) else min(sequence.pending, room)
 
