@@ -23,7 +23,7 @@ from pcg.runtime.engine.sharing import CoServing, Sharing, Step
 from pcg.runtime.engine.suspects import Suspects
 from pcg.runtime.engine.taken import Taken
 from pcg.runtime.memory.pool import PagePool
-from pcg.runtime.metrics.events import Event, EventLog, Kind
+from pcg.runtime.metrics.events import KEPT_EVENTS, Event, EventLog, Kind
 from pcg.runtime.metrics.totals import Totals
 from pcg.runtime.model.load import Load
 from pcg.runtime.requests.groups import Groups
@@ -48,7 +48,7 @@ class EngineLoop:
         self.device = device
         self.scheduler = scheduler
         self.clock = clock
-        self.log = EventLog() if options.log is None else options.log
+        self.log = EventLog(KEPT_EVENTS) if options.log is None else options.log
         self.totals = Totals(self.log)
         self.sharing: Sharing = CoServing() if options.sharing is None else options.sharing
         self.worked = False
@@ -150,9 +150,9 @@ class EngineLoop:
         sequence = self._sequences.get(request) or self._groups.first(request)
         return () if sequence is None else self._groups.of(sequence)
 
-    def forget(self, adapter: ServedAdapter) -> None:
+    def forget(self, adapter: ServedAdapter, *, is_gone: bool = True) -> None:
         """Drop what is cached of an adapter that changed; running requests go on with it alone."""
-        self.scheduler.forget(adapter)
+        self.scheduler.forget(adapter, is_gone=is_gone)
 
     # ------------------------------------------------------------------------------- jobs
 

@@ -151,13 +151,14 @@ class Scheduler:
         if is_waiting:
             del self.waiting[sequence]
             self.backlog.remove(sequence)
+            self.adapters.leave(sequence.request.adapter)
         else:
             del self.running[sequence]
             self._free(sequence)
         self.policy.drop(sequence, is_waiting=is_waiting)
 
-    def forget(self, adapter: ServedAdapter) -> None:
-        self.adapters.forget(adapter)
+    def forget(self, adapter: ServedAdapter, *, is_gone: bool) -> None:
+        self.adapters.forget(adapter, is_gone=is_gone)
         if self.prefixes is not None:
             self.prefixes.forget(adapter)
 

@@ -166,7 +166,8 @@ class StepRunner:
         return self._tables.is_copying(cast("Adapter", adapter))
 
     def evict(self, adapter: ServedAdapter) -> None:
-        self._tables.evict(cast("Adapter", adapter))
+        is_gone = self._adapters.is_gone(adapter)
+        (self._tables.forget if is_gone else self._tables.evict)(cast("Adapter", adapter))
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]

@@ -150,12 +150,13 @@ class _Open:
     tokens: list[tuple[float, int]] = field(default_factory=list)
 
 
-def timelines(events: Iterable[Event], slo: Slo) -> tuple[Timeline, ...]:
+def timelines(events: Iterable[Event], slo: Slo, *, is_whole: bool = True) -> tuple[Timeline, ...]:
     """Return the requests of a log, in order of submission.
 
     Args:
-        events: all events of a log, from the first on.
+        events: the events of a log.
         slo: SLOs of requests without their own `ttft_slo_s` or `tpot_slo_s`.
+        is_whole: False if earlier events are missing: requests that came then are left out.
     Raises:
         BenchmarkError: an event is of a request that was not submitted or has ended, or lacks a
             number; the message names it.
@@ -174,7 +175,7 @@ def timelines(events: Iterable[Event], slo: Slo) -> tuple[Timeline, ...]:
             every.append(requests[event.subject])
         elif event.kind in _OF_REQUESTS:
             if event.subject not in requests:
-                if event.kind in _OF_JOBS_TOO and event.subject in jobs:
+                if not is_whole or (event.kind in _OF_JOBS_TOO and event.subject in jobs):
                     continue
                 raise BenchmarkError(
                     f"{event.subject!r} is {event.kind} at {event.time_s} s, and the log does not "
