@@ -28,6 +28,7 @@ from pcg.parallel.costs.device_profile import DeviceProfile
 from pcg.peft.reader import read_adapter
 from pcg.runtime.data.dataset import ReadOptions
 from pcg.runtime.data.example import ModelSizes
+from pcg.runtime.data.sources import gather
 from pcg.runtime.executor import Executor
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.runtime.training.training_data import load_here
@@ -39,7 +40,8 @@ from tests.support.hostile import DIGITS, NESTED, PATHS, damaged, mangled, text_
 from tests.support.small_job import examples, job, make_model
 from tests.support.text_model import CHATS, ROWS, save_text_model
 
-SIZES = ModelSizes(512, 64)
+SIZES, LONG = ModelSizes(512, 64), ModelSizes(512, None)
+ANY = ReadOptions()
 FUZZ = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -287,6 +289,11 @@ def test_json_that_is_none(good: Path, tmp_path: Path, content: str) -> None:
     for door in doors:
         with pytest.raises(PcgError, match=r"damaged|not an object|is not a|model_type"):
             door()
+
+
+def test_a_long_word_is_no_file(good: Path) -> None:
+    found = load_here(Tokenizer.load(good / "model"), gather(["a" * 300 + ".b"]), ANY, LONG)
+    assert len(found) == 1
 
 
 def test_half_a_character_in_a_prompt(good: Path) -> None:

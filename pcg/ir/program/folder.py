@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pcg.errors import ProgramError
-from pcg.files import damage_of, expanded, json_object, sync
+from pcg.files import check_writable, damage_of, expanded, json_object, sync
 from pcg.ir.program.files import (
     PLAN,
     REQUIRED,
@@ -91,6 +91,7 @@ def save_program(
         ProgramError: it cannot be written, or something else is there.
     """
     target = expanded(directory)
+    check_writable(target, "the program", ProgramError)
     if target.is_symlink():  # rename what it points to, not the link
         target = target.resolve()
     _check_free(target)

@@ -347,7 +347,7 @@ class Jobs:
             self._jobs.remove(job)
             self._close(job)
             reason = {} if job.error is None else {"reason": str(job.error)}
-            self._note(_ENDS[job.state], job.name, **reason)
+            self._note(_ENDS[job.state], job.name, job=True, **reason)
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page of a job is lost."""

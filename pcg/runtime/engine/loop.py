@@ -7,7 +7,6 @@ run on a stream of their own, beside the forward. Everything that happens is in 
 
 from __future__ import annotations
 
-import heapq
 import weakref
 from collections.abc import Sequence as List
 
@@ -26,6 +25,7 @@ from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.metrics.events import KEPT_EVENTS, Event, EventLog, Kind
 from pcg.runtime.metrics.totals import Totals
 from pcg.runtime.model.load import Load
+from pcg.runtime.requests.deadlines import Deadlines
 from pcg.runtime.requests.groups import Groups
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.requests.sequence import Sequence, State
@@ -76,7 +76,7 @@ class EngineLoop:
         self._chunks: list[Chunk] = []
         self._sequences: dict[str, Sequence] = {}
         self._groups = Groups()
-        self._timeouts: list[tuple[float, str]] = []
+        self._deadlines = Deadlines()
 
         scheduler.on_preempted = lambda sequence: note(Kind.PREEMPTED, sequence.id)
         scheduler.adapters.on_page_in = lambda adapter: note(Kind.PAGED_IN, adapter.name)
@@ -137,7 +137,7 @@ class EngineLoop:
         self._sequences |= {one.id: one for one in opened}
         self._groups.add(sequence)
         if request.timeout_s is not None:
-            heapq.heappush(self._timeouts, (sequence.submitted_s + request.timeout_s, sequence.id))
+            self._deadlines.add(now + request.timeout_s, opened)
         self.scheduler.add(sequence)
         return sequence.id
 
@@ -255,9 +255,8 @@ class EngineLoop:
         self._end(self._groups.of(one), State.FAILED, Kind.FAILED, caused)
 
     def _time_out(self, now: float) -> None:
-        while self._timeouts and self._timeouts[0][0] < now:
-            _, name = heapq.heappop(self._timeouts)
-            self._end(self._sequences_of(name), State.TIMED_OUT, Kind.TIMED_OUT)
+        for late in self._deadlines.passed(now):
+            self._end(late, State.TIMED_OUT, Kind.TIMED_OUT)
         for sequence, error in self.scheduler.queue_prepared():
             self._fail(sequence, error)
         for sequence in self.scheduler.policy.hopeless(now):

@@ -53,7 +53,7 @@ def by_hand() -> EventLog:
         submitted(107.0, "e", 8, tenant="t"),
         event(108.0, "paged_in", "x"),
         event(110.0, "timed_out", "e"),
-        event(110.0, "cancelled", "job"),
+        event(110.0, "cancelled", "job", job=True),
     ):
         log.add(one)
     return log
@@ -164,7 +164,7 @@ def test_finetuning_alone() -> None:
 
 
 def test_jobs_that_fail_are_no_requests() -> None:
-    log = [event(0.0, "queued", "j"), event(1.0, "failed", "j", reason="loss is nan")]
+    log = [event(0.0, "queued", "j"), event(1.0, "failed", "j", job=True, reason="loss is nan")]
     assert timelines(log, Slo()) == ()
 
 
