@@ -22,6 +22,10 @@ class Groups:
         self._of: dict[Sequence, _Group] = {}
         self._first: dict[str, Sequence] = {}
 
+    def __bool__(self) -> bool:
+        """True if there are any."""
+        return bool(self._of)
+
     def add(self, first: Sequence) -> None:
         """Note the continuations of a request: the first, and those that follow it."""
         if first.followers:
@@ -37,10 +41,6 @@ class Groups:
         """Return all continuations of the request of one of them."""
         group = self._of.get(sequence)
         return (sequence,) if group is None else group.sequences
-
-    def is_over(self, sequence: Sequence) -> bool:
-        """Return True if all continuations of a request have ended, of which this is one."""
-        return all(one.is_over for one in self.of(sequence))
 
     def handed_out(self, sequence: Sequence, chunk: Chunk) -> List[Chunk]:
         """Return the chunks that are handed out now that a continuation has one."""

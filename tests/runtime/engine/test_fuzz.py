@@ -193,14 +193,6 @@ def test_what_ends_a_timeout_is_not_its_name(executor: Executor) -> None:
     assert [one.finish_reason for one in ends] == ["length"]
 
 
-def test_timeouts_of_what_ended_are_forgotten(executor: Executor) -> None:
-    engine = make_engine(executor)
-    for _ in range(300):
-        engine.submit(executor.request([1], max_new_tokens=1, timeout_s=1e9))
-        engine.step()
-    assert len(engine._timeouts) < 100
-
-
 def test_a_name_is_taken_until_all_continuations_end(executor: Executor) -> None:
     """Else who cancels the first request would cancel the second one of that name."""
     engine = make_engine(executor)
