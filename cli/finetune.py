@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -211,7 +212,8 @@ def _print(result: FinetuneResult, program: str, output: Path, replaces: bool) -
     lines.append(f"saved in {output}{', in place of the adapter there' if replaces else ''}")
     console.print("\n".join(lines), soft_wrap=True)
     console.print(
-        f'use it: pcg run {program} --adapter {result.adapter}={output} --prompt "…"',
+        f"use it: pcg run {shlex.quote(str(program))} "
+        f'--adapter {shlex.quote(f"{result.adapter}={output}")} --prompt "…"',
         style="dim",
         soft_wrap=True,
     )
