@@ -106,7 +106,7 @@ class StubDevice:
     side = None
     fails_alike = True
 
-    def open(self, request: Request, number: int, choice: int = 0) -> Running:
+    def open(self, request: Request, number: int) -> Running:
         return Running(request.named(number), number, request, request.params.max_new_tokens, 0.0)
 
     def prefetch(self, adapters: Any) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from pcg.files import expanded, is_there
 from pcg.options import CompileOptions
 from pcg.units import counted, duration_text, size_text
 
@@ -109,7 +110,7 @@ def compile_command(
 
 def _weights(model: str, source: ModelSource) -> str | None:
     """The place of the weights: the directory that was given, or the id on the hub."""
-    if Path(model).expanduser().exists():
+    if is_there(expanded(model)):
         return None if source.directory is None else str(source.directory.resolve())
     return source.name
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from pcg.errors import AdapterError, FinetuneError
-from pcg.files import check_writable
+from pcg.files import check_writable, is_directory, is_there
 from pcg.options import CompileOptions
 from pcg.runtime.training.options import FinetuneOptions
 from pcg.units import counted, duration_text
@@ -145,7 +146,7 @@ def _check_output(files: AdapterFiles, resumes: bool) -> None:
         resumes: True if a checkpoint is demanded, whose job saved the adapter that is there.
     """
     output = files.output
-    if output.exists() and not output.is_dir():
+    if is_there(output) and not is_directory(output):
         raise typer.BadParameter(f"{output} is a file; give a directory", param_hint="--output")
     if _has_adapter(output) and not (files.overwrite or resumes):
         raise typer.BadParameter(
@@ -159,7 +160,7 @@ def _check_output(files: AdapterFiles, resumes: bool) -> None:
 def _has_adapter(output: Path) -> bool:
     from pcg.peft.reader import CONFIG, PICKLE, WEIGHTS
 
-    return any((output / name).exists() for name in (CONFIG, WEIGHTS, PICKLE))
+    return any(is_there(output / name) for name in (CONFIG, WEIGHTS, PICKLE))
 
 
 def _collapse(result: FinetuneResult, output: Path) -> str:
@@ -211,7 +212,8 @@ def _print(result: FinetuneResult, program: str, output: Path, replaces: bool) -
     lines.append(f"saved in {output}{', in place of the adapter there' if replaces else ''}")
     console.print("\n".join(lines), soft_wrap=True)
     console.print(
-        f'use it: pcg run {program} --adapter {result.adapter}={output} --prompt "…"',
+        f"use it: pcg run {shlex.quote(str(program))} "
+        f'--adapter {shlex.quote(f"{result.adapter}={output}")} --prompt "…"',
         style="dim",
         soft_wrap=True,
     )

@@ -6,14 +6,15 @@ import secrets
 from pathlib import Path
 
 from pcg.errors import PcgError
+from pcg.files import is_directory, is_file, is_there
 
 
 def check_page(path: Path) -> None:
     """Refuse a file that a page cannot be written to, before the work."""
-    if path.exists() and not path.is_file():
-        kind = "a directory" if path.is_dir() else "not a regular file"
+    if is_there(path) and not is_file(path):
+        kind = "a directory" if is_directory(path) else "not a regular file"
         raise PcgError(f"--html {path}: it is {kind}; name a file, as report.html")
-    if not path.parent.is_dir():
+    if not is_directory(path.parent):
         raise PcgError(
             f"--html {path}: there is no directory {path.parent}; make it first, or name a "
             "file elsewhere"

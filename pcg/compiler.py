@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from pcg.errors import AdapterError, LogitsError, ProgramError, SourceError, UnsupportedError
+from pcg.files import expanded
 from pcg.given_module import VERIFIED_PARAMETERS, check_logits, check_weights, source_of
 from pcg.ir.operators import operator
 from pcg.ir.program.folder import load_program
@@ -237,7 +238,7 @@ def load(
     Raises:
         PcgError: the folder or the weights are missing, damaged, or of another model.
     """
-    folder = Path(directory).expanduser()
+    folder = expanded(directory)
     program = load_program(folder, trust_edits=trust_edits)
     for name, fields in program.recipes.items():
         try:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pcg.errors import ParallelError, UnsupportedError
-from pcg.units import parse_bytes
+from pcg.files import expanded, json_value, read_bytes, shown_path
+from pcg.units import parse_bytes, shown
 
 BACKENDS = ("torch", "triton")
 Backend = Literal["auto", "torch", "triton"]
@@ -124,17 +123,16 @@ class PlanOptions:
 def _styles(plan: str | os.PathLike[str] | Mapping[str, str]) -> dict[str, str]:
     name = "tp_plan"
     if not isinstance(plan, Mapping):
-        path = Path(plan).expanduser()
-        name = f"tp_plan {path}"
-        try:
-            plan = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ParallelError(f"{name} cannot be read as JSON: {error}") from error
+        path = expanded(plan)
+        name = f"tp_plan {shown_path(path)}"
+        plan = json_value(read_bytes(path, ParallelError), name, ParallelError)
     if not isinstance(plan, Mapping) or not plan:
         raise ParallelError(f"{name} has to be an object with a style for each module path")
     for module, style in plan.items():
-        if style not in STYLES:
-            raise ParallelError(f"{name}: {module} is {style!r}; use one of {', '.join(STYLES)}")
+        if not isinstance(style, str) or style not in STYLES:
+            raise ParallelError(
+                f"{name}: {module} is {shown(style)}; use one of {', '.join(STYLES)}"
+            )
     return {str(module): str(style) for module, style in plan.items()}
 
 

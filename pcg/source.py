@@ -21,12 +21,14 @@ from pcg.errors import (
     PickleWeightsError,
     WeightsError,
 )
-from pcg.files import check_no_lfs_pointer, read_json
+from pcg.files import check_no_lfs_pointer, expanded, is_file, is_there, read_json
+from pcg.units import shown
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHIPPED = Path(__file__).with_name("configs")
+_LONGEST_ID = 96  # of the hub
 _REPAIR = "; repair or download it again"
 
 # Other names of what ships: hub ids of models with the very same architecture, dtype and context
@@ -115,12 +117,12 @@ def resolve(
     if isinstance(model, Mapping):
         return _from_config(dict(model), weights=weights)
     name = os.fspath(model).strip()
-    path = Path(name).expanduser()
-    if name and path.exists():
+    path = expanded(name)
+    if name and is_there(path):
         source = _from_path(path)
     elif not isinstance(model, str) or _looks_like_path(name):
         raise ModelNotFoundError(
-            f"no directory or file {name!r}; give a directory with a {CONFIG}, "
+            f"no directory or file {shown(name)}; give a directory with a {CONFIG}, "
             "a hub id, or a model that ships with pcg" + _suggestions(name)
         )
     else:
@@ -135,21 +137,22 @@ def resolve(
 
 def _from_config(config: dict[str, Any], *, weights: bool) -> ModelSource:
     _check_config(config, "the given config")
-    architectures = config.get("architectures") or [config["model_type"]]
-    name = str(config.get("_name_or_path") or architectures[0])
+    named = config.get("architectures")
+    names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
+    name = str(config.get("_name_or_path") or next(iter(names), config["model_type"]))
     if weights:
         raise WeightsError(f"{name} was given as a config, without weights; give its directory")
     return ModelSource(name, config)
 
 
 def _from_path(path: Path) -> ModelSource:
-    if path.is_file() and path.suffix != ".json":
+    if is_file(path) and path.suffix != ".json":
         raise ModelNotFoundError(
             f"{path} is neither a directory nor a {CONFIG}; give the directory it lies in"
         )
-    if path.is_file() and path.name != CONFIG:
+    if is_file(path) and path.name != CONFIG:
         return ModelSource(path.stem, _read_config(path))
-    directory = path.parent if path.is_file() else path
+    directory = path.parent if is_file(path) else path
     return ModelSource(
         directory.resolve().name,
         _read_config(directory / CONFIG),
@@ -163,9 +166,9 @@ def _from_id(name: str, *, weights: bool) -> ModelSource:
     if config_id is not None and not weights:
         path = SHIPPED / (config_id.replace("/", "--", 1) + ".json")
         return ModelSource(hub_id, _read_config(path))
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id):
+    if len(hub_id) > _LONGEST_ID or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id):
         raise ModelNotFoundError(
-            f"{name!r} is neither a path nor a hub id (owner/name)" + _suggestions(name)
+            f"{shown(name)} is neither a path nor a hub id (owner/name)" + _suggestions(name)
         )
     return _from_hub(hub_id, weights=weights)
 
@@ -267,8 +270,8 @@ def _download(hub_id: str, *, weights: bool) -> Path:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        if (path.parent / "adapter_config.json").is_file():
+    if not is_file(path):
+        if is_file(path.parent / "adapter_config.json"):
             raise ConfigError(
                 f"{path.parent} has no {CONFIG} but an adapter_config.json: it is an adapter; "
                 "give its base model, and the adapter as peft"
@@ -290,9 +293,9 @@ def _check_config(config: dict[str, Any], where: str) -> None:
 
 def _weight_files(directory: Path) -> tuple[Path, ...]:
     """Return the safetensors files of a model directory; none is fine, half of them is not."""
-    if (directory / WEIGHTS).is_file():
+    if is_file(directory / WEIGHTS):
         files = [directory / WEIGHTS]
-    elif (directory / INDEX).is_file():
+    elif is_file(directory / INDEX):
         files = _shards(directory)
     else:
         pickles = sorted(directory.glob("pytorch_model*.bin"))
@@ -318,7 +321,7 @@ def _shards(directory: Path) -> list[Path]:
     outside = [name for name in names if Path(name).name != name]
     if outside:
         raise WeightsError(f"{index} names {outside[0]!r}, which is not a file beside it")
-    missing = [name for name in names if not (directory / name).is_file()]
+    missing = [name for name in names if not is_file(directory / name)]
     if missing:
         raise MissingShardError(
             f"{missing[0]} is missing from {directory}: {len(missing)} of the {len(names)} shards "

@@ -5,14 +5,12 @@ data_offsets), and the data. So a truncated file is known before a byte of data 
 reading the index costs no data. Source: github.com/huggingface/safetensors, README, "Format".
 """
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pcg.errors import PcgError
-from pcg.files import check_no_lfs_pointer
+from pcg.files import check_no_lfs_pointer, json_value, shown_path
 
 HEADER_LIMIT_BYTES = 100_000_000  # MAX_HEADER_SIZE in safetensors/src/tensor.rs
 
@@ -47,11 +45,12 @@ def read_header(path: Path, error_type: type[PcgError]) -> dict[str, TensorInfo]
                     f"{path} is damaged: its header alone is {8 + length} bytes, the file "
                     f"{size_bytes}; copy or download it again"
                 )
-            header: Any = json.loads(stream.read(length))
+            content = stream.read(length)
     except OSError as error:
         raise error_type(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # JSON or UTF-8
-        raise error_type(f"{path} is damaged: its header is not JSON: {error}") from error
+    except ValueError as error:
+        raise error_type(f"{shown_path(path)} cannot be read: it is no name of a file") from error
+    header = json_value(content, f"{path}'s header", error_type, "; copy or download it again")
     try:
         header.pop("__metadata__", None)
         tensors = {
@@ -59,7 +58,7 @@ def read_header(path: Path, error_type: type[PcgError]) -> dict[str, TensorInfo]
             for name, entry in header.items()
         }
         end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise error_type(f"{path} is damaged: its header is not that of tensors") from error
     expected_bytes = 8 + length + end
     if expected_bytes != size_bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 
@@ -76,3 +77,13 @@ def shown(value: object, most: int = 80) -> str:
     except Exception:  # an int of more than 4,300 digits, a list in itself, another's __repr__
         text = f"<{type(value).__name__}>"
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def is_finite(value: object) -> bool:
+    """Return whether a value is a number, and neither infinite nor NaN nor beyond floats."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, get_type_hints
 
 import typer
 
+from pcg.files import expanded, is_directory
 from pcg.keywords import field_docs
 
 from .fields import Option, OptionGroup, flags_of, help_text
@@ -129,8 +129,8 @@ def adapter_or_none(peft: str, option: str = "--peft") -> Any:
         return None
     if peft.lower() in SHORTHANDS:
         return peft.lower()
-    path = Path(peft).expanduser()
-    if not path.is_dir():
+    path = expanded(peft)
+    if not is_directory(path):
         raise typer.BadParameter(
             f"{peft!r} is neither none nor one of {', '.join(SHORTHANDS)}, nor the directory of an "
             "adapter",

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
+from pcg.files import expanded
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -125,7 +127,7 @@ def _parsed(text: str, hint: Any) -> Any:
     if str in kinds or any(kind is os.PathLike for kind in kinds):
         return text
     if Path in kinds:
-        return Path(text).expanduser()
+        return expanded(text)
     if choices:
         raise ValueError(f"{text!r} is none of {', '.join(choices)}")
     numbers = {int: "a whole number", float: "a number", bool: "true or false"}
@@ -160,5 +162,5 @@ def _json(text: str) -> Any:
     """JSON, or else a word."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (RecursionError, ValueError):
         return text

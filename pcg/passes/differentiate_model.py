@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pcg.errors import UnsupportedError
 from pcg.ir.analysis.trainable import trained
 from pcg.ir.builder import Builder
 from pcg.ir.graph import Graph
+from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TOKENS, tensor
 from pcg.passes.differentiate import Differentiate, layer_kinds
 from pcg.passes.pass_base import Pass
@@ -31,6 +33,7 @@ class DifferentiateModel(Pass[WithLoss, Gradients]):
         model, loss = before.training, before.loss
         if model is None or loss is None:
             return Gradients(before.serving, None)
+        _check_chain(model)
         prologue = None
         if trained(model.prologue):
             carried = model.prologue.outputs[: len(model.blocks[0].outputs)]
@@ -38,6 +41,19 @@ class DifferentiateModel(Pass[WithLoss, Gradients]):
         of_loss = Differentiate(wrt=(loss.inputs[0].name,)).run(loss)
         training = ModelGradients(model, layer_kinds(model), prologue, of_loss)
         return Gradients(before.serving, training)
+
+
+def _check_chain(model: ModelGraph) -> None:
+    """Refuse layers that read again what the first is given, whose gradients are a chain's."""
+    first = set(model.prologue.outputs[: len(model.blocks[0].outputs)])
+    later = [model.blocks[index] for index in model.layers[1:]]
+    for graph in (*later, model.epilogue):
+        again = sorted(first.intersection(value.name for value in graph.inputs))
+        if again:
+            raise UnsupportedError(
+                f"{graph.name} reads %{again[0]}, which the first layer is given; pcg finetunes "
+                "models each of whose layers reads what the one before gives"
+            )
 
 
 def with_loss(epilogue: Graph) -> Graph:

@@ -82,6 +82,12 @@ class _Folder:
                     f"%{name}, made by layer {self._region_of(name)}, is read by a later layer "
                     "than the next; pcg folds models whose layers form a chain"
                 )
+        counts = sorted({len(names) for names in carried[1:]})
+        if len(counts) > 1:
+            raise TraceError(
+                f"layers hand on {' or '.join(map(str, counts))} tensors to the next; pcg folds "
+                "models whose layers all hand on as many"
+            )
         outputs = [*carried[0], *invariants]
         prologue = self._graph("prologue", regions[0], self.graph.inputs, outputs)
         shared = readable_names(prologue)

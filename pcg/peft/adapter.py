@@ -16,6 +16,7 @@ from pcg.peft.method import Shape
 from pcg.peft.prompt_encoder import made_by_encoder
 from pcg.peft.recipe import Recipe
 from pcg.peft.weights import AdapterWeight, Around, Draw, ModuleWeights
+from pcg.units import shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,14 +154,18 @@ def check_name(name: object) -> None:
         AdapterError: it is no text, is empty or too long, has characters that cannot be printed, or
             is a path that leads elsewhere.
     """
-    is_name = isinstance(name, str) and name.isprintable() and name.strip() == name
-    text = str(name)
-    is_name = is_name and len(text) <= _LONGEST_NAME and "\\" not in text
-    if is_name and not {"", ".", ".."} & set(text.split("/")):
+    if (
+        isinstance(name, str)
+        and len(name) <= _LONGEST_NAME
+        and name.isprintable()
+        and name.strip() == name
+        and "\\" not in name
+        and not {"", ".", ".."} & set(name.split("/"))
+    ):
         return
     raise AdapterError(
-        f"{name!r} does not name an adapter; use 1 to {_LONGEST_NAME} characters, as in 'sql' or "
-        "'team/sql', without a part that is empty or of dots"
+        f"{shown(name)} does not name an adapter; use 1 to {_LONGEST_NAME} characters, as in 'sql' "
+        "or 'team/sql', without a part that is empty or of dots"
     )
 
 

@@ -19,12 +19,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pcg.errors import AdapterError, PcgError, UnsupportedError
-from pcg.files import read_json
+from pcg.files import damage_of, expanded, is_directory, is_file, is_there, read_json, shown_path
 from pcg.peft.adapter import Adapter
-from pcg.peft.recipe import Recipe, short
+from pcg.peft.recipe import Recipe
 from pcg.peft.registry import is_shorthand, recipe_from
 from pcg.peft.weights import ModuleWeights
 from pcg.tensor_file import read_header
+from pcg.units import shown
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -43,15 +44,21 @@ def read_adapter(path: str | os.PathLike[str], name: str) -> Adapter:
         AdapterError: a file is missing or damaged, or config and weights do not go together.
         UnsupportedError: another PEFT method, or a feature that pcg does not do, by name.
     """
-    directory = Path(path).expanduser()
+    directory = expanded(path)
     config = _read_config(directory)
     try:
-        recipe = recipe_from(config, saved=True)
+        with damage_of("it", AdapterError, "; save the adapter again"):
+            recipe = recipe_from(config, saved=True)
     except (AdapterError, UnsupportedError) as error:
         raise type(error)(f"{directory / CONFIG}: {error}") from error
     file = directory / WEIGHTS
-    if not file.is_file():
+    if not is_file(file):
         raise AdapterError(_no_weights(directory))
+    with damage_of(str(file), AdapterError, "; save or download it again"):
+        return _of_weights(file, name, recipe, config)
+
+
+def _of_weights(file: Path, name: str, recipe: Recipe, config: Mapping[str, Any]) -> Adapter:
     found, kind = _read_tensors(file, recipe), recipe.weights
     if not (found.parts or found.whole) and (kind.suffixes or kind.whole_keys):
         raise AdapterError(f"{file} holds no {recipe.method} weights")
@@ -85,16 +92,16 @@ def _recipe_of(value: object) -> Recipe:
 
 def _read_config(directory: Path) -> dict[str, Any]:
     file = directory / CONFIG
-    if not file.is_file():
+    if not is_file(file):
         raise AdapterError(_no_config(directory))
     return read_json(file, AdapterError)
 
 
 def _no_config(directory: Path) -> str:
-    if not directory.is_dir():
-        kind = "a file" if directory.exists() else "not there"
-        return f"{directory} is {kind}; give the directory of a saved adapter"
-    if (directory / "config.json").is_file():
+    if not is_directory(directory):
+        kind = "a file" if is_there(directory) else "not there"
+        return f"{shown_path(directory)} is {kind}; give the directory of a saved adapter"
+    if is_file(directory / "config.json"):
         return f"{directory} has no {CONFIG} but a config.json: it is a model, not an adapter"
     inside = sorted(file.parent.name for file in directory.glob(f"*/{CONFIG}"))
     if inside:
@@ -103,7 +110,7 @@ def _no_config(directory: Path) -> str:
 
 
 def _no_weights(directory: Path) -> str:
-    if (directory / PICKLE).is_file():
+    if is_file(directory / PICKLE):
         return (
             f"{directory} has only pickled weights ({PICKLE}), and loading a pickle can run any "
             "code; convert them once, where you trust them: peft.PeftModel.from_pretrained("
@@ -181,7 +188,7 @@ def _weights(file: Path, path: str, parts: Mapping[str, Tensor], recipe: Recipe)
     if recipe.target_modules is not None and recipe.bypass(path) is None:
         raise AdapterError(
             f"{file} has weights for {path}, which {CONFIG} does not target "
-            f"(target_modules={short(recipe.target_modules)}); the two files are not of one save"
+            f"(target_modules={shown(recipe.target_modules)}); the two files are not of one save"
         )
     return _checked(file, lambda: recipe.weights.read(path, parts, recipe))
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from pcg.ir.shapes import Shapes
 from pcg.peft.method import Bypass, Shards, TrainingBeside
 from pcg.peft.prompt_encoder import PromptEncoder
 from pcg.peft.weights import ModuleWeights
+from pcg.units import is_finite, shown
 
 if TYPE_CHECKING:
     from pcg.ir.program.program import ModelGraph
@@ -89,6 +89,10 @@ OF_PCG: Mapping[str, OtherField] = {
 def saved_as(name: str, default: Any) -> Any:
     """A field that a program's manifest has under another name than peft's."""
     return field(default=default, metadata={"saved": name})
+
+
+_INTS = 2**31
+"""Sizes of tensors end before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +278,7 @@ class Recipe(ABC):
             known = f" ({others[name].feature})" if name in others else ""
             feature = known or ", a field it does not know"
             raise UnsupportedError(
-                f"the adapter's configuration has {name}={short(value)}{feature}, which pcg does "
+                f"the adapter's configuration has {name}={shown(value)}{feature}, which pcg does "
                 "not do; train without it, or merge the adapter into its base with peft's "
                 "merge_and_unload"
             )
@@ -321,13 +325,14 @@ class Recipe(ABC):
     def _check(self, names: Names, expected: str, is_good: Callable[[Any], bool]) -> None:
         for name in names:
             if not is_good(getattr(self, name)):
-                raise AdapterError(f"{name}={getattr(self, name)!r}; use {expected}")
+                raise AdapterError(f"{name}={shown(getattr(self, name))}; use {expected}")
 
     def _check_ints(self, least: int, *names: str, optional: bool = False) -> None:
         def is_good(value: Any) -> bool:
-            return (optional and value is None) or (type(value) is int and value >= least)
+            is_int = type(value) is int and least <= value < _INTS
+            return (optional and value is None) or is_int
 
-        self._check(names, f"an int of at least {least}", is_good)
+        self._check(names, f"an int of at least {least} and below 2³¹", is_good)
 
     def _check_flags(self, *names: str) -> None:
         self._check(names, "True or False", lambda value: isinstance(value, bool))
@@ -340,11 +345,6 @@ class Recipe(ABC):
 
     def _check_probabilities(self, *names: str) -> None:
         self._check(names, "a probability in [0, 1]", lambda p: is_finite(p) and 0 <= p <= 1)
-
-
-def is_finite(value: object) -> bool:
-    """Return whether it is a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _note_names(cls: type[Recipe]) -> list[str]:
@@ -373,9 +373,3 @@ def to_json(value: object) -> object:
     if isinstance(value, Mapping):
         return {key: to_json(item) for key, item in value.items()}
     return value
-
-
-def short(value: object) -> str:
-    """The value in a message."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -24,7 +24,8 @@ from pcg.ir.module_paths import (
     name_list,
 )
 from pcg.peft.method import Bypass
-from pcg.peft.recipe import ALL_LINEAR, Names, Recipe, is_finite
+from pcg.peft.recipe import ALL_LINEAR, Names, Recipe
+from pcg.units import is_finite
 
 # model_type -> the modules that most methods adapt where a recipe names none; the decoders among
 # TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING in peft 0.21.2 (peft/utils/constants.py).

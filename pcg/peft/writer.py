@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pcg.errors import AdapterError
-from pcg.files import sync, sync_names
+from pcg.files import check_writable, expanded, sync, sync_names
 from pcg.peft.adapter import Adapter
 from pcg.peft.reader import CONFIG, PREFIX, SHARED_PREFIX, WEIGHTS
 from pcg.peft.weights import ModuleWeights
@@ -33,10 +33,11 @@ def write_adapter(adapter: Adapter, path: str | os.PathLike[str]) -> None:
     Raises:
         AdapterError: it cannot be written, or its weights are not those of its recipe.
     """
-    directory = Path(path).expanduser()
+    directory = expanded(path)
     tensors = _tensors_to_write(adapter)
     # The keys of the patterns stay in order: the first that matches counts.
     text = json.dumps(dict(sorted(_config_to_write(adapter).items())), indent=2)
+    check_writable(directory, f"adapter {adapter.name!r}", AdapterError)
     if directory.is_symlink():  # rename what it points to, not the link
         directory = directory.resolve()
     is_new = not directory.exists()

@@ -15,6 +15,11 @@ from typing import ClassVar
 from pcg.errors import UnsupportedError
 from pcg.options import OptimizerChoice, dtype_name
 
+MOST_GPUS = 4096
+"""The most GPUs of a machine: each number of replicas is tried."""
+MOST_SEQS = 65536
+"""The most requests that a replica may be asked to serve at once."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions(OptimizerChoice):
@@ -60,10 +65,15 @@ class MachineOptions(OptimizerChoice):
     costs: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("max_gpus", 1), ("max_num_seqs", 1), ("adapters", 0)):
+        bounds = (
+            ("max_gpus", 1, MOST_GPUS),
+            ("max_num_seqs", 1, MOST_SEQS),
+            ("adapters", 0, 2**20),
+        )
+        for name, least, most in bounds:
             value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise UnsupportedError(f"{name}={value!r}; use an int of at least {least}")
+            if type(value) is not int or not least <= value <= most:
+                raise UnsupportedError(f"{name}={value!r}; use an int from {least} to {most}")
         for degree in self.tp:
             if type(degree) is not int or not 1 <= degree <= self.max_gpus:
                 raise UnsupportedError(

@@ -23,6 +23,7 @@ from pcg.plan.search import Device, Search
 from pcg.plan.serving_load import Served
 from pcg.plan.workload import MachineWorkload, parse_workload
 from pcg.runtime.engine.limits import Limits
+from pcg.runtime.training.torch_optimizers import FIELDS
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ def plan(given: PlanArguments) -> MachinePlan:
         PcgError: what cannot be read, traced, attached, divided or costed is named.
     """
     workload = parse_workload(given.workload)
+    _check_options(given)
     devices = _devices(given)
     price = _prices(given.price or {}, devices)
     recipes = _recipes(given, workload)
@@ -84,6 +86,16 @@ def plan(given: PlanArguments) -> MachinePlan:
         closest=None if kept else min(found, key=lambda one: (one.shortfall, one.machine.gpus)),
         refused={degree: str(error) for degree, error in search.refused.items()},
     )
+
+
+def _check_options(given: MachineOptions) -> None:
+    """Refuse options of the optimizer that have a field of their own where it trains."""
+    for name in FIELDS:
+        if name in (given.optimizer_options or {}):
+            raise UnsupportedError(
+                f"optimizer_options has {name!r}, which changes neither memory nor time; leave it "
+                f"out, and give {name}= to the job"
+            )
 
 
 def _devices(given: MachineOptions) -> tuple[Device, ...]:

@@ -126,6 +126,19 @@ class RankPlan:
         return self._frontiers[batch]
 
 
+def check_trained(setup: Setup) -> None:
+    """Refuse a model that pcg does not finetune, whatever the number of ranks.
+
+    Raises:
+        UnsupportedError: says why.
+    """
+    passes, _, attached = setup.attached()
+    try:
+        passes.differentiate.run(attached)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"pcg does not finetune it: {error}") from error
+
+
 def without_training(setup: Setup) -> Setup:
     """Return a setup of a model that only serves."""
     return dataclasses.replace(setup, settings=dataclasses.replace(setup.settings, trains=False))

@@ -26,7 +26,7 @@ from pcg.peft.recipe import Recipe
 from pcg.plan.candidate import Candidate, Machine
 from pcg.plan.evaluate import Replica, Wanted, too_large
 from pcg.plan.options import MachineOptions
-from pcg.plan.rank_plan import RankPlan, without_training
+from pcg.plan.rank_plan import RankPlan, check_trained, without_training
 from pcg.runtime.training.torch_optimizers import Optimizer
 
 
@@ -85,10 +85,15 @@ class Search:
             self._check_positions(setup)
             weights = base_bytes(setup.folded.model, torch.device("cuda"))
             name = TORCH_NAMES[setup.folded.model.dtype]
+            is_checked = self._wanted.workload.training is None
             for degree in self._options.degrees:
                 # A rank has its part of the weights at least.
                 least = -(-weights // degree)
                 holding = [device for device in self._devices if device.usable_bytes >= least]
+                if holding and not is_checked:
+                    is_checked = True
+                    if degree > 1:
+                        check_trained(setup)
                 for device in self._devices:
                     if device not in holding:
                         machine = Machine(device.gpu.name, degree, 1, name)

@@ -10,6 +10,8 @@ from pcg.errors import UnsupportedError
 MEAN_PROMPT_TOKENS = 161
 MEAN_OUTPUT_TOKENS = 338
 """Means of ShareGPT's single turns (vLLM, SOSP 2023, figure 11)."""
+MOST_SEQUENCES = 2**16
+"""The most sequences of an optimizer step: each of their divisors is tried as a batch."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ def parse_workload(text: str) -> MachineWorkload:
     if "train" in found:
         batch, seq = (int(size or 0) for size in found["train"])
         _require("sequences a step", batch, 1)
+        if batch > MOST_SEQUENCES:
+            raise UnsupportedError(f"sequences a step: {batch}; use {MOST_SEQUENCES} at most")
         _require("tokens of a sequence", seq, 2)
         training = Training(batch, seq)
     if "serve" in found:

@@ -183,6 +183,8 @@ class Executor:
             ProgramError: the program was compiled by a pcg without embeddings.
         """
         several = [prompts] if isinstance(prompts, str) else prompts
+        if not several:
+            raise GenerationError("there are no prompts to embed; give at least one")
         sampling = {"max_new_tokens": 0, "truncate_prompt_tokens": truncate_prompt_tokens}
         made = make_requests(self.state, several, adapter, sampling)
         requests = [replace(one, pooling=pooling, normalize=normalize) for one in made]

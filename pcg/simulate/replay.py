@@ -41,7 +41,7 @@ def replay(
     """Serve a workload to the end of its last request, beside whatever jobs the engine has.
 
     Args:
-        engine: an engine whose log keeps all events; jobs that it has go on after the end.
+        engine: an engine; jobs that it has go on after the end.
         adapters: the adapters by the names that the workload uses.
         prefix_tokens: the number of tokens that all prompts have in front of their own.
         most_positions: the model's positions; None for any number.
@@ -53,8 +53,24 @@ def replay(
             positions, or none can run any more.
     """
     requests = _requests(workload, adapters, vocabulary, seed, prefix_tokens, most_positions)
+    log, end_recording = engine.log.recording()
+    start_s = engine.clock.now_s()
+    try:
+        _replay(engine, workload, requests, start_s, wait)
+    finally:
+        end_recording()
+    return serving_report(log, start_s=start_s, end_s=engine.clock.now_s())
+
+
+def _replay(
+    engine: EngineLoop,
+    workload: Workload,
+    requests: list[Request],
+    start_s: float,
+    wait: Callable[[float], None],
+) -> None:
     scheduler, clock = engine.scheduler, engine.clock
-    start_s, next_, stuck = clock.now_s(), 0, 0
+    next_ = stuck = 0
     while next_ < len(requests) or scheduler.waiting or scheduler.running:
         now_s = clock.now_s()
         while next_ < len(requests) and start_s + workload.requests[next_].time_s <= now_s:
@@ -78,7 +94,6 @@ def replay(
             )
         elif stuck:
             wait(_STUCK_S)
-    return serving_report(engine.log, start_s=start_s, end_s=clock.now_s())
 
 
 def train(engine: EngineLoop, seconds: float) -> ServingReport:
@@ -90,10 +105,12 @@ def train(engine: EngineLoop, seconds: float) -> ServingReport:
     require_positive("seconds", seconds)
     if not engine.jobs:
         raise BenchmarkError("no finetuning job to run alone; give the engine one first")
+    log, end_recording = engine.log.recording()
     start_s = engine.clock.now_s()
     while not engine.is_idle and engine.clock.now_s() - start_s < seconds:
         engine.step()
-    return serving_report(engine.log, start_s=start_s, end_s=engine.clock.now_s())
+    end_recording()
+    return serving_report(log, start_s=start_s, end_s=engine.clock.now_s())
 
 
 def _requests(

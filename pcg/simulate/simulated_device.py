@@ -78,7 +78,7 @@ class SimulatedDevice:
         self._copied_s: dict[int, float] = {}
         self._link_free_s = 0.0
 
-    def open(self, request: Request, number: int, choice: int = 0) -> Sequence:
+    def open(self, request: Request, number: int) -> Sequence:
         """Return a request's state before anything ran.
 
         Raises:
@@ -98,8 +98,11 @@ class SimulatedDevice:
                 "device computes no logits; ask for tokens alone"
             )
         limit = min(params.max_new_tokens, room)
-        name = request.named(number, choice)
-        return Sequence(name, number, request, limit, 0.0, choice=choice)
+        sequence, *sequence.followers = [
+            Sequence(request.named(number, i), number, request, limit, 0.0, choice=i)
+            for i in range(params.width)
+        ]
+        return sequence
 
     def copy_page(self, page: int, to: int) -> None:
         """Do nothing: there are no keys and values."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pcg.keywords import takes
 from pcg.parallel.costs.step_costs import StepCosts
@@ -17,7 +17,7 @@ from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.memory.prefixes import Prefixes
-from pcg.runtime.metrics.events import Kind
+from pcg.runtime.metrics.events import EventLog, Kind
 from pcg.simulate.simulated_device import SimulatedDevice
 from pcg.simulate.simulated_training import simulated_steps
 
@@ -31,6 +31,7 @@ class SimulatedArguments(EngineOptions):
         pages: pages of the pool.
         page_bytes: bytes of a page; adapters take pages by it.
         limits: the limits of a step, and the SLOs; those of `Limits()` by default.
+        log: the event log to write to; by default one that keeps all events.
         queue: the most that may wait; without it, everything may.
         latencies: what the engine plans by and corrects; without it, it keeps no SLO.
         most_positions: positions of the model; None for any number.
@@ -64,7 +65,8 @@ class SimulatedEngine(EngineLoop):
         queue = given.queue or UNLIMITED
         scheduler = Scheduler(pool, adapters, limits, given.policy, prefixes, queue)
         device = SimulatedDevice(given.costs, clock, given.most_positions)
-        super().__init__(device, scheduler, clock, given)
+        log = EventLog() if given.log is None else given.log
+        super().__init__(device, scheduler, clock, replace(given, log=log))
         self._costs = given.costs
 
     def finetune(self, name: str, batches: Iterable[Sequence[int]], rank: int = 16) -> Job:

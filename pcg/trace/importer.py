@@ -18,6 +18,7 @@ from pcg.ir.graph import Graph, Parameter, Value
 from pcg.ir.types import TOKENS, tensor
 from pcg.trace.export import Exported
 from pcg.trace.flat_graph import FlatGraph, FlatValue, dtype_of, refusal, scope_of, traced_shape
+from pcg.trace.in_place_writes import check_writes
 from pcg.trace.rules.elementwise import pointwise
 from pcg.trace.rules.table import RULES
 from pcg.trace.score_attention import ScoreAttention, find_scores
@@ -52,6 +53,8 @@ class _Importer:
         results: Any = program.graph.output_node().args[0]
         logits = results[0]
         live = self._live_nodes(logits)
+        masks = {node for node in program.graph.nodes if _is_square(node)}
+        check_writes(program.graph, live, masks | self._scores.keys())
         for name in ("input_ids", "position_ids"):
             self.flat.builder.input(name, tensor("i64", TOKENS))
         self._run_nodes(program.graph_module, live, by_node)
@@ -86,10 +89,19 @@ class _Importer:
         folded = self._fold_constant(node)
         if folded is not None:
             return folded
-        result = RULES.get(_base_name(node.target), pointwise)(self.flat, node)
-        if _base_name(node.target).endswith("_") and isinstance(node.args[0], Node):
-            # An in-place operator: later readers of its operand see the result.
-            self.flat.values[node.args[0]] = result
+        name = _base_name(node.target)
+        if name.endswith("_") and isinstance(node.args[0], Node):
+            return self._in_place(node, name.removesuffix("_"))
+        return RULES.get(name, pointwise)(self.flat, node)
+
+    def _in_place(self, node: Node, name: str) -> Any:
+        """An operator that writes its operand; later readers see the result, of the same dtype."""
+        written = node.args[0]
+        assert isinstance(written, Node)
+        result = RULES.get(name, pointwise)(self.flat, node)
+        if isinstance(result, FlatValue):
+            result = result.named(self.flat.cast(result.name, dtype_of(node.meta["val"])))
+        self.flat.values[written] = result
         return result
 
     def _subgraph(self, node: Node, module: torch.fx.GraphModule) -> list[Any]:

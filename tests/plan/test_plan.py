@@ -264,3 +264,25 @@ def test_plans_are_the_same_again() -> None:
     assert first == made()
     assert json.loads(json.dumps(first)) == first
     assert first["front"][first["chosen"]]["command"].startswith("pcg compile")
+
+
+def test_a_model_that_no_degree_finetunes_is_refused_though_one_gpu_is_too_small() -> None:
+    """As on a larger GPU, and not as one that lacks memory."""
+    with pytest.raises(UnsupportedError, match="pcg does not finetune it: operator"):
+        pcg.plan("mistralai/Mixtral-8x7B-v0.1", workload="train:4x64", gpus=["H100"], tp=[1, 2])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"workload": "train:99999999999x64"}, "use 65536 at most"),
+        ({"max_gpus": 10**9}, "max_gpus=1000000000; use an int from 1 to 4096"),
+        ({"max_num_seqs": 10**8}, "max_num_seqs=100000000; use an int from 1 to 65536"),
+        ({"optimizer_options": {"weight_decay": 0.1}}, "give weight_decay= to the job"),
+    ],
+)
+def test_what_is_out_of_range_is_refused_before_anything_is_traced(
+    given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        pcg.plan("openai-community/gpt2-xl", **{"workload": "train:4x64", **given})

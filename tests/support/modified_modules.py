@@ -204,7 +204,57 @@ def scale_by_the_index_of_the_layer(model: Any) -> None:
         layer.mlp.forward = types.MethodType(forward, layer.mlp)
 
 
+@_case()
+def activations_that_write_in_place(model: Any) -> None:
+    def clamp(_: Any, given: Any) -> None:
+        given[0].clamp_(-0.5, 0.5)
+
+    def shift(_: Any, __: Any, out: Tensor) -> None:
+        out.mul_(0.5)
+        out.add_(0.1)
+        out.tanh_()
+
+    _layers(model)[0].mlp.act_fn = nn.ReLU6(inplace=True)
+    _layers(model)[1].mlp.register_forward_pre_hook(clamp)
+    _layers(model)[2].mlp.register_forward_hook(shift)
+
+
+@_case(refused="writes into memory that clone shares")
+def a_write_into_the_first_token(model: Any) -> None:
+    def blank(_: Any, __: Any, out: Tensor) -> Tensor:
+        out = out.clone()
+        out[:, 0] = 0
+        return out
+
+    _layers(model)[0].register_forward_hook(blank)
+
+
+@_case(refused="writes into memory that view")
+def a_view_read_after_a_write(model: Any) -> None:
+    def scale(_: Any, __: Any, out: Tensor) -> Tensor:
+        flat = out.view(-1, out.shape[-1])
+        out.mul_(0.5)
+        return flat.view(out.shape) + 0.0
+
+    _layers(model)[0].mlp.register_forward_hook(scale)
+
+
+@_case(refused="embedding_renorm_")
+def an_embedding_of_bounded_norms(model: Any) -> None:
+    model.model.embed_tokens.max_norm = 0.5
+
+
 # ------------------------------------------------------------------------------- norms, biases
+
+
+@_case()
+def norms_of_one_plus_their_weight(model: Any) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (1 + self.weight) * (x * scale)
+
+    for norm in (_layers(model)[1].input_layernorm, model.model.norm):
+        norm.forward = types.MethodType(forward, norm)
 
 
 @_case()
@@ -383,6 +433,18 @@ def a_tied_head(model: Any) -> None:
 @_case()
 def a_longer_vocabulary(model: Any) -> None:
     model.lm_head.register_forward_hook(lambda _, __, out: torch.cat([out, out[..., :8]], -1))
+
+
+@_case(refused="hand on 1 or 2 tensors")
+def layers_that_read_two_before(model: Any) -> None:
+    before: dict[int, Tensor] = {}
+
+    def add(index: int, out: Tensor) -> Tensor:
+        before[index] = out
+        return out + 0.2 * before[index - 1] if index else out
+
+    for i, layer in enumerate(_layers(model)):
+        layer.register_forward_hook(lambda _, __, out, i=i: add(i, out))
 
 
 # ----------------------------------------------------------------------------------- gradients

@@ -164,6 +164,34 @@ def test_an_adapter_at_a_module_that_does_more_is_refused(hook: str) -> None:
     assert relative(found, oracle.logits(model, prompt)) < 1e-5
 
 
+def test_a_vector_of_another_dtype_is_no_bias() -> None:
+    """In bf16 it is added in fp32, and what is written in place is rounded again."""
+    model = oracle.random_model(BY_NAME["llama3"].config(3)).to(torch.bfloat16)
+    vector = torch.linspace(-1, 1, model.config.hidden_size) * 0.37
+    model.model.layers[1].mlp.register_forward_hook(
+        lambda _, __, out: None if out.add_(vector) is out else out
+    )
+    (prompt,) = prompts((13,))
+    expected = oracle.logits(model, prompt)
+    executor = compiler.compile(model, {"a": "lora"}, verify=False)
+    assert relative(executor.logits(prompt), expected) < 2e-2
+    runner = executor.training_runner("a")
+    runner.forward_backward([Example(prompt, prompt)], len(prompt) - 1)
+
+
+def test_layers_that_read_the_embedding_again_serve_and_are_not_finetuned() -> None:
+    model = oracle.random_model(BY_NAME["llama3"].config(3))
+    kept: dict[str, torch.Tensor] = {}
+    model.model.embed_tokens.register_forward_hook(lambda _, __, out: kept.update(first=out))
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda _, __, out: out + 0.2 * kept["first"])
+    (prompt,) = prompts((13,))
+    found = compiler.compile(model).logits(prompt)
+    assert relative(found, oracle.logits(model, prompt)) < 1e-5
+    with pytest.raises(PcgError, match="reads %embed_tokens, which the first layer is given"):
+        compiler.compile(model, "lora")
+
+
 def test_a_large_module_is_verified_on_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     case = next(m for m in MODIFICATIONS if m.name == "llama3: a_count_of_calls")
     monkeypatch.setattr(compiler, "VERIFIED_PARAMETERS", 10)

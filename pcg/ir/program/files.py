@@ -17,7 +17,7 @@ from typing import Any
 
 import sympy
 
-from pcg.errors import IrError, ProgramError
+from pcg.errors import IrError, PcgError, ProgramError
 from pcg.files import json_object
 from pcg.ir.graph import Graph
 from pcg.ir.parser import parse_graphs
@@ -26,6 +26,7 @@ from pcg.ir.program.manifest import AGAIN, Manifest, json_text
 from pcg.ir.program.program import ModelGraph, Program, Serving, Training, TrainingGraph
 from pcg.ir.types import TORCH_NAMES
 from pcg.options import CompileOptions, MemoryBudget
+from pcg.units import shown
 
 BASE_IR = "base.pcg"
 SERVING_IR = "serving.pcg"
@@ -89,13 +90,15 @@ def program_from(files: Mapping[str, bytes], manifest: Manifest) -> Program:
             manifest.base_prefix,
             manifest.dtype,
         )
-    except (KeyError, IndexError, TypeError, ValueError, StopIteration) as error:
-        raise ProgramError(
-            f"{PLAN} and the graphs do not go together ({type(error).__name__}: {error}); "
-            "compile again"
-        ) from error
     except safetensors.SafetensorError as error:
         raise ProgramError(f"{CONSTANTS} is damaged: {error}; compile again") from error
+    except PcgError:
+        raise
+    except Exception as error:  # which, the files decide
+        raise ProgramError(
+            f"{PLAN} and the graphs do not go together ({type(error).__name__}: "
+            f"{shown(str(error), 200)}); compile again"
+        ) from error
 
 
 # ------------------------------------------------------------------------------------------ graphs

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pcg.errors import ProgramError
-from pcg.files import json_object, sync
+from pcg.files import check_writable, damage_of, expanded, json_object, sync
 from pcg.ir.program.files import (
     PLAN,
     REQUIRED,
@@ -63,9 +63,11 @@ def options_of(directory: str | os.PathLike[str]) -> CompileOptions:
     Raises:
         ProgramError: its manifest or its plan cannot be read.
     """
-    path = Path(directory).expanduser() / PLAN
+    path = expanded(directory) / PLAN
     plan = json_object(read_bytes(path), str(path), ProgramError, AGAIN)
-    return options_from(plan, read_manifest(directory).dtype)
+    dtype = read_manifest(directory).dtype
+    with damage_of(str(path), ProgramError, AGAIN):
+        return options_from(plan, dtype)
 
 
 # ------------------------------------------------------------------------------------------- save
@@ -88,7 +90,8 @@ def save_program(
     Raises:
         ProgramError: it cannot be written, or something else is there.
     """
-    target = Path(directory).expanduser()
+    target = expanded(directory)
+    check_writable(target, "the program", ProgramError)
     if target.is_symlink():  # rename what it points to, not the link
         target = target.resolve()
     _check_free(target)
@@ -200,7 +203,7 @@ def load_program(directory: str | os.PathLike[str], *, trust_edits: bool = False
     Raises:
         ProgramError: the folder is missing, damaged, edited, or of a newer pcg; says the fix.
     """
-    folder = Path(directory).expanduser()
+    folder = expanded(directory)
     manifest = read_manifest(folder)
     files = {}
     for name, expected in manifest.files.items():

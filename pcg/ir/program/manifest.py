@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from pcg.errors import ProgramError
-from pcg.files import json_object
+from pcg.files import expanded, is_directory, is_file, is_there, json_object, shown_path
+from pcg.files import read_bytes as read_file
+from pcg.units import shown
 from pcg.version import __version__
 
 FORMAT = 1
@@ -44,7 +46,7 @@ class Manifest:
 
 def is_program_folder(path: str | os.PathLike[str]) -> bool:
     """Return whether a compiled program is there, be it a damaged one."""
-    return (Path(path).expanduser() / MANIFEST).is_file()
+    return is_file(expanded(path) / MANIFEST)
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
@@ -53,24 +55,24 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     Raises:
         ProgramError: there is none, it is damaged, or of a newer format.
     """
-    folder = Path(directory).expanduser()
+    folder = expanded(directory)
     path = folder / MANIFEST
     again = compile_again(folder)
-    if not folder.is_dir():
-        kind = "a file" if folder.exists() else "not there"
-        raise ProgramError(f"{folder} is {kind}; {again}")
-    if not path.is_file():
+    if not is_directory(folder):
+        kind = "a file" if is_there(folder) else "not there"
+        raise ProgramError(f"{shown_path(folder)} is {kind}; {again}")
+    if not is_file(path):
         raise ProgramError(f"{folder} has no {MANIFEST}: it is not a program; {again}")
     content = json_object(read_bytes(path), str(path), ProgramError, AGAIN)
     version = content.get("format")
     if type(version) is not int or version < 1:
-        raise ProgramError(f'{path} has "format": {version!r}; {again}')
+        raise ProgramError(f'{path} has "format": {shown(version)}; {again}')
     if version > FORMAT:
         versions = content.get("versions")
         writer = versions.get("pcg") if isinstance(versions, dict) else None
         raise ProgramError(
-            f"{folder} is of format {version}, written by pcg {writer or '(unknown)'}; this is pcg "
-            f"{__version__}, which reads up to format {FORMAT}; update pcg, or compile again"
+            f"{folder} is of format {shown(version)}, written by pcg {writer or '(unknown)'}; this "
+            f"is pcg {__version__}, which reads up to format {FORMAT}; update pcg, or compile again"
         )
     for name, kind in _KINDS.items():
         if name not in content or not isinstance(content[name], kind):
@@ -100,24 +102,21 @@ _KINDS: Mapping[str, Any] = {
 
 def read_bytes(path: Path) -> bytes:
     """A file of a folder. ProgramError: it is missing, or cannot be read."""
-    try:
-        return path.read_bytes()
-    except FileNotFoundError as error:
+    if not is_there(path):
         raise ProgramError(
             f"{path.name} is missing from {path.parent}; {compile_again(path.parent)}"
-        ) from error
-    except OSError as error:
-        raise ProgramError(f"{path} cannot be read: {error.strerror}") from error
+        )
+    return read_file(path, ProgramError)
 
 
 def compile_again(folder: Path) -> str:
     """The fix that ends a message."""
-    return f"compile it: pcg compile MODEL -o {folder}"
+    return f"compile it: pcg compile MODEL -o {shown_path(folder)}"
 
 
 def json_text(value: object, what: str = "it") -> str:
     """JSON as it stands in the folder. ProgramError: the value holds what JSON cannot."""
     try:
         return json.dumps(value, indent=2) + "\n"
-    except (TypeError, ValueError) as error:
+    except (RecursionError, TypeError, ValueError) as error:
         raise ProgramError(f"{what} cannot be saved as JSON: {error}") from error

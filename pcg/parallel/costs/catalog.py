@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from difflib import get_close_matches
-from pathlib import Path
 
 import torch
 
 from pcg.errors import CostModelError
+from pcg.files import expanded, is_file, shown_path
 from pcg.parallel.costs.accelerators import ACCELERATORS, SHEETS, known_name
 from pcg.parallel.costs.cost_model import CostModel, SheetModel
 from pcg.parallel.costs.device_profile import DeviceProfile, ProfileModel
@@ -28,8 +28,8 @@ def find_cost_model(name_or_path: str | os.PathLike[str], link: str | None = Non
     name = known_name(wanted, SHEETS)
     if name is not None:
         return SheetModel(name, SHEETS[name], link)
-    path = Path(name_or_path).expanduser()
-    if path.is_file():
+    path = expanded(name_or_path)
+    if is_file(path):
         if link is not None:
             raise CostModelError(f"{path} is a profile, which has its own link, not {link!r}")
         return ProfileModel(DeviceProfile.load(path))
@@ -41,7 +41,8 @@ def find_cost_model(name_or_path: str | os.PathLike[str], link: str | None = Non
             "that pcg profile -o FILE wrote on the device"
         )
     if path.suffix or len(path.parts) > 1:
-        raise CostModelError(f"there is no profile {path}; pcg profile -o {path} makes one")
+        place = shown_path(path)
+        raise CostModelError(f"there is no profile {place}; pcg profile -o {place} makes one")
     close = get_close_matches(wanted.upper(), SHEETS, 1)
     hint = f"; did you mean {close[0]}?" if close else "."
     raise CostModelError(
@@ -57,8 +58,8 @@ def costs_name(costs: str | os.PathLike[str] | None, gpus: Sequence[str] = ()) -
     """
     if costs is None:
         return next((name for name in gpus if name.upper() in map(str.upper, SHEETS)), "H100")
-    path = Path(costs).expanduser()
-    return str(path.resolve()) if path.is_file() else os.fspath(costs)
+    path = expanded(costs)
+    return str(path.resolve()) if is_file(path) else os.fspath(costs)
 
 
 def own_sheet(device: torch.device) -> str:

@@ -21,12 +21,13 @@ from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from pcg.errors import CostModelError
+from pcg.files import read_json
 from pcg.parallel.costs.accelerators import Achieved, DeviceSheet, Link
 from pcg.parallel.costs.cost_model import CostModel, ring_seconds, roofline_seconds
 from pcg.parallel.costs.work import Work
+from pcg.units import shown
 
 FORMAT = 1
 """The file's format; another one is refused."""
@@ -119,8 +120,8 @@ class DeviceProfile:
             CostModelError: the file is none, or of another version.
         """
         fix = f"make it again with pcg profile -o {path}"
+        found = read_json(path, CostModelError, f"; {fix}")
         try:
-            found: Any = json.loads(path.read_text(encoding="utf-8"))
             if found["format"] != FORMAT:
                 raise CostModelError(
                     f"{path} is a profile of format {found['format']}, not {FORMAT}; {fix}"
@@ -133,10 +134,9 @@ class DeviceProfile:
             if not points or min([p.seconds for p in points] + [e.seconds for e in exchanges]) <= 0:
                 raise ValueError("no points, or one of no time")
             return cls(found["device"], found["versions"], points, exchanges, found["backend"])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CostModelError(
-                f"{path} is no profile ({type(error).__name__}: {error}); {fix}"
-            ) from None
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            why = f"{type(error).__name__}: {shown(str(error), 200)}"
+            raise CostModelError(f"{path} is no profile ({why}); {fix}") from None
 
 
 def fitted_link(exchanges: Sequence[CollectiveTime], backend: str) -> Link:

@@ -75,8 +75,9 @@ def _linear_bias(rewriter: Rewriter, node: Node) -> NewName | None:
     for product, bias in orders(node):
         linear = rewriter.producer(product, "linear")
         if linear and len(linear.inputs) == 2 and rewriter.is_parameter(bias):
-            shape = rewriter.graph.types[bias].shape
-            if shape == node.output.type.shape[-1:] and rewriter.is_read_once(product):
+            type_, own = rewriter.graph.types[bias], linear.output.type
+            is_bias = type_.shape == own.shape[-1:] and type_.dtype == own.dtype
+            if is_bias and rewriter.is_read_once(product):
                 return rewriter.add("linear", *linear.inputs, bias, scope=linear.scope)
     return None
 

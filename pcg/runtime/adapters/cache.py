@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from pcg.errors import PcgError
 from pcg.runtime.memory.pool import PagePool, PageTable
@@ -42,6 +42,7 @@ class _Resident:
     adapter: ServedAdapter
     table: PageTable
     users: int = 0
+    is_stale: bool = False
 
 
 class AdapterCache:
@@ -55,6 +56,7 @@ class AdapterCache:
         self._known: WeakKeyDictionary[ServedAdapter, int] = WeakKeyDictionary()
         self._residents: dict[int, _Resident] = {}
         self._idle: OrderedDict[int, _Resident] = OrderedDict()
+        self._gone: WeakSet[ServedAdapter] = WeakSet()
         self.idle_pages = 0
 
     def __len__(self) -> int:
@@ -122,17 +124,38 @@ class AdapterCache:
             if not found.users:
                 self._idle[adapter.version] = found
                 self.idle_pages += len(found.table.pages)
+                if found.is_stale or adapter in self._gone:
+                    self._evict(adapter.version)
 
-    def forget(self, adapter: ServedAdapter) -> None:
-        """Free the pages of a removed adapter, unless running requests still use them."""
+    def forget(self, adapter: ServedAdapter, *, is_gone: bool) -> None:
+        """Free the pages of an adapter that changed, once no running request uses them.
+
+        Args:
+            is_gone: True if only requests that are here still name it: it has pages no longer than
+                one of these runs.
+        """
+        if is_gone:
+            self._gone.add(adapter)
         found = self._residents.get(adapter.version)
-        if found is not None and not found.users:
+        if found is not None:
+            found.is_stale = True
+            if not found.users:
+                self._evict(adapter.version)
+
+    def is_gone(self, adapter: ServedAdapter) -> bool:
+        """Return True for an adapter that no later request can name."""
+        return adapter in self._gone
+
+    def leave(self, adapter: ServedAdapter | None) -> None:
+        """Note that a waiting request left; an adapter that is gone is not kept for it."""
+        if adapter is not None and adapter.version in self._idle and adapter in self._gone:
             self._evict(adapter.version)
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if a resident has wrong pages, or is idle and used."""
         idle = {key: found for key, found in self._residents.items() if not found.users}
         assert idle == dict(self._idle)
+        assert not any(found.is_stale for found in idle.values())
         assert self.idle_pages == sum(len(found.table.pages) for found in idle.values())
         for resident in self._residents.values():
             assert len(resident.table.pages) == self.pages_of(resident.adapter)

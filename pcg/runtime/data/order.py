@@ -16,6 +16,7 @@ from typing import Any
 
 from pcg.errors import FinetuneError
 from pcg.runtime.data.example import Example
+from pcg.units import shown
 
 
 class Batches:
@@ -139,13 +140,20 @@ class Batches:
                 raise FinetuneError(f"the saved position has no {key!r}; it is not one of Batches")
             if key not in ("epoch", "index") and state[key] != own[key]:
                 raise FinetuneError(
-                    f"the saved position has {key}={state[key]!r}, this run {key}={own[key]!r}; "
-                    "resume with the same data and settings, or start anew"
+                    f"the saved position has {key}={shown(state[key])}, this run "
+                    f"{key}={own[key]!r}; resume with the same data and settings, or start anew"
                 )
         epoch, index = state["epoch"], state["index"]
+        if type(epoch) is not int or type(index) is not int or epoch < 0:
+            raise FinetuneError(
+                f"the saved position has epoch={shown(epoch)} and index={shown(index)}; both are "
+                "ints of at least 0"
+            )
         plan = self.plan(epoch)
         if not 0 <= index < len(plan):
-            raise FinetuneError(f"the saved index={index} is outside the {len(plan)} batches")
+            raise FinetuneError(
+                f"the saved index={shown(index)} is outside the {len(plan)} batches"
+            )
         self.epoch, self.index, self._plan = epoch, index, plan
 
     def _advance(self) -> None:

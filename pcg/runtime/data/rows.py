@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pcg.errors import DataError
+from pcg.files import shown_path
 from pcg.runtime.data.limits import UNLIMITED, DataLimits, RowMeter, bytes_of
 from pcg.runtime.data.sources import JSON_LINES, TEXT, Gathered
 
@@ -65,13 +66,13 @@ def read_rows(data: Gathered, limits: DataLimits = UNLIMITED) -> Iterator[Row]:
         try:
             yield from _read_file(path, meter)
         except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}") from error
+            raise DataError(f"{shown_path(path)} cannot be read: {error.strerror}") from error
 
 
 def _read_file(path: Path, meter: RowMeter) -> Iterator[Row]:
     if not path.is_file():
         hint = "; it is a directory, give its files" if path.is_dir() else ""
-        raise DataError(f"no data file {path}{hint}")
+        raise DataError(f"no data file {shown_path(path)}{hint}")
     suffix = path.suffix.lower()
     if suffix not in (*JSON_LINES, *TEXT):
         raise DataError(

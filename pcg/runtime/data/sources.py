@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pcg.errors import DataError
+from pcg.files import is_file
 from pcg.runtime.data.formats import FORMATS
 from pcg.runtime.text.chat_messages import kind_of
-from pcg.units import counted
+from pcg.units import counted, shown
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 TEXT = (".txt",)
@@ -74,10 +75,10 @@ def gather(source: object, take: Take = list) -> Gathered:
     named = [value for value in values if _names_file(value)]
     if named and len(named) == len(values):
         return tuple(map(Path, named))
-    if any(isinstance(value, Path) or Path(value).is_file() for value in named):
+    if any(isinstance(value, Path) or is_file(Path(value)) for value in named):
         raise DataError(
-            f"data has {len(named)} paths, as {str(named[0])!r}, among {len(values)} values; give "
-            "paths alone, or rows alone"
+            f"data has {len(named)} paths, as {shown(str(named[0]))}, among {len(values)} values; "
+            "give paths alone, or rows alone"
         )
     return values
 
@@ -89,7 +90,7 @@ def _names_file(value: object) -> bool:
     if len(value) > _LONGEST_NAME or len(value.split()) != 1:
         return False
     suffix = Path(value).suffix.lower()
-    return suffix in (*JSON_LINES, *TEXT, *_OTHERS) or (suffix != "" and Path(value).is_file())
+    return suffix in (*JSON_LINES, *TEXT, *_OTHERS) or (suffix != "" and is_file(Path(value)))
 
 
 def _iterated(source: Any) -> Iterator[Any]:

@@ -68,11 +68,10 @@ class Device(Protocol):
     side: SideStream | None
     fails_alike: bool
 
-    def open(self, request: Request, number: int, choice: int = 0) -> Sequence:
-        """Return the state of a new request; GenerationError if the model cannot run it.
+    def open(self, request: Request, number: int) -> Sequence:
+        """Return the state of a new request, with other continuations as its followers.
 
-        Args:
-            choice: the place of the continuation among those of the prompt.
+        GenerationError: the model cannot run it.
         """
 
     def copy_page(self, page: int, to: int) -> None:

@@ -25,7 +25,7 @@ class EngineOptions:
             the requests of each as they came.
         queue: the most that may wait, what comes then is refused; `QueueLimits()` by default.
         job_share: the share of the pool's pages that finetuning may hold at most.
-        log: the event log to write to; a new one by default.
+        log: the event log to write to; by default one that keeps the last 65,536 events.
         latencies: predicted times of steps; measured now by default.
         sharing: the rule of how much finetuning goes into a step; by default as much as fits within
             the SLOs.

@@ -77,16 +77,31 @@ class StepRunner:
         self._tables.close()
         self._bind(program)
 
-    def open(self, request: Request, number: int, choice: int = 0) -> Sequence:
-        """Return the state of a new request, or of a further continuation of its prompt.
+    def open(self, request: Request, number: int) -> Sequence:
+        """Return the state of a new request, with other continuations as its followers.
 
         Raises:
             GenerationError: the prompt is empty, has a token that the model lacks, or is longer
                 than the model's positions; or the parameters name a token that the model lacks.
         """
         params = resolved(request.params, self._tokenizer, self._vocabulary)
-        if choice and params.seed is not None:
-            params = replace(params, seed=(params.seed + choice) % 2**63)
+        limit = self._limit(number, request)
+        sequence = self._opened(request, number, limit, params)
+        for choice in range(1, params.width):
+            seed = None if params.seed is None else (params.seed + choice) % 2**63
+            own = replace(params, seed=seed)
+            sequence.followers.append(self._opened(request, number, limit, own, sequence))
+        return sequence
+
+    def _opened(
+        self,
+        request: Request,
+        number: int,
+        limit: int,
+        params: SamplingParams,
+        first: Sequence | None = None,
+    ) -> Sequence:
+        choice, of_first = (0, None) if first is None else (1 + len(first.followers), first.sampler)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._eos_ids
@@ -97,11 +112,11 @@ class StepRunner:
             request.named(number, choice),
             number,
             request,
-            self._limit(number, request),
+            limit,
             0.0,
             stop_ids,
             decoder,
-            Sampler(params, request.prompt_ids, stop_ids, self._grammar(params)),
+            Sampler(params, request.prompt_ids, stop_ids, self._grammar(params), of_first),
             echoed=self._echoed(request),
             choice=choice,
         )
@@ -151,7 +166,8 @@ class StepRunner:
         return self._tables.is_copying(cast("Adapter", adapter))
 
     def evict(self, adapter: ServedAdapter) -> None:
-        self._tables.evict(cast("Adapter", adapter))
+        is_gone = self._adapters.is_gone(adapter)
+        (self._tables.forget if is_gone else self._tables.evict)(cast("Adapter", adapter))
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
@@ -257,12 +273,11 @@ class StepRunner:
     ) -> DrawnTokens:
         """Choose the token after each sequence; `likeliest` is the likeliest of each, if known."""
         tokens = self._tokens(sequences, logits, likeliest)
-        counts = [sequence.request.params.of_tokens for sequence in sequences]
-        asking = [row for row, count in enumerate(counts) if count is not None]
+        asking = [row for row, one in enumerate(sequences) if one.likeliest is not None]
         if not asking:
             return DrawnTokens(sequences, tokens)
-        most = max(count or 0 for count in counts)
-        if len(asking) == len(counts):
+        most = max(sequences[row].likeliest or 0 for row in asking)
+        if len(asking) == len(sequences):
             return DrawnTokens(sequences, tokens, logprobs_of(logits, tokens, most))
         rows = uploaded_list(asking, torch.int64, self._device)
         return DrawnTokens(sequences, tokens, logprobs_of(logits[rows], tokens[rows], most))

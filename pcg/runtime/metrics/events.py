@@ -20,6 +20,7 @@ Kinds by subject:
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,9 @@ class Kind(StrEnum):
     EVICTED = "evicted"
 
 
+KEPT_EVENTS = 2**16
+"""The number of events that an engine's log keeps unless it is told otherwise."""
+
 _LOG = logging.getLogger("pcg.engine")
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
@@ -65,7 +69,7 @@ class Event(NamedTuple):
         subject: id of the request or job, or name of the adapter.
         details: numbers and reasons, such as `prompt_tokens` and `adapter` of a submitted request,
             `cached_tokens` of a request's first token, `tokens` of a job's step, `reason` of a
-            refusal.
+            refusal, `job` of a job's end, whose name may be that of a request, too.
     """
 
     time_s: float
@@ -89,9 +93,14 @@ class _Listener:
 
 
 class EventLog:
-    """The latest `kept` events in order of time, or all of them; listeners get each."""
+    """The latest `kept` events in order of time, or all of them; listeners get each.
 
-    def __init__(self, kept: int | None = None) -> None:
+    Attributes:
+        lacks_until_s: the time up to which events are missing; -inf while none is.
+    """
+
+    def __init__(self, kept: int | None = None, lacks_until_s: float = -math.inf) -> None:
+        self.lacks_until_s = lacks_until_s
         self._kept = kept
         self._entries: deque[Event | _Tokens] = deque()
         self._count = 0
@@ -130,6 +139,12 @@ class EventLog:
         self._listeners.append(listener)
         return lambda: self._end(listener)
 
+    def recording(self) -> tuple[EventLog, Callable[[], None]]:
+        """Return a log of all events from now on, however many come, and what ends it."""
+        last_s = self._entries[-1].time_s if self._entries else self.lacks_until_s
+        recorded = EventLog(lacks_until_s=last_s)
+        return recorded, self.listen(recorded.add, recorded.add_tokens)
+
     def _end(self, listener: _Listener) -> None:
         self._listeners = [other for other in self._listeners if other is not listener]
 
@@ -159,8 +174,10 @@ class EventLog:
     def _drop(self) -> None:
         while self._kept is not None and self._count > self._kept:
             excess, first = self._count - self._kept, self._entries.popleft()
-            if isinstance(first, _Tokens) and len(first.subjects) > excess:
-                self._entries.appendleft(first._replace(subjects=first.subjects[excess:]))
-                self._count -= excess
-            else:
-                self._count -= len(first.subjects) if isinstance(first, _Tokens) else 1
+            count = 1
+            if isinstance(first, _Tokens):
+                count = min(excess, len(first.subjects))
+                if count < len(first.subjects):
+                    self._entries.appendleft(first._replace(subjects=first.subjects[count:]))
+            self._count -= count
+            self.lacks_until_s = first.time_s

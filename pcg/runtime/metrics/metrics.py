@@ -11,6 +11,7 @@ Names and definitions are those of `vllm bench serve` where it has them:
 and of the papers:
 
     attainment    share of requests that finish within both SLOs, TTFT and TPOT    FlexLLM v2 §8
+                  of gaps: share of all ITLs that are within the TPOT SLO
     satisfaction  mean of 1 − (TTFT / SLO)², 0 beyond the SLO                      S-LoRA appendix B
 
 Latencies are of finished requests. Attainment and satisfaction count all requests except those that
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pcg.errors import BenchmarkError
-from pcg.runtime.metrics.events import Event, Kind
+from pcg.runtime.metrics.events import Event, EventLog, Kind
 from pcg.runtime.metrics.timelines import Outcome, Slo, Timeline, number, timelines
 
 _RATES = (
@@ -38,7 +39,13 @@ _RATES = (
     "output_throughput",
     "total_token_throughput",
 )
-_SHARES = ("slo_attainment", "ttft_attainment", "tpot_attainment", "user_satisfaction")
+_SHARES = (
+    "slo_attainment",
+    "ttft_attainment",
+    "tpot_attainment",
+    "gap_attainment",
+    "user_satisfaction",
+)
 NO_TENANT = "-"
 """The name of the requests without a tenant."""
 
@@ -179,6 +186,17 @@ class ServingReport:
         return _share([one.attains_tpot for one in self._counted if one.slo.tpot_s is not None])
 
     @property
+    def gap_attainment(self) -> float | None:
+        """Share of the gaps between tokens within their TPOT SLO, however their requests ended.
+
+        A mean may hide long gaps, which FlexLLM bounds in each iteration; None without any gap of a
+        request with such an SLO.
+        """
+        promised = [one for one in self.requests if one.slo.tpot_s is not None]
+        gaps = sum(len(one.itls_s) for one in promised)
+        return sum(one.gaps_attained for one in promised) / gaps if gaps else None
+
+    @property
     def request_goodput(self) -> float | None:
         """Requests a second that finish within their SLOs; None if none has an SLO.
 
@@ -252,11 +270,13 @@ def serving_report(
     """Measure a log, or a span of it, such as one without its warm-up.
 
     Args:
-        events: an `EventLog` that kept all its events.
+        events: an `EventLog`. Where it has dropped events, the span begins with the first one that
+            it has, and requests that came before are left out, but for their output tokens.
         slo: SLOs of requests without their own; None for no SLO.
         start_s, end_s: the span, on the engine's clock; None for the first and the last event.
     Raises:
-        BenchmarkError: the log is empty or damaged, or the span has no length.
+        BenchmarkError: the log is empty or damaged, lacks the beginning of the span, or the span
+            has no length.
     """
     log = tuple(events)
     if not log:
@@ -268,7 +288,14 @@ def serving_report(
             f"the span from {start} s to {end} s has no length; the log has {len(log)} events from "
             f"{log[0].time_s} s to {log[-1].time_s} s"
         )
-    everyone = timelines(log, slo or Slo())
+    lacks_until = events.lacks_until_s if isinstance(events, EventLog) else -math.inf
+    if start < lacks_until:
+        raise BenchmarkError(
+            f"the span begins at {start} s, and the log lacks events up to {lacks_until} s; give "
+            "the engine log=EventLog(kept=None), or record the span (EventLog.recording)"
+        )
+    everyone = timelines(log, slo or Slo(), is_whole=lacks_until == -math.inf)
+    tokens = (one for one in log if one.kind is Kind.TOKEN and start <= one.time_s <= end)
     requests = tuple(one for one in everyone if start <= one.submitted_s <= end)
     finished = [one for one in requests if one.outcome is Outcome.FINISHED]
     steps = [one for one in log if one.kind is Kind.STEPPED and start <= one.time_s <= end]
@@ -279,7 +306,7 @@ def serving_report(
         start_s=start,
         end_s=end,
         requests=requests,
-        output_tokens=sum(_outputs(one, start, end) for one in everyone),
+        output_tokens=sum(int(number(token, "count")) for token in tokens),
         fairness=_fairness(everyone, start, end),
         finetuning_tokens=dict(jobs),
         finetuning_steps=len(steps),

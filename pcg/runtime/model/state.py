@@ -11,7 +11,14 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from pcg.errors import AdapterError, EngineError, GenerationError, UnsupportedError
+from pcg.errors import (
+    AdapterError,
+    EngineError,
+    GenerationError,
+    PcgError,
+    UnsupportedError,
+    as_pcg_error,
+)
 from pcg.ir.program.program import Program, Serving, Training
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.native.sgmv import check_native
@@ -33,6 +40,7 @@ from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.adapters.sites import model_sources, served_sources
 from pcg.runtime.adapters.weight_stacker import ServedWeights
 from pcg.runtime.guided.grammars import Grammars
+from pcg.runtime.memory.shape_caches import bound_shape_caches
 from pcg.runtime.model.base_weights import TensorSource, WeightStore
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.model.specialised import ServingProgram, Specialiser, TrainingPrograms
@@ -47,8 +55,8 @@ class StateListener(Protocol):
     def use_program(self, program: ServingProgram) -> None:
         """Serve by another program from now on."""
 
-    def forget(self, adapter: Adapter) -> None:
-        """Drop what is kept of an adapter that was removed, replaced or changed."""
+    def forget(self, adapter: Adapter, *, is_gone: bool) -> None:
+        """Drop what is kept of an adapter that changed; if `is_gone`, nobody can name it now."""
 
 
 class EngineThread(Protocol):
@@ -79,6 +87,7 @@ class ModelState:
         device: torch.device,
         ranks: Ranks = SINGLE_RANK,
     ) -> None:
+        bound_shape_caches()
         self.program = program
         self.ranks = ranks
         self.tokenizer = tokenizer
@@ -210,6 +219,14 @@ class ModelState:
     def make_adapter(self, name: str, path_or_config: object = "lora", *, seed: int = 0) -> Adapter:
         """Load or make an adapter without serving it; see `Executor.add_adapter`."""
         check_name(name)
+        try:
+            return self._made_adapter(name, path_or_config, seed)
+        except PcgError:
+            raise
+        except Exception as error:  # which, a stranger's recipe or file decides
+            raise as_pcg_error(error, f"making adapter {name!r}", AdapterError) from error
+
+    def _made_adapter(self, name: str, path_or_config: object, seed: int) -> Adapter:
         base = self.program.base
         modules = base.module_shapes()
         if isinstance(path_or_config, Path) or (
@@ -267,7 +284,7 @@ class ModelState:
             raise
         self._served.changed(adapter)
         if adapter.name in before:
-            self._tell_changed(before[adapter.name])
+            self._tell_changed(before[adapter.name], is_gone=True)
         return adapter
 
     def program_for(self, adapter: Adapter) -> ServingProgram:
@@ -288,7 +305,7 @@ class ModelState:
         adapter = self.adapter(name)
         self._check_untrained(name)
         self.serving.tables.forget(adapter)
-        self._tell_changed(adapter)
+        self._tell_changed(adapter, is_gone=True)
         self._unsettled.pop(name, None)
         del self._adapters[name]
 
@@ -302,7 +319,7 @@ class ModelState:
             self._unsettled[name] = settle
         self._served.changed(self._adapters[name])
         self.serving.tables.forget(self._adapters[name])
-        self._tell_changed(self._adapters[name])
+        self._tell_changed(self._adapters[name], is_gone=False)
 
     def settle_adapter(self, name: str) -> None:
         """Gather an adapter's trained tensors, unless that was done."""
@@ -310,9 +327,9 @@ class ModelState:
         if settle is not None:
             settle()
 
-    def _tell_changed(self, adapter: Adapter) -> None:
+    def _tell_changed(self, adapter: Adapter, *, is_gone: bool) -> None:
         for listener in self._listeners:
-            listener.forget(adapter)
+            listener.forget(adapter, is_gone=is_gone)
 
     def on_host(self, adapter: Adapter) -> Adapter:
         """Return the adapter in the adapters' dtype, in host memory."""

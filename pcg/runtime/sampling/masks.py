@@ -11,24 +11,35 @@ Source: the order, and what the fields mean, is vLLM's (`v1/sample/sampler.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pcg.kernels.uploads import uploaded, uploaded_list
-from pcg.runtime.guided.grammar import Grammar
 from pcg.runtime.guided.grammars import masks_of
 from pcg.runtime.sampling.places import places, sent
 from pcg.runtime.sampling.sampler import Sampler
 
 
-def restrict(logits: Tensor, samplers: Sequence[Sampler]) -> None:
-    """Remove the tokens that each row may not generate from its logits [R, V], in place."""
+def guided(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
+    """Return a copy of the logits [R, V] in fp32, without tokens that rows' guides rule out."""
     grammars = {row: each.grammar for row, each in enumerate(samplers) if each.grammar is not None}
-    if grammars:
-        _guide(logits, grammars)
+    if not grammars:
+        return logits.to(torch.float32, copy=True)
+    ruled_out = uploaded(torch.from_numpy(masks_of(list(grammars.values()))), logits.device)
+    nothing = torch.full((), -math.inf, device=logits.device)
+    if len(grammars) == len(logits):
+        return torch.where(ruled_out, nothing, logits.float())
+    logits = logits.to(torch.float32, copy=True)
+    rows = uploaded_list(list(grammars), torch.int64, logits.device)
+    logits[rows] = torch.where(ruled_out, nothing, logits[rows])
+    return logits
+
+
+def restrict(logits: Tensor, samplers: Sequence[Sampler]) -> None:
+    """Remove what each row's fields rule out from its logits [R, V], in place."""
     allowed = [(row, each.allowed) for row, each in enumerate(samplers) if each.allowed is not None]
     if allowed:
         at = places(allowed, logits)
@@ -40,15 +51,6 @@ def restrict(logits: Tensor, samplers: Sequence[Sampler]) -> None:
     forbidden = [(row, np.array(tokens, dtype=np.int64)) for row, tokens in found if tokens]
     if forbidden:
         logits.index_put_(places(forbidden, logits), logits.new_full((), -math.inf))
-
-
-def _guide(logits: Tensor, grammars: Mapping[int, Grammar]) -> None:
-    ruled_out = uploaded(torch.from_numpy(masks_of(list(grammars.values()))), logits.device)
-    if len(grammars) == len(logits):
-        logits.masked_fill_(ruled_out, -math.inf)
-        return
-    rows = uploaded_list(list(grammars), torch.int64, logits.device)
-    logits[rows] = logits[rows].masked_fill_(ruled_out, -math.inf)
 
 
 def add_biases(logits: Tensor, samplers: Sequence[Sampler]) -> None:

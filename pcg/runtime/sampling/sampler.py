@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Sequence
 
@@ -40,15 +41,19 @@ class Sampler:
         prompt_ids: Sequence[int] = (),
         end_ids: Iterable[int] = (),
         grammar: Grammar | None = None,
+        first: Sampler | None = None,
     ) -> None:
         """Make the sampler of a request whose output ends with one of `end_ids`.
 
-        Its parameters are as `resolved` returns them.
+        Its parameters are as `resolved` returns them. `first` is the sampler of another
+        continuation of the prompt, before its first token, which counted the prompt's tokens.
         """
         self.params = params
         self.is_greedy = params.greedy
         self.grammar = grammar
-        self.counts = _counts(params, prompt_ids)
+        self.counts: TokenCounts | None = (
+            _counts(params, prompt_ids) if first is None else copy.deepcopy(first.counts)
+        )
         self.allowed = self.bias = None
         if params.allowed_token_ids is not None:
             self.allowed = np.array(params.allowed_token_ids, dtype=np.int64)

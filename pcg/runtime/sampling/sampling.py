@@ -26,7 +26,7 @@ from pcg.errors import GenerationError
 from pcg.kernels.uploads import uploaded_list
 from pcg.runtime.sampling.drawing import PYTORCH, Drawing
 from pcg.runtime.sampling.filters import filtered
-from pcg.runtime.sampling.masks import add_biases, restrict
+from pcg.runtime.sampling.masks import add_biases, guided, restrict
 from pcg.runtime.sampling.penalties import penalize
 from pcg.runtime.sampling.sampler import Sampler
 
@@ -52,7 +52,7 @@ def sample(logits: Tensor, samplers: Sequence[Sampler], drawing: Drawing | None 
     if len(samplers) != logits.shape[0]:
         raise GenerationError(f"{len(samplers)} samplers for {logits.shape[0]} rows of logits")
     if not all(sampler.is_plain for sampler in samplers):
-        logits = logits.to(torch.float32, copy=True)
+        logits = guided(logits, samplers)
         restrict(logits, samplers)
         add_biases(logits, samplers)
         penalize(logits, samplers)

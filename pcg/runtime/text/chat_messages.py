@@ -3,11 +3,11 @@
 Every error names the place, so that the checks serve both a line of a data file and a request.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from pcg.errors import DataError
+from pcg.files import json_value
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -69,12 +69,8 @@ def _tool_calls(value: Any, name: str, where: str) -> list[Any]:
             raise DataError(f"{where}: {name}[{index}] has no 'function' with a 'name'")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError as error:
-                raise DataError(
-                    f"{where}: the 'arguments' of {name}[{index}] are not JSON: {error}"
-                ) from error
+            of_call = f"{where}: the JSON of the 'arguments' of {name}[{index}]"
+            arguments = json_value(arguments, of_call, DataError)
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return calls
 

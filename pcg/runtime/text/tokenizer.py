@@ -9,7 +9,6 @@ special tokens of the post-processor included. The rest comes from the files bes
     chat template           chat_template.jinja, else tokenizer_config.json "chat_template"
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,12 +18,15 @@ from typing import Any, Self
 import tokenizers
 
 from pcg.errors import ConfigError, GenerationError, ModelNotFoundError
+from pcg.files import is_directory, is_file, read_json, read_text, shown_path
 from pcg.runtime.text.chat import ChatTemplate, Message
 from pcg.runtime.text.detokenizer import StreamDecoder
+from pcg.units import shown
 
 Json = Mapping[str, Any]
 
 _NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_REPAIR = "; repair or download it again"
 _LONG = 10_000
 """Characters of a text whose encoding takes more than some milliseconds."""
 _ID_FILES = ("generation_config.json", "config.json")
@@ -71,9 +73,9 @@ class Tokenizer:
         """
         directory = Path(directory)
         path = directory / "tokenizer.json"
-        if not path.is_file():
+        if not is_file(path):
             raise ModelNotFoundError(
-                f"no tokenizer.json in {directory}; save one beside the weights with "
+                f"no tokenizer.json in {shown_path(directory)}; save one beside the weights with "
                 "AutoTokenizer.from_pretrained(model).save_pretrained(directory)"
             )
         try:
@@ -222,15 +224,7 @@ def _first(ids: Sequence[int]) -> int | None:
 
 def _read_json(path: Path) -> Json:
     """Read the object in a JSON file; {} without such a file. ConfigError: it is not an object."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # bad JSON, or bad UTF-8
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds a {type(value).__name__}; expected a JSON object")
-    return value
+    return read_json(path, ConfigError, _REPAIR) if is_file(path) else {}
 
 
 def _special_texts(config: Json, special_tokens_map: Json) -> dict[str, str]:
@@ -256,7 +250,7 @@ def _ids_of(name: str, files: Mapping[str, Json]) -> tuple[int, ...]:
             continue
         ids = value if isinstance(value, list) else [value]
         if not all(type(index) is int and index >= 0 for index in ids):
-            raise ConfigError(f"{file} has {name}={value!r}; expected an id or a list of ids")
+            raise ConfigError(f"{file} has {name}={shown(value)}; expected an id or a list of ids")
         return tuple(ids)
     return ()
 
@@ -287,11 +281,11 @@ def _find_template(
             f'tokenizer_config.json: "chat_template" is a {type(given).__name__}; expected text'
         )
     named = directory / "additional_chat_templates"
-    for path in sorted(named.glob("*.jinja")) if named.is_dir() else []:
-        sources[path.stem] = path.read_text(encoding="utf-8")
+    for path in sorted(named.glob("*.jinja")) if is_directory(named) else []:
+        sources[path.stem] = read_text(path, ConfigError)
     file = directory / "chat_template.jinja"
-    if file.is_file():
-        sources["default"] = file.read_text(encoding="utf-8")
+    if is_file(file):
+        sources["default"] = read_text(file, ConfigError)
     return ChatTemplate(sources) if sources else None
 
 
@@ -301,6 +295,8 @@ def _override_text(override: str | Path) -> str:
     if isinstance(override, str) and "{" in override:
         return override
     path = Path(override)
-    if not path.is_file():
-        raise ConfigError(f"no chat template file {path}; give a path, or the template's text")
-    return path.read_text(encoding="utf-8")
+    if not is_file(path):
+        raise ConfigError(
+            f"no chat template file {shown_path(path)}; give a path, or the template's text"
+        )
+    return read_text(path, ConfigError)

@@ -23,7 +23,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pcg.errors import AdapterError, FinetuneError
-from pcg.files import check_writable, sync_names
-from pcg.peft.adapter import Adapter
+from pcg.files import (
+    check_writable,
+    damage_of,
+    expanded,
+    is_directory,
+    read_json,
+    shown_path,
+    sync_names,
+)
+from pcg.peft.adapter import Adapter, check_finite
 from pcg.peft.reader import read_adapter
 from pcg.peft.writer import write_adapter, write_tensors, write_text
 from pcg.tensor_file import read_header
+from pcg.units import is_finite, shown
 
 LATEST = "latest"
 STATE = "trainer_state.json"
@@ -103,7 +112,7 @@ class CheckpointStore:
     """The checkpoints of one job in a directory, of which the last `keep_last` stay."""
 
     def __init__(self, directory: str | os.PathLike[str], keep_last: int = 2) -> None:
-        self.directory = Path(directory).expanduser()
+        self.directory = expanded(directory)
         self._keep_last = keep_last
         self._kept: list[Path] = []
 
@@ -122,14 +131,14 @@ class CheckpointStore:
             name = pointer.read_text(encoding="utf-8").strip()
         except FileNotFoundError:
             return None
-        except (OSError, UnicodeDecodeError) as error:
-            raise FinetuneError(f"{pointer} cannot be read: {error}") from error
+        except (OSError, ValueError) as error:  # or its name, or its text, is none
+            raise FinetuneError(f"{shown_path(pointer)} cannot be read: {error}") from error
         path = self.directory / name
-        if not _NAME.fullmatch(name) or not path.is_dir():
+        if not _NAME.fullmatch(name) or not is_directory(path):
             there = ", ".join(p.name for p in self._all()) or "none"
             raise FinetuneError(
-                f"{pointer} names the checkpoint {name!r}, which is not there; there are: {there}; "
-                "write one of these names into the file, or start anew with resume=False"
+                f"{pointer} names the checkpoint {shown(name)}, which is not there; there are: "
+                f"{there}; write one of these names into the file, or start anew with resume=False"
             )
         return path
 
@@ -176,7 +185,7 @@ class CheckpointStore:
         try:
             saved = _read_state(path / STATE)
             adapter = _read_adapter(path, name)
-            best = _read_adapter(path / BEST, name) if (path / BEST).is_dir() else None
+            best = _read_adapter(path / BEST, name) if is_directory(path / BEST) else None
             optimizer = _read_tensors(path / OPTIMIZER)
             beside = _read_tensors(path / BESIDE) if adapter.recipe.trains_beside else {}
         except (AdapterError, SafetensorError, OSError) as error:
@@ -279,6 +288,7 @@ def _write_adapter(adapter: Adapter, path: Path) -> None:
 
 def _read_adapter(path: Path, name: str) -> Adapter:
     adapter = read_adapter(path, name)
+    check_finite(adapter, path)
     if adapter.recipe.encoder is None:
         return adapter
     return dataclasses.replace(adapter, encoder=_read_tensors(path / ENCODER))
@@ -287,25 +297,57 @@ def _read_adapter(path: Path, name: str) -> Adapter:
 def _read_tensors(file: Path) -> dict[str, Tensor]:
     read_header(file, FinetuneError)
     tensors: dict[str, Tensor] = load_file(file)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise FinetuneError(
+                f"{file}: {name} holds NaN or infinity, which the job would train on; write the "
+                f"name of another checkpoint into {LATEST}, or start anew with resume=False"
+            )
     return tensors
 
 
 def _read_state(path: Path) -> tuple[TrainerState, dict[str, Any]]:
-    try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        if saved["format"] != FORMAT:
-            raise FinetuneError(
-                f"{path} is of format {saved['format']}, this pcg reads {FORMAT}; resume with the "
-                "version that wrote it, or start anew with resume=False"
-            )
-        state = TrainerState(**saved["state"])
-        state.eval_losses = [(int(step), float(loss)) for step, loss in state.eval_losses]
-        return state, dict(saved["trajectory"])
-    except (KeyError, TypeError, ValueError) as error:
+    fix = f"; write the name of another checkpoint into {LATEST}, or start anew with resume=False"
+    saved = read_json(path, FinetuneError, fix)
+    if saved.get("format") != FORMAT:
         raise FinetuneError(
-            f"{path} is damaged: {error}; write the name of another checkpoint into {LATEST}, or "
-            "start anew with resume=False"
-        ) from error
+            f"{path} is of format {shown(saved.get('format'))}, this pcg reads {FORMAT}; resume "
+            "with the version that wrote it, or start anew with resume=False"
+        )
+    with damage_of(str(path), FinetuneError, fix):
+        state = TrainerState(**saved["state"])
+        for name, is_good in _GOOD.items():
+            if not is_good(getattr(state, name)):
+                raise ValueError(f"{name} is {shown(getattr(state, name))}")
+        if len(state.losses) != state.step:
+            raise ValueError(f"{len(state.losses)} losses of {state.step} steps")
+        state.eval_losses = [(step, loss) for step, loss in state.eval_losses]
+        return state, dict(saved["trajectory"])
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_evaluation(value: Any) -> bool:
+    is_pair = isinstance(value, list) and len(value) == 2
+    return is_pair and _is_count(value[0]) and is_finite(value[1])
+
+
+_GOOD: Mapping[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "position": lambda value: isinstance(value, dict),
+    "losses": lambda value: isinstance(value, list) and all(map(is_finite, value)),
+    "eval_losses": lambda value: isinstance(value, list) and all(map(_is_evaluation, value)),
+    "tokens": _is_count,
+    "targets": _is_count,
+    "seconds": lambda value: is_finite(value) and value >= 0,
+    "best_step": lambda value: value is None or _is_count(value),
+    "best_loss": lambda value: value is None or is_finite(value),
+    "stale": _is_count,
+    "stopped": lambda value: isinstance(value, bool),
+}
+"""What each entry of a `TrainerState` may be in a file."""
 
 
 def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
@@ -314,5 +356,6 @@ def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     for name in dict.fromkeys([*saved, *own]):
         before, now = saved.get(name), own.get(name)
         if before != now:
-            words.append(f"{name.replace('_checksum', ' (checksum)')} was {before}, is {now}")
+            what = name.replace("_checksum", " (checksum)")
+            words.append(f"{what} was {shown(before)}, is {shown(now)}")
     return words

@@ -19,6 +19,7 @@ from typing import NoReturn
 import torch
 
 from pcg.errors import FinetuneError, FinetuneInterrupted, UnsupportedError
+from pcg.files import damage_of
 from pcg.parallel.ranks.group import broadcast_from_first, run_on_first
 from pcg.peft.adapter import Adapter
 from pcg.runtime.data.dataset import Dataset
@@ -109,7 +110,9 @@ class FinetuneJob:
                 self._runner, self._data, self._batches, options, self._total
             )
             if checkpoint is not None:
-                self._resume(checkpoint)
+                fix = "; use an older one, or start anew with resume=False"
+                with damage_of(f"the checkpoint {self._checkpoint}", FinetuneError, fix):
+                    self._resume(checkpoint)
         except BaseException:
             self._publisher.undo()
             raise

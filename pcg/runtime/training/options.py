@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from pcg.runtime.data.sources import Source, has_validation
 from pcg.runtime.training.result import OnStep
 from pcg.runtime.training.schedules import Schedule, make_schedule
 from pcg.runtime.training.torch_optimizers import FIELDS, Optimizer
+from pcg.units import is_finite
 
 Data = Source | Iterable[Example]
 
@@ -252,7 +252,7 @@ class FinetuneOptions(
         betas = () if self.betas is None else self.betas
         if self.betas is not None and (not isinstance(betas, tuple | list) or len(betas) != 2):
             raise FinetuneError(f"betas={betas!r}; use two numbers, such as (0.9, 0.999)")
-        if not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
+        if not all(is_finite(beta) and 0 <= beta < 1 for beta in betas):
             raise FinetuneError(f"betas={betas!r}; each is in [0, 1)")
 
     def _check_pairs(self) -> None:
@@ -375,14 +375,10 @@ def _check_number(name: str, value: object, low: float, is_open: bool) -> None:
     if value is None and name in ("eps", "max_grad_norm"):
         return
     bound = f"above {low:g}" if is_open else f"of at least {low:g}"
-    if not _is_number(value) or value < low or (is_open and value == low):  # type: ignore[operator]
+    if not is_finite(value) or value < low or (is_open and value == low):  # type: ignore[operator]
         hint = "; None turns clipping off" if name == "max_grad_norm" else ""
         raise FinetuneError(f"{name}={value!r}; use a number {bound}{hint}")
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -15,7 +15,6 @@ import difflib
 import functools
 import inspect
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pcg.errors import FinetuneError
 from pcg.ir.shapes import Shape
+from pcg.units import is_finite
 
 if TYPE_CHECKING:
     import torch
@@ -272,7 +272,7 @@ def _checked(name: str, option: str, value: object, default: object) -> Any:
     if isinstance(default, tuple):
         value = tuple(value) if isinstance(value, tuple | list) else ()
         is_good = len(value) == len(default) and all(
-            _is_number(v) or (v is None and d is None) for v, d in zip(value, default, strict=True)
+            is_finite(v) or (v is None and d is None) for v, d in zip(value, default, strict=True)
         )
         expected = f"{len(default)} numbers"
     elif isinstance(default, bool):
@@ -283,13 +283,9 @@ def _checked(name: str, option: str, value: object, default: object) -> Any:
     elif default is None:
         is_good, expected = value is None or isinstance(value, str), "a word, or None"
     else:
-        is_good, expected = _is_number(value), "a number"
+        is_good, expected = is_finite(value), "a number"
     if not is_good:
         raise FinetuneError(
             f"optimizer {name!r} has {option}={value!r}; use {expected}, such as {default!r}"
         )
     return value
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -20,6 +20,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from pcg.errors import BenchmarkError
+from pcg.files import damage_of, is_file, shown_path
 from pcg.simulate.workloads.workload import TimedRequest, Workload
 
 
@@ -56,9 +57,10 @@ def read_public_trace(path: str | Path) -> Workload:
             where one belongs, or no request is left.
     """
     path = Path(path)
-    if not path.is_file():
-        raise BenchmarkError(f"no trace file {path}")
-    rows = sorted(_rows(path), key=lambda row: row[0])
+    if not is_file(path):
+        raise BenchmarkError(f"no trace file {shown_path(path)}")
+    with damage_of(str(path), BenchmarkError, "; download it again"):
+        rows = sorted(_rows(path), key=lambda row: row[0])
     if not rows:
         raise BenchmarkError(f"{path} holds no requests that have a prompt and an output")
     first = rows[0][0]

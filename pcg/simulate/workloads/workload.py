@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pcg.errors import BenchmarkError
+from pcg.files import damage_of, is_file, json_value, shown_path
 from pcg.simulate.workloads.checks import require_count, require_positive
 
 
@@ -129,10 +130,10 @@ class Workload:
                 last.
         """
         path = Path(path)
-        if not path.is_file():
-            raise BenchmarkError(f"no trace file {path}")
+        if not is_file(path):
+            raise BenchmarkError(f"no trace file {shown_path(path)}")
         found: list[TimedRequest] = []
-        with path.open("rb") as file:
+        with damage_of(str(path), BenchmarkError), path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
@@ -151,10 +152,7 @@ class Workload:
 
 
 def _object(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise BenchmarkError(f"{where}: not JSON: {error}; write one object a line") from error
+    value = json_value(line.rstrip(), where, BenchmarkError, "; write one object a line")
     if not isinstance(value, dict):
         raise BenchmarkError(f"{where}: not an object; write {{{', '.join(map(repr, _NEEDED))}}}")
     return value

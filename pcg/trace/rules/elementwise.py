@@ -25,8 +25,21 @@ def pointwise(flat: FlatGraph, node: Node) -> FlatValue:
     x = flat.tensor(tensors[0])
     arguments = ", ".join("{0}" if a is tensors[0] else repr(a) for a in node.args)
     dtype = dtype_of(node.meta["val"])
-    target = str(node.target)
+    target = _out_of_place(node)
     return x.named(flat.add("pointwise", x.name, target=target, arguments=arguments, dtype=dtype))
+
+
+def _out_of_place(node: Node) -> str:
+    """The operator's name; of one that writes its operand, the one that gives a new tensor."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    name = target._schema.name.removeprefix("aten::")
+    if not name.endswith("_"):
+        return str(target)
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    if target._overloadname not in getattr(packet, "overloads", list)():
+        raise refusal(node, "it writes in place, and PyTorch has no such operator that does not")
+    return f"aten.{name.removesuffix('_')}.{target._overloadname}"
 
 
 def unary(op: str, **places: int) -> Rule:

@@ -16,8 +16,6 @@ _RESHAPES = ("_unsafe_view", "flatten", "reshape", "squeeze", "unflatten", "view
 _ATEN: Mapping[str, Rule] = {
     **{name: unary(name) for name in _UNARY},
     **{name: binary(name) for name in _BINARY},
-    **dict.fromkeys(("detach", "detach_"), elementwise.detach),
-    **{f"{name}_": binary(name) for name in ("add", "div", "mul")},
     **dict.fromkeys(_IDENTITIES, elementwise.identity),
     **dict.fromkeys(_RESHAPES, shapes.reshape),
     **dict.fromkeys(("_to_copy", "to", "type_as"), elementwise.cast),
@@ -29,6 +27,7 @@ _ATEN: Mapping[str, Rule] = {
     "addmm": products.addmm,
     "cat": shapes.concat,
     "clamp": unary("clamp", min=1, max=2),
+    "detach": elementwise.detach,
     "dropout": elementwise.dropout,
     "embedding": shapes.embedding,
     "gather": shapes.gather,

@@ -297,7 +297,7 @@ LINE_ERRORS = [
     (
         '{"messages": [{"role": "assistant", "tool_calls": '
         '[{"function": {"name": "f", "arguments": "{"}}]}]}',
-        "the 'arguments' of .* are not JSON",
+        "the JSON of the 'arguments' of .* is damaged",
     ),
     ('{"messages": [{"role": "user", "content": "a"}], "tools": {}}', "'tools' is an object"),
     ('{"conversations": [{"from": "bot", "value": "a"}]}', r"'conversations'\[0\] is from 'bot'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ from pcg.errors import GenerationError, PcgError
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.limits import Limits
+from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.metrics import serving_report
@@ -25,6 +27,11 @@ DRAWN: dict[str, Any] = {
     "ignore_eos": True,
     "repetition_penalty": 1.1,
 }
+
+
+@functools.cache
+def shared() -> Executor:
+    return make_executor()
 
 
 def run(engine: Engine) -> list[Chunk]:
@@ -50,23 +57,28 @@ def completions(chunks: list[Chunk], index: int) -> list[Completion]:
     return [found[choice] for choice in range(len(found))]
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("length", [5, 2 * PAGE_TOKENS, 37])
-def test_as_many_requests_with_the_next_seeds(backend: str, length: int) -> None:
-    if backend == "triton" and length != 37:
-        pytest.skip("interpreted kernels take long")
-    executor = make_executor(backend)
-    new = {**DRAWN, "max_new_tokens": 4} if backend == "triton" else DRAWN
+def test_as_many_requests_with_the_next_seeds(length: int) -> None:
+    executor = shared()
     (prompt,) = prompts((length,))
-    apart = executor.generate([prompt] * 4, "a", seed=7, **new)
-    together = executor.generate([prompt], "a", seed=7, n=4, **new)
+    apart = executor.generate([prompt] * 4, "a", seed=7, **DRAWN)
+    together = executor.generate([prompt], "a", seed=7, n=4, **DRAWN)
     assert [one.token_ids for one in together] == [one.token_ids for one in apart]
     assert [one.index for one in together] == [0, 1, 2, 3]
     assert len({one.token_ids for one in together}) == 4
 
 
+def test_programs_for_triton() -> None:
+    executor = make_executor("triton")
+    (prompt,) = prompts((PAGE_TOKENS + 2,))
+    new = {**DRAWN, "max_new_tokens": 2}
+    apart = executor.generate([prompt] * 2, "a", seed=7, **new)
+    together = executor.generate([prompt], "a", seed=7, n=2, **new)
+    assert [one.token_ids for one in together] == [one.token_ids for one in apart]
+
+
 def test_prompts_beside_each_other_have_seeds_of_their_own() -> None:
-    executor = make_executor()
+    executor = shared()
     one, other = prompts((9, 20))
     apart = executor.generate([one, one, other, other], [None, None, "a", "a"], seed=3, **DRAWN)
     together = executor.generate([one, other], [None, "a"], seed=3, n=2, **DRAWN)
@@ -75,7 +87,7 @@ def test_prompts_beside_each_other_have_seeds_of_their_own() -> None:
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_the_prompt_is_computed_once_and_its_pages_are_shared(caching: bool) -> None:
-    executor = make_executor()
+    executor = shared()
     page = bytes_of_page(kv_types(executor.serving.runner.model))
     engine = executor.engine(kv_cache_bytes=64 * page, prefix_caching=caching)
     (prompt,) = prompts((40,))
@@ -100,7 +112,7 @@ def test_the_prompt_is_computed_once_and_its_pages_are_shared(caching: bool) -> 
 @pytest.mark.parametrize("caching", [True, False])
 def test_where_pages_or_places_are_few(caching: bool) -> None:
     """Continuations wait, are preempted, and are computed each: with the same tokens."""
-    executor = make_executor()
+    executor = shared()
     page = bytes_of_page(kv_types(executor.serving.runner.model))
     (prompt,) = prompts((37,))
     wanted = [list(c.token_ids) for c in executor.generate([prompt] * 6, "a", seed=5, **DRAWN)]
@@ -115,7 +127,7 @@ def test_where_pages_or_places_are_few(caching: bool) -> None:
 
 
 def test_logprobs_of_the_prompt_are_computed_once() -> None:
-    executor = make_executor()
+    executor = shared()
     base, _ = models()
     (prompt,) = prompts((21,))
     done = executor.generate([prompt], n=3, seed=2, prompt_logprobs=1, logprobs=1, **DRAWN)
@@ -133,7 +145,7 @@ def test_logprobs_of_the_prompt_are_computed_once() -> None:
 
 
 def test_the_best_of_several() -> None:
-    executor = make_executor()
+    executor = shared()
     (prompt,) = prompts((14,))
     every = executor.generate([prompt], "a", n=8, seed=11, logprobs=0, **DRAWN)
     ranked = sorted(every, key=lambda one: -(one.cumulative_logprob or 0.0))
@@ -149,7 +161,7 @@ def test_the_best_of_several() -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_cancelling_ends_all_of_them(steps: int) -> None:
-    executor = make_executor()
+    executor = shared()
     engine = make_engine(executor, 64, Limits(running=3))
     (prompt,) = prompts((20,))
     name = engine.submit(executor.request(prompt, "a", n=4, seed=1, **DRAWN))
@@ -162,7 +174,7 @@ def test_cancelling_ends_all_of_them(steps: int) -> None:
 
 
 def test_cancelling_after_the_first_has_ended() -> None:
-    executor = make_executor()
+    executor = shared()
     (prompt,) = prompts((20,))
     fields = {**DRAWN, "max_new_tokens": 60}
     firsts = executor.generate([prompt], n=3, seed=9, **fields)
@@ -199,7 +211,7 @@ def test_one_that_fails_ends_the_request_with_one_error() -> None:
 
 @pytest.mark.parametrize("failing", [0, 1, 4])
 def test_a_step_that_fails_is_computed_again(failing: int) -> None:
-    executor = make_executor()
+    executor = shared()
     (prompt,) = prompts((20,))
     wanted = [c.token_ids for c in executor.generate([prompt], n=3, seed=4, **DRAWN)]
     engine = make_engine(executor, 64)
@@ -244,4 +256,4 @@ def test_streams_of_a_running_engine() -> None:
 )
 def test_bad_numbers(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(PcgError, match=message):
-        make_executor().generate([[1, 2], [3]], **fields)
+        shared().generate([[1, 2], [3]], **fields)

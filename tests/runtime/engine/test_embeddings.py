@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 import pcg.compiler as compiler
 from pcg.errors import GenerationError, ProgramError
 from pcg.runtime.engine.limits import Limits
+from pcg.runtime.executor import Executor
 from tests.support import oracle, tiny_llama
 from tests.support.families import BY_NAME
 from tests.support.peft_cases import CONFIGS, wrap
@@ -21,6 +23,11 @@ from tests.support.prompts import TOLERANCE, prompts
 from tests.support.small_engine import LORA, expected, make_engine, make_executor, models, requests
 
 LENGTHS = (9, 4, 37, 5, 18, 1)
+
+
+@functools.cache
+def shared() -> Executor:
+    return make_executor()
 
 
 @torch.no_grad()
@@ -37,7 +44,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_mixed_with_adapters(pooling: Any) -> None:
-    executor = make_executor()
+    executor = shared()
     base, wrapped = models()
     asked = prompts(LENGTHS)
     names = ["a", None] * 3
@@ -82,7 +89,7 @@ def test_methods(method: str, pooling: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pages", [64, 9])
 def test_beside_generation_in_chunks_behind_prefixes_and_preempted(pages: int) -> None:
-    executor = make_executor()
+    executor = shared()
     base, _ = models()
     engine = make_engine(executor, pages, Limits(tokens=24, least_chunk=3))
     (prompt,) = prompts((70,))
@@ -164,7 +171,12 @@ def test_states_that_are_not_finite_fail_that_request_alone() -> None:
 )
 def test_fields_that_do_not_go_together(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(GenerationError, match=message):
-        make_executor().request([1, 2], **fields)
+        shared().request([1, 2], **fields)
+
+
+def test_no_prompts() -> None:
+    with pytest.raises(GenerationError, match="no prompts to embed"):
+        shared().embed([])
 
 
 def test_programs_without_the_function(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,11 @@ def mixed() -> tuple[Executor, dict[str | None, Any]]:
     return executor, wrapped
 
 
+@functools.cache
+def shared() -> Executor:
+    return make_executor()
+
+
 def check(model: Any, prompt: list[int], done: Completion, count: int) -> None:
     """Compare the logprobs of a completion's tokens with the model's own."""
     assert done.logprobs is not None
@@ -99,7 +104,7 @@ def test_drawn_tokens_have_the_raw_distribution_s() -> None:
 
 
 def test_beside_requests_that_ask_for_none_and_after_preemption() -> None:
-    executor = make_executor()
+    executor = shared()
     engine = make_engine(executor, 12)
     base, _ = models()
     asked = prompts((9, 4, 37, 5, 18, 1))
@@ -131,11 +136,11 @@ def test_programs_for_triton() -> None:
 @pytest.mark.parametrize("count", [-1, "5", 1.0, True, math.inf])
 def test_no_count(count: Any) -> None:
     with pytest.raises(GenerationError, match=r"logprobs=.*use an int of at least 0"):
-        make_executor().request([1, 2], logprobs=count)
+        shared().request([1, 2], logprobs=count)
 
 
 def test_more_than_the_limit() -> None:
-    executor = make_executor()
+    executor = shared()
     with pytest.raises(GenerationError, match=r"logprobs=21.*at most 20.*Limits\(logprobs=…\)"):
         executor.generate([[1, 2]], logprobs=21)
     engine = make_engine(executor, 8, Limits(logprobs=10**6))
@@ -184,7 +189,7 @@ def test_prompts_alone_of_mixed_adapters(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("pages", [64, 9])
 def test_prompts_in_chunks_beside_found_prefixes_and_preempted(pages: int) -> None:
     """A cached prefix is computed again; what others need not read is still found."""
-    executor = make_executor()
+    executor = shared()
     base, _ = models()
     engine = make_engine(executor, pages, Limits(tokens=24, least_chunk=3))
     (prompt,) = prompts((70,))
@@ -248,7 +253,7 @@ def model_with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Executor:
 
 
 def test_a_prompt_as_long_as_the_model_s_positions() -> None:
-    executor = make_executor()
+    executor = shared()
     base, _ = models()
     (prompt,) = prompts((128,))
     (done,) = executor.generate([prompt], max_new_tokens=0, prompt_logprobs=0)

@@ -386,7 +386,7 @@ def damage(path: Path, how: str) -> None:
     ("file", "how", "message"),
     [
         ("trainer_state.json", "cut", "trainer_state.json is damaged"),
-        ("trainer_state.json", "gone", "is damaged.*trainer_state.json"),
+        ("trainer_state.json", "gone", "trainer_state.json cannot be read"),
         ("trainer_state.json", '{"format": 99}', "is of format 99, this pcg reads 1"),
         ("optimizer.safetensors", "cut", "optimizer.safetensors is truncated"),
         ("optimizer.safetensors", "gone", "optimizer.safetensors cannot be read"),

@@ -233,5 +233,5 @@ def test_another_optimizer_is_another_job(single: Executor, tmp_path: Path) -> N
     options = {**options_of("sgd"), "peft": LORA, "checkpoint_dir": tmp_path}
     single.finetune(DATA, "a", **options)
     single.remove_adapter("a")
-    with pytest.raises(FinetuneError, match="optimizer was sgd, is adagrad"):
+    with pytest.raises(FinetuneError, match="optimizer was 'sgd', is 'adagrad'"):
         single.finetune(DATA, "a", **{**options, **options_of("adagrad"), "optimizer_options": {}})

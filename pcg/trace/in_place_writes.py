@@ -1,0 +1,75 @@
+"""Writes in place that an exported graph's readers would miss.
+
+The importer gives a written value its new name, and its later readers read that. What shares the
+memory under another name, as the tensor that a written part was taken of, would still be read as it
+was before.
+"""
+
+from __future__ import annotations
+
+import operator as python_operator
+from collections.abc import Collection, Iterator
+
+import torch
+from torch.fx import Graph, Node
+
+from pcg.trace.flat_graph import refusal
+
+
+def check_writes(graph: Graph, live: Collection[Node], skipped: Collection[Node]) -> None:
+    """Refuse a graph in which memory is written under one name and then read under another.
+
+    Args:
+        live: the nodes that the outputs need, if nothing is shared.
+        skipped: nodes that are read as one with others.
+    Raises:
+        TraceError: names the operator that writes, and its module.
+    """
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    sharing: dict[int, list[Node]] = {}
+    for node in graph.nodes:
+        memory = _memory(node)
+        if memory is not None:
+            sharing.setdefault(memory, []).append(node)
+    for node in graph.nodes:
+        if node in skipped:
+            continue
+        for written, is_renamed in _written(node):
+            for other in sharing.get(_memory(written) or 0, ()):
+                if order[other] >= order[node] or (other is written and is_renamed):
+                    continue
+                if _are_parts(other, written):
+                    continue
+                readers = [user for user in other.users if order[user] > order[node]]
+                if any(user in live for user in readers):
+                    raise refusal(
+                        node,
+                        f"it writes into memory that {other.name} shares, which is read later; "
+                        "compute a new tensor instead, as torch.where or a product with a mask",
+                    )
+
+
+def _written(node: Node) -> Iterator[tuple[Node, bool]]:
+    """The tensors that a node writes, and True for the one that it gives back."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return
+    for place, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+        if isinstance(value, Node):
+            yield value, place == 0
+
+
+def _are_parts(one: Node, other: Node) -> bool:
+    """True of different parts that one operator cut a tensor into."""
+    is_part = one.target is other.target is python_operator.getitem
+    return is_part and one.args[0] is other.args[0] and one.args[1] != other.args[1]
+
+
+def _memory(node: Node) -> int | None:
+    """The number of the memory that a node's tensor has; None if it is no tensor."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    return int(value.untyped_storage()._cdata)
