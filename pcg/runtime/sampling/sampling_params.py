@@ -294,4 +294,5 @@ _WHOLE = (*_LISTS, "n", "best_of")
 
 def _token(key: object) -> object:
     """Return the token that a key of `logit_bias` names; in JSON and in shells keys are texts."""
-    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+    is_number = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
+    return int(key) if is_number else key  # type: ignore[call-overload]

@@ -16,8 +16,8 @@ def require_number(
     """Refuse a value that is not a finite number in [low, high], or (low, high] with `open_low`."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         above = low < value if open_low else low <= value
-        # An int of many digits is finite, and no float.
-        if above and value <= min(high, sys.float_info.max):
+        # The bounds come before `isfinite`, for which an int may be too large.
+        if above and value <= min(high, sys.float_info.max) and math.isfinite(value):
             return
     interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if math.isinf(high) else ']'}"
     raise GenerationError(f"{name}={shown(value)}; use a finite number in {interval}")
