@@ -90,6 +90,11 @@ class Timeline:
         return tuple(after - before for (before, _), (after, _) in pairwise(self.tokens))
 
     @property
+    def gaps_attained(self) -> int:
+        """Number of its inter-token latencies within its TPOT SLO; all without one."""
+        return sum(_within(gap, self.slo.tpot_s) for gap in self.itls_s)
+
+    @property
     def e2el_s(self) -> float | None:
         """End-to-end latency: seconds from submission to the end, whatever it was."""
         return None if self.ended_s is None else self.ended_s - self.submitted_s

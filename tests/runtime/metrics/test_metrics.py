@@ -97,6 +97,8 @@ def test_by_hand() -> None:
     assert report.slo_attainment == 1 / 4
     assert report.ttft_attainment == 1 / 4
     assert report.tpot_attainment == 2 / 4
+    # a has gaps of 1 and 1.5 s and its own SLO of 1 s; b has one of 3 s, and so has its SLO.
+    assert report.gap_attainment == 2 / 3
     # a: 1 − (1/2)²; b is late, c and e have no token.
     assert report.user_satisfaction == pytest.approx(0.75 / 4)
     assert report.fairness is not None
@@ -142,6 +144,7 @@ def test_without_slos_there_is_nothing_to_attain() -> None:
     log = [submitted(0.0, "a"), token(1.0, "a"), event(1.0, "finished", "a")]
     report = serving_report(log)
     assert report.slo_attainment is report.ttft_attainment is report.tpot_attainment is None
+    assert report.gap_attainment is None
     assert report.request_goodput is report.user_satisfaction is None
     assert report.to_json()["slo_attainment"] is None
     assert report.to_json()["mean_tpot_ms"] is None  # one token has no time after it
