@@ -263,6 +263,7 @@ def _row(report: ServingReport, most: float) -> dict[str, Any]:
         "finetuning_tokens_per_s": round(report.finetuning_throughput, 1),
         "kept": round(report.finetuning_throughput / most, 3) if most else None,
         "slo_attainment": report.slo_attainment,
+        "gap_attainment": report.gap_attainment,
         "p99_tpot_ms": None if tpot is None else round(1e3 * tpot.p99_s, 1),
         "p99_itl_ms": None if itl is None else round(1e3 * itl.p99_s, 1),
         "output_tokens_per_s": round(report.output_throughput, 1),

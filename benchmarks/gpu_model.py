@@ -371,6 +371,7 @@ def _summary(report: Mapping[str, Any]) -> str:
         f"median TTFT {report['median_ttft_ms'] or 0:.0f} ms, "
         f"TPOT {report['median_tpot_ms'] or 0:.1f} ms, "
         f"SLOs attained {report['slo_attainment'] or 0:.1%}, "
+        f"gaps within theirs {report['gap_attainment'] or 0:.1%}, "
         f"finetuning {report['finetuning_throughput']:,.0f} tokens/s"
     )
 

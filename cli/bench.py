@@ -98,7 +98,7 @@ class ServingOptions:
 
     Attributes:
         ttft_slo_ms: SLO of the time to the first token, ms.
-        tpot_slo_ms: SLO of the mean time of an output token after the first, ms.
+        tpot_slo_ms: SLO of each gap between two output tokens, ms.
         policy: the order in which requests are admitted.
         max_num_seqs: the most requests at once.
         max_num_batched_tokens: the most tokens of a step.
@@ -320,7 +320,8 @@ def outcome_table(report: ServingReport) -> Table:
     for title, share in (
         ("SLO attainment", report.slo_attainment),
         ("  first token", report.ttft_attainment),
-        ("  further tokens", report.tpot_attainment),
+        ("  further tokens, mean", report.tpot_attainment),
+        ("  gaps between tokens", report.gap_attainment),
         ("user satisfaction", report.user_satisfaction),
     ):
         if share is not None:

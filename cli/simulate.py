@@ -142,7 +142,8 @@ def _flexllm(options: SimulateOptions, json: bool) -> None:
         asked = {"experiment": "flexllm", "duration_s": duration, "seeds": list(seeds)}
         print_json({**asked, "rows": rows})
         return
-    numbers = ("req/s", "finetuning tok/s", "kept", "of co-serving", "paper", "SLOs met", "output")
+    compared = ("kept", "of co-serving", "paper")
+    numbers = ("req/s", "finetuning tok/s", *compared, "SLOs met", "gaps within", "output")
     made = table("model", "tp", "sharing", *numbers, right=("tp", *numbers))
     for row in rows:
         paper, beside = row["paper_finetuning_tokens_per_s"], row["of_co_serving"]
@@ -157,6 +158,7 @@ def _flexllm(options: SimulateOptions, json: bool) -> None:
             "–" if beside is None else f"{beside:.1%}",
             "–" if paper is None else f"{paper:,.0f}",
             f"{row['slo_attainment']:.1%}",
+            f"{row['gap_attainment']:.1%}",
             f"{row['output_tokens_per_s']:,.0f}",
         )
     out().print(made)
@@ -173,6 +175,7 @@ def _flexllm_row(
     tokens = [report.finetuning_throughput for report in reports]
     mean = statistics.fmean(tokens)
     attained = [report.slo_attainment or 0.0 for report in reports]
+    gaps = [1.0 if one.gap_attainment is None else one.gap_attainment for one in reports]
 
     def of(name: str, at: float | None) -> float | None:
         """The mean by that of the first such row."""
@@ -196,6 +199,7 @@ def _flexllm_row(
         "paper_finetuning_tokens_per_s": setting.paper.get((arrangement, rate)),
         "slo_attainment": statistics.fmean(attained),
         "slo_attainment_least": min(attained),
+        "gap_attainment": statistics.fmean(gaps),
         "output_tokens_per_s": statistics.fmean(one.output_throughput for one in reports),
         "reports": [report.to_json() for report in reports],
     }

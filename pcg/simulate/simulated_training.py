@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pcg.parallel.costs.step_costs import SequenceChunk
 from pcg.runtime.model.load import Load
-from pcg.runtime.training.work_units import Backward, Forward, Pages, Release, WindowedPass, Work
+from pcg.runtime.training.work_units import (
+    Backward,
+    Forward,
+    Pages,
+    Release,
+    StepBeginsAgain,
+    WindowedPass,
+    Work,
+)
 
 _JOBS = itertools.count(-1, -1)
 """Numbers of the adapters that jobs train; versions of those that are served are positive."""
@@ -52,7 +60,8 @@ class SimulatedPass(WindowedPass):
 
     @property
     def load(self) -> Load:
-        return sum((Load.of(one.tokens, one.context) for one in self.next_window), Load())
+        chunks = (Load.of(one.tokens, one.context) for one in self.next_window)
+        return sum(chunks, Load(ends=int(self.layer == 0)))
 
     def forward(self, tokens: int) -> None:
         window: list[SequenceChunk] = []
@@ -97,11 +106,16 @@ def simulated_steps(
     """
     steps, adapter = 0, next(_JOBS)
     for lengths in batches:
-        yield Pages(lengths)
-        whole = SimulatedPass(lengths, layers, adapter, rank)
-        yield Forward(whole)
-        while not whole.is_done:
-            yield Backward(whole)
+        while True:
+            yield Pages(lengths)
+            whole = SimulatedPass(lengths, layers, adapter, rank)
+            try:
+                yield Forward(whole)
+                while not whole.is_done:
+                    yield Backward(whole)
+                break
+            except StepBeginsAgain:
+                yield Release()
         yield Release()
         update()
         steps += 1

@@ -20,6 +20,7 @@ def test_flexllm() -> None:
     assert (light["paper_finetuning_tokens_per_s"], light["of_first_rate"]) == (9400.0, 1.0)
     assert heavy["of_first_rate"] >= 0.8
     assert min(light["slo_attainment_least"], heavy["slo_attainment_least"]) >= 0.95
+    assert min(light["gap_attainment"], heavy["gap_attainment"]) >= 0.99
     assert heavy["output_tokens_per_s"] > 2 * light["output_tokens_per_s"]
     tokens = [report["finetuning_throughput"] for report in heavy["reports"]]
     assert heavy["finetuning_tokens_per_s"] == pytest.approx(sum(tokens) / 2)

@@ -31,9 +31,9 @@ def profile_of(costs: LinearCosts) -> StepProfile:
     profile = StepProfile()
     job = engine.finetune("trained", [(40 + 7 * i,) for i in range(8)])
     device = profile.watch(engine, job)
-    for i in range(12):
-        engine.submit(Request((1,) * (9 + 13 * i), SamplingParams(max_new_tokens=20 + i)))
-    left = 12
+    for i in range(24):
+        engine.submit(Request((1,) * (9 + 7 * i), SamplingParams(max_new_tokens=20 + i)))
+    left = 24
     while left:
         left -= device.step(engine)
     return profile

@@ -88,12 +88,10 @@ def test_a_job_goes_back_layer_by_layer_over_its_windows() -> None:
     while not engine.is_idle:
         engine.step()
         engine.check_integrity()
-    # 7 tokens fit beside the one that decodes; 8 where prompts are over.
+    # 7 tokens fit beside the one that decodes: three windows of nearly the same length.
     assert sum(tokens for layer, tokens in ran if layer == 0) == 20
-    first = [tokens for layer, tokens in ran if layer == 1][:3]
-    assert first == [3, 7, 7]
-    assert ran[:3] == [(1, 3), (1, 7), (1, 7)]
-    assert ran[3:6] == [(0, 3), (0, 7), (0, 7)]
+    assert ran[:3] == [(1, 5), (1, 6), (1, 6)]
+    assert ran[3:6] == [(0, 5), (0, 6), (0, 6)]
     assert job.result == 2
     steps = [event for event in engine.log.of("tuned") if event.kind is Kind.STEPPED]
     assert [event.details["tokens"] for event in steps] == [17, 3]
@@ -142,8 +140,10 @@ def test_promises_are_kept_beside_finetuning() -> None:
     report = serving_report(events, Slo(5.0, 0.05), start_s=8.0, end_s=80.0)
     assert report.slo_attainment is not None
     assert report.slo_attainment > 0.97
+    assert report.gap_attainment is not None
+    assert report.gap_attainment > 0.99
     # A step without them takes a fifth of 50 ms, and 700 tokens forward and back 0.25 s.
-    assert report.finetuning_throughput > 1200
+    assert report.finetuning_throughput > 1000
 
 
 class _UnsteadyCosts(LinearCosts):
@@ -169,7 +169,9 @@ def test_promises_are_kept_where_steps_are_unsteady() -> None:
     report = serving_report(events, Slo(5.0, 0.05), start_s=8.0, end_s=76.0)
     assert report.slo_attainment is not None
     assert report.slo_attainment >= 0.99
-    assert report.finetuning_throughput > 1800
+    assert report.gap_attainment is not None
+    assert report.gap_attainment >= 0.99
+    assert report.finetuning_throughput > 1700
 
 
 def test_latencies_stay_sound_where_loads_are_alike() -> None:

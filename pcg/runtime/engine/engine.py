@@ -69,7 +69,7 @@ class Engine(EngineLoop):
         runner = StepRunner(state, cache, adapters)
         super().__init__(runner, scheduler, MachineClock(state.ranks), given)
         has_slo = limits.tpot_slo_s or limits.ttft_slo_s
-        if given.latencies is None and (has_slo or self.sharing.needs_latencies):
+        if given.latencies is None and has_slo:
             self.calibrate()
 
     @takes(JobArguments, FinetuneError)

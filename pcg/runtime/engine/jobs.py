@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -48,6 +49,12 @@ _ENDS = {
 }
 
 
+_MOST_HELD = 256
+"""The number of steps without room for a unit after which its job's step begins again."""
+_SHORTER = 0.75
+"""How long a window may be at most, relative to the last for which it was done, to do so again."""
+
+
 class Job:
     """A finetuning job.
 
@@ -56,6 +63,8 @@ class Job:
         unit: the next unit; None before it starts and after its end.
         tokens: tokens that it has run, forward and layers backward, by which jobs take turns.
         goes_back_alone: True once a backward failed in which it ran beside other jobs.
+        held: number of steps in a row that had no room for its backward unit.
+        tried: the least tokens of a window for which its step began again; infinite for none.
         record: its last step; None before the first one.
     """
 
@@ -77,6 +86,8 @@ class Job:
         self.unit: Unit | None = None
         self.tokens = 0
         self.goes_back_alone = False
+        self.held = 0
+        self.tried = math.inf
         self.tables: tuple[PageTable, ...] = ()
         self.error: PcgError | None = None
         self.result: Any = None
@@ -100,8 +111,8 @@ class Job:
             self.fail(error)
 
     def begin_step_again(self) -> None:
-        """Begin the step under way again, as its backward failed beside other jobs."""
-        self.goes_back_alone = True
+        """Begin the step under way again, with other windows."""
+        self.held = 0
         self.unit = self._work.throw(StepBeginsAgain())
 
     def cancel(self) -> None:
@@ -224,6 +235,13 @@ class Jobs:
             for job in self.unpaused
         )
 
+    @property
+    def layers(self) -> int:
+        """The most layers that a job's units go back through, at least 1; 0 while none can run."""
+        units = [job.unit for job in self.unpaused]
+        runnable = [one for one in units if isinstance(one, Forward | Backward)]
+        return max((max(one.layers, 1) for one in runnable), default=0)
+
     def forward(self) -> Iterator[tuple[Job, Forward]]:
         """Yield jobs with tokens to run forward, first those that have run the fewest."""
         for job in sorted(self.unpaused, key=lambda job: job.tokens):
@@ -259,6 +277,7 @@ class Jobs:
                     return
             elif isinstance(unit, Release):
                 self._close(job)
+                job.tried = math.inf
             elif isinstance(unit, Backward) or (isinstance(unit, Forward) and unit.remaining):
                 return
             if not job.is_over:
@@ -271,8 +290,22 @@ class Jobs:
             if len(group.jobs) == 1:
                 job.fail(error)
             else:
+                job.goes_back_alone = True
                 job.begin_step_again()
             self.settle(job)
+
+    def hold(self, job: Job, unit: Backward) -> None:
+        """Note that a step had no room for a job's unit; its window may be too long for any.
+
+        It has shorter ones when its step begins again. Where these do not fit either, what follows
+        from the unit may take too long, such as an update, and waits for idle time.
+        """
+        job.held += 1
+        if job.held >= _MOST_HELD and unit.load.tokens < _SHORTER * job.tried:
+            tried = unit.load.tokens
+            job.begin_step_again()
+            self.settle(job)
+            job.tried = tried
 
     # ------------------------------------------------------------------------------- pages
 
@@ -314,7 +347,7 @@ class Jobs:
             self._jobs.remove(job)
             self._close(job)
             reason = {} if job.error is None else {"reason": str(job.error)}
-            self._note(_ENDS[job.state], job.name, **reason)
+            self._note(_ENDS[job.state], job.name, job=True, **reason)
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page of a job is lost."""

@@ -15,14 +15,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pcg.runtime.model.load import Load
+from pcg.runtime.model.margins import Margins, StepKind, kind_of
 
 Vector = tuple[float, ...]
+
+_NOTHING = Load()
+_DECODING = StepKind()
 
 
 class Latency:
     """Predicts the seconds of one kind of work, and learns from observations.
 
     The arguments are the first estimates of the coefficients; one of 0 is not learned.
+
+    Attributes:
+        margins: how much longer than predicted it takes.
     """
 
     def __init__(
@@ -36,6 +43,7 @@ class Latency:
     ) -> None:
         self._scales: Vector = (constant_s, token_s, key_s, sampled_s, trained_s, window_s)
         self._factors = [1.0] * len(self._scales)
+        self.margins = Margins()
         # At first each factor of the estimate has a standard deviation of 1.
         places = range(len(self._scales))
         self._covariance = [[float(i == j and self._scales[i] > 0) for j in places] for i in places]
@@ -48,9 +56,38 @@ class Latency:
         return tuple(f * s for f, s in zip(self._factors, self._scales, strict=True))
 
     def seconds(self, load: Load) -> float:
+        """Return the time that a load takes in the mean."""
         a, b, c, d, e, w = self.coefficients_s
         of_rows = d * load.sampled + e * load.trained + w * load.windows
         return a + b * load.tokens + c * load.keys + of_rows
+
+    def bound_s(self, load: Load, decoded: Load = _NOTHING) -> float:
+        """Return the time that a load takes at most, at the percentile of the margins.
+
+        Args:
+            decoded: the part of it that are sequences that decode.
+        """
+        decoded_s = self._decoded_s(decoded)
+        bound_s = decoded_s * (1 + self.margins.margin(_DECODING))
+        return bound_s + (self.seconds(load) - decoded_s) * (
+            1 + self.margins.margin(kind_of(load, decoded))
+        )
+
+    def _decoded_s(self, decoded: Load) -> float:
+        return self.seconds(decoded) if decoded.tokens else 0.0
+
+    def most_s(self, seconds: float, decoded: Load, kind: StepKind) -> float:
+        """Return how long a step may be predicted to take in order to end within a time.
+
+            d (1 + margin of decoding) + (predicted - d) (1 + margin of the kind) ≤ seconds
+
+        Args:
+            decoded: the load of the sequences that decode in it, predicted to take d.
+            kind: the kind of the step with what runs beside them.
+        """
+        decoded_s = self._decoded_s(decoded)
+        left_s = seconds - decoded_s * (1 + self.margins.margin(_DECODING))
+        return decoded_s + left_s / (1 + self.margins.margin(kind))
 
     def tokens_within(
         self,
@@ -60,7 +97,7 @@ class Latency:
         is_trained: bool = False,
         are_read: bool = False,
     ) -> int:
-        """Return the most tokens that fit into a time beside a load; may be negative.
+        """Return the most tokens that are predicted to fit into a time beside a load.
 
         Args:
             load: the load beside them, which includes what comes with any number of tokens: a row
@@ -79,24 +116,50 @@ class Latency:
         root: float = (per_token**2 + 2 * key_s * left) ** 0.5
         return int((root - per_token) / key_s)
 
+    def learn_margin(self, load: Load, decoded: Load, took_s: float, lost_s: float) -> None:
+        """Learn how much longer than predicted a load took.
+
+        Args:
+            decoded: the load of the sequences that decode, as for `most_s`.
+            lost_s: the time by which a step without finetuning would have exceeded its promise,
+                too; what took so much longer says nothing about what fits beside it.
+        """
+        over_s, kind = took_s - self.seconds(load), kind_of(load, decoded)
+        if over_s > lost_s:
+            return
+        decoded_s = self._decoded_s(decoded)
+        beside_s = self.seconds(load) - decoded_s
+        if decoded_s and kind == _DECODING:
+            self.margins.observe(kind, over_s / decoded_s)
+        elif beside_s > 0:
+            over_s -= decoded_s * self.margins.margin(_DECODING)
+            part_s = max(beside_s, _LEAST_PART * decoded_s)
+            self.margins.observe(kind, max(over_s / part_s, _LEAST_MARGIN))
+
     def observe(self, load: Load, seconds: float) -> None:
-        """Learn from a load that took so long."""
+        """Learn from a load that took so long; units of a last layer are no measure of others."""
         predicted = self.seconds(load)
-        if predicted <= 0 or seconds <= 0:
+        if predicted <= 0 or seconds <= 0 or load.ends:
             return
         # Relative: an error of a tenth weighs the same for every load.
         amounts = (1, load.tokens, load.keys, load.sampled, load.trained, load.windows)
         x = [s * amount / predicted for s, amount in zip(self._scales, amounts, strict=True)]
         covariance, places = self._covariance, range(len(x))
-        spread = [sum(p * v for p, v in zip(row, x, strict=True)) for row in covariance]
         # While loads are alike, forgetting would only make the other factors uncertain.
         is_certain = sum(covariance[i][i] for i in places) < self._most_spread
         forget = _FORGET if is_certain else 1.0
-        gain_by = forget * _NOISE + sum(s * v for s, v in zip(spread, x, strict=True))
         error = max(-_MOST_ERROR, min(_MOST_ERROR, seconds / predicted - 1.0))
-        for i in places:
-            self._factors[i] += spread[i] / gain_by * error
-            self._factors[i] = max(self._factors[i], _LEAST_FACTOR)
+        while True:
+            spread = [sum(p * v for p, v in zip(row, x, strict=True)) for row in covariance]
+            gain_by = forget * _NOISE + sum(s * v for s, v in zip(spread, x, strict=True))
+            moved = [f + s / gain_by * error for f, s in zip(self._factors, spread, strict=True)]
+            # One that would fall below the least leaves its share to the others.
+            fallen = [i for i in places if x[i] and moved[i] < _LEAST_FACTOR]
+            if not fallen:
+                break
+            for i in fallen:
+                x[i] = 0.0
+        self._factors = [max(one, _LEAST_FACTOR) for one in moved]
         self._covariance = [
             [(covariance[i][j] - spread[i] * spread[j] / gain_by) / forget for j in places]
             for i in places
@@ -110,6 +173,27 @@ class Latencies:
     forward: Latency
     backward: Latency
 
+    @classmethod
+    def guessed(cls, load: Load, took_s: float, layers: int) -> Latencies:
+        """Return what to begin with where nothing was measured but one step that served.
+
+        Half of its time is taken for the constant, a quarter for its tokens, and backward for twice
+        as long; later steps correct what is off by up to fifty times.
+        """
+        constant_s, token_s = took_s / 2, took_s / 4 / max(load.tokens, 1)
+        key_s, row_s = token_s / 1e4, token_s
+        forward = Latency(constant_s, token_s, key_s, row_s, row_s, constant_s)
+        return cls(forward, Latency(*(2 * part / layers for part in (constant_s, token_s, key_s))))
+
+    def keep(self, percentile: float) -> None:
+        """Have so many percent of steps end within prediction and margin."""
+        self.forward.margins.percentile = self.backward.margins.percentile = percentile
+
+    def pass_step(self) -> None:
+        """Note that a step has passed, after some of which errors are forgotten."""
+        self.forward.margins.pass_step()
+        self.backward.margins.pass_step()
+
 
 _FORGET = 0.98
 """The weight of an observation after the next one: about fifty count."""
@@ -117,26 +201,9 @@ _NOISE = 0.1
 """Variance of relative errors, relative to the uncertainty of the factors."""
 _MOST_ERROR = 1.0
 """The relative error that outliers are cut to, as when something else held the machine up."""
+_LEAST_MARGIN = -0.5
+"""The least error that counts: nothing is expected to take less than half of what is predicted."""
+_LEAST_PART = 0.1
+"""The least that errors are relative to, as a share of the time of the sequences that decode."""
 _LEAST_FACTOR = 0.02
 """The least factor of the first estimate: nothing becomes free."""
-
-
-_MOST_RESERVE = 0.25
-"""The largest reserve, relative to the TPOT SLO: one long hold-up is not worth more."""
-_RESERVE_DECAY = 0.98
-"""Decay of the reserve after a step that needed none of it."""
-
-
-class Reserve:
-    """The part of the slack that is kept back, as steps with finetuning overran their prediction.
-
-    A prediction is of the mean step, without what follows from a unit, such as an optimizer's
-    step. A request whose last step overran cannot make up for it.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def observe(self, over_s: float, tpot_slo_s: float) -> None:
-        """Note by how much a step overran its prediction."""
-        self.seconds = max(min(over_s, _MOST_RESERVE * tpot_slo_s), _RESERVE_DECAY * self.seconds)

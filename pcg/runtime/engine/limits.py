@@ -18,7 +18,12 @@ class Limits:
         tokens: the most tokens of a step, inference and finetuning together.
         least_chunk: the least tokens of a prompt's chunk; smaller ones cost more than they give.
         ttft_slo_s: SLO of the time to the first token, seconds; None for none.
-        tpot_slo_s: SLO of the mean time per further token, seconds; None for none.
+        tpot_slo_s: SLO of the time per further token, seconds: no gap between two tokens of a
+            request is to be longer; None for none.
+        tpot_percentile: the percentage of steps that are predicted to end within `tpot_slo_s` where
+            prompts or finetuning fill them.
+        finetuning_share: the share of the time that finetuning gets beside requests to which no
+            `tpot_slo_s` is promised.
         least_tpot_slo_s: the least TPOT SLO that a request may ask for, seconds, as every step that
             runs it is kept within that; None for the time of a step that reads `least_chunk` tokens
             of a prompt beside it.
@@ -38,6 +43,8 @@ class Limits:
     least_chunk: int = 16
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
+    tpot_percentile: float = 99.0
+    finetuning_share: float = 0.5
     least_tpot_slo_s: float | None = None
     idle_step_s: float = 0.2
     logprobs: int = 20
@@ -51,6 +58,12 @@ class Limits:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise GenerationError(f"{name}={value!r}; use seconds above 0")
+        if not 0 <= self.finetuning_share < 1:
+            raise GenerationError(
+                f"finetuning_share={self.finetuning_share:g}; use a part from 0 to below 1"
+            )
+        if not 50 <= self.tpot_percentile < 100:
+            raise GenerationError(f"tpot_percentile={self.tpot_percentile:g}; use 50 to below 100")
 
     def promise(self, sequence: Sequence) -> None:
         """Give a new sequence its SLOs: the request's own, or these."""

@@ -1,13 +1,12 @@
 """The engine's loop: serves requests and trains adapters over one program, step by step.
 
-Each step serves what the scheduler plans, runs finetuning windows beside it, and then backward
-units of jobs, as much as `sharing` allows; on GPUs these run on a stream of their own, beside the
-forward. Everything that happens is in the event log.
+Each step serves what the scheduler plans and ends with its tokens. Before them it runs backward
+units of jobs, and beside them finetuning windows, as much as `sharing` allows; on GPUs the units
+run on a stream of their own, beside the forward. Everything that happens is in the event log.
 """
 
 from __future__ import annotations
 
-import heapq
 import weakref
 from collections.abc import Sequence as List
 
@@ -16,7 +15,7 @@ from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.device import Device
 from pcg.runtime.engine.jobs import BackwardGroup, Job, Jobs
-from pcg.runtime.engine.latency import Latencies, Reserve
+from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.sharing import CoServing, Sharing, Step
@@ -26,6 +25,7 @@ from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.metrics.events import KEPT_EVENTS, Event, EventLog, Kind
 from pcg.runtime.metrics.totals import Totals
 from pcg.runtime.model.load import Load
+from pcg.runtime.requests.deadlines import Deadlines
 from pcg.runtime.requests.groups import Groups
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.requests.sequence import Sequence, State
@@ -71,13 +71,12 @@ class EngineLoop:
         self._note = note
         self.jobs = Jobs(scheduler, device.cache, pages, note)
         self._suspects = Suspects()
-        self._reserve = Reserve()
         self._beside: list[Load] = []
         self.submitted = 0
         self._chunks: list[Chunk] = []
         self._sequences: dict[str, Sequence] = {}
         self._groups = Groups()
-        self._timeouts: list[tuple[float, str]] = []
+        self._deadlines = Deadlines()
 
         scheduler.on_preempted = lambda sequence: note(Kind.PREEMPTED, sequence.id)
         scheduler.adapters.on_page_in = lambda adapter: note(Kind.PAGED_IN, adapter.name)
@@ -88,6 +87,7 @@ class EngineLoop:
     def learn(self, latencies: Latencies) -> None:
         """Plan by latencies, and correct them by the times of steps."""
         self._latencies = latencies
+        latencies.keep(self.scheduler.limits.tpot_percentile)
         self.scheduler.forward = latencies.forward
 
     @property
@@ -137,7 +137,7 @@ class EngineLoop:
         self._sequences |= {one.id: one for one in opened}
         self._groups.add(sequence)
         if request.timeout_s is not None:
-            heapq.heappush(self._timeouts, (sequence.submitted_s + request.timeout_s, sequence.id))
+            self._deadlines.add(now + request.timeout_s, opened)
         self.scheduler.add(sequence)
         return sequence.id
 
@@ -177,19 +177,14 @@ class EngineLoop:
         suspect, plan = self._plan(now)
         for sequence in plan.admitted:
             self._note(Kind.ADMITTED, sequence.id)
-        step = Step(
-            self.scheduler.limits,
-            self._latencies,
-            plan.tpot_slo_s,
-            plan.slack_s - self._reserve.seconds,
-            plan.load,
-            is_served=bool(plan.chunks),
-            awaits_first_token=plan.awaits_first_token,
-        )
+        step = Step.of(plan, self.scheduler.limits, self._latencies)
         self.sharing.begin(step)
-        windows = self._windows(step, suspect)
         # How many units fit beside a forward is known by latencies.
         is_beside = step.is_served and None not in (self.device.side, self._latencies)
+        if step.is_served and not is_beside:
+            self._backward(step, now)
+        step.elapsed_s = self.clock.now_s() - now
+        windows = self._windows(step, suspect)
         if step.load.tokens:
             started = self.clock.now_s()
             try:
@@ -207,18 +202,16 @@ class EngineLoop:
                 self._isolate([*(one for one, _ in plan.chunks), *jobs], error)
                 return self._taken_chunks()
             took = self.clock.now_s() - started
-            if self._latencies is not None:
-                self._latencies.forward.observe(step.load, took)
+            if self._latencies is None and self.jobs.layers and plan.chunks:
+                self._latencies = Latencies.guessed(step.load, took, self.jobs.layers)
+            step.ran_forward(took)
             self._join(step)
             self._accept(plan, results)
             for job in self.jobs.unpaused:
                 self.jobs.settle(job)
         self._suspects.ran(suspect, has_tokens=bool(plan.chunks))
-        if not is_beside:
+        if not step.is_served:
             self._backward(step, now)
-        if plan.tpot_slo_s is not None and (windows or step.units):
-            over_s = self.clock.now_s() - now - step.seconds(self.sharing.burst)
-            self._reserve.observe(over_s, plan.tpot_slo_s)
         self.worked = bool(step.load.tokens or step.units)
         return self._taken_chunks()
 
@@ -262,9 +255,8 @@ class EngineLoop:
         self._end(self._groups.of(one), State.FAILED, Kind.FAILED, caused)
 
     def _time_out(self, now: float) -> None:
-        while self._timeouts and self._timeouts[0][0] < now:
-            _, name = heapq.heappop(self._timeouts)
-            self._end(self._sequences_of(name), State.TIMED_OUT, Kind.TIMED_OUT)
+        for late in self._deadlines.passed(now):
+            self._end(late, State.TIMED_OUT, Kind.TIMED_OUT)
         for sequence, error in self.scheduler.queue_prepared():
             self._fail(sequence, error)
         for sequence in self.scheduler.policy.hopeless(now):
@@ -319,24 +311,31 @@ class EngineLoop:
         return found
 
     def _backward(self, step: Step, started: float) -> None:
-        while group := self._next_group(step, self.clock.now_s() - started):
+        """Run backward units before the forward of what the step serves, if it does."""
+        ahead_s = step.ahead_s() if step.is_served else 0.0
+        step.elapsed_s = self.clock.now_s() - started
+        while group := self._next_group(step, ahead_s):
             try:
-                took = self._back(group.units, self.clock.now_s())
+                took = self._back(group.units, started + step.elapsed_s)
             except Exception as error:
                 self._fail_backward(group, error)
                 return
-            self._observe(step, group.load, took)
+            before_s = step.elapsed_s
             self._advance(step, group)
+            step.elapsed_s = self.clock.now_s() - started
+            self._observe(step, group.load, took, step.elapsed_s - before_s)
 
     def _fail_backward(self, group: BackwardGroup, error: Exception) -> None:
         if not self.device.fails_alike:
             raise error
         self.jobs.failed(group, error)
 
-    def _next_group(self, step: Step, elapsed_s: float) -> BackwardGroup | None:
+    def _next_group(self, step: Step, ahead_s: float) -> BackwardGroup | None:
         group = BackwardGroup()
         for job, unit in self.jobs.backward():
-            if not self.sharing.backward(step, group.load + unit.load, elapsed_s):
+            if not self.sharing.backward(step, group.load + unit.load, ahead_s):
+                if not group.jobs and not step.units:
+                    self.jobs.hold(job, unit)
                 break
             group.add(job, unit)
         return group if group.jobs else None
@@ -359,7 +358,7 @@ class EngineLoop:
         side, latencies = self.device.side, self._latencies
         assert side is not None
         assert latencies is not None
-        spent_s = latencies.forward.seconds(step.load)
+        spent_s = step.ahead_s()
         with side.beside():
             while group := self._next_group(step, spent_s):
                 try:
@@ -369,7 +368,7 @@ class EngineLoop:
                     self._fail_backward(group, error)
                     return
                 self._beside.append(group.load)
-                spent_s += latencies.backward.seconds(group.load)
+                spent_s += latencies.backward.bound_s(group.load)
                 self._advance(step, group)
 
     def _join(self, step: Step) -> None:
@@ -377,17 +376,16 @@ class EngineLoop:
             assert self.device.side is not None
             loads, self._beside = self._beside, []
             for load, took in zip(loads, self.device.side.join(), strict=True):
-                self._observe(step, load, took)
+                self._observe(step, load, took, took)
 
-    def _observe(self, step: Step, load: Load, took: float) -> None:
-        if self._latencies is not None:
-            self._latencies.backward.observe(load, took)
-        self.sharing.ran(step, took)
+    def _observe(self, step: Step, load: Load, took: float, with_update_s: float) -> None:
+        step.ran_units(load, took, with_update_s)
+        self.sharing.ran(step, with_update_s)
 
     def _advance(self, step: Step, group: BackwardGroup) -> None:
         step.units += len(group.units)
         for job, tokens in zip(group.jobs, group.tokens, strict=True):
-            job.tokens += tokens
+            job.tokens, job.held = job.tokens + tokens, 0
             job.advance()
             self.jobs.settle(job)
 

@@ -5,9 +5,10 @@ finetuning tokens as fit (FlexLLM v2 §6.2):
 
     s = argmax f(c, s) ≤ SLO          f, the latency of c inference and s finetuning tokens
 
-Backward units follow in the remaining time. The SLO of a step is the least of its requests' SLOs
-per token. Prompts are admitted while there are pages; when pages run out, the sequence admitted
-last gives its own up and is computed again later.
+The time from one token of a request to the next is a gap. A chunk of a prompt goes into a step only
+where no gap of those that decode is predicted to exceed its SLO per token by that. Prompts are
+admitted while there are pages; when pages run out, the sequence admitted last gives its own up and
+is computed again later.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pcg.runtime.memory.needs import Needs
 from pcg.runtime.memory.pool import PagePool, PageTable, pages_for
 from pcg.runtime.memory.prefixes import Prefixes
 from pcg.runtime.model.load import Load
+from pcg.runtime.model.margins import StepKind
 from pcg.runtime.requests.sequence import Sequence, State
 from pcg.runtime.requests.step_plan import StepPlan
 
@@ -205,11 +207,8 @@ class Scheduler:
     # ------------------------------------------------------------------------------- a step
 
     def plan(self, now_s: float) -> StepPlan:
-        slos = [slo for one in self.running if (slo := one.tpot_slack(now_s)) is not None]
-        plan = StepPlan(
-            min((slo_s for slo_s, _ in slos), default=None),
-            min((slack_s for _, slack_s in slos), default=math.inf),
-        )
+        slos = (one.tpot_slo_s for one in self.running)
+        plan = StepPlan(min((slo for slo in slos if slo is not None), default=None))
         prompts = []
         # Preempted sequences leave at the ends of these lists.
         left = list(self.running)
@@ -218,6 +217,7 @@ class Scheduler:
                 prompts.append(sequence)
             elif self._has_pages(sequence, 1, left):
                 self._run(plan, sequence, 1)
+        plan.promise(now_s, self.forward.seconds(plan.load) if self.forward else 0.0)
         for sequence in prompts:
             if self.prefixes is not None:
                 self.prefixes.find(sequence)
@@ -281,15 +281,16 @@ class Scheduler:
 
     def _chunk(self, plan: StepPlan, sequence: Sequence) -> int:
         """Return how many tokens of a prompt fit into the step; 0 for none."""
-        room = self.limits.tokens - plan.tokens
-        if self.forward is not None and plan.tpot_slo_s is not None:
-            seconds, load = min(plan.tpot_slo_s, plan.slack_s), plan.load + _LAST_ROW
-            cached, reads = sequence.cached, sequence.reads
-            fitting = self.forward.tokens_within(seconds, cached, load, are_read=reads)
-            room = min(room, max(fitting, self.limits.least_chunk))
-        if room < min(self.limits.least_chunk, sequence.pending):
-            return 0
-        return min(sequence.pending, room)
+        room, least = self.limits.tokens - plan.tokens, self.limits.least_chunk
+        if self.forward is not None and plan.is_late:
+            room = min(room, 0 if plan.has_prompts else least)
+        elif self.forward is not None and plan.gap_s < math.inf:
+            seconds = self.forward.most_s(plan.gap_s, plan.decoded, StepKind(has_chunks=True))
+            beside = sequence.cached, plan.load + _LAST_ROW
+            fitting = self.forward.tokens_within(seconds, *beside, are_read=sequence.reads)
+            room = min(room, fitting)
+            least = least if plan.has_prompts else 1
+        return 0 if room < min(least, sequence.pending) else min(sequence.pending, room)
 
     def _next(self, now_s: float) -> List[Sequence]:
         """Return the sequences to admit, in the policy's order, and prefetch the next adapters.
@@ -314,7 +315,7 @@ class Scheduler:
             if self.prefixes is not None:
                 self.prefixes.find(sequence)
             # A prompt that is alone in a step runs as a whole, however long.
-            is_alone = not plan.chunks and plan.tpot_slo_s is None
+            is_alone = not plan.chunks
             tokens = sequence.pending if is_alone else self._chunk(plan, sequence)
             if tokens < 1 or not self._give_pages(sequence, reach):
                 self._leave_pages(sequence)

@@ -273,12 +273,11 @@ class StepRunner:
     ) -> DrawnTokens:
         """Choose the token after each sequence; `likeliest` is the likeliest of each, if known."""
         tokens = self._tokens(sequences, logits, likeliest)
-        counts = [sequence.request.params.of_tokens for sequence in sequences]
-        asking = [row for row, count in enumerate(counts) if count is not None]
+        asking = [row for row, one in enumerate(sequences) if one.likeliest is not None]
         if not asking:
             return DrawnTokens(sequences, tokens)
-        most = max(count or 0 for count in counts)
-        if len(asking) == len(counts):
+        most = max(sequences[row].likeliest or 0 for row in asking)
+        if len(asking) == len(sequences):
             return DrawnTokens(sequences, tokens, logprobs_of(logits, tokens, most))
         rows = uploaded_list(asking, torch.int64, self._device)
         return DrawnTokens(sequences, tokens, logprobs_of(logits[rows], tokens[rows], most))

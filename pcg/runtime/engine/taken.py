@@ -33,8 +33,10 @@ class Taken:
     def give(self, sequence: Sequence, results: StepResults) -> None:
         """Give a sequence what is its own, and begin others where its prompt ends."""
         self._give(sequence, results)
-        if not sequence.followers or not sequence.has_prompt or sequence in self.failed:
-            return
+        if sequence.followers and sequence.has_prompt and sequence not in self.failed:
+            self._begin_others(sequence, results)
+
+    def _begin_others(self, sequence: Sequence, results: StepResults) -> None:
         followers, sequence.followers = sequence.followers, []
         for follower in followers:
             self.scheduler.fork(sequence, follower, self.now_s)
@@ -50,11 +52,15 @@ class Taken:
             return
         if chunk is None:
             return
-        self.chunks += self.groups.handed_out(sequence, chunk)
+        if self.groups:
+            self.chunks += self.groups.handed_out(sequence, chunk)
+        else:
+            self.chunks.append(chunk)
         if chunk.completion is not None:
             self.ended.append((sequence, chunk.completion.finish_reason))
         if chunk.token_id is None:
             return
+        sequence.latest_token_s = self.now_s
         if sequence.first_token_s is None:
             sequence.first_token_s = self.now_s
             details = {"count": 1, "cached_tokens": sequence.found}

@@ -57,9 +57,15 @@ class Grammar:
     def commit(self, token: int) -> None:
         """Note that a token was chosen. GenerationError: the guide does not allow it."""
         self.masks = None
-        if not self.matcher.consume_token(token):
+        try:
+            is_allowed = self.matcher.consume_token(token)
+            self.is_complete = self.matcher.is_stopped()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library is no Exception
+            raise guide_error(self.guide, str(error)) from error
+        if not is_allowed:
             raise guide_error(self.guide, self.matcher.get_error())
-        self.is_complete = self.matcher.is_stopped()
 
 
 def guide_error(guide: Guide, message: str) -> GenerationError:

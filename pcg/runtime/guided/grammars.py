@@ -64,7 +64,7 @@ class Grammars:
 
     def begin_masks(self, grammars: Sequence[Grammar]) -> None:
         """Begin to make the masks of a step's rows; `masks_of` waits for them."""
-        made = self._mask_thread.submit(self._masks, list(grammars))
+        made = self._mask_thread.submit(self._safe_masks, list(grammars))
         for place, grammar in enumerate(grammars):
             grammar.masks = (made, place)
 
@@ -79,14 +79,19 @@ class Grammars:
                 threading.stack_size(before)
 
     def _compile(self, guide: Guide) -> Any:
+        try:
+            return self._compiled_matcher(guide)
+        except GenerationError:
+            raise
+        except BaseException as error:  # a panic of the library is no Exception
+            raise guide_error(guide, str(error)) from error
+
+    def _compiled_matcher(self, guide: Guide) -> Any:
         """Return the library's matcher of a guide, with its first mask, which takes longest."""
         library = _library(guide.kind)
         with self._lock:
             tokenizer = self._library_tokenizer
-        try:
-            grammar = _grammar_text(library, guide)
-        except (ValueError, RecursionError) as error:
-            raise guide_error(guide, str(error)) from error
+        grammar = _grammar_text(library, guide)
         limits = library.LLParserLimits(**_LIMITS)
         matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
@@ -125,6 +130,12 @@ class Grammars:
     @cached_property
     def _mask_maker(self) -> Any:
         return _library("guided decoding").LLExecutor()
+
+    def _safe_masks(self, grammars: Sequence[Grammar]) -> Masks:
+        try:
+            return self._masks(grammars)
+        except BaseException as error:  # a panic of the library is no Exception
+            raise GenerationError(f"masks of guides cannot be made: {error}") from error
 
     def _masks(self, grammars: Sequence[Grammar]) -> Masks:
         words = -(-self._library_tokenizer.vocab_size // 32)

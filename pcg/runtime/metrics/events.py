@@ -69,7 +69,7 @@ class Event(NamedTuple):
         subject: id of the request or job, or name of the adapter.
         details: numbers and reasons, such as `prompt_tokens` and `adapter` of a submitted request,
             `cached_tokens` of a request's first token, `tokens` of a job's step, `reason` of a
-            refusal.
+            refusal, `job` of a job's end, whose name may be that of a request, too.
     """
 
     time_s: float

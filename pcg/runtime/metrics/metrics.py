@@ -11,6 +11,7 @@ Names and definitions are those of `vllm bench serve` where it has them:
 and of the papers:
 
     attainment    share of requests that finish within both SLOs, TTFT and TPOT    FlexLLM v2 §8
+                  of gaps: share of all ITLs that are within the TPOT SLO
     satisfaction  mean of 1 − (TTFT / SLO)², 0 beyond the SLO                      S-LoRA appendix B
 
 Latencies are of finished requests. Attainment and satisfaction count all requests except those that
@@ -38,7 +39,13 @@ _RATES = (
     "output_throughput",
     "total_token_throughput",
 )
-_SHARES = ("slo_attainment", "ttft_attainment", "tpot_attainment", "user_satisfaction")
+_SHARES = (
+    "slo_attainment",
+    "ttft_attainment",
+    "tpot_attainment",
+    "gap_attainment",
+    "user_satisfaction",
+)
 NO_TENANT = "-"
 """The name of the requests without a tenant."""
 
@@ -177,6 +184,17 @@ class ServingReport:
     def tpot_attainment(self) -> float | None:
         """Share of requests that finish within their TPOT SLO; None if none has one."""
         return _share([one.attains_tpot for one in self._counted if one.slo.tpot_s is not None])
+
+    @property
+    def gap_attainment(self) -> float | None:
+        """Share of the gaps between tokens within their TPOT SLO, however their requests ended.
+
+        A mean may hide long gaps, which FlexLLM bounds in each iteration; None without any gap of a
+        request with such an SLO.
+        """
+        promised = [one for one in self.requests if one.slo.tpot_s is not None]
+        gaps = sum(len(one.itls_s) for one in promised)
+        return sum(one.gaps_attained for one in promised) / gaps if gaps else None
 
     @property
     def request_goodput(self) -> float | None:

@@ -90,6 +90,11 @@ class Timeline:
         return tuple(after - before for (before, _), (after, _) in pairwise(self.tokens))
 
     @property
+    def gaps_attained(self) -> int:
+        """Number of its inter-token latencies within its TPOT SLO; all without one."""
+        return sum(_within(gap, self.slo.tpot_s) for gap in self.itls_s)
+
+    @property
     def e2el_s(self) -> float | None:
         """End-to-end latency: seconds from submission to the end, whatever it was."""
         return None if self.ended_s is None else self.ended_s - self.submitted_s
@@ -140,8 +145,6 @@ REQUEST_ENDS = {
     Kind.FAILED: Outcome.FAILED,
 }
 _OF_REQUESTS = {*REQUEST_ENDS, Kind.ADMITTED, Kind.TOKEN, Kind.PREEMPTED}
-_JOBS_BEGIN = {Kind.QUEUED, Kind.STARTED}
-_OF_JOBS_TOO = {Kind.CANCELLED, Kind.FAILED}
 
 
 @dataclass
@@ -163,19 +166,16 @@ def timelines(events: Iterable[Event], slo: Slo, *, is_whole: bool = True) -> tu
     """
     every: list[_Open] = []
     requests: dict[str, _Open] = {}
-    jobs: set[str] = set()
     for event in events:
-        if event.kind in _JOBS_BEGIN:
-            jobs.add(event.subject)
-        elif event.kind is Kind.SUBMITTED:
+        if event.kind is Kind.SUBMITTED:
             before = requests.get(event.subject)
             if before is not None and before.line.ended_s is None:
                 raise BenchmarkError(f"request {event.subject!r} was submitted twice")
             requests[event.subject] = _Open(_submitted(event, slo))
             every.append(requests[event.subject])
-        elif event.kind in _OF_REQUESTS:
+        elif event.kind in _OF_REQUESTS and "job" not in event.details:
             if event.subject not in requests:
-                if not is_whole or (event.kind in _OF_JOBS_TOO and event.subject in jobs):
+                if not is_whole:
                     continue
                 raise BenchmarkError(
                     f"{event.subject!r} is {event.kind} at {event.time_s} s, and the log does not "

@@ -103,7 +103,7 @@ class Totals:
         elif kind is Kind.STEPPED:
             self.finetuning_steps += 1
             self.finetuning_tokens += int(number(event, "tokens"))
-        elif event.subject in self._open:
+        elif event.subject in self._open and "job" not in event.details:
             self._note_request(event, self._open[event.subject])
 
     def _note_request(self, event: Event, one: _Open) -> None:

@@ -15,6 +15,8 @@ class Load:
         sampled: rows of logits.
         trained: tokens whose loss is computed.
         windows: windows of finetuning.
+        ends: backward units of the last layer to go back, which needs no gradient of its inputs; an
+            update may follow.
     """
 
     tokens: int = 0
@@ -22,6 +24,7 @@ class Load:
     sampled: int = 0
     trained: int = 0
     windows: int = 0
+    ends: int = 0
 
     def __add__(self, other: Load) -> Load:
         return Load(
@@ -30,6 +33,7 @@ class Load:
             self.sampled + other.sampled,
             self.trained + other.trained,
             self.windows + other.windows,
+            self.ends + other.ends,
         )
 
     @classmethod

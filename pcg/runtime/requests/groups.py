@@ -22,6 +22,10 @@ class Groups:
         self._of: dict[Sequence, _Group] = {}
         self._first: dict[str, Sequence] = {}
 
+    def __bool__(self) -> bool:
+        """True if there are any."""
+        return bool(self._of)
+
     def add(self, first: Sequence) -> None:
         """Note the continuations of a request: the first, and those that follow it."""
         if first.followers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -45,6 +46,7 @@ class Sequence:
         known: number of its tokens that were computed or found, up to its prompt's last.
         found: number of its prompt's tokens that were found and not computed.
         logprobs: those of the generated tokens, if the request asks for them.
+        likeliest: the number of likeliest tokens to find for each; None for no logprobs.
         prompt_logprobs: those of the prompt's tokens behind the first, as far as they are computed.
         read: number of its tokens whose rows need not be computed to be read: those that were, and
             virtual ones.
@@ -72,10 +74,12 @@ class Sequence:
     generated: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     first_token_s: float | None = None
+    latest_token_s: float | None = None
     version: Version | None = None
     digests: list[bytes] = field(default_factory=list)
     known: int = 0
     found: int = 0
+    likeliest: int | None = field(init=False)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     read: int = field(init=False)
     last_read: int = 0
@@ -83,11 +87,14 @@ class Sequence:
     echoed: str = ""
     choice: int = 0
     followers: list[Sequence] = field(default_factory=list)
+    _name: str = field(init=False)
     _text: list[str] = field(default_factory=list)
     _stop: StopChecker = field(init=False)
 
     def __post_init__(self) -> None:
         self.length = self.request.length
+        self._name = self.request.named(self.number)
+        self.likeliest = self.request.params.of_tokens
         params = self.request.params
         self.read = self.request.virtual_tokens
         if params.of_prompt is not None:
@@ -143,12 +150,17 @@ class Sequence:
         whole = [*[ANY_TOKEN] * virtual, *prompt, *self.generated]
         return whole[start:stop]
 
-    def tpot_slack(self, now_s: float) -> tuple[float, float] | None:
-        """Return its TPOT SLO, and the time until its next token violates it; None before any."""
-        slo = self.tpot_slo_s
-        if slo is None or self.first_token_s is None:
+    def gap_left_s(self, now_s: float) -> float | None:
+        """Return the time until the gap after its latest token exceeds its SLO; None without."""
+        if self.tpot_slo_s is None or self.latest_token_s is None:
             return None
-        return slo, self.first_token_s + slo * len(self.generated) - now_s
+        return self.latest_token_s + self.tpot_slo_s - now_s
+
+    def slack_s(self, now_s: float) -> float:
+        """Return the time until the mean of its gaps exceeds its SLO."""
+        if self.tpot_slo_s is None or self.first_token_s is None:
+            return math.inf
+        return self.first_token_s + self.tpot_slo_s * len(self.generated) - now_s
 
     def described(self) -> dict[str, object]:
         """Return the details of the event of its submission."""
@@ -164,7 +176,10 @@ class Sequence:
         }
 
     def take(
-        self, token: int | None, logprobs: TokenLogprobs | None, prompt: List[TokenLogprobs]
+        self,
+        token: int | None,
+        logprobs: TokenLogprobs | None = None,
+        prompt: List[TokenLogprobs] = (),
     ) -> Chunk | None:
         """Take what a step computed; None while tokens are pending.
 
@@ -175,10 +190,11 @@ class Sequence:
         Raises:
             GenerationError: a log-probability is not a number, or there is no next token.
         """
-        if not all(one.is_number for one in prompt):
-            raise not_a_number(self._adapter_name)
-        self.prompt_logprobs += prompt
-        self.read += len(prompt)
+        if prompt:
+            if not all(one.is_number for one in prompt):
+                raise not_a_number(self._adapter_name)
+            self.prompt_logprobs += prompt
+            self.read += len(prompt)
         if token is not None:
             return self.accept(token, logprobs)
         if self.limit or self.pending:
@@ -233,9 +249,9 @@ class Sequence:
         """
         if token == UNDRAWN:
             raise undrawn_error(self.sampler, self._adapter_name)
-        if logprobs is not None and not logprobs.is_number:
-            raise not_a_number(self._adapter_name)
         if logprobs is not None:
+            if not logprobs.is_number:
+                raise not_a_number(self._adapter_name)
             self.logprobs.append(logprobs)
         if self.sampler is not None:
             self.sampler.commit(token)
@@ -275,7 +291,7 @@ class Sequence:
         error: PcgError | None = None,
         logprobs: TokenLogprobs | None = None,
     ) -> Chunk:
-        name, choice = self.request.named(self.number), self.choice
+        choice, name = self.choice, self._name
         return Chunk(self.number, text, token, completion, error, name, logprobs, choice)
 
     def _completion(self, reason: str, stop_reason: str | int | None = None) -> Completion:

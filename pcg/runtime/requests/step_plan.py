@@ -14,19 +14,31 @@ class StepPlan:
     """The sequences that one step serves, and their load.
 
     Attributes:
-        slack_s: time until the first of these SLOs is violated; it grows with faster steps.
+        tpot_slo_s: the least SLO per token of the sequences that run; None if none has any.
+        gap_s: time until the first gap of those that decode exceeds its SLO.
+        slack_s: time until the first mean of their gaps does; it grows with faster steps.
+        decoded: the load of the sequences that decode.
+        is_late: True if even without chunks no gap would be kept.
         chunks: sequences, and how many of their pending tokens run.
         awaits_first_token: True if a request waits for its first token, running or queued.
     """
 
     tpot_slo_s: float | None = None
+    gap_s: float = math.inf
     slack_s: float = math.inf
+    decoded: Load = field(default_factory=Load)
+    is_late: bool = False
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     tokens: int = 0
     keys: int = 0
     sampled: int = 0
     awaits_first_token: bool = False
+
+    @property
+    def has_prompts(self) -> bool:
+        """True if it has more than the tokens of sequences that decode."""
+        return self.tokens > self.decoded.tokens
 
     @property
     def load(self) -> Load:
@@ -40,3 +52,19 @@ class StepPlan:
         if sequence.reads:
             self.sampled += len(sequence.unread(sequence.cached, sequence.cached + tokens))
         self.awaits_first_token |= sequence.first_token_s is None
+
+    def promise(self, now_s: float, least_s: float) -> None:
+        """Note how long the step may take by the promises to those that decode, who are all it has.
+
+        Args:
+            least_s: the predicted time of the step as it is.
+        """
+        self.decoded = self.load
+        decoding = [sequence for sequence, _ in self.chunks]
+        gaps = [left for one in decoding if (left := one.gap_left_s(now_s)) is not None]
+        if not gaps:
+            return
+        kept = [left for left in gaps if left >= least_s]
+        self.is_late = not kept
+        self.gap_s = min(kept or gaps)
+        self.slack_s = min(one.slack_s(now_s) for one in decoding)

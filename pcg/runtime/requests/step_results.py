@@ -32,9 +32,11 @@ class StepResults:
 
     def give(self, sequence: Sequence) -> Chunk | None:
         """Give a sequence what is its own; see `Sequence.take`."""
+        token = self.tokens.get(sequence)
+        if not (self.logprobs or self.prompts or self.states):
+            return sequence.take(token)
         if sequence in self.states:
             sequence.pool(*self.states[sequence])
-        token = self.tokens.get(sequence)
         return sequence.take(token, self.logprobs.get(sequence), self.prompts.get(sequence, ()))
 
 
@@ -55,8 +57,8 @@ class DrawnTokens:
         """Wait for the tokens, and add them to a step's results."""
         results.tokens.update(zip(self.sequences, self.tokens.tolist(), strict=True))
         if self.logprobs is not None:
-            asking = [one for one in self.sequences if one.request.params.of_tokens is not None]
-            counts = [one.request.params.of_tokens or 0 for one in asking]
+            asking = [one for one in self.sequences if one.likeliest is not None]
+            counts = [one.likeliest or 0 for one in asking]
             results.logprobs.update(zip(asking, self.logprobs.read(counts), strict=True))
 
 

@@ -203,7 +203,8 @@ class TrainingPass(WindowedPass):
     @property
     def load(self) -> Load:
         spans = self._windows[self._window].batch.spans
-        return sum((Load.of(span.length, span.context) for span in spans), Load())
+        chunks = (Load.of(span.length, span.context) for span in spans)
+        return sum(chunks, Load(ends=int(self.layer == self._count - self.layers)))
 
     @torch.no_grad()
     def backward(self) -> None:

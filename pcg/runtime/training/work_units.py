@@ -41,7 +41,7 @@ class WindowedPass(ABC):
     @property
     @abstractmethod
     def load(self) -> Load:
-        """The load of the window whose backward comes next."""
+        """The load of the window whose backward comes next; `ends` is 1 at the last layer."""
 
     @abstractmethod
     def forward(self, tokens: int) -> None:
@@ -83,6 +83,10 @@ class Backward:
     @property
     def layer(self) -> int:
         return self.whole.layer
+
+    @property
+    def layers(self) -> int:
+        return self.whole.layers
 
     @property
     def load(self) -> Load:

@@ -154,10 +154,9 @@ def test_products_of_the_base_run_once_for_all_parts_of_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     executor = make_executor()
-    engine = make_engine(executor, 64, Limits(tokens=20))
-    engine.finetune(DATA, "trained", peft=LORA, **OPTIONS)
-    engine.submit(requests(executor, (9,))[0])
-    engine.step()
+    engine = make_engine(executor, 64, Limits(tokens=20, least_chunk=4))
+    job = engine.finetune(DATA, "trained", peft=LORA, **OPTIONS)
+    engine.submit(requests(executor, (9,), 100)[0])
     rows: list[int] = []
     run = products.linear_group
 
@@ -166,9 +165,12 @@ def test_products_of_the_base_run_once_for_all_parts_of_a_step(
         return run(x, weights, biases)
 
     monkeypatch.setattr(products, "linear_group", counted)
-    engine.step()
+    while not job.tokens:
+        rows.clear()
+        engine.step()
     layers = executor.program.config["num_hidden_layers"]
-    assert rows == [20] * 4 * layers  # one that decodes and 19 that train: q k v, o, gate up, down
+    # One that decodes and those that train: q k v, o, gate up, down.
+    assert rows == [1 + job.tokens] * 4 * layers
 
 
 def test_jobs_go_back_through_the_base_together(monkeypatch: pytest.MonkeyPatch) -> None:

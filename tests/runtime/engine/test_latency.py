@@ -9,6 +9,7 @@ import pytest
 from pcg.runtime.engine.calibration import fitted_latencies
 from pcg.runtime.engine.latency import Latency
 from pcg.runtime.model.load import Load
+from pcg.runtime.model.margins import StepKind
 
 TRUTH = (0.0154, 6.4e-4, 4e-7, 8e-4, 1.5e-3, 0.02)
 """Seconds of anything, a token, a key, a row of logits, a token's loss, a window."""
@@ -80,3 +81,42 @@ def test_calibration_tells_rows_of_logits_from_tokens() -> None:
     expected = (0.016, 6e-4, 4e-7, 8e-4, 1.6e-3, 0.0136)
     assert found.forward.coefficients_s == pytest.approx(expected, rel=1e-6)
     assert found.backward.coefficients_s[:3] == pytest.approx((0.002, 1.5e-4, 1e-7))
+
+
+def test_what_fits_within_a_time_has_the_margins_of_its_kinds() -> None:
+    """Decoding takes up to a tenth longer than predicted, and windows beside it a half."""
+    latency, decoded = Latency(*TRUTH), Load(8, 500, 8)
+    window = StepKind(has_windows=True)
+    for _ in range(200):
+        latency.learn_margin(decoded, decoded, 1.1 * latency.seconds(decoded), 1.0)
+        both = decoded + Load.of_window(20, 0)
+        beside_s = latency.seconds(both) - latency.seconds(decoded)
+        latency.learn_margin(both, decoded, 1.1 * latency.seconds(decoded) + 1.5 * beside_s, 1.0)
+    predicted_s = latency.most_s(0.2, decoded, window)
+    d = latency.seconds(decoded)
+    assert 1.1 * d + 1.5 * (predicted_s - d) == pytest.approx(0.2)
+    fitting = latency.tokens_within(predicted_s, 0, decoded + Load(windows=1), is_trained=True)
+    bounds = [latency.bound_s(decoded + Load.of_window(fitting + i, 0), decoded) for i in (0, 1)]
+    assert bounds[0] <= 0.2 < bounds[1]
+    assert latency.bound_s(decoded, decoded) == pytest.approx(1.1 * d)
+
+
+def test_a_hold_up_that_no_promise_would_survive_says_nothing() -> None:
+    latency, decoded = Latency(*TRUTH), Load(8, 500, 8)
+    for i in range(200):
+        took_s = latency.seconds(decoded) + (0.5 if i % 10 == 0 else 0.0)
+        latency.learn_margin(decoded, decoded, took_s, 0.01)
+    assert latency.margins.margin(StepKind()) == 0.0
+
+
+def test_latencies_find_back_from_loads_that_are_far_shorter() -> None:
+    """Sixty units of almost nothing teach what is wrong for all others, and no more than that."""
+    latency = Latency(3.4e-4, 2.3e-6, 3.1e-10)
+    loads = [Load.of(128, 128 * i) for i in range(64)]
+    for turn in range(6):
+        for i in range(640):
+            load = loads[i % 64]
+            long_s = 3.5e-4 + 8e-7 * load.tokens + 1.6e-10 * load.keys
+            latency.observe(load, long_s if i < 576 else 2e-5)
+            if 300 < i < 576 and turn:
+                assert latency.seconds(load) == pytest.approx(long_s, rel=0.1)

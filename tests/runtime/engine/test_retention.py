@@ -79,6 +79,35 @@ def test_an_adapter_that_changed_in_use_is_read_again() -> None:
     assert kinds == [Kind.PAGED_IN, Kind.EVICTED, Kind.PAGED_IN]  # and it stays
 
 
+def test_times_of_requests_that_are_over_are_forgotten() -> None:
+    """And they are not those of a later request with the same id."""
+    engine = SimulatedEngine(LinearCosts(), 64, 1000)
+    params = SamplingParams(max_new_tokens=2)
+    for _ in range(2000):
+        engine.submit(Request((1,), params, request_id="same", timeout_s=1e6))
+        finish(engine)
+    assert len(engine._deadlines) < 200
+    engine.submit(Request((1,), params, request_id="again", timeout_s=0.5))
+    finish(engine)
+    long = SamplingParams(max_new_tokens=200)
+    engine.submit(Request((1,), long, request_id="again"))
+    finish(engine)
+    assert engine.clock.now_s() > 0.5
+    assert engine.log.of("again")[-1].kind is Kind.FINISHED
+
+
+def test_a_request_may_have_the_name_of_a_job() -> None:
+    engine = SimulatedEngine(LinearCosts(), 64, 1000)
+    engine.finetune("mine", [(10,)] * 1000)
+    engine.submit(Request((1,), SamplingParams(max_new_tokens=20), request_id="mine"))
+    engine.step()
+    engine.cancel_job("mine")
+    finish(engine)
+    (one,) = serving_report(engine.log).requests
+    assert one.outcome is Outcome.FINISHED
+    assert engine.totals.requests == {Outcome.FINISHED: 1}
+
+
 def served(engine: SimulatedEngine, count: int) -> None:
     for _ in range(count):
         engine.submit(Request((1,) * 10, SamplingParams(max_new_tokens=5)))

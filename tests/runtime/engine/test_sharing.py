@@ -21,8 +21,11 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
+from pcg.runtime.requests.request import Request
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training.work_units import Forward
 from pcg.simulate.simulated_training import SimulatedPass
+from tests.support.certain import certain
 from tests.support.small_engine import (
     DATA,
     LENGTHS,
@@ -110,9 +113,9 @@ def unit_of(tokens: int) -> Forward:
 
 def step_of(tokens: int) -> Step:
     """A step that serves so many tokens, of 1 ms each; a unit's tokens take 2 ms each."""
-    latencies = Latencies(Latency(0.0, 1e-3, 0.0), Latency(0.0, 2e-3, 0.0))
-    limits = Limits(tokens=1000, least_chunk=4)
-    return Step(limits, latencies, 0.05, 0.05, Load(tokens), is_served=tokens > 0)
+    latencies = certain(Latency(0.0, 1e-3, 0.0), Latency(0.0, 2e-3, 0.0))
+    limits, load = Limits(tokens=1000, least_chunk=4), Load(tokens, sampled=tokens)
+    return Step(limits, latencies, 0.05, 0.05, decoded=load, load=load, is_served=tokens > 0)
 
 
 def test_spatial_sharing_gives_a_part_of_the_time() -> None:
@@ -163,8 +166,8 @@ def test_a_job_goes_on_where_a_window_takes_longer_than_a_step_may(rule: Sharing
 def window_step(slack_s: float, awaits_first_token: bool = False) -> Step:
     """A step of 10 tokens, promised 50 ms, where a window takes 10 ms beside 1 ms a token."""
     forward = Latency(0.0, 1e-3, 0.0, window_s=0.01)
-    latencies = Latencies(forward, Latency(1e-3, 1e-4, 0.0))
-    return Step(Limits(), latencies, 0.05, slack_s, Load(10), True, awaits_first_token)
+    latencies, load = certain(forward, Latency(1e-3, 1e-4, 0.0)), Load(10, sampled=10)
+    return Step(Limits(), latencies, 0.05, 0.05, slack_s, load, load, True, awaits_first_token)
 
 
 def test_a_step_uses_slack_that_others_saved_up_to_its_burst() -> None:
@@ -210,5 +213,20 @@ def test_what_cannot_be_shared() -> None:
         CoServing(0.5)
     with pytest.raises(FinetuneError, match="share=1; use a part above 0 and below 1"):
         SpatialSharing(1)
-    with pytest.raises(FinetuneError, match="the engine has no latencies"):
-        SpatialSharing(0.5).begin(Step(Limits(), None, None))
+
+
+def test_a_default_engine_trains_while_it_serves() -> None:
+    """Nothing is promised or measured, and two requests are always running."""
+    executor = make_executor()
+    engine = executor.engine(kv_cache_bytes=2**20)
+    job = engine.finetune(DATA, "trained", peft=LORA, **OPTIONS)
+    steps = 0
+    while not job.is_over and steps < 400:
+        while len(engine.scheduler.waiting) + len(engine.scheduler.running) < 2:
+            params = SamplingParams(max_new_tokens=30 + engine.submitted % 2, ignore_eos=True)
+            engine.submit(Request((1, 2, 3), params))
+        engine.step()
+        steps += 1
+    assert job.result.steps == 3
+    tokens = sum(event.kind is Kind.TOKEN for event in engine.log)
+    assert tokens >= 2 * steps - 2  # no step leaves the requests out

@@ -18,6 +18,8 @@ import pcg.compiler as compiler
 from pcg.errors import GenerationError
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.executor import Executor
+from pcg.runtime.guided import grammar as grammar_module
+from pcg.runtime.guided import grammars as grammars_module
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.requests.request import Chunk, Completion
 from pcg.runtime.sampling.sampling_params import SamplingParams
@@ -289,6 +291,57 @@ def test_a_request_waits_for_its_guide_and_nobody_else_does(
             assert re.fullmatch("[a-d]{7}", guided.wait(60).text)
     finally:
         release.set()
+
+
+class Panic(BaseException):
+    """A panic of the library, as its bindings raise it."""
+
+
+def test_a_panic_of_the_library_ends_its_request_alone(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a guide is compiled, where masks are made, and where a token is taken."""
+    grammars = executor.state.grammars
+    texts, masks = grammars_module._grammar_text, type(grammars)._masks
+    commit = grammar_module.Grammar.commit
+
+    def compiling(library: Any, guide: Any) -> str:
+        if guide.text == "compiled":
+            raise Panic("while it is compiled")
+        return texts(library, guide)
+
+    def masking(self: Any, given: Any) -> Any:
+        if any(grammar.guide.text == "masked" for grammar in given):
+            raise Panic("while its mask is made")
+        return masks(self, given)
+
+    class Matcher:
+        def consume_token(self, token: int) -> bool:
+            raise Panic("while a token is taken")
+
+    def taking(self: Any, token: int) -> None:
+        if self.guide.text == "taken":
+            self._matcher = Matcher()
+        commit(self, token)
+
+    monkeypatch.setattr(grammars_module, "_grammar_text", compiling)
+    monkeypatch.setattr(type(grammars), "_masks", masking)
+    monkeypatch.setattr(grammar_module.Grammar, "commit", taking)
+    with executor.engine(kv_cache_bytes=2**22).start() as engine:
+        good = [engine.submit(PROMPTS[0], guided_regex="good"), engine.submit(PROMPTS[1])]
+        bad = {word: engine.submit(PROMPTS[2], guided_regex=word) for word in WORDS}
+        for word, stream in bad.items():
+            with pytest.raises(GenerationError, match=WORDS[word]):
+                stream.wait(60)
+        assert good[0].wait(60).text == "good"
+        assert good[1].wait(60).finish_reason in ("length", "stop")
+
+
+WORDS = {
+    "compiled": "while it is compiled",
+    "masked": "while its mask is made",
+    "taken": "while a token is taken",
+}
 
 
 def test_guides_without_a_tokenizer_or_the_library(

@@ -53,7 +53,7 @@ def by_hand() -> EventLog:
         submitted(107.0, "e", 8, tenant="t"),
         event(108.0, "paged_in", "x"),
         event(110.0, "timed_out", "e"),
-        event(110.0, "cancelled", "job"),
+        event(110.0, "cancelled", "job", job=True),
     ):
         log.add(one)
     return log
@@ -97,6 +97,8 @@ def test_by_hand() -> None:
     assert report.slo_attainment == 1 / 4
     assert report.ttft_attainment == 1 / 4
     assert report.tpot_attainment == 2 / 4
+    # a has gaps of 1 and 1.5 s and its own SLO of 1 s; b has one of 3 s, and so has its SLO.
+    assert report.gap_attainment == 2 / 3
     # a: 1 − (1/2)²; b is late, c and e have no token.
     assert report.user_satisfaction == pytest.approx(0.75 / 4)
     assert report.fairness is not None
@@ -142,6 +144,7 @@ def test_without_slos_there_is_nothing_to_attain() -> None:
     log = [submitted(0.0, "a"), token(1.0, "a"), event(1.0, "finished", "a")]
     report = serving_report(log)
     assert report.slo_attainment is report.ttft_attainment is report.tpot_attainment is None
+    assert report.gap_attainment is None
     assert report.request_goodput is report.user_satisfaction is None
     assert report.to_json()["slo_attainment"] is None
     assert report.to_json()["mean_tpot_ms"] is None  # one token has no time after it
@@ -161,7 +164,7 @@ def test_finetuning_alone() -> None:
 
 
 def test_jobs_that_fail_are_no_requests() -> None:
-    log = [event(0.0, "queued", "j"), event(1.0, "failed", "j", reason="loss is nan")]
+    log = [event(0.0, "queued", "j"), event(1.0, "failed", "j", job=True, reason="loss is nan")]
     assert timelines(log, Slo()) == ()
 
 
