@@ -298,10 +298,88 @@ class Scheduler:
         While something runs, a request waits until its adapter is copied: the step would wait, too.
         """
         places = max(self.limits.running - len(self.running), 0)
-        in_turn = set(self.policy.first(len(self.waiting) + 1, 0.0, self.running))
-        # A policy may bound what runs of a tenant; where nothing runs, it is someone's turn.
-        assert in_turn <= self.waiting.keys()
-        assert in_turn or self.running or not self.waiting
+        in_turn = self.policy.first(places + self.limits.prefetched, now_s, self.running)
+        self._prefetch(in_turn)
+        if not self.running:
+            return in_turn[:places]
+        return [one for one in in_turn[:places] if not self._waits_for_adapter(one)]
+
+    def _waits_for_adapter(self, sequence: Sequence) -> bool:
+        adapter = sequence.request.adapter
+        return adapter is not None and self.is_copying(adapter)
+
+    def _admit(self, plan: StepPlan, in_turn: List[Sequence], now_s: float) -> None:
+        tables = [other.table for other in self.running]
+        reach = max([table.reach for table in tables if table is not None], default=0)
+        for sequence in in_turn:
+            if self.prefixes is not None:
+                self.prefixes.find(sequence)
+            # A prompt that is alone in a step runs as a whole, however long.
+            is_alone = not plan.chunks
+            tokens = sequence.pending if is_alone else self._chunk(plan, sequence)
+            if tokens < 1 or not self._give_pages(sequence, reach):
+                self._leave_pages(sequence)
+                return
+            reach = max(reach, _table(sequence).reach)
+            self._begin(sequence, now_s)
+            plan.admitted.append(sequence)
+            self._run(plan, sequence, tokens)
+
+    def _give_pages(self, sequence: Sequence, reach: int) -> bool:
+        """Give a sequence its adapter, and pages for its tokens; False if there is no room."""
+        adapter = sequence.request.adapter
+        need = pages_for(sequence.length)
+        if sequence.table is not None:
+            need -= len(sequence.table.pages)
+        of_adapter = 0 if self.adapters.has(adapter) else self.adapters.pages_of(adapter)
+        # One free page for each running sequence keeps the newcomer from being preempted next.
+        if need + of_adapter + len(self.running) > self.pool.free + self.adapters.idle_pages:
+            return False
+        if adapter is not None and not self.adapters.bring(adapter):
+            return False
+        self.adapters.use(adapter)
+        if not self.adapters.make_room(need):
+            self.adapters.release(adapter)
+            return False
+        if sequence.table is None:
+            sequence.table = self.pool.open(sequence.id, self._expected_pages(sequence, reach))
+        self.pool.extend(sequence.table, need)
+        return True
+
+    def _expected_pages(self, sequence: Sequence, reach: int) -> int:
+        """Return the pages to keep for a sequence, alike for all to lie at equal distances.
+
+        Attention takes sequences at equal distances in one call. Kept pages are given to others
+        when no other page is free.
+        """
+        need = max(sequence.most_pages, reach)
+        roomy = (len(self.running) + len(self.waiting)) * need <= self.pool.size
+        return need if roomy else sequence.most_pages
+
+    def _prefetch(self, in_turn: List[Sequence]) -> None:
+        """Page in the adapters of the next requests that there will be room for, and copy them."""
+        there: dict[int, ServedAdapter] = {}
+        room = self.pool.free + self.adapters.idle_pages - len(self.running)
+        for sequence in in_turn:
+            adapter = sequence.request.adapter
+            is_new = adapter is not None and adapter.version not in there
+            room -= pages_for(sequence.length)
+            room -= self.adapters.pages_of(adapter) if is_new else 0
+            if room < 0:
+                break
+            if adapter is not None and is_new:
+                self.adapters.bring(adapter)
+                there[adapter.version] = adapter
+        if there:
+            self.prefetch(list(there.values()))
+
+    def check_integrity(self) -> None:
+        """Raise an AssertionError if a page is lost or in two places, or a sequence misplaced."""
+        self.pool.check_integrity()
+        self.adapters.check_integrity()
+        if self.prefixes is not None:
+            self.prefixes.check_integrity()
+        assert self.waiting.keys() >= {*self.policy.first(len(self.waiting), 0.0, self.running)}
         assert self.backlog.requests == sum(map(new_requests, (*self.waiting, *self.preparing)))
         assert self.most_pages == max((*map(self.pages_of, self.everyone), 0))
         for sequence in self.waiting:
