@@ -42,7 +42,8 @@ from tests.support.text_model import CHATS, ROWS, save_text_model
 
 SIZES, LONG = ModelSizes(512, 64), ModelSizes(512, None)
 ANY = ReadOptions()
-FUZZ = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+LONG_FUZZ = settings(FUZZ, max_examples=12)
 
 
 @contextlib.contextmanager
@@ -155,7 +156,7 @@ def test_recipes(trained: tuple[Executor, Path], good: Path, data: st.DataObject
 # ------------------------------------------------------------------------------- programs
 
 
-@FUZZ
+@LONG_FUZZ
 @given(st.data())
 @pytest.mark.parametrize("file", ["plan.json", "config.json", "manifest.json"])
 def test_programs(good: Path, tmp_path: Path, file: str, data: st.DataObject) -> None:

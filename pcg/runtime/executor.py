@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Unpack, cast, overload
+from typing import Any, Literal, TypeVar, Unpack, cast, get_args, overload
 
 import torch
 from torch import Tensor
@@ -185,6 +185,8 @@ class Executor:
         several = [prompts] if isinstance(prompts, str) else prompts
         if not several:
             raise GenerationError("there are no prompts to embed; give at least one")
+        if pooling not in get_args(Pooling):
+            raise GenerationError(f"pooling={pooling!r}; use 'last' or 'mean'")
         sampling = {"max_new_tokens": 0, "truncate_prompt_tokens": truncate_prompt_tokens}
         made = make_requests(self.state, several, adapter, sampling)
         requests = [replace(one, pooling=pooling, normalize=normalize) for one in made]

@@ -50,7 +50,7 @@ def test_what_is_no_workload(text: str, message: str) -> None:
         ({"gpus": ["T4"]}, "T4 has no data sheet here, so no cost; use one of"),
         ({"price": {"H100": -1.0}}, "price H100=-1.0; use dollars an hour above 0"),
         ({"gpus": ["h100"], "price": {"L40S": 1}}, "of no GPU to choose from; these are H100"),
-        ({"max_gpus": 0}, "max_gpus=0; use an int of at least 1"),
+        ({"max_gpus": 0}, "max_gpus=0; use an int from 1 to 4096"),
         ({"tp": [16]}, "tp=16; use degrees from 1 to max_gpus=8"),
         ({"dtypes": ["nf4"]}, "dtype='nf4'; use one of float32"),
         ({"tpot_slo_ms": 0}, "tpot_slo_ms=0; use a number above 0"),

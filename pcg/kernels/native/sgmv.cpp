@@ -17,7 +17,7 @@ constexpr int kLanes = 16;
 constexpr int kUnroll = 4;
 constexpr int64_t kStep = kLanes * kUnroll;
 constexpr int64_t kHeld = 16384;  // numbers of s that are held at a time
-constexpr int kColumns = 1024;  // columns of y that are summed at a time
+constexpr int kSums = 8192;     // sums of y that are held at a time
 constexpr int kAhead = 8192;    // bytes; of half that, bf16 is read 10 % slower
 constexpr int kLine = 64;       // bytes of a cache line
 
@@ -84,6 +84,11 @@ inline void add(Bf16* y, float z) {
   y->bits = is_nan ? 0x7fc0 : static_cast<uint16_t>((word + 0x7fff + ((word >> 16) & 1)) >> 16);
 }
 
+inline void add_to(float* sums, Floats v) {
+  v += load(sums);
+  std::memcpy(sums, &v, sizeof v);
+}
+
 inline float total(Floats v) {
   Floats8 eight[2];
   std::memcpy(eight, &v, sizeof eight);
@@ -97,7 +102,7 @@ inline float total(Floats v) {
 // Of weights that are read once: kept out of the outer caches, fp32 is read 8 % faster.
 template <class W>
 inline void prefetch(const W* p) {
-  const char* ahead = reinterpret_cast<const char*>(p) + kAhead;
+  const char* ahead = reinterpret_cast<const char*>(p);
   for (size_t i = 0; i < kStep * sizeof(W); i += kLine) __builtin_prefetch(ahead + i, 0, 0);
 }
 
@@ -109,11 +114,15 @@ void shrink(const float* x, int64_t x_stride, const W* a, const Site& site, floa
     Floats sums[N][kUnroll] = {};
     int64_t i = 0;
     for (; i + kStep <= in; i += kStep) {
-      prefetch(a + i);
+      prefetch(a + i + kAhead / sizeof(W));
       for (int u = 0; u < kUnroll; u++) {
         const Floats w = load(a + i + u * kLanes);
         for (int n = 0; n < N; n++) sums[n][u] += w * load(x + n * x_stride + i + u * kLanes);
       }
+    }
+    for (; i + kLanes <= in; i += kLanes) {
+      const Floats w = load(a + i);
+      for (int n = 0; n < N; n++) sums[n][0] += w * load(x + n * x_stride + i);
     }
     for (int n = 0; n < N; n++) {
       float sum = total((sums[n][0] + sums[n][1]) + (sums[n][2] + sums[n][3]));
@@ -126,23 +135,26 @@ void shrink(const float* x, int64_t x_stride, const W* a, const Site& site, floa
 // y += s B of N tokens and one output.
 template <int N, class W, class Y>
 void expand(Y* y, int64_t y_stride, const W* b, const Part& part, const float* s, int64_t ranks) {
-  float z[N][kColumns];
-  for (int64_t column = 0; column < part.out; column += kColumns) {
-    const int64_t width = part.out - column < kColumns ? part.out - column : kColumns;
+  constexpr int64_t most = kSums / N;
+  constexpr int64_t away = kAhead / sizeof(W);
+  float z[N][most];
+  for (int64_t column = 0; column < part.out; column += most) {
+    const int64_t width = part.out - column < most ? part.out - column : most;
     for (int n = 0; n < N; n++) std::memset(z[n], 0, width * sizeof(float));
     for (int64_t r = 0; r < part.rank; r++) {
       const W* row = b + r * part.rank_stride + column;
       int64_t i = 0;
       for (; i + kStep <= width; i += kStep) {
-        prefetch(row + i);
+        // Behind the last of these columns, the next row's are read.
+        prefetch(row + i + away + (i + away < width ? 0 : part.rank_stride - width));
         for (int u = 0; u < kUnroll; u++) {
           const Floats w = load(row + i + u * kLanes);
-          for (int n = 0; n < N; n++) {
-            float* sums = z[n] + i + u * kLanes;
-            const Floats sum = load(sums) + w * s[n * ranks + r];
-            std::memcpy(sums, &sum, sizeof sum);
-          }
+          for (int n = 0; n < N; n++) add_to(z[n] + i + u * kLanes, w * s[n * ranks + r]);
         }
+      }
+      for (; i + kLanes <= width; i += kLanes) {
+        const Floats w = load(row + i);
+        for (int n = 0; n < N; n++) add_to(z[n] + i, w * s[n * ranks + r]);
       }
       for (; i < width; i++) {
         for (int n = 0; n < N; n++) z[n][i] += widened(row[i]) * s[n * ranks + r];

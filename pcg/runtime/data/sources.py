@@ -98,6 +98,9 @@ def _iterated(source: Any) -> Iterator[Any]:
         raise DataError("data is an open file; give its path")
     if isinstance(source, bytes | bytearray | Set):
         raise DataError(f"data is {kind_of(source)}; give a list of rows, or a path")
+    if not hasattr(source, "__iter__") and hasattr(source, "__len__"):
+        # A map-style dataset: by Python's old protocol it would end where an index is an error.
+        return (source[index] for index in range(len(source)))
     try:
         return iter(source)
     except TypeError as error:

@@ -250,7 +250,7 @@ class SamplingParams:
             mine["bad_words"] = tuple(tuple(w) if isinstance(w, list) else w for w in words)
         if isinstance(mine.get("logit_bias"), Mapping):
             mine["logit_bias"] = {_token(key): v for key, v in mine["logit_bias"].items()}
-        if mine.get("seed") is not None and not isinstance(options["seed"], list):
+        if type(mine.get("seed")) is int and not isinstance(options["seed"], list):
             # So every continuation of every prompt has a seed of its own.
             width = cls(n=mine.get("n", 1), best_of=mine.get("best_of")).width
             mine["seed"] += index * width
@@ -294,4 +294,5 @@ _WHOLE = (*_LISTS, "n", "best_of")
 
 def _token(key: object) -> object:
     """Return the token that a key of `logit_bias` names; in JSON and in shells keys are texts."""
-    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+    is_number = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
+    return int(key) if is_number else key  # type: ignore[call-overload]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sized
 
 from pcg.errors import GenerationError
@@ -14,7 +15,8 @@ def require_number(
     """Refuse a value that is not a finite number in [low, high], or (low, high] with `open_low`."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         above = low < value if open_low else low <= value
-        if above and value <= high and math.isfinite(value):
+        # The bounds come before `isfinite`, for which an int may be too large.
+        if above and value <= min(high, sys.float_info.max) and math.isfinite(value):
             return
     interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if math.isinf(high) else ']'}"
     raise GenerationError(f"{name}={shown(value)}; use a finite number in {interval}")

@@ -192,3 +192,17 @@ def test_a_split_that_is_missing_is_named(data: Any, eval_data: Any, words: str)
 def test_a_dict_of_rows_is_not_one_of_splits() -> None:
     rows: list[Mapping[str, Any]] = [{"train": "a"}]
     assert choose_splits(rows, None).train is rows
+
+
+def test_a_map_style_dataset_has_as_many_rows_as_it_says(tokenizer: Tokenizer) -> None:
+    """One that repeats its rows for any index would never end."""
+
+    class Repeating:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> dict[str, str]:
+            return ROWS[index % len(ROWS)]
+
+    expected = load_examples([*ROWS, ROWS[0]], tokenizer)
+    assert list(load_examples(Repeating(), tokenizer)) == list(expected)

@@ -177,6 +177,8 @@ def test_fields_that_do_not_go_together(fields: dict[str, Any], message: str) ->
 def test_no_prompts() -> None:
     with pytest.raises(GenerationError, match="no prompts to embed"):
         shared().embed([])
+    with pytest.raises(GenerationError, match="pooling=None; use 'last' or 'mean'"):
+        shared().embed([[1, 2]], pooling=None)  # type: ignore[arg-type]
 
 
 def test_programs_without_the_function(monkeypatch: pytest.MonkeyPatch) -> None:

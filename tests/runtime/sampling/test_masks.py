@@ -1,5 +1,6 @@
 """Masks, biases and penalties, against transformers' processors and OpenAI's formulas."""
 
+import dataclasses
 import math
 
 import pytest
@@ -148,6 +149,7 @@ def test_a_text_of_bad_words_is_its_tokens_with_and_without_a_space(tmp_path, fa
         ({"frequency_penalty": math.nan}, "frequency_penalty=nan"),
         ({"logit_bias": [1]}, r"logit_bias=\[1\]; use a mapping"),
         ({"logit_bias": {True: 1.0}}, "a token of logit_bias=True"),
+        ({"logit_bias": {"1" * 5000: 1.0}}, "a token of logit_bias='111"),
         ({"logit_bias": {3: 101}}, r"logit_bias of token 3=101; .* \[-100, 100\]"),
         ({"logit_bias": {3: math.inf}}, "logit_bias of token 3=inf"),
         ({"logit_bias": dict.fromkeys(range(10**6), 1.0)}, "1,000,000 entries; the limit is 4,096"),
@@ -175,6 +177,9 @@ def test_a_text_of_bad_words_is_its_tokens_with_and_without_a_space(tmp_path, fa
 def test_values_that_are_refused(options, words):
     with pytest.raises(GenerationError, match=words):
         SamplingParams(**options)
+    if not isinstance(options.get("bad_words"), str):
+        with pytest.raises(GenerationError):
+            SamplingParams.of(options)
 
 
 @pytest.mark.parametrize(
@@ -199,3 +204,25 @@ def test_fields_as_they_come_from_json_and_shells():
     assert params.allowed_token_ids == (1, 2)
     each = SamplingParams.of({"logit_bias": [{1: 1.0}, {2: 2.0}]}, 1, 2)
     assert each.logit_bias == {2: 2.0}
+
+
+WORDS = [None, True, 0, -1, 2.5, math.nan, math.inf, 10**400, "", "a", "\ud800", b"x", object()]
+OTHERS = [(), ("a",), (1,), ((1,),), [1], [None], [["a"]], [{}], {}, {1: 1}, {"1": 2}, {(1,): 1}]
+
+
+@given(
+    options=st.dictionaries(
+        st.sampled_from([field.name for field in dataclasses.fields(SamplingParams)]),
+        st.sampled_from([*WORDS, *OTHERS, {1, 2}, {"type": object()}, "1" * 5000]),
+        min_size=1,
+        max_size=3,
+    ),
+    count=st.integers(1, 2),
+)
+def test_values_are_taken_or_refused_by_name(options, count):
+    refused = ""
+    try:
+        SamplingParams.of(options, 0, count).check_vocabulary(100)
+    except GenerationError as error:
+        refused = str(error)
+    assert not refused or any(name in refused for name in options)
