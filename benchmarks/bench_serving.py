@@ -1,7 +1,7 @@
 """Measure serving and co-serving: thousands of adapters, mixed batches, finetuning beside them.
 
     python benchmarks/bench_serving.py [--rounds 3] [--adapters 2000] [--requests 64]
-        [--seconds 30] [--parts throughput,mixed,co-serving]
+        [--seconds 30] [--parts throughput,mixed,co-serving,gaps]
 
 Parts that are not asked for keep their place in the result file.
 
@@ -15,15 +15,18 @@ in turn in every round:
                           generate(adapter_names=…) with left padding; output tokens a second
     …, r16                the same with 64 adapters of rank 16
 
-Then co-serving, at 0.3 of the rate that the engine serves at most (batches are smaller then, and a
-request costs more), with the same requests for each rule of sharing and one job that trains (LoRA
-r16 all-linear, 2 × 128 tokens a step):
+Then co-serving by means (burst=4), at 0.3 of the rate that the engine serves at most (batches are
+smaller then, and a request costs more), with the same requests for each rule of sharing and one job
+that trains (LoRA r16 all-linear, 2 × 128 tokens a step):
 
     left      share of the time in which inference alone had nothing to run
     kept      finetuning tokens a second / (those of Executor.finetune alone · left)
 
 The SLOs are a time per output token of four times a step of 8 sequences, and S-LoRA's 6 s to the
 first token.
+
+gaps: 4 requests a second, and a promise per gap of 1.5 times the median gap of inference alone,
+which runs before and after the others: the machine is shared, and its own gaps exceed that, too.
 """
 
 from __future__ import annotations
@@ -72,7 +75,10 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 RANKS = (8, 16, 32, 64)
 MIXED = 64
 NEW = 32
-PARTS = ("throughput", "mixed", "co-serving")
+PARTS = ("throughput", "mixed", "co-serving", "gaps")
+GAPS_RATE = 4.0
+PROMISED = 1.5
+"""The promise per gap, relative to the median gap of inference alone."""
 PROMPTS = Between(16, 64)
 KV_CACHE_BYTES = 2 * 2**30
 JOB: dict[str, Any] = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
@@ -154,7 +160,7 @@ def mixed_contenders(model: torch.nn.Module, executor: Executor) -> dict[str, Ca
 
 RULES: Mapping[str, Callable[[], Sharing]] = {
     "inference alone": InferenceOnly,
-    "co-serving": CoServing,
+    "co-serving": functools.partial(CoServing, 4),
     "temporal, 32": functools.partial(TemporalSharing, 32),
     "temporal, 128": functools.partial(TemporalSharing, 128),
     "spatial, 0.25": functools.partial(SpatialSharing, 0.25),
@@ -220,7 +226,7 @@ def co_serving(executor: Executor, duration_s: float) -> dict[str, Any]:
         return executor.engine(limits, kv_cache_bytes=KV_CACHE_BYTES, sharing=rule)
 
     alone = alone_tokens_per_s(executor)
-    engine = engine_of(CoServing())
+    engine = engine_of(CoServing(4))
     training(engine)
     train(engine, min(5.0, duration_s))  # compiles
     in_engine = train(engine, duration_s).finetuning_throughput
@@ -254,6 +260,43 @@ def co_serving(executor: Executor, duration_s: float) -> dict[str, Any]:
             "slo_attainment"
         ],
         "against the best at equal attainment (above 1)": _against_best(found),
+    }
+
+
+def gaps(executor: Executor, duration_s: float) -> dict[str, Any]:
+    """Measure which gaps are kept, and what is trained, under a promise per gap."""
+    workload = synthetic(Poisson(GAPS_RATE), PROMPTS, Fixed(NEW), seed=3, duration_s=duration_s)
+    workload = assign_adapters(workload, PowerLaw(8, 1.0), seed=3)
+
+    def run(rule: Sharing, tpot_slo_s: float | None) -> ServingReport:
+        limits = Limits(running=32, ttft_slo_s=S_LORA_TTFT_SLO_S, tpot_slo_s=tpot_slo_s)
+        engine = executor.engine(limits, kv_cache_bytes=KV_CACHE_BYTES, sharing=rule)
+        if rule.trains:
+            training(engine)
+            train(engine, min(5.0, duration_s))  # compiles
+        report = served(engine, workload)
+        if rule.trains:
+            engine.cancel_job("trained")
+        return report
+
+    alone = run(InferenceOnly(), None)
+    assert alone.itl is not None
+    tpot_slo_s = PROMISED * alone.itl.median_s
+    rules = {
+        "inference alone": InferenceOnly,
+        "co-serving": CoServing,
+        "co-serving, burst=4": functools.partial(CoServing, 4),
+        "inference alone, again": InferenceOnly,
+    }
+    found = {}
+    for name, rule in rules.items():
+        found[name] = _row(run(rule(), tpot_slo_s), 0.0)
+        print(f"  {name:<24} {found[name]}", file=sys.stderr)
+    return {
+        "requests_per_s": GAPS_RATE,
+        "step_of_inference_alone_ms": round(1e3 * alone.itl.median_s, 2),
+        "promised_gap_ms": round(1e3 * tpot_slo_s, 2),
+        "rules": found,
     }
 
 
@@ -304,6 +347,7 @@ def main() -> None:
         ),
         "mixed": lambda: _mixed(model, executor, arguments.rounds),
         "co-serving": lambda: co_serving(executor, arguments.seconds),
+        "gaps": lambda: gaps(executor, arguments.seconds),
     }
     before = RESULTS / "serving.json"
     result = json.loads(before.read_text()) if before.exists() else {}
