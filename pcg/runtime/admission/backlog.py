@@ -90,7 +90,7 @@ class Backlog:
             counts.append((mine[0], limits.tenant_requests, mine[1], limits.tenant_tokens, name))
         for requests, most, tokens, most_tokens, whose in counts:
             full = None
-            if most is not None and requests and requests + came > most:
+            if most is not None and requests + came > most:
                 several = f", {came} came" if came > 1 else ""
                 full = f"{requests} requests{whose} wait{several}, and {most} may"
             elif most_tokens is not None and requests and tokens + request.length > most_tokens:

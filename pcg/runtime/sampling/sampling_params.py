@@ -186,7 +186,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # nobody changes it later
         for token, bias in self.logit_bias.items():
             require_int("a token of logit_bias", token, 0)
-            require_number(f"logit_bias of token {token}", bias, -100.0, 100.0)
+            require_number(f"logit_bias of token {shown(token)}", bias, -100.0, 100.0)
         if not isinstance(self.bad_words, tuple):
             raise GenerationError(
                 f"bad_words={shown(self.bad_words)}; use a tuple of texts, or of tuples of ids"

@@ -149,11 +149,14 @@ def test_bad_names_and_priorities(fields: dict[str, Any], message: str) -> None:
 
 def test_continuations_count_as_they_come() -> None:
     """Not those of a prompt that was computed, and not those that were put back."""
-    engine = simulated(requests=9, tenant_requests=5)
+    engine = simulated(requests=19, tenant_requests=5)
     several = SamplingParams(max_new_tokens=3, n=4, temperature=1.0)
     engine.submit(Request((1,) * 10, several, tenant="a"))
     with pytest.raises(QueueFullError, match="4 requests of tenant 'a' wait, 4 came, and 5 may"):
         engine.submit(Request((1,) * 10, several, tenant="a"))
+    more = SamplingParams(max_new_tokens=3, n=6, temperature=1.0)
+    with pytest.raises(QueueFullError, match="0 requests of tenant 'b' wait, 6 came, and 5 may"):
+        engine.submit(Request((1,), more, tenant="b"))  # or one request would fill the queue
     engine.submit(ask("a"))
     engine.cancel("request 0")
     engine.cancel("request 1")

@@ -44,7 +44,7 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
 
 def make_engine(executor: Executor) -> Engine:
     page_bytes = bytes_of_page(kv_types(executor.serving.runner.model))
-    queue = QueueLimits(requests=60, tenant_requests=30)
+    queue = QueueLimits(requests=1_000, tenant_requests=30)
     return executor.engine(kv_cache_bytes=48 * page_bytes, log=EventLog(KEPT), queue=queue)
 
 
