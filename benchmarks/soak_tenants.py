@@ -1,0 +1,310 @@
+"""Soak an engine with four tenants, one of them hostile, and compare what the others get without it.
+
+    python benchmarks/soak_tenants.py [--minutes 10] [--segment 20] [--settings bounded,default]
+
+Three tenants send requests on a fixed schedule, to the base and to adapters. Segments of time with
+the hostile tenant and without it take turns, in one engine on its thread, so that what else the
+machine does falls on both alike. The hostile tenant does in turn what `ATTACKS` has: bad fields,
+floods of 1,000 requests, prompts as long as the model takes, adapters with NaN, adapters that are
+removed in use, jobs that diverge or have bad data, streams that are cancelled, listeners that raise.
+
+    default     `pcg.Limits()`: the hostile tenant's valid requests have their fair share, and every
+                one that runs makes the steps of the others longer
+    bounded     Limits(tokens=…) and FairShare(tenant_running=…), which bound a step and a tenant
+
+Gaps are those between a request's tokens, by the events of the engine. The model is that of
+`bench_generation.py`, on one thread in fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import itertools
+import math
+import random
+import resource
+import statistics
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_generation import random_llama
+from measure import write
+
+import pcg
+from pcg.errors import EngineError, PcgError
+from pcg.runtime.admission.fair_share import FairShare
+from pcg.runtime.data.example import Example
+from pcg.runtime.engine.async_engine import AsyncEngine
+from pcg.runtime.executor import Executor
+from pcg.runtime.metrics.events import Event, EventLog, Kind
+
+TENANTS = ("a", "b", "c")
+EVERY_S = 1.0
+"""Seconds between two requests of a tenant."""
+NEW = 24
+VOCABULARY = 32000
+LORA: dict[str, Any] = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "v_proj"]}
+JOB: dict[str, Any] = {"peft": LORA, "batch_size": 1, "max_length": 32, "learning_rate": 1e30}
+SETTINGS = ("bounded", "default")
+
+
+def engine_of(executor: Executor, setting: str) -> AsyncEngine:
+    """Return a running engine with some setting."""
+    options: dict[str, Any] = {"kv_cache_bytes": 2**29, "log": EventLog(10_000)}
+    if setting == "default":
+        return executor.engine(**options).start()
+    limits = pcg.Limits(running=8, tokens=32)
+    return executor.engine(limits, policy=FairShare(tenant_running=2), **options).start()
+
+
+# ----------------------------------------------------------------------------- the hostile tenant
+
+
+class Hostile:
+    """The attacks of a tenant, one after the other, until it is told to stop."""
+
+    def __init__(self, executor: Executor, running: AsyncEngine, directory: Path) -> None:
+        self.executor = executor
+        self.running = running
+        self.directory = directory
+        self.drawn = random.Random(1)
+        self.counts: dict[str, int] = {}
+        self.refused = 0
+        self.wrong: list[str] = []
+        self._names = itertools.count()
+        self._stop = threading.Event()
+
+    def submit(self, prompt: Any, adapter: Any = None, **fields: Any) -> Any:
+        given = {"tenant": "hostile", "max_new_tokens": 16} | fields
+        return self.running.submit(prompt, adapter, **given)
+
+    def bad_fields(self) -> None:
+        bad: list[dict[str, Any]] = [
+            {"temperature": math.nan}, {"top_k": -1}, {"logprobs": 10**6}, {"tenant": []},
+            {"priority": 10**400}, {"timeout_s": 10**400}, {"stop": "\ud800" * 3}, {"n": 10**9},
+            {"logit_bias": {10**9: 1}}, {"seed": {}}, {"request_id": "same"}, {"timeout_s": 1e-9},
+            {"bad_words": [[i] for i in range(1024)]}, {"tpot_slo_s": 1e-300}, {"n": 100},
+        ]  # fmt: skip
+        for fields in bad:
+            self.attempt(lambda fields=fields: self.submit([1, 2, 3], **fields))
+        for prompt in ([VOCABULARY], [-1], [1.5], [10**5000], [], None, {"a": 1}):
+            self.attempt(lambda prompt=prompt: self.submit(prompt))
+
+    def flood(self) -> None:
+        for _ in range(1000):
+            self.attempt(lambda: self.submit([self.drawn.randrange(VOCABULARY)] * 8))
+
+    def huge_prompts(self) -> None:
+        for length in (2000, 2048, 100_000):
+            self.attempt(lambda length=length: self.submit([5] * length))
+
+    def cancelled(self) -> None:
+        for _ in range(20):
+            self.attempt(lambda: self.submit([7] * 30, max_new_tokens=500).cancel())
+
+    def nan_adapter(self) -> None:
+        self.attempt(self.running.add_adapter(self.name(), self.directory / "nan").result)
+
+    def removed_adapter(self) -> None:
+        name = self.name()
+        self.attempt(self.running.add_adapter(name, LORA).result)
+        for _ in range(3):
+            self.attempt(lambda: self.submit([9] * 20, name))
+        self.attempt(lambda: self.executor.remove_adapter(name))
+
+    def diverging_job(self) -> None:
+        rows = [{"input_ids": [self.drawn.randrange(VOCABULARY) for _ in range(32)]}] * 4
+        job = self.running.finetune([rows], self.name(), max_steps=3, **JOB)
+        self.attempt(lambda: job.wait(60))
+        examples = [Example([1, 2, 3] * 8, [1, 2, 3] * 8)] * 4
+        job = self.running.finetune(examples, self.name(), max_steps=5, **JOB)
+        self.attempt(lambda: job.wait(60))
+
+    def bad_data(self) -> None:
+        for path in (self.directory / "bad.jsonl", self.directory / "none.jsonl", "\0", 5):
+            self.attempt(lambda path=path: self.wait(path))
+
+    def wait(self, data: Any) -> None:
+        self.running.finetune(data, self.name(), max_steps=1, **JOB).wait(60)
+
+    def listener(self) -> None:
+        def raises(event: Event) -> None:
+            raise ValueError("no")
+
+        self.running.engine.log.listen(raises)
+
+    def name(self) -> str:
+        return f"hostile-{next(self._names)}"
+
+    def attempt(self, act: Callable[[], object]) -> None:
+        """Do something that may be refused, and note every error that is not a PcgError."""
+        if self._stop.is_set():
+            return
+        try:
+            act()
+        except EngineError as error:
+            self.wrong.append(repr(error))
+        except PcgError:
+            self.refused += 1
+        except Exception as error:
+            self.wrong.append(repr(error))
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Attack on a thread of its own meanwhile."""
+        self._stop.clear()
+        thread = threading.Thread(target=self._attack, name="hostile")
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            thread.join()
+
+    def _attack(self) -> None:
+        for attack in itertools.cycle(ATTACKS):
+            if self._stop.wait(0.2):
+                return
+            self.counts[attack.__name__] = self.counts.get(attack.__name__, 0) + 1
+            attack(self)
+
+
+ATTACKS = (
+    Hostile.bad_fields, Hostile.flood, Hostile.huge_prompts, Hostile.cancelled,
+    Hostile.nan_adapter, Hostile.removed_adapter, Hostile.diverging_job, Hostile.bad_data,
+    Hostile.listener,
+)  # fmt: skip
+
+
+def write_bad_files(executor: Executor, directory: Path) -> None:
+    """Write an adapter with NaN, and data that is none."""
+    adapter = executor.add_adapter("nan", LORA)
+    for tensor in adapter.tensors:
+        tensor.fill_(math.nan)
+    executor.save_adapter("nan", directory / "nan")
+    executor.remove_adapter("nan")
+    (directory / "bad.jsonl").write_bytes(b'{"text": "a"}\n{"text": 5\xff\n' + b"[" * 10_000)
+
+
+# ----------------------------------------------------------------------------- the other tenants
+
+
+def segment(running: AsyncEngine, seconds: float) -> tuple[list[tuple[int, ...]], list[float]]:
+    """Run the schedule of the three tenants; returns their tokens, and gaps in seconds."""
+    drawn = random.Random(0)
+    times: dict[str, list[float]] = {}
+
+    def listen(event: Event) -> None:
+        if event.kind is Kind.TOKEN and event.subject in times:
+            times[event.subject].append(event.time_s)
+
+    end = running.engine.log.listen(listen)
+    streams = []
+    began = time.perf_counter()
+    for turn in range(int(seconds / EVERY_S) * len(TENANTS)):
+        tenant = TENANTS[turn % len(TENANTS)]
+        prompt = [drawn.randrange(3, VOCABULARY) for _ in range(drawn.randrange(8, 48))]
+        due = began + turn * EVERY_S / len(TENANTS)
+        time.sleep(max(0.0, due - time.perf_counter()))
+        name = f"{tenant} {time.monotonic_ns()}"
+        times[name] = []
+        adapter = None if tenant == "a" else tenant
+        fields = {"temperature": 1.0, "seed": turn} if turn % 2 else {}
+        streams.append(
+            running.submit(
+                prompt, adapter, tenant=tenant, request_id=name, max_new_tokens=NEW,
+                ignore_eos=True, **fields,
+            )
+        )  # fmt: skip
+    tokens = [stream.wait(300).token_ids for stream in streams]
+    end()
+    gaps = [b - a for one in times.values() for a, b in itertools.pairwise(one)]
+    return tokens, gaps
+
+
+def of_gaps(gaps: list[float]) -> dict[str, float]:
+    """Return the mean and percentiles of gaps, milliseconds."""
+    cuts = statistics.quantiles(gaps, n=100)
+    found = {"mean": statistics.fmean(gaps), "p50": cuts[49], "p90": cuts[89], "p99": cuts[98]}
+    return {name: round(1000 * value, 1) for name, value in found.items()} | {"count": len(gaps)}
+
+
+def soak(executor: Executor, setting: str, seconds: float, length_s: float) -> dict[str, Any]:
+    """Run segments with and without the hostile tenant in turn; returns how they compare."""
+    with tempfile.TemporaryDirectory() as folder, engine_of(executor, setting) as running:
+        write_bad_files(executor, Path(folder))
+        hostile = Hostile(executor, running, Path(folder))
+        expected, _ = segment(running, length_s)  # warms up, too
+        threads = {thread.name for thread in threading.enumerate()}
+        same, gaps = True, {"without": [], "with": []}
+        memory = []
+        rounds = max(1, round(seconds / 2 / length_s))
+        for _ in range(rounds):
+            found, some = segment(running, length_s)
+            same &= found == expected
+            gaps["without"] += some
+            with hostile.beside():
+                found, some = segment(running, length_s)
+            same &= found == expected
+            gaps["with"] += some
+            running.run(lambda: [running.engine.cancel(n) for n in of_hostile(running)])
+            gc.collect()
+            memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        lost = [t for t in threads if t == "pcg engine"] and not running._thread.is_alive()
+        found, _ = segment(running, length_s)
+        same &= found == expected
+        running.run(running.engine.check_integrity)
+    times = {name: of_gaps(some) for name, some in gaps.items()}
+    return {
+        "minutes": round(2 * rounds * length_s / 60, 2),
+        "tokens_equal": same,
+        "requests_compared": len(expected) * (2 * rounds + 1),
+        "gaps_ms": times,
+        "ratio": {
+            name: round(times["with"][name] / times["without"][name], 2)
+            for name in ("mean", "p50", "p90", "p99")
+        },
+        "engine_thread_ended": bool(lost),
+        "attacks": hostile.counts,
+        "refused": hostile.refused,
+        "other_errors": hostile.wrong[:5],
+        "peak_rss_mib_by_round": [round(kib / 1024) for kib in memory],
+    }
+
+
+def of_hostile(running: AsyncEngine) -> list[str]:
+    """Return the hostile tenant's requests that are left."""
+    everyone = running.engine.scheduler.everyone
+    return [one.id for one in everyone if one.request.tenant not in TENANTS and not one.choice]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10.0, help="of each setting")
+    parser.add_argument("--segment", type=float, default=20.0, help="seconds of a segment")
+    parser.add_argument("--settings", default=",".join(SETTINGS))
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    executor = pcg.compile(random_llama().eval())
+    for seed, name in enumerate(TENANTS[1:]):
+        executor.add_adapter(name, LORA, seed=seed)
+    results = {}
+    for setting in arguments.settings.split(","):
+        if setting not in SETTINGS:
+            raise SystemExit(f"error: no setting {setting!r}; use {', '.join(SETTINGS)}")
+        results[setting] = soak(executor, setting, 60 * arguments.minutes, arguments.segment)
+    write("tenants", results)
+
+
+if __name__ == "__main__":
+    main()
