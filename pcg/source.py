@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pcg.errors import (
     ConfigError,
@@ -97,8 +97,16 @@ def shipped() -> tuple[str, ...]:
     return tuple(sorted(path.stem.replace("--", "/", 1) for path in SHIPPED.glob("*.json")))
 
 
+class ModelConfig(Protocol):
+    """A transformers configuration (`PreTrainedConfig`)."""
+
+    model_type: str
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
 def resolve(
-    model: str | os.PathLike[str] | Mapping[str, Any], *, weights: bool = False
+    model: str | os.PathLike[str] | Mapping[str, Any] | ModelConfig, *, weights: bool = False
 ) -> ModelSource:
     """Find the model that `model` names.
 
@@ -106,17 +114,25 @@ def resolve(
     Hugging Face cache, the hub.
 
     Args:
-        model: directory with a config.json, path to a config.json, hub id, or parsed config.
+        model: directory with a config.json, path to a config.json, hub id, parsed config, or a
+            configuration of transformers'.
         weights: True if the weights are needed, too. A shipped config is then not enough: they
             are taken from the cache or downloaded.
     Raises:
-        ModelNotFoundError: nothing has that name.
+        ModelNotFoundError: nothing has that name, or it is nothing that names a model.
         ConfigError: config.json is missing, damaged, or has no model_type.
         WeightsError: a shard is missing, there are only pickles, or `weights` and none exist.
     """
     if isinstance(model, Mapping):
         return _from_config(dict(model), weights=weights)
-    name = os.fspath(model).strip()
+    if hasattr(model, "to_dict") and hasattr(model, "model_type"):
+        return _from_config(model.to_dict(), weights=weights)
+    if not isinstance(model, str | os.PathLike):
+        raise ModelNotFoundError(
+            f"an object of type {type(model).__name__} names no model; give a directory, a hub id, "
+            "a configuration, or a transformers model"
+        )
+    name = os.fsdecode(model).strip()
     path = expanded(name)
     if name and is_there(path):
         source = _from_path(path)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from pcg import errors, source
 
@@ -77,6 +78,23 @@ def test_config_in_memory() -> None:
     found = source.resolve(LLAMA)
     assert (found.name, found.config) == ("LlamaForCausalLM", LLAMA)
     assert found.config is not LLAMA
+
+
+def test_a_configuration_of_transformers() -> None:
+    config = transformers.LlamaConfig(hidden_size=64, num_hidden_layers=2)
+    found = source.resolve(config)
+    assert found.name == "llama"
+    assert {**found.config, "hidden_size": 64, "num_hidden_layers": 2} == found.config
+    with pytest.raises(errors.WeightsError, match="was given as a config"):
+        source.resolve(config, weights=True)
+
+
+@pytest.mark.parametrize("model", [123, None, ["a"], object()])
+def test_what_names_no_model(model: Any) -> None:
+    with pytest.raises(
+        errors.ModelNotFoundError, match="names no model; give a directory, a hub id"
+    ):
+        source.resolve(model)
 
 
 def test_source_is_hashable() -> None:

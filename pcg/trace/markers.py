@@ -96,7 +96,8 @@ def _experts_interface(
 ) -> torch.Tensor:
     if getattr(module, "has_bias", False) or getattr(module, "is_transposed", False):
         raise UnsupportedError(
-            f"{type(module).__name__}: experts with biases or a transposed layout"
+            f"cannot trace {type(module).__name__}: its experts have biases or transposed weights, "
+            "for which there is no operator; pcg takes experts as Mixtral and Qwen3-MoE have them"
         )
     return torch.ops.pcg.experts(hidden, indices, weights, module.gate_up_proj, module.down_proj)  # type: ignore[no-any-return]
 

@@ -163,7 +163,7 @@ def test_the_users_plan_is_taken(tmp_path: Path) -> None:
         ({"self_attn.q_proj": ["colwise"]}, r"\['colwise'\]; use one of colwise, rowwise, repl"),
         ({"self_attn.q_proj": None}, "q_proj is None; use one of colwise, rowwise, replicated"),
         ({}, "an object with a style for each module path"),
-        ("nowhere.json", "tp_plan nowhere.json cannot be read as JSON"),
+        ("nowhere.json", "nowhere.json cannot be read: No such file"),
     ],
 )
 def test_a_plan_that_is_none_is_refused(plan: Any, message: str) -> None:

@@ -116,10 +116,15 @@ REFUSED: dict[str, tuple[dict[str, Any], type[PcgError], str]] = {
         UnsupportedError,
         r"conv_1d \(Conv1d\) mixes tokens by aten.convolution",
     ),
+    "attention to chosen tokens": (
+        {**SMALL, "model_type": "deepseek_v32", "n_routed_experts": 4, "index_topk": 8},
+        TraceError,
+        r"with pcg attention, it reads the attention mask in code of its own, as sparse attention",
+    ),
     "experts with biases": (
         {**EXPERTS, "model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 8},
         UnsupportedError,
-        r"GptOssExperts: experts with biases",
+        r"GptOssExperts: its experts have biases or transposed weights",
     ),
 }
 
