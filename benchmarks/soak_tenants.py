@@ -1,4 +1,4 @@
-"""Soak an engine with four tenants, one of them hostile, and compare what the others get without it.
+"""Soak an engine with four tenants, one of them hostile, and compare the others without it.
 
     python benchmarks/soak_tenants.py [--minutes 10] [--segment 20] [--settings bounded,default]
 
@@ -6,7 +6,7 @@ Three tenants send requests on a fixed schedule, to the base and to adapters. Se
 the hostile tenant and without it take turns, in one engine on its thread, so that what else the
 machine does falls on both alike. The hostile tenant does in turn what `ATTACKS` has: bad fields,
 floods of 1,000 requests, prompts as long as the model takes, adapters with NaN, adapters that are
-removed in use, jobs that diverge or have bad data, streams that are cancelled, listeners that raise.
+removed in use, jobs that diverge or have bad data, cancelled streams, and listeners that raise.
 
     default     `pcg.Limits()`: the hostile tenant's valid requests have their fair share, and every
                 one that runs makes the steps of the others longer
@@ -287,6 +287,7 @@ def of_hostile(running: AsyncEngine) -> list[str]:
 
 
 def main() -> None:
+    """Run the settings one after the other, and write what they gave."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0, help="of each setting")
     parser.add_argument("--segment", type=float, default=20.0, help="seconds of a segment")
