@@ -76,7 +76,7 @@ def inputs(lora: JoinedLora, dtype: torch.dtype = torch.float32) -> tuple[Tensor
 @settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any),
-    rank=st.sampled_from([1, 3, 7, 8, 20, 64]),
+    rank=st.sampled_from([0, 1, 3, 7, 8, 20, 64]),
     in_=st.sampled_from([1, 5, 16, 63, 64, 67, 200]),
     outs=st.lists(st.sampled_from([1, 6, 16, 65, 130]), min_size=1, max_size=3),
     start=st.integers(0, 3),

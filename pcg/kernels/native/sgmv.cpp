@@ -245,6 +245,7 @@ extern "C" void pcg_add_lora(void* y, int64_t y_stride, const float* x, int64_t 
                              const int64_t* numbers, const int64_t* spans, int64_t count,
                              int threads, int y_is_bf16, int weights_are_bf16) {
   const Site& site = *reinterpret_cast<const Site*>(numbers);
+  if (site.ranks == 0) return;  // AdaLoRA has dropped all of them
   const Part* parts = reinterpret_cast<const Part*>(&site + 1);
   const Segment* segments = reinterpret_cast<const Segment*>(spans);
   const auto run = [&](auto* out, auto weight) {
