@@ -1,6 +1,8 @@
 """Soak an engine with four tenants, one of them hostile, and compare the others without it.
 
-    python benchmarks/soak_tenants.py [--minutes 10] [--segment 20] [--settings bounded,default]
+    python benchmarks/soak_tenants.py [--minutes 10] [--segment 20] [--settings …]
+
+Settings that are not asked for keep their place in the result file.
 
 Three tenants send requests on a fixed schedule, to the base and to adapters. Segments of time with
 the hostile tenant and without it take turns, in one engine on its thread, so that what else the
@@ -11,6 +13,8 @@ removed in use, jobs that diverge or have bad data, cancelled streams, and liste
     default     `pcg.Limits()`: the hostile tenant's valid requests have their fair share, and every
                 one that runs makes the steps of the others longer
     bounded     Limits(tokens=…) and FairShare(tenant_running=…), which bound a step and a tenant
+    promised    Limits(tpot_slo_s=…) of 1.5 times the median gap without the hostile tenant, which
+                is measured first, and FairShare(tenant_running=…)
 
 Gaps are those between a request's tokens, by the events of the engine. The model is that of
 `bench_generation.py`, on one thread in fp32.
@@ -22,6 +26,7 @@ import argparse
 import contextlib
 import gc
 import itertools
+import json
 import math
 import random
 import resource
@@ -36,7 +41,7 @@ from typing import Any
 
 import torch
 from bench_generation import random_llama
-from measure import write
+from measure import RESULTS, write
 
 import pcg
 from pcg.errors import EngineError, PcgError
@@ -53,7 +58,7 @@ NEW = 24
 VOCABULARY = 32000
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "v_proj"]}
 JOB: dict[str, Any] = {"peft": LORA, "batch_size": 1, "max_length": 32, "learning_rate": 1e30}
-SETTINGS = ("bounded", "default")
+SETTINGS = ("bounded", "promised", "default")
 
 
 def engine_of(executor: Executor, setting: str) -> AsyncEngine:
@@ -61,8 +66,21 @@ def engine_of(executor: Executor, setting: str) -> AsyncEngine:
     options: dict[str, Any] = {"kv_cache_bytes": 2**29, "log": EventLog(10_000)}
     if setting == "default":
         return executor.engine(**options).start()
-    limits = pcg.Limits(running=8, tokens=32)
-    return executor.engine(limits, policy=FairShare(tenant_running=2), **options).start()
+    options["policy"] = FairShare(tenant_running=2)
+    if setting == "bounded":
+        return executor.engine(pcg.Limits(running=8, tokens=32), **options).start()
+    limits = pcg.Limits(tpot_slo_s=1.5 * median_gap_s(executor))
+    engine = executor.engine(limits, **options)
+    engine.calibrate()
+    return engine.start()
+
+
+def median_gap_s(executor: Executor) -> float:
+    """Return the median gap of the three tenants alone, in an engine without a promise."""
+    with engine_of(executor, "default") as running:
+        segment(running, 4)
+        _, gaps = segment(running, 8)
+    return statistics.median(gaps)
 
 
 # ----------------------------------------------------------------------------- the hostile tenant
@@ -299,7 +317,8 @@ def main() -> None:
     executor = pcg.compile(random_llama().eval())
     for seed, name in enumerate(TENANTS[1:]):
         executor.add_adapter(name, LORA, seed=seed)
-    results = {}
+    before = RESULTS / "tenants.json"
+    results = json.loads(before.read_text()) if before.exists() else {}
     for setting in arguments.settings.split(","):
         if setting not in SETTINGS:
             raise SystemExit(f"error: no setting {setting!r}; use {', '.join(SETTINGS)}")
