@@ -168,6 +168,10 @@ def check_writable(directory: Path, what: str, error_type: type[PcgError]) -> No
         ) from error
     while not os.path.lexists(place):
         place = place.parent
+    if not place.is_dir():
+        raise error_type(
+            f"{what} cannot be saved in {directory}: {place} is a file; give another directory"
+        )
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".saving-", dir=place))
     except OSError as error:

@@ -94,7 +94,8 @@ def test_graphs_are_shown_by_what_they_are_for() -> None:
     assert shown["prune"] == [*serving, "training.prologue", *pairs, *losses]
     pairs = [f"training.{name}{way}" for name in layers for way in ("_forward", "_backward")]
     losses = [f"training.epilogue_{name}" for name in ("train", "loss")]
-    assert shown["emit"] == [*serving, "training.prologue", *pairs, *losses]
+    emitted = [*serving, "serving.last_hidden", "training.prologue", *pairs, *losses]
+    assert shown["emit"] == emitted
     text = records[-1].text()
     assert [graph.name for graph in parse_graphs(text)] == shown["emit"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +15,8 @@ from pcg.ir.types import State
 
 
 def seeded(*key: object) -> torch.Generator:
-    return torch.Generator().manual_seed(abs(hash(repr(key))) % 2**31)
+    """A generator whose seed is the same in every process."""
+    return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
 
 
 def held(tensor: Tensor, layout: Layout, degree: int, key: object) -> list[Tensor]:

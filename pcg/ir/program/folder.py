@@ -130,8 +130,6 @@ def save_program(
 
 def _check_free(target: Path) -> None:
     """Refuse to replace a folder that is no program, or has other files."""
-    if target.exists() and not target.is_dir():
-        raise ProgramError(f"{target} is a file; give the folder of a program, or a new one")
     there = {p.relative_to(target).as_posix() for p in target.rglob("*") if not p.is_dir()}
     if not there:
         return

@@ -151,7 +151,7 @@ def test_truncated_files(saved: Path, keep: int) -> None:
 def test_damaged_headers(saved: Path, header: bytes) -> None:
     file = saved / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(WeightsError, match=r"model.safetensors is damaged"):
+    with pytest.raises(WeightsError, match=r"model.safetensors.* is damaged"):
         Checkpoint.open(resolve(saved))
 
 

@@ -170,8 +170,8 @@ def test_a_text_of_bad_words_is_its_tokens_with_and_without_a_space(tmp_path, fa
         ({"include_stop_str_in_output": 1}, "include_stop_str_in_output=1"),
         ({"skip_special_tokens": None}, "skip_special_tokens=None"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0; .* None keeps the whole prompt"),
-        ({"seed": 10**5000}, "seed=a int; use"),
-        ({"temperature": "x" * 1000}, "temperature='x{79}…; use"),
+        ({"seed": 10**5000}, "seed=<int>; use"),
+        ({"temperature": "x" * 1000}, "temperature='x+…; use"),
     ],
 )
 def test_values_that_are_refused(options, words):

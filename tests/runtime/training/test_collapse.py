@@ -136,7 +136,7 @@ def test_checkpoints_that_cannot_be_saved_are_known_before_the_first_step(
 ) -> None:
     (tmp_path / "file").touch()
     steps: list[Any] = []
-    with pytest.raises(FinetuneError, match=r"checkpoints cannot be saved in .*: Not a directory"):
+    with pytest.raises(FinetuneError, match=r"checkpoints cannot be saved in .* is a file"):
         job(executor, tmp_path / "file" / "job", steps.append)
     assert steps == []
     assert not executor.adapters
