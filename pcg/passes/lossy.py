@@ -41,13 +41,13 @@ class Quantize(GradientPass):
 
     def run(self, before: Differentiated) -> Differentiated:
         given = {v.name for v in before.backward.inputs if v.name in before.graph.types}
-        found = _Approximations(before.graph)
+        made = {value.name for node in before.backward.nodes for value in node.outputs}
+        found = _Approximations(before.graph, made)
         found.require(before.backward.nodes, given)
         nodes = [found.read_by(node, given) for node in before.backward.nodes]
         types = found.builder.types
         read = {name for node in nodes for name in node.inputs}
         inputs = {value.name: value for value in before.backward.inputs}
-        made = {value.name for node in before.backward.nodes for value in node.outputs}
         for name in types:
             if name in read and name not in made and name not in before.graph.parameters_by_name:
                 inputs.setdefault(name, Value(name, types[name]))
@@ -57,11 +57,15 @@ class Quantize(GradientPass):
 
 
 class _Approximations:
-    """The approximations of a forward graph's values, which its builder adds."""
+    """The approximations of a forward graph's values, which its builder adds.
 
-    def __init__(self, graph: Graph) -> None:
+    None has a name that backward gives to a value of its own: backward may recompute it.
+    """
+
+    def __init__(self, graph: Graph, of_backward: Container[str]) -> None:
         self._graph = graph
         self.builder = Builder.extending(graph)
+        self.builder.reserved = of_backward
         self._found: dict[str, str] = {}
         self._coded_leaves: set[str] = set()
         self._summed: set[str] = set()

@@ -166,6 +166,7 @@ def pipeline(given: Settings) -> Pipeline:
     """The pipeline for these settings."""
     options, triton = given.options, given.backend == "triton"
     tp, sequence_parallel = options.tp, options.sequence_parallel
+    is_lossy = options.lossy_activations == "fp8"
     serving, functions = Trained.map_serving_graphs, Functions.map_graphs
     return Pipeline(
         trace=_stage("trace", Trace(dtype_name(options.dtype), given.whole)),
@@ -179,7 +180,14 @@ def pipeline(given: Settings) -> Pipeline:
                 On(Attached.map_blocks, SplitFusedProjections()),
                 PlanBase(tp, options.styles),
                 RepeatHeadsOfModels(tp),
-                Shard(tp, given.device_costs, sequence_parallel, options.budget, given.rank_costs),
+                Shard(
+                    tp,
+                    given.device_costs,
+                    sequence_parallel,
+                    options.budget,
+                    given.rank_costs,
+                    is_lossy,
+                ),
                 On(Sharded.map_graphs, Localize(tp)),
             ),
         ),
@@ -188,7 +196,7 @@ def pipeline(given: Settings) -> Pipeline:
         compress=_stage(
             "compress",
             *when(given.windows, On(Gradients.map_layers, WindowAttention())),
-            *when(options.lossy_activations == "fp8", On(Gradients.map_layers, Quantize())),
+            *when(is_lossy, On(Gradients.map_layers, Quantize())),
             On(Gradients.map_layers, Compress()),
         ),
         rematerialize=_stage(

@@ -6,13 +6,15 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 from functools import cache
+from typing import Literal
 
 import pytest
 
 from pcg.errors import TypeCheckError
-from pcg.ir.analysis.saved_memory import outside_bytes
-from pcg.ir.analysis.storages import Storages
+from pcg.ir.analysis.saved_memory import outside_bytes, saved_memory
+from pcg.ir.analysis.storages import SEQUENCES, Storages
 from pcg.ir.program.program import ModelGraph
+from pcg.ir.types import CONTEXT
 from pcg.options import MemoryBudget, PlanOptions
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.layer_costs import DeviceCosts
@@ -34,6 +36,7 @@ from tests.support.parallelized import Machine, attached
 
 UP, DOWN = "model.layers.{layer}.up", "model.layers.{layer}.down"
 DEGREE, TOKENS_HERE = 2, 8
+Lossy = Literal["fp8"] | None
 Point = tuple[int, float]
 """Bytes that a layer keeps, and seconds that it recomputes."""
 
@@ -206,9 +209,11 @@ def test_never_worse_than_one_after_the_other(alpha: float) -> None:
 
 
 @cache
-def trained(size: int | float) -> tuple[Sharded, TrainedModel]:
+def trained(size: int | float, lossy: Lossy = None) -> tuple[Sharded, TrainedModel]:
     """A family's model of two layers over ranks of a data sheet, with a budget."""
-    options = PlanOptions(tp=2, batch=2, seq=64, memory_budget=size, costs="L40S")
+    options = PlanOptions(
+        tp=2, batch=2, seq=64, memory_budget=size, costs="L40S", lossy_activations=lossy
+    )
     passes = pipeline(Settings(options, costs=find_cost_model("L40S")))
     sharded = passes.parallelize.run(attached("llama3"))
     pruned = passes.prune.run(passes.differentiate.run(sharded))
@@ -218,11 +223,13 @@ def trained(size: int | float) -> tuple[Sharded, TrainedModel]:
     return sharded, found
 
 
-def test_what_is_weighed_is_what_is_planned() -> None:
-    _, most = trained(1.0)
+@pytest.mark.parametrize("part", [1, 2])
+@pytest.mark.parametrize("lossy", [None, "fp8"])
+def test_what_is_weighed_is_what_is_planned_and_saved(lossy: Lossy, part: int) -> None:
+    _, most = trained(1.0, lossy)
     sizes = [point[0] for point in most.frontiers.points()]
-    size = (sizes[0] + 2 * min(sizes)) // 3
-    sharded, found = trained(size)
+    size = ((3 - part) * sizes[0] + part * min(sizes)) // 3
+    sharded, found = trained(size, lossy)
     assert sharded.joint is not None
     plan = found.plan
     kept = sum(plan.choices[index].size_bytes for index in plan.layers)
@@ -231,6 +238,8 @@ def test_what_is_weighed_is_what_is_planned() -> None:
     again = sum(plan.choices[index].cost for index in plan.layers) * PICOSECOND
     assert again == pytest.approx(sharded.joint.best.again_seconds)
     assert sharded.plans == sharded.joint.best.plans
+    saved = saved_memory(found.model, found.plan).total.subs({SEQUENCES: 2, CONTEXT: 64})
+    assert saved == kept + found.frontiers.outside_bytes
 
 
 def test_what_does_not_bind_changes_nothing() -> None:

@@ -245,6 +245,16 @@ def test_gradients_are_near_the_exact_ones(dtype: torch.dtype, backend: str) -> 
     assert off["model.layers.1.mlp.down_proj.lora_B"] < 1e-6
 
 
+@pytest.mark.parametrize("name", ["gemma2", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_gradients_behind_norms_with_offsets(name: str) -> None:
+    """Backward adds gradients by nodes of the same name as that which adds 1 to a norm's weight."""
+    model = oracle.random_model(BY_NAME[name].config(2), torch.float64)
+    wrapped = adapted(model, TARGETS)
+    exact = gradients(compiled(model, wrapped))
+    off = errors(gradients(compiled(model, wrapped, lossy_activations="fp8")), exact)
+    assert 0.005 < max(off.values()) < 0.12
+
+
 def code_error(x: Tensor) -> Tensor:
     """How far off a value's e4m3 code is at most, by its rows of 64 and of blocks of 128."""
     greatest = [part.abs().amax(-1, keepdim=True).expand_as(part) for part in x.split(128, -1)]

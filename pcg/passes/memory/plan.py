@@ -10,6 +10,7 @@ from functools import cached_property
 from pcg.errors import MemoryBudgetError
 from pcg.ir.analysis.product_flops import graph_flops
 from pcg.ir.analysis.saved_memory import outside_bytes
+from pcg.ir.analysis.storages import Storages
 from pcg.ir.program.program import ModelGraph, TrainingGraph
 from pcg.ir.types import TOKENS
 from pcg.options import MemoryBudget
@@ -233,10 +234,16 @@ def frontiers(
     tokens = batch * seq
     of_block = [graph_flops(block, tokens, seq) for block in model.blocks]
     flops = tuple(of_block[index] for index in model.layers)
-    read = {name for kind in kinds for name in kind.gradients.needed if name in kind.shared}
+    read = {name for kind in kinds for name in _read_of_shared(kind)}
     outside = outside_bytes(model, read, tokens)
     layers = _kind_of_layers(kinds)
     return Frontiers(tuple(kinds), layers, flops, outside, model, batch, seq, costs)
+
+
+def _read_of_shared(kind: LayerKind) -> set[str]:
+    """The values that layers share of which backward reads one, or a view of one."""
+    storages = Storages.of(kind.gradients.graph)
+    return {storages[name].name for name in kind.gradients.needed} & {*kind.shared}
 
 
 def replanned(plan: MemoryPlan, found: Frontiers) -> MemoryPlan | None:

@@ -18,7 +18,8 @@ the sink side T read as "there in backward", s_out in T and s_in not in T is "sa
     x_out from the source  w_b bytes(x)    a graph input cannot be recomputed
     v_out  -> sink         infinite        what backward reads is there
 
-Values that are views of one another share a storage and stand as one node. On one rank the cost is
+Values that are views of one another share a storage and stand as one node. What codes stand for is
+not saved but made again from them: at that size the value itself could be. On one rank the cost is
 operations, which count for matrix products and attention alone; among optima, fewer elements
 recomputed by other operators win. Over ranks, whose device and links are known, it is the time of
 every operator and of every message that a recompute repeats.
@@ -43,6 +44,7 @@ from pcg.ir.analysis.product_flops import node_flops
 from pcg.ir.analysis.storages import Storage, Storages
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
+from pcg.ir.operators.lossy import Decoder
 from pcg.ir.types import TOKENS
 from pcg.parallel.costs.rank_costs import PICOSECOND, RankCosts
 from pcg.passes.memory.minimum_cut import Network
@@ -238,7 +240,10 @@ class SaveProblem:
             return self._save_price(of, byte_weight)
         return None if of is None else self._recompute_price(of, cost_weight)
 
-    def _save_price(self, storage: Storage, byte_weight: int) -> int:
+    def _save_price(self, storage: Storage, byte_weight: int) -> int | None:
+        node = self.graph.producers.get(storage.name)
+        if node is not None and isinstance(operator(node.op), Decoder):
+            return None
         return self._bytes[storage.name] * byte_weight * _TIE
 
     def _recompute_price(self, node: Node, cost_weight: int | None) -> int | None:

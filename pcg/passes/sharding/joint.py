@@ -13,8 +13,9 @@ The planner's dynamic program gives the first for layouts of which some are give
 that backward reads of bypass networks priced at their least (`pcg.parallel.kept_values`). The cut
 is of the layer without bypass networks, which backward needs whatever layouts they have: a cut with
 them has room for both flows. So no layouts are better where the bound reaches the best that was
-found. Each message is by itself here, as in the planner; among all plans whose cut was made the
-least is taken with neighbouring messages coalesced.
+found. Where values are saved in codes, with fewer bytes than these prices are made of, the bound is
+that of the plans alone, at λ = 0. Each message is by itself here, as in the planner; among all
+plans whose cut was made the least is taken with neighbouring messages coalesced.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search
 from pcg.passes.compress import Compress
 from pcg.passes.differentiate import Differentiated, LayerKind, layer_kinds
+from pcg.passes.lossy import Quantize
 from pcg.passes.memory.plan import Frontiers, frontiers
 from pcg.passes.memory.save_problem import Choice
 from pcg.passes.prune import Prune
@@ -101,6 +103,7 @@ class JointSearch:
         base: one rank's model without bypass networks.
         searches: the searches of its blocks, `blocks` the base's block of each.
         local: one rank's model with bypass networks, by plans of its blocks.
+        is_lossy: True if values are saved in codes.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class JointSearch:
         local: Callable[[Plans], ModelGraph],
         costs: RankCosts,
         budget: MemoryBudget,
+        is_lossy: bool,
     ) -> None:
         self._base = base
         self._blocks = blocks
@@ -118,6 +122,7 @@ class JointSearch:
         self._local = local
         self._costs = costs
         self._budget = budget
+        self._is_lossy = is_lossy
 
     def find(self) -> Joint | None:
         """The least step; None where the budget does not bind, or is below one input a layer."""
@@ -128,7 +133,9 @@ class JointSearch:
         assert limit is not None
         limit -= first.frontiers.outside_bytes
         rate = _rate(first.frontiers, limit)
-        least = self._least_of_base(first.frontiers, rate) - rate * limit * PICOSECOND
+        least = 0.0
+        if not self._is_lossy:
+            least = self._least_of_base(first.frontiers, rate) - rate * limit * PICOSECOND
         found = [first]
         bounds = [self._block(index, found, least, rate) for index in range(len(self._searches))]
         best = min(found, key=lambda step: step.seconds)
@@ -151,13 +158,14 @@ class JointSearch:
         """
         search, first = self._searches[index], found[0]
         count = first.frontiers.model.layers.count(index)
+        for plan in search.proposals(rate * PICOSECOND):
+            self._add(found, index, plan)
+        rate = 0.0 if self._is_lossy else rate
         rest = least + sum(
             first.frontiers.model.layers.count(other) * one.least_cost(rate * PICOSECOND)
             for other, one in enumerate(self._searches)
             if other != index
         )
-        for plan in search.proposals(rate * PICOSECOND):
-            self._add(found, index, plan)
         planner = search.kept.planner(rate * PICOSECOND)
         waiting: list[tuple[float, int, _Part]] = []
         made = itertools.count()
@@ -194,7 +202,7 @@ class JointSearch:
     def _step(self, plans: Plans) -> Step | None:
         """The step of plans; None where it does not fit the budget."""
         model = self._local(plans)
-        kinds = [replace(kind, gradients=_ready(kind)) for kind in layer_kinds(model)]
+        kinds = [replace(kind, gradients=self._ready(kind)) for kind in layer_kinds(model)]
         found = frontiers(model, kinds, self._budget.batch, self._budget.seq, self._costs)
         choices = found.choices(self._budget)
         if choices is None:
@@ -206,6 +214,11 @@ class JointSearch:
         apart = sum(plans[block].cost for block in model.layers)
         kept = sum(choice.size_bytes for choice in choices)
         return Step(plans, found, coalesced + again, apart + again, again, kept)
+
+    def _ready(self, kind: LayerKind) -> Differentiated:
+        """A kind's gradients after the passes that come before its plan."""
+        found = Prune().run(kind.gradients)
+        return Compress().run(Quantize().run(found) if self._is_lossy else found)
 
     def _least_of_base(self, found: Frontiers, rate: float) -> float:
         """Seconds of what all layers' backwards recompute and keep at least, at a rate."""
@@ -227,10 +240,6 @@ def _branches(search: Search, plan: ParallelPlan, part: _Part) -> Iterator[_Part
     for layouts, gathered in search.ways(site, search.chosen(plan, site)):
         held = {**part.layouts, **layouts}
         yield _Part(part.sites + 1, held, part.gathered | gathered)
-
-
-def _ready(kind: LayerKind) -> Differentiated:
-    return Compress().run(Prune().run(kind.gradients))
 
 
 def _best(found: Sequence[Step]) -> float:

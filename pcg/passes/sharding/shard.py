@@ -62,6 +62,7 @@ class Shard(Pass[Prepared, Sharded]):
         budget: what a training step may save for backward; where that is a number of bytes that
             binds, layouts are chosen together with what is kept (`pcg.passes.sharding.joint`).
         rank_costs: the seconds of a rank's nodes; None where they are not known.
+        is_lossy: True if what is saved may be in codes (`pcg.passes.lossy`).
     """
 
     name = "shard"
@@ -70,6 +71,7 @@ class Shard(Pass[Prepared, Sharded]):
     sequence_parallel: bool = False
     budget: MemoryBudget = field(default_factory=MemoryBudget)
     rank_costs: RankCosts | None = None
+    is_lossy: bool = False
 
     def run(self, before: Prepared) -> Sharded:
         base, *_ = dataclasses.replace(self, costs=None)._over_ranks(before.base, before, True)
@@ -104,6 +106,7 @@ class Shard(Pass[Prepared, Sharded]):
             local,
             self.rank_costs,
             self.budget,
+            self.is_lossy,
         )
         try:
             return search.find()
