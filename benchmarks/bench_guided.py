@@ -29,9 +29,9 @@ from typing import Any
 
 import tokenizers
 import torch
+from bench_generation import random_llama
 from measure import interleave, medians, ratio, write
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 import pcg
 
@@ -82,18 +82,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=512,
-        intermediate_size=1376,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=2048,
-        eos_token_id=0,
-    )
+    model = random_llama()
+    model.generation_config.eos_token_id = model.config.eos_token_id = 0
     with tempfile.TemporaryDirectory() as folder:
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        model.save_pretrained(folder)
         save_tokenizer(Path(folder))
         executor = pcg.compile(folder)
     assert executor.tokenizer is not None

@@ -229,6 +229,8 @@ class EngineLife:
         assert len(scheduler.running) <= scheduler.limits.running
         there = {sequence.id for sequence in (*scheduler.waiting, *scheduler.running)}
         assert there == set(self.wanted)
+        in_turn = scheduler.policy.first(len(scheduler.waiting), 0.0, scheduler.running)
+        assert sorted(one.number for one in in_turn) == sorted(o.number for o in scheduler.waiting)
         for sequence in (*scheduler.waiting, *scheduler.running):
             assert len(sequence.generated) == self.came[sequence.id]
 

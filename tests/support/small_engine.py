@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import pcg.compiler as compiler
+from pcg.peft.adapter import Adapter
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.limits import Limits
@@ -45,6 +46,15 @@ def make_executor(backend: str = "torch") -> Executor:
         (weights.a if kind == "lora_A" else weights.b).copy_(parameter.data)
     executor.refresh_adapter("a")
     return executor
+
+
+def poisoned(executor: Executor, value: float) -> Adapter:
+    """Add an adapter, and only then let its weights become what loading would refuse."""
+    adapter = executor.add_adapter("bad", LORA)
+    for tensor in adapter.tensors:
+        tensor.fill_(value)
+    executor.refresh_adapter("bad")
+    return executor.adapters["bad"]
 
 
 def make_engine(executor: Executor, pages: int, limits: Limits | None = None) -> Engine:

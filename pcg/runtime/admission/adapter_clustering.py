@@ -51,6 +51,9 @@ class AdapterClustering(Policy):
             return list(islice(self._line, count))
         return list(islice(self._clustered(there), count))
 
+    def waiting(self) -> set[Sequence]:
+        return set(self._line)
+
     def _clustered(self, there: set[str | None]) -> Iterator[Sequence]:
         lines = [self._of_adapter[name] for name in there if name in self._of_adapter]
         yield from heapq.merge(*lines, key=self._turns.__getitem__)

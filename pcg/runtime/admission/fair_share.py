@@ -97,6 +97,9 @@ class FairShare(Policy):
             heapq.heappush(self._heap, (self._served[tenant], tenant))
         return found
 
+    def waiting(self) -> set[Sequence]:
+        return {sequence for line in self._lines.values() for sequence in line}
+
     def has_place(self, sequence: Sequence) -> bool:
         return self._places(sequence.request.tenant) != 0
 

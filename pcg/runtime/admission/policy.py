@@ -55,6 +55,10 @@ class Policy(ABC):
     def first(self, count: int, now_s: float, running: Iterable[Sequence]) -> List[Sequence]:
         """Return the next waiting requests, at most `count`, beside those that are `running`."""
 
+    @abstractmethod
+    def waiting(self) -> set[Sequence]:
+        """Return all requests that it keeps as waiting."""
+
     def has_place(self, sequence: Sequence) -> bool:
         """Return True if a further continuation of a running request may run beside the others."""
         return True
@@ -88,3 +92,6 @@ class Fcfs(Policy):
 
     def first(self, count: int, now_s: float, running: Iterable[Sequence]) -> List[Sequence]:
         return list(islice(self._line, count))
+
+    def waiting(self) -> set[Sequence]:
+        return set(self._line)

@@ -379,7 +379,7 @@ class Scheduler:
         self.adapters.check_integrity()
         if self.prefixes is not None:
             self.prefixes.check_integrity()
-        assert self.waiting.keys() >= {*self.policy.first(len(self.waiting), 0.0, self.running)}
+        assert self.waiting.keys() == self.policy.waiting()
         assert self.backlog.requests == sum(map(new_requests, (*self.waiting, *self.preparing)))
         assert self.most_pages == max((*map(self.pages_of, self.everyone), 0))
         for sequence in self.waiting:

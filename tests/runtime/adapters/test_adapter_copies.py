@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from peft import PeftModel
+from transformers import LlamaForCausalLM
 
 import pcg
 from pcg.compiler import compile_program
@@ -18,6 +18,7 @@ from pcg.kernels.native import sgmv
 from pcg.options import CompileOptions
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
+from tests.support.lora_pair import lora_pair, small_llama
 
 pytestmark = pytest.mark.skipif(
     not sgmv.is_native(torch.device("cpu"), torch.float32), reason="there is no C++ compiler"
@@ -30,15 +31,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=96, max_position_embeddings=256,
-    )  # fmt: skip
-    made = LlamaForCausalLM(config).eval()
-    for parameter in made.parameters():
-        parameter.data.normal_(0, 0.1)
-    return made
+    return small_llama(positions=256)
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
@@ -47,22 +40,8 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[Executor, PeftModel]:
-    base = model()
-    executor = pcg.compile(base, adapter_copies="bfloat16", device="cpu")
-    peft: Any = None
-    for name, fields in RECIPES.items():
-        if peft is None:
-            peft = get_peft_model(base, LoraConfig(**fields), adapter_name=name)
-        else:
-            peft.add_adapter(name, LoraConfig(**fields))
-        adapter = executor.add_adapter(name, {"peft_type": "LORA", **fields})
-        for path, weights in adapter.weights.items():
-            weights.b.normal_(0, 0.2)
-            module = peft.base_model.model.get_submodule(path)
-            module.lora_A[name].weight.data.copy_(rounded(weights.a))
-            # A scale of a power of two does not change what is rounded.
-            module.lora_B[name].weight.data.copy_(rounded(weights.b))
-    return executor, peft.eval()
+    # A scale of a power of two does not change what is rounded.
+    return lora_pair(RECIPES, model(), rounded, adapter_copies="bfloat16", device="cpu")
 
 
 @pytest.mark.parametrize("few", [0, 64])

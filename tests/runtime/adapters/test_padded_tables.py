@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from peft import PeftModel
 
-import pcg
 from pcg.kernels.adapter_batch import SegmentedWeight, Segments
 from pcg.kernels.native import sgmv
 from pcg.kernels.torch.ops import expand_add, shrink
@@ -21,6 +16,7 @@ from pcg.passes.stages import Base
 from pcg.runtime.adapters import stacked_weights as adapter_stack
 from pcg.runtime.executor import Executor
 from tests.support.bypasses import lora
+from tests.support.lora_pair import lora_pair, small_llama
 
 RECIPES = {
     "all": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
@@ -34,41 +30,7 @@ RECIPES = {
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[Executor, PeftModel]:
-    return made_pair(RECIPES)
-
-
-def made_pair(
-    recipes: Mapping[str, dict[str, Any]], dtype: torch.dtype = torch.float32
-) -> tuple[Executor, PeftModel]:
-    """pcg's and peft's adapters on one small Llama."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=96,
-        max_position_embeddings=64,
-    )
-    model = LlamaForCausalLM(config).eval().to(dtype)
-    for parameter in model.parameters():
-        parameter.data.normal_(0, 0.1)
-    executor = pcg.compile(model)
-    peft = None
-    for name, fields in recipes.items():
-        if peft is None:
-            peft = get_peft_model(model, LoraConfig(**fields), adapter_name=name)
-        else:
-            peft.add_adapter(name, LoraConfig(**fields))
-        adapter = executor.add_adapter(name, {"peft_type": "LORA", **fields})
-        for path, weights in adapter.weights.items():
-            weights.b.normal_(0, 0.2)
-            module = peft.base_model.model.get_submodule(path)
-            module.lora_A[name].weight.data.copy_(weights.a)
-            module.lora_B[name].weight.data.copy_(weights.b)
-    assert peft is not None
-    return executor, peft.eval()
+    return lora_pair(RECIPES, small_llama())
 
 
 def logits(peft: PeftModel, tokens: list[int], name: str | None) -> torch.Tensor:
@@ -256,7 +218,7 @@ def test_where_some_of_the_joined_outputs_can_have_lora(
     if not native:
         monkeypatch.setattr(sgmv, "_kernel", lambda: None)
     monkeypatch.setattr(adapter_stack, "JOINED_BYTES", joined_bytes)
-    executor, peft = made_pair(QUERIES_AND_VALUES, dtype)
+    executor, peft = lora_pair(QUERIES_AND_VALUES, small_llama(dtype))
     nodes = executor.serving.runner.model.blocks[0].nodes
     assert [node.get("adapted") for node in nodes if node.op == "lora_linear"] == [(0, 2)]
     tolerance = 1e-5 if dtype is torch.float32 else 0.03

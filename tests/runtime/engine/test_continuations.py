@@ -19,7 +19,7 @@ from pcg.runtime.metrics.metrics import serving_report
 from pcg.runtime.requests.request import Chunk, Completion
 from tests.support import oracle
 from tests.support.prompts import TOLERANCE, prompts
-from tests.support.small_engine import LORA, make_engine, make_executor, models
+from tests.support.small_engine import make_engine, make_executor, models, poisoned
 
 DRAWN: dict[str, Any] = {
     "temperature": 1.0,
@@ -191,10 +191,7 @@ def test_cancelling_after_the_first_has_ended() -> None:
 
 def test_one_that_fails_ends_the_request_with_one_error() -> None:
     executor = make_executor()
-    adapter = executor.add_adapter("bad", LORA)
-    for tensor in adapter.tensors:
-        tensor.fill_(math.nan)
-    executor.refresh_adapter("bad")
+    poisoned(executor, math.nan)
     engine = make_engine(executor, 64)
     (prompt,) = prompts((20,))
     engine.submit(executor.request(prompt, "bad", n=4, **DRAWN))

@@ -20,7 +20,14 @@ from tests.support import oracle, tiny_llama
 from tests.support.families import BY_NAME
 from tests.support.peft_cases import CONFIGS, wrap
 from tests.support.prompts import TOLERANCE, prompts
-from tests.support.small_engine import LORA, expected, make_engine, make_executor, models, requests
+from tests.support.small_engine import (
+    expected,
+    make_engine,
+    make_executor,
+    models,
+    poisoned,
+    requests,
+)
 
 LENGTHS = (9, 4, 37, 5, 18, 1)
 
@@ -140,10 +147,7 @@ def test_texts_and_running_engines(tmp_path: Path) -> None:
 
 def test_states_that_are_not_finite_fail_that_request_alone() -> None:
     executor = make_executor()
-    adapter = executor.add_adapter("bad", LORA)
-    for tensor in adapter.tensors:
-        tensor.fill_(math.nan)
-    executor.refresh_adapter("bad")
+    poisoned(executor, math.nan)
     engine = make_engine(executor, 64)
     base, _ = models()
     (prompt,) = prompts((20,))

@@ -16,11 +16,9 @@ from pcg.errors import (
     GenerationError,
     OutOfMemoryError,
 )
-from pcg.peft.adapter import Adapter
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.events import Event, Kind
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
@@ -34,6 +32,7 @@ from tests.support.small_engine import (
     expected,
     make_engine,
     make_executor,
+    poisoned,
     requests,
 )
 
@@ -57,15 +56,6 @@ def tokens(ends: dict[int, Chunk], numbers: range) -> list[list[int]]:
         assert ends[number].error is None
         found.append(list(completion.token_ids))
     return found
-
-
-def poisoned(executor: Executor, value: float) -> Adapter:
-    """Add an adapter, and only then let its weights become what loading would refuse."""
-    adapter = executor.add_adapter("bad", LORA)
-    for tensor in adapter.tensors:
-        tensor.fill_(value)
-    executor.refresh_adapter("bad")
-    return executor.adapters["bad"]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 3e38])

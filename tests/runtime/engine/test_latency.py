@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from random import Random
 
 import pytest
@@ -120,3 +121,13 @@ def test_latencies_find_back_from_loads_that_are_far_shorter() -> None:
             latency.observe(load, long_s if i < 576 else 2e-5)
             if 300 < i < 576 and turn:
                 assert latency.seconds(load) == pytest.approx(long_s, rel=0.1)
+
+
+def test_units_of_a_last_layer_teach_nothing_of_others() -> None:
+    latency = Latency(3.4e-4, 2.3e-6, 3.1e-10)
+    before = latency.coefficients_s
+    for _ in range(20):
+        latency.observe(dataclasses.replace(Load.of(128, 0), ends=1), 2e-5)
+    assert latency.coefficients_s == before
+    latency.observe(Load.of(128, 0), 2e-5)
+    assert latency.coefficients_s != before

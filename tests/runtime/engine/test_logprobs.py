@@ -24,7 +24,7 @@ from pcg.simulate.simulated_device import SimulatedDevice
 from tests.support import oracle, tiny_llama
 from tests.support.families import BY_NAME
 from tests.support.prompts import TOLERANCE, prompts
-from tests.support.small_engine import LORA, make_engine, make_executor, models
+from tests.support.small_engine import make_engine, make_executor, models, poisoned
 
 RANKS = (2, 3, 4, 8, 8, 12, 16, 16)
 LENGTHS = (9, 4, 37, 5, 18, 1, 23, 16)
@@ -267,10 +267,7 @@ def test_a_prompt_as_long_as_the_model_s_positions() -> None:
 def test_nan_in_a_prompt_fails_that_request_alone() -> None:
     executor = make_executor()
     base, _ = models()
-    adapter = executor.add_adapter("bad", LORA)
-    for tensor in adapter.tensors:
-        tensor.fill_(math.nan)
-    executor.refresh_adapter("bad")
+    poisoned(executor, math.nan)
     engine = make_engine(executor, 64)
     (prompt,) = prompts((20,))
     for name in (None, "bad"):
