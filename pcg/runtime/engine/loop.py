@@ -88,7 +88,7 @@ class EngineLoop:
         """Plan by latencies, and correct them by the times of steps."""
         self._latencies = latencies
         latencies.keep(self.scheduler.limits.tpot_percentile)
-        self.scheduler.forward = latencies.forward
+        self.scheduler.forward = self.scheduler.pace = latencies.forward
 
     @property
     def pool(self) -> PagePool:
@@ -202,8 +202,10 @@ class EngineLoop:
                 self._isolate([*(one for one, _ in plan.chunks), *jobs], error)
                 return self._taken_chunks()
             took = self.clock.now_s() - started
-            if self._latencies is None and self.jobs.layers and plan.chunks:
-                self._latencies = Latencies.guessed(step.load, took, self.jobs.layers)
+            is_shared = self.scheduler.policy.is_shared and not plan.has_prompts
+            if self._latencies is None and plan.chunks and (self.jobs.layers or is_shared):
+                self._latencies = Latencies.guessed(step.load, took, self.jobs.layers or 1)
+                self.scheduler.pace = self._latencies.forward
             step.ran_forward(took)
             self._join(step)
             self._accept(plan, results)
