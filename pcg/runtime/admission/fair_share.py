@@ -7,8 +7,8 @@ at the level of the least served one that has some, so that nobody saves up. Req
 tenant are those of one tenant: where there are no others, this is first come, first served.
 
 Turns do not bound what one tenant runs in a step, which makes it longer for all others. A tenant
-that lately ran more than twice the mean of the others is heavy (`pcg.runtime.admission.recent_use`)
-and has no more than its share of the predicted time: beside K - 1 other tenants it makes a step
+that runs more than twice the mean of the others is heavy (`pcg.runtime.admission.recent_use`) and
+has no more than its share of the predicted time: beside K - 1 other tenants it makes a step
 K / (K - 1) times as long, or 1.2 times, whichever is more, or `stretch` times. While no other
 tenant decodes, it runs what it has. Where no place or page is left, the tenant that runs most makes
 room for one that runs less than half as much.
@@ -149,9 +149,7 @@ class FairShare(Policy):
     def bound(self, forward: Latency | None) -> StepBound | None:
         """Find the heavy tenants among those that run; returns what bounds them beside others."""
         tenants = len(self._running)
-        self.heavy = set()
-        if tenants > 1:
-            self.heavy = {one for one in self._running if self._recent.is_heavy(one)}
+        self.heavy = self._recent.heavy(self._running) if tenants > 1 else set()
         if not self.heavy or forward is None:
             return None
         stretch = self._stretch or max(tenants / (tenants - 1), _LEAST_STRETCH)

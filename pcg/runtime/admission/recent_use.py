@@ -1,7 +1,8 @@
-"""Recent use: which tenants ran far more tokens than the others in the last steps.
+"""Recent use: which tenants run far more tokens than the others, lately and now.
 
-A tenant's use u counts its tokens, of which half are forgotten every 256 steps. Among n tenants one
-is heavy if it used more than twice the mean of the others:
+A tenant's use u counts its tokens, of which half are forgotten every 256 steps, and 16 for each
+sequence that it runs now, so that a sudden flood counts at once. Among n tenants one is heavy if it
+uses more than twice the mean of the others:
 
     u (n - 1) > 2 (Σ u - u)
 
@@ -18,6 +19,8 @@ _HALF_LIFE = 256
 _GROWTH: float = 2 ** (1 / _HALF_LIFE)
 _HEAVY = 2.0
 """A heavy tenant used more than so many times the mean of the others."""
+_AHEAD = 16
+"""Tokens that a running sequence is expected to run soon."""
 _LEAST = 1.0
 """Tokens below which a tenant is forgotten."""
 
@@ -42,10 +45,20 @@ class RecentUse:
         if self._steps % _HALF_LIFE == 0:
             self._forget()
 
-    def is_heavy(self, tenant: str) -> bool:
-        """Return True if a tenant used far more than the others; one without a name never did."""
-        used, others = self._used.get(tenant, 0.0), len(self._used) - 1
-        return bool(tenant) and others > 0 and used * others > _HEAVY * (self._total - used)
+    def heavy(self, running: Mapping[str, int]) -> set[str]:
+        """Return the heavy ones of the tenants that run so many sequences each.
+
+        Those without a name are no tenant that could be heavy, but one of the others.
+        """
+        ahead = _AHEAD * self._weight
+        used = {tenant: self._used.get(tenant, 0.0) + ahead * n for tenant, n in running.items()}
+        others = len(self._used.keys() | running.keys()) - 1
+        total = self._total + ahead * sum(running.values())
+        return {
+            tenant
+            for tenant, own in used.items()
+            if tenant and own * others > _HEAVY * (total - own)
+        }
 
     def _forget(self) -> None:
         used = {tenant: used / self._weight for tenant, used in self._used.items()}

@@ -71,3 +71,69 @@ def test_a_flood_has_its_share_of_a_step(stretch: float | None, most: float, pro
     while not flooded.is_idle:
         flooded.step()
     flooded.check_integrity()
+
+
+def test_requests_without_a_tenant_are_not_bounded() -> None:
+    """They are the flood here, and have every step as first come, first served would have it."""
+    orders = []
+    for policy in (FairShare(), Fcfs()):
+        engine = run(policy, "")
+        orders.append([(e.kind, e.subject) for e in engine.log if e.kind is Kind.PREEMPTED])
+        running = [len(plan) for plan in steps_of(engine)]
+        assert max(running) > 40
+    assert orders == [[], []]
+
+
+def steps_of(engine: SimulatedEngine) -> list[list[str]]:
+    """The requests that had a token in each step."""
+    found: dict[float, list[str]] = {}
+    for event in engine.log:
+        if event.kind is Kind.TOKEN:
+            found.setdefault(event.time_s, []).append(event.subject)
+    return list(found.values())
+
+
+def test_what_waits_for_room_in_a_step_is_served_in_the_end() -> None:
+    """Also where no row of it fits: one runs now and then."""
+    engine = make_engine(FairShare(stretch=1.001))
+    flood = [engine.submit(ask("greedy", new=4)) for _ in range(8)]
+    names = [engine.submit(ask("a", new=3000, prompt=1))]
+    for _ in range(2500):
+        engine.step()
+    assert names[0] in engine._sequences
+    ended = [event.subject for event in engine.log if event.kind is Kind.FINISHED]
+    assert set(ended) & set(flood)
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("pages", [4000, 40])
+def test_the_one_who_runs_most_makes_room(pages: int) -> None:
+    """Where places or pages are taken, a tenant that has none waits for a step and not for all."""
+    engine = make_engine(FairShare(), running=8, pages=pages)
+    for _ in range(20):
+        engine.submit(ask("greedy", prompt=30, new=300))
+    for _ in range(4):
+        engine.step()
+    name = engine.submit(ask("modest", prompt=30))
+    for _ in range(6):
+        engine.step()
+        engine.check_integrity()
+    assert any(event.kind is Kind.TOKEN for event in engine.log.of(name))
+    # No more than one gave way for it, and it goes on where it was.
+    assert sum(event.kind is Kind.PREEMPTED for event in engine.log) == 1
+    while not engine.is_idle:
+        engine.step()
+    assert sum(event.kind is Kind.FINISHED for event in engine.log) == 21
+
+
+@pytest.mark.parametrize("policy", [Fcfs, FairShare])
+def test_the_least_urgent_gives_up_its_pages(policy: type[Policy]) -> None:
+    """Whoever was admitted first: one of the highest priority number."""
+    engine = make_engine(policy(), running=8, pages=8)
+    urgent = [engine.submit(ask("t", 15, 40, f"{p} {i}", p)) for p in (9, 0) for i in range(2)]
+    while not engine.is_idle:
+        engine.step()
+        engine.check_integrity()
+    preempted = {event.subject for event in engine.log if event.kind is Kind.PREEMPTED}
+    assert preempted
+    assert preempted <= set(urgent[:2])
