@@ -1,7 +1,7 @@
 """A small model behind the server: in this process by ASGI, or on a port of its own.
 
-    with on_a_port() as server: …                      over loopback, by uvicorn on a thread
-    async with by_asgi() as client: …                  without a network, by httpx
+with on_a_port() as server: …                      over loopback, by uvicorn on a thread
+async with by_asgi() as client: …                  without a network, by httpx
 """
 
 from __future__ import annotations
