@@ -54,4 +54,4 @@ class GuidedFields(WireModel):
         if len(given) > 1:
             names = " and ".join(name for name, _, _ in given)
             raise ApiError(400, f"{names} cannot be given together; give one", param=given[1][0])
-        return {field: value for _, field, value in given}  # type: ignore[misc]
+        return {field: value for _, field, value in given}  # type: ignore[return-value]
