@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from pcg.errors import ServeError
 from pcg.serve import health
 from pcg.serve.errors import ERRORS, add_handlers
-from pcg.serve.openai import completions, models
+from pcg.serve.openai import completions, embeddings, models, tokens
 from pcg.serve.request_id import RequestId
 from pcg.serve.security.body_limit import BodyLimit
 from pcg.serve.security.caller import Authentication, RequiredScope
@@ -20,8 +20,10 @@ from pcg.version import __version__
 
 ROUTERS: tuple[APIRouter, ...] = (
     completions.router,
+    embeddings.router,
     health.router,
     models.router,
+    tokens.router,
 )
 
 PUBLIC = ("/health",)

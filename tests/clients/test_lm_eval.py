@@ -93,7 +93,9 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @functools.cache
 def oracle(model: str) -> Any:
     base = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
-    return (base if model == BASE else peft.PeftModel.from_pretrained(base, ADAPTERS / model)).eval()
+    return (
+        base if model == BASE else peft.PeftModel.from_pretrained(base, ADAPTERS / model)
+    ).eval()
 
 
 @functools.cache

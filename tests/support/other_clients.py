@@ -39,7 +39,9 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(log: Path, adapters: Sequence[str] = (), options: Sequence[str] = ()) -> Iterator[Served]:
+def served(
+    log: Path, adapters: Sequence[str] = (), options: Sequence[str] = ()
+) -> Iterator[Served]:
     """Serve the model that ships by `pcg serve`; SIGTERM ends it, and it must end well.
 
     Args:

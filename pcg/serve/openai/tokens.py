@@ -25,6 +25,8 @@ router = APIRouter(tags=["tokens"])
 
 Infers: TypeAlias = Annotated[Caller, Depends(requires(Scope.INFER))]
 _TEXT, _CHAT = "of-text", "of-chat"
+_OWN_VARIABLES = frozenset({"add_generation_prompt", "documents", "messages", "self", "tools"})
+"""Variables of a template that `chat_template_kwargs` cannot set."""
 
 
 class TokenizeText(WireModel):
@@ -162,11 +164,17 @@ def _chat(tokenizer: Tokenizer, body: TokenizeChat) -> str:
     """Return the text of a chat."""
     messages = check_messages(body.messages, "'messages'", "the body")
     variables = dict(body.chat_template_kwargs or {})
+    taken = sorted(_OWN_VARIABLES & variables.keys())
+    if taken:
+        raise ApiError(
+            400,
+            f"chat_template_kwargs has {taken[0]!r}, which the server sets; leave it out.",
+            param="chat_template_kwargs",
+        )
     if body.tools:
         variables["tools"] = body.tools
-    return tokenizer.render_chat(
-        messages, **{**variables, "add_generation_prompt": body.add_generation_prompt}
-    )
+    prompted = body.add_generation_prompt
+    return tokenizer.render_chat(messages, add_generation_prompt=prompted, **variables)
 
 
 def _json(content: dict[str, Any]) -> Response:
