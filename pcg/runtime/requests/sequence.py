@@ -10,6 +10,7 @@ from enum import StrEnum
 from torch import Tensor
 
 from pcg.errors import PcgError
+from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.guided.grammar import Grammar
 from pcg.runtime.memory.pool import PageTable, pages_for
 from pcg.runtime.memory.prefixes import Version
@@ -54,6 +55,7 @@ class Sequence:
         pooled: the sum of the last hidden states that it has read; None before the first.
         echoed: text that its first chunk begins with.
         choice: its place among the continuations of its prompt.
+        adapter_version: the version of its adapter that answers; None for the base.
         followers: the other continuations, while they wait for the prompt to be computed.
     """
 
@@ -86,6 +88,7 @@ class Sequence:
     pooled: Tensor | None = None
     echoed: str = ""
     choice: int = 0
+    adapter_version: AdapterVersion | None = None
     followers: list[Sequence] = field(default_factory=list)
     _name: str = field(init=False)
     _text: list[str] = field(default_factory=list)
@@ -169,6 +172,9 @@ class Sequence:
             "prompt_tokens": len(request.prompt_ids),
             "max_new_tokens": self.limit,
             "adapter": self._adapter_name,
+            "adapter_version": None
+            if self.adapter_version is None
+            else self.adapter_version.number,
             "tenant": request.tenant or None,
             "priority": request.priority,
             "ttft_slo_s": self.ttft_slo_s,
@@ -291,8 +297,19 @@ class Sequence:
         error: PcgError | None = None,
         logprobs: TokenLogprobs | None = None,
     ) -> Chunk:
-        choice, name = self.choice, self._name
-        return Chunk(self.number, text, token, completion, error, name, logprobs, choice)
+        version = self.adapter_version
+        return Chunk(
+            self.number,
+            text,
+            token,
+            completion,
+            error,
+            self._name,
+            logprobs,
+            self.choice,
+            0,
+            version,
+        )
 
     def _completion(self, reason: str, stop_reason: str | int | None = None) -> Completion:
         params = self.request.params
@@ -308,4 +325,5 @@ class Sequence:
             None if params.of_prompt is None else (None, *self.prompt_logprobs),
             self.choice,
             self._embedding(),
+            self.adapter_version,
         )
