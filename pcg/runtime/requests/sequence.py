@@ -297,19 +297,17 @@ class Sequence:
         error: PcgError | None = None,
         logprobs: TokenLogprobs | None = None,
     ) -> Chunk:
-        version = self.adapter_version
+        choice, name = self.choice, self._name
+        prompt = self._all_prompt_logprobs() if len(self.generated) < 2 else None
         return Chunk(
-            self.number,
-            text,
-            token,
-            completion,
-            error,
-            self._name,
-            logprobs,
-            self.choice,
-            0,
-            version,
-        )
+            self.number, text, token, completion, error, name, logprobs, choice, 0, prompt,
+            self.adapter_version,
+        )  # fmt: skip
+
+    def _all_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        if self.request.params.of_prompt is None:
+            return None
+        return (None, *self.prompt_logprobs)
 
     def _completion(self, reason: str, stop_reason: str | int | None = None) -> Completion:
         params = self.request.params
@@ -322,7 +320,7 @@ class Sequence:
             self.found,
             stop_reason,
             None if params.logprobs is None else tuple(self.logprobs),
-            None if params.of_prompt is None else (None, *self.prompt_logprobs),
+            self._all_prompt_logprobs(),
             self.choice,
             self._embedding(),
             self.adapter_version,
