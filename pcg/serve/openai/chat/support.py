@@ -1,0 +1,44 @@
+"""What a server can do with chats: its template, the format of tool calls, and what is allowed."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from pcg.runtime.text.chat import ChatTemplate
+from pcg.runtime.text.tokenizer import Tokenizer
+from pcg.serve.openai.chat.tool_use import ToolSupport
+
+
+class ChatSupport:
+    """The chats of one model.
+
+    Args:
+        tokenizer: None for a model without one.
+        chat_template: a path or a text in place of the model's template.
+        tool_call_parser: the format of tool calls; None to see it in the template.
+        trusts_templates: True if requests may bring templates.
+
+    Raises:
+        ConfigError: the template does not compile.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        chat_template: str | None = None,
+        tool_call_parser: str | None = None,
+        trusts_templates: bool = False,
+    ) -> None:
+        if tokenizer is not None and chat_template is not None:
+            tokenizer = tokenizer.with_template(ChatTemplate.text_of(chat_template))
+        self.tokenizer = tokenizer
+        self.tools = ToolSupport(tokenizer, tool_call_parser)
+        self.trusts_templates = trusts_templates
+
+    @cached_property
+    def knows_developer(self) -> bool:
+        """True if the template has the role."""
+        if self.tokenizer is None or self.tokenizer.chat_template is None:
+            return False
+        return any("developer" in one for one in self.tokenizer.chat_template.sources.values())
