@@ -76,7 +76,7 @@ class ChatEvents:
             self._output += 1
         if message is None:
             message = self._messages[index] = ChatMessage(self._use)
-            made = self._written(self._first(index, chunk))
+            made = self._first(index, chunk)
         reason = None
         if done is not None:
             check_ended(done)
@@ -95,18 +95,21 @@ class ChatEvents:
             return made
         return made + self._written(choice)
 
-    def _first(self, index: int, chunk: Chunk) -> dict[str, Any]:
+    def _first(self, index: int, chunk: Chunk) -> bytes:
+        """Return the first event of a message; that of the first has what is asked of the prompt."""
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        if self._wanted.token_ids:
-            choice["prompt_token_ids"] = list(self._request.prompt_ids)
+        further: dict[str, Any] = {}
+        if self._wanted.token_ids and len(self._messages) == 1:
+            further["prompt_token_ids"] = list(self._request.prompt_ids)
         if self._wanted.prompt_logprobs and chunk.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(chunk.prompt_logprobs, self._texts)
-        return choice
+            further["prompt_logprobs"] = prompt_logprobs(chunk.prompt_logprobs, self._texts)
+        return self._written(choice, further)
 
-    def _written(self, choice: dict[str, Any]) -> bytes:
-        if self._wanted.running_usage:
-            return event({**self._head, "choices": [choice], "usage": self._usage()})
+    def _written(self, choice: dict[str, Any], further: dict[str, Any] | None = None) -> bytes:
+        if further or self._wanted.running_usage:
+            usage = {"usage": self._usage()} if self._wanted.running_usage else {}
+            return event({**self._head, "choices": [choice], **usage, **(further or {})})
         return self._opening + orjson.dumps(choice) + self._end
 
     def _usage(self) -> dict[str, Any]:

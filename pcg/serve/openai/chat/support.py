@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from functools import cached_property
+from pathlib import Path
 
-from pcg.runtime.text.chat import ChatTemplate
+from pcg.errors import ConfigError
+from pcg.files import read_text
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.openai.chat.tool_use import ToolSupport
 
@@ -14,24 +16,24 @@ class ChatSupport:
 
     Args:
         tokenizer: None for a model without one.
-        chat_template: a path or a text in place of the model's template.
+        chat_template: a file with a template in place of the model's.
         tool_call_parser: the format of tool calls; None to see it in the template.
         trusts_templates: True if requests may bring templates.
 
     Raises:
-        ConfigError: the template does not compile.
+        ConfigError: the file cannot be read, or the template does not compile.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer | None,
         *,
-        chat_template: str | None = None,
+        chat_template: Path | None = None,
         tool_call_parser: str | None = None,
         trusts_templates: bool = False,
     ) -> None:
         if tokenizer is not None and chat_template is not None:
-            tokenizer = tokenizer.with_template(ChatTemplate.text_of(chat_template))
+            tokenizer = tokenizer.with_template(read_text(chat_template, ConfigError))
         self.tokenizer = tokenizer
         self.tools = ToolSupport(tokenizer, tool_call_parser)
         self.trusts_templates = trusts_templates

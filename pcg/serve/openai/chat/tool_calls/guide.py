@@ -20,6 +20,9 @@ from typing import Any
 from pcg.serve.openai.chat.tool_calls.notation import Notation
 from pcg.serve.openai.chat.tool_calls.tool_format import ToolFormat
 
+_ON_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Arguments are written as templates show them; and no output goes on with white space for ever."""
+
 
 @dataclass(frozen=True)
 class GuidedTool:
@@ -76,5 +79,6 @@ class CallGuide:
         lines += [f"call: {' | '.join(f'call_{i}' for i in range(len(self.tools)))}"]
         for i, tool in enumerate(self.tools):
             lines += [f"call_{i}: {format.call(tool.name, f'arguments_{i}', notation)}"]
-            lines += [f"arguments_{i}: %json {json.dumps(tool.parameters)}"]
+            schema = {**tool.parameters, "x-guidance": _ON_ONE_LINE}
+            lines += [f"arguments_{i}: %json {json.dumps(schema)}"]
         return "\n".join(lines)
