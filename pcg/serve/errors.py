@@ -58,7 +58,7 @@ _LONGEST_MESSAGE = 4000
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """The error itself."""
 
     message: str
     type: str

@@ -16,7 +16,7 @@ router = APIRouter(prefix="/v1", tags=["models"])
 
 
 class Permission(BaseModel):
-    """What may be done with a model, as vLLM lists it."""
+    """The permissions of a model, as vLLM lists them."""
 
     id: str
     object: Literal["model_permission"] = "model_permission"
