@@ -87,7 +87,8 @@ class ChatBody(SamplingBody, ChatFieldsWithoutEffect):
         tools = AskedTools(
             self.tools or [], self.tool_choice, self.parallel_tool_calls is not False, content
         )
-        return Chat(self.messages, tools, RequestFields(**fields), self._template())
+        asked: RequestFields = fields  # type: ignore[assignment]
+        return Chat(self.messages, tools, asked, self._template())
 
     def _template(self) -> dict[str, Any]:
         continues = bool(self.continue_final_message)

@@ -96,7 +96,7 @@ class ChatEvents:
         return made + self._written(choice)
 
     def _first(self, index: int, chunk: Chunk) -> bytes:
-        """Return the first event of a message; that of the first has what is asked of the prompt."""
+        """Return a message's first event; the first of all has what is asked of the prompt."""
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         further: dict[str, Any] = {}

@@ -116,6 +116,13 @@ class AskedTools:
                 param="tools",
                 code="tools_not_supported",
             )
+        if self.content is not None and not (is_forced or found.opening):
+            raise ApiError(
+                400,
+                f"In the format {found.name} a tool call cannot be told from other JSON; give "
+                "response_format with tool_choice='none', or tools without it.",
+                param="response_format",
+            )
         several = self.parallel and not is_named
         is_guided = (
             is_forced

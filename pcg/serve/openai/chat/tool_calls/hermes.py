@@ -1,8 +1,8 @@
 """Calls between tags, as Hermes and Qwen write them.
 
-    <tool_call>
-    {"name": "search", "arguments": {"query": "…"}}
-    </tool_call>
+<tool_call>
+{"name": "search", "arguments": {"query": "…"}}
+</tool_call>
 """
 
 from __future__ import annotations

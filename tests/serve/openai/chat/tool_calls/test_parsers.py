@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -56,9 +57,24 @@ CASES = [
     # cut off within the arguments
     ("hermes", hermes(*SEARCH)[:60], "", [(SEARCH[0], SEARCH[1][:16])]),
     # in the other order, with further members, as a text, without arguments, with a brace too many
-    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', "", [("add", '{"a": 1}')]),
-    ("hermes", '<tool_call>{"id": 7, "x": null, "name": "add", "arguments": {}}</tool_call>!', "!", [("add", "{}")]),
-    ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("add", '{"a": 1}')]),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>',
+        "",
+        [("add", '{"a": 1}')],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"id": 7, "x": null, "name": "add", "arguments": {}}</tool_call>!',
+        "!",
+        [("add", "{}")],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        "",
+        [("add", '{"a": 1}')],
+    ),
     ("hermes", '<tool_call>{"name": "add"}</tool_call>', "", [("add", "{}")]),
     ("hermes", '<tool_call>{"name": "add", "arguments": {}}}</tool_call>', "", [("add", "{}")]),
     ("llama3_json", "Hello {you}.", "Hello {you}.", []),
@@ -95,7 +111,7 @@ def test_any_split_finds_the_same(
 ) -> None:
     name, text, content, calls = case
     places = [0, *sorted(cuts), len(text)]
-    parts = [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    parts = [text[a:b] for a, b in itertools.pairwise(places)]
     assert parsed(name, parts) == (content, calls)
 
 
@@ -119,7 +135,9 @@ def test_arguments_are_handed_on_as_they_come() -> None:
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=8),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+        ),
     ).map(lambda value: {"value": value})
 )
 def test_arguments_of_any_json_come_back(arguments: dict[str, object]) -> None:
