@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from pcg.errors import ServeError
 from pcg.serve import health
 from pcg.serve.errors import ERRORS, add_handlers
-from pcg.serve.openai import completions, models
+from pcg.serve.openai import completions, embeddings, models, tokens
 from pcg.serve.openai.chat import completions as chat_completions
 from pcg.serve.request_id import RequestId
 from pcg.serve.security.body_limit import BodyLimit
@@ -22,8 +22,10 @@ from pcg.version import __version__
 ROUTERS: tuple[APIRouter, ...] = (
     chat_completions.router,
     completions.router,
+    embeddings.router,
     health.router,
     models.router,
+    tokens.router,
 )
 
 PUBLIC = ("/health",)

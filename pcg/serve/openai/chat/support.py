@@ -1,4 +1,4 @@
-"""What a server can do with chats: its template, the format of tool calls, and what is allowed."""
+"""The chats that a server can serve: their template, the format of tool calls, what is allowed."""
 
 from __future__ import annotations
 

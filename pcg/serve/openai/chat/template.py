@@ -34,7 +34,7 @@ _END = "\U000f0103"
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What a template makes a prompt of.
+    """The chat that a template makes a prompt of.
 
     Attributes:
         messages: as `template_messages` returns them.

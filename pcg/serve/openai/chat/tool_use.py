@@ -23,7 +23,7 @@ _FALLBACK = FORMATS["hermes"]
 
 @dataclass(frozen=True)
 class ToolSupport:
-    """What a model can do with tools.
+    """The tools that a model can use.
 
     Attributes:
         given_format: the format that the operator names; None to see it in the template.
@@ -80,7 +80,7 @@ class ToolUse:
 
 @dataclass(frozen=True)
 class AskedTools:
-    """What a request says of tools.
+    """The tools of a request as it asks for them.
 
     Attributes:
         content: the JSON schema of the content beside calls; None for any text.

@@ -47,7 +47,7 @@ _SHOWN: tuple[tuple[str, ToolFormat], ...] = (
     (rf"\[TOOL_CALLS\]\s*{_NAME}\s*(\[CALL_ID\]\w+)?(\[ARGS\])?\s*{_JSON}", Mistral(by_name=True)),
     (rf'\{{\s*"name":\s*"{_NAME}",\s*"parameters":\s*{_JSON}', Llama3()),
 )
-"""What a template writes of a call, and the format that this is."""
+"""Patterns of a call as templates write it, and the format that each is."""
 
 
 def format_of(tokenizer: Tokenizer | None, name: str | None = None) -> ToolFormat | None:

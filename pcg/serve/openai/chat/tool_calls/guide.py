@@ -38,7 +38,7 @@ class GuidedTool:
 
 @dataclass(frozen=True)
 class CallGuide:
-    """What outputs may be.
+    """The outputs that may be.
 
     Attributes:
         tools: the tools that may be called, at least one.

@@ -105,5 +105,5 @@ class HermesParser:
 
     @property
     def _written(self) -> str:
-        """What was written in place of a call."""
+        """The text that was written in place of a call."""
         return self._text.space + _OPEN + self._raw
