@@ -47,10 +47,11 @@ def create_app(service: Service) -> FastAPI:
         redoc_url=None,
     )
     app.state.service = service
+    app.state.public = PUBLIC
     for router in ROUTERS:
         check_scopes(router)
         app.include_router(router, responses=ERRORS)
-    add_handlers(app)
+    add_handlers(app, [route for router in ROUTERS for route in router.routes])
     # The last one added is the first to see a request.
     options = service.options
     app.add_middleware(
