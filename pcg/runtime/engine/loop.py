@@ -132,8 +132,7 @@ class EngineLoop:
             sequence.state = State.REFUSED
             self._note(Kind.REFUSED, sequence.id, reason=str(error))
             raise error
-        for one in sequence.followers:
-            self.log.add(Event(now, Kind.SUBMITTED, one.id, one.described()))
+        self.log.add(*(Event(now, Kind.SUBMITTED, f.id, f.described()) for f in sequence.followers))
         self._sequences |= {one.id: one for one in opened}
         self._groups.add(sequence)
         if request.timeout_s is not None:
@@ -196,8 +195,8 @@ class EngineLoop:
                 results = end()
             except BaseException as error:
                 # Not the present time, for which all ranks would have to ask: some did not fail.
-                abandoned = self.scheduler.abandon()
-                self.log.add(*(Event(started, Kind.PREEMPTED, one.id) for one in abandoned))
+                for one in self.scheduler.abandon():
+                    self.log.add(Event(started, Kind.PREEMPTED, one.id))
                 if not (self.device.fails_alike and isinstance(error, Exception)):
                     raise
                 jobs: list[Sequence | Job] = [job for job, _, _ in windows]
