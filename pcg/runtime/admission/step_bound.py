@@ -20,7 +20,7 @@ _ROW = Load(sampled=1)
 
 
 class StepBound:
-    """What heavy tenants may add to one step.
+    """The bound of what heavy tenants add to one step.
 
     Args:
         heavy: their names.
