@@ -93,6 +93,19 @@ def steps_of(engine: SimulatedEngine) -> list[list[str]]:
     return list(found.values())
 
 
+def test_a_newcomer_waits_for_no_long_step() -> None:
+    """A flood that is alone for now runs in steps of 0.2 s, and not all of its prompts at once."""
+    engine = run(FairShare(), None)
+    for _ in range(40):
+        engine.submit(ask("greedy", prompt=300))
+    before, longest = engine.clock.now_s(), 0.0
+    while not engine.is_idle:
+        engine.step()
+        before, now = engine.clock.now_s(), before
+        longest = max(longest, before - now)
+    assert 0.15 < longest < 0.22
+
+
 def test_what_waits_for_room_in_a_step_is_served_in_the_end() -> None:
     """Also where no row of it fits: one runs now and then."""
     engine = make_engine(FairShare(stretch=1.001))
