@@ -25,7 +25,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
-from itertools import islice
+from itertools import chain, islice
 
 from pcg.runtime.admission.line import Line
 from pcg.runtime.admission.policy import Chunks, Policy
@@ -159,8 +159,9 @@ class FairShare(Policy):
             self._bounded += 1
             if self._bounded % _LOOK == 0:
                 stretch = 1.0
-        is_patient = self._patience > 0
-        return StepBound(heavy, stretch, alone_s, forward, self._note_heavy, is_patient)
+        is_alone = all(one in heavy for one in chain(self._running, self._lines))
+        most_s = alone_s if is_alone else None
+        return StepBound(heavy, stretch, most_s, forward, self._note_heavy, self._patience > 0)
 
     def _note_heavy(self) -> None:
         self._patience = _PATIENCE

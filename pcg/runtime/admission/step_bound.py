@@ -1,11 +1,12 @@
 """The bound of a step: by how much heavy tenants may make it longer for others.
 
-    t(step) ≤ stretch · t(step without them)     where others run in it
-    t(step) ≤ alone_s                            where only they do, as a newcomer waits so long
+    t(step) ≤ stretch · t(step without them)     where others are here
+    t(step) ≤ alone_s                            where nobody is, as a newcomer waits so long
 
-t is the predicted time. Sequences of heavy tenants that do not fit keep their pages and wait for a
-later step, the first admitted go first; their prompts go on in chunks that fit. Where nothing of
-them fitted into many steps, one token runs all the same.
+t is the predicted time. Others that wait, or that read their prompts, count as a short chunk.
+Sequences of heavy tenants that do not fit keep their pages and wait for a later step, the first
+admitted go first; their prompts go on in chunks that fit. Where nothing of them fitted into many
+steps, one token runs all the same.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.requests.step_plan import StepPlan
 
 _ROW = Load(sampled=1)
+_CHUNK = Load.of(16, 0)
 _LEAST = 16
 """Tokens of a prompt that run where nothing else does, however long they take."""
 
@@ -29,7 +31,7 @@ class StepBound:
     Args:
         heavy: these tenants.
         stretch: how many times as long they may make the step.
-        alone_s: the longest step without others, seconds.
+        alone_s: the longest step, seconds; None where others are here.
         forward: the predicted time of a step.
         ran: is told when something of them runs.
         is_patient: False if nothing of them ran for long, so that something has to.
@@ -39,7 +41,7 @@ class StepBound:
         self,
         heavy: HeavyTenants,
         stretch: float,
-        alone_s: float,
+        alone_s: float | None,
         forward: Latency,
         ran: Callable[[], None],
         is_patient: bool,
@@ -64,8 +66,7 @@ class StepBound:
         if not self.applies(sequence):
             return True
         if self._most_s is None:
-            step_s = self._forward.seconds(plan.load)
-            self._most_s = self._more * step_s if plan.tokens else self._alone_s - step_s
+            self._most_s = self._left_s(plan)
         fits = self._added_s + self._cost_s(sequence, 1) <= self._most_s
         return fits or self._must or not plan.tokens
 
@@ -75,15 +76,23 @@ class StepBound:
             return room
         if self._must:
             return min(room, 1 if plan.tokens else _LEAST)
-        step_s = self._forward.seconds(plan.load)
-        most_s = self._alone_s
-        if plan.tokens > self._tokens:
-            most_s = (1 + self._more) * (step_s - self._added_s)
+        most_s = self._forward.seconds(plan.load) + self._left_s(plan)
         beside = plan.load + _ROW
         fitting = self._forward.tokens_within(
             most_s, sequence.cached, beside, are_read=sequence.reads
         )
         return min(room, fitting if plan.tokens else max(fitting, _LEAST))
+
+    def _left_s(self, plan: StepPlan) -> float:
+        """Return the time that they may add to what is planned."""
+        step_s = self._forward.seconds(plan.load)
+        if plan.tokens > self._tokens:
+            others_s = step_s - self._added_s
+        elif self._alone_s is not None:
+            return self._alone_s - step_s
+        else:
+            others_s = self._forward.seconds(_CHUNK)
+        return self._more * others_s - self._added_s
 
     @property
     def _must(self) -> bool:

@@ -64,7 +64,7 @@ def test_a_flood_has_its_share_of_a_step(stretch: float | None, most: float, pro
     flooded = run(FairShare(stretch=stretch), "greedy", prompt)
     found = modest_gaps(flooded)
     assert statistics.mean(found) <= most * 1.01 * without
-    assert statistics.quantiles(found, n=100)[97] <= most * 1.05 * without
+    assert statistics.quantiles(found, n=100)[97] <= most * 1.1 * without
     unbounded = modest_gaps(run(Fcfs(), "greedy", 4))
     assert statistics.mean(unbounded) > 3 * without
     # The rest of the time is its own, and all of it where nobody else is there.
