@@ -124,8 +124,10 @@ class Hostile:
             self.attempt(lambda prompt=prompt: self.submit(prompt))
 
     def flood(self) -> None:
-        for _ in range(1000):
+        for turn in range(1000):
             self.attempt(lambda: self.submit([self.drawn.randrange(VOCABULARY)] * 8))
+            if turn % 4 == 0:
+                time.sleep(1e-3)  # the client's own time would hold the interpreter's lock
 
     def huge_prompts(self) -> None:
         for length in (2000, 2048, 100_000):
