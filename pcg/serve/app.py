@@ -13,8 +13,8 @@ from pcg.serve import health
 from pcg.serve.errors import ERRORS, add_handlers
 from pcg.serve.openai import completions, models
 from pcg.serve.request_id import RequestId
-from pcg.serve.security.body_limit import BodyLimit
 from pcg.serve.security.caller import Authentication, RequiredScope
+from pcg.serve.security.request_limits import RequestLimits
 from pcg.serve.service import Service
 from pcg.version import __version__
 
@@ -48,10 +48,7 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(router, responses=ERRORS)
     add_handlers(app)
     # The last one added is the first to see a request.
-    options = service.options
-    app.add_middleware(
-        BodyLimit, most_bytes=options.max_body_bytes, timeout_s=options.stream_timeout_s
-    )
+    app.add_middleware(RequestLimits, options=service.options)
     app.add_middleware(Authentication, keys=service.keys, public=PUBLIC)
     app.add_middleware(RequestId)
     return app

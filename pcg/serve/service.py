@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, ParamSpec, TypeAlias, TypeVar
+from weakref import WeakValueDictionary
 
 from fastapi import Depends, Request
 
@@ -62,6 +63,7 @@ class Service:
         self.max_model_len = min(bounds, default=None)
         self.catalog = Catalog(executor, options.served_model_name or (executor.program.name,))
         self.token_texts = TokenTexts(executor.tokenizer)
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._threads = ThreadPoolExecutor(_THREADS, "pcg serve")
 
     def close(self) -> None:
@@ -77,6 +79,16 @@ class Service:
         """Run a function on a thread beside the event loop."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, partial(act, *args, **keywords))
+
+    def turn(self, caller: Caller) -> asyncio.Semaphore:
+        """Return a lock of the caller's tenant, under which to tokenize or render what it sends.
+
+        A tenant has half of the threads at most, so that others' requests need not wait for it.
+        """
+        turn = self._turns.get(caller.tenant)
+        if turn is None:
+            turn = self._turns[caller.tenant] = asyncio.Semaphore(_THREADS // 2)
+        return turn
 
     # ------------------------------------------------------------------------------- requests
 
@@ -100,8 +112,9 @@ class Service:
             ApiError: a prompt is too long.
             EngineError: the engine takes no requests.
         """
-        make = partial(self._requests, caller, model, prompts, fields, request_id)
-        requests = await self.beside(make)
+        async with self.turn(caller):
+            make = partial(self._requests, caller, model, prompts, fields, request_id)
+            requests = await self.beside(make)
         return [Submitted(request, self.engine.submit_request(request)) for request in requests]
 
     def _requests(
@@ -123,11 +136,19 @@ class Service:
             if index and isinstance(seed, int):
                 own["seed"] = (seed + index * made[0].params.width) % 2**63
             request = self.executor.request(prompt, model.adapter, **own)
-            self._check_length(request)
+            self._check(request)
             made.append(request)
         return made
 
-    def _check_length(self, request: EngineRequest) -> None:
+    def _check(self, request: EngineRequest) -> None:
+        """Refuse a request that is more than the server's options allow, by their names."""
+        given = self.options.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(request.params, name)
+            if asked is not None and asked > given:
+                raise ApiError(
+                    400, f"{name}={asked}, and this server gives at most {given}", param=name
+                )
         most, new = self.max_model_len, request.params.max_new_tokens
         if most is not None and request.length + new > most:
             raise ApiError(
