@@ -13,6 +13,7 @@ from pcg.serve import health
 from pcg.serve.errors import ERRORS, add_handlers
 from pcg.serve.openai import completions, embeddings, models, tokens
 from pcg.serve.openai.chat import completions as chat_completions
+from pcg.serve.openai.responses import routes as responses
 from pcg.serve.request_id import RequestId
 from pcg.serve.security.body_limit import BodyLimit
 from pcg.serve.security.caller import Authentication, RequiredScope
@@ -25,6 +26,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     embeddings.router,
     health.router,
     models.router,
+    responses.router,
     tokens.router,
 )
 

@@ -21,6 +21,7 @@ from pcg.runtime.requests.stream import Stream
 from pcg.serve.adapters.catalog import Catalog, ServedModel
 from pcg.serve.errors import ApiError
 from pcg.serve.openai.chat.support import ChatSupport
+from pcg.serve.openai.responses.store import ResponseStore
 from pcg.serve.openai.token_texts import TokenTexts
 from pcg.serve.options import ServeOptions
 from pcg.serve.security.caller import Caller
@@ -69,6 +70,7 @@ class Service:
             tool_call_parser=options.tool_call_parser,
             trusts_templates=options.trust_request_chat_template,
         )
+        self.responses = ResponseStore()
         self._threads = ThreadPoolExecutor(_THREADS, "pcg serve")
 
     def close(self) -> None:
