@@ -225,12 +225,14 @@ class AsyncEngine(StepThread):
         scheduler = self.engine.scheduler
         return EngineNumbers(
             waiting=len(scheduler.waiting),
+            preparing=len(scheduler.preparing),
             running=len(scheduler.running),
             waiting_tokens=scheduler.backlog.tokens,
             jobs=Counter(job.state for job in list(self.engine.jobs)),
             pages=scheduler.pool.size,
             free_pages=scheduler.pool.free + scheduler.adapters.idle_pages,
             adapters=len(scheduler.adapters),
+            shares_prefixes=scheduler.prefixes is not None,
             totals=self.engine.totals,
         )
 

@@ -39,21 +39,24 @@ class EngineNumbers:
     """The numbers of an engine: what is there now, and what it did since it was made.
 
     Attributes:
-        waiting, running: requests.
+        waiting, running: requests; `preparing` are those whose guides are being compiled.
         waiting_tokens: tokens of the prompts that wait.
         jobs: active jobs, by state.
         pages: pages of the pool; `free_pages` of them nothing uses, adapters and prefixes that were
             used last among them.
         adapters: adapters that have pages.
+        shares_prefixes: True if requests share the blocks of their common beginnings.
     """
 
     waiting: int
+    preparing: int
     running: int
     waiting_tokens: int
     jobs: Mapping[JobState, int]
     pages: int
     free_pages: int
     adapters: int
+    shares_prefixes: bool
     totals: Totals
 
 
