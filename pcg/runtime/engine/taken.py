@@ -64,15 +64,15 @@ class Taken:
             self.ended.append((sequence, chunk.completion.finish_reason))
         if chunk.token_id is None:
             return
-        latest_s, sequence.latest_token_s = sequence.latest_token_s, self.now_s
         if sequence.first_token_s is None:
             sequence.first_token_s = self.now_s
             details = {"count": 1, "cached_tokens": sequence.found}
             self._events.append(Event(self.now_s, Kind.TOKEN, sequence.id, details))
         else:
             self._others.append(sequence.id)
-            if latest_s is not None and latest_s != self.before_s:  # most had one in the last step
-                self._longer_s.append(self.now_s - latest_s)
+            if sequence.latest_token_s != self.before_s:  # most had one in the last step
+                self._longer_s.append(self.now_s - (sequence.latest_token_s or 0.0))
+        sequence.latest_token_s = self.now_s
 
     def log(self, log: EventLog, totals: Totals) -> None:
         """Log the tokens, and what began; count the gaps between tokens."""

@@ -10,7 +10,7 @@ falls while it is shown.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pcg.runtime.metrics.histogram import FIRST_TOKEN_BOUNDS_S, Histogram
@@ -36,6 +36,19 @@ class AdapterSums:
     prompt_tokens: int = 0
     output_tokens: int = 0
     ttft: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS_S))
+
+    @classmethod
+    def of(cls, parts: Sequence[AdapterSums]) -> AdapterSums:
+        """Return the sums of several adapters, as those of the versions of one."""
+        if len(parts) == 1:
+            return parts[0]
+        whole = cls()
+        for one in parts:
+            whole.requests += one.requests
+            whole.prompt_tokens += one.prompt_tokens
+            whole.output_tokens += one.output_tokens
+            whole.ttft.add(one.ttft)
+        return whole
 
 
 class AdapterTotals:

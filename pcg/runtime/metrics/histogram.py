@@ -51,10 +51,19 @@ class Histogram:
         count = self.count
         return self.sum / count if count else None
 
-    def observe(self, value: float, times: int = 1) -> None:
-        """Add a sample, or so many equal ones."""
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def observe_equal(self, value: float, times: int) -> None:
+        """Add so many equal samples."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
+
+    def add(self, other: Histogram) -> None:
+        """Add another's samples, which has the same bounds."""
+        self.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
+        self.sum += other.sum
 
     def percentile(self, percent: float) -> float | None:
         """Estimate a percentile as Prometheus' `histogram_quantile` does; None without samples.

@@ -233,6 +233,8 @@ def _follow(one: _Open, event: Event) -> None:
 def number(event: Event, name: str) -> float:
     """Return a number of an event's details; BenchmarkError if it is missing or not a number."""
     value = event.details.get(name)
+    if type(value) is int or type(value) is float:
+        return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BenchmarkError(
             f"{event.kind} of {event.subject!r} at {event.time_s} s has {name}={value!r}; "

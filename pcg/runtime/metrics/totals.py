@@ -135,7 +135,7 @@ class Totals:
     def count_gaps(self, time_s: float, count: int, longer_s: Sequence[float]) -> None:
         """Count a step's gaps: so many since the last step, and others, seconds each."""
         if count:
-            self.itl.observe(time_s - self.latest_step_s, count)
+            self.itl.observe_equal(time_s - self.latest_step_s, count)
         for gap_s in longer_s:
             self.itl.observe(gap_s)
         self.latest_step_s = time_s

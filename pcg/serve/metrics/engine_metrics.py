@@ -7,7 +7,7 @@ that asks, from what the engine's thread counts anyway.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -22,18 +22,11 @@ from prometheus_client import (
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.serve.metrics import own_families, vllm_families
 from pcg.serve.metrics.exposition import Exposition
+from pcg.serve.metrics.own_families import Owned, OwnedName
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _KEPT_S = 0.02
 _PROCESS_KEPT_S = 1.0
-
-
-@dataclass(frozen=True)
-class Owned:
-    """The owner of an adapter or job, a tenant or "" for the operator, and its name there."""
-
-    tenant: str
-    name: str
 
 
 @dataclass(frozen=True)
@@ -52,7 +45,7 @@ class Served:
     max_model_len: int
     most_adapters: int
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
-    owned: Callable[[str], Owned] = lambda name: Owned("", name)
+    owned: OwnedName = lambda name: Owned("", name)
 
 
 class EngineMetrics:
@@ -91,12 +84,8 @@ class EngineMetrics:
         vllm_families.write_counts(to, totals)
         vllm_families.write_times(to, totals)
         vllm_families.write_sizes(to, totals, served.max_model_len)
-        owned = {name: served.owned(name) for name in totals.adapters.own}
-        labels = {k: {"adapter": one.name, "tenant": one.tenant} for k, one in owned.items()}
-        own_families.write_adapters(to, totals.adapters, labels)
-        jobs = [(served.owned(job.name), job) for job in engine.jobs()]
-        named = [({"finetune_job": one.name, "tenant": one.tenant}, job) for one, job in jobs]
-        own_families.write_jobs(to, totals, named)
+        own_families.write_adapters(to, totals.adapters, served.owned)
+        own_families.write_jobs(to, totals, engine.jobs(), served.owned)
         own_families.write_promises(to, totals)
         own_families.write_memory(to, numbers, served.memory_bytes)
         if now_s - self._process_read_s >= _PROCESS_KEPT_S:

@@ -7,7 +7,9 @@ Series of single adapters are of those that are used most, and `other` is the re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from pcg.runtime.metrics.adapter_totals import AdapterSums, AdapterTotals
 from pcg.runtime.metrics.status import EngineNumbers, JobStatus
@@ -15,28 +17,47 @@ from pcg.runtime.metrics.timelines import Outcome
 from pcg.runtime.metrics.totals import Totals
 from pcg.serve.metrics.exposition import Exposition, Labels
 
-OTHER = "other"
-"""The label of all adapters without series of their own."""
+
+@dataclass(frozen=True)
+class Owned:
+    """An adapter or a job by its owner, a tenant or "" for the operator, and its name there."""
+
+    tenant: str
+    name: str
+
+    def labels(self, of: str) -> Labels:
+        return {of: self.name, "tenant": self.tenant}
 
 
-def write_adapters(to: Exposition, found: AdapterTotals, label_of: Mapping[str, Labels]) -> None:
-    """Write the series of adapters.
+OwnedName: TypeAlias = Callable[[str], Owned]
+"""Returns whose an adapter or a job is, of the engine's name for it."""
 
-    Args:
-        label_of: the labels of each adapter that has sums of its own, by the engine's name.
-    """
+_OTHERS = {"adapter": "other", "tenant": "*"}
+"""The labels of all adapters without series of their own; no tenant is called so."""
+
+
+def write_adapters(to: Exposition, found: AdapterTotals, owned: OwnedName) -> None:
+    """Write the series of adapters; versions that have one name are one."""
     own = found.own
-    sums: dict[str, AdapterSums] = {name: own[name] for name in label_of if name in own}
-    each = [*((label_of[name], one) for name, one in sums.items()), (_OTHERS, found.others)]
-    for name, words, now in (
+    groups: dict[Owned, list[str]] = {}
+    for name in own:
+        groups.setdefault(owned(name), []).append(name)
+    each = [
+        *((one.labels("adapter"), AdapterSums.of([own[name] for name in names]))
+          for one, names in groups.items()),
+        (_OTHERS, found.others),
+    ]  # fmt: skip
+    for field, words, now in (
         ("requests_running", "Requests of an adapter that run.", found.running.copy()),
         ("requests_waiting", "Requests of an adapter that wait.", found.waiting.copy()),
         ("resident", "Versions of an adapter that have pages.", found.resident.copy()),
     ):
-        shown = [(label_of[one], now.pop(one, 0)) for one in sums]
-        rest = sum(now.values())
-        to.gauges(f"pcg:adapter_{name}", words, [*shown, (_OTHERS, rest)])
-    for name, words, field in (
+        shown = [
+            (one.labels("adapter"), sum(now.pop(name, 0) for name in names))
+            for one, names in groups.items()
+        ]
+        to.gauges(f"pcg:adapter_{field}", words, [*shown, (_OTHERS, sum(now.values()))])
+    for series, words, field in (
         ("requests", "Requests of an adapter that came.", "requests"),
         ("prompt_tokens", "Tokens of its prompts that were read.", "prompt_tokens"),
         (
@@ -45,26 +66,25 @@ def write_adapters(to: Exposition, found: AdapterTotals, label_of: Mapping[str, 
             "output_tokens",
         ),
     ):
-        samples = [(labels, getattr(one, field)) for labels, one in each]
-        to.counters(f"pcg:adapter_{name}", words, samples)
+        samples = [(labels, getattr(sums, field)) for labels, sums in each]
+        to.counters(f"pcg:adapter_{series}", words, samples)
     words = "From a request's coming to its first token, by adapter. Seconds."
-    times = [(labels, one.ttft) for labels, one in each]
+    times = [(labels, sums.ttft) for labels, sums in each]
     to.histograms("pcg:adapter_time_to_first_token_seconds", words, times)
     to.counter("pcg:adapter_loads", "How often an adapter was given pages.", found.paged_in)
     to.counter("pcg:adapter_evictions", "How often an adapter gave its pages up.", found.evicted)
 
 
-_OTHERS: Labels = {"adapter": OTHER, "tenant": "*"}
-
-
-def write_jobs(to: Exposition, totals: Totals, jobs: Sequence[tuple[Labels, JobStatus]]) -> None:
-    """Write how far jobs are, and what they trained."""
-    steps = [(labels, job.step) for labels, job in jobs]
-    losses = [(labels, job.loss) for labels, job in jobs if job.loss is not None]
-    tokens = [(labels, totals.job_tokens.get(job.name, 0)) for labels, job in jobs]
+def write_jobs(to: Exposition, totals: Totals, jobs: Sequence[JobStatus], owned: OwnedName) -> None:
+    """Write how far jobs are, and what they trained; of several with one name, the latest."""
+    latest = {owned(job.name): job for job in jobs}
+    named = [(one.labels("finetune_job"), job) for one, job in latest.items()]
+    steps = [(labels, job.step) for labels, job in named]
+    losses = [(labels, job.loss) for labels, job in named if job.loss is not None]
+    tokens = [(labels, totals.job_tokens.get(job.name, 0)) for labels, job in named]
     to.gauges("pcg:finetune_step", "Steps of a job that are done.", steps)
     to.gauges("pcg:finetune_loss", "Mean loss of a job's last step.", losses)
-    to.counters("pcg:finetune_tokens", "Tokens that a job trained.", tokens)
+    to.counters("pcg:finetune_tokens", "Tokens that jobs of this name trained.", tokens)
     words = "Tokens that a step trains beside what it serves, where it trains any."
     to.histogram("pcg:iteration_finetune_tokens", words, totals.window_steps)
 
