@@ -31,6 +31,7 @@ PcgError
 │   └── QueueFullError         too much waits already
 ├── EngineError                the engine's thread was closed, or ended by an error
 │   └── DrainingError          the engine ends its work, and takes nothing new
+├── ServeError                 the server cannot start: its address, keys or options
 ├── MemoryBudgetError          less than what backward needs at least
 ├── BenchmarkError             a workload, a trace file or an event log that cannot be used
 └── FinetuneError              a finetuning job that cannot go on
@@ -163,6 +164,10 @@ class EngineError(PcgError):
 
 class DrainingError(EngineError):
     """The engine ends what it has, and takes nothing new."""
+
+
+class ServeError(PcgError):
+    """The server cannot start: its address, its keys or its options."""
 
 
 class MemoryBudgetError(PcgError):

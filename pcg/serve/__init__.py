@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's API over the engine, adapters as models, closed by default."""
+"""The HTTP server: OpenAI's API over the engine, with adapters as models."""

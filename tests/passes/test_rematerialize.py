@@ -230,16 +230,16 @@ def hull_from(steps: list[tuple[int, int]]) -> list[Choice]:
 @given(HULLS)
 def test_every_mix_on_the_way_is_best_at_its_price(steps: list[list[tuple[int, int]]]) -> None:
     frontiers = [hull_from(s) for s in steps]
-    totals = [mixed(frontiers, mix) for mix in mixes(frontiers)]
+    totals = [mixed(frontiers, mix, {}) for mix in mixes(frontiers, {})]
     sizes = [total.size_bytes for total in totals]
     assert sizes == sorted(sizes, reverse=True)
     rates = [(b.flops - a.flops) / (a.size_bytes - b.size_bytes) for a, b in pairwise(totals)]
     assert all(a <= b + 1e-12 for a, b in pairwise(rates))
     for share in (0.0, 0.3, 1.0):
-        mix = spread(frontiers, MemoryBudget(share), 0)
+        mix = spread(frontiers, MemoryBudget(share), 0, {})
         limit = sizes[-1] + share * (sizes[0] - sizes[-1])
-        assert mixed(frontiers, mix).size_bytes <= limit
-        before = [t for t in totals if t.flops < mixed(frontiers, mix).flops]
+        assert mixed(frontiers, mix, {}).size_bytes <= limit
+        before = [t for t in totals if t.flops < mixed(frontiers, mix, {}).flops]
         assert all(total.size_bytes > limit for total in before)
 
 
@@ -252,22 +252,22 @@ def test_a_hull_may_begin_with_more_bytes_than_no_product_recomputed(
     firsts = [choice(max(hull[0].size_bytes - less, hull[-1].size_bytes), cost) for hull in hulls]
     frontiers = [[first, *hull] for first, hull in zip(firsts, hulls, strict=True)]
     most, least = (sum(f[i].size_bytes for f in frontiers) for i in (0, -1))
-    mix = spread(frontiers, MemoryBudget(share), 0)
+    mix = spread(frontiers, MemoryBudget(share), 0, {})
     assert mix is not None
     limit = least + share * (most - least)
     if not any(mix):
         assert most <= limit
         return
     assert most > limit
-    found = mixed(frontiers, mix)
+    found = mixed(frontiers, mix, {})
     assert found.size_bytes <= limit
-    totals = [mixed(hulls, other) for other in mixes(hulls)]
+    totals = [mixed(hulls, other, {}) for other in mixes(hulls, {})]
     assert found.cost == min(total.cost for total in totals if total.size_bytes <= limit)
 
 
 def test_equal_layers_take_their_steps_first_to_last() -> None:
     frontiers = [hull_from([(4, 1)])] * 3
-    assert list(mixes(frontiers)) == [(0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)]
+    assert list(mixes(frontiers, {})) == [(0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@ layers; so after every step no other mix of hull vertices saves fewer bytes at a
 equal layers the first take theirs first: backward reaches them last, when the others' saved values
 are gone and there is room for what is recomputed.
 
+What layers share counts once for all layers that read it in backward, so a step along the hulls may
+add bytes; only mixes of fewer bytes than all before them are taken.
+
 Costs in seconds count what "no product recomputed" does not, so that a hull may begin with more
 bytes than that. Where that is within a budget it is taken, and the hull's steps where it is not.
 """
@@ -13,7 +16,8 @@ bytes than that. Where that is within a budget it is taken, and the hull's steps
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
 
@@ -23,14 +27,18 @@ from pcg.passes.memory.save_problem import Choice
 LayerFrontiers = Sequence[Sequence[Choice]]
 Mix = tuple[int, ...]
 """The index of each layer's choice on its frontier."""
+SharedBytes = Mapping[str, int]
+"""Bytes of each value that layers share and that some choices read."""
 
 
-def spread(frontiers: LayerFrontiers, budget: MemoryBudget, outside_bytes: int) -> Mix | None:
+def spread(
+    frontiers: LayerFrontiers, budget: MemoryBudget, outside_bytes: int, shared: SharedBytes
+) -> Mix | None:
     """The mix of the least cost that is within a budget; None for none.
 
     `outside_bytes` are saved outside the layers, whatever they do.
     """
-    steps = list(_sized_mixes(frontiers))
+    steps = list(_sized_mixes(frontiers, shared))
     (most, _), (least, _) = steps[0], steps[-1]
     if budget.share is not None:
         limit = least + Fraction(budget.share) * (most - least)
@@ -40,28 +48,33 @@ def spread(frontiers: LayerFrontiers, budget: MemoryBudget, outside_bytes: int) 
     return next((mix for size, mix in steps if size <= limit), None)
 
 
-def mixes(frontiers: LayerFrontiers) -> Iterator[Mix]:
+def mixes(frontiers: LayerFrontiers, shared: SharedBytes) -> Iterator[Mix]:
     """Every mix on the way from no product recomputed to the fewest bytes, one layer's step each.
 
     Each saves fewer bytes than the one before, at the best rate of bytes for cost.
     """
-    return (mix for _, mix in _sized_mixes(frontiers))
+    return (mix for _, mix in _sized_mixes(frontiers, shared))
 
 
-def _sized_mixes(frontiers: LayerFrontiers) -> Iterator[tuple[int, Mix]]:
-    """Every mix on the way, behind the bytes of all its layers."""
+def _sized_mixes(frontiers: LayerFrontiers, shared: SharedBytes) -> Iterator[tuple[int, Mix]]:
+    """Every mix on the way, behind the bytes of all its layers and of what they share."""
     mix = [0] * len(frontiers)
-    most = mixed(frontiers, mix).size_bytes
-    yield most, tuple(mix)
+    least = mixed(frontiers, mix, shared).size_bytes
+    yield least, tuple(mix)
     for layer, frontier in enumerate(frontiers):
         mix[layer] = _start(frontier)
-    size = mixed(frontiers, mix).size_bytes
+    size = sum(choice.size_bytes for choice in _chosen(frontiers, mix))
+    readers = Counter(name for choice in _chosen(frontiers, mix) for name in choice.shared)
     for _, layer in heapq.merge(*(_steps(one, layer) for layer, one in enumerate(frontiers))):
         now, then = frontiers[layer][mix[layer] :][:2]
         mix[layer] += 1
         size += then.size_bytes - now.size_bytes
-        if size < most:
-            yield size, tuple(mix)
+        readers.update(then.shared)
+        readers.subtract(now.shared)
+        held = size + sum(shared.get(name, 0) for name, count in readers.items() if count)
+        if held < least:
+            least = held
+            yield held, tuple(mix)
 
 
 def _start(frontier: Sequence[Choice]) -> int:
@@ -75,8 +88,14 @@ def _steps(frontier: Sequence[Choice], layer: int) -> Iterator[tuple[Fraction, i
         yield Fraction(then.cost - now.cost, now.size_bytes - then.size_bytes), layer
 
 
-def mixed(frontiers: LayerFrontiers, mix: Sequence[int]) -> Choice:
-    """Bytes, operations and cost of all layers together."""
-    choices = [frontier[i] for frontier, i in zip(frontiers, mix, strict=True)]
-    size, flops = sum(c.size_bytes for c in choices), sum(c.flops for c in choices)
-    return Choice((), (), size, flops, sum(c.cost for c in choices))
+def mixed(frontiers: LayerFrontiers, mix: Sequence[int], shared: SharedBytes) -> Choice:
+    """Bytes, operations and cost of all layers together, and what they share."""
+    choices = _chosen(frontiers, mix)
+    read = tuple(dict.fromkeys(name for choice in choices for name in choice.shared))
+    size = sum(c.size_bytes for c in choices) + sum(shared.get(name, 0) for name in read)
+    cost = sum(c.cost for c in choices)
+    return Choice((), (), size, sum(c.flops for c in choices), cost, read)
+
+
+def _chosen(frontiers: LayerFrontiers, mix: Sequence[int]) -> list[Choice]:
+    return [frontier[i] for frontier, i in zip(frontiers, mix, strict=True)]

@@ -16,7 +16,7 @@ from pcg.ir.types import TOKENS
 from pcg.options import MemoryBudget
 from pcg.parallel.costs.rank_costs import RankCosts
 from pcg.passes.differentiate import LayerKind
-from pcg.passes.memory.budget import mixed, mixes, spread
+from pcg.passes.memory.budget import SharedBytes, mixed, mixes, spread
 from pcg.passes.memory.recompute import plan_layer
 from pcg.passes.memory.save_problem import Choice, SaveProblem
 from pcg.passes.memory.segments import most_shared, restorable, shared_inputs
@@ -64,7 +64,9 @@ class Frontiers:
         kinds: the kinds of layers.
         layers: the index of each layer's kind.
         layer_flops: operations of each layer's matrix products and attention.
-        outside_bytes: bytes that are saved outside the layers.
+        outside_bytes: bytes that are saved outside the layers, whatever they do.
+        shared_bytes: bytes of the other values that layers share: each counts where backward reads
+            it to recompute.
         model: the model with bypass networks attached.
         batch: number of sequences of the step.
         seq: number of tokens of each.
@@ -75,6 +77,7 @@ class Frontiers:
     layers: tuple[int, ...]
     layer_flops: tuple[int, ...]
     outside_bytes: int
+    shared_bytes: SharedBytes
     model: ModelGraph
     batch: int
     seq: int
@@ -124,7 +127,8 @@ class Frontiers:
         Layers that take the same step one after the other are one step here.
         """
         frontiers = self.of_layers
-        every = [mixed(frontiers, mix) for mix in mixes(frontiers)]
+        shared = self.shared_bytes
+        every = [mixed(frontiers, mix, shared) for mix in mixes(frontiers, shared)]
         corners = [
             choice
             for i, choice in enumerate(every)
@@ -135,9 +139,9 @@ class Frontiers:
         least = self._least()
         restored = most_shared(restorable(self.model, least.plans, least.layers))
         if restored:
-            shared = dataclasses.replace(least, restored=restored)
-            spared = sum(self._input_bytes(layer) for layer in restored)
-            found.append((found[-1][0] - spared, shared.recompute_flops_ratio, len(restored)))
+            share = dataclasses.replace(least, restored=restored).recompute_flops_ratio
+            size = self._running_again(least) - sum(map(self._input_bytes, restored))
+            found.append((size + self.outside_bytes, share, len(restored)))
         return found
 
     def plan(self, budget: MemoryBudget) -> MemoryPlan:
@@ -157,18 +161,17 @@ class Frontiers:
         if budget.share == 1:
             return [self.firsts[kind] for kind in self.layers]
         best = self.within(self.of_kind, budget)
-        if best is None or not self.by_flops or best == [front[0] for front in self.of_layers]:
+        if not self.by_flops or best == [front[0] for front in self.of_layers]:
             return best
-        other = self.within(self.by_flops, budget)
-        found = [best] if other is None else [best, other]
-        return min(found, key=lambda one: sum(choice.cost for choice in one))
+        found = [one for one in (best, self.within(self.by_flops, budget)) if one is not None]
+        return min(found, key=lambda one: sum(choice.cost for choice in one), default=None)
 
     def within(
         self, of_kind: Sequence[Sequence[Choice]], budget: MemoryBudget
     ) -> list[Choice] | None:
         """Each layer's choice on these frontiers of the kinds, within a budget; None for none."""
         of_layers = [of_kind[kind] for kind in self.layers]
-        mix = spread(of_layers, budget, self.outside_bytes)
+        mix = spread(of_layers, budget, self.outside_bytes, self.shared_bytes)
         if mix is None:
             return None
         return [front[index] for front, index in zip(of_layers, mix, strict=True)]
@@ -177,10 +180,10 @@ class Frontiers:
         """The plan in which layers save the least, and as few inputs as need be are recomputed."""
         least = self._least()
         can_be = restorable(self.model, least.plans, least.layers)
-        size = sum(least.choices[index].size_bytes for index in least.layers)
+        size = self._running_again(least)
         spared = [self._input_bytes(layer) for layer in most_shared(can_be)]
         if size - sum(spared) > limit:
-            needed = size - sum(spared) + self.outside_bytes
+            needed = min(point[0] for point in self.points())
             raise MemoryBudgetError(
                 f"memory_budget={budget.size_bytes} bytes is less than the least that batch "
                 f"{budget.batch} of {budget.seq} tokens needs for backward, {needed} bytes; give "
@@ -189,6 +192,11 @@ class Frontiers:
         count = -((limit - size) // max(spared))
         restored = shared_inputs(can_be, count) or most_shared(can_be)
         return dataclasses.replace(least, restored=restored)
+
+    def _running_again(self, least: MemoryPlan) -> int:
+        """Bytes of a plan's layers and of all that they share, which forward reads again."""
+        layers = sum(least.choices[index].size_bytes for index in least.layers)
+        return layers + sum(self.shared_bytes.values())
 
     def _least(self) -> MemoryPlan:
         return self.planned([frontier[-1] for frontier in self.of_layers])
@@ -236,8 +244,14 @@ def frontiers(
     flops = tuple(of_block[index] for index in model.layers)
     read = {name for kind in kinds for name in _read_of_shared(kind)}
     outside = outside_bytes(model, read, tokens)
+    shared = {
+        value.name: int(value.type.size_bytes.subs(TOKENS, tokens))
+        for block in model.blocks
+        for value in block.inputs[len(block.outputs) :]
+        if value.name not in read
+    }
     layers = _kind_of_layers(kinds)
-    return Frontiers(tuple(kinds), layers, flops, outside, model, batch, seq, costs)
+    return Frontiers(tuple(kinds), layers, flops, outside, shared, model, batch, seq, costs)
 
 
 def _read_of_shared(kind: LayerKind) -> set[str]:

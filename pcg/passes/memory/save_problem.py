@@ -76,6 +76,7 @@ class Choice:
         flops: operations of the recomputed products.
         cost: what plans are compared by: these operations, or picoseconds of all that is
             recomputed.
+        shared: the values that all layers share which backward reads, in their order.
     """
 
     saved: tuple[str, ...]
@@ -83,6 +84,7 @@ class Choice:
     size_bytes: int
     flops: int
     cost: int
+    shared: tuple[str, ...] = ()
 
 
 class SaveProblem:
@@ -106,9 +108,10 @@ class SaveProblem:
     ) -> None:
         self.graph = graph
         self._storages = Storages.of(graph)
-        self._resident = {self._storages[name].name for name in resident}
+        self._resident = tuple(dict.fromkeys(self._storages[name].name for name in resident))
         self._tokens = batch * seq
         self._needed = self._stored(needed)
+        self._read = {self._storages[name].name for name in needed}
         self._given = self._stored(value.name for value in graph.inputs)
         self._nodes = self._makers()
         self._flops = {n.name: node_flops(graph, n, self._tokens, seq) for n in self._nodes}
@@ -263,10 +266,12 @@ class SaveProblem:
         read.update(s.name for node in recomputed for s in self._stored(node.inputs))
         saved = [name for name in self._bytes if name in read - again]
         products = [node for node in recomputed if operator(node.op).is_product]
+        inputs = {self._storages[name].name for node in recomputed for name in node.inputs}
         return Choice(
             tuple(saved),
             tuple(node.name for node in products),
             sum(self._bytes[name] for name in saved),
             sum(self._flops[node.name] for node in products),
             sum(self._costs[node.name] for node in recomputed),
+            tuple(name for name in self._resident if name in self._read | inputs),
         )

@@ -140,9 +140,10 @@ class JointSearch:
         bounds = [self._block(index, found, least, rate) for index in range(len(self._searches))]
         best = min(found, key=lambda step: step.seconds)
         alone = first.frontiers.within(first.frontiers.by_flops, self._budget)
-        assert alone is not None  # the least is the same
-        again = sum(choice.cost for choice in alone) * PICOSECOND
-        seconds = first.seconds - first.again_seconds + again
+        seconds = first.seconds
+        if alone is not None:
+            again = sum(choice.cost for choice in alone) * PICOSECOND
+            seconds += again - first.again_seconds
         return Joint(best, limit, first, seconds, max(bounds))
 
     def _binds(self, found: Frontiers) -> bool:

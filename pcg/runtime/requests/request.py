@@ -204,6 +204,8 @@ class Chunk:
         error: why the request could not go on, in the last chunk of one that failed.
         request_id: the request's id, given or made.
         logprobs: those of the new token, if they were asked for.
+        prompt_logprobs: those of the prompt's tokens as in `Completion`, in the first chunk of a
+            continuation, if they were asked for.
         choice: the place of the continuation among those of the prompt.
         left: number of other continuations of the prompt that have not ended.
     """
@@ -217,6 +219,7 @@ class Chunk:
     logprobs: TokenLogprobs | None = None
     choice: int = 0
     left: int = 0
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
     @property
     def is_last(self) -> bool:

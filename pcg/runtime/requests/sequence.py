@@ -295,7 +295,13 @@ class Sequence:
         logprobs: TokenLogprobs | None = None,
     ) -> Chunk:
         choice, name = self.choice, self._name
-        return Chunk(self.number, text, token, completion, error, name, logprobs, choice)
+        prompt = self._all_prompt_logprobs() if len(self.generated) < 2 else None
+        return Chunk(self.number, text, token, completion, error, name, logprobs, choice, 0, prompt)
+
+    def _all_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        if self.request.params.of_prompt is None:
+            return None
+        return (None, *self.prompt_logprobs)
 
     def _completion(self, reason: str, stop_reason: str | int | None = None) -> Completion:
         params = self.request.params
@@ -308,7 +314,7 @@ class Sequence:
             self.found,
             stop_reason,
             None if params.logprobs is None else tuple(self.logprobs),
-            None if params.of_prompt is None else (None, *self.prompt_logprobs),
+            self._all_prompt_logprobs(),
             self.choice,
             self._embedding(),
         )
