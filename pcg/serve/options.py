@@ -41,6 +41,8 @@ class ServeOptions:
         tenant_seqs: the most sequences of one tenant at once; half of `max_num_seqs` by default.
         tenant_queue: the most requests of one tenant that wait; further ones are refused.
         max_queue: the most requests of all tenants that wait.
+        metrics_without_key: let everyone who reaches the server read /metrics, where all tenants and
+            adapters have their names.
         max_body_mib: the most bytes of a request, MiB.
         stream_timeout_s: time after which a stream that its client does not read is ended, s.
         shutdown_timeout_s: time that running requests have to end after SIGTERM, s.
@@ -70,6 +72,7 @@ class ServeOptions:
     tenant_seqs: int | None = None
     tenant_queue: int = 1024
     max_queue: int = 4096
+    metrics_without_key: bool = False
     max_body_mib: float = 16.0
     stream_timeout_s: float = 60.0
     shutdown_timeout_s: float = 30.0

@@ -42,6 +42,7 @@ from pcg.runtime.metrics.status import (
     EngineState,
     Health,
     JobStatus,
+    RunningStatus,
 )
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
@@ -208,6 +209,21 @@ class AsyncEngine(StepThread):
                 )
             )
         return found
+
+    def running(self) -> list[RunningStatus]:
+        """Return the requests that run, as they were admitted; does not wait for a step."""
+        now_s = self.engine.clock.now_s()
+        return [
+            RunningStatus(
+                one.id,
+                one.request.tenant,
+                None if one.request.adapter is None else one.request.adapter.name,
+                len(one.request.prompt_ids),
+                len(one.generated),
+                now_s - one.submitted_s,
+            )
+            for one in list(self.engine.scheduler.running)
+        ]
 
     def jobs(self) -> list[JobStatus]:
         """Return the jobs as they came, and how far each is; the last 64 of those that are over."""

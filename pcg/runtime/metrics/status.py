@@ -83,6 +83,25 @@ class AdapterStatus:
 
 
 @dataclass(frozen=True)
+class RunningStatus:
+    """A request that runs.
+
+    Attributes:
+        id: its id; that of a further continuation of a prompt has its place behind it.
+        adapter: the name of its adapter; None for the base.
+        output_tokens: tokens that it has generated.
+        age_s: seconds since it came.
+    """
+
+    id: str
+    tenant: str
+    adapter: str | None
+    prompt_tokens: int
+    output_tokens: int
+    age_s: float
+
+
+@dataclass(frozen=True)
 class JobStatus:
     """A job, and how far it is.
 

@@ -20,9 +20,9 @@ from prometheus_client import (
 )
 
 from pcg.runtime.engine.async_engine import AsyncEngine
+from pcg.serve.adapters.owned import Owned, OwnedName
 from pcg.serve.metrics import own_families, vllm_families
 from pcg.serve.metrics.exposition import Exposition
-from pcg.serve.metrics.own_families import Owned, OwnedName
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _KEPT_S = 0.02
@@ -35,14 +35,14 @@ class Served:
 
     Attributes:
         model: the name of the base model.
-        max_model_len: the most tokens of a sequence.
+        max_model_len: the most tokens of a sequence; None if there is no bound.
         most_adapters: the most adapters that a step can have.
         memory_bytes: bytes of the device by what has them.
         owned: returns whose an adapter or job is, of the engine's name for it.
     """
 
     model: str
-    max_model_len: int
+    max_model_len: int | None
     most_adapters: int
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     owned: OwnedName = lambda name: Owned("", name)
@@ -78,9 +78,7 @@ class EngineMetrics:
         numbers = engine.numbers()
         totals = numbers.totals
         vllm_families.write_state(to, numbers)
-        vllm_families.write_adapters(
-            to, totals.adapters, served.most_adapters, lambda name: served.owned(name).name
-        )
+        vllm_families.write_adapters(to, totals.adapters, served.most_adapters, served.owned)
         vllm_families.write_counts(to, totals)
         vllm_families.write_times(to, totals)
         vllm_families.write_sizes(to, totals, served.max_model_len)

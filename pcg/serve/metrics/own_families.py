@@ -7,30 +7,14 @@ Series of single adapters are of those that are used most, and `other` is the re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
 
 from pcg.runtime.metrics.adapter_totals import AdapterSums, AdapterTotals
 from pcg.runtime.metrics.status import EngineNumbers, JobStatus
 from pcg.runtime.metrics.timelines import Outcome
 from pcg.runtime.metrics.totals import Totals
-from pcg.serve.metrics.exposition import Exposition, Labels
-
-
-@dataclass(frozen=True)
-class Owned:
-    """An adapter or a job by its owner, a tenant or "" for the operator, and its name there."""
-
-    tenant: str
-    name: str
-
-    def labels(self, of: str) -> Labels:
-        return {of: self.name, "tenant": self.tenant}
-
-
-OwnedName: TypeAlias = Callable[[str], Owned]
-"""Returns whose an adapter or a job is, of the engine's name for it."""
+from pcg.serve.adapters.owned import Owned, OwnedName
+from pcg.serve.metrics.exposition import Exposition
 
 _OTHERS = {"adapter": "other", "tenant": "*"}
 """The labels of all adapters without series of their own; no tenant is called so."""
@@ -43,7 +27,7 @@ def write_adapters(to: Exposition, found: AdapterTotals, owned: OwnedName) -> No
     for name in own:
         groups.setdefault(owned(name), []).append(name)
     each = [
-        *((one.labels("adapter"), AdapterSums.of([own[name] for name in names]))
+        *((_labels("adapter", one), AdapterSums.of([own[name] for name in names]))
           for one, names in groups.items()),
         (_OTHERS, found.others),
     ]  # fmt: skip
@@ -53,7 +37,7 @@ def write_adapters(to: Exposition, found: AdapterTotals, owned: OwnedName) -> No
         ("resident", "Versions of an adapter that have pages.", found.resident.copy()),
     ):
         shown = [
-            (one.labels("adapter"), sum(now.pop(name, 0) for name in names))
+            (_labels("adapter", one), sum(now.pop(name, 0) for name in names))
             for one, names in groups.items()
         ]
         to.gauges(f"pcg:adapter_{field}", words, [*shown, (_OTHERS, sum(now.values()))])
@@ -78,7 +62,7 @@ def write_adapters(to: Exposition, found: AdapterTotals, owned: OwnedName) -> No
 def write_jobs(to: Exposition, totals: Totals, jobs: Sequence[JobStatus], owned: OwnedName) -> None:
     """Write how far jobs are, and what they trained; of several with one name, the latest."""
     latest = {owned(job.name): job for job in jobs}
-    named = [(one.labels("finetune_job"), job) for one, job in latest.items()]
+    named = [(_labels("finetune_job", one), job) for one, job in latest.items()]
     steps = [(labels, job.step) for labels, job in named]
     losses = [(labels, job.loss) for labels, job in named if job.loss is not None]
     tokens = [(labels, totals.job_tokens.get(job.name, 0)) for labels, job in named]
@@ -110,3 +94,7 @@ def write_memory(to: Exposition, numbers: EngineNumbers, kinds: Mapping[str, int
     sizes = [({"kind": kind}, size) for kind, size in kinds.items()]
     to.gauges("pcg:memory_bytes", "Bytes of the device by what has them.", sizes)
     to.gauge("pcg:waiting_prompt_tokens", "Tokens of prompts that wait.", numbers.waiting_tokens)
+
+
+def _labels(of: str, owned: Owned) -> dict[str, str]:
+    return {of: owned.name, "tenant": owned.tenant}

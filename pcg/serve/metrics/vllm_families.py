@@ -13,18 +13,15 @@ kubernetes-sigs/gateway-api-inference-extension.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from collections.abc import Iterable
 
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.metrics.adapter_totals import AdapterTotals
 from pcg.runtime.metrics.status import EngineNumbers
 from pcg.runtime.metrics.timelines import Outcome
 from pcg.runtime.metrics.totals import Totals
+from pcg.serve.adapters.owned import OwnedName
 from pcg.serve.metrics.exposition import Exposition
-
-WireName: TypeAlias = Callable[[str], str]
-"""Returns the name by which requests ask for an adapter, of the engine's name for it."""
 
 
 def write_state(to: Exposition, numbers: EngineNumbers) -> None:
@@ -48,13 +45,13 @@ def write_state(to: Exposition, numbers: EngineNumbers) -> None:
 
 
 def write_adapters(
-    to: Exposition, found: AdapterTotals, most_adapters: int, wire_name: WireName
+    to: Exposition, found: AdapterTotals, most_adapters: int, owned: OwnedName
 ) -> None:
     """Write which adapters have pages and which have requests that wait, in one series."""
     labels = {
         "max_lora": str(most_adapters),
-        "running_lora_adapters": _listed(found.resident.copy(), wire_name),
-        "waiting_lora_adapters": _listed(found.waiting.copy(), wire_name),
+        "running_lora_adapters": _listed(found.resident.copy(), owned),
+        "waiting_lora_adapters": _listed(found.waiting.copy(), owned),
     }
     to.gauges(
         "vllm:lora_requests_info",
@@ -109,7 +106,7 @@ def write_times(to: Exposition, totals: Totals) -> None:
         to.histogram(f"vllm:{name}_seconds", f"{words} Seconds.", found)
 
 
-def write_sizes(to: Exposition, totals: Totals, max_model_len: int) -> None:
+def write_sizes(to: Exposition, totals: Totals, max_model_len: int | None) -> None:
     """Write the histograms of tokens and of other numbers of requests."""
     for name, words, found in (
         ("request_prompt_tokens", "Tokens of a request's prompt.", totals.prompt_lengths),
@@ -123,7 +120,7 @@ def write_sizes(to: Exposition, totals: Totals, max_model_len: int) -> None:
     to.histogram("vllm:request_num_preemptions", "Preemptions of a request.", totals.preempted)
 
 
-def _listed(names: Iterable[str], wire_name: WireName) -> str:
+def _listed(names: Iterable[str], owned: OwnedName) -> str:
     """Return the names as the pickers split them: by commas, which no name may have."""
-    found = {wire_name(name) for name in names}
+    found = {owned(name).name for name in names}
     return ",".join(sorted(name for name in found if "," not in name))

@@ -40,6 +40,7 @@ function named(name, ...asides) {
 }
 
 const seconds = (s) => s === null ? "–" : s < 0.9995 ? `${(s * 1000).toPrecision(3)} ms` : `${s.toPrecision(3)} s`;
+const counted = (number, noun) => `${whole.format(number)} ${noun}${number === 1 ? "" : "s"}`;
 const share = (part, all) => all ? `${(100 * part / all).toFixed(1)}%` : "–";
 
 // The percentile of samples counted by bounds, as Prometheus' histogram_quantile estimates it.
@@ -64,8 +65,8 @@ function showNumbers(now, before) {
   const entries = [
     [whole.format(now.requests.running), "requests run", `${whole.format(now.requests.waiting)} wait`],
     [whole.format(rate("generated")), "tokens a second", `${whole.format(rate("prompts"))} read of prompts`],
-    [whole.format(rate("trained")), "trained tokens a second", `${now.jobs.filter((job) => job.is_active).length} jobs`],
-    [share(used, now.pages), "of the pages in use", `${whole.format(now.pages)} pages`],
+    [whole.format(rate("trained")), "trained tokens a second", counted(now.jobs.filter((job) => job.is_active).length, "job")],
+    [share(used, now.pages), "of the pages in use", counted(now.pages, "page")],
   ];
   $("numbers").replaceChildren(...entries.map(([number, name, aside]) => make("li", {},
     make("strong", {}, number), make("span", {}, name), make("span", { class: "aside" }, aside))));
@@ -110,18 +111,18 @@ function showLatencies(now) {
     for (const cell of made.querySelectorAll("td")) cell.className = "n";
     return made;
   }));
-  text("span", `Of the last minute, in which ${whole.format(count)} requests ended. What was promised is
+  text("span", `Of the last minute, in which ${counted(count, "request")} ended. What was promised is
     of the server's options, and a request may ask for more or less; kept is the share since the start.`);
 }
 
 function showTables(now) {
   fill("adapters", now.adapters.map((one) => row(
-    named(`${one.name}`, one.tenant && `of ${one.tenant}`, one.version),
+    named(`${one.name}`, one.tenant && `of ${one.tenant}`, `version ${one.version}`),
     one.method, size(one.size_bytes, 2 ** 20), one.running, one.waiting,
     one.is_trained ? "is trained" : one.is_resident ? "on the device" : "in host memory",
   )), "No adapters yet: load one, or train one.");
   fill("requests", now.running.map((one) => row(
-    named(one.id, one.tenant), one.adapter || "base", one.prompt_tokens, one.output_tokens,
+    named(`${one.id.slice(0, 13)}…`, one.tenant && `of ${one.tenant}`), one.adapter || "base", one.prompt_tokens, one.output_tokens,
     one.age_s.toFixed(1),
   )), "None runs now.");
   fill("jobs", now.jobs.map((job) => {

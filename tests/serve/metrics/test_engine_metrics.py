@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.metrics.metrics import serving_report
+from pcg.serve.adapters.owned import Owned
 from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
-from pcg.serve.metrics.own_families import Owned
 from tests.support.prompts import prompts
 from tests.support.small_engine import DATA, LORA, OPTIONS, make_engine, make_executor
 
