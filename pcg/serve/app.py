@@ -12,7 +12,8 @@ from pcg.errors import ServeError
 from pcg.serve import health, status
 from pcg.serve.errors import ERRORS, add_handlers
 from pcg.serve.metrics import routes as metrics
-from pcg.serve.openai import completions, models
+from pcg.serve.openai import completions, embeddings, models, tokens
+from pcg.serve.openai.chat import completions as chat_completions
 from pcg.serve.page import routes as page
 from pcg.serve.request_id import RequestId
 from pcg.serve.security.body_limit import BodyLimit
@@ -21,12 +22,15 @@ from pcg.serve.service import Service
 from pcg.version import __version__
 
 ROUTERS: tuple[APIRouter, ...] = (
+    chat_completions.router,
     completions.router,
+    embeddings.router,
     health.router,
     metrics.router,
     models.router,
     page.router,
     status.router,
+    tokens.router,
 )
 
 PUBLIC = ("/", "/health")
@@ -48,10 +52,11 @@ def create_app(service: Service) -> FastAPI:
         redoc_url=None,
     )
     app.state.service = service
+    app.state.public = PUBLIC
     for router in ROUTERS:
         check_scopes(router)
         app.include_router(router, responses=ERRORS)
-    add_handlers(app)
+    add_handlers(app, [route for router in ROUTERS for route in router.routes])
     # The last one added is the first to see a request.
     options = service.options
     app.add_middleware(
