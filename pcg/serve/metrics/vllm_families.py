@@ -6,7 +6,7 @@ have pages, as the pickers' protocol says and vLLM does not; it is one series, w
 every combination of names that there ever was; and adapters that wait are listed once, whether
 they have pages or not.
 
-Source: vllm/v1/metrics/loggers.py and docs/proposals/003-model-server-protocol of
+Source: vllm/v1/metrics/loggers.py, and proposal 003, the model server protocol, of
 kubernetes-sigs/gateway-api-inference-extension.
 """
 
