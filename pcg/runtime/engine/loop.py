@@ -283,12 +283,12 @@ class EngineLoop:
     def _accept(self, plan: StepPlan, results: StepResults) -> None:
         now = self.clock.now_s()
         self.scheduler.policy.served(plan.chunks)
-        taken = Taken(now, self._groups, self.scheduler, self.totals.latest_step_s)
+        taken = Taken(now, self._groups, self.scheduler, self.totals)
         for sequence, count in plan.chunks:
             sequence.cached += count
             taken.give(sequence, results)
         self._chunks += taken.chunks
-        taken.log(self.log, self.totals)
+        taken.log(self.log)
         for sequence, reason in taken.ended:
             self.scheduler.drop(sequence)
             del self._sequences[sequence.id]

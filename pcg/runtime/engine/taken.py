@@ -26,13 +26,16 @@ class Taken:
     now_s: float
     groups: Groups
     scheduler: Scheduler
-    before_s: float
+    totals: Totals
     chunks: list[Chunk] = field(default_factory=list)
     ended: list[tuple[Sequence, str]] = field(default_factory=list)
     failed: dict[Sequence, Exception] = field(default_factory=dict)
     _events: list[Event] = field(default_factory=list)
     _others: list[str] = field(default_factory=list)
     _longer_s: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.before_s = self.totals.latest_step_s
 
     def give(self, sequence: Sequence, results: StepResults) -> None:
         """Give a sequence what is its own, and begin others where its prompt ends."""
@@ -74,8 +77,9 @@ class Taken:
                 self._longer_s.append(self.now_s - (sequence.latest_token_s or 0.0))
         sequence.latest_token_s = self.now_s
 
-    def log(self, log: EventLog, totals: Totals) -> None:
+    def log(self, log: EventLog) -> None:
         """Log the tokens, and what began; count the gaps between tokens."""
-        totals.count_gaps(self.now_s, len(self._others) - len(self._longer_s), self._longer_s)
+        since_before = len(self._others) - len(self._longer_s)
+        self.totals.count_gaps(self.now_s, since_before, self._longer_s)
         log.add_tokens(self.now_s, self._others)
         log.add(*self._events)

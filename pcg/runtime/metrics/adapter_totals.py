@@ -52,7 +52,7 @@ class AdapterSums:
 
 
 class AdapterTotals:
-    """What was done with adapters, by name; read it from any thread.
+    """The requests and pages of adapters, by name; read them from any thread.
 
     Attributes:
         others: the sums of all adapters without their own.
