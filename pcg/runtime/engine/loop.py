@@ -292,8 +292,7 @@ class EngineLoop:
         for sequence, reason in taken.ended:
             self.scheduler.drop(sequence)
             del self._sequences[sequence.id]
-            count = len(sequence.generated)
-            self._note(Kind.FINISHED, sequence.id, reason=reason, tokens=count)
+            self._note(Kind.FINISHED, sequence.id, reason=reason, tokens=len(sequence.generated))
         for sequence, cause in taken.failed.items():
             self._fail(sequence, cause)
 
