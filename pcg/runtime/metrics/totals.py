@@ -74,6 +74,7 @@ class Totals:
     Attributes:
         requests: requests that are over, by how they ended.
         finish_reasons: those that finished, by `stop` and `length`.
+        turned_away: requests that were refused before they had an event, as too many came at once.
         preemptions: how often a request gave its pages up.
         prompt_tokens: tokens of prompts that were read; `cached_tokens` of them were in the cache.
         output_tokens: tokens that were generated.
@@ -95,6 +96,7 @@ class Totals:
     def __init__(self, log: EventLog) -> None:
         self.requests: Counter[Outcome] = Counter()
         self.finish_reasons: Counter[str] = Counter()
+        self.turned_away = 0
         self.preemptions = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0

@@ -85,7 +85,7 @@ def write_promises(to: Exposition, totals: Totals) -> None:
     words = "The share of them since the start; there is none before the first."
     shares = [({"class": k}, one.share) for k, one in found.items() if one.share is not None]
     to.gauges("pcg:slo_attainment_ratio", words, shares)
-    refused = totals.requests[Outcome.REFUSED]
+    refused = totals.requests[Outcome.REFUSED] + totals.turned_away
     to.counter("pcg:requests_refused", "Requests that were refused when they came.", refused)
 
 
