@@ -77,8 +77,9 @@ class Taken:
                 self._longer_s.append(self.now_s - (sequence.latest_token_s or 0.0))
         sequence.latest_token_s = self.now_s
 
-    def log(self, log: EventLog) -> None:
-        """Log the tokens, and what began; count the gaps between tokens."""
+    def log(self, log: EventLog, served: int, trained: int) -> None:
+        """Log the tokens, and what began; count the step's gaps, and its tokens by their kind."""
+        self.totals.ran(served, trained)
         since_before = len(self._others) - len(self._longer_s)
         self.totals.count_gaps(self.now_s, since_before, self._longer_s)
         log.add_tokens(self.now_s, self._others)
