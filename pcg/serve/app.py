@@ -12,6 +12,7 @@ from pcg.errors import ServeError
 from pcg.serve import health
 from pcg.serve.errors import ERRORS, add_handlers
 from pcg.serve.openai import completions, embeddings, models, tokens
+from pcg.serve.openai.chat import completions as chat_completions
 from pcg.serve.request_id import RequestId
 from pcg.serve.security.body_limit import BodyLimit
 from pcg.serve.security.caller import Authentication, RequiredScope
@@ -19,6 +20,7 @@ from pcg.serve.service import Service
 from pcg.version import __version__
 
 ROUTERS: tuple[APIRouter, ...] = (
+    chat_completions.router,
     completions.router,
     embeddings.router,
     health.router,

@@ -20,6 +20,7 @@ from pcg.runtime.requests.request import RequestFields
 from pcg.runtime.requests.stream import Stream
 from pcg.serve.adapters.catalog import Catalog, ServedModel
 from pcg.serve.errors import ApiError
+from pcg.serve.openai.chat.support import ChatSupport
 from pcg.serve.openai.token_texts import TokenTexts
 from pcg.serve.options import ServeOptions
 from pcg.serve.security.caller import Caller
@@ -62,6 +63,12 @@ class Service:
         self.max_model_len = min(bounds, default=None)
         self.catalog = Catalog(executor, options.served_model_name or (executor.program.name,))
         self.token_texts = TokenTexts(executor.tokenizer)
+        self.chat = ChatSupport(
+            executor.tokenizer,
+            chat_template=options.chat_template,
+            tool_call_parser=options.tool_call_parser,
+            trusts_templates=options.trust_request_chat_template,
+        )
         self._threads = ThreadPoolExecutor(_THREADS, "pcg serve")
 
     def close(self) -> None:

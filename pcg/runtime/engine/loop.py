@@ -153,6 +153,8 @@ class EngineLoop:
     def forget(self, adapter: ServedAdapter, *, is_gone: bool = True) -> None:
         """Drop what is cached of an adapter that changed; running requests go on with it alone."""
         self.scheduler.forget(adapter, is_gone=is_gone)
+        if is_gone and not self.scheduler.adapters.has(adapter):
+            self.device.evict(adapter)
 
     # ------------------------------------------------------------------------------- jobs
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.metrics.totals import Totals
 
@@ -62,7 +63,8 @@ class AdapterStatus:
     """An adapter that requests may name.
 
     Attributes:
-        version: a number that changes with its weights.
+        version: the version that new requests are answered by; its digest is computed when it is
+            read, if it was not, and `known_digest` never waits.
         method: its PEFT method, as LoRA.
         size_bytes: bytes of its tensors.
         running: admitted requests that use this version.
@@ -71,7 +73,7 @@ class AdapterStatus:
     """
 
     name: str
-    version: int
+    version: AdapterVersion
     method: str
     size_bytes: int
     running: int
