@@ -55,4 +55,3 @@ def test_answers_are_the_librarys(tmp_path: Path) -> None:
     assert found["unknown"] == "NotFoundError"
     assert found["wrong key"] == "AuthenticationError"
     assert found["bad"] == "BadRequestError"
-
