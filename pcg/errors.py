@@ -24,7 +24,9 @@ PcgError
 │   └── RankLostError          another rank of the group is gone
 ├── CodegenError               the graph cannot be emitted, or the emitted file not be loaded
 ├── ProgramError               a compiled folder is missing, damaged or of another version
-├── AdapterError               an adapter cannot be read, attached or found
+├── AdapterError               an adapter cannot be read or attached
+│   ├── AdapterNotFoundError   there is none of that name
+│   └── AdapterConflictError   another one of the name, another version or a job is in the way
 ├── DataError                  finetuning data
 ├── GenerationError            a request that cannot be served
 │   ├── OutOfMemoryError       the memory pool is too small for it
@@ -139,7 +141,15 @@ class ProgramError(PcgError):
 
 
 class AdapterError(PcgError):
-    """An adapter cannot be read, attached or found."""
+    """An adapter cannot be read or attached."""
+
+
+class AdapterNotFoundError(AdapterError):
+    """There is no adapter of that name."""
+
+
+class AdapterConflictError(AdapterError):
+    """There is another adapter of the name, another version of it, or a job that trains it."""
 
 
 class DataError(PcgError):

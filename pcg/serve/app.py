@@ -9,9 +9,13 @@ from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 
 from pcg.errors import ServeError
-from pcg.serve import health
+from pcg.serve import health, status
 from pcg.serve.errors import ERRORS, add_handlers
-from pcg.serve.openai import completions, models
+from pcg.serve.metrics import routes as metrics
+from pcg.serve.openai import completions, embeddings, models, tokens
+from pcg.serve.openai.chat import completions as chat_completions
+from pcg.serve.openai.responses import routes as responses
+from pcg.serve.page import routes as page
 from pcg.serve.request_id import RequestId
 from pcg.serve.security.caller import Authentication, RequiredScope
 from pcg.serve.security.request_limits import RequestLimits
@@ -19,13 +23,20 @@ from pcg.serve.service import Service
 from pcg.version import __version__
 
 ROUTERS: tuple[APIRouter, ...] = (
+    chat_completions.router,
     completions.router,
+    embeddings.router,
     health.router,
+    metrics.router,
     models.router,
+    page.router,
+    responses.router,
+    status.router,
+    tokens.router,
 )
 
-PUBLIC = ("/health",)
-"""The paths that need no key."""
+PUBLIC = ("/", "/health")
+"""The paths that need no key; `/` is a page that shows nothing without one."""
 
 
 def create_app(service: Service) -> FastAPI:
@@ -43,13 +54,15 @@ def create_app(service: Service) -> FastAPI:
         redoc_url=None,
     )
     app.state.service = service
+    app.state.public = PUBLIC
     for router in ROUTERS:
         check_scopes(router)
         app.include_router(router, responses=ERRORS)
-    add_handlers(app)
+    add_handlers(app, [route for router in ROUTERS for route in router.routes])
     # The last one added is the first to see a request.
     app.add_middleware(RequestLimits, options=service.options)
-    app.add_middleware(Authentication, keys=service.keys, public=PUBLIC)
+    public = (*PUBLIC, metrics.PATH) if service.options.metrics_without_key else PUBLIC
+    app.add_middleware(Authentication, keys=service.keys, public=public)
     app.add_middleware(RequestId)
     return app
 

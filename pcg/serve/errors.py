@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -18,6 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 
 from pcg.errors import (
     AdapterError,
@@ -174,8 +175,21 @@ def _of_http(error: HTTPException) -> ApiError:
     return ApiError(error.status_code, message, headers=error.headers)
 
 
-def add_handlers(app: FastAPI) -> None:
-    """Have an application answer every error in OpenAI's shape."""
+def _methods(routes: Sequence[BaseRoute], path: str) -> list[str]:
+    """Return the methods that a path has."""
+    of_path = (
+        route for route in routes if isinstance(route, Route) and route.path_regex.match(path)
+    )
+    return sorted({method for route in of_path for method in route.methods or ()})
+
+
+def add_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Have an application answer every error in OpenAI's shape.
+
+    Args:
+        routes: all that it has; a reply to a method that none of them has names those that some
+            have.
+    """
 
     async def refused(_: Request, error: Exception) -> Response:
         return as_api_error(error).response()
@@ -184,9 +198,12 @@ def add_handlers(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return of_validation(error).response()
 
-    async def missing(_: Request, error: Exception) -> Response:
+    async def missing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return _of_http(error).response()
+        found = _of_http(error)
+        if found.status_code == 405:
+            found.headers = {"allow": ", ".join(_methods(routes, request.url.path))}
+        return found.response()
 
     app.add_exception_handler(ApiError, refused)
     app.add_exception_handler(PcgError, refused)

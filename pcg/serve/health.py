@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from pcg.runtime.metrics.status import EngineState
 from pcg.serve.errors import ApiError
+from pcg.serve.schema import schema_of
 from pcg.serve.security.caller import requires
 from pcg.serve.security.keys import Scope
 from pcg.serve.service import ServiceDependency
@@ -53,4 +54,4 @@ async def version() -> Version:
 @router.get("/openapi.json", dependencies=[Depends(requires(Scope.INFER))])
 async def openapi(request: Request) -> JSONResponse:
     """Return the schema of this API."""
-    return JSONResponse(request.app.openapi())
+    return JSONResponse(schema_of(request.app, request.app.state.public))

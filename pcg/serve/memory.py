@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from pcg.explain.base_memory import base_bytes
 from pcg.ir.analysis.saved_memory import transient
@@ -25,6 +25,11 @@ class ServingMemory:
     adapters: int
     kv_cache: int
     workspace: int
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """The bytes by what has them."""
+        return asdict(self)
 
     @property
     def total(self) -> int:

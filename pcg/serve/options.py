@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pcg.errors import ServeError
 
@@ -42,6 +42,13 @@ class ServeOptions:
         tenant_queue: the most requests of one tenant that wait; further ones are refused.
         max_queue: the most requests of all tenants that wait.
         key_requests: the most requests that a key may have in the server at once.
+        metrics_without_key: let everyone who reaches the server read /metrics, which has names of
+            all tenants and adapters.
+        chat_template: a file with a chat template in place of the model's.
+        tool_call_parser: the format of the model's tool calls; by default the one that its chat
+            template shows.
+        trust_request_chat_template: take chat templates from requests. A template is a program, in
+            a sandbox that bounds neither its time nor its memory.
         max_body_mib: the most bytes of a request, MiB.
         stream_timeout_s: time after which a stream that its client does not read is ended, s.
         shutdown_timeout_s: time that running requests have to end after SIGTERM, s.
@@ -72,6 +79,10 @@ class ServeOptions:
     tenant_queue: int = 1024
     max_queue: int = 4096
     key_requests: int = 2048
+    metrics_without_key: bool = False
+    chat_template: Path | None = None
+    tool_call_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
+    trust_request_chat_template: bool = False
     max_body_mib: float = 16.0
     stream_timeout_s: float = 60.0
     shutdown_timeout_s: float = 30.0

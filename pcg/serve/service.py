@@ -21,6 +21,10 @@ from pcg.runtime.requests.request import RequestFields
 from pcg.runtime.requests.stream import Stream
 from pcg.serve.adapters.catalog import Catalog, ServedModel
 from pcg.serve.errors import ApiError
+from pcg.serve.memory import serving_memory
+from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
+from pcg.serve.openai.chat.support import ChatSupport
+from pcg.serve.openai.responses.store import ResponseStore
 from pcg.serve.openai.token_texts import TokenTexts
 from pcg.serve.options import ServeOptions
 from pcg.serve.security.caller import Caller
@@ -49,6 +53,8 @@ class Service:
     Attributes:
         created_s: when it was made, Unix seconds.
         max_model_len: the most tokens of a prompt and its output; None if the model has no bound.
+        memory: the memory that it takes at most.
+        metrics: the page of metrics.
     """
 
     def __init__(
@@ -64,6 +70,22 @@ class Service:
         self.catalog = Catalog(executor, options.served_model_name or (executor.program.name,))
         self.token_texts = TokenTexts(executor.tokenizer)
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self.memory = serving_memory(executor, engine, options.kv_cache_bytes)
+        served = Served(
+            self.catalog.names[0],
+            self.max_model_len,
+            options.max_num_seqs,
+            self.memory.bytes,
+            self.catalog.owned,
+        )
+        self.metrics = EngineMetrics(engine, served)
+        self.chat = ChatSupport(
+            executor.tokenizer,
+            chat_template=options.chat_template,
+            tool_call_parser=options.tool_call_parser,
+            trusts_templates=options.trust_request_chat_template,
+        )
+        self.responses = ResponseStore()
         self._threads = ThreadPoolExecutor(_THREADS, "pcg serve")
 
     def close(self) -> None:
@@ -72,23 +94,21 @@ class Service:
 
     async def beside(
         self,
+        caller: Caller,
         act: Callable[Arguments, Result],
         *args: Arguments.args,
         **keywords: Arguments.kwargs,
     ) -> Result:
-        """Run a function on a thread beside the event loop."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, partial(act, *args, **keywords))
-
-    def turn(self, caller: Caller) -> asyncio.Semaphore:
-        """Return a lock of the caller's tenant, under which to tokenize or render what it sends.
+        """Run a function on a thread beside the event loop, as tokenizing and templates.
 
         A tenant has half of the threads at most, so that others' requests need not wait for it.
         """
         turn = self._turns.get(caller.tenant)
         if turn is None:
             turn = self._turns[caller.tenant] = asyncio.Semaphore(_THREADS // 2)
-        return turn
+        async with turn:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, partial(act, *args, **keywords))
 
     # ------------------------------------------------------------------------------- requests
 
@@ -112,9 +132,8 @@ class Service:
             ApiError: a prompt is too long.
             EngineError: the engine takes no requests.
         """
-        async with self.turn(caller):
-            make = partial(self._requests, caller, model, prompts, fields, request_id)
-            requests = await self.beside(make)
+        make = partial(self._requests, caller, model, prompts, fields, request_id)
+        requests = await self.beside(caller, make)
         return [Submitted(request, self.engine.submit_request(request)) for request in requests]
 
     def _requests(

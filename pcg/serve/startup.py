@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-from pcg.serve.memory import serving_memory
 from pcg.serve.service import Service
 from pcg.units import counted, size_text
 
@@ -16,11 +15,11 @@ def announcement(service: Service, url: str, made_key: str | None) -> str:
         url: its address.
         made_key: the key that was made for it; None if the operator gave keys.
     """
-    executor, options = service.executor, service.options
+    executor = service.executor
     adapters = sorted(executor.adapters)
     most = service.max_model_len
     length = "" if most is None else f", at most {most:,} tokens a request"
-    memory = serving_memory(executor, service.engine, options.kv_cache_bytes)
+    memory = service.memory
     lines = [
         f"serving {service.catalog.base.name} on {executor.device}{length}",
         f"adapters: {', '.join(adapters) if adapters else 'none'}",

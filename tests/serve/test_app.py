@@ -46,7 +46,7 @@ def test_every_route_but_health_needs_a_key(service: Service) -> None:
             for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}):
                 status = ask(service, method, path, headers=headers).status_code
                 assert status == (200 if path in PUBLIC else 401), (method, path)
-    assert PUBLIC == ("/health",)
+    assert PUBLIC == ("/", "/health")
 
 
 def test_a_route_without_a_scope_is_refused() -> None:
@@ -113,3 +113,18 @@ def test_models(service: Service) -> None:
     assert ask(service, "GET", "/v1/models/other").status_code == 404
     schema = ask(service, "GET", "/openapi.json").json()
     assert "/v1/completions" in schema["paths"]
+
+
+def test_a_method_that_a_path_lacks_is_refused_with_those_that_it_has(service: Service) -> None:
+    for path, methods in (("/ping", "GET, POST"), ("/v1/completions", "POST")):
+        refused = ask(service, "PUT", path)
+        assert (refused.status_code, refused.headers["allow"]) == (405, methods)
+
+
+def test_the_schema_names_the_keys_that_routes_need(service: Service) -> None:
+    schema = ask(service, "GET", "/openapi.json").json()
+    assert schema["security"] == [{"bearer": []}, {"header": []}]
+    assert set(schema["components"]["securitySchemes"]) == {"bearer", "header"}
+    for path, operations in schema["paths"].items():
+        for operation in operations.values():
+            assert operation.get("security") == ([] if path in PUBLIC else None), path

@@ -120,7 +120,6 @@ def test_who_leaves_is_not_served_for_a_step_more(served: serving.Served, stream
 def test_who_does_not_read_is_ended(served: serving.Served) -> None:
     """After `stream_timeout_s`, with no more in memory than it was sent until then."""
     service = served.service
-    counts, stop = counted(service)
     with connect(served, receive_bytes=4096) as connection:
         body = {**LONG, "n": 64, "stream": True, "logprobs": 20, "return_token_ids": True}
         connection.sendall(asking(body))
@@ -128,7 +127,6 @@ def test_who_does_not_read_is_ended(served: serving.Served) -> None:
         until(lambda: is_free(service))
         until(lambda: not served.server.server_state.tasks)
         until(lambda: not served.server.server_state.connections)
-    stop()
     assert is_free(service)
     with served.client() as client:
         assert client.post("/v1/completions", json={**LONG, "max_tokens": 1}).is_success

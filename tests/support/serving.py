@@ -47,9 +47,11 @@ def model_directory() -> Path:
     return save_text_model(Path(tempfile.mkdtemp()) / MODEL)
 
 
-def make_executor(backend: str = "torch", adapters: int = 1) -> Executor:
-    """An executor of it, with adapters `lora-0`, `lora-1`, … that do something."""
-    executor = compiler.compile(model_directory(), backend=backend)
+def make_executor(
+    backend: str = "torch", adapters: int = 1, directory: Path | None = None
+) -> Executor:
+    """An executor of it or another one, with adapters `lora-0`, `lora-1`, … that do something."""
+    executor = compiler.compile(directory or model_directory(), backend=backend)
     for index in range(adapters):
         adapter = executor.add_adapter(f"lora-{index}", LORA, seed=index)
         for weights in adapter.weights.values():

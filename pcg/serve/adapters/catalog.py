@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pcg.runtime.executor import Executor
+from pcg.serve.adapters.owned import Owned
 from pcg.serve.errors import not_found
 from pcg.serve.security.caller import Caller
 
@@ -51,6 +52,10 @@ class Catalog:
         if name in self._executor.adapters:
             return ServedModel(name, name, name)
         raise not_found(name)
+
+    def owned(self, adapter: str) -> Owned:
+        """Return whose an adapter or a job is, of the engine's name for it."""
+        return Owned("", adapter)
 
     def visible(self, caller: Caller) -> list[ServedModel]:
         """Return the models that a caller may use, the base first."""

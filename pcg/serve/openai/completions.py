@@ -107,13 +107,13 @@ class CompletionReply(BaseModel):
     usage: Usage
 
 
-_STREAMED = {
+STREAMED = {
     "description": "With `stream`: server-sent events, each a part of a reply.",
     "content": {"text/event-stream": {"schema": {"type": "string"}}},
 }
 
 
-@router.post("/completions", response_model=CompletionReply, responses={200: _STREAMED})
+@router.post("/completions", response_model=CompletionReply, responses={200: STREAMED})
 async def create_completion(
     body: CompletionBody,
     request: Request,

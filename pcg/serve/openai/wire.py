@@ -4,16 +4,35 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, PlainValidator, WithJsonSchema, model_validator
 
 MOST_PROMPTS = 4096
 """The most prompts of a request; each is one of the engine's."""
 
 
 class WireModel(BaseModel):
-    """A body, or a part of one: unknown fields are refused, and types are not converted."""
+    """A body, or a part of one: unknown fields are refused, and types are not converted.
+
+    As in JSON schema, 2.0 is an integer.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_numbers(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: _whole(value) for name, value in data.items()}
+
+
+def _whole(value: Any) -> Any:
+    """Return a number without a fraction as an int, and a list with such numbers as ints."""
+    if type(value) is float:
+        return int(value) if value.is_integer() else value
+    if type(value) is list and any(type(one) in (float, list) for one in value):
+        return [_whole(one) for one in value]
+    return value
 
 
 class StreamOptions(WireModel):
@@ -44,12 +63,13 @@ def _are_ids(value: Any) -> bool:
 
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT = {"type": "string", "minLength": 1}
 _PROMPT_SCHEMA = {
     "anyOf": [
-        {"type": "string"},
+        _TEXT,
         {
             "type": "array",
-            "items": {"type": "string"},
+            "items": _TEXT,
             "minItems": 1,
             "maxItems": MOST_PROMPTS,
         },
