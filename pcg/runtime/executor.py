@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack, cast, get_args, overload
 
@@ -285,18 +286,32 @@ class Executor:
 
     # ------------------------------------------------------------------------------- adapters
 
-    def add_adapter(self, name: str, path_or_config: object = "lora", *, seed: int = 0) -> Adapter:
+    def add_adapter(
+        self,
+        name: str,
+        path_or_config: object = "lora",
+        *,
+        seed: int = 0,
+        replace: bool = False,
+        expected_version: int | None = None,
+    ) -> Adapter:
         """Load an adapter from a directory in peft's format, or make a fresh one from a recipe.
 
         Args:
             path_or_config: a directory, "lora", a peft LoraConfig, or a dict of its fields.
+            replace: it may take the place of an adapter of that name, as its next version; requests
+                that are here go on with theirs. If it cannot be loaded, the old one stays.
+            expected_version: replace that version alone, by its number; 0 if there must be none.
         Raises:
-            AdapterError: the name is taken, the files are damaged, or it fits another base.
+            AdapterConflictError: the name is taken, or there is another version than expected, or a
+                job trains an adapter of that name.
+            AdapterError: the files are damaged, or it fits another base.
             UnsupportedError: the adapter has a feature that pcg does not support.
         """
 
         def add() -> Adapter:
-            self.state.check_free(name)
+            check = partial(self.state.check_free, name, replace=replace)
+            check(expected_version=expected_version)
             return self.state.put_adapter(self.state.make_adapter(name, path_or_config, seed=seed))
 
         return self._between_steps(add)

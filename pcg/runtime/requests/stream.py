@@ -121,6 +121,24 @@ class Stream:
                     self.cancel()
                 raise
 
+    async def next_chunks(self) -> list[Chunk]:
+        """Wait for chunks, and return all that have come; none after the last one.
+
+        It leaves the request alone where the task is cancelled. Raises what ended the request.
+        """
+        while True:
+            with self._lock:
+                if self._chunks:
+                    found = list(self._chunks)
+                    self._chunks.clear()
+                    return found
+                if self._error is not None:
+                    raise self._error
+                if self.is_over:
+                    return []
+                waiter = _register(self._readers)
+            await waiter
+
     def _take(self, end: type[Exception]) -> Chunk:
         if self._chunks:
             return self._chunks.popleft()

@@ -1,0 +1,45 @@
+"""The text that a server prints when it is ready: what it serves, memory, and a first request."""
+
+from __future__ import annotations
+
+import json
+
+from pcg.serve.service import Service
+from pcg.units import counted, size_text
+
+
+def announcement(service: Service, url: str, made_key: str | None) -> str:
+    """Return what a server prints when it takes requests.
+
+    Args:
+        url: its address.
+        made_key: the key that was made for it; None if the operator gave keys.
+    """
+    executor, options = service.executor, service.options
+    adapters = sorted(executor.adapters)
+    most = service.max_model_len
+    length = "" if most is None else f", at most {most:,} tokens a request"
+    lines = [
+        f"serving {service.catalog.base.name} on {executor.device}{length}",
+        f"adapters: {', '.join(adapters) if adapters else 'none'}",
+        f"memory: {size_text(executor.state.weight_store.size_bytes)} weights, "
+        f"{size_text(int(options.kv_cache_gib * 2**30))} for KV cache and adapters",
+        f"listening at {url}",
+    ]
+    if made_key is not None:
+        lines.append(f"API key, made for this run: {made_key}")
+    else:
+        lines.append(f"API keys: {counted(len(service.keys), 'key')}")
+    return "\n".join([*lines, "", _curl(service, url, made_key)])
+
+
+def _curl(service: Service, url: str, key: str | None) -> str:
+    """Return a command that asks the server for something."""
+    body = {"model": service.catalog.base.name, "prompt": "Hello", "max_tokens": 16}
+    shown = key or "$PCG_API_KEY"
+    unsafe = "-k " if url.startswith("https") else ""
+    return (
+        f"curl {unsafe}{url}/v1/completions -H 'Content-Type: application/json' \\\n"
+        f'  -H "Authorization: Bearer {shown}" \\\n'
+        f"  -d '{json.dumps(body)}'"
+    )
