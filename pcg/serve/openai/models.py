@@ -33,7 +33,11 @@ class Permission(BaseModel):
 
 
 class Model(BaseModel):
-    """A model; `parent` is the base of an adapter."""
+    """A model.
+
+    `parent` is the base of an adapter, `version` counts the times that its name was loaded or
+    published, and `digest` is of its weights and configuration.
+    """
 
     id: str
     object: Literal["model"] = "model"
@@ -43,6 +47,8 @@ class Model(BaseModel):
     parent: str | None
     max_model_len: int | None
     permission: list[Permission]
+    version: int | None
+    digest: str | None
 
 
 class ModelList(BaseModel):
@@ -73,8 +79,8 @@ async def get_model(
 
 def card(service: Service, caller: Caller, model: ServedModel) -> Model:
     """Return a model as clients see it."""
-    is_base = model.adapter is None
-    created = service.created_s
+    is_base, version = model.adapter is None, model.version
+    created = model.created_s
     permission = Permission(
         id=f"modelperm-{model.name}",
         created=created,
@@ -84,7 +90,9 @@ def card(service: Service, caller: Caller, model: ServedModel) -> Model:
         id=model.name,
         created=created,
         root=model.root,
-        parent=None if is_base else service.catalog.base.name,
+        parent=model.parent,
         max_model_len=service.max_model_len if is_base else None,
         permission=[permission],
+        version=None if version is None else version.number,
+        digest=None if version is None else version.known_digest,
     )
