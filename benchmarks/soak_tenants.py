@@ -10,13 +10,14 @@ machine does falls on both alike. The hostile tenant does in turn what `ATTACKS`
 floods of 1,000 requests, prompts as long as the model takes, adapters with NaN, adapters that are
 removed in use, jobs that diverge or have bad data, cancelled streams, and listeners that raise.
 
-    default     `pcg.Limits()`: the hostile tenant's valid requests have their fair share, and every
-                one that runs makes the steps of the others longer
-    bounded     Limits(tokens=…) and FairShare(tenant_running=…), which bound a step and a tenant
-    promised    Limits(tpot_slo_s=…) of 1.5 times the median gap without the hostile tenant, which
-                is measured first, and FairShare(tenant_running=…)
+    default     `pcg.Limits()`: the hostile tenant has its share of a step's time beside others,
+                and its jobs have half of the time
+    strict      FairShare(stretch=1.2), and Limits(finetuning_share=…) of as much
+    promised    FairShare(stretch=1.2), and Limits(tpot_slo_s=…) of 1.2 times the median gap without
+                the hostile tenant, which is measured first
 
-Gaps are those between a request's tokens, by the events of the engine. The model is that of
+Gaps are those between a request's tokens, by the events of the engine: in seconds, and in processor
+time of the engine's thread, which does not count what else the machine runs. The model is that of
 `bench_generation.py`, on one thread in fp32.
 """
 
@@ -35,9 +36,9 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from bench_generation import random_llama
@@ -51,6 +52,8 @@ from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.events import Event, EventLog, Kind
 
+Gap: TypeAlias = tuple[float, float]
+"""Seconds, and those of the engine's thread on a processor."""
 TENANTS = ("a", "b", "c")
 EVERY_S = 1.0
 """Seconds between two requests of a tenant."""
@@ -58,7 +61,8 @@ NEW = 24
 VOCABULARY = 32000
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "v_proj"]}
 JOB: dict[str, Any] = {"peft": LORA, "batch_size": 1, "max_length": 32, "learning_rate": 1e30}
-SETTINGS = ("bounded", "promised", "default")
+SETTINGS = ("promised", "strict", "default")
+STRETCH = 1.2
 
 
 def engine_of(executor: Executor, setting: str) -> AsyncEngine:
@@ -66,10 +70,11 @@ def engine_of(executor: Executor, setting: str) -> AsyncEngine:
     options: dict[str, Any] = {"kv_cache_bytes": 2**29, "log": EventLog(10_000)}
     if setting == "default":
         return executor.engine(**options).start()
-    options["policy"] = FairShare(tenant_running=2)
-    if setting == "bounded":
-        return executor.engine(pcg.Limits(running=8, tokens=32), **options).start()
-    limits = pcg.Limits(tpot_slo_s=1.5 * median_gap_s(executor))
+    options["policy"] = FairShare(stretch=STRETCH)
+    if setting == "strict":
+        share = (STRETCH - 1) / STRETCH
+        return executor.engine(pcg.Limits(finetuning_share=share), **options).start()
+    limits = pcg.Limits(tpot_slo_s=STRETCH * median_gap_s(executor))
     engine = executor.engine(limits, **options)
     engine.calibrate()
     return engine.start()
@@ -80,7 +85,7 @@ def median_gap_s(executor: Executor) -> float:
     with engine_of(executor, "default") as running:
         segment(running, 4)
         _, gaps = segment(running, 8)
-    return statistics.median(gaps)
+    return statistics.median(seconds for seconds, _ in gaps)
 
 
 # ----------------------------------------------------------------------------- the hostile tenant
@@ -215,14 +220,14 @@ def write_bad_files(executor: Executor, directory: Path) -> None:
 # ----------------------------------------------------------------------------- the other tenants
 
 
-def segment(running: AsyncEngine, seconds: float) -> tuple[list[tuple[int, ...]], list[float]]:
-    """Run the schedule of the three tenants; returns their tokens, and gaps in seconds."""
+def segment(running: AsyncEngine, seconds: float) -> tuple[list[tuple[int, ...]], list[Gap]]:
+    """Run the schedule of the three tenants; returns their tokens, and the gaps between these."""
     drawn = random.Random(0)
-    times: dict[str, list[float]] = {}
+    times: dict[str, list[Gap]] = {}
 
     def listen(event: Event) -> None:
         if event.kind is Kind.TOKEN and event.subject in times:
-            times[event.subject].append(event.time_s)
+            times[event.subject].append((event.time_s, time.thread_time()))
 
     end = running.engine.log.listen(listen)
     streams = []
@@ -244,11 +249,11 @@ def segment(running: AsyncEngine, seconds: float) -> tuple[list[tuple[int, ...]]
         )  # fmt: skip
     tokens = [stream.wait(300).token_ids for stream in streams]
     end()
-    gaps = [b - a for one in times.values() for a, b in itertools.pairwise(one)]
-    return tokens, gaps
+    pairs = [pair for one in times.values() for pair in itertools.pairwise(one)]
+    return tokens, [(later[0] - one[0], later[1] - one[1]) for one, later in pairs]
 
 
-def of_gaps(gaps: list[float]) -> dict[str, float]:
+def of_gaps(gaps: Sequence[float]) -> dict[str, float]:
     """Return the mean and percentiles of gaps, milliseconds."""
     cuts = statistics.quantiles(gaps, n=100)
     found = {"mean": statistics.fmean(gaps), "p50": cuts[49], "p90": cuts[89], "p99": cuts[98]}
@@ -262,7 +267,8 @@ def soak(executor: Executor, setting: str, seconds: float, length_s: float) -> d
         hostile = Hostile(executor, running, Path(folder))
         expected, _ = segment(running, length_s)  # warms up, too
         threads = {thread.name for thread in threading.enumerate()}
-        same, gaps = True, {"without": [], "with": []}
+        same = True
+        gaps: dict[str, list[Gap]] = {"without": [], "with": []}
         memory = []
         rounds = max(1, round(seconds / 2 / length_s))
         for _ in range(rounds):
@@ -280,22 +286,30 @@ def soak(executor: Executor, setting: str, seconds: float, length_s: float) -> d
         found, _ = segment(running, length_s)
         same &= found == expected
         running.run(running.engine.check_integrity)
-    times = {name: of_gaps(some) for name, some in gaps.items()}
+    wall, processor = (
+        {name: of_gaps([gap[clock] for gap in some]) for name, some in gaps.items()}
+        for clock in (0, 1)
+    )
     return {
         "minutes": round(2 * rounds * length_s / 60, 2),
         "tokens_equal": same,
         "requests_compared": len(expected) * (2 * rounds + 1),
-        "gaps_ms": times,
-        "ratio": {
-            name: round(times["with"][name] / times["without"][name], 2)
-            for name in ("mean", "p50", "p90", "p99")
-        },
+        "gaps_ms": wall,
+        "ratio": ratios(wall),
+        "gaps_processor_ms": processor,
+        "ratio_processor": ratios(processor),
         "engine_thread_ended": bool(lost),
         "attacks": hostile.counts,
         "refused": hostile.refused,
         "other_errors": hostile.wrong[:5],
         "peak_rss_mib_by_round": [round(kib / 1024) for kib in memory],
     }
+
+
+def ratios(times: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Return by how much gaps are longer with the hostile tenant."""
+    names = ("mean", "p50", "p90", "p99")
+    return {name: round(times["with"][name] / times["without"][name], 2) for name in names}
 
 
 def of_hostile(running: AsyncEngine) -> list[str]:

@@ -44,6 +44,8 @@ class ServeOptions:
         tenant_seqs: the most sequences of one tenant at once; half of `max_num_seqs` by default.
         tenant_queue: the most requests of one tenant that wait; further ones are refused.
         max_queue: the most requests of all tenants that wait.
+        metrics_without_key: let everyone who reaches the server read /metrics, which has names of
+            all tenants and adapters.
         chat_template: a file with a chat template in place of the model's.
         tool_call_parser: the format of the model's tool calls; by default the one that its chat
             template shows.
@@ -80,6 +82,7 @@ class ServeOptions:
     tenant_seqs: int | None = None
     tenant_queue: int = 1024
     max_queue: int = 4096
+    metrics_without_key: bool = False
     chat_template: Path | None = None
     tool_call_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
     trust_request_chat_template: bool = False

@@ -20,7 +20,9 @@ from pcg.runtime.requests.request import RequestFields
 from pcg.runtime.requests.stream import Stream
 from pcg.serve.adapters.catalog import Catalog, ServedModel
 from pcg.serve.errors import ApiError
+from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
 from pcg.serve.openai.chat.support import ChatSupport
+from pcg.serve.openai.responses.store import ResponseStore
 from pcg.serve.openai.token_texts import TokenTexts
 from pcg.serve.options import ServeOptions
 from pcg.serve.security.caller import Caller
@@ -49,6 +51,8 @@ class Service:
     Attributes:
         created_s: when it was made, Unix seconds.
         max_model_len: the most tokens of a prompt and its output; None if the model has no bound.
+        memory_bytes: bytes of the device by what has them.
+        metrics: the page of metrics.
     """
 
     def __init__(
@@ -63,12 +67,25 @@ class Service:
         self.max_model_len = min(bounds, default=None)
         self.catalog = Catalog(executor, engine, options)
         self.token_texts = TokenTexts(executor.tokenizer)
+        self.memory_bytes = {
+            "weights": executor.state.weight_store.size_bytes,
+            "kv_cache": int(options.kv_cache_gib * 2**30),
+        }
+        served = Served(
+            self.catalog.names[0],
+            self.max_model_len,
+            options.max_num_seqs,
+            self.memory_bytes,
+            self.catalog.owned,
+        )
+        self.metrics = EngineMetrics(engine, served)
         self.chat = ChatSupport(
             executor.tokenizer,
             chat_template=options.chat_template,
             tool_call_parser=options.tool_call_parser,
             trusts_templates=options.trust_request_chat_template,
         )
+        self.responses = ResponseStore()
         self._threads = ThreadPoolExecutor(_THREADS, "pcg serve")
 
     def close(self) -> None:

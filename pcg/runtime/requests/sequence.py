@@ -168,8 +168,11 @@ class Sequence:
     def described(self) -> dict[str, object]:
         """Return the details of the event of its submission."""
         request = self.request
+        found = {"continues": self._name} if self.choice else {}
         return {
+            **found,
             "prompt_tokens": len(request.prompt_ids),
+            "choices": 1 + len(self.followers),
             "max_new_tokens": self.limit,
             "adapter": self._adapter_name,
             "adapter_version": None

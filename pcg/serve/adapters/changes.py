@@ -36,6 +36,12 @@ class Load:
     expected_version: int | None = None
 
 
+def owner_of(service: Service, caller: Caller, name: str) -> str:
+    """Return whose adapter of the name answers a caller; its own tenant where there is none."""
+    adapter = service.catalog.here(caller.tenant, name)
+    return caller.tenant if adapter is None else owned(adapter.name).tenant
+
+
 async def load(service: Service, asked: Load) -> AdapterVersion:
     """Load an adapter, and return the version that it is from now on.
 

@@ -6,44 +6,54 @@ own. The version that was loaded is in the headers `x-adapter-version` and `x-ad
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
 from pydantic import Field
 from starlette.responses import PlainTextResponse
 
 from pcg.runtime.adapters.versions import AdapterVersion
-from pcg.serve.adapters.changes import Load, invalid, load, unload
+from pcg.serve.adapters.changes import Load, invalid, load, owner_of, unload
 from pcg.serve.openai.wire import WireModel
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
-from pcg.serve.service import ServiceDependency
+from pcg.serve.service import Service, ServiceDependency
 
 router = APIRouter(prefix="/v1", tags=["adapters"])
 
 Admin = Annotated[Caller, Depends(requires(Scope.ADMIN))]
 LongText = Annotated[str, Field(max_length=4096)]
-_PLAIN = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+_PLAIN: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/plain": {"schema": {"type": "string"}}}}
+}
 
 
 class _Owned(WireModel):
-    """The owner of an adapter: by default the key's tenant; `shared` makes it everyone's."""
+    """The owner of an adapter; `shared` makes it everyone's.
+
+    By default it is whose adapter of that name the key's requests are answered by, if there is one,
+    else the key's tenant.
+    """
+
+    lora_name: LongText = ""
 
     owner: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = None
     shared: bool | None = None
 
-    def owner_for(self, caller: Caller) -> str:
+    def owner_for(self, service: Service, caller: Caller) -> str:
         """Return the tenant that owns the adapter; "" for the operator."""
         if self.shared and self.owner is not None:
             raise invalid("'shared' adapters have no 'owner'; leave one of them out.")
-        return "" if self.shared else self.owner or caller.tenant
+        if self.shared or self.owner is not None:
+            return self.owner or ""
+        is_own_only = self.shared is not None
+        return caller.tenant if is_own_only else owner_of(service, caller, self.lora_name)
 
 
 class LoadBody(_Owned):
     """An adapter to load. `is_3d_lora_weight` has to be false."""
 
-    lora_name: LongText
-    lora_path: LongText
+    lora_path: LongText = ""
     load_inplace: bool = False
     is_3d_lora_weight: bool = False
     expected_version: Annotated[int, Field(ge=0)] | None = None
@@ -52,7 +62,6 @@ class LoadBody(_Owned):
 class UnloadBody(_Owned):
     """An adapter to unload. `lora_int_id` has no effect."""
 
-    lora_name: LongText
     lora_int_id: int | None = None
 
 
@@ -68,7 +77,7 @@ async def load_lora_adapter(
     asked = Load(
         body.lora_name,
         body.lora_path,
-        body.owner_for(caller),
+        body.owner_for(service, caller),
         body.load_inplace,
         body.expected_version,
     )
@@ -84,7 +93,7 @@ async def unload_lora_adapter(
     """Unload an adapter; requests that it answers end on it."""
     if not body.lora_name:
         raise invalid("'lora_name' needs to be provided to unload a LoRA adapter.")
-    await unload(service, body.lora_name, body.owner_for(caller))
+    await unload(service, body.lora_name, body.owner_for(service, caller))
     text = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
     return PlainTextResponse(text)
 

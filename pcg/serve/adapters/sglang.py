@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from pcg.serve.adapters.changes import Load, load, unload
+from pcg.serve.adapters.changes import Load, load, owner_of, unload
 from pcg.serve.adapters.routes import Admin, LongText
 from pcg.serve.errors import ApiError
 from pcg.serve.openai.wire import WireModel
@@ -38,7 +40,9 @@ class LoadedAdapters(BaseModel):
     loaded_adapters: dict[str, str]
 
 
-_REPLIES = {400: {"model": LoadedAdapters, "description": "It cannot be."}}
+_REPLIES: dict[int | str, dict[str, Any]] = {
+    400: {"model": LoadedAdapters, "description": "It cannot be."}
+}
 
 
 @router.post("/load_lora_adapter", response_model=LoadedAdapters, responses=_REPLIES)
@@ -47,7 +51,8 @@ async def load_lora_adapter(
 ) -> Response:
     """Load an adapter from a folder under the roots."""
     try:
-        await load(service, Load(body.lora_name, body.lora_path, caller.tenant))
+        owner = owner_of(service, caller, body.lora_name)
+        await load(service, Load(body.lora_name, body.lora_path, owner))
     except ApiError as error:
         return _reply(service, caller, error)
     return _reply(service, caller)
@@ -59,7 +64,7 @@ async def unload_lora_adapter(
 ) -> Response:
     """Unload an adapter; requests that it answers end on it."""
     try:
-        await unload(service, body.lora_name, caller.tenant)
+        await unload(service, body.lora_name, owner_of(service, caller, body.lora_name))
     except ApiError as error:
         return _reply(service, caller, error)
     return _reply(service, caller)

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel
 
 from pcg.serve.adapters.catalog import ServedModel
+from pcg.serve.adapters.changes import delete
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
 from pcg.serve.service import Service, ServiceDependency
@@ -75,6 +76,25 @@ async def get_model(
 ) -> Model:
     """Return a model that the key may use."""
     return card(service, caller, await service.catalog.find(caller, model))
+
+
+class DeletedModel(BaseModel):
+    """A model that is not served any more."""
+
+    id: str
+    object: Literal["model"] = "model"
+    deleted: Literal[True] = True
+
+
+@router.delete("/models/{model:path}")
+async def delete_model(
+    model: str,
+    service: ServiceDependency,
+    caller: Annotated[Caller, Depends(requires(Scope.TRAIN))],
+) -> DeletedModel:
+    """Unload an adapter of the key's tenant; requests that it answers end on it."""
+    await delete(service, caller, model)
+    return DeletedModel(id=model)
 
 
 def card(service: Service, caller: Caller, model: ServedModel) -> Model:
