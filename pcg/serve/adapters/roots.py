@@ -47,7 +47,10 @@ class Roots:
         """Return the adapter at a path, absolute or under a root; None if it may not be read."""
         if not path:
             return None
-        return next(self._found(path, [*self._folders, *self._modules]), None)
+        found = next(self._found(path, self._folders), None)
+        if found is None and os.path.isabs(path) and Path(path) in self._modules:
+            return next(self._found(path, [Path(path)]), None)
+        return found
 
     def _found(self, path: str, within: Iterable[Path]) -> Iterator[Path]:
         for root in within:
