@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,9 +123,14 @@ class Catalog:
             raise not_found(name)
         self.loader.used(adapter.name)
         model = self._model(caller, adapter)
-        if model.version is not None and model.version.known_digest is None:
-            await asyncio.to_thread(getattr, model.version, "digest")
+        await _hashed([model])
         return model
+
+    async def listed(self, caller: Caller) -> list[ServedModel]:
+        """Return the models that a caller may use, with digests, the base first."""
+        models = self.visible(caller)
+        await _hashed(models)
+        return models
 
     def visible(self, caller: Caller) -> list[ServedModel]:
         """Return the models that a caller may use, the base first."""
@@ -146,3 +152,11 @@ class Catalog:
             self.names[0] if origin is None or origin.parent is None else origin.parent,
             self._created_s if origin is None else origin.created_s,
         )
+
+
+async def _hashed(models: Sequence[ServedModel]) -> None:
+    """Have the digests of models computed, each once."""
+    versions = [model.version for model in models if model.version is not None]
+    unknown = [version for version in versions if version.known_digest is None]
+    if unknown:
+        await asyncio.to_thread(lambda: [version.digest for version in unknown])

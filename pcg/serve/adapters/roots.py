@@ -48,8 +48,9 @@ class Roots:
         if not path:
             return None
         found = next(self._found(path, self._folders), None)
-        if found is None and os.path.isabs(path) and Path(path) in self._modules:
-            return next(self._found(path, [Path(path)]), None)
+        if found is None and os.path.isabs(path):
+            modules = (module for module in self._modules if str(module) == _real(path))
+            found = next((one for module in modules for one in self._found("", [module])), None)
         return found
 
     def _found(self, path: str, within: Iterable[Path]) -> Iterator[Path]:
@@ -61,6 +62,13 @@ class Roots:
                     yield directory
             except (OSError, ValueError):  # no path of this system
                 continue
+
+
+def _real(path: str) -> str | None:
+    try:
+        return os.path.realpath(path)
+    except (OSError, ValueError):  # no path of this system
+        return None
 
 
 def _has_files_within(directory: Path, root: Path) -> bool:

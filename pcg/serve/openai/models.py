@@ -64,7 +64,7 @@ async def list_models(
     service: ServiceDependency, caller: Annotated[Caller, Depends(requires(Scope.INFER))]
 ) -> ModelList:
     """List the models that the key may use."""
-    found = service.catalog.visible(caller)
+    found = await service.catalog.listed(caller)
     return ModelList(data=[card(service, caller, model) for model in found])
 
 

@@ -378,7 +378,8 @@ def test_static_modules(root: Path, texts: Any) -> None:
         assert (b.text("first"), b.text("second")) == (texts["zero"], texts["one"])
         assert b("GET", "/v1/models/second").json()["parent"] == "llama"
         assert op.load("again", root / "zero").status_code == 200
-        assert op.load("other", root / "two").status_code == 404
+        for path in (root / "two", root, ".", "/a\x00b", "zero"):
+            assert op.load("other", path).status_code == 404
         assert op.load("first", root / "one", load_inplace=True).status_code == 200
         assert b.text("first") == texts["one"]
         assert b.complete("zero").status_code == 404  # modules' folders are no roots
