@@ -44,6 +44,7 @@ class ServeOptions:
         tenant_seqs: the most sequences of one tenant at once; half of `max_num_seqs` by default.
         tenant_queue: the most requests of one tenant that wait; further ones are refused.
         max_queue: the most requests of all tenants that wait.
+        key_requests: the most requests that a key may have in the server at once.
         metrics_without_key: let everyone who reaches the server read /metrics, which has names of
             all tenants and adapters.
         chat_template: a file with a chat template in place of the model's.
@@ -82,6 +83,7 @@ class ServeOptions:
     tenant_seqs: int | None = None
     tenant_queue: int = 1024
     max_queue: int = 4096
+    key_requests: int = 2048
     metrics_without_key: bool = False
     chat_template: Path | None = None
     tool_call_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
@@ -100,6 +102,7 @@ class ServeOptions:
             "tenant_queue",
             "max_queue",
             "max_cpu_loras",
+            "key_requests",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -115,6 +118,10 @@ class ServeOptions:
     @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mib * 2**20)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return int(self.kv_cache_gib * 2**30)
 
     def engine(self) -> EngineArguments:
         """The engine's arguments; it is imported here, so that help is there at once."""
@@ -134,7 +141,7 @@ class ServeOptions:
             ),
             policy=FairShare(tenant_running=running),
             queue=QueueLimits(requests=self.max_queue, tenant_requests=self.tenant_queue),
-            kv_cache_bytes=int(self.kv_cache_gib * 2**30),
+            kv_cache_bytes=self.kv_cache_bytes,
             prefix_caching=self.enable_prefix_caching,
         )
 
