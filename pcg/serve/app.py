@@ -14,6 +14,7 @@ from pcg.serve.errors import ERRORS, add_handlers
 from pcg.serve.metrics import routes as metrics
 from pcg.serve.openai import completions, embeddings, models, tokens
 from pcg.serve.openai.chat import completions as chat_completions
+from pcg.serve.openai.responses import routes as responses
 from pcg.serve.page import routes as page
 from pcg.serve.record import Recording
 from pcg.serve.request_id import RequestId
@@ -30,6 +31,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     metrics.router,
     models.router,
     page.router,
+    responses.router,
     status.router,
     tokens.router,
 )

@@ -23,6 +23,7 @@ from pcg.serve.errors import ApiError
 from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
 from pcg.serve.observers import open_observers
 from pcg.serve.openai.chat.support import ChatSupport
+from pcg.serve.openai.responses.store import ResponseStore
 from pcg.serve.openai.token_texts import TokenTexts
 from pcg.serve.options import ServeOptions
 from pcg.serve.record import note_requests
@@ -88,6 +89,7 @@ class Service:
             trusts_templates=options.trust_request_chat_template,
         )
         self.observers = open_observers(options)
+        self.responses = ResponseStore()
         self._threads = ThreadPoolExecutor(_THREADS, "pcg serve")
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ async def submit_chat(
         GenerationError: the template refuses the messages, or a field cannot be.
         EngineError: the engine takes no requests.
     """
-    prompt, use = await service.beside(_prepared, service, chat)
+    prompt, use = await service.beside(prepared, service, chat)
     fields: RequestFields = {**chat.fields}
     for name in use.fields:
         if name in _GUIDES and (given := next((g for g in _GUIDES if g in fields), None)):
@@ -72,8 +72,8 @@ async def submit_chat(
     return submitted, use
 
 
-def _prepared(service: Service, chat: Chat) -> tuple[list[int], ToolUse]:
-    """Return a chat's tokens and tools; takes milliseconds, on a thread."""
+def prepared(service: Service, chat: Chat) -> tuple[list[int], ToolUse]:
+    """Return a chat's tokens and tools; takes milliseconds, so it is for a thread."""
     support = service.chat
     if chat.template.get("chat_template") is not None and not support.trusts_templates:
         raise ApiError(
