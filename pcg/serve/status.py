@@ -125,7 +125,7 @@ async def status(
     service: ServiceDependency, caller: Annotated[Caller, Depends(requires(Scope.INFER))]
 ) -> ServerStatus:
     """Return the state of the server."""
-    return await service.beside(_status, service, caller)
+    return await service.beside(caller, _status, service, caller)
 
 
 def _status(service: Service, caller: Caller) -> ServerStatus:
@@ -151,7 +151,7 @@ def _status(service: Service, caller: Caller) -> ServerStatus:
         pages=numbers.pages,
         free_pages=numbers.free_pages,
         latencies=_latencies(service, totals),
-        memory_bytes=service.memory_bytes,
+        memory_bytes=service.memory.bytes,
         adapters=seen.adapters(totals),
         running=seen.running(),
         jobs=seen.jobs(),

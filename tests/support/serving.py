@@ -138,7 +138,7 @@ def on_a_port(load: Callable[[], Executor] = make_executor, **options: Any) -> I
             failed.append(error)
             is_ready.set()
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     assert is_ready.wait(60)
     if failed:

@@ -51,7 +51,7 @@ async def submit_chat(
         GenerationError: the template refuses the messages, or a field cannot be.
         EngineError: the engine takes no requests.
     """
-    prompt, use = await service.beside(prepared, service, chat)
+    prompt, use = await service.beside(caller, prepared, service, chat)
     fields: RequestFields = {**chat.fields}
     for name in use.fields:
         if name in _GUIDES and (given := next((g for g in _GUIDES if g in fields), None)):

@@ -94,7 +94,7 @@ async def create_response(
 ) -> Response:
     """Generate a response to items."""
     model = await service.catalog.find(caller, body.model)
-    turn = await service.beside(_turn, service.responses, caller.tenant, body)
+    turn = await service.beside(caller, _turn, service.responses, caller.tenant, body)
     messages = messages_of([*turn.before, *turn.input])
     if body.instructions is not None:
         messages.insert(0, Message(role="system", content=body.instructions))
