@@ -59,7 +59,7 @@ class Record:
 
     @property
     def caller(self) -> Caller | None:
-        """Who sent it; None without a key."""
+        """The caller; None without a key."""
         caller: Caller | None = self.scope.get("state", {}).get("caller")
         return caller
 
