@@ -18,6 +18,7 @@ from pcg.serve.openai import completions, embeddings, models, tokens
 from pcg.serve.openai.chat import completions as chat_completions
 from pcg.serve.openai.responses import routes as responses
 from pcg.serve.page import routes as page
+from pcg.serve.record import Recording
 from pcg.serve.request_id import RequestId
 from pcg.serve.security.caller import Authentication, RequiredScope
 from pcg.serve.security.request_limits import RequestLimits
@@ -68,6 +69,8 @@ def create_app(service: Service) -> FastAPI:
     public = (*PUBLIC, metrics.PATH) if service.options.metrics_without_key else PUBLIC
     app.add_middleware(Authentication, keys=service.keys, public=public)
     app.add_middleware(RequestId)
+    if service.observers:
+        app.add_middleware(Recording, observers=service.observers)
     return app
 
 

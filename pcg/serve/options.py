@@ -52,6 +52,10 @@ class ServeOptions:
             template shows.
         trust_request_chat_template: take chat templates from requests. A template is a program, in
             a sandbox that bounds neither its time nor its memory.
+        access_log: where a JSON line of every request goes: `stderr`, a file, or `none`. It has no
+            texts of requests.
+        otlp_traces_endpoint: an OpenTelemetry collector's address for traces by HTTP, as
+            http://127.0.0.1:4318/v1/traces; none are made by default.
         max_body_mib: the most bytes of a request, MiB.
         stream_timeout_s: time after which a stream that its client does not read is ended, s.
         shutdown_timeout_s: time that running requests have to end after SIGTERM, s.
@@ -88,6 +92,8 @@ class ServeOptions:
     chat_template: Path | None = None
     tool_call_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
     trust_request_chat_template: bool = False
+    access_log: str = "stderr"
+    otlp_traces_endpoint: str | None = None
     max_body_mib: float = 16.0
     stream_timeout_s: float = 60.0
     shutdown_timeout_s: float = 30.0

@@ -64,7 +64,8 @@ class AdapterState(BaseModel):
 
     name: str
     tenant: str
-    version: str
+    version: int
+    digest: str | None
     method: str
     size_bytes: int
     running: int
@@ -224,7 +225,8 @@ def _adapter(tenant: str, name: str, one: AdapterStatus, waiting: int) -> Adapte
     return AdapterState(
         name=name,
         tenant=tenant,
-        version=f"{name}@{one.version.number}",
+        version=one.version.number,
+        digest=one.version.known_digest,
         method=one.method,
         size_bytes=one.size_bytes,
         running=one.running,
