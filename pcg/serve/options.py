@@ -29,6 +29,9 @@ class ServeOptions:
         served_model_name: a name of the base in requests; by default the model's. Repeatable, and
             replies have the first.
         lora_modules: an adapter that everyone may use, as NAME=PATH or as JSON. Repeatable.
+        lora_roots: a folder of adapters, each in a folder of its own. One is loaded when somebody
+            names it, and those loaded over HTTP come from there. Repeatable.
+        max_cpu_loras: the most adapters in the host's memory at once.
         data_dir: the folder of what outlasts the server.
         max_model_len: the most tokens of a prompt and its output; the model's positions by default.
         max_num_seqs: the most sequences at once.
@@ -49,6 +52,10 @@ class ServeOptions:
             template shows.
         trust_request_chat_template: take chat templates from requests. A template is a program, in
             a sandbox that bounds neither its time nor its memory.
+        access_log: where a JSON line of every request goes: `stderr`, a file, or `none`. It has no
+            texts of requests.
+        otlp_traces_endpoint: an OpenTelemetry collector's address for traces by HTTP, as
+            http://127.0.0.1:4318/v1/traces; none are made by default.
         max_body_mib: the most bytes of a request, MiB.
         stream_timeout_s: time after which a stream that its client does not read is ended, s.
         shutdown_timeout_s: time that running requests have to end after SIGTERM, s.
@@ -66,6 +73,8 @@ class ServeOptions:
     ssl_keyfile: Path | None = None
     served_model_name: Sequence[str] = ()
     lora_modules: Sequence[str] = ()
+    lora_roots: Sequence[str] = ()
+    max_cpu_loras: int = 256
     data_dir: Path | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
@@ -83,6 +92,8 @@ class ServeOptions:
     chat_template: Path | None = None
     tool_call_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
     trust_request_chat_template: bool = False
+    access_log: str = "stderr"
+    otlp_traces_endpoint: str | None = None
     max_body_mib: float = 16.0
     stream_timeout_s: float = 60.0
     shutdown_timeout_s: float = 30.0
@@ -96,6 +107,7 @@ class ServeOptions:
             "tenant_seqs",
             "tenant_queue",
             "max_queue",
+            "max_cpu_loras",
             "key_requests",
         ):
             value = getattr(self, name)

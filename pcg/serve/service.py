@@ -23,10 +23,12 @@ from pcg.serve.adapters.catalog import Catalog, ServedModel
 from pcg.serve.errors import ApiError
 from pcg.serve.memory import serving_memory
 from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
+from pcg.serve.observers import open_observers
 from pcg.serve.openai.chat.support import ChatSupport
 from pcg.serve.openai.responses.store import ResponseStore
 from pcg.serve.openai.token_texts import TokenTexts
 from pcg.serve.options import ServeOptions
+from pcg.serve.record import note_requests
 from pcg.serve.security.caller import Caller
 from pcg.serve.security.keys import Keys
 
@@ -55,6 +57,7 @@ class Service:
         max_model_len: the most tokens of a prompt and its output; None if the model has no bound.
         memory: the memory that it takes at most.
         metrics: the page of metrics.
+        observers: what is told of every request over HTTP.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class Service:
         self.created_s = int(time.time())
         bounds = [n for n in (options.max_model_len, executor.max_positions) if n is not None]
         self.max_model_len = min(bounds, default=None)
-        self.catalog = Catalog(executor, options.served_model_name or (executor.program.name,))
+        self.catalog = Catalog(executor, engine, options)
         self.token_texts = TokenTexts(executor.tokenizer)
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self.memory = serving_memory(executor, engine, options.kv_cache_bytes)
@@ -85,12 +88,15 @@ class Service:
             tool_call_parser=options.tool_call_parser,
             trusts_templates=options.trust_request_chat_template,
         )
+        self.observers = open_observers(options)
         self.responses = ResponseStore()
         self._threads = ThreadPoolExecutor(_THREADS, "pcg serve")
 
     def close(self) -> None:
         """End the threads, once no request is left."""
         self._threads.shutdown(cancel_futures=True)
+        for observer in self.observers:
+            observer.close()
 
     async def beside(
         self,
@@ -134,7 +140,9 @@ class Service:
         """
         make = partial(self._requests, caller, model, prompts, fields, request_id)
         requests = await self.beside(caller, make)
-        return [Submitted(request, self.engine.submit_request(request)) for request in requests]
+        made = [Submitted(request, self.engine.submit_request(request)) for request in requests]
+        note_requests(model.name, [(one.request, one.stream) for one in made])
+        return made
 
     def _requests(
         self,

@@ -38,6 +38,7 @@ OPTIONS: Mapping[str, Any] = {
     "api_key": (KEY,),
     "served_model_name": (MODEL,),
     "kv_cache_gib": 1 / 64,
+    "access_log": "none",
 }
 
 
