@@ -46,7 +46,7 @@ def test_every_route_but_health_needs_a_key(service: Service) -> None:
             for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}):
                 status = ask(service, method, path, headers=headers).status_code
                 assert status == (200 if path in PUBLIC else 401), (method, path)
-    assert PUBLIC == ("/health",)
+    assert PUBLIC == ("/", "/health")
 
 
 def test_a_route_without_a_scope_is_refused() -> None:

@@ -41,6 +41,7 @@ from pcg.runtime.metrics.status import (
     EngineState,
     Health,
     JobStatus,
+    RunningStatus,
 )
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.request import Chunk, Request, RequestFields, make_request
@@ -194,6 +195,21 @@ class AsyncEngine(StepThread):
             )
         return found
 
+    def running(self) -> list[RunningStatus]:
+        """Return the requests that run, as they were admitted; does not wait for a step."""
+        now_s = self.engine.clock.now_s()
+        return [
+            RunningStatus(
+                one.id,
+                one.request.tenant,
+                None if one.request.adapter is None else one.request.adapter.name,
+                len(one.request.prompt_ids),
+                len(one.generated),
+                now_s - one.submitted_s,
+            )
+            for one in list(self.engine.scheduler.running)
+        ]
+
     def jobs(self) -> list[JobStatus]:
         """Return the jobs as they came, and how far each is; the last 64 of those that are over."""
         with self._lock:
@@ -210,12 +226,14 @@ class AsyncEngine(StepThread):
         scheduler = self.engine.scheduler
         return EngineNumbers(
             waiting=len(scheduler.waiting),
+            preparing=len(scheduler.preparing),
             running=len(scheduler.running),
             waiting_tokens=scheduler.backlog.tokens,
             jobs=Counter(job.state for job in list(self.engine.jobs)),
             pages=scheduler.pool.size,
             free_pages=scheduler.pool.free + scheduler.adapters.idle_pages,
             adapters=len(scheduler.adapters),
+            shares_prefixes=scheduler.prefixes is not None,
             totals=self.engine.totals,
         )
 

@@ -209,7 +209,7 @@ class EngineLoop:
                 self.scheduler.pace = self._latencies.forward
             step.ran_forward(took)
             self._join(step)
-            self._accept(plan, results)
+            self._accept(plan, results, step.load.tokens - plan.tokens)
             for job in self.jobs.unpaused:
                 self.jobs.settle(job)
         self._suspects.ran(suspect, has_tokens=bool(plan.chunks))
@@ -278,17 +278,17 @@ class EngineLoop:
                 self.scheduler.drop(one)
             del self._sequences[one.id]
             self._chunks += self._groups.handed_out(one, one.end(state, error))
-            self._note(kind, one.id, **reason)
+            self._note(kind, one.id, tokens=len(one.generated), **reason)
 
-    def _accept(self, plan: StepPlan, results: StepResults) -> None:
+    def _accept(self, plan: StepPlan, results: StepResults, trained: int) -> None:
         now = self.clock.now_s()
         self.scheduler.policy.served(plan.chunks)
-        taken = Taken(now, self._groups, self.scheduler)
+        taken = Taken(now, self._groups, self.scheduler, self.totals)
         for sequence, count in plan.chunks:
             sequence.cached += count
             taken.give(sequence, results)
         self._chunks += taken.chunks
-        taken.log(self.log)
+        taken.log(self.log, plan.tokens, trained)
         for sequence, reason in taken.ended:
             self.scheduler.drop(sequence)
             del self._sequences[sequence.id]

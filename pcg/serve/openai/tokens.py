@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-import orjson
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from starlette.responses import Response
 
 from pcg.errors import GenerationError
-from pcg.runtime.text.chat_messages import check_messages
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.errors import ApiError
+from pcg.serve.json_bytes import json_bytes
+from pcg.serve.openai.chat.generation import Chat, prepared
+from pcg.serve.openai.chat.messages import Messages
+from pcg.serve.openai.chat.tool_use import AskedTools
+from pcg.serve.openai.chat.tools import Tools
 from pcg.serve.openai.wire import WireModel
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
@@ -25,8 +28,6 @@ router = APIRouter(tags=["tokens"])
 
 Infers: TypeAlias = Annotated[Caller, Depends(requires(Scope.INFER))]
 _TEXT, _CHAT = "of-text", "of-chat"
-_OWN_VARIABLES = frozenset({"add_generation_prompt", "documents", "messages", "self", "tools"})
-"""Variables of a template that `chat_template_kwargs` cannot set."""
 
 
 class TokenizeText(WireModel):
@@ -41,13 +42,35 @@ class TokenizeText(WireModel):
 class TokenizeChat(WireModel):
     """Messages to tokenize, as those of /v1/chat/completions are."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Messages
     model: str | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool = False
     return_token_strs: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
+
+    def chat(self) -> Chat:
+        """Return the chat.
+
+        Raises:
+            ApiError: fields that do not go together.
+        """
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ApiError(
+                400,
+                "continue_final_message and add_generation_prompt cannot both be true",
+                param="continue_final_message",
+            )
+        template = {
+            "add_generation_prompt": not self.continue_final_message
+            and self.add_generation_prompt is not False,
+            "add_special_tokens": self.add_special_tokens,
+            "continue_final_message": self.continue_final_message,
+            "variables": self.chat_template_kwargs or {},
+        }
+        return Chat(self.messages, AskedTools(self.tools or [], None, True, None), {}, template)
 
 
 def _kind(value: Any) -> str:
@@ -100,7 +123,7 @@ class TokenizerInfo(BaseModel):
 async def tokenize(body: TokenizeBody, service: ServiceDependency, caller: Infers) -> Response:
     """Return the tokens of a text or of a chat."""
     tokenizer = await _tokenizer(service, caller, body.model)
-    return _json(await service.beside(_tokens, tokenizer, body, service.max_model_len))
+    return _json(await service.beside(caller, _tokens, service, tokenizer, body))
 
 
 @router.post("/detokenize", response_model=DetokenizeReply)
@@ -113,7 +136,7 @@ async def detokenize(body: DetokenizeBody, service: ServiceDependency, caller: I
         raise ApiError(
             400, f"token {unknown} is not in the vocabulary of {known} tokens.", param="tokens"
         )
-    return _json({"prompt": await service.beside(tokenizer.decode, body.tokens, False)})
+    return _json({"prompt": await service.beside(caller, tokenizer.decode, body.tokens, False)})
 
 
 @router.get("/tokenizer_info", response_model=TokenizerInfo)
@@ -146,36 +169,21 @@ async def _tokenizer(service: Service, caller: Caller, model: str | None) -> Tok
 
 
 def _tokens(
-    tokenizer: Tokenizer, body: TokenizeText | TokenizeChat, max_model_len: int | None
+    service: Service, tokenizer: Tokenizer, body: TokenizeText | TokenizeChat
 ) -> dict[str, Any]:
     """Return the reply of /tokenize."""
-    text = body.prompt if isinstance(body, TokenizeText) else _chat(tokenizer, body)
-    ids = tokenizer.encode(text, body.add_special_tokens)
+    if isinstance(body, TokenizeText):
+        ids = tokenizer.encode(body.prompt, body.add_special_tokens)
+    else:
+        ids, _ = prepared(service, body.chat())
     names = [tokenizer.backend.id_to_token(token) for token in ids]
     return {
         "count": len(ids),
-        "max_model_len": max_model_len,
+        "max_model_len": service.max_model_len,
         "tokens": ids,
         "token_strs": names if body.return_token_strs else None,
     }
 
 
-def _chat(tokenizer: Tokenizer, body: TokenizeChat) -> str:
-    """Return the text of a chat."""
-    messages = check_messages(body.messages, "'messages'", "the body")
-    variables = dict(body.chat_template_kwargs or {})
-    taken = sorted(_OWN_VARIABLES & variables.keys())
-    if taken:
-        raise ApiError(
-            400,
-            f"chat_template_kwargs has {taken[0]!r}, which the server sets; leave it out.",
-            param="chat_template_kwargs",
-        )
-    if body.tools:
-        variables["tools"] = body.tools
-    prompted = body.add_generation_prompt
-    return tokenizer.render_chat(messages, add_generation_prompt=prompted, **variables)
-
-
 def _json(content: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")
+    return Response(json_bytes(content), media_type="application/json")

@@ -63,12 +63,13 @@ def _are_ids(value: Any) -> bool:
 
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT = {"type": "string", "minLength": 1}
 _PROMPT_SCHEMA = {
     "anyOf": [
-        {"type": "string"},
+        _TEXT,
         {
             "type": "array",
-            "items": {"type": "string"},
+            "items": _TEXT,
             "minItems": 1,
             "maxItems": MOST_PROMPTS,
         },

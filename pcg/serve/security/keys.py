@@ -30,11 +30,12 @@ _SHORTEST = 8
 
 
 class Scope(StrEnum):
-    """A kind of work that a key allows."""
+    """A kind of work that a key allows; `metrics` is to read /metrics, which `admin` may, too."""
 
     INFER = "infer"
     TRAIN = "train"
     ADMIN = "admin"
+    METRICS = "metrics"
 
 
 @dataclass(frozen=True)

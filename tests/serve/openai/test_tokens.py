@@ -63,6 +63,13 @@ def test_chats_become_tokens(service: Service, tokenizer: Any, prompted: bool) -
     assert (status, found["tokens"], found["token_strs"]) == (200, ids, None)
 
 
+def test_a_message_is_continued(service: Service, tokenizer: Any) -> None:
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False, continue_final_message=True)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    status, found = ask(service, "/tokenize", {"messages": CHAT, "continue_final_message": True})
+    assert (status, found["tokens"]) == (200, ids)
+
+
 def test_the_configuration_is_the_tokenizers(service: Service, tokenizer: Any) -> None:
     status, found = ask(service, "/tokenizer_info")
     assert status == 200
@@ -79,7 +86,13 @@ def test_the_configuration_is_the_tokenizers(service: Service, tokenizer: Any) -
         ("/tokenize", {"prompt": ["a"]}, "prompt"),
         ("/tokenize", {"prompt": "\ud800"}, "surrogate"),
         ("/tokenize", {"messages": []}, "messages"),
-        ("/tokenize", {"messages": [{"role": "wizard", "content": "a"}]}, "wizard"),
+        ("/tokenize", {"messages": [{"role": "wizard", "content": "a"}]}, "role"),
+        ("/tokenize", {"messages": CHAT, "tools": [{"type": "magic"}]}, "tools"),
+        (
+            "/tokenize",
+            {"messages": CHAT, "continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
         ("/tokenize", {"messages": CHAT, "chat_template_kwargs": {"messages": 1}}, "messages"),
         ("/tokenize", {"messages": CHAT, "chat_template_kwargs": {"self": 1}}, "self"),
         ("/tokenize", {"messages": CHAT, "chat_template_kwargs": {"tools": 1}}, "tools"),
