@@ -8,17 +8,17 @@ so that their pages are free after the engine's next step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 
-import orjson
 from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pcg.runtime.requests.request import Chunk, Completion
 from pcg.serve.errors import LOG, ApiError, as_api_error
+from pcg.serve.json_bytes import json_bytes
 from pcg.serve.service import Submitted
 
 DONE = b"data: [DONE]\n\n"
@@ -26,7 +26,7 @@ DONE = b"data: [DONE]\n\n"
 
 def event(content: object) -> bytes:
     """Return one event without a name."""
-    return b"data: " + orjson.dumps(content) + b"\n\n"
+    return b"data: " + json_bytes(content) + b"\n\n"
 
 
 class EventStream(Response):
@@ -36,14 +36,20 @@ class EventStream(Response):
         parts: bytes to send, each at once; they have one event or several.
         leave: what to do when the client leaves.
         timeout_s: the most time that a part may take to send, seconds.
+        headers: further ones.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, parts: AsyncIterator[bytes], leave: Callable[[], None], timeout_s: float
+        self,
+        parts: AsyncIterator[bytes],
+        leave: Callable[[], None],
+        timeout_s: float,
+        headers: Mapping[str, str],
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        fixed = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers={**fixed, **headers})
         del self.headers["content-length"]
         self._parts = parts
         self._leave = leave

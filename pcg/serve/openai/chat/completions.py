@@ -6,12 +6,12 @@ import time
 from functools import partial
 from typing import Annotated, Any, Literal
 
-import orjson
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
 from pcg.runtime.requests.request import Completion
+from pcg.serve.json_bytes import json_bytes
 from pcg.serve.openai.chat.body import ChatBody
 from pcg.serve.openai.chat.events import ChatEvents
 from pcg.serve.openai.chat.generation import submit_chat
@@ -78,6 +78,7 @@ class ChatReply(BaseModel):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
@@ -102,6 +103,7 @@ async def create_chat_completion(
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
         "created": int(time.time()),
         "model": model.name,
+        "system_fingerprint": model.fingerprint,
     }
     if body.stream:
         chunks = await begun(request, [submitted])
@@ -111,7 +113,7 @@ async def create_chat_completion(
         writer = logprobs if body.logprobs else None
         events = ChatEvents(head, submitted, use, wanted, writer, texts)
         leave, timeout_s = partial(cancel_all, [submitted]), service.options.stream_timeout_s
-        return EventStream(guarded(events.parts(chunks)), leave, timeout_s)
+        return EventStream(guarded(events.parts(chunks)), leave, timeout_s, model.headers)
     (group,) = await all_completions(request, [submitted])
     content = {**head, "choices": [_choice(body, use, logprobs, done) for done in group]}
     content["usage"] = usage_of([group])
@@ -120,7 +122,7 @@ async def create_chat_completion(
         content["prompt_logprobs"] = prompt_logprobs(found, texts)
     if body.return_token_ids:
         content["prompt_token_ids"] = list(submitted.request.prompt_ids)
-    return Response(orjson.dumps(content), media_type="application/json")
+    return Response(json_bytes(content), headers=model.headers, media_type="application/json")
 
 
 def _choice(

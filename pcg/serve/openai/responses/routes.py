@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
-import orjson
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
 from pcg.runtime.requests.request import Completion
 from pcg.serve.errors import ApiError
+from pcg.serve.json_bytes import json_bytes
 from pcg.serve.openai.chat.generation import Chat, submit_chat
 from pcg.serve.openai.chat.logprobs import LogprobWriter
 from pcg.serve.openai.chat.messages import Message
@@ -79,8 +79,8 @@ class _Turn:
         if not whole["store"]:
             return whole
         items = [InputItem.model_validate(item) for item in output.items]
-        size = self.history_bytes + len(orjson.dumps(output.items))
-        content = orjson.dumps(whole)
+        size = self.history_bytes + len(json_bytes(output.items))
+        content = json_bytes(whole)
         if not self.store.may_keep(size + len(content)):
             return {**whole, "store": False}
         history = (*self.before, *self.input, *items)
@@ -94,7 +94,7 @@ async def create_response(
 ) -> Response:
     """Generate a response to items."""
     model = await service.catalog.find(caller, body.model)
-    turn = await service.beside(_turn, service.responses, caller.tenant, body)
+    turn = await service.beside(caller, _turn, service.responses, caller.tenant, body)
     messages = messages_of([*turn.before, *turn.input])
     if body.instructions is not None:
         messages.insert(0, Message(role="system", content=body.instructions))
@@ -108,10 +108,11 @@ async def create_response(
     if body.stream:
         chunks = await begun(request, [submitted])
         leave, timeout_s = partial(cancel_all, [submitted]), service.options.stream_timeout_s
-        return EventStream(ResponseEvents(response, output, end).parts(chunks), leave, timeout_s)
+        parts = ResponseEvents(response, output, end).parts(chunks)
+        return EventStream(parts, leave, timeout_s, model.headers)
     ((done,),) = await all_completions(request, [submitted])
     output.push(done.text, done.logprobs or (), status_of(done))
-    return Response(orjson.dumps(end(done)), media_type="application/json")
+    return Response(json_bytes(end(done)), headers=model.headers, media_type="application/json")
 
 
 def _turn(store: ResponseStore, tenant: str, body: ResponseBody) -> _Turn:
@@ -126,7 +127,7 @@ def _turn(store: ResponseStore, tenant: str, body: ResponseBody) -> _Turn:
         for item in items
     ]
     before: Sequence[InputItem] = ()
-    size = len(orjson.dumps([as_json(item) for item in items]))
+    size = len(json_bytes([as_json(item) for item in items]))
     if body.previous_response_id is not None:
         kept = _kept(store, tenant, body.previous_response_id, "previous_response_id")
         before, size = kept.history, size + kept.history_bytes
