@@ -8,10 +8,10 @@ a traceback in the log.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
@@ -20,7 +20,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from pcg.errors import (
+    AdapterConflictError,
     AdapterError,
+    AdapterNotFoundError,
     DataError,
     DrainingError,
     EngineError,
@@ -30,6 +32,7 @@ from pcg.errors import (
     QueueFullError,
     UnsupportedError,
 )
+from pcg.serve.json_bytes import json_bytes
 
 LOG = logging.getLogger("pcg.serve")
 
@@ -48,6 +51,7 @@ _STATUS: tuple[tuple[type[PcgError], int, str | None], ...] = (
     (EngineError, 503, "engine_ended"),
     (GenerationError, 400, None),
     (UnsupportedError, 400, "unsupported"),
+    (AdapterConflictError, 409, "conflict"),
     (AdapterError, 400, "invalid_adapter"),
     (DataError, 400, "invalid_data"),
     (FinetuneError, 400, None),
@@ -56,6 +60,8 @@ _STATUS: tuple[tuple[type[PcgError], int, str | None], ...] = (
 
 _RETRY_S = {429: 1, 503: 5}
 _LONGEST_MESSAGE = 4000
+_FIELD = re.compile(r"([a-z_]+)=")
+"""The beginning of a message that refuses a field's value."""
 
 
 class ErrorDetail(BaseModel):
@@ -64,7 +70,7 @@ class ErrorDetail(BaseModel):
     message: str
     type: str
     param: str | None
-    code: str | None
+    code: str | int | None
 
 
 class ErrorBody(BaseModel):
@@ -87,7 +93,7 @@ class ApiError(HTTPException):
         status: the HTTP status.
         message: what is wrong, the numbers, and the fix.
         param: the field or the parameter that is wrong.
-        code: a word for programs.
+        code: a word for programs; the status in vLLM's own endpoints.
         type: OpenAI's type of error; by default that of the status.
         headers: further headers of the reply; retry-after is added to a 429 and a 503.
     """
@@ -98,7 +104,7 @@ class ApiError(HTTPException):
         message: str,
         *,
         param: str | None = None,
-        code: str | None = None,
+        code: str | int | None = None,
         type: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
@@ -117,7 +123,7 @@ class ApiError(HTTPException):
 
     def response(self) -> Response:
         return Response(
-            orjson.dumps(self.content),
+            json_bytes(self.content),
             self.status_code,
             headers=self.headers,
             media_type="application/json",
@@ -135,11 +141,15 @@ def as_api_error(error: BaseException) -> ApiError:
     """Return the error that a client is told of an exception."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, AdapterNotFoundError):  # its text names those of others
+        return ApiError(404, "The model does not exist any more.", code="model_not_found")
     if isinstance(error, QueueFullError):  # its numbers tell of other tenants
         return ApiError(429, "Too many requests wait; ask again later.", code="queue_full")
     for kind, status, code in _STATUS:
         if isinstance(error, kind):
-            return ApiError(status, str(error), code=code)
+            message = str(error).replace("max_new_tokens", "max_tokens")
+            field = _FIELD.match(message)
+            return ApiError(status, message, param=field[1] if field else None, code=code)
     LOG.error("a request failed", exc_info=error)
     return ApiError(500, "The server had an error; its log says more.", code="internal_error")
 

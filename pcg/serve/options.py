@@ -29,6 +29,9 @@ class ServeOptions:
         served_model_name: a name of the base in requests; by default the model's. Repeatable, and
             replies have the first.
         lora_modules: an adapter that everyone may use, as NAME=PATH or as JSON. Repeatable.
+        lora_roots: a folder of adapters, each in a folder of its own. One is loaded when somebody
+            names it, and those loaded over HTTP come from there. Repeatable.
+        max_cpu_loras: the most adapters in the host's memory at once.
         data_dir: the folder of what outlasts the server.
         max_model_len: the most tokens of a prompt and its output; the model's positions by default.
         max_num_seqs: the most sequences at once.
@@ -41,6 +44,7 @@ class ServeOptions:
         tenant_seqs: the most sequences of one tenant at once; half of `max_num_seqs` by default.
         tenant_queue: the most requests of one tenant that wait; further ones are refused.
         max_queue: the most requests of all tenants that wait.
+        key_requests: the most requests that a key may have in the server at once.
         metrics_without_key: let everyone who reaches the server read /metrics, which has names of
             all tenants and adapters.
         chat_template: a file with a chat template in place of the model's.
@@ -48,6 +52,10 @@ class ServeOptions:
             template shows.
         trust_request_chat_template: take chat templates from requests. A template is a program, in
             a sandbox that bounds neither its time nor its memory.
+        access_log: where a JSON line of every request goes: `stderr`, a file, or `none`. It has no
+            texts of requests.
+        otlp_traces_endpoint: an OpenTelemetry collector's address for traces by HTTP, as
+            http://127.0.0.1:4318/v1/traces; none are made by default.
         max_body_mib: the most bytes of a request, MiB.
         stream_timeout_s: time after which a stream that its client does not read is ended, s.
         shutdown_timeout_s: time that running requests have to end after SIGTERM, s.
@@ -65,6 +73,8 @@ class ServeOptions:
     ssl_keyfile: Path | None = None
     served_model_name: Sequence[str] = ()
     lora_modules: Sequence[str] = ()
+    lora_roots: Sequence[str] = ()
+    max_cpu_loras: int = 256
     data_dir: Path | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
@@ -77,10 +87,13 @@ class ServeOptions:
     tenant_seqs: int | None = None
     tenant_queue: int = 1024
     max_queue: int = 4096
+    key_requests: int = 2048
     metrics_without_key: bool = False
     chat_template: Path | None = None
     tool_call_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
     trust_request_chat_template: bool = False
+    access_log: str = "stderr"
+    otlp_traces_endpoint: str | None = None
     max_body_mib: float = 16.0
     stream_timeout_s: float = 60.0
     shutdown_timeout_s: float = 30.0
@@ -88,7 +101,15 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ServeError(f"port={self.port}; use 0 to 65535")
-        for name in ("max_model_len", "max_num_seqs", "tenant_seqs", "tenant_queue", "max_queue"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "tenant_seqs",
+            "tenant_queue",
+            "max_queue",
+            "max_cpu_loras",
+            "key_requests",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ServeError(f"{name}={value}; use at least 1")
@@ -103,6 +124,10 @@ class ServeOptions:
     @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mib * 2**20)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return int(self.kv_cache_gib * 2**30)
 
     def engine(self) -> EngineArguments:
         """The engine's arguments; it is imported here, so that help is there at once."""
@@ -122,7 +147,7 @@ class ServeOptions:
             ),
             policy=FairShare(tenant_running=running),
             queue=QueueLimits(requests=self.max_queue, tenant_requests=self.tenant_queue),
-            kv_cache_bytes=int(self.kv_cache_gib * 2**30),
+            kv_cache_bytes=self.kv_cache_bytes,
             prefix_caching=self.enable_prefix_caching,
         )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from pcg.errors import GenerationError, PcgError
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
-from pcg.runtime.model.state import ModelState
+from pcg.runtime.model.state import ModelState, NamedAdapter
 from pcg.runtime.sampling.logprobs import TokenLogprobs
 from pcg.runtime.sampling.sampler import resolved
 from pcg.runtime.sampling.sampling_params import SamplingFields, SamplingParams
@@ -167,6 +167,7 @@ class Completion:
         finish_reason: `stop` or `length`; `cancelled` or `timed_out` if it was given up, `failed`
             if it could not go on.
         cached_tokens: tokens of the prompt that were in the KV cache already.
+        queued_s: seconds from when the request came to when it was admitted; None if it never was.
         stop_reason: the stop string, or the token of `stop_token_ids`, that ended it; None if
             something else did, such as the model's own end-of-sequence token.
         logprobs: those of each generated token, if they were asked for.
@@ -186,6 +187,7 @@ class Completion:
     index: int = 0
     embedding: Tensor | None = field(default=None, compare=False)
     adapter_version: AdapterVersion | None = field(default=None, compare=False)
+    queued_s: float | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return self.text
@@ -236,7 +238,7 @@ class Chunk:
 def make_requests(
     state: ModelState,
     prompts: Sequence[str | Sequence[int]],
-    adapter: str | Sequence[str | None] | None,
+    adapter: NamedAdapter | Sequence[NamedAdapter],
     sampling: Mapping[str, Any],
 ) -> list[Request]:
     """Make a request of each prompt; see `Executor.generate`."""
@@ -257,7 +259,7 @@ def make_requests(
 
 
 def make_request(
-    state: ModelState, prompt: str | Sequence[int], adapter: str | None, fields: RequestFields
+    state: ModelState, prompt: str | Sequence[int], adapter: NamedAdapter, fields: RequestFields
 ) -> Request:
     """Make a request of one prompt; see `Executor.request`."""
     own = {name: value for name, value in fields.items() if name in _OWN}

@@ -51,7 +51,7 @@ async def submit_chat(
         GenerationError: the template refuses the messages, or a field cannot be.
         EngineError: the engine takes no requests.
     """
-    prompt, use = await service.beside(prepared, service, chat)
+    prompt, use = await service.beside(caller, prepared, service, chat)
     fields: RequestFields = {**chat.fields}
     for name in use.fields:
         if name in _GUIDES and (given := next((g for g in _GUIDES if g in fields), None)):
@@ -92,6 +92,5 @@ def _left(service: Service, model: ServedModel, prompt_tokens: int) -> int:
     """Return how many tokens fit behind a prompt."""
     if service.max_model_len is None:
         return _MOST_TOKENS
-    adapter = None if model.adapter is None else service.executor.adapters[model.adapter]
-    virtual = 0 if adapter is None else adapter.prompt_tokens
+    virtual = 0 if model.adapter is None else model.adapter.prompt_tokens
     return max(1, service.max_model_len - virtual - prompt_tokens)

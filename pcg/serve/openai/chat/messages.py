@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from pcg.errors import DataError
 from pcg.runtime.text.chat_messages import check_messages
@@ -23,6 +23,20 @@ class ContentPart(WireModel):
     type: str
     text: str | None = None
     refusal: str | None = None
+
+
+def text_or_list(value: Any) -> str:
+    """Return the branch of a union of a text and a list, for `Discriminator`.
+
+    The names of branches are left out of errors, as those with a hyphen are.
+    """
+    return "a-list" if isinstance(value, list) else "a-text"
+
+
+Content = Annotated[
+    Annotated[str, Tag("a-text")] | Annotated[list[ContentPart], Tag("a-list")],
+    Discriminator(text_or_list),
+]
 
 
 class CalledFunction(WireModel):
@@ -50,7 +64,7 @@ class Message(WireModel):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: Content | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None

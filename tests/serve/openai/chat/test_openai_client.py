@@ -323,19 +323,24 @@ NAMED: Any = {"type": "function", "function": {"name": "other"}}
         ({"messages": [IMAGE]}, "messages.0.content.0", "'image_url'"),
         ({"messages": [{"role": "user"}]}, "messages", "null or missing"),
         ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "valid string"),
+        (
+            {"messages": [{"role": "user", "content": [5]}]},
+            "messages.0.content.0",
+            "valid dictionary",
+        ),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role", "'system'"),
         ({"extra_body": {"functions": []}}, "functions", "Unrecognized request argument"),
         ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template", "--trust-request"),
         ({"extra_body": {"chat_template_kwargs": {"self": 1}}}, "chat_template_kwargs", "'self'"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs=true"),
-        ({"logprobs": True, "top_logprobs": 21}, None, "20"),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs", "20"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "differ"),
         ({"max_tokens": 2000}, "max_tokens", "maximum context length is 1024"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": TOOLS, "tool_choice": NAMED}, "tool_choice", "'other'"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "one name"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
-        ({"stream_options": {}}, "stream_options", "stream=true"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
         (
             {
@@ -373,13 +378,16 @@ NAMED: Any = {"type": "function", "function": {"name": "other"}}
 def test_what_cannot_be_is_refused_by_name(
     client: openai.OpenAI, fields: dict[str, Any], param: str | None, says: str, stream: bool
 ) -> None:
-    if stream and "stream_options" in fields:
-        pytest.skip("a stream may have them")
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, **({"stream": True} if stream else {}), **fields)
     assert says in caught.value.message
     assert caught.value.param == param
     assert caught.value.type == "invalid_request_error"
+
+
+def test_options_of_a_stream_need_one(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="stream=true"):
+        ask(client, stream_options={})
 
 
 def test_other_errors_have_their_classes(server: serving.Served, client: openai.OpenAI) -> None:
