@@ -144,7 +144,7 @@ def server(directory: Path) -> Iterator[tuple[int, int]]:
     """Run `pcg serve`; gives its port and its process id."""
     command = [sys.executable, "-m", "pcg_cli", "serve", str(directory), "--port", "0"]
     command += ["--api-key", KEY, "--served-model-name", MODEL, "--dtype", "float32"]
-    command += ["--no-enable-prefix-caching"]
+    command += ["--no-enable-prefix-caching", "--access-log", str(directory / "requests.jsonl")]
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
