@@ -55,7 +55,9 @@ class KeptConnection(asyncio.Protocol):
         self.received += data
         if self.first is None and b"data: " in self.received:
             self.first = time.perf_counter()
-        if data.endswith(_END) or (self.first is None and b"HTTP/1.1 200" not in self.received):
+        if self.received.endswith(_END) or (
+            self.first is None and b"HTTP/1.1 200" not in self.received
+        ):
             self.finish()
 
     def connection_lost(self, error: Exception | None) -> None:

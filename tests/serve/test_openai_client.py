@@ -82,15 +82,11 @@ def test_a_full_queue_is_asked_again_after_the_time_that_the_server_says() -> No
 
 def test_a_timeout_ends_the_request(server: serving.Served) -> None:
     numbers = server.service.engine.numbers
-    with client_of(server, max_retries=0, timeout=0.05) as hasty:
-        with pytest.raises(openai.APITimeoutError):
-            hasty.completions.create(
-                model=serving.MODEL,
-                prompt=PROMPTS * 8,
-                n=2,
-                extra_body={"ignore_eos": True},
-                max_tokens=100,
-            )
+    with (
+        client_of(server, max_retries=0, timeout=0.05) as hasty,
+        pytest.raises(openai.APITimeoutError),
+    ):
+        hasty.completions.create(model=serving.MODEL, prompt=PROMPTS * 8, n=2, **LONG)
     for _ in range(2000):
         if not numbers().running + numbers().waiting:
             break
