@@ -108,10 +108,11 @@ async def create_response(
     if body.stream:
         chunks = await begun(request, [submitted])
         leave, timeout_s = partial(cancel_all, [submitted]), service.options.stream_timeout_s
-        return EventStream(ResponseEvents(response, output, end).parts(chunks), leave, timeout_s)
+        parts = ResponseEvents(response, output, end).parts(chunks)
+        return EventStream(parts, leave, timeout_s, model.headers)
     ((done,),) = await all_completions(request, [submitted])
     output.push(done.text, done.logprobs or (), status_of(done))
-    return Response(json_bytes(end(done)), media_type="application/json")
+    return Response(json_bytes(end(done)), headers=model.headers, media_type="application/json")
 
 
 def _turn(store: ResponseStore, tenant: str, body: ResponseBody) -> _Turn:
