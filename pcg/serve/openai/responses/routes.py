@@ -94,14 +94,15 @@ async def create_response(
 ) -> Response:
     """Generate a response to items."""
     model = await service.catalog.find(caller, body.model)
+    response_id = new_id("resp").replace("-", "_")
+    response = begun_response(response_id, model.name, body)
+    _encoded(response, "body")
     turn = await service.beside(_turn, service.responses, caller.tenant, body)
     messages = messages_of([*turn.before, *turn.input])
     if body.instructions is not None:
         messages.insert(0, Message(role="system", content=body.instructions))
     chat = Chat(messages, body.asked_tools(), body.fields(request), {"variables": body.variables()})
-    response_id = new_id("resp").replace("-", "_")
     submitted, use = await submit_chat(service, caller, model, chat, response_id)
-    response = begun_response(response_id, model.name, body)
     logprobs = LogprobWriter(service.token_texts, bool(body.return_tokens_as_token_ids))
     output = OutputItems(use, logprobs if body.wants_logprobs else None)
     end: Callable[[Completion], dict[str, Any]] = partial(turn.end, response, output)
@@ -126,7 +127,7 @@ def _turn(store: ResponseStore, tenant: str, body: ResponseBody) -> _Turn:
         for item in items
     ]
     before: Sequence[InputItem] = ()
-    size = len(orjson.dumps([as_json(item) for item in items]))
+    size = len(_encoded([as_json(item) for item in items], "input"))
     if body.previous_response_id is not None:
         kept = _kept(store, tenant, body.previous_response_id, "previous_response_id")
         before, size = kept.history, size + kept.history_bytes
@@ -178,6 +179,14 @@ async def list_input_items(
     page = items[:limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     return ItemList(data=page, first_id=first, last_id=last, has_more=len(items) > limit)
+
+
+def _encoded(value: object, what: str) -> bytes:
+    """Return what a reply repeats as JSON; an ApiError if it cannot be sent back."""
+    try:
+        return orjson.dumps(value)
+    except TypeError as error:  # half a character, or a number beyond 64 bits
+        raise ApiError(400, f"The {what} cannot be sent back: {error}.", param=what) from error
 
 
 def _kept(store: ResponseStore, tenant: str, response_id: str, param: str) -> KeptResponse:
