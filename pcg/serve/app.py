@@ -16,9 +16,10 @@ from pcg.serve.openai import completions, embeddings, models, tokens
 from pcg.serve.openai.chat import completions as chat_completions
 from pcg.serve.openai.responses import routes as responses
 from pcg.serve.page import routes as page
+from pcg.serve.record import Recording
 from pcg.serve.request_id import RequestId
-from pcg.serve.security.body_limit import BodyLimit
 from pcg.serve.security.caller import Authentication, RequiredScope
+from pcg.serve.security.request_limits import RequestLimits
 from pcg.serve.service import Service
 from pcg.version import __version__
 
@@ -60,13 +61,12 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(router, responses=ERRORS)
     add_handlers(app, [route for router in ROUTERS for route in router.routes])
     # The last one added is the first to see a request.
-    options = service.options
-    app.add_middleware(
-        BodyLimit, most_bytes=options.max_body_bytes, timeout_s=options.stream_timeout_s
-    )
-    public = (*PUBLIC, metrics.PATH) if options.metrics_without_key else PUBLIC
+    app.add_middleware(RequestLimits, options=service.options)
+    public = (*PUBLIC, metrics.PATH) if service.options.metrics_without_key else PUBLIC
     app.add_middleware(Authentication, keys=service.keys, public=public)
     app.add_middleware(RequestId)
+    if service.observers:
+        app.add_middleware(Recording, observers=service.observers)
     return app
 
 

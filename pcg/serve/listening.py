@@ -11,9 +11,12 @@ from pcg.errors import ServeError
 _BACKLOG = 2048
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, unread_s: float = 60.0) -> socket.socket:
     """Return a socket that is bound to an address.
 
+    Args:
+        unread_s: time after which the system drops a connection whose client reads nothing,
+            seconds; a server that has given it up cannot free what waits to be sent.
     Raises:
         ServeError: the address is none of this machine's, or another program has the port.
     """
@@ -30,6 +33,8 @@ def listen(host: str, port: int) -> socket.socket:
         if family is socket.AF_INET6:
             with contextlib.suppress(OSError):  # :: is then all addresses, of version 4, too
                 bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections have it of this socket
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * unread_s))
         bound.bind(address)
         bound.listen(_BACKLOG)
     except OSError as error:

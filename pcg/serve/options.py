@@ -41,6 +41,7 @@ class ServeOptions:
         tenant_seqs: the most sequences of one tenant at once; half of `max_num_seqs` by default.
         tenant_queue: the most requests of one tenant that wait; further ones are refused.
         max_queue: the most requests of all tenants that wait.
+        key_requests: the most requests that a key may have in the server at once.
         metrics_without_key: let everyone who reaches the server read /metrics, which has names of
             all tenants and adapters.
         chat_template: a file with a chat template in place of the model's.
@@ -48,6 +49,10 @@ class ServeOptions:
             template shows.
         trust_request_chat_template: take chat templates from requests. A template is a program, in
             a sandbox that bounds neither its time nor its memory.
+        access_log: where a JSON line of every request goes: `stderr`, a file, or `none`. It has no
+            texts of requests.
+        otlp_traces_endpoint: an OpenTelemetry collector's address for traces by HTTP, as
+            http://127.0.0.1:4318/v1/traces; none are made by default.
         max_body_mib: the most bytes of a request, MiB.
         stream_timeout_s: time after which a stream that its client does not read is ended, s.
         shutdown_timeout_s: time that running requests have to end after SIGTERM, s.
@@ -77,10 +82,13 @@ class ServeOptions:
     tenant_seqs: int | None = None
     tenant_queue: int = 1024
     max_queue: int = 4096
+    key_requests: int = 2048
     metrics_without_key: bool = False
     chat_template: Path | None = None
     tool_call_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
     trust_request_chat_template: bool = False
+    access_log: str = "stderr"
+    otlp_traces_endpoint: str | None = None
     max_body_mib: float = 16.0
     stream_timeout_s: float = 60.0
     shutdown_timeout_s: float = 30.0
@@ -88,7 +96,14 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ServeError(f"port={self.port}; use 0 to 65535")
-        for name in ("max_model_len", "max_num_seqs", "tenant_seqs", "tenant_queue", "max_queue"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "tenant_seqs",
+            "tenant_queue",
+            "max_queue",
+            "key_requests",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ServeError(f"{name}={value}; use at least 1")
@@ -103,6 +118,10 @@ class ServeOptions:
     @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mib * 2**20)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return int(self.kv_cache_gib * 2**30)
 
     def engine(self) -> EngineArguments:
         """The engine's arguments; it is imported here, so that help is there at once."""
@@ -122,7 +141,7 @@ class ServeOptions:
             ),
             policy=FairShare(tenant_running=running),
             queue=QueueLimits(requests=self.max_queue, tenant_requests=self.tenant_queue),
-            kv_cache_bytes=int(self.kv_cache_gib * 2**30),
+            kv_cache_bytes=self.kv_cache_bytes,
             prefix_caching=self.enable_prefix_caching,
         )
 

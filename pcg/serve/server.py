@@ -52,12 +52,13 @@ def serve(
         PcgError: the engine cannot be made.
     """
     keys, made_key = open_keys(options.api_key, options.api_keys)
-    with contextlib.closing(listen(options.host, options.port)) as bound:
+    with contextlib.closing(listen(options.host, options.port, options.stream_timeout_s)) as bound:
         executor = load()
         with Engine(executor.state, options.engine()).start() as engine:
             service = Service(executor, engine, keys, options)
             url = url_of(bound, is_secure=options.ssl_certfile is not None)
-            server = Server(service, lambda: say(announcement(service, url, made_key)), ready)
+            text = announcement(service, url, made_key)
+            server = Server(service, lambda: say(text), ready)
             # What is loaded stays: full collections need not go through it.
             gc.collect()
             gc.freeze()

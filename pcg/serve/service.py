@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, ParamSpec, TypeAlias, TypeVar
+from weakref import WeakValueDictionary
 
 from fastapi import Depends, Request
 
@@ -20,11 +21,14 @@ from pcg.runtime.requests.request import RequestFields
 from pcg.runtime.requests.stream import Stream
 from pcg.serve.adapters.catalog import Catalog, ServedModel
 from pcg.serve.errors import ApiError
+from pcg.serve.memory import serving_memory
 from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
+from pcg.serve.observers import open_observers
 from pcg.serve.openai.chat.support import ChatSupport
 from pcg.serve.openai.responses.store import ResponseStore
 from pcg.serve.openai.token_texts import TokenTexts
 from pcg.serve.options import ServeOptions
+from pcg.serve.record import note_requests
 from pcg.serve.security.caller import Caller
 from pcg.serve.security.keys import Keys
 
@@ -51,8 +55,9 @@ class Service:
     Attributes:
         created_s: when it was made, Unix seconds.
         max_model_len: the most tokens of a prompt and its output; None if the model has no bound.
-        memory_bytes: bytes of the device by what has them.
+        memory: the memory that it takes at most.
         metrics: the page of metrics.
+        observers: what is told of every request over HTTP.
     """
 
     def __init__(
@@ -67,15 +72,13 @@ class Service:
         self.max_model_len = min(bounds, default=None)
         self.catalog = Catalog(executor, options.served_model_name or (executor.program.name,))
         self.token_texts = TokenTexts(executor.tokenizer)
-        self.memory_bytes = {
-            "weights": executor.state.weight_store.size_bytes,
-            "kv_cache": int(options.kv_cache_gib * 2**30),
-        }
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self.memory = serving_memory(executor, engine, options.kv_cache_bytes)
         served = Served(
             self.catalog.names[0],
             self.max_model_len,
             options.max_num_seqs,
-            self.memory_bytes,
+            self.memory.bytes,
             self.catalog.owned,
         )
         self.metrics = EngineMetrics(engine, served)
@@ -85,22 +88,33 @@ class Service:
             tool_call_parser=options.tool_call_parser,
             trusts_templates=options.trust_request_chat_template,
         )
+        self.observers = open_observers(options)
         self.responses = ResponseStore()
         self._threads = ThreadPoolExecutor(_THREADS, "pcg serve")
 
     def close(self) -> None:
         """End the threads, once no request is left."""
         self._threads.shutdown(cancel_futures=True)
+        for observer in self.observers:
+            observer.close()
 
     async def beside(
         self,
+        caller: Caller,
         act: Callable[Arguments, Result],
         *args: Arguments.args,
         **keywords: Arguments.kwargs,
     ) -> Result:
-        """Run a function on a thread beside the event loop."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, partial(act, *args, **keywords))
+        """Run a function on a thread beside the event loop, as tokenizing and templates.
+
+        A tenant has half of the threads at most, so that others' requests need not wait for it.
+        """
+        turn = self._turns.get(caller.tenant)
+        if turn is None:
+            turn = self._turns[caller.tenant] = asyncio.Semaphore(_THREADS // 2)
+        async with turn:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, partial(act, *args, **keywords))
 
     # ------------------------------------------------------------------------------- requests
 
@@ -125,8 +139,10 @@ class Service:
             EngineError: the engine takes no requests.
         """
         make = partial(self._requests, caller, model, prompts, fields, request_id)
-        requests = await self.beside(make)
-        return [Submitted(request, self.engine.submit_request(request)) for request in requests]
+        requests = await self.beside(caller, make)
+        made = [Submitted(request, self.engine.submit_request(request)) for request in requests]
+        note_requests(model.name, [(one.request, one.stream) for one in made])
+        return made
 
     def _requests(
         self,
@@ -147,11 +163,19 @@ class Service:
             if index and isinstance(seed, int):
                 own["seed"] = (seed + index * made[0].params.width) % 2**63
             request = self.executor.request(prompt, model.adapter, **own)
-            self._check_length(request)
+            self._check(request)
             made.append(request)
         return made
 
-    def _check_length(self, request: EngineRequest) -> None:
+    def _check(self, request: EngineRequest) -> None:
+        """Refuse a request that is more than the server's options allow, by their names."""
+        given = self.options.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(request.params, name)
+            if asked is not None and asked > given:
+                raise ApiError(
+                    400, f"{name}={asked}, and this server gives at most {given}", param=name
+                )
         most, new = self.max_model_len, request.params.max_new_tokens
         if most is not None and request.length + new > most:
             raise ApiError(

@@ -15,15 +15,17 @@ def announcement(service: Service, url: str, made_key: str | None) -> str:
         url: its address.
         made_key: the key that was made for it; None if the operator gave keys.
     """
-    executor, options = service.executor, service.options
+    executor = service.executor
     adapters = sorted(executor.adapters)
     most = service.max_model_len
     length = "" if most is None else f", at most {most:,} tokens a request"
+    memory = service.memory
     lines = [
         f"serving {service.catalog.base.name} on {executor.device}{length}",
         f"adapters: {', '.join(adapters) if adapters else 'none'}",
-        f"memory: {size_text(executor.state.weight_store.size_bytes)} weights, "
-        f"{size_text(int(options.kv_cache_gib * 2**30))} for KV cache and adapters",
+        f"memory: {size_text(memory.total)} = {size_text(memory.weights)} weights + "
+        f"{size_text(memory.adapters)} adapters + {size_text(memory.kv_cache)} KV cache + "
+        f"{size_text(memory.workspace)} workspace",
         f"listening at {url}",
     ]
     if made_key is not None:

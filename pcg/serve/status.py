@@ -64,7 +64,8 @@ class AdapterState(BaseModel):
 
     name: str
     tenant: str
-    version: str
+    version: int
+    digest: str | None
     method: str
     size_bytes: int
     running: int
@@ -124,7 +125,7 @@ async def status(
     service: ServiceDependency, caller: Annotated[Caller, Depends(requires(Scope.INFER))]
 ) -> ServerStatus:
     """Return the state of the server."""
-    return await service.beside(_status, service, caller)
+    return await service.beside(caller, _status, service, caller)
 
 
 def _status(service: Service, caller: Caller) -> ServerStatus:
@@ -150,7 +151,7 @@ def _status(service: Service, caller: Caller) -> ServerStatus:
         pages=numbers.pages,
         free_pages=numbers.free_pages,
         latencies=_latencies(service, totals),
-        memory_bytes=service.memory_bytes,
+        memory_bytes=service.memory.bytes,
         adapters=seen.adapters(totals),
         running=seen.running(),
         jobs=seen.jobs(),
@@ -224,7 +225,8 @@ def _adapter(tenant: str, name: str, one: AdapterStatus, waiting: int) -> Adapte
     return AdapterState(
         name=name,
         tenant=tenant,
-        version=str(one.version),
+        version=one.version.number,
+        digest=one.version.known_digest,
         method=one.method,
         size_bytes=one.size_bytes,
         running=one.running,

@@ -38,6 +38,7 @@ OPTIONS: Mapping[str, Any] = {
     "api_key": (KEY,),
     "served_model_name": (MODEL,),
     "kv_cache_gib": 1 / 64,
+    "access_log": "none",
 }
 
 
@@ -137,7 +138,7 @@ def on_a_port(load: Callable[[], Executor] = make_executor, **options: Any) -> I
             failed.append(error)
             is_ready.set()
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     assert is_ready.wait(60)
     if failed:

@@ -193,7 +193,7 @@ class Scheduler:
         del self.waiting[sequence]
         self.backlog.remove(sequence)
         self.running[sequence] = None
-        sequence.state = State.RUNNING
+        sequence.begin(now_s)
         self.policy.admit(sequence, now_s)
 
     # ------------------------------------------------------------------------------- a step

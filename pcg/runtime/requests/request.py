@@ -167,6 +167,7 @@ class Completion:
         finish_reason: `stop` or `length`; `cancelled` or `timed_out` if it was given up, `failed`
             if it could not go on.
         cached_tokens: tokens of the prompt that were in the KV cache already.
+        queued_s: seconds from when the request came to when it was admitted; None if it never was.
         stop_reason: the stop string, or the token of `stop_token_ids`, that ended it; None if
             something else did, such as the model's own end-of-sequence token.
         logprobs: those of each generated token, if they were asked for.
@@ -186,6 +187,7 @@ class Completion:
     index: int = 0
     embedding: Tensor | None = field(default=None, compare=False)
     adapter_version: AdapterVersion | None = field(default=None, compare=False)
+    queued_s: float | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return self.text

@@ -41,6 +41,7 @@ class Sequence:
 
     Attributes:
         sampler: what chooses its tokens; None in simulated time.
+        admitted_s: when it was first admitted; None before.
         cached: number of its tokens whose keys and values are cached, virtual ones included.
         version: the version whose blocks it shares; None if blocks are not shared.
         digests: the digests of its blocks, as far as they are known.
@@ -75,6 +76,7 @@ class Sequence:
     length: int = field(init=False)
     generated: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    admitted_s: float | None = None
     first_token_s: float | None = None
     latest_token_s: float | None = None
     version: Version | None = None
@@ -144,6 +146,12 @@ class Sequence:
     def unread(self, start: int, stop: int) -> range:
         """Return those of some tokens whose rows the request reads, and has not read yet."""
         return range(max(start, self.read), min(stop, self.last_read))
+
+    def begin(self, now_s: float) -> None:
+        """Run from now on, for the first time or again."""
+        self.state = State.RUNNING
+        if self.admitted_s is None:
+            self.admitted_s = now_s
 
     def ids(self, start: int, stop: int) -> list[int]:
         """Return some of its tokens; virtual ones have any id."""
@@ -327,4 +335,5 @@ class Sequence:
             self.choice,
             self._embedding(),
             self.adapter_version,
+            None if self.admitted_s is None else self.admitted_s - self.submitted_s,
         )

@@ -99,7 +99,7 @@ async def create_embeddings(
     submitted = await service.submit(caller, model, body.input, body.fields(), new_id("embd"))
     groups = await all_completions(request, submitted)
     found = [completion for group in groups for completion in group]
-    content = await service.beside(_reply, body, model.name, found)
+    content = await service.beside(caller, _reply, body, model.name, found)
     return Response(content, media_type="application/json")
 
 

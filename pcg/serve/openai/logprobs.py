@@ -77,10 +77,7 @@ def completion_logprobs(
 def prompt_logprobs(
     found: Iterable[TokenLogprobs | None], texts: TokenTexts
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """Return the logprobs of a prompt's tokens as vLLM has them: by token id, as JSON.
-
-    A rank is known of the likeliest tokens alone.
-    """
+    """Return the logprobs of a prompt's tokens as vLLM has them: by token id, as JSON."""
     return [None if one is None else _by_id(one, texts) for one in found]
 
 
@@ -89,9 +86,9 @@ def _by_id(one: TokenLogprobs, texts: TokenTexts) -> dict[str, dict[str, Any]]:
     for rank, (token, logprob) in enumerate(one.top, 1):
         entries[str(token)] = _entry(logprob, rank, texts.text(token))
     text = texts.text(one.token_id)
-    entries.setdefault(str(one.token_id), _entry(one.logprob, None, text))
+    entries.setdefault(str(one.token_id), _entry(one.logprob, one.rank, text))
     return entries
 
 
-def _entry(logprob: float, rank: int | None, text: str) -> dict[str, Any]:
+def _entry(logprob: float, rank: int, text: str) -> dict[str, Any]:
     return {"logprob": number(logprob), "rank": rank, "decoded_token": text}

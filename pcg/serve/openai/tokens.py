@@ -123,7 +123,7 @@ class TokenizerInfo(BaseModel):
 async def tokenize(body: TokenizeBody, service: ServiceDependency, caller: Infers) -> Response:
     """Return the tokens of a text or of a chat."""
     tokenizer = await _tokenizer(service, caller, body.model)
-    return _json(await service.beside(_tokens, service, tokenizer, body))
+    return _json(await service.beside(caller, _tokens, service, tokenizer, body))
 
 
 @router.post("/detokenize", response_model=DetokenizeReply)
@@ -136,7 +136,7 @@ async def detokenize(body: DetokenizeBody, service: ServiceDependency, caller: I
         raise ApiError(
             400, f"token {unknown} is not in the vocabulary of {known} tokens.", param="tokens"
         )
-    return _json({"prompt": await service.beside(tokenizer.decode, body.tokens, False)})
+    return _json({"prompt": await service.beside(caller, tokenizer.decode, body.tokens, False)})
 
 
 @router.get("/tokenizer_info", response_model=TokenizerInfo)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from pcg.runtime.requests.request import Completion
 from pcg.serve.errors import ApiError
-from pcg.serve.openai.chat.generation import Chat, submit_chat
+from pcg.serve.openai.chat.generation import Chat, explained, submit_chat
 from pcg.serve.openai.chat.logprobs import LogprobWriter
 from pcg.serve.openai.chat.messages import Message
 from pcg.serve.openai.completions import STREAMED
@@ -97,7 +97,7 @@ async def create_response(
     response_id = new_id("resp").replace("-", "_")
     response = begun_response(response_id, model.name, body)
     _encoded(response, "body")
-    turn = await service.beside(_turn, service.responses, caller.tenant, body)
+    turn = await service.beside(caller, _turn, service.responses, caller.tenant, body)
     messages = messages_of([*turn.before, *turn.input])
     if body.instructions is not None:
         messages.insert(0, Message(role="system", content=body.instructions))
@@ -107,10 +107,12 @@ async def create_response(
     output = OutputItems(use, logprobs if body.wants_logprobs else None)
     end: Callable[[Completion], dict[str, Any]] = partial(turn.end, response, output)
     if body.stream:
-        chunks = await begun(request, [submitted])
+        with explained(use):
+            chunks = await begun(request, [submitted])
         leave, timeout_s = partial(cancel_all, [submitted]), service.options.stream_timeout_s
         return EventStream(ResponseEvents(response, output, end).parts(chunks), leave, timeout_s)
-    ((done,),) = await all_completions(request, [submitted])
+    with explained(use):
+        ((done,),) = await all_completions(request, [submitted])
     output.push(done.text, done.logprobs or (), status_of(done))
     return Response(orjson.dumps(end(done)), media_type="application/json")
 

@@ -334,7 +334,7 @@ NAMED: Any = {"type": "function", "function": {"name": "other"}}
         ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template", "--trust-request"),
         ({"extra_body": {"chat_template_kwargs": {"self": 1}}}, "chat_template_kwargs", "'self'"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs=true"),
-        ({"logprobs": True, "top_logprobs": 21}, None, "20"),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs", "20"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "differ"),
         ({"max_tokens": 2000}, "max_tokens", "maximum context length is 1024"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
