@@ -22,7 +22,7 @@ from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.options import EngineArguments
 from pcg.runtime.model.batch import whole_sequences
 from pcg.runtime.model.specialised import ServingProgram
-from pcg.runtime.model.state import ModelState
+from pcg.runtime.model.state import ModelState, NamedAdapter
 from pcg.runtime.requests.request import (
     Chunk,
     Completion,
@@ -230,15 +230,16 @@ class Executor:
     def request(
         self,
         prompt: str | Sequence[int],
-        adapter: str | None = None,
+        adapter: NamedAdapter = None,
         **fields: Unpack[RequestFields],
     ) -> Request:
         """Make a request that an engine takes.
 
         Args:
             prompt: text, or token ids.
-            adapter: the adapter's name; None for the base. Its present version serves the request
-                to its end.
+            adapter: the adapter's name, whose present version serves the request to its end; or an
+                adapter of `adapters`, which serves it though it may have been replaced; None for
+                the base.
             fields: the tenant and the times of `Request`, and the fields of `SamplingParams`.
         Raises:
             GenerationError: an empty prompt, text without a tokenizer, or bad options.

@@ -10,6 +10,8 @@ from fastapi.routing import APIRoute
 
 from pcg.errors import ServeError
 from pcg.serve import health, status
+from pcg.serve.adapters import routes as adapters
+from pcg.serve.adapters import sglang
 from pcg.serve.errors import ERRORS, add_handlers
 from pcg.serve.metrics import routes as metrics
 from pcg.serve.openai import completions, embeddings, models, tokens
@@ -24,6 +26,7 @@ from pcg.serve.service import Service
 from pcg.version import __version__
 
 ROUTERS: tuple[APIRouter, ...] = (
+    adapters.router,
     chat_completions.router,
     completions.router,
     embeddings.router,
@@ -33,6 +36,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     page.router,
     responses.router,
     status.router,
+    sglang.router,
     tokens.router,
 )
 

@@ -21,7 +21,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from pcg.errors import (
+    AdapterConflictError,
     AdapterError,
+    AdapterNotFoundError,
     DataError,
     DrainingError,
     EngineError,
@@ -49,6 +51,7 @@ _STATUS: tuple[tuple[type[PcgError], int, str | None], ...] = (
     (EngineError, 503, "engine_ended"),
     (GenerationError, 400, None),
     (UnsupportedError, 400, "unsupported"),
+    (AdapterConflictError, 409, "conflict"),
     (AdapterError, 400, "invalid_adapter"),
     (DataError, 400, "invalid_data"),
     (FinetuneError, 400, None),
@@ -67,7 +70,7 @@ class ErrorDetail(BaseModel):
     message: str
     type: str
     param: str | None
-    code: str | None
+    code: str | int | None
 
 
 class ErrorBody(BaseModel):
@@ -90,7 +93,7 @@ class ApiError(HTTPException):
         status: the HTTP status.
         message: what is wrong, the numbers, and the fix.
         param: the field or the parameter that is wrong.
-        code: a word for programs.
+        code: a word for programs; the status in vLLM's own endpoints.
         type: OpenAI's type of error; by default that of the status.
         headers: further headers of the reply; retry-after is added to a 429 and a 503.
     """
@@ -101,7 +104,7 @@ class ApiError(HTTPException):
         message: str,
         *,
         param: str | None = None,
-        code: str | None = None,
+        code: str | int | None = None,
         type: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
@@ -147,6 +150,8 @@ def as_api_error(error: BaseException) -> ApiError:
     """Return the error that a client is told of an exception."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, AdapterNotFoundError):  # its text names those of others
+        return ApiError(404, "The model does not exist any more.", code="model_not_found")
     if isinstance(error, QueueFullError):  # its numbers tell of other tenants
         return ApiError(429, "Too many requests wait; ask again later.", code="queue_full")
     for kind, status, code in _STATUS:

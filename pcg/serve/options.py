@@ -29,6 +29,9 @@ class ServeOptions:
         served_model_name: a name of the base in requests; by default the model's. Repeatable, and
             replies have the first.
         lora_modules: an adapter that everyone may use, as NAME=PATH or as JSON. Repeatable.
+        lora_roots: a folder of adapters, each in a folder of its own. One is loaded when somebody
+            names it, and those loaded over HTTP come from there. Repeatable.
+        max_cpu_loras: the most adapters in the host's memory at once.
         data_dir: the folder of what outlasts the server.
         max_model_len: the most tokens of a prompt and its output; the model's positions by default.
         max_num_seqs: the most sequences at once.
@@ -70,6 +73,8 @@ class ServeOptions:
     ssl_keyfile: Path | None = None
     served_model_name: Sequence[str] = ()
     lora_modules: Sequence[str] = ()
+    lora_roots: Sequence[str] = ()
+    max_cpu_loras: int = 256
     data_dir: Path | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
@@ -102,6 +107,7 @@ class ServeOptions:
             "tenant_seqs",
             "tenant_queue",
             "max_queue",
+            "max_cpu_loras",
             "key_requests",
         ):
             value = getattr(self, name)

@@ -70,7 +70,7 @@ class Service:
         self.created_s = int(time.time())
         bounds = [n for n in (options.max_model_len, executor.max_positions) if n is not None]
         self.max_model_len = min(bounds, default=None)
-        self.catalog = Catalog(executor, options.served_model_name or (executor.program.name,))
+        self.catalog = Catalog(executor, engine, options)
         self.token_texts = TokenTexts(executor.tokenizer)
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self.memory = serving_memory(executor, engine, options.kv_cache_bytes)

@@ -193,7 +193,7 @@ class _Seen:
         waiting, owned = totals.adapters.waiting.copy(), self._service.catalog.owned
         found = ((owned(one.name), one) for one in self._service.engine.adapters())
         seen = [pair for pair in found if self._sees(pair[0].tenant)]
-        seen.sort(key=lambda pair: (-pair[1].running, pair[0].name, pair[1].version))
+        seen.sort(key=lambda pair: (-pair[1].running, pair[0].name, pair[0].tenant))
         return [
             _adapter(owner.tenant, owner.name, one, waiting[one.name])
             for owner, one in seen[:_MOST_LISTED]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -51,6 +51,8 @@ from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.units import shown
 
 Result = TypeVar("Result")
+NamedAdapter: TypeAlias = str | Adapter | None
+"""An adapter by its name, or one that was served; None for the base."""
 
 
 class StateListener(Protocol):
@@ -188,11 +190,11 @@ class ModelState:
             raise AdapterNotFoundError(text) from None
 
     def adapters_of(
-        self, count: int, adapter: str | Sequence[str | None] | None
+        self, count: int, adapter: NamedAdapter | Sequence[NamedAdapter]
     ) -> list[Adapter | None]:
         """Return the adapter of each of `count` prompts; see `Executor.generate`."""
-        if adapter is None or isinstance(adapter, str):
-            names: Sequence[str | None] = [adapter] * count
+        if adapter is None or isinstance(adapter, str | Adapter):
+            names: Sequence[NamedAdapter] = [adapter] * count
         elif isinstance(adapter, Sequence):
             names = adapter
         else:
@@ -203,7 +205,7 @@ class ModelState:
             raise GenerationError(
                 f"{len(names)} adapters for {count} prompts; give one name, or one for each"
             )
-        return [None if name is None else self.adapter(name) for name in names]
+        return [self.adapter(name) if isinstance(name, str) else name for name in names]
 
     def check_free(
         self, name: str, *, replace: bool = False, expected_version: int | None = None

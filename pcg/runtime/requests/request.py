@@ -15,7 +15,7 @@ from torch import Tensor
 from pcg.errors import GenerationError, PcgError
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
-from pcg.runtime.model.state import ModelState
+from pcg.runtime.model.state import ModelState, NamedAdapter
 from pcg.runtime.sampling.logprobs import TokenLogprobs
 from pcg.runtime.sampling.sampler import resolved
 from pcg.runtime.sampling.sampling_params import SamplingFields, SamplingParams
@@ -238,7 +238,7 @@ class Chunk:
 def make_requests(
     state: ModelState,
     prompts: Sequence[str | Sequence[int]],
-    adapter: str | Sequence[str | None] | None,
+    adapter: NamedAdapter | Sequence[NamedAdapter],
     sampling: Mapping[str, Any],
 ) -> list[Request]:
     """Make a request of each prompt; see `Executor.generate`."""
@@ -259,7 +259,7 @@ def make_requests(
 
 
 def make_request(
-    state: ModelState, prompt: str | Sequence[int], adapter: str | None, fields: RequestFields
+    state: ModelState, prompt: str | Sequence[int], adapter: NamedAdapter, fields: RequestFields
 ) -> Request:
     """Make a request of one prompt; see `Executor.request`."""
     own = {name: value for name, value in fields.items() if name in _OWN}

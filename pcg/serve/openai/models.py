@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel
 
 from pcg.serve.adapters.catalog import ServedModel
+from pcg.serve.adapters.changes import delete
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
 from pcg.serve.service import Service, ServiceDependency
@@ -33,7 +34,11 @@ class Permission(BaseModel):
 
 
 class Model(BaseModel):
-    """A model; `parent` is the base of an adapter."""
+    """A model.
+
+    `parent` is the base of an adapter, `version` counts the times that its name was loaded or
+    published, and `digest` is of its weights and configuration.
+    """
 
     id: str
     object: Literal["model"] = "model"
@@ -43,6 +48,8 @@ class Model(BaseModel):
     parent: str | None
     max_model_len: int | None
     permission: list[Permission]
+    version: int | None
+    digest: str | None
 
 
 class ModelList(BaseModel):
@@ -57,7 +64,7 @@ async def list_models(
     service: ServiceDependency, caller: Annotated[Caller, Depends(requires(Scope.INFER))]
 ) -> ModelList:
     """List the models that the key may use."""
-    found = service.catalog.visible(caller)
+    found = await service.catalog.listed(caller)
     return ModelList(data=[card(service, caller, model) for model in found])
 
 
@@ -71,10 +78,29 @@ async def get_model(
     return card(service, caller, await service.catalog.find(caller, model))
 
 
+class DeletedModel(BaseModel):
+    """A model that is not served any more."""
+
+    id: str
+    object: Literal["model"] = "model"
+    deleted: Literal[True] = True
+
+
+@router.delete("/models/{model:path}")
+async def delete_model(
+    model: str,
+    service: ServiceDependency,
+    caller: Annotated[Caller, Depends(requires(Scope.TRAIN))],
+) -> DeletedModel:
+    """Unload an adapter of the key's tenant; requests that it answers end on it."""
+    await delete(service, caller, model)
+    return DeletedModel(id=model)
+
+
 def card(service: Service, caller: Caller, model: ServedModel) -> Model:
     """Return a model as clients see it."""
-    is_base = model.adapter is None
-    created = service.created_s
+    is_base, version = model.adapter is None, model.version
+    created = model.created_s
     permission = Permission(
         id=f"modelperm-{model.name}",
         created=created,
@@ -84,7 +110,9 @@ def card(service: Service, caller: Caller, model: ServedModel) -> Model:
         id=model.name,
         created=created,
         root=model.root,
-        parent=None if is_base else service.catalog.base.name,
+        parent=model.parent,
         max_model_len=service.max_model_len if is_base else None,
         permission=[permission],
+        version=None if version is None else version.number,
+        digest=None if version is None else version.known_digest,
     )

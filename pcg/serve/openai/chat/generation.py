@@ -112,9 +112,8 @@ def prepared(service: Service, chat: Chat) -> tuple[list[int], ToolUse]:
 
 def _left(service: Service, model: ServedModel, prompt_tokens: int) -> int:
     """Return how many tokens fit behind a prompt."""
-    adapter = None if model.adapter is None else service.executor.adapters[model.adapter]
-    virtual = 0 if adapter is None else adapter.prompt_tokens
-    bounds = [service.engine.most_tokens(adapter)]
+    virtual = 0 if model.adapter is None else model.adapter.prompt_tokens
+    bounds = [service.engine.most_tokens(model.adapter)]
     if service.max_model_len is not None:
         bounds.append(service.max_model_len)
     return max(1, min(bounds) - virtual - prompt_tokens)
