@@ -25,7 +25,7 @@ from pcg.serve.openai.event_stream import (
 from pcg.serve.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
 from pcg.serve.openai.sampling_fields import SamplingBody, Whole
 from pcg.serve.openai.usage import Usage, usage_of
-from pcg.serve.openai.wire import Prompts, StreamOptions
+from pcg.serve.openai.wire import AnsweringAdapter, Prompts, StreamOptions
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
 from pcg.serve.service import Service, ServiceDependency, Submitted, new_id
@@ -105,6 +105,7 @@ class CompletionReply(BaseModel):
     model: str
     choices: list[Choice]
     usage: Usage
+    adapter: AnsweringAdapter | None = None
 
 
 STREAMED = {
@@ -130,6 +131,7 @@ async def create_completion(
         "object": "text_completion",
         "created": int(time.time()),
         "model": model.name,
+        **model.answers,
     }
     names = TokenNames(service.token_texts, bool(body.return_tokens_as_token_ids))
     if body.stream:

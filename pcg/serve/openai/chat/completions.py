@@ -29,6 +29,7 @@ from pcg.serve.openai.event_stream import (
 )
 from pcg.serve.openai.logprobs import prompt_logprobs
 from pcg.serve.openai.usage import Usage, usage_of
+from pcg.serve.openai.wire import AnsweringAdapter
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
 from pcg.serve.service import ServiceDependency, new_id
@@ -80,6 +81,7 @@ class ChatReply(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    adapter: AnsweringAdapter | None = None
     prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
     prompt_token_ids: list[int] | None = None
 
@@ -102,6 +104,7 @@ async def create_chat_completion(
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
         "created": int(time.time()),
         "model": model.name,
+        **model.answers,
     }
     if body.stream:
         with explained(use):

@@ -95,7 +95,7 @@ async def create_response(
     """Generate a response to items."""
     model = await service.catalog.find(caller, body.model)
     response_id = new_id("resp").replace("-", "_")
-    response = begun_response(response_id, model.name, body)
+    response = begun_response(response_id, model, body)
     _encoded(response, "body")
     turn = await service.beside(caller, _turn, service.responses, caller.tenant, body)
     messages = messages_of([*turn.before, *turn.input])
