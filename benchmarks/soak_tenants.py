@@ -49,6 +49,7 @@ from pcg.errors import EngineError, PcgError
 from pcg.runtime.admission.fair_share import FairShare
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.async_engine import AsyncEngine
+from pcg.runtime.engine.running_job import RunningJob
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.events import Event, EventLog, Kind
 
@@ -102,6 +103,7 @@ class Hostile:
         self.counts: dict[str, int] = {}
         self.refused = 0
         self.wrong: list[str] = []
+        self.jobs: list[RunningJob] = []
         self._names = itertools.count()
         self._stop = threading.Event()
 
@@ -122,8 +124,10 @@ class Hostile:
             self.attempt(lambda prompt=prompt: self.submit(prompt))
 
     def flood(self) -> None:
-        for _ in range(1000):
+        for turn in range(1000):
             self.attempt(lambda: self.submit([self.drawn.randrange(VOCABULARY)] * 8))
+            if turn % 4 == 0:
+                time.sleep(1e-3)  # the client's own time would hold the interpreter's lock
 
     def huge_prompts(self) -> None:
         for length in (2000, 2048, 100_000):
@@ -145,18 +149,16 @@ class Hostile:
 
     def diverging_job(self) -> None:
         rows = [{"input_ids": [self.drawn.randrange(VOCABULARY) for _ in range(32)]}] * 4
-        job = self.running.finetune([rows], self.name(), max_steps=3, **JOB)
-        self.attempt(lambda: job.wait(60))
         examples = [Example([1, 2, 3] * 8, [1, 2, 3] * 8)] * 4
-        job = self.running.finetune(examples, self.name(), max_steps=5, **JOB)
-        self.attempt(lambda: job.wait(60))
+        for data in ([rows], examples):
+            self.jobs.append(self.running.finetune(data, self.name(), max_steps=5, **JOB))
 
     def bad_data(self) -> None:
         for path in (self.directory / "bad.jsonl", self.directory / "none.jsonl", "\0", 5):
             self.attempt(lambda path=path: self.wait(path))
 
     def wait(self, data: Any) -> None:
-        self.running.finetune(data, self.name(), max_steps=1, **JOB).wait(60)
+        self.running.finetune(data, self.name(), max_steps=1, **JOB).wait(5)
 
     def listener(self) -> None:
         def raises(event: Event) -> None:
@@ -191,6 +193,20 @@ class Hostile:
         finally:
             self._stop.set()
             thread.join()
+
+    def clear(self) -> None:
+        """End what is left of its requests and jobs."""
+        engine = self.running.engine
+
+        def end() -> None:
+            for one in engine.scheduler.everyone:
+                if one.request.tenant not in TENANTS and not one.choice:
+                    engine.cancel(one.id)
+
+        self.running.run(end)
+        for job in self.jobs:
+            job.cancel()
+        self.jobs.clear()
 
     def _attack(self) -> None:
         for attack in itertools.cycle(ATTACKS):
@@ -279,7 +295,7 @@ def soak(executor: Executor, setting: str, seconds: float, length_s: float) -> d
                 found, some = segment(running, length_s)
             same &= found == expected
             gaps["with"] += some
-            running.run(lambda: [running.engine.cancel(n) for n in of_hostile(running)])
+            hostile.clear()
             gc.collect()
             memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         lost = [t for t in threads if t == "pcg engine"] and not running._thread.is_alive()
@@ -310,12 +326,6 @@ def ratios(times: dict[str, dict[str, float]]) -> dict[str, float]:
     """Return by how much gaps are longer with the hostile tenant."""
     names = ("mean", "p50", "p90", "p99")
     return {name: round(times["with"][name] / times["without"][name], 2) for name in names}
-
-
-def of_hostile(running: AsyncEngine) -> list[str]:
-    """Return the hostile tenant's requests that are left."""
-    everyone = running.engine.scheduler.everyone
-    return [one.id for one in everyone if one.request.tenant not in TENANTS and not one.choice]
 
 
 def main() -> None:

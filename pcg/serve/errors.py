@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
@@ -33,6 +32,7 @@ from pcg.errors import (
     QueueFullError,
     UnsupportedError,
 )
+from pcg.serve.json_bytes import json_bytes
 
 LOG = logging.getLogger("pcg.serve")
 
@@ -127,7 +127,7 @@ class ApiError(HTTPException):
 
     def response(self) -> Response:
         return Response(
-            orjson.dumps(self.content),
+            json_bytes(self.content),
             self.status_code,
             headers=self.headers,
             media_type="application/json",

@@ -25,7 +25,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
-from itertools import islice
+from itertools import chain, islice
 
 from pcg.runtime.admission.line import Line
 from pcg.runtime.admission.policy import Chunks, Policy
@@ -55,7 +55,7 @@ class FairShare(Policy):
             their share of the time.
 
     Attributes:
-        heavy: the tenants that are bounded in this step.
+        heavy: the tenants that run and are bounded in this step.
     Raises:
         GenerationError: tenant_running is no int of at least 1, or stretch no number above 1.
     """
@@ -146,18 +146,22 @@ class FairShare(Policy):
         tenant = sequence.request.tenant
         return self._served[tenant] if tenant in self.heavy else -1
 
-    def bound(self, forward: Latency | None) -> StepBound | None:
-        """Find the heavy tenants among those that run; returns what bounds them beside others."""
-        tenants = len(self._running)
-        self.heavy = self._recent.heavy(self._running) if tenants > 1 else set()
-        if not self.heavy or forward is None:
+    def bound(self, forward: Latency | None, alone_s: float) -> StepBound | None:
+        """Find the heavy tenants; returns what bounds them beside others."""
+        heavy = self._recent.heavy(self._requests)
+        self.heavy = {one for one in self._running if one in heavy} if heavy else set()
+        if not heavy or forward is None:
             return None
+        tenants = max(len(self._running), 2)
         stretch = self._stretch or max(tenants / (tenants - 1), _LEAST_STRETCH)
-        self._patience -= 1
-        self._bounded += 1
-        if self._bounded % _LOOK == 0:
-            stretch = 1.0
-        return StepBound(self.heavy, stretch, forward, self._note_heavy, self._patience > 0)
+        if self.heavy:
+            self._patience -= 1
+            self._bounded += 1
+            if self._bounded % _LOOK == 0:
+                stretch = 1.0
+        is_alone = all(one in heavy for one in chain(self._running, self._lines))
+        most_s = alone_s if is_alone else None
+        return StepBound(heavy, stretch, most_s, forward, self._note_heavy, self._patience > 0)
 
     def _note_heavy(self) -> None:
         self._patience = _PATIENCE

@@ -73,11 +73,12 @@ class Policy(ABC):
             ordered.sort(key=_priority)
         return ordered
 
-    def bound(self, forward: Latency | None) -> StepBound | None:
+    def bound(self, forward: Latency | None, alone_s: float) -> StepBound | None:
         """Return what bounds the next step's tokens of some tenants; None if nothing does.
 
         Args:
             forward: the predicted time of a step, if it is known.
+            alone_s: the longest step of bounded tenants alone, seconds.
         """
         return None
 

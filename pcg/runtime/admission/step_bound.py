@@ -1,30 +1,37 @@
-"""The bound of a step: by how much heavy tenants may make it longer while others decode in it.
+"""The bound of a step: by how much heavy tenants may make it longer for others.
 
-    t(step) ≤ stretch · t(step without them)
+    t(step) ≤ stretch · t(step without them)     where others are here
+    t(step) ≤ alone_s                            where nobody is, as a newcomer waits so long
 
-t is the predicted time. Sequences of heavy tenants that do not fit keep their pages and wait for a
-later step, the first admitted go first; their prompts go on in chunks that fit. Where nothing of
-them fitted into many steps, one token runs all the same.
+t is the predicted time. Others that wait, or that read their prompts, count as a short chunk.
+Sequences of heavy tenants that do not fit keep their pages and wait for a later step, the first
+admitted go first; their prompts go on in chunks that fit. Where nothing of them fitted into many
+steps, one token runs all the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
+from pcg.runtime.admission.recent_use import HeavyTenants
 from pcg.runtime.engine.latency import Latency
 from pcg.runtime.model.load import Load, keys_of
 from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.requests.step_plan import StepPlan
 
 _ROW = Load(sampled=1)
+_CHUNK = Load.of(16, 0)
+_LEAST = 16
+"""Tokens of a prompt that run where nothing else does, however long they take."""
 
 
 class StepBound:
     """The bound of what heavy tenants add to one step.
 
     Args:
-        heavy: their names.
+        heavy: these tenants.
         stretch: how many times as long they may make the step.
+        alone_s: the longest step, seconds; None where others are here.
         forward: the predicted time of a step.
         ran: is told when something of them runs.
         is_patient: False if nothing of them ran for long, so that something has to.
@@ -32,14 +39,16 @@ class StepBound:
 
     def __init__(
         self,
-        heavy: Collection[str],
+        heavy: HeavyTenants,
         stretch: float,
+        alone_s: float | None,
         forward: Latency,
         ran: Callable[[], None],
         is_patient: bool,
     ) -> None:
         self._heavy = heavy
         self._more = stretch - 1
+        self._alone_s = alone_s
         self._forward = forward
         self._ran = ran
         self._is_patient = is_patient
@@ -57,23 +66,33 @@ class StepBound:
         if not self.applies(sequence):
             return True
         if self._most_s is None:
-            self._most_s = self._more * self._forward.seconds(plan.load)
-        is_alone = plan.tokens == self._tokens
-        return is_alone or self._must or self._added_s + self._cost_s(sequence, 1) <= self._most_s
+            self._most_s = self._left_s(plan)
+        fits = self._added_s + self._cost_s(sequence, 1) <= self._most_s
+        return fits or self._must or not plan.tokens
 
     def chunk(self, plan: StepPlan, sequence: Sequence, room: int) -> int:
         """Return how many tokens of a prompt may run beside what is planned, `room` at most."""
-        if not self.applies(sequence) or plan.tokens == self._tokens:
+        if not self.applies(sequence):
             return room
         if self._must:
-            return min(room, 1)
-        step_s = self._forward.seconds(plan.load)
-        left_s = self._more * (step_s - self._added_s) - self._added_s
+            return min(room, 1 if plan.tokens else _LEAST)
+        most_s = self._forward.seconds(plan.load) + self._left_s(plan)
         beside = plan.load + _ROW
         fitting = self._forward.tokens_within(
-            step_s + left_s, sequence.cached, beside, are_read=sequence.reads
+            most_s, sequence.cached, beside, are_read=sequence.reads
         )
-        return min(room, fitting)
+        return min(room, fitting if plan.tokens else max(fitting, _LEAST))
+
+    def _left_s(self, plan: StepPlan) -> float:
+        """Return the time that they may add to what is planned."""
+        step_s = self._forward.seconds(plan.load)
+        if plan.tokens > self._tokens:
+            others_s = step_s - self._added_s
+        elif self._alone_s is not None:
+            return self._alone_s - step_s
+        else:
+            others_s = self._forward.seconds(_CHUNK)
+        return self._more * others_s - self._added_s
 
     @property
     def _must(self) -> bool:

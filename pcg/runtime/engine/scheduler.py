@@ -202,7 +202,7 @@ class Scheduler:
         slos = (one.tpot_slo_s for one in self.running)
         plan = StepPlan(min((slo for slo in slos if slo is not None), default=None))
         prompts, held = [], []
-        bound = self._bound = self.policy.bound(self.pace)
+        bound = self._bound = self.policy.bound(self.pace, self.limits.idle_step_s)
         first = self._give_way()
         # Preempted sequences leave at the ends of these lists.
         left = self.policy.in_order(self.running)
@@ -342,8 +342,8 @@ class Scheduler:
         for sequence in in_turn:
             if self.prefixes is not None:
                 self.prefixes.find(sequence)
-            # A prompt that is alone in a step runs as a whole, however long.
-            is_alone = not plan.chunks
+            # A prompt that is alone in a step runs as a whole, however long, if nothing bounds it.
+            is_alone = not (plan.chunks or (self._bound and self._bound.applies(sequence)))
             tokens = sequence.pending if is_alone else self._chunk(plan, sequence)
             expected = self._expected_pages(sequence, reach)
             if tokens < 1 or not self._room.give(sequence, len(self.running), expected):

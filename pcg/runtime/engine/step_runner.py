@@ -120,7 +120,13 @@ class StepRunner:
             0.0,
             stop_ids,
             decoder,
-            Sampler(params, request.prompt_ids, stop_ids, self._grammar(params), of_first),
+            Sampler(
+                params,
+                request.prompt_ids,
+                stop_ids,
+                self._grammar(params, request.tenant),
+                of_first,
+            ),
             echoed=self._echoed(request),
             choice=choice,
             adapter_version=self._version(request) if first is None else first.adapter_version,
@@ -130,10 +136,10 @@ class StepRunner:
         adapter = request.adapter
         return None if adapter is None else self._answering(cast("Adapter", adapter))
 
-    def _grammar(self, params: SamplingParams) -> Grammar | None:
+    def _grammar(self, params: SamplingParams, tenant: str) -> Grammar | None:
         if params.guide is None:
             return None
-        grammar = self._grammars.begin(params.guide)
+        grammar = self._grammars.begin(params.guide, tenant)
         if not self.fails_alike:
             grammar.wait()  # ranks plan the same steps
         return grammar

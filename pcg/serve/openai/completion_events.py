@@ -20,6 +20,7 @@ from pcg.serve.openai.event_stream import check_ended, event
 from pcg.serve.openai.logprobs import TokenNames, completion_logprobs, prompt_logprobs
 from pcg.serve.openai.usage import counted
 from pcg.serve.openai.wire import StreamOptions
+from pcg.serve.security.caller import Caller
 from pcg.serve.service import Service, Submitted
 
 
@@ -58,11 +59,14 @@ class CompletionEvents:
     def __init__(
         self,
         service: Service,
+        caller: Caller,
         head: dict[str, Any],
         submitted: Sequence[Submitted],
         names: TokenNames,
         wanted: Wanted,
     ) -> None:
+        self._service = service
+        self._caller = caller
         self._texts = service.token_texts
         self._choices = [ChoiceText(service.executor.tokenizer, o.request) for o in submitted]
         self._head = {**head, "choices": [], **({"usage": None} if wanted.usage else {})}
@@ -77,11 +81,17 @@ class CompletionEvents:
     async def parts(self, chunks: AsyncIterator[tuple[int, list[Chunk]]]) -> AsyncIterator[bytes]:
         """Return the events of chunks, those of a step together, and that of the usage."""
         async for place, step in chunks:
-            made = b"".join(self._event(place, chunk) for chunk in step)
+            if any(chunk.prompt_logprobs for chunk in step):  # as long as the prompt is
+                made = await self._service.beside(self._caller, self._events, place, step)
+            else:
+                made = self._events(place, step)
             if made:
                 yield made
         if self._wanted.usage:
             yield event({**self._head, "usage": self._usage()})
+
+    def _events(self, place: int, step: Sequence[Chunk]) -> bytes:
+        return b"".join(self._event(place, chunk) for chunk in step)
 
     def _event(self, place: int, chunk: Chunk) -> bytes:
         done, key = chunk.completion, (place, chunk.choice)

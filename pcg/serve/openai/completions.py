@@ -6,13 +6,13 @@ import time
 from functools import partial
 from typing import Annotated, Any, Literal
 
-import orjson
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from pcg.runtime.requests.request import Completion, RequestFields
 from pcg.serve.errors import ApiError
+from pcg.serve.json_bytes import json_bytes
 from pcg.serve.openai.completion_events import CompletionEvents, Wanted
 from pcg.serve.openai.completion_texts import ChoiceText
 from pcg.serve.openai.event_stream import (
@@ -25,7 +25,8 @@ from pcg.serve.openai.event_stream import (
 from pcg.serve.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
 from pcg.serve.openai.sampling_fields import SamplingBody, Whole
 from pcg.serve.openai.usage import Usage, usage_of
-from pcg.serve.openai.wire import AnsweringAdapter, Prompts, StreamOptions
+from pcg.serve.openai.versions import version_of
+from pcg.serve.openai.wire import Prompts, StreamOptions
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
 from pcg.serve.service import Service, ServiceDependency, Submitted, new_id
@@ -97,15 +98,18 @@ class Choice(BaseModel):
 
 
 class CompletionReply(BaseModel):
-    """Continuations, those of the first prompt first."""
+    """Continuations, those of the first prompt first.
+
+    `system_fingerprint` is the version that answered: an adapter's is NAME@NUMBER.
+    """
 
     id: str
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[Choice]
     usage: Usage
-    adapter: AnsweringAdapter | None = None
 
 
 STREAMED = {
@@ -131,7 +135,7 @@ async def create_completion(
         "object": "text_completion",
         "created": int(time.time()),
         "model": model.name,
-        **model.answers,
+        "system_fingerprint": version_of(service, model, submitted[0].request),
     }
     names = TokenNames(service.token_texts, bool(body.return_tokens_as_token_ids))
     if body.stream:
@@ -139,27 +143,33 @@ async def create_completion(
         wanted = Wanted.of(
             bool(body.return_token_ids), body.prompt_logprobs is not None, body.stream_options
         )
-        events = CompletionEvents(service, head, submitted, names, wanted)
+        events = CompletionEvents(service, caller, head, submitted, names, wanted)
         leave, timeout_s = partial(cancel_all, submitted), service.options.stream_timeout_s
         return EventStream(guarded(events.parts(chunks)), leave, timeout_s)
     groups = await all_completions(request, submitted)
-    choices = [
-        _choice(service, body, names, asked, completion)
-        for asked, group in zip(submitted, groups, strict=True)
-        for completion in group
+    pairs = [
+        (asked, done) for asked, group in zip(submitted, groups, strict=True) for done in group
     ]
-    for index, choice in enumerate(choices):
-        choice["index"] = index
-    content = {**head, "choices": choices, "usage": usage_of(groups)}
-    return Response(orjson.dumps(content), media_type="application/json")
+
+    def content() -> bytes:
+        write = partial(_choice, service, body, names)
+        choices = [write(index, *pair) for index, pair in enumerate(pairs)]
+        return json_bytes({**head, "choices": choices, "usage": usage_of(groups)})
+
+    return Response(await service.beside(caller, content), media_type="application/json")
 
 
 def _choice(
-    service: Service, body: CompletionBody, names: TokenNames, asked: Submitted, done: Completion
+    service: Service,
+    body: CompletionBody,
+    names: TokenNames,
+    index: int,
+    asked: Submitted,
+    done: Completion,
 ) -> dict[str, Any]:
     """Return a continuation as JSON."""
     choice: dict[str, Any] = {
-        "index": 0,
+        "index": index,
         "text": done.text,
         "logprobs": None,
         "finish_reason": done.finish_reason,

@@ -12,13 +12,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, S
 from contextlib import aclosing
 from functools import partial
 
-import orjson
 from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pcg.runtime.requests.request import Chunk, Completion
 from pcg.serve.errors import LOG, ApiError, as_api_error
+from pcg.serve.json_bytes import json_bytes
 from pcg.serve.service import Submitted
 
 DONE = b"data: [DONE]\n\n"
@@ -26,7 +26,7 @@ DONE = b"data: [DONE]\n\n"
 
 def event(content: object) -> bytes:
     """Return one event without a name."""
-    return b"data: " + orjson.dumps(content) + b"\n\n"
+    return b"data: " + json_bytes(content) + b"\n\n"
 
 
 class EventStream(Response):

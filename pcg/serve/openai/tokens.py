@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-import orjson
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from starlette.responses import Response
@@ -15,6 +14,7 @@ from starlette.responses import Response
 from pcg.errors import GenerationError
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.errors import ApiError
+from pcg.serve.json_bytes import json_bytes
 from pcg.serve.openai.chat.generation import Chat, prepared
 from pcg.serve.openai.chat.messages import Messages
 from pcg.serve.openai.chat.tool_use import AskedTools
@@ -186,4 +186,4 @@ def _tokens(
 
 
 def _json(content: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")
+    return Response(json_bytes(content), media_type="application/json")

@@ -35,17 +35,6 @@ def _whole(value: Any) -> Any:
     return value
 
 
-class AnsweringAdapter(BaseModel):
-    """The version of an adapter that answered, by its number and the digest of its weights.
-
-    The digest is null where the weights were gone before it was computed.
-    """
-
-    name: str
-    version: int
-    digest: str | None
-
-
 class StreamOptions(WireModel):
     """Options of a stream; `include_obfuscation` has no effect."""
 

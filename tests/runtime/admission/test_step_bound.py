@@ -64,7 +64,7 @@ def test_a_flood_has_its_share_of_a_step(stretch: float | None, most: float, pro
     flooded = run(FairShare(stretch=stretch), "greedy", prompt)
     found = modest_gaps(flooded)
     assert statistics.mean(found) <= most * 1.01 * without
-    assert statistics.quantiles(found, n=100)[97] <= most * 1.05 * without
+    assert statistics.quantiles(found, n=100)[97] <= most * 1.1 * without
     unbounded = modest_gaps(run(Fcfs(), "greedy", 4))
     assert statistics.mean(unbounded) > 3 * without
     # The rest of the time is its own, and all of it where nobody else is there.
@@ -91,6 +91,19 @@ def steps_of(engine: SimulatedEngine) -> list[list[str]]:
         if event.kind is Kind.TOKEN:
             found.setdefault(event.time_s, []).append(event.subject)
     return list(found.values())
+
+
+def test_a_newcomer_waits_for_no_long_step() -> None:
+    """A flood that is alone for now runs in steps of 0.2 s, and not all of its prompts at once."""
+    engine = run(FairShare(), None)
+    for _ in range(40):
+        engine.submit(ask("greedy", prompt=300))
+    before, longest = engine.clock.now_s(), 0.0
+    while not engine.is_idle:
+        engine.step()
+        before, now = engine.clock.now_s(), before
+        longest = max(longest, before - now)
+    assert 0.15 < longest < 0.22
 
 
 def test_what_waits_for_room_in_a_step_is_served_in_the_end() -> None:

@@ -6,12 +6,12 @@ import time
 from functools import partial
 from typing import Annotated, Any, Literal
 
-import orjson
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
 from pcg.runtime.requests.request import Completion
+from pcg.serve.json_bytes import json_bytes
 from pcg.serve.openai.chat.body import ChatBody
 from pcg.serve.openai.chat.events import ChatEvents
 from pcg.serve.openai.chat.generation import explained, submit_chat
@@ -29,7 +29,7 @@ from pcg.serve.openai.event_stream import (
 )
 from pcg.serve.openai.logprobs import prompt_logprobs
 from pcg.serve.openai.usage import Usage, usage_of
-from pcg.serve.openai.wire import AnsweringAdapter
+from pcg.serve.openai.versions import version_of
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
 from pcg.serve.service import ServiceDependency, new_id
@@ -79,9 +79,9 @@ class ChatReply(BaseModel):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
-    adapter: AnsweringAdapter | None = None
     prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
     prompt_token_ids: list[int] | None = None
 
@@ -104,7 +104,7 @@ async def create_chat_completion(
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
         "created": int(time.time()),
         "model": model.name,
-        **model.answers,
+        "system_fingerprint": version_of(service, model, submitted.request),
     }
     if body.stream:
         with explained(use):
@@ -125,7 +125,7 @@ async def create_chat_completion(
         content["prompt_logprobs"] = prompt_logprobs(found, texts)
     if body.return_token_ids:
         content["prompt_token_ids"] = list(submitted.request.prompt_ids)
-    return Response(orjson.dumps(content), media_type="application/json")
+    return Response(json_bytes(content), media_type="application/json")
 
 
 def _choice(

@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-import orjson
-
 from pcg.runtime.requests.request import Chunk
+from pcg.serve.json_bytes import json_bytes
 from pcg.serve.openai.chat.logprobs import LogprobWriter
 from pcg.serve.openai.chat.message_reader import ChatMessage
 from pcg.serve.openai.chat.tool_use import ToolUse
@@ -56,7 +55,7 @@ class ChatEvents:
         self._messages: dict[int, ChatMessage] = {}
         self._output = self._cached = 0
         # Written once: an event is this, its choice, and the end.
-        self._opening = b"data: " + orjson.dumps(self._head)[:-2]
+        self._opening = b"data: " + json_bytes(self._head)[:-2]
         self._end = b'],"usage":null}\n\n' if wanted.usage else b"]}\n\n"
 
     async def parts(self, chunks: AsyncIterator[tuple[int, list[Chunk]]]) -> AsyncIterator[bytes]:
@@ -110,7 +109,7 @@ class ChatEvents:
         if further or self._wanted.running_usage:
             usage = {"usage": self._usage()} if self._wanted.running_usage else {}
             return event({**self._head, "choices": [choice], **usage, **(further or {})})
-        return self._opening + orjson.dumps(choice) + self._end
+        return self._opening + json_bytes(choice) + self._end
 
     def _usage(self) -> dict[str, Any]:
         return counted(len(self._request.prompt_ids), self._output, self._cached)

@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import orjson
-
 from pcg.runtime.requests.request import Chunk, Completion
 from pcg.serve.errors import as_api_error
+from pcg.serve.json_bytes import json_bytes
 from pcg.serve.openai.event_stream import check_ended
 from pcg.serve.openai.responses.output import OutputItems
 from pcg.serve.openai.responses.reply import status_of
@@ -77,4 +76,4 @@ class ResponseEvents:
     def _event(self, content: dict[str, Any]) -> bytes:
         numbered = {**content, "sequence_number": self._number}
         self._number += 1
-        return b"event: %s\ndata: %s\n\n" % (content["type"].encode(), orjson.dumps(numbered))
+        return b"event: %s\ndata: %s\n\n" % (content["type"].encode(), json_bytes(numbered))

@@ -8,9 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from pcg.runtime.requests.request import Completion
-from pcg.serve.adapters.catalog import ServedModel
 from pcg.serve.openai.responses.body import ResponseBody
-from pcg.serve.openai.wire import AnsweringAdapter
 
 
 class ResponseReply(BaseModel):
@@ -44,10 +42,10 @@ class ResponseReply(BaseModel):
     top_p: float
     truncation: str
     user: str | None
-    adapter: AnsweringAdapter | None = None
+    system_fingerprint: str
 
 
-def begun_response(response_id: str, model: ServedModel, body: ResponseBody) -> dict[str, Any]:
+def begun_response(response_id: str, model: str, body: ResponseBody) -> dict[str, Any]:
     """Return the response object of a request that has begun."""
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
     choice = body.tool_choice
@@ -58,8 +56,7 @@ def begun_response(response_id: str, model: ServedModel, body: ResponseBody) -> 
         "created_at": int(time.time()),
         "completed_at": None,
         "status": "in_progress",
-        "model": model.name,
-        **model.answers,
+        "model": model,
         "output": [],
         "error": None,
         "incomplete_details": None,

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
-import orjson
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
 from pcg.runtime.requests.request import Completion
 from pcg.serve.errors import ApiError
+from pcg.serve.json_bytes import json_bytes
 from pcg.serve.openai.chat.generation import Chat, explained, submit_chat
 from pcg.serve.openai.chat.logprobs import LogprobWriter
 from pcg.serve.openai.chat.messages import Message
@@ -30,6 +30,7 @@ from pcg.serve.openai.responses.reply import (
     status_of,
 )
 from pcg.serve.openai.responses.store import KeptResponse, ResponseStore
+from pcg.serve.openai.versions import version_of
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
 from pcg.serve.service import ServiceDependency, new_id
@@ -79,8 +80,8 @@ class _Turn:
         if not whole["store"]:
             return whole
         items = [InputItem.model_validate(item) for item in output.items]
-        size = self.history_bytes + len(orjson.dumps(output.items))
-        content = orjson.dumps(whole)
+        size = self.history_bytes + len(json_bytes(output.items))
+        content = json_bytes(whole)
         if not self.store.may_keep(size + len(content)):
             return {**whole, "store": False}
         history = (*self.before, *self.input, *items)
@@ -95,14 +96,14 @@ async def create_response(
     """Generate a response to items."""
     model = await service.catalog.find(caller, body.model)
     response_id = new_id("resp").replace("-", "_")
-    response = begun_response(response_id, model, body)
-    _encoded(response, "body")
     turn = await service.beside(caller, _turn, service.responses, caller.tenant, body)
     messages = messages_of([*turn.before, *turn.input])
     if body.instructions is not None:
         messages.insert(0, Message(role="system", content=body.instructions))
     chat = Chat(messages, body.asked_tools(), body.fields(request), {"variables": body.variables()})
     submitted, use = await submit_chat(service, caller, model, chat, response_id)
+    response = begun_response(response_id, model.name, body)
+    response["system_fingerprint"] = version_of(service, model, submitted.request)
     logprobs = LogprobWriter(service.token_texts, bool(body.return_tokens_as_token_ids))
     output = OutputItems(use, logprobs if body.wants_logprobs else None)
     end: Callable[[Completion], dict[str, Any]] = partial(turn.end, response, output)
@@ -114,7 +115,7 @@ async def create_response(
     with explained(use):
         ((done,),) = await all_completions(request, [submitted])
     output.push(done.text, done.logprobs or (), status_of(done))
-    return Response(orjson.dumps(end(done)), media_type="application/json")
+    return Response(json_bytes(end(done)), media_type="application/json")
 
 
 def _turn(store: ResponseStore, tenant: str, body: ResponseBody) -> _Turn:
@@ -129,7 +130,7 @@ def _turn(store: ResponseStore, tenant: str, body: ResponseBody) -> _Turn:
         for item in items
     ]
     before: Sequence[InputItem] = ()
-    size = len(_encoded([as_json(item) for item in items], "input"))
+    size = len(json_bytes([as_json(item) for item in items]))
     if body.previous_response_id is not None:
         kept = _kept(store, tenant, body.previous_response_id, "previous_response_id")
         before, size = kept.history, size + kept.history_bytes
@@ -160,7 +161,7 @@ async def delete_response(
     return DeletedResponse(id=response_id)
 
 
-@router.get("/responses/{response_id}/input_items")
+@router.get("/responses/{response_id}/input_items", response_model=ItemList)
 async def list_input_items(
     response_id: str,
     service: ServiceDependency,
@@ -168,7 +169,7 @@ async def list_input_items(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Annotated[Literal["asc", "desc"], Query()] = "desc",
     after: Annotated[str | None, Query()] = None,
-) -> ItemList:
+) -> Response:
     """List the items of a response's request."""
     kept = _kept(service.responses, caller.tenant, response_id, "response_id")
     items = [as_json(item) for item in kept.input]
@@ -180,15 +181,9 @@ async def list_input_items(
         items = items[ids.index(after) + 1 :]
     page = items[:limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return ItemList(data=page, first_id=first, last_id=last, has_more=len(items) > limit)
-
-
-def _encoded(value: object, what: str) -> bytes:
-    """Return what a reply repeats as JSON; an ApiError if it cannot be sent back."""
-    try:
-        return orjson.dumps(value)
-    except TypeError as error:  # half a character, or a number beyond 64 bits
-        raise ApiError(400, f"The {what} cannot be sent back: {error}.", param=what) from error
+    more = {"first_id": first, "last_id": last, "has_more": len(items) > limit}
+    content = {"object": "list", "data": page, **more}
+    return Response(json_bytes(content), media_type="application/json")
 
 
 def _kept(store: ResponseStore, tenant: str, response_id: str, param: str) -> KeptResponse:

@@ -74,19 +74,30 @@ def test_half_characters_are_refused_or_shown_as_such(tmp_path: Path) -> None:
         ]
         for body in bodies:
             assert post(service, body)["error"]["type"] == "invalid_request_error"
-        items: list[dict[str, Any]] = [
+        refused: list[dict[str, Any]] = [
             {"input": HALF},
             {"input": [{"type": HALF}]},
-            {"input": "a", "metadata": {"a": HALF}},
             {"input": "a", "instructions": HALF},
-            {"input": "a", "max_tool_calls": 10**30},
             {"input": "a", "previous_response_id": HALF},
         ]
-        for item in items:
-            body = {"model": serving.MODEL, **item}
-            body.pop("messages", None)
-            error = of_responses(service, body)["error"]
-            assert error["type"] == "invalid_request_error", item
+        for body in refused:
+            error = of_responses(service, {"model": serving.MODEL, **body})["error"]
+            assert error["type"] == "invalid_request_error", body
+        item = {"role": "user", "content": "a", "id": HALF}
+        repeated = {"metadata": {"a": HALF}, "max_tool_calls": 10**30, "max_output_tokens": 2}
+        reply = of_responses(service, {"model": serving.MODEL, "input": [item], **repeated})
+        assert (reply["metadata"], reply["max_tool_calls"]) == ({"a": HALF}, 10**30)
+        path = f"/v1/responses/{reply['id']}"
+        assert get(service, path) == reply
+        assert get(service, f"{path}/input_items")["data"][0]["id"] == HALF
+
+
+def get(service: Service, path: str) -> Any:
+    async def run() -> Any:
+        async with serving.client_of(service) as client:
+            return json.loads((await client.get(path)).content)
+
+    return asyncio.run(run())
 
 
 def of_responses(service: Service, body: Mapping[str, Any]) -> Any:
@@ -94,7 +105,7 @@ def of_responses(service: Service, body: Mapping[str, Any]) -> Any:
         async with serving.client_of(service) as client:
             content = json.dumps(body).encode()
             reply = await client.post("/v1/responses", content=content, headers=JSON)
-            return reply.json()
+            return json.loads(reply.content)
 
     return asyncio.run(run())
 
