@@ -8,7 +8,7 @@ so that their pages are free after the engine's next step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -36,14 +36,20 @@ class EventStream(Response):
         parts: bytes to send, each at once; they have one event or several.
         leave: what to do when the client leaves.
         timeout_s: the most time that a part may take to send, seconds.
+        headers: further ones.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, parts: AsyncIterator[bytes], leave: Callable[[], None], timeout_s: float
+        self,
+        parts: AsyncIterator[bytes],
+        leave: Callable[[], None],
+        timeout_s: float,
+        headers: Mapping[str, str],
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        fixed = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers={**fixed, **headers})
         del self.headers["content-length"]
         self._parts = parts
         self._leave = leave

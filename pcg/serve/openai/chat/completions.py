@@ -29,7 +29,6 @@ from pcg.serve.openai.event_stream import (
 )
 from pcg.serve.openai.logprobs import prompt_logprobs
 from pcg.serve.openai.usage import Usage, usage_of
-from pcg.serve.openai.versions import version_of
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
 from pcg.serve.service import ServiceDependency, new_id
@@ -104,7 +103,7 @@ async def create_chat_completion(
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
         "created": int(time.time()),
         "model": model.name,
-        "system_fingerprint": version_of(service, model, submitted.request),
+        "system_fingerprint": model.fingerprint,
     }
     if body.stream:
         with explained(use):
@@ -115,7 +114,7 @@ async def create_chat_completion(
         writer = logprobs if body.logprobs else None
         events = ChatEvents(head, submitted, use, wanted, writer, texts)
         leave, timeout_s = partial(cancel_all, [submitted]), service.options.stream_timeout_s
-        return EventStream(guarded(events.parts(chunks)), leave, timeout_s)
+        return EventStream(guarded(events.parts(chunks)), leave, timeout_s, model.headers)
     with explained(use):
         (group,) = await all_completions(request, [submitted])
     content = {**head, "choices": [_choice(body, use, logprobs, done) for done in group]}
@@ -125,7 +124,7 @@ async def create_chat_completion(
         content["prompt_logprobs"] = prompt_logprobs(found, texts)
     if body.return_token_ids:
         content["prompt_token_ids"] = list(submitted.request.prompt_ids)
-    return Response(json_bytes(content), media_type="application/json")
+    return Response(json_bytes(content), headers=model.headers, media_type="application/json")
 
 
 def _choice(

@@ -30,7 +30,6 @@ from pcg.serve.openai.responses.reply import (
     status_of,
 )
 from pcg.serve.openai.responses.store import KeptResponse, ResponseStore
-from pcg.serve.openai.versions import version_of
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
 from pcg.serve.service import ServiceDependency, new_id
@@ -103,7 +102,7 @@ async def create_response(
     chat = Chat(messages, body.asked_tools(), body.fields(request), {"variables": body.variables()})
     submitted, use = await submit_chat(service, caller, model, chat, response_id)
     response = begun_response(response_id, model.name, body)
-    response["system_fingerprint"] = version_of(service, model, submitted.request)
+    response["system_fingerprint"] = model.fingerprint
     logprobs = LogprobWriter(service.token_texts, bool(body.return_tokens_as_token_ids))
     output = OutputItems(use, logprobs if body.wants_logprobs else None)
     end: Callable[[Completion], dict[str, Any]] = partial(turn.end, response, output)
@@ -111,11 +110,12 @@ async def create_response(
         with explained(use):
             chunks = await begun(request, [submitted])
         leave, timeout_s = partial(cancel_all, [submitted]), service.options.stream_timeout_s
-        return EventStream(ResponseEvents(response, output, end).parts(chunks), leave, timeout_s)
+        parts = ResponseEvents(response, output, end).parts(chunks)
+        return EventStream(parts, leave, timeout_s, model.headers)
     with explained(use):
         ((done,),) = await all_completions(request, [submitted])
     output.push(done.text, done.logprobs or (), status_of(done))
-    return Response(json_bytes(end(done)), media_type="application/json")
+    return Response(json_bytes(end(done)), headers=model.headers, media_type="application/json")
 
 
 def _turn(store: ResponseStore, tenant: str, body: ResponseBody) -> _Turn:
