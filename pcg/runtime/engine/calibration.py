@@ -5,9 +5,9 @@ of a forward:
 
     t(n tokens, k keys, r rows of logits) = a₀ + a₁ n + a₂ k + a₃ r
 
-A backward unit is estimated as one layer's share of twice the forward, which has half its products;
-a trained token's loss as twice a row of logits; and a window as twice the first row, for which the
-head's weights are read.
+A layer's backward is estimated as its share of twice the forward, which has half its products; a
+trained token's loss as twice a row of logits; and its constant as twice the first row, for which
+the head's weights are read.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _SHORT, _LONG = 16, 256
 _ROUNDS = 3
 _BACKWARD = 2.0
 """Time of a backward, relative to the forward."""
+_SAVED = 0.25
+"""The time of a window beside requests that is its own, relative to its tokens' and a step's."""
 
 
 def calibrated(state: ModelState, clock: Clock) -> Latencies:
@@ -60,7 +62,10 @@ def calibrated(state: ModelState, clock: Clock) -> Latencies:
 
     found = fitted_latencies(seconds, len(runner.model.layers), long)
     # Fits may round differently on other ranks, and all must plan alike.
-    return Latencies(*(_of_first(runner.ranks, one) for one in (found.forward, found.backward)))
+    if device.type == "cpu":  # the head is cut, and read as often for many parts as for few
+        found.loss = Latency(0.0, found.loss.coefficients_s[1], 0.0)
+    measured = (found.forward, found.backward, found.loss)
+    return Latencies(*(_of_first(runner.ranks, one) for one in measured))
 
 
 def _of_first(ranks: Ranks, latency: Latency) -> Latency:
@@ -84,9 +89,10 @@ def fitted_latencies(
     ]
     constant_s, token_s, key_s, row_s = _fitted(measured)
     head_s = max(measured[0][1] - seconds(short, 0, 0), row_s)
-    forward = Latency(constant_s, token_s, key_s, row_s, _BACKWARD * row_s, _BACKWARD * head_s)
+    forward = Latency(constant_s, token_s, key_s, row_s, _SAVED * token_s, _SAVED * constant_s)
     share = _BACKWARD / layers
-    return Latencies(forward, Latency(constant_s / layers, token_s * share, key_s * share))
+    backward = Latency(constant_s / layers, token_s * share, key_s * share)
+    return Latencies(forward, backward, Latency(_BACKWARD * head_s, _BACKWARD * row_s, 0.0))
 
 
 def _fitted(measured: Sequence[tuple[Load, float]]) -> tuple[float, float, float, float]:

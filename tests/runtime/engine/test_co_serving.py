@@ -45,9 +45,15 @@ class CpuCosts:
     layers = LAYERS
 
     def step_seconds(self, shape: StepShape) -> float:
-        of_window = 0.02 * (shape.trained > 0) + 1.5e-3 * shape.trained
+        of_window = 1e-3 * (shape.trained > 0)
         of_tokens = 6.4e-4 * shape.tokens + 4e-7 * shape.pairs
         return 0.0154 + of_tokens + 8e-4 * shape.sampled + of_window
+
+    def layer_seconds(self, layer: int, shape: StepShape) -> float:
+        return 0.0011 + 6e-5 * shape.tokens + 5e-8 * shape.pairs
+
+    def loss_seconds(self, tokens: int) -> float:
+        return 0.0005 + 1.0e-3 * tokens
 
     def backward_seconds(self, layer: int, shape: StepShape) -> float:
         return 0.0027 + 1.1e-4 * shape.tokens + 1e-7 * shape.pairs

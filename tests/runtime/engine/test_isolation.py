@@ -206,14 +206,15 @@ def test_a_backward_that_fails_beside_another(monkeypatch: pytest.MonkeyPatch) -
     engine = make_engine(executor, 64)
     bad = engine.finetune(DATA, "bad", peft=LORA, **OPTIONS)
     good = engine.finetune(DATA, "good", peft=LORA, **OPTIONS)
-    back = engine.device.back
+    run_parts = engine.device.run_parts
 
-    def failing(units: list[Any]) -> None:
-        back(units)
-        if bad.unit in units and bad.unit.layer == 0:
+    def failing(parts: list[Any]) -> None:
+        is_last = bad.unit in parts and bad.unit.stage == Stage(Phase.BACKWARD, 1)
+        run_parts(parts)
+        if is_last:
             raise RuntimeError("a kernel failed")
 
-    monkeypatch.setattr(engine.device, "back", failing)
+    monkeypatch.setattr(engine.device, "run_parts", failing)
     run(engine)
     assert isinstance(bad.error, FinetuneError)
     assert good.error is None

@@ -23,7 +23,7 @@ from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
-from pcg.runtime.training.work_units import Forward
+from pcg.runtime.training.work_units import Forward, Phase
 from pcg.simulate.simulated_training import SimulatedPass
 from tests.support.certain import certain
 from tests.support.small_engine import (
@@ -129,7 +129,7 @@ def test_spatial_sharing_gives_a_part_of_the_time() -> None:
             trained_s += 1e-3 * rule.forward(step, unit_of(1000))
         load = Load(3)
         elapsed_s = 0.01
-        while rule.backward(step, load, elapsed_s):
+        while rule.fits(step, Phase.BACKWARD, load, elapsed_s):
             rule.ran(step, 6e-3)
             elapsed_s, trained_s = elapsed_s + 6e-3, trained_s + 6e-3
     assert trained_s == pytest.approx(400 * 5e-3, rel=0.01)
@@ -140,8 +140,8 @@ def test_co_serving_keeps_to_the_promise() -> None:
     rule, step = CoServing(burst=1), step_of(10)
     # A layer of 12 goes back within 25 ms; 1000 make 84 such windows.
     assert rule.forward(step, unit_of(1000)) == 12
-    assert rule.backward(step, Load(12), 0.02)
-    assert not rule.backward(step, Load(12), 0.03)
+    assert rule.fits(step, Phase.BACKWARD, Load(12), 0.02)
+    assert not rule.fits(step, Phase.BACKWARD, Load(12), 0.03)
     full = step_of(50)
     assert rule.forward(full, unit_of(1000)) == 0
 
@@ -158,7 +158,7 @@ def test_a_job_goes_on_where_a_window_takes_longer_than_a_step_may(rule: Sharing
     assert rule.forward(idle, unit) == 4
     idle.load += Load(4, windows=1)
     assert rule.forward(idle, unit) == 0
-    assert rule.backward(Step(Limits(), latencies), Load(4), 0.0)
+    assert rule.fits(Step(Limits(), latencies), Phase.BACKWARD, Load(4), 0.0)
     served = Step(Limits(least_chunk=4), latencies, 0.05, 0.05, Load(1), is_served=True)
     assert CoServing().forward(served, unit) == 0
 
@@ -177,8 +177,8 @@ def test_a_step_uses_slack_that_others_saved_up_to_its_burst() -> None:
     rule = CoServing(burst=4)
     awaited = [rule.forward(window_step(1.0, True), unit_of(180)) for _ in range(40)]
     assert {*awaited} == {0, 30}
-    assert rule.backward(window_step(1.0), Load(10), 0.19)
-    assert not rule.backward(window_step(1.0, True), Load(10), 0.049)
+    assert rule.fits(window_step(1.0), Phase.BACKWARD, Load(10), 0.19)
+    assert not rule.fits(window_step(1.0, True), Phase.BACKWARD, Load(10), 0.049)
 
 
 def test_a_batch_is_split_evenly() -> None:
