@@ -84,7 +84,7 @@ class CpuCosts:
         return 0.0154 + of_tokens + 8e-4 * shape.sampled + of_window
 
     def layer_seconds(self, layer: int, shape: StepShape) -> float:
-        return 0.0011 + 6e-5 * shape.tokens + 5e-8 * shape.pairs
+        return self.backward_seconds(layer, shape) / 2
 
     def loss_seconds(self, tokens: int) -> float:
         return 0.0005 + 1.0e-3 * tokens

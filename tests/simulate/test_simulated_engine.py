@@ -119,7 +119,7 @@ def test_jobs_go_back_together_and_those_behind_catch_up() -> None:
         engine.step()
         engine.check_integrity()
     assert [job.result for job in (*jobs, late)] == [1, 1, 2]
-    assert ran == [(2, [3, 4]), (2, [8]), (1, [3, 4, 8]), (2, [5]), (1, [5])]
+    assert ran == [(2, [3, 4, 8]), (1, [3, 4, 8]), (2, [5]), (1, [5])]
 
 
 def test_a_preempted_request_is_admitted_again_in_the_log() -> None:
@@ -145,8 +145,8 @@ def test_promises_are_kept_beside_finetuning() -> None:
     assert report.slo_attainment > 0.97
     assert report.gap_attainment is not None
     assert report.gap_attainment > 0.99
-    # A step without them takes a fifth of 50 ms, and 700 tokens forward and back 0.25 s.
-    assert report.finetuning_throughput > 1000
+    # A step without them takes a fifth of 50 ms, and 700 tokens forward and back 0.32 s.
+    assert report.finetuning_throughput > 650
 
 
 class _UnsteadyCosts(LinearCosts):
@@ -174,7 +174,7 @@ def test_promises_are_kept_where_steps_are_unsteady() -> None:
     assert report.slo_attainment >= 0.99
     assert report.gap_attainment is not None
     assert report.gap_attainment >= 0.99
-    assert report.finetuning_throughput > 1700
+    assert report.finetuning_throughput > 1300
 
 
 def test_latencies_stay_sound_where_loads_are_alike() -> None:

@@ -178,12 +178,12 @@ class Latencies:
         """Begin with estimates: of a layer's forward as half of its backward.
 
         Args:
-            loss: by default, that of a token is twice a row of logits.
+            loss: by default, that of a token is twice a row of logits, and no less than a token.
         """
-        of_step = forward.coefficients_s
+        _, token_s, _, row_s, *_ = forward.coefficients_s
         self.forward = forward
         self.backward = backward
-        self.loss = Latency(of_step[-1], 2 * of_step[3], 0.0) if loss is None else loss
+        self.loss = Latency(0.0, max(token_s, 2 * row_s), 0.0) if loss is None else loss
         self.layer = Latency(*(part / 2 for part in backward.coefficients_s))
 
     def of(self, phase: Phase) -> Latency:
@@ -207,9 +207,9 @@ class Latencies:
         """
         constant_s, token_s = took_s / 2, took_s / 4 / max(load.tokens, 1)
         key_s, row_s = token_s / 1e4, token_s
-        forward = Latency(constant_s, token_s, key_s, row_s, token_s / 4, constant_s / 4)
+        forward = Latency(constant_s, token_s, key_s, row_s, token_s / 20, constant_s / 20)
         backward = Latency(*(2 * part / layers for part in (constant_s, token_s, key_s)))
-        return cls(forward, backward, Latency(0.0, 2 * row_s, 0.0))
+        return cls(forward, backward)
 
     def keep(self, percentile: float) -> None:
         """Have so many percent of steps end within prediction and margin."""

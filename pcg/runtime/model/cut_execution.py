@@ -29,7 +29,7 @@ class CutExecution(Generic[Result]):
 
     @property
     def results(self) -> list[Result]:
-        """What the functions have returned."""
+        """The results of the functions, once all have returned."""
         return self._merged.results
 
     def run(self, numbers: int) -> int:

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class Phase(IntEnum):
-    """What a part of a pass does; of the greatest phase is who is furthest from the end."""
+    """The phases of a pass, the last one first."""
 
     BACKWARD = 0
     LOSS = 1
@@ -27,7 +27,7 @@ class Phase(IntEnum):
 
 
 class Stage(NamedTuple):
-    """How far a pass has come. Parts of one stage may run together.
+    """The place of a part within its pass. Parts of one stage may run together.
 
     Attributes:
         left: the layers that are left in the phase, the part's own included; 0 in the loss.

@@ -183,7 +183,8 @@ def test_jobs_go_back_through_the_base_together(monkeypatch: pytest.MonkeyPatch)
     run = products.linear_backward
 
     def counted(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        rows.append(len(dy))
+        if dy.shape[-1] < executor.program.base.vocabulary:  # not in a loss
+            rows.append(len(dy))
         return run(dy, weight)
 
     monkeypatch.setattr(products, "linear_backward", counted)

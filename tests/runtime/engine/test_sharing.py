@@ -23,7 +23,7 @@ from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
-from pcg.runtime.training.work_units import Forward, Phase
+from pcg.runtime.training.work_units import Forward, Part, Phase
 from pcg.simulate.simulated_training import SimulatedPass
 from tests.support.certain import certain
 from tests.support.small_engine import (
@@ -173,7 +173,7 @@ def window_step(slack_s: float, awaits_first_token: bool = False) -> Step:
 def test_a_step_uses_slack_that_others_saved_up_to_its_burst() -> None:
     """Of 200 ms, 10 are the requests' and 10 the window's; while one waits, of 50 ms."""
     assert CoServing(burst=4).forward(window_step(1.0), unit_of(180)) == 180
-    assert CoServing(burst=1).forward(window_step(1.0), unit_of(180)) == 30
+    assert CoServing(burst=1.01).forward(window_step(1.0), unit_of(180)) == 30
     rule = CoServing(burst=4)
     awaited = [rule.forward(window_step(1.0, True), unit_of(180)) for _ in range(40)]
     assert {*awaited} == {0, 30}
@@ -183,13 +183,51 @@ def test_a_step_uses_slack_that_others_saved_up_to_its_burst() -> None:
 
 def test_a_batch_is_split_evenly() -> None:
     """Rooms of 180 and 30 tokens take as many windows as they must, and no tiny last one."""
-    for burst, remaining, sizes in ((4, 200, [100, 100]), (1, 100, [25] * 4), (1, 31, [16, 15])):
+    for burst, remaining, sizes in (
+        (4, 200, [100, 100]),
+        (1.01, 100, [25] * 4),
+        (1.01, 31, [16, 15]),
+    ):
         rule, unit = CoServing(burst), unit_of(remaining)
         found = []
         while unit.remaining:
             found.append(rule.forward(window_step(1.0), unit))
             unit.run(found[-1])
         assert found == sizes
+
+
+def test_where_gaps_are_promised_a_window_goes_forward_as_it_costs_less() -> None:
+    """Of 50 ms, 40 are left: for 30 tokens at once, or any number in layers of 0.5 + 0.05 ms."""
+    rule, unit = CoServing(), unit_of(180)
+    assert rule.forward(window_step(1.0), unit) == 0
+    assert rule.in_layers(window_step(1.0), unit, 0.01) == 180
+    assert rule.in_layers(window_step(1.0), unit, 0.0406) == 0
+    assert CoServing(burst=4).in_layers(window_step(1.0), unit, 0.01) == 0
+    # Beside what is served, a token takes 0.05 ms; by itself, 0.1.
+    step = window_step(1.0)
+    step.latencies = certain(Latency(0.01, 5e-5, 0.0), Latency(1e-3, 1e-4, 0.0))
+    assert rule.in_layers(step, unit, 0.01) == 0
+    assert rule.forward(step, unit) == 180
+
+
+def test_a_step_has_as_much_of_the_loss_as_fits() -> None:
+    """Of 50 ms, 20 are left; a token takes 1 ms."""
+    forward, backward = Latency(0.0, 1e-3, 0.0), Latency(1e-3, 1e-4, 0.0)
+    latencies = certain(forward, backward, Latency(2e-3, 1e-3, 0.0))
+    step = Step(Limits(), latencies, 0.05, 0.05, 0.05, Load(10), Load(10), is_served=True)
+    whole = WithoutContext([180], layers=2, adapter=None, rank=1)
+    whole.forward(180)
+    rule, part = CoServing(), Part(whole)
+    assert rule.part(step, part, Load(), 0.03) == 18
+    assert rule.part(step, part, Load(), 0.048) == 0
+    whole.run_part(175)
+    assert rule.part(step, part, Load(), 0.03) == 5
+    # Once it is known that steps leave 40 ms, one with 10 takes none: most of it is the constant.
+    whole = WithoutContext([180], layers=2, adapter=None, rank=1)
+    whole.forward(180)
+    rule.begin(step)
+    assert rule.part(step, Part(whole), Load(), 0.04) == 0
+    assert rule.part(step, Part(whole), Load(), 0.03) == 18
 
 
 def test_windows_wait_for_slack_and_come_without() -> None:

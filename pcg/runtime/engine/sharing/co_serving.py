@@ -76,7 +76,7 @@ class CoServing(Sharing):
             return self._account.tokens(step, unit, latencies)
         there = self._window(step, unit, latencies, step.left_s(self.burst))
         if self._keeps_gaps(step):
-            return there if there >= self._longest(step, unit, latencies) else 0
+            return 0 if self._is_better_in_layers(step, unit, latencies, there) else there
         if there < 1:
             # Even the least window takes longer than a step may; alone, it runs all the same.
             is_alone = not step.is_served and not step.load.windows
@@ -119,11 +119,27 @@ class CoServing(Sharing):
     def in_layers(self, step: Step, unit: Forward, ahead_s: float) -> int:
         if step.latencies is None or not self._keeps_gaps(step):
             return 0
+        there = self._window(step, unit, step.latencies, step.left_s())
+        if not self._is_better_in_layers(step, unit, step.latencies, there):
+            return 0
         tokens = self._longest(step, unit, step.latencies)
-        if self._window(step, unit, step.latencies, step.left_s()) >= tokens:
-            return 0  # it goes forward with what the step serves
         load = Load.of(tokens, unit.context)
         return tokens if self.fits(step, Phase.FORWARD, load, ahead_s) else 0
+
+    def _is_better_in_layers(
+        self, step: Step, unit: Forward, latencies: Latencies, there: int
+    ) -> bool:
+        """Return True if a window of `there` tokens beside what is served takes longer a token.
+
+        One in layers is longer, and reads the base's weights for itself.
+        """
+        if there < 1:
+            return True
+        tokens = self._longest(step, unit, latencies)
+        load = Load.of(tokens, unit.context)
+        layers_s = unit.layers * latencies.layer.seconds(load)
+        whole_s = _seconds_of_window(unit, latencies, there)
+        return whole_s / there > (layers_s + _backward_s(unit, latencies, load)) / tokens
 
     def fits(self, step: Step, phase: Phase, load: Load, ahead_s: float) -> bool:
         if step.latencies is None:
@@ -168,6 +184,17 @@ def _within(latency: Latency, seconds: float) -> int:
     nothing = Load()
     most_s = latency.most_s(seconds, nothing, kind_of(Load(1), nothing))
     return latency.tokens_within(most_s, 0, nothing)
+
+
+def _seconds_of_window(unit: Forward, latencies: Latencies, tokens: int) -> float:
+    """Return the seconds that a window takes beside what a step serves, forward and backward."""
+    of_window = Load.of_window(tokens, unit.context)
+    forward_s = latencies.forward.seconds(of_window) - latencies.forward.seconds(Load())
+    return forward_s + _backward_s(unit, latencies, Load.of(tokens, unit.context))
+
+
+def _backward_s(unit: Forward, latencies: Latencies, load: Load) -> float:
+    return unit.layers * latencies.backward.seconds(load)
 
 
 def _efficiency(unit: Forward, latencies: Latencies, tokens: int) -> float:
