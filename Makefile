@@ -6,6 +6,7 @@ STAMP := $(VENV)/.setup-done
 JOBS ?= 2
 ARGS ?=
 TORCH := torch>=2.11,<2.14
+CLIENTS := guidellm litellm lm-eval schemathesis
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # The first of these that is Python 3.11 or newer; `make setup PYTHON=…` overrides.
@@ -14,14 +15,14 @@ PYTHON ?= $(shell for name in python3.13 python3.12 python3.11 python3; do \
 	&& { echo "$$name"; break; }; done)
 
 # One thread a process: the tests run in $(JOBS) processes, and timings want no noise.
-test bench: export OMP_NUM_THREADS := 1
-test: export TOKENIZERS_PARALLELISM := false
+test test-clients bench: export OMP_NUM_THREADS := 1
+test test-clients: export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint check bench clean
+.PHONY: help setup demo serve-demo test test-clients lint check bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo '  ARGS="…" is passed on:  make test ARGS="tests/test_source.py -x"'
 
@@ -43,8 +44,21 @@ $(STAMP): pyproject.toml setup.py
 demo: $(STAMP) ## explain, serve and finetune with the small model that ships; one to two minutes
 	$(BIN)/python examples/demo.py $(ARGS)
 
+serve-demo: $(STAMP) ## serve that model with its adapters, and talk to it by the openai client
+	$(BIN)/python examples/serve_demo.py $(ARGS)
+
 test: $(STAMP) ## run the tests; neither GPU nor network is needed
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+test-clients: $(STAMP) $(CLIENTS:%=.venv-clients/%/.installed) ## other people's clients against `pcg serve`
+	$(BIN)/python -m pytest -m slow tests/clients $(ARGS)
+
+# Each by itself, as their requirements exclude each other's; pip 25.1 is the first with groups.
+.venv-clients/%/.installed: pyproject.toml
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(@D)/bin/python -m pip install --group clients-$*
+	@touch $@
 
 lint: $(STAMP) ## formatting, ruff, types, imports
 	$(BIN)/ruff format --check .

@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from pcg.errors import FinetuneInterrupted, PcgError
 from pcg.version import __version__
 
-from .bench import serve_command
+from .bench import serve_command as bench_serve_command
 from .compile import compile_command
 from .console import fail
 from .doctor import doctor_command
@@ -32,6 +32,7 @@ from .options.fields import with_options
 from .plan import plan_command
 from .profile import profile_command
 from .run import run_command
+from .serve import serve_command
 from .simulate import simulate_command
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -150,6 +151,12 @@ _add(
     "pcg finetune program --data train.jsonl --adapter mine --output adapters/mine",
     "pcg finetune MODEL --peft dora --r 16 --dropout 0.1 --data train.jsonl --adapter mine -o mine",
 )
+_add(
+    app,
+    serve_command,
+    "pcg serve examples/checkpoint --lora-modules typed=examples/adapters/typed",
+    "pcg serve MODEL --host 0.0.0.0 --api-keys keys.json --tpot-slo-ms 50",
+)
 _add(app, models_command, "pcg models --json")
 _add(
     app,
@@ -168,7 +175,7 @@ _add(app, simulate_command, "pcg simulate flexllm --model Llama-3.1-8B --duratio
 _add(app, doctor_command, "pcg doctor")
 _add(
     bench,
-    serve_command,
+    bench_serve_command,
     "pcg bench serve examples/checkpoint --request-rate 4 --adapters 8",
     "pcg bench serve MODEL --finetune random --tpot-slo-ms 100 --plot latencies.svg",
 )

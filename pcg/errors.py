@@ -24,13 +24,16 @@ PcgError
 │   └── RankLostError          another rank of the group is gone
 ├── CodegenError               the graph cannot be emitted, or the emitted file not be loaded
 ├── ProgramError               a compiled folder is missing, damaged or of another version
-├── AdapterError               an adapter cannot be read, attached or found
+├── AdapterError               an adapter cannot be read or attached
+│   ├── AdapterNotFoundError   there is none of that name
+│   └── AdapterConflictError   another one of the name, another version or a job is in the way
 ├── DataError                  finetuning data
 ├── GenerationError            a request that cannot be served
 │   ├── OutOfMemoryError       the memory pool is too small for it
 │   └── QueueFullError         too much waits already
 ├── EngineError                the engine's thread was closed, or ended by an error
 │   └── DrainingError          the engine ends its work, and takes nothing new
+├── ServeError                 the server cannot start: its address, keys or options
 ├── MemoryBudgetError          less than what backward needs at least
 ├── BenchmarkError             a workload, a trace file or an event log that cannot be used
 └── FinetuneError              a finetuning job that cannot go on
@@ -138,7 +141,15 @@ class ProgramError(PcgError):
 
 
 class AdapterError(PcgError):
-    """An adapter cannot be read, attached or found."""
+    """An adapter cannot be read or attached."""
+
+
+class AdapterNotFoundError(AdapterError):
+    """There is no adapter of that name."""
+
+
+class AdapterConflictError(AdapterError):
+    """There is another adapter of the name, another version of it, or a job that trains it."""
 
 
 class DataError(PcgError):
@@ -163,6 +174,10 @@ class EngineError(PcgError):
 
 class DrainingError(EngineError):
     """The engine ends what it has, and takes nothing new."""
+
+
+class ServeError(PcgError):
+    """The server cannot start: its address, its keys or its options."""
 
 
 class MemoryBudgetError(PcgError):

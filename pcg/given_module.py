@@ -73,6 +73,11 @@ def check_logits(executor: Executor, model: nn.Module) -> None:
     for implementation in dict.fromkeys((own, "eager")):
         with with_attention(model, implementation):
             expected = _logits(model, ids)
+        if not expected.isfinite().any():
+            raise LogitsError(
+                f"{type(model).__name__} itself gives no finite logits on {_TOKENS} tokens; a "
+                "weight may be NaN or too large. verify=False compiles it all the same"
+            )
         if found is None:
             found = executor.logits(ids.tolist()).cpu().double()
         errors.append(_relative_error(found, expected))

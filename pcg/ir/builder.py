@@ -60,7 +60,7 @@ class Builder:
             self._define(value.name, value.type)
         self.nodes.append(node)
         names = tuple(value.name for value in node.outputs)
-        self._made.setdefault(_node_key(node.op, node.inputs, node.attributes), names)
+        self._made.setdefault(_node_key(node.op, node.inputs, node.attributes, node.scope), names)
         return names
 
     def add(
@@ -87,7 +87,7 @@ class Builder:
         """Apply an operator of several outputs; returns their names."""
         table_entry = operator(op)
         sorted_attributes = tuple(sorted(attributes.items()))
-        made = self.equal_node(op, inputs, sorted_attributes)
+        made = self.equal_node(op, inputs, sorted_attributes, scope)
         if made is not None:
             return made
         unknown = [i for i in inputs if i not in self.types]
@@ -107,10 +107,14 @@ class Builder:
         return self.append(Node(op, tuple(inputs), outputs, sorted_attributes, scope))
 
     def equal_node(
-        self, op: str, inputs: Sequence[str], attributes: tuple[tuple[str, Attribute], ...]
+        self,
+        op: str,
+        inputs: Sequence[str],
+        attributes: tuple[tuple[str, Attribute], ...],
+        scope: str,
     ) -> tuple[str, ...] | None:
         """The outputs of a node that is there and equals this one; None where none does."""
-        return self._made.get(_node_key(op, inputs, attributes))
+        return self._made.get(_node_key(op, inputs, attributes, scope))
 
     def fresh(self, stem: str) -> str:
         """A name that no value has yet."""
@@ -137,7 +141,10 @@ class Builder:
 
 
 def _node_key(
-    op: str, inputs: Sequence[str], attributes: tuple[tuple[str, Attribute], ...]
+    op: str, inputs: Sequence[str], attributes: tuple[tuple[str, Attribute], ...], scope: str
 ) -> object:
-    """A key that equal nodes share; 1, 1.0 and True differ in it, and so do 0.0 and -0.0."""
-    return op, tuple(inputs), repr(attributes)
+    """A key that equal nodes share; 1, 1.0 and True differ in it, and so do 0.0 and -0.0.
+
+    Products of two modules that share a weight differ, as each may have an adapter.
+    """
+    return op, tuple(inputs), repr(attributes), scope if op == "linear" else ""

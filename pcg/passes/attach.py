@@ -27,7 +27,7 @@ from pcg.errors import UnsupportedError
 from pcg.ir.builder import Builder
 from pcg.ir.graph import Attribute, Graph, Node, Parameter, Value
 from pcg.ir.module_paths import EACH_LAYER, WHOLE_MODEL
-from pcg.ir.program.program import ModelGraph, site_of, token_embedding
+from pcg.ir.program.program import ModelGraph, computed_site, site_of, sites_of, token_embedding
 from pcg.ir.types import RANK, Size, tensor
 from pcg.passes.bypasses import Bypasses, LayerBypasses
 from pcg.peft.method import Bypass, Shape
@@ -40,9 +40,11 @@ def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
     """The model with bypass networks at the given sites.
 
     Raises:
-        UnsupportedError: a bias is to be trained whose operator pcg cannot give another; named.
+        UnsupportedError: a bias is to be trained whose operator pcg cannot give another, or a site
+            has another size in another layer; named.
     """
     shapes = model.linear_sites()
+    _require_one_size(model, bypasses)
     prompted = embeds(model.prologue) if WHOLE_MODEL in bypasses.at else ""
 
     def attached_graph(graph: Graph, here: LayerBypasses) -> Graph:
@@ -62,6 +64,19 @@ def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
             'other biases; use bias="none"'
         )
     return attached
+
+
+def _require_one_size(model: ModelGraph, bypasses: Bypasses) -> None:
+    """Refuse a site of other sizes in some layers: the adapters of a batch are stacked tensors."""
+    sizes: dict[str, Shape] = {}
+    for graph in model.graphs:
+        for site, size in sites_of(graph).items():
+            if sizes.setdefault(site, size) != size and site in bypasses.at:
+                raise UnsupportedError(
+                    f"{site} is {list(sizes[site])} in one layer and {list(size)} in another, and "
+                    "pcg attaches adapters to modules of one size in all layers; leave "
+                    f"{site.rpartition('.')[2]} out of the recipe's targets"
+                )
 
 
 def _attach_layers(
@@ -145,6 +160,13 @@ class _Place:
         `prompted` is True if that is the output of the token embedding.
         """
         at = self._here.at
+        if (computed := computed_site(self._graph, self._node)) in at:
+            raise UnsupportedError(
+                f"the weight of {computed} is computed in a layer, as by a parametrization, and "
+                "pcg attaches adapters to plain linear modules; make it a parameter "
+                "(torch.nn.utils.parametrize.remove_parametrizations), or leave it out of the "
+                "recipe's targets"
+            )
         site = EACH_LAYER if self._node.op == "attention" else self.site
         found = at.get(site, ()) if site else ()
         if found and self._node.op == "linear":
@@ -168,6 +190,12 @@ class _Place:
         An adapter would read the module's input and be added to its output, and not the product's.
         """
         scope = self._node.scope
+        if "{layer}" in self.site and not self.site.endswith(f"{{layer}}.{scope}"):
+            raise UnsupportedError(
+                f"the product in {scope or 'a layer'} reads the weight of {self.site}, where peft "
+                "has no adapter of that module; give it a weight of its own, or leave "
+                f"{self.site.rpartition('.')[2]} out of the recipe's targets"
+            )
         inside = (n for n in self._graph.nodes if f"{n.scope}.".startswith(f"{scope}."))
         others = {n.op for n in inside} - {"linear", "reshape"}
         if others:

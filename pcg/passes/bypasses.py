@@ -144,13 +144,8 @@ class _Layer:
 
 def _places(model: ModelGraph) -> dict[str, tuple[str, int | None]]:
     """The site of each path that recipes may name, and its layer; None outside the layers."""
-    places: dict[str, tuple[str, int | None]] = {WHOLE_MODEL: (WHOLE_MODEL, None)}
-    sites = model.linear_sites()
-    for layer in range(len(model.layers)):
-        places[layer_path(layer)] = (EACH_LAYER, layer)
-        for site in sites:
-            places[site.format(layer=layer)] = (site, layer if "{layer}" in site else None)
-    return places
+    layers = {layer_path(layer): (EACH_LAYER, layer) for layer in range(len(model.layers))}
+    return {WHOLE_MODEL: (WHOLE_MODEL, None), **layers, **model.linear_places()}
 
 
 def _base_biases(model: ModelGraph) -> list[tuple[str, int | None]]:

@@ -100,14 +100,17 @@ class _Folder:
             if block not in blocks:
                 blocks.append(block)
             block_of.append(blocks.index(block))
+        layers = [block_of[traced] for traced in schedule]
+        # One layer may be traced for the sake of the one before it alone.
+        taken = sorted(set(layers))
         used = [name for name in invariants if name in reads[-1]]
         inputs = self._values([*carried[-1], *used])
         epilogue = self._graph("epilogue", regions[-1], inputs, self.graph.outputs)
         epilogue = _readable(epilogue, carried[-1], shared)
         return ModelGraph(
             prologue,
-            tuple(block.replace(name=f"block_{i}") for i, block in enumerate(blocks)),
-            tuple(block_of[traced] for traced in schedule),
+            tuple(blocks[block].replace(name=f"block_{i}") for i, block in enumerate(taken)),
+            tuple(taken.index(block) for block in layers),
             epilogue,
         )
 

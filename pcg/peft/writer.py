@@ -4,6 +4,7 @@ The keys are those of `reader`, the configuration's fields those of the recipe. 
 README.md, is not written.
 """
 
+import hashlib
 import json
 import os
 import secrets
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -67,6 +69,30 @@ def write_adapter(adapter: Adapter, path: str | os.PathLike[str]) -> None:
         ) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def digest_of(adapter: Adapter) -> str:
+    """Return `sha256:` and the hexadecimal SHA-256 of what `write_adapter` writes of an adapter.
+
+    Hashed are the fields of adapter_config.json, as JSON with sorted keys and lists of names sorted
+    too, then the tensors in the order of their keys: key, dtype and shape as JSON, and the bytes. A
+    file saved and read again has the same digest, wherever it lies and whatever its adapter's name.
+    """
+    fields = {
+        key: sorted(value) if isinstance(value, list) and all(map(_is_text, value)) else value
+        for key, value in _config_to_write(adapter).items()
+    }
+    digest = hashlib.sha256(json.dumps(dict(sorted(fields.items()))).encode())
+    for key, tensor in sorted(_tensors_to_write(adapter).items()):
+        shape = [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
+        digest.update(json.dumps([key, *shape]).encode())
+        flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _config_to_write(adapter: Adapter) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack, cast, get_args, overload
 
@@ -21,7 +22,7 @@ from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.options import EngineArguments
 from pcg.runtime.model.batch import whole_sequences
 from pcg.runtime.model.specialised import ServingProgram
-from pcg.runtime.model.state import ModelState
+from pcg.runtime.model.state import ModelState, NamedAdapter
 from pcg.runtime.requests.request import (
     Chunk,
     Completion,
@@ -229,15 +230,16 @@ class Executor:
     def request(
         self,
         prompt: str | Sequence[int],
-        adapter: str | None = None,
+        adapter: NamedAdapter = None,
         **fields: Unpack[RequestFields],
     ) -> Request:
         """Make a request that an engine takes.
 
         Args:
             prompt: text, or token ids.
-            adapter: the adapter's name; None for the base. Its present version serves the request
-                to its end.
+            adapter: the adapter's name, whose present version serves the request to its end; or an
+                adapter of `adapters`, which serves it though it may have been replaced; None for
+                the base.
             fields: the tenant and the times of `Request`, and the fields of `SamplingParams`.
         Raises:
             GenerationError: an empty prompt, text without a tokenizer, or bad options.
@@ -285,18 +287,32 @@ class Executor:
 
     # ------------------------------------------------------------------------------- adapters
 
-    def add_adapter(self, name: str, path_or_config: object = "lora", *, seed: int = 0) -> Adapter:
+    def add_adapter(
+        self,
+        name: str,
+        path_or_config: object = "lora",
+        *,
+        seed: int = 0,
+        replace: bool = False,
+        expected_version: int | None = None,
+    ) -> Adapter:
         """Load an adapter from a directory in peft's format, or make a fresh one from a recipe.
 
         Args:
             path_or_config: a directory, "lora", a peft LoraConfig, or a dict of its fields.
+            replace: it may take the place of an adapter of that name, as its next version; requests
+                that are here go on with theirs. If it cannot be loaded, the old one stays.
+            expected_version: replace that version alone, by its number; 0 if there must be none.
         Raises:
-            AdapterError: the name is taken, the files are damaged, or it fits another base.
+            AdapterConflictError: the name is taken, or there is another version than expected, or a
+                job trains an adapter of that name.
+            AdapterError: the files are damaged, or it fits another base.
             UnsupportedError: the adapter has a feature that pcg does not support.
         """
 
         def add() -> Adapter:
-            self.state.check_free(name)
+            check = partial(self.state.check_free, name, replace=replace)
+            check(expected_version=expected_version)
             return self.state.put_adapter(self.state.make_adapter(name, path_or_config, seed=seed))
 
         return self._between_steps(add)

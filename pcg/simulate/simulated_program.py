@@ -193,7 +193,5 @@ def _weights(graph: Graph) -> int:
 
 def _adapted(base: ModelGraph, adapted: Iterable[str]) -> Iterable[tuple[int, int]]:
     """Yield (out, in) of the modules at some sites, in all layers."""
-    sites = base.linear_sites()
-    for site in adapted:
-        for _ in base.layers if "{layer}" in site else (0,):
-            yield sites[site]
+    shapes, sites = base.linear_modules(), set(adapted)
+    yield from (shapes[path] for path, (site, _) in base.linear_places().items() if site in sites)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pcg.errors import ConfigError
+from pcg.units import shown
 
 _NEEDED = ("hidden_size", "num_attention_heads", "num_hidden_layers")
 _SIZES = (
@@ -16,6 +17,8 @@ _SIZES = (
     "num_key_value_heads",
     "vocab_size",
 )
+_MOST_LAYERS = 1024
+"""Models have up to a few hundred; transformers builds each of them."""
 _OTHER_NAMES: Mapping[str, Sequence[str]] = {"hidden_size": ("n_embed",)}
 """Names that checkpoints have, and `attribute_map` has not: BLOOM's."""
 
@@ -24,7 +27,8 @@ def check_sizes(fields: Mapping[str, Any], config_class: Any) -> None:
     """Refuse sizes that no model has, before transformers reads them.
 
     Raises:
-        ConfigError: a size is less than 1, or no whole number.
+        ConfigError: a size is less than 1, or no whole number; or there are more layers than any
+            model has.
     """
     for name in _SIZES:
         for key in _names_of(name, config_class):
@@ -33,6 +37,10 @@ def check_sizes(fields: Mapping[str, Any], config_class: Any) -> None:
             for one in values:
                 if one is not None and (type(one) is not int or one < 1):
                     raise ConfigError(f"config.json has {key}={one!r}; it has to be an int above 0")
+                if name == "num_hidden_layers" and one is not None and one > _MOST_LAYERS:
+                    raise ConfigError(
+                        f"config.json has {key}={shown(one)}; pcg takes at most {_MOST_LAYERS}"
+                    )
 
 
 def check_named(fields: Mapping[str, Any], config: Any) -> None:

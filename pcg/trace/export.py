@@ -34,6 +34,7 @@ from pcg.trace.prepared_module import (
     with_attention,
     with_frozen,
     with_layers,
+    with_modules_of_their_own,
     without_custom_gradients,
 )
 from pcg.trace.recurrence import check_no_recurrence
@@ -137,7 +138,8 @@ def _export_with(implementation: str, model: nn.Module, whole: bool) -> Exported
         chosen = list(range(len(kinds)))
         schedule = tuple(chosen)
     attention_marked = with_attention(model, implementation, experts=IMPLEMENTATION)
-    with attention_marked, with_layers(model, path, chosen):
+    alone = with_modules_of_their_own(model)
+    with attention_marked, alone, with_layers(model, path, chosen):
         check_no_recurrence(model, functools.partial(_run, model))
         constants = _constant_buffers(model)
         names = _checkpoint_names(model)

@@ -64,10 +64,14 @@ class _TraceBuilder(Builder):
         self.activations = {"input_ids"}
 
     def equal_node(
-        self, op: str, inputs: Sequence[str], attributes: tuple[tuple[str, Attribute], ...]
+        self,
+        op: str,
+        inputs: Sequence[str],
+        attributes: tuple[tuple[str, Attribute], ...],
+        scope: str,
     ) -> tuple[str, ...] | None:
         if self.activations.isdisjoint(inputs):
-            return super().equal_node(op, inputs, attributes)
+            return super().equal_node(op, inputs, attributes, scope)
         return None
 
     def append(self, node: IrNode) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from pcg.errors import TraceError, UnsupportedError
@@ -85,6 +86,17 @@ def check_module(model: nn.Module) -> None:
             f"{name} has no transformers configuration as model.config; give a causal LM, a "
             "transformers.PreTrainedModel"
         )
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"{path} is a module of torch.jit, whose code cannot be traced; give the module "
+                "that it was made of"
+            )
+        if type(module).__module__.startswith("torch.ao.nn."):
+            raise UnsupportedError(
+                f"{path} is quantized ({type(module).__module__}.{type(module).__name__}); give "
+                "the model with unquantized weights"
+            )
     _check_supported(config)
 
 

@@ -7,6 +7,7 @@ to a part of it, still mean the module that is traced.
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -99,6 +100,50 @@ def with_frozen(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
                 if parameter is not None:
                     module._parameters[name] = freeze(parameter)
         yield
+
+
+@contextlib.contextmanager
+def with_modules_of_their_own(model: nn.Module) -> Iterator[None]:
+    """Let every module of a model stand in one place: copies of shared ones take the others.
+
+    A copy has the same parameters and buffers. torch.export knows a module by its path.
+
+    Raises:
+        UnsupportedError: a shared module has a matrix, whose adapter would be one of all places.
+    """
+    paths: dict[int, str] = {}
+
+    def separate(holder: nn.Module, path: str) -> None:
+        for name, child in list(holder._modules.items()):
+            if child is None:
+                continue
+            place = f"{path}.{name}" if path else name
+            first = paths.setdefault(id(child), place)
+            if first != place:
+                if any(parameter.dim() > 1 for parameter in child.parameters()):
+                    raise UnsupportedError(
+                        f"{place} is the same module as {first}, so that they could not have "
+                        "adapters of their own; give each place a module, which may share weights"
+                    )
+                child = _copied(child)
+                holder._modules[name] = child
+            separate(child, place)
+
+    with contextlib.ExitStack() as undo:
+        for module in model.modules():
+            undo.callback(_restore, module._modules, dict(module._modules))
+        separate(model, "")
+        yield
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """A module with the same tensors, attributes and hooks, and methods that are its own."""
+    copied = type(module).__new__(type(module))
+    copied.__dict__.update(module.__dict__, _modules=dict(module._modules))
+    for name, value in vars(module).items():
+        if isinstance(value, types.MethodType) and value.__self__ is module:
+            vars(copied)[name] = types.MethodType(value.__func__, copied)
+    return copied
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from pcg.explain.page.layout import layered
 from pcg.explain.report import Report
 from pcg.explain.report_data import KINDS, GpuCapacity, Stage
 from pcg.source import resolve
+from tests.support.browser import browser_path
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 VOID = {"input", "meta"}
@@ -329,11 +329,7 @@ FRAME = """<!DOCTYPE html>
 
 @pytest.fixture(scope="module")
 def browser() -> str:
-    names = ("chromium", "chromium-browser", "google-chrome")
-    found = next((path for name in names if (path := shutil.which(name))), None)
-    if found is None:
-        pytest.skip(f"no browser: none of {', '.join(names)} is on the PATH")
-    return found
+    return browser_path()
 
 
 def shown(browser: str, place: Path, hash_: str = "") -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import types
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,13 @@ def relu_everywhere(model: Any) -> None:
 @_case()
 def gelu_in_one_layer(model: Any) -> None:
     _layers(model)[2].mlp.act_fn = nn.GELU()
+
+
+@_case()
+def one_activation_for_all_layers(model: Any) -> None:
+    activation = nn.Mish()
+    for layer in _layers(model):
+        layer.mlp.act_fn = activation
 
 
 @_case("gpt2")
@@ -264,6 +272,12 @@ def layer_norm_for_rms_norm(model: Any) -> None:
 
 
 @_case()
+def one_norm_for_all_layers(model: Any) -> None:
+    for layer in _layers(model):
+        layer.input_layernorm = model.model.norm
+
+
+@_case()
 def no_final_norm(model: Any) -> None:
     model.model.norm = nn.Identity()
 
@@ -412,6 +426,33 @@ def layers_in_another_order(model: Any) -> None:
 def fewer_layers(model: Any) -> None:
     model.model.layers = nn.ModuleList(list(_layers(model))[:2])
     model.config.num_hidden_layers = 2
+
+
+@_case()
+def all_layers_tied(model: Any) -> None:
+    first, *others = _layers(model)
+    for layer in others:
+        for path, module in layer.named_modules():
+            if isinstance(module, nn.Linear):
+                module.weight = first.get_submodule(path).weight
+
+
+@_case(refused="model.layers.1.mlp is the same module as model.layers.0.mlp")
+def one_mlp_for_all_layers(model: Any) -> None:
+    for layer in _layers(model):
+        layer.mlp = model.model.layers[0].mlp
+
+
+@_case(refused="model.layers.1.mlp.act_fn is a module of torch.jit")
+def a_scripted_activation(model: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        _layers(model)[1].mlp.act_fn = torch.jit.script(nn.SiLU())
+
+
+@_case(refused="no finite logits")
+def a_weight_that_is_no_number(model: Any) -> None:
+    _layers(model)[1].mlp.down_proj.weight.data[0, 0] = torch.nan
 
 
 @_case(refused="holds one layer more than once")

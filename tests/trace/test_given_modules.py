@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 from transformers.modeling_outputs import CausalLMOutput
 
 import pcg.compiler as compiler
@@ -162,6 +162,54 @@ def test_an_adapter_at_a_module_that_does_more_is_refused(hook: str) -> None:
     (prompt,) = prompts((9,))
     found = compiler.compile(model, recipe).logits(prompt)
     assert relative(found, oracle.logits(model, prompt)) < 1e-5
+
+
+def _scaled_by_a_parametrization(model: Any) -> None:
+    class Half(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return 0.5 * weight
+
+    parametrize.register_parametrization(model.model.layers[1].mlp.up_proj, "weight", Half())
+
+
+def _tied_in_a_layer(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight = layer.mlp.gate_proj.weight
+
+
+def _weight_read_elsewhere(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: torch.relu(mlp.gate_proj(x)) @ mlp.down_proj.weight.T
+
+
+def _narrow_in_one_layer(model: Any) -> None:
+    mlp, width = model.model.layers[1].mlp, model.config.hidden_size
+    mlp.gate_proj, mlp.up_proj = (nn.Linear(width, 24, bias=False) for _ in range(2))
+    mlp.down_proj = nn.Linear(24, width, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "targets", "words"),
+    [
+        (_scaled_by_a_parametrization, ["up_proj"], "the weight of .*mlp.up_proj is computed"),
+        (_tied_in_a_layer, ["gate_proj"], "mlp.up_proj reads the weight of .*mlp.gate_proj"),
+        (_weight_read_elsewhere, ["down_proj"], "mlp reads the weight of .*mlp.down_proj"),
+        (_narrow_in_one_layer, ["gate_proj"], r"is \[96, 64\] in one layer and \[24, 64\] in"),
+    ],
+)
+def test_an_adapter_that_peft_would_place_otherwise_is_refused(
+    change: Any, targets: list[str], words: str, tmp_path: Path
+) -> None:
+    model = oracle.random_model(BY_NAME["llama3"].config(LAYERS))
+    change(model)
+    oracle.save(oracle.with_adapter(model, targets, rank=2, copied=False), tmp_path / "a")
+    model = oracle.random_model(BY_NAME["llama3"].config(LAYERS))
+    change(model)
+    with pytest.raises(PcgError, match=words):
+        compiler.compile(model, {"a": str(tmp_path / "a")})
+    (prompt,) = prompts((9,))
+    executor = compiler.compile(model, {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]})
+    assert relative(executor.logits(prompt), oracle.logits(model, prompt)) < 1e-5
 
 
 def test_a_vector_of_another_dtype_is_no_bias() -> None:

@@ -163,6 +163,13 @@ def test_a_size_that_no_model_has_is_refused(name: str, value: object) -> None:
         compiler.trace({**SMALL, "model_type": "llama", name: value})
 
 
+@pytest.mark.parametrize("layers", [1025, 10**9, 10**100])
+def test_more_layers_than_any_model_has_are_refused(layers: int) -> None:
+    """Each would be built before anything is known of it."""
+    with pytest.raises(ConfigError, match=r"num_hidden_layers=.*pcg takes at most 1024"):
+        compiler.trace({**SMALL, "model_type": "llama", "num_hidden_layers": layers})
+
+
 @pytest.mark.parametrize("peft", ["bitfit", {"a": "lora", "b": "bitfit"}])
 def test_bitfit_needs_biases(peft: object) -> None:
     config = {**SMALL, "model_type": "llama"}

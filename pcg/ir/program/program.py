@@ -48,23 +48,35 @@ class ModelGraph:
         return "f64" if self.dtype == "f64" else "f32"
 
     def linear_sites(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of every linear operator by site: its module's path, with `{layer}`."""
+        """(out, in) of every linear operator by site: its module's path, with `{layer}`.
+
+        A site may have other sizes in some layers, and be in some layers alone.
+        """
         sites: dict[str, tuple[int, int]] = {}
         for graph in self.graphs:
-            for node in graph.nodes:
-                site = site_of(graph, node)
-                if site is not None:
-                    out, in_ = graph.types[node.inputs[1]].features
-                    sites[site] = (out, in_)
+            sites |= sites_of(graph)
         return sites
+
+    def linear_places(self) -> dict[str, tuple[str, int | None]]:
+        """The site of every linear module, by its path, and its layer; None outside the layers."""
+        places: dict[str, tuple[str, int | None]] = {}
+        blocks = [sites_of(block).keys() for block in self.blocks]
+        for site in self.linear_sites():
+            if "{layer}" not in site:
+                places[site] = (site, None)
+                continue
+            for layer, block in enumerate(self.layers):
+                if site in blocks[block]:
+                    places[site.format(layer=layer)] = (site, layer)
+        return places
 
     def linear_modules(self) -> dict[str, tuple[int, int]]:
         """(out, in) of every linear module of every layer, by its path."""
-        modules: dict[str, tuple[int, int]] = {}
-        for site, shape in self.linear_sites().items():
-            for layer in range(len(self.layers)) if "{layer}" in site else (0,):
-                modules[site.format(layer=layer)] = shape
-        return modules
+        sites, blocks = self.linear_sites(), [sites_of(block) for block in self.blocks]
+        return {
+            path: sites[site] if layer is None else blocks[self.layers[layer]][site]
+            for path, (site, layer) in self.linear_places().items()
+        }
 
     def module_shapes(self) -> dict[str, tuple[int, int]]:
         """(out, in) of what adapters may adapt, by path.
@@ -141,15 +153,42 @@ def site_of(graph: Graph, node: Node) -> str | None:
     A tied head is a site by its own module, not by the embedding whose weight it reads. A module
     that picks experts by its product is a router, which peft does not take for a linear module.
     """
-    if node.op != "linear":
-        return None
-    if any(other.op == "topk" and other.scope == node.scope for other in graph.nodes):
+    if not _is_module(graph, node):
         return None
     parameter = graph.parameters_by_name.get(node.inputs[1])
     if parameter is None or parameter.role != "frozen":
         return None
     path = parameter.source.removesuffix(".weight")
     return path if "{layer}" in path else node.scope
+
+
+def computed_site(graph: Graph, node: Node) -> str | None:
+    """The site of a layer's linear node whose weight is computed, as by a parametrization.
+
+    It is a linear module for peft, and pcg attaches nothing to it.
+    """
+    if not _is_module(graph, node) or node.inputs[1] in graph.parameters_by_name:
+        return None
+    sources = (parameter.source.partition("{layer}") for parameter in graph.parameters)
+    prefix = next((before for before, found, _ in sources if found), None)
+    return None if prefix is None else f"{prefix}{{layer}}.{node.scope}"
+
+
+def _is_module(graph: Graph, node: Node) -> bool:
+    if node.op != "linear":
+        return False
+    return all(other.op != "topk" or other.scope != node.scope for other in graph.nodes)
+
+
+def sites_of(graph: Graph) -> dict[str, tuple[int, int]]:
+    """(out, in) of every linear operator of a graph by site."""
+    sites: dict[str, tuple[int, int]] = {}
+    for node in graph.nodes:
+        site = site_of(graph, node) or computed_site(graph, node)
+        if site is not None:
+            out, in_ = graph.types[node.inputs[1]].features
+            sites[site] = (out, in_)
+    return sites
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,13 @@ have their turns by priority and as they came. A tenant that returns after it ha
 at the level of the least served one that has some, so that nobody saves up. Requests without a
 tenant are those of one tenant: where there are no others, this is first come, first served.
 
+Turns do not bound what one tenant runs in a step, which makes it longer for all others. A tenant
+that runs more than twice the mean of the others is heavy (`pcg.runtime.admission.recent_use`) and
+has no more than its share of the predicted time: beside K - 1 other tenants it makes a step
+K / (K - 1) times as long, or 1.2 times, whichever is more, or `stretch` times. While no other
+tenant decodes, it runs what it has. Where no place or page is left, the tenant that runs most makes
+room for one that runs less than half as much.
+
 Tenants with waiting requests are in a heap by their counters. An entry whose counter has moved on
 is dropped when it comes up, so the next requests are found in a time that depends on the requests
 of a step and not on the queue.
@@ -14,18 +21,28 @@ of a step and not on the queue.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
-from itertools import islice
+from itertools import chain, islice
 
 from pcg.runtime.admission.line import Line
 from pcg.runtime.admission.policy import Chunks, Policy
+from pcg.runtime.admission.recent_use import RecentUse
+from pcg.runtime.admission.step_bound import StepBound
+from pcg.runtime.engine.latency import Latency
 from pcg.runtime.requests.sequence import Sequence
-from pcg.runtime.sampling.value_checks import require_int
+from pcg.runtime.sampling.value_checks import require_int, require_number
 
 _REMEMBERED = 64
 """The number of tenants without requests whose counters are kept without looking at them."""
+_LEAST_STRETCH = 1.2
+"""Heavy tenants may make steps so many times as long, however many others there are."""
+_LOOK = 16
+"""Of so many bounded steps one has nothing of heavy tenants, and tells how long it takes then."""
+_PATIENCE = 128
+"""Steps without any token of heavy tenants after which one of them runs."""
 
 
 class FairShare(Policy):
@@ -34,14 +51,26 @@ class FairShare(Policy):
     Args:
         tenant_running: the most sequences of one tenant that run at once, however much room there
             is: every one of them makes the steps of all others longer. None for no limit.
+        stretch: how many times as long heavy tenants may make the steps of the others; None for
+            their share of the time.
+
+    Attributes:
+        heavy: the tenants that run and are bounded in this step.
     Raises:
-        GenerationError: tenant_running is no int of at least 1.
+        GenerationError: tenant_running is no int of at least 1, or stretch no number above 1.
     """
 
-    def __init__(self, tenant_running: int | None = None) -> None:
+    def __init__(self, tenant_running: int | None = None, stretch: float | None = None) -> None:
         if tenant_running is not None:
             require_int("tenant_running", tenant_running, 1, hint="; None is for no limit")
+        if stretch is not None:
+            require_number("stretch", stretch, 1, math.inf, open_low=True)
         self._most = tenant_running
+        self._stretch = stretch
+        self.heavy: set[str] = set()
+        self._recent = RecentUse()
+        self._patience = _PATIENCE
+        self._bounded = 0
         self._served: dict[str, int] = {}
         self._requests: Counter[str] = Counter()
         self._running: Counter[str] = Counter()
@@ -100,6 +129,52 @@ class FairShare(Policy):
     def waiting(self) -> set[Sequence]:
         return {sequence for line in self._lines.values() for sequence in line}
 
+    @property
+    def is_shared(self) -> bool:  # type: ignore[override]
+        return len(self._requests) > 1
+
+    def in_order(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """Return those of heavy tenants last, the most served tenant's, and by priority in each."""
+        ordered = list(running)
+        if any(sequence.request.priority for sequence in ordered):
+            ordered = _by_priority(ordered)
+        if self.heavy:
+            ordered.sort(key=self._weight)
+        return ordered
+
+    def _weight(self, sequence: Sequence) -> int:
+        tenant = sequence.request.tenant
+        return self._served[tenant] if tenant in self.heavy else -1
+
+    def bound(self, forward: Latency | None, alone_s: float) -> StepBound | None:
+        """Find the heavy tenants; returns what bounds them beside others."""
+        heavy = self._recent.heavy(self._requests)
+        self.heavy = {one for one in self._running if one in heavy} if heavy else set()
+        if not heavy or forward is None:
+            return None
+        tenants = max(len(self._running), 2)
+        stretch = self._stretch or max(tenants / (tenants - 1), _LEAST_STRETCH)
+        if self.heavy:
+            self._patience -= 1
+            self._bounded += 1
+            if self._bounded % _LOOK == 0:
+                stretch = 1.0
+        is_alone = all(one in heavy for one in chain(self._running, self._lines))
+        most_s = alone_s if is_alone else None
+        return StepBound(heavy, stretch, most_s, forward, self._note_heavy, self._patience > 0)
+
+    def _note_heavy(self) -> None:
+        self._patience = _PATIENCE
+        self._bounded = 0
+
+    def gives_way(self, sequence: Sequence, running: Iterable[Sequence]) -> Sequence | None:
+        """Return the latest of the tenant that runs most, if it has a name and runs far more."""
+        named = {tenant: count for tenant, count in self._running.items() if tenant}
+        most = max(named, key=named.__getitem__, default="")
+        if not most or named[most] <= 2 * self._running[sequence.request.tenant] + 1:
+            return None
+        return [one for one in self.in_order(running) if one.request.tenant == most][-1]
+
     def has_place(self, sequence: Sequence) -> bool:
         return self._places(sequence.request.tenant) != 0
 
@@ -112,6 +187,7 @@ class FairShare(Policy):
         for sequence, tokens in chunks:
             tenant = sequence.request.tenant
             ran[tenant] = ran.get(tenant, 0) + tokens
+        self._recent.add(ran)
         for tenant, tokens in ran.items():
             self._served[tenant] += tokens
             if tenant in self._lines:
@@ -158,3 +234,14 @@ class FairShare(Policy):
         counts[tenant] -= 1
         if not counts[tenant]:
             del counts[tenant]
+
+
+def _by_priority(running: List[Sequence]) -> list[Sequence]:
+    """Return sequences with those of each tenant by priority, in the places that the tenant has."""
+    of_tenant: dict[str, list[Sequence]] = {}
+    for sequence in running:
+        of_tenant.setdefault(sequence.request.tenant, []).append(sequence)
+    for own in of_tenant.values():
+        own.sort(key=lambda sequence: sequence.request.priority)
+    in_turn = {tenant: iter(own) for tenant, own in of_tenant.items()}
+    return [next(in_turn[sequence.request.tenant]) for sequence in running]

@@ -15,6 +15,8 @@ from typing import TypeAlias
 
 from pcg.errors import GenerationError
 from pcg.runtime.admission.line import Line
+from pcg.runtime.admission.step_bound import StepBound
+from pcg.runtime.engine.latency import Latency
 from pcg.runtime.requests.sequence import Sequence
 
 Chunks: TypeAlias = Iterable[tuple[Sequence, int]]
@@ -24,6 +26,8 @@ Chunks: TypeAlias = Iterable[tuple[Sequence, int]]
 class Policy(ABC):
     """The order in which the waiting requests of one engine are admitted."""
 
+    is_shared = False
+    """True if there are several tenants, whose steps are bounded by predicted times."""
     _is_taken = False
 
     def take(self) -> None:
@@ -59,6 +63,29 @@ class Policy(ABC):
     def waiting(self) -> set[Sequence]:
         """Return all requests that it keeps as waiting."""
 
+    def in_order(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """Return the running requests, those last that give up their pages first.
+
+        These are the ones of the highest priority number, of equal ones the latest admitted.
+        """
+        ordered = list(running)
+        if any(sequence.request.priority for sequence in ordered):
+            ordered.sort(key=_priority)
+        return ordered
+
+    def bound(self, forward: Latency | None, alone_s: float) -> StepBound | None:
+        """Return what bounds the next step's tokens of some tenants; None if nothing does.
+
+        Args:
+            forward: the predicted time of a step, if it is known.
+            alone_s: the longest step of bounded tenants alone, seconds.
+        """
+        return None
+
+    def gives_way(self, sequence: Sequence, running: Iterable[Sequence]) -> Sequence | None:
+        """Return the running request that makes room for a waiting one; None if none has to."""
+        return None
+
     def has_place(self, sequence: Sequence) -> bool:
         """Return True if a further continuation of a running request may run beside the others."""
         return True
@@ -69,6 +96,10 @@ class Policy(ABC):
 
     def served(self, chunks: Chunks) -> None:  # noqa: B027 (most policies do not count)
         """Note tokens that ran, before their requests are updated."""
+
+
+def _priority(sequence: Sequence) -> int:
+    return sequence.request.priority
 
 
 class Fcfs(Policy):

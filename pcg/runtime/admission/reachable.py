@@ -1,4 +1,4 @@
-"""Reachable SLOs: what a request may ask for, by the times that steps are predicted to take.
+"""Requests that an engine can never run, or whose SLOs it cannot keep.
 
 A step that runs a request is kept within its SLO per token, for everyone's prompts. So one that no
 step can keep would hold up all others, and help nobody.
@@ -10,6 +10,23 @@ from pcg.runtime.engine.latency import Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.model.load import Load
 from pcg.runtime.requests.sequence import Sequence
+
+
+def why_never(sequence: Sequence, of_adapter: int, most: int) -> str | None:
+    """Return the reason why a sequence will never have the pages that it needs; None if it will.
+
+    Args:
+        of_adapter: pages of its adapter.
+        most: pages that there are.
+    """
+    need = sequence.most_pages
+    if need + of_adapter <= most:
+        return None
+    with_adapter = f" and {of_adapter} for its adapter" if of_adapter else ""
+    return (
+        f"{sequence.id} needs {need} pages{with_adapter}, and the engine has {most}; "
+        "generate fewer tokens, or give the engine more memory"
+    )
 
 
 def why_unreachable(sequence: Sequence, forward: Latency, limits: Limits) -> str | None:

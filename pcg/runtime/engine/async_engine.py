@@ -24,11 +24,10 @@ from itertools import count, islice
 from threading import current_thread
 from typing import Any, TypeVar, Unpack
 
-import torch
-
-from pcg.errors import DrainingError, EngineError, FinetuneError, PcgError
+from pcg.errors import AdapterConflictError, DrainingError, EngineError, FinetuneError, PcgError
 from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
+from pcg.runtime.adapters.loads import Loads
 from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.loop import EngineLoop
@@ -42,8 +41,8 @@ from pcg.runtime.metrics.status import (
     EngineState,
     Health,
     JobStatus,
+    RunningStatus,
 )
-from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.request import Chunk, Request, RequestFields, make_request
 from pcg.runtime.requests.stream import Stream
@@ -75,6 +74,9 @@ class AsyncEngine(StepThread):
         self._drained.set_running_or_notify_cancel()
         self._drain_until = math.inf
         self._preparation = Preparation(state, data_limits)
+        self._loads = Loads(
+            state, self._preparation, self.call, self._check_open, self._check_unreserved
+        )
         state.engine_thread = self
         self._thread.start()
 
@@ -112,46 +114,27 @@ class AsyncEngine(StepThread):
         return running
 
     def add_adapter(
-        self, name: str, path_or_config: object = "lora", *, seed: int = 0
+        self,
+        name: str,
+        path_or_config: object = "lora",
+        *,
+        seed: int = 0,
+        replace: bool = False,
+        expected_version: int | None = None,
     ) -> Future[Adapter]:
         """Load an adapter while steps go on; it is read, and a program for it compiled, meanwhile.
+
+        What is asked of one name is done in the order of asking. With `replace`, requests that come
+        before the new version is there are answered by the old one, to their ends.
 
         Returns:
             The adapter, once requests may name it, or an error: those of `Executor.add_adapter`,
                 and EngineError.
         """
         self._check_open()
-        state = self._state
-        end: Future[Adapter] = Future()
-        end.set_running_or_notify_cancel()
-
-        def put(adapter: Adapter, program: ServingProgram) -> Adapter:
-            state.check_free(name)
-            return state.put_adapter(adapter, program)
-
-        def load() -> None:
-            self._check_open()
-            state.check_free(name)
-            made = state.make_adapter(name, path_or_config, seed=seed)
-            adapter = made.map(torch.clone)  # read now, and not by a step
-            self._preparation.compile(passing(functools.partial(add, adapter)))
-
-        def add(adapter: Adapter) -> None:
-            self._check_open()
-            added = self.call(functools.partial(put, adapter, state.program_for(adapter)))
-            added.add_done_callback(functools.partial(_pass_result, end))
-
-        def passing(act: Callable[[], None]) -> Callable[[], None]:
-            def run() -> None:
-                try:
-                    act()
-                except BaseException as error:  # the caller's
-                    end.set_exception(error)
-
-            return run
-
-        passing(lambda: self._preparation.load(passing(load)))()
-        return end
+        free = functools.partial(self._state.check_free, name, replace=replace)
+        check = functools.partial(free, expected_version=expected_version)
+        return self._loads.add(name, path_or_config, seed, check)
 
     def stream_all(self, requests: Sequence[Request]) -> Iterator[Chunk]:
         """Serve requests; returns their chunks, those of the first request first.
@@ -185,10 +168,11 @@ class AsyncEngine(StepThread):
         """Forget an adapter between two steps; requests that have it go on with it.
 
         Returns:
-            What is done once requests cannot name it, or an error: AdapterError where there is none
-                of that name, or a job trains it; EngineError.
+            What is done once requests cannot name it, and what was asked of the name before is
+                done, or an error: AdapterError where there is none of that name, or a job trains
+                it; EngineError.
         """
-        return self.call(functools.partial(self._state.remove_adapter, name))
+        return self._loads.remove(name)
 
     def adapters(self) -> list[AdapterStatus]:
         """Return the adapters that requests may name; does not wait for a step."""
@@ -196,10 +180,12 @@ class AsyncEngine(StepThread):
         found = []
         for name, adapter in sorted(state.adapters.items()):
             pages, running = use_of(adapter)
+            version = state.versions.of(adapter)
+            assert version is not None
             found.append(
                 AdapterStatus(
                     name,
-                    adapter.version,
+                    version,
                     adapter.recipe.method,
                     adapter.size_bytes,
                     running,
@@ -208,6 +194,21 @@ class AsyncEngine(StepThread):
                 )
             )
         return found
+
+    def running(self) -> list[RunningStatus]:
+        """Return the requests that run, as they were admitted; does not wait for a step."""
+        now_s = self.engine.clock.now_s()
+        return [
+            RunningStatus(
+                one.id,
+                one.request.tenant,
+                None if one.request.adapter is None else one.request.adapter.name,
+                len(one.request.prompt_ids),
+                len(one.generated),
+                now_s - one.submitted_s,
+            )
+            for one in list(self.engine.scheduler.running)
+        ]
 
     def jobs(self) -> list[JobStatus]:
         """Return the jobs as they came, and how far each is; the last 64 of those that are over."""
@@ -225,12 +226,14 @@ class AsyncEngine(StepThread):
         scheduler = self.engine.scheduler
         return EngineNumbers(
             waiting=len(scheduler.waiting),
+            preparing=len(scheduler.preparing),
             running=len(scheduler.running),
             waiting_tokens=scheduler.backlog.tokens,
             jobs=Counter(job.state for job in list(self.engine.jobs)),
             pages=scheduler.pool.size,
             free_pages=scheduler.pool.free + scheduler.adapters.idle_pages,
             adapters=len(scheduler.adapters),
+            shares_prefixes=scheduler.prefixes is not None,
             totals=self.engine.totals,
         )
 
@@ -323,6 +326,12 @@ class AsyncEngine(StepThread):
             raise PcgError(f"there is a job {name!r} already; cancel it, or wait for its end")
         self._reserved[name] = running
 
+    def _check_unreserved(self, name: str) -> None:
+        if name in self._reserved:
+            raise AdapterConflictError(
+                f"a job that trains adapter {name!r} is being prepared; cancel it, or wait for it"
+            )
+
     def _release(self, running: RunningJob) -> None:
         """Release the name of a job that does not begin."""
         if self._reserved.get(running.name) is running:
@@ -355,14 +364,6 @@ class AsyncEngine(StepThread):
             job.cancel()
         if not self._drained.done():
             self._drained.set_result(None)
-
-
-def _pass_result(end: Future[Result], done: Future[Result]) -> None:
-    error = done.exception()
-    if error is None:
-        end.set_result(done.result())
-    else:
-        end.set_exception(error)
 
 
 def _pass_error(running: RunningJob, done: Future[Any]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from signal import SIGINT
 from typing import Self, cast
@@ -11,6 +10,7 @@ from pcg.errors import FinetuneError, UnsupportedError
 from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
+from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.admission.backlog import UNLIMITED, QueueLimits
 from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.engine.async_engine import AsyncEngine
@@ -98,7 +98,9 @@ class Engine(EngineLoop):
             if given.on_step is not None:
                 given.on_step(record)
 
-        publish = functools.partial(note, Kind.PUBLISHED, adapter)
+        def publish(version: AdapterVersion) -> None:
+            note(Kind.PUBLISHED, adapter, adapter_version=version.number)
+
         publisher = VersionPublisher(self.state, given.publish_every, publish)
         ends = self.state.begin_training(adapter)
         try:

@@ -28,9 +28,9 @@ class Limits:
         least_tpot_slo_s: the least TPOT SLO that a request may ask for, seconds, as every step that
             runs it is kept within that; None for the time of a step that reads `least_chunk` tokens
             of a prompt beside it.
-        idle_step_s: the longest step of finetuning while nothing is served, seconds: a new request
-            waits so long, or for one window of `least_chunk` tokens if that is predicted to take
-            longer.
+        idle_step_s: the longest step of finetuning while nothing is served, and of a tenant that
+            runs far more than the others while these run nothing, seconds: a new request waits so
+            long, or for one window of `least_chunk` tokens if that is predicted to take longer.
         logprobs: the most likeliest tokens that a request may ask for in each place, as in OpenAI's
             API and vLLM.
         prefetched: the number of requests behind those that could begin whose adapters are copied

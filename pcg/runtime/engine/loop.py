@@ -88,7 +88,7 @@ class EngineLoop:
         """Plan by latencies, and correct them by the times of steps."""
         self._latencies = latencies
         latencies.keep(self.scheduler.limits.tpot_percentile)
-        self.scheduler.forward = latencies.forward
+        self.scheduler.forward = self.scheduler.pace = latencies.forward
 
     @property
     def pool(self) -> PagePool:
@@ -132,8 +132,7 @@ class EngineLoop:
             sequence.state = State.REFUSED
             self._note(Kind.REFUSED, sequence.id, reason=str(error))
             raise error
-        for one in sequence.followers:
-            self.log.add(Event(now, Kind.SUBMITTED, one.id, one.described()))
+        self.log.add(*(Event(now, Kind.SUBMITTED, f.id, f.described()) for f in sequence.followers))
         self._sequences |= {one.id: one for one in opened}
         self._groups.add(sequence)
         if request.timeout_s is not None:
@@ -153,6 +152,8 @@ class EngineLoop:
     def forget(self, adapter: ServedAdapter, *, is_gone: bool = True) -> None:
         """Drop what is cached of an adapter that changed; running requests go on with it alone."""
         self.scheduler.forget(adapter, is_gone=is_gone)
+        if is_gone and not self.scheduler.adapters.has(adapter):
+            self.device.evict(adapter)
 
     # ------------------------------------------------------------------------------- jobs
 
@@ -194,19 +195,21 @@ class EngineLoop:
                 results = end()
             except BaseException as error:
                 # Not the present time, for which all ranks would have to ask: some did not fail.
-                abandoned = self.scheduler.abandon()
-                self.log.add(*(Event(started, Kind.PREEMPTED, one.id) for one in abandoned))
+                for one in self.scheduler.abandon():
+                    self.log.add(Event(started, Kind.PREEMPTED, one.id))
                 if not (self.device.fails_alike and isinstance(error, Exception)):
                     raise
                 jobs: list[Sequence | Job] = [job for job, _, _ in windows]
                 self._isolate([*(one for one, _ in plan.chunks), *jobs], error)
                 return self._taken_chunks()
             took = self.clock.now_s() - started
-            if self._latencies is None and self.jobs.layers and plan.chunks:
-                self._latencies = Latencies.guessed(step.load, took, self.jobs.layers)
+            is_shared = self.scheduler.policy.is_shared and not plan.has_prompts
+            if self._latencies is None and plan.chunks and (self.jobs.layers or is_shared):
+                self._latencies = Latencies.guessed(step.load, took, self.jobs.layers or 1)
+                self.scheduler.pace = self._latencies.forward
             step.ran_forward(took)
             self._join(step)
-            self._accept(plan, results)
+            self._accept(plan, results, step.load.tokens - plan.tokens)
             for job in self.jobs.unpaused:
                 self.jobs.settle(job)
         self._suspects.ran(suspect, has_tokens=bool(plan.chunks))
@@ -275,22 +278,21 @@ class EngineLoop:
                 self.scheduler.drop(one)
             del self._sequences[one.id]
             self._chunks += self._groups.handed_out(one, one.end(state, error))
-            self._note(kind, one.id, **reason)
+            self._note(kind, one.id, tokens=len(one.generated), **reason)
 
-    def _accept(self, plan: StepPlan, results: StepResults) -> None:
+    def _accept(self, plan: StepPlan, results: StepResults, trained: int) -> None:
         now = self.clock.now_s()
         self.scheduler.policy.served(plan.chunks)
-        taken = Taken(now, self._groups, self.scheduler)
+        taken = Taken(now, self._groups, self.scheduler, self.totals)
         for sequence, count in plan.chunks:
             sequence.cached += count
             taken.give(sequence, results)
         self._chunks += taken.chunks
-        taken.log(self.log)
+        taken.log(self.log, plan.tokens, trained)
         for sequence, reason in taken.ended:
             self.scheduler.drop(sequence)
             del self._sequences[sequence.id]
-            count = len(sequence.generated)
-            self._note(Kind.FINISHED, sequence.id, reason=reason, tokens=count)
+            self._note(Kind.FINISHED, sequence.id, reason=reason, tokens=len(sequence.generated))
         for sequence, cause in taken.failed.items():
             self._fail(sequence, cause)
 

@@ -22,8 +22,10 @@ from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.admission.backlog import UNLIMITED, Backlog, QueueLimits, new_requests
 from pcg.runtime.admission.fair_share import FairShare
+from pcg.runtime.admission.page_room import PageRoom
 from pcg.runtime.admission.policy import Policy
-from pcg.runtime.admission.reachable import why_unreachable
+from pcg.runtime.admission.reachable import why_never, why_unreachable
+from pcg.runtime.admission.step_bound import StepBound
 from pcg.runtime.engine.latency import Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.guided.grammar import Grammar
@@ -49,6 +51,7 @@ class Scheduler:
         backlog: the number of new requests that wait, and of their tokens, by tenant.
         running: admitted requests, in the order of their admission.
         forward: latency of a step's forward; None if no SLO depends on it.
+        pace: latency by which the policy bounds what tenants run; None while it is not known.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Scheduler:
         self.policy: Policy = FairShare() if policy is None else policy
         self.policy.take()
         self.forward: Latency | None = None
+        self.pace: Latency | None = None
         self.on_preempted: Callable[[Sequence], None] = lambda sequence: None
         self.prefetch: Callable[[List[ServedAdapter]], None] = lambda adapters: None
         self.is_copying: Callable[[ServedAdapter], bool] = lambda adapter: False
@@ -76,12 +80,16 @@ class Scheduler:
         self.backlog = Backlog(queue)
         self.running: dict[Sequence, None] = {}
         self._needs = Needs()
+        self._room = PageRoom(pool, adapters)
+        self._bound: StepBound | None = None
+        self._blocked: Sequence | None = None
 
     # ------------------------------------------------------------------------------- a request
 
     def refusal(self, sequence: Sequence, reserved: int = 0) -> GenerationError | None:
         """Return the error that refuses a new request beside `reserved` pages; None to take it."""
-        never = self._why_never(sequence, reserved)
+        of_adapter = self.adapters.pages_of(sequence.request.adapter)
+        never = why_never(sequence, of_adapter, self.pool.size - reserved)
         if never is not None:
             return OutOfMemoryError(never)
         if self.forward is not None:
@@ -89,22 +97,6 @@ class Scheduler:
             if reason is not None:
                 return GenerationError(reason)
         return self.backlog.why_full(sequence.request)
-
-    def _why_never(self, sequence: Sequence, reserved: int) -> str | None:
-        adapter = sequence.request.adapter
-        need, of_adapter = sequence.most_pages, self.adapters.pages_of(adapter)
-        most = self.pool.size - reserved
-        if self.pages_of(sequence) <= most:
-            return None
-        with_adapter = f" and {of_adapter} for its adapter" if of_adapter else ""
-        return (
-            f"{sequence.id} needs {need} pages{with_adapter}, and the engine has {most}; "
-            "generate fewer tokens, or give the engine more memory"
-        )
-
-    def pages_of(self, sequence: Sequence) -> int:
-        """Count the pages that a sequence and its adapter need at most."""
-        return sequence.most_pages + self.adapters.pages_of(sequence.request.adapter)
 
     @property
     def is_empty(self) -> bool:
@@ -121,7 +113,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         self.backlog.add(sequence)
-        self._needs.add(self.pages_of(sequence))
+        self._needs.add(self._room.most_of(sequence))
         grammar = sequence.grammar
         if grammar is None or (grammar.is_ready and grammar.error is None):
             self._queue(sequence)
@@ -144,7 +136,7 @@ class Scheduler:
 
     def drop(self, sequence: Sequence) -> None:
         """Remove a sequence, wherever it is, and free its pages."""
-        self._needs.remove(self.pages_of(sequence))
+        self._needs.remove(self._room.most_of(sequence))
         if sequence in self.preparing:
             del self.preparing[sequence]
             self.backlog.remove(sequence)
@@ -201,7 +193,7 @@ class Scheduler:
         del self.waiting[sequence]
         self.backlog.remove(sequence)
         self.running[sequence] = None
-        sequence.state = State.RUNNING
+        sequence.begin(now_s)
         self.policy.admit(sequence, now_s)
 
     # ------------------------------------------------------------------------------- a step
@@ -209,29 +201,36 @@ class Scheduler:
     def plan(self, now_s: float) -> StepPlan:
         slos = (one.tpot_slo_s for one in self.running)
         plan = StepPlan(min((slo for slo in slos if slo is not None), default=None))
-        prompts = []
+        prompts, held = [], []
+        bound = self._bound = self.policy.bound(self.pace, self.limits.idle_step_s)
+        first = self._give_way()
         # Preempted sequences leave at the ends of these lists.
-        left = list(self.running)
+        left = self.policy.in_order(self.running)
         for sequence in left:
             if sequence.pending > 1:
                 prompts.append(sequence)
+            elif bound is not None and not bound.has_room(plan, sequence):
+                held.append(sequence)
             elif self._has_pages(sequence, 1, left):
                 self._run(plan, sequence, 1)
         plan.promise(now_s, self.forward.seconds(plan.load) if self.forward else 0.0)
-        for sequence in prompts:
+        left = [*prompts, *held]
+        for sequence in left:
+            if sequence.pending == 1:
+                break
             if self.prefixes is not None:
                 self.prefixes.find(sequence)
             tokens = self._chunk(plan, sequence)
-            if tokens and self._has_pages(sequence, tokens, prompts):
+            if tokens and self._has_pages(sequence, tokens, left):
                 self._run(plan, sequence, tokens)
         if self.waiting:
-            self._admit(plan, self._next(now_s), now_s)
+            self._admit(plan, self._next(now_s, first), now_s)
         plan.awaits_first_token |= bool(self.waiting)
         return plan
 
     def plan_alone(self, sequence: Sequence, now_s: float) -> StepPlan:
         """Plan a step of one sequence; it is empty where there is no room for it now."""
-        plan = StepPlan()
+        plan, self._bound = StepPlan(), None
         if sequence not in self.running:
             self._admit(plan, [sequence], now_s)
         elif self._has_pages(sequence, sequence.pending, [sequence]):
@@ -249,17 +248,44 @@ class Scheduler:
         need = pages_for(end) - len(table.pages)
         while need > self.pool.free and not self.adapters.make_room(need):
             latest = left.pop()
-            self._put_back(latest)
-            self.on_preempted(latest)
+            self._preempt(latest)
             if latest is sequence:
                 return False
         self.pool.extend(table, need)
         return True
 
     def _run(self, plan: StepPlan, sequence: Sequence, tokens: int) -> None:
+        if self._bound is not None:
+            self._bound.note(sequence, tokens)
         plan.add(sequence, tokens)
         if self.prefixes is not None:
             self.prefixes.keep(sequence, tokens)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._put_back(sequence)
+        self.on_preempted(sequence)
+
+    def _give_way(self) -> Sequence | None:
+        """Make room for the request that was next and had none, if the policy has others give way.
+
+        Returns:
+            The request, which is the first to be admitted then.
+        """
+        blocked, self._blocked = self._blocked, None
+        if blocked not in self.waiting:
+            return None
+        gave_way = False
+        while not self._has_room(blocked):
+            other = self.policy.gives_way(blocked, self.running)
+            if other is None:
+                return None
+            self._preempt(other)
+            gave_way = True
+        return blocked if gave_way else None
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        running = len(self.running)
+        return running < self.limits.running and self._room.holds(sequence, running)
 
     def _put_back(self, sequence: Sequence) -> None:
         del self.running[sequence]
@@ -270,14 +296,8 @@ class Scheduler:
         self.policy.put_back(sequence)
 
     def _free(self, sequence: Sequence) -> None:
-        self._leave_pages(sequence)
+        self._room.take_back(sequence)
         self.adapters.release(sequence.request.adapter)
-
-    def _leave_pages(self, sequence: Sequence) -> None:
-        if sequence.table is not None:
-            self.pool.close(sequence.table)
-            sequence.table = None
-        sequence.cached = 0
 
     def _chunk(self, plan: StepPlan, sequence: Sequence) -> int:
         """Return how many tokens of a prompt fit into the step; 0 for none."""
@@ -290,16 +310,24 @@ class Scheduler:
             fitting = self.forward.tokens_within(seconds, *beside, are_read=sequence.reads)
             room = min(room, fitting)
             least = least if plan.has_prompts else 1
+        if self._bound is not None and self._bound.applies(sequence):
+            room, least = self._bound.chunk(plan, sequence, room), 1
         return 0 if room < min(least, sequence.pending) else min(sequence.pending, room)
 
-    def _next(self, now_s: float) -> List[Sequence]:
-        """Return the sequences to admit, in the policy's order, and prefetch the next adapters.
+    def _next(self, now_s: float, first: Sequence | None) -> List[Sequence]:
+        """Return the sequences to admit, `first` and in the policy's order; prefetch adapters.
 
         While something runs, a request waits until its adapter is copied: the step would wait, too.
         """
         places = max(self.limits.running - len(self.running), 0)
         in_turn = self.policy.first(places + self.limits.prefetched, now_s, self.running)
-        self._prefetch(in_turn)
+        if first is not None:
+            in_turn = [first, *(one for one in in_turn if one is not first)]
+        ahead = self._room.bring_ahead(in_turn, len(self.running))
+        if ahead:
+            self.prefetch(ahead)
+        if in_turn and not places:
+            self._blocked = in_turn[0]
         if not self.running:
             return in_turn[:places]
         return [one for one in in_turn[:places] if not self._waits_for_adapter(one)]
@@ -314,37 +342,20 @@ class Scheduler:
         for sequence in in_turn:
             if self.prefixes is not None:
                 self.prefixes.find(sequence)
-            # A prompt that is alone in a step runs as a whole, however long.
-            is_alone = not plan.chunks
+            # A prompt that is alone in a step runs as a whole, however long, if nothing bounds it.
+            is_alone = not (plan.chunks or (self._bound and self._bound.applies(sequence)))
             tokens = sequence.pending if is_alone else self._chunk(plan, sequence)
-            if tokens < 1 or not self._give_pages(sequence, reach):
-                self._leave_pages(sequence)
+            expected = self._expected_pages(sequence, reach)
+            if tokens < 1 or not self._room.give(sequence, len(self.running), expected):
+                self._room.take_back(sequence)
+                if not tokens and self._bound is not None and self._bound.applies(sequence):
+                    continue  # others may still begin
+                self._blocked = sequence if tokens else None
                 return
             reach = max(reach, _table(sequence).reach)
             self._begin(sequence, now_s)
             plan.admitted.append(sequence)
             self._run(plan, sequence, tokens)
-
-    def _give_pages(self, sequence: Sequence, reach: int) -> bool:
-        """Give a sequence its adapter, and pages for its tokens; False if there is no room."""
-        adapter = sequence.request.adapter
-        need = pages_for(sequence.length)
-        if sequence.table is not None:
-            need -= len(sequence.table.pages)
-        of_adapter = 0 if self.adapters.has(adapter) else self.adapters.pages_of(adapter)
-        # One free page for each running sequence keeps the newcomer from being preempted next.
-        if need + of_adapter + len(self.running) > self.pool.free + self.adapters.idle_pages:
-            return False
-        if adapter is not None and not self.adapters.bring(adapter):
-            return False
-        self.adapters.use(adapter)
-        if not self.adapters.make_room(need):
-            self.adapters.release(adapter)
-            return False
-        if sequence.table is None:
-            sequence.table = self.pool.open(sequence.id, self._expected_pages(sequence, reach))
-        self.pool.extend(sequence.table, need)
-        return True
 
     def _expected_pages(self, sequence: Sequence, reach: int) -> int:
         """Return the pages to keep for a sequence, alike for all to lie at equal distances.
@@ -356,23 +367,6 @@ class Scheduler:
         roomy = (len(self.running) + len(self.waiting)) * need <= self.pool.size
         return need if roomy else sequence.most_pages
 
-    def _prefetch(self, in_turn: List[Sequence]) -> None:
-        """Page in the adapters of the next requests that there will be room for, and copy them."""
-        there: dict[int, ServedAdapter] = {}
-        room = self.pool.free + self.adapters.idle_pages - len(self.running)
-        for sequence in in_turn:
-            adapter = sequence.request.adapter
-            is_new = adapter is not None and adapter.version not in there
-            room -= pages_for(sequence.length)
-            room -= self.adapters.pages_of(adapter) if is_new else 0
-            if room < 0:
-                break
-            if adapter is not None and is_new:
-                self.adapters.bring(adapter)
-                there[adapter.version] = adapter
-        if there:
-            self.prefetch(list(there.values()))
-
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page is lost or in two places, or a sequence misplaced."""
         self.pool.check_integrity()
@@ -381,7 +375,7 @@ class Scheduler:
             self.prefixes.check_integrity()
         assert self.waiting.keys() == self.policy.waiting()
         assert self.backlog.requests == sum(map(new_requests, (*self.waiting, *self.preparing)))
-        assert self.most_pages == max((*map(self.pages_of, self.everyone), 0))
+        assert self.most_pages == max((*map(self._room.most_of, self.everyone), 0))
         for sequence in self.waiting:
             assert sequence.state is State.WAITING
             assert sequence.table is None

@@ -17,6 +17,7 @@ from pcg.kernels.uploads import uploaded_list
 from pcg.parallel.ranks.group import broadcast_from_first
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
+from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.engine.device import SideStream
 from pcg.runtime.engine.served_batch import ServedBatch, rows_of
 from pcg.runtime.guided.grammar import Grammar
@@ -61,6 +62,7 @@ class StepRunner:
         self._eos_ids = state.eos_ids
         self._max_positions = state.max_positions
         self._grammars = state.grammars
+        self._answering = state.answering
         self._vocabulary = state.program.base.vocabulary
         self._device = device = state.device
         self.fails_alike = state.ranks.size == 1
@@ -118,15 +120,26 @@ class StepRunner:
             0.0,
             stop_ids,
             decoder,
-            Sampler(params, request.prompt_ids, stop_ids, self._grammar(params), of_first),
+            Sampler(
+                params,
+                request.prompt_ids,
+                stop_ids,
+                self._grammar(params, request.tenant),
+                of_first,
+            ),
             echoed=self._echoed(request),
             choice=choice,
+            adapter_version=self._version(request) if first is None else first.adapter_version,
         )
 
-    def _grammar(self, params: SamplingParams) -> Grammar | None:
+    def _version(self, request: Request) -> AdapterVersion | None:
+        adapter = request.adapter
+        return None if adapter is None else self._answering(cast("Adapter", adapter))
+
+    def _grammar(self, params: SamplingParams, tenant: str) -> Grammar | None:
         if params.guide is None:
             return None
-        grammar = self._grammars.begin(params.guide)
+        grammar = self._grammars.begin(params.guide, tenant)
         if not self.fails_alike:
             grammar.wait()  # ranks plan the same steps
         return grammar

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.metrics.events import Event, EventLog, Kind
+from pcg.runtime.metrics.totals import Totals
 from pcg.runtime.requests.groups import Groups
 from pcg.runtime.requests.request import Chunk
 from pcg.runtime.requests.sequence import Sequence, State
@@ -17,6 +18,7 @@ class Taken:
     """The results of a step, as sequences take them one after the other.
 
     Attributes:
+        before_s: when the last step before this one ended that gave tokens.
         ended: sequences that ended, and why.
         failed: sequences that could not take what was computed, and why.
     """
@@ -24,11 +26,16 @@ class Taken:
     now_s: float
     groups: Groups
     scheduler: Scheduler
+    totals: Totals
     chunks: list[Chunk] = field(default_factory=list)
     ended: list[tuple[Sequence, str]] = field(default_factory=list)
     failed: dict[Sequence, Exception] = field(default_factory=dict)
     _events: list[Event] = field(default_factory=list)
     _others: list[str] = field(default_factory=list)
+    _longer_s: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.before_s = self.totals.latest_step_s
 
     def give(self, sequence: Sequence, results: StepResults) -> None:
         """Give a sequence what is its own, and begin others where its prompt ends."""
@@ -60,15 +67,20 @@ class Taken:
             self.ended.append((sequence, chunk.completion.finish_reason))
         if chunk.token_id is None:
             return
-        sequence.latest_token_s = self.now_s
         if sequence.first_token_s is None:
             sequence.first_token_s = self.now_s
             details = {"count": 1, "cached_tokens": sequence.found}
             self._events.append(Event(self.now_s, Kind.TOKEN, sequence.id, details))
         else:
             self._others.append(sequence.id)
+            if sequence.latest_token_s != self.before_s:  # most had one in the last step
+                self._longer_s.append(self.now_s - (sequence.latest_token_s or 0.0))
+        sequence.latest_token_s = self.now_s
 
-    def log(self, log: EventLog) -> None:
-        """Log the tokens, and what began."""
+    def log(self, log: EventLog, served: int, trained: int) -> None:
+        """Log the tokens, and what began; count the step's gaps, and its tokens by their kind."""
+        self.totals.ran(served, trained)
+        since_before = len(self._others) - len(self._longer_s)
+        self.totals.count_gaps(self.now_s, since_before, self._longer_s)
         log.add_tokens(self.now_s, self._others)
         log.add(*self._events)

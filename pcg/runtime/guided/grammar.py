@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from typing import Any
 
 from pcg.errors import GenerationError, PcgError, as_pcg_error
 from pcg.runtime.guided.guide import Guide
 
+LONGEST_COMMIT_S = 2e-3
+"""Processor time of a token in its grammar, which all requests of a step wait for; 10 µs as a rule.
+
+A grammar in which a text can be read in many ways takes longer with each token, up to 80 ms.
+"""
+_MOST_SLOW = 3
+"""Tokens that may take longer, as a part of a grammar may be built for one."""
 _SHOWN = 300
 """Characters of the library's message that an error shows."""
 
@@ -21,6 +29,7 @@ class Grammar:
 
     def __init__(self, guide: Guide, compiled: Future[Any]) -> None:
         self.guide = guide
+        self._slow = 0
         self.masks: tuple[Any, int] | None = None
         self.is_complete = False
         self._compiled = compiled
@@ -57,6 +66,7 @@ class Grammar:
     def commit(self, token: int) -> None:
         """Note that a token was chosen. GenerationError: the guide does not allow it."""
         self.masks = None
+        began_s = time.thread_time()
         try:
             is_allowed = self.matcher.consume_token(token)
             self.is_complete = self.matcher.is_stopped()
@@ -66,6 +76,13 @@ class Grammar:
             raise guide_error(self.guide, str(error)) from error
         if not is_allowed:
             raise guide_error(self.guide, self.matcher.get_error())
+        self._slow += time.thread_time() - began_s > LONGEST_COMMIT_S
+        if self._slow >= _MOST_SLOW:
+            raise guide_error(
+                self.guide,
+                f"its last tokens took more than {1000 * LONGEST_COMMIT_S:g} ms each of everyone's "
+                "step; write it without rules that match a text in many ways",
+            )
 
 
 def guide_error(guide: Guide, message: str) -> GenerationError:

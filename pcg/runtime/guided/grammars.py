@@ -1,8 +1,9 @@
 """Grammars: guides compiled for a model's tokenizer, and the masks of a step, beside the steps.
 
 Compiling takes milliseconds, and seconds for guides that are made to take long: it runs on threads
-of its own, and a request waits for its guide in the queue. The library bounds what it builds, and
-guides have a longest length. Nested rules take stack, for which these threads have room.
+of its own, a guide of each tenant in turn, and a request waits for its guide in the queue. The
+library bounds what it builds, and guides have a longest length. Nested rules take stack, for which
+these threads have room.
 
 A mask takes some 10 to 100 µs. Those of a step are made in one call without the interpreter's lock,
 while the device computes the step's logits.
@@ -10,6 +11,7 @@ while the device computes the step's logits.
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from collections import OrderedDict
@@ -17,11 +19,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pcg.errors import GenerationError
+from pcg.runtime.guided.compile_queue import CompileQueue
 from pcg.runtime.guided.grammar import Grammar, guide_error
 from pcg.runtime.guided.guide import Guide
 from pcg.runtime.text.tokenizer import Tokenizer
@@ -31,13 +35,8 @@ Masks = NDArray[np.bool_]
 
 _KEPT = 64
 """Compiled guides that are kept; requests that wait keep theirs."""
-_COMPILING = 2
-"""Guides that are compiled at once."""
-_STACK_BYTES = 128 * 2**20
-"""Of a thread that compiles: 32,768 characters can nest some 5,000 rules, and 8 MiB hold 1,000."""
 _LIMITS = {"step_max_items": 10_000, "step_lexer_fuel": 100_000, "verbose_errors": False}
 """Below the library's own, so that no mask takes many milliseconds."""
-_starting = threading.Lock()
 
 
 class Grammars:
@@ -50,17 +49,27 @@ class Grammars:
         self._vocabulary = vocabulary
         self._end_ids = end_ids
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[Guide, Future[Any]] = OrderedDict()
+        self._compiled: OrderedDict[Guide, tuple[Future[Any], WeakSet[Grammar]]] = OrderedDict()
 
-    def begin(self, guide: Guide) -> Grammar:
-        """Return the grammar of a request, which is ready once its guide is compiled."""
+    def begin(self, guide: Guide, tenant: str = "") -> Grammar:
+        """Return the grammar of a tenant's request, which is ready once its guide is compiled.
+
+        A guide is not compiled where all requests that waited for it have ended.
+
+        QueueFullError: too many guides of the tenant wait already.
+        """
         with self._lock:
             if guide not in self._compiled:
-                self._compiled[guide] = self._submitted(guide)
+                awaiting: WeakSet[Grammar] = WeakSet()
+                act = functools.partial(self._compile, guide, awaiting)
+                self._compiled[guide] = self._queue.submit(tenant, act), awaiting
             self._compiled.move_to_end(guide)
+            compiled, awaiting = self._compiled[guide]
             if len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
-            return Grammar(guide, self._compiled[guide])
+            grammar = Grammar(guide, compiled)
+            awaiting.add(grammar)
+            return grammar
 
     def begin_masks(self, grammars: Sequence[Grammar]) -> None:
         """Begin to make the masks of a step's rows; `masks_of` waits for them."""
@@ -70,15 +79,11 @@ class Grammars:
 
     # ------------------------------------------------------------------------------- compiling
 
-    def _submitted(self, guide: Guide) -> Future[Any]:
-        with _starting:
-            before = threading.stack_size(_STACK_BYTES)
-            try:
-                return self._compile_threads.submit(self._compile, guide)
-            finally:
-                threading.stack_size(before)
-
-    def _compile(self, guide: Guide) -> Any:
+    def _compile(self, guide: Guide, awaiting: WeakSet[Grammar]) -> Any:
+        with self._lock:
+            if not awaiting:
+                self._compiled.pop(guide, None)
+                raise guide_error(guide, "nobody waits for it any more")
         try:
             return self._compiled_matcher(guide)
         except GenerationError:
@@ -118,8 +123,8 @@ class Grammars:
             ) from error
 
     @cached_property
-    def _compile_threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(_COMPILING, "pcg guides")
+    def _queue(self) -> CompileQueue:
+        return CompileQueue()
 
     # ------------------------------------------------------------------------------- masks
 

@@ -67,7 +67,8 @@ class Event(NamedTuple):
 
     Attributes:
         subject: id of the request or job, or name of the adapter.
-        details: numbers and reasons, such as `prompt_tokens` and `adapter` of a submitted request,
+        details: numbers and reasons, such as `prompt_tokens`, `adapter` and `adapter_version` of a
+            submitted request, `adapter_version` of one that is published,
             `cached_tokens` of a request's first token, `tokens` of a job's step, `reason` of a
             refusal, `job` of a job's end, whose name may be that of a request, too.
     """

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.metrics.totals import Totals
 
@@ -39,21 +40,24 @@ class EngineNumbers:
     """The numbers of an engine: what is there now, and what it did since it was made.
 
     Attributes:
-        waiting, running: requests.
+        waiting, running: requests; `preparing` are those whose guides are being compiled.
         waiting_tokens: tokens of the prompts that wait.
         jobs: active jobs, by state.
         pages: pages of the pool; `free_pages` of them nothing uses, adapters and prefixes that were
             used last among them.
         adapters: adapters that have pages.
+        shares_prefixes: True if requests share the blocks of their common beginnings.
     """
 
     waiting: int
+    preparing: int
     running: int
     waiting_tokens: int
     jobs: Mapping[JobState, int]
     pages: int
     free_pages: int
     adapters: int
+    shares_prefixes: bool
     totals: Totals
 
 
@@ -62,7 +66,8 @@ class AdapterStatus:
     """An adapter that requests may name.
 
     Attributes:
-        version: a number that changes with its weights.
+        version: the version that new requests are answered by; its digest is computed when it is
+            read, if it was not, and `known_digest` never waits.
         method: its PEFT method, as LoRA.
         size_bytes: bytes of its tensors.
         running: admitted requests that use this version.
@@ -71,12 +76,31 @@ class AdapterStatus:
     """
 
     name: str
-    version: int
+    version: AdapterVersion
     method: str
     size_bytes: int
     running: int
     pages: int
     is_trained: bool
+
+
+@dataclass(frozen=True)
+class RunningStatus:
+    """A request that runs.
+
+    Attributes:
+        id: its id; that of a further continuation of a prompt has its place behind it.
+        adapter: the name of its adapter; None for the base.
+        output_tokens: tokens that it has generated.
+        age_s: seconds since it came.
+    """
+
+    id: str
+    tenant: str
+    adapter: str | None
+    prompt_tokens: int
+    output_tokens: int
+    age_s: float
 
 
 @dataclass(frozen=True)

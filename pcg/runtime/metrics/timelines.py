@@ -193,12 +193,16 @@ def _submitted(event: Event, slo: Slo) -> Timeline:
         adapter=None if adapter is None else str(adapter),
         tenant=None if tenant is None else str(tenant),
         prompt_tokens=int(number(event, "prompt_tokens")),
-        slo=Slo(_own(event, "ttft_slo_s", slo.ttft_s), _own(event, "tpot_slo_s", slo.tpot_s)),
+        slo=Slo(
+            optional_number(event, "ttft_slo_s", slo.ttft_s),
+            optional_number(event, "tpot_slo_s", slo.tpot_s),
+        ),
         submitted_s=event.time_s,
     )
 
 
-def _own(event: Event, name: str, default: float | None) -> float | None:
+def optional_number(event: Event, name: str, default: float | None = None) -> float | None:
+    """Return a number of an event's details, or a default where there is none."""
     return default if event.details.get(name) is None else number(event, name)
 
 
@@ -229,6 +233,8 @@ def _follow(one: _Open, event: Event) -> None:
 def number(event: Event, name: str) -> float:
     """Return a number of an event's details; BenchmarkError if it is missing or not a number."""
     value = event.details.get(name)
+    if type(value) is int or type(value) is float:
+        return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BenchmarkError(
             f"{event.kind} of {event.subject!r} at {event.time_s} s has {name}={value!r}; "

@@ -1,97 +1,146 @@
 """Totals: what an engine has done since its start, in memory that does not grow with it.
 
-They are counted as events come, so they are whole where the log has dropped old events.
+They are counted as events come, so they are whole where the log has dropped old events. Gaps
+between tokens and the sizes of steps are told by the engine, as they are no events.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pcg.runtime.metrics.adapter_totals import AdapterTotals, leave
 from pcg.runtime.metrics.events import Event, EventLog, Kind
-from pcg.runtime.metrics.timelines import REQUEST_ENDS, Outcome, number
-
-FIRST_TOKEN_BOUNDS_S = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+from pcg.runtime.metrics.histogram import (
+    CHOICE_BOUNDS,
+    FIRST_TOKEN_BOUNDS_S,
+    LENGTH_BOUNDS,
+    PREEMPTION_BOUNDS,
+    REQUEST_BOUNDS_S,
+    STEP_BOUNDS,
+    TOKEN_BOUNDS_S,
+    Histogram,
 )
-TOKEN_BOUNDS_S = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-)
-REQUEST_BOUNDS_S = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
-    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
-)
-"""The bounds of vLLM's histograms (vllm/v1/metrics/loggers.py), seconds."""
+from pcg.runtime.metrics.timelines import REQUEST_ENDS, Outcome, number, optional_number
 
-
-class Histogram:
-    """Numbers of samples by bounds.
-
-    Attributes:
-        bounds_s: upper bounds, seconds.
-        counts: the samples up to each bound and above the one before, and last those above all.
-        sum_s: the sum of the samples, seconds.
-    """
-
-    def __init__(self, bounds_s: tuple[float, ...]) -> None:
-        self.bounds_s = bounds_s
-        self.counts = [0] * (len(bounds_s) + 1)
-        self.sum_s = 0.0
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
-    @property
-    def mean_s(self) -> float | None:
-        """The mean of the samples, seconds; None without any."""
-        count = self.count
-        return self.sum_s / count if count else None
-
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(self.bounds_s, seconds)] += 1
-        self.sum_s += seconds
+_KEPT_JOBS = 128
+"""The number of jobs whose tokens are kept apart."""
 
 
 @dataclass
+class Promised:
+    """Requests with an SLO that are over, but for those that their senders cancelled.
+
+    Attributes:
+        requests: their number; `kept` of them finished within it.
+    """
+
+    requests: int = 0
+    kept: int = 0
+
+    @property
+    def share(self) -> float | None:
+        """The share of them that finished within it; None without any."""
+        return self.kept / self.requests if self.requests else None
+
+
+@dataclass
+class _Prompt:
+    """The continuations of a prompt: how many there are, are over, and the longest one's tokens."""
+
+    count: int
+    over: int = 0
+    longest: int = 0
+
+
+@dataclass(slots=True)
 class _Open:
     submitted_s: float
     prompt_tokens: int
+    max_tokens: int
+    adapter: str | None
+    slos_s: tuple[float | None, float | None]
+    prompt: _Prompt
+    admitted_s: float | None = None
     first_token_s: float | None = None
-    is_admitted: bool = False
+    is_running: bool = False
+    preemptions: int = 0
 
 
 class Totals:
-    """The sums of a log's events since it was made; read them from any thread.
+    """The sums of an engine's life; read them from any thread.
 
     Attributes:
         requests: requests that are over, by how they ended.
+        finish_reasons: those that finished, by `stop` and `length`.
+        turned_away: requests that were refused before they had an event, as too many came at once.
         preemptions: how often a request gave its pages up.
         prompt_tokens: tokens of prompts that were read; `cached_tokens` of them were in the cache.
         output_tokens: tokens that were generated.
-        finetuning_tokens, finetuning_steps: of all jobs.
-        queueing, ttft, tpot, e2el: times of requests, as of `ServingReport`; TPOT is a mean over a
-            request's tokens.
+        finetuning_tokens, finetuning_steps: of all jobs; `job_tokens` of the latest jobs, by name.
+        queueing, ttft, tpot, itl, e2el: times of requests, as of `ServingReport`; TPOT is a mean
+            over a request's tokens.
+        prefill, decode, inference: times of finished requests from their admission to the first
+            token, from there to the end, and both.
+        prompt_lengths, output_lengths, max_tokens: tokens of finished requests, and the most that
+            they asked for.
+        choices, longest: continuations of a prompt, and tokens of the longest of them.
+        preempted: preemptions of finished requests.
+        steps, window_steps: tokens that a step serves, and those that it trains, where it does.
+        promised_ttft, promised_tpot: how the SLOs were kept.
+        adapters: sums by adapter.
+        latest_step_s: when the last step that gave tokens ended.
     """
 
     def __init__(self, log: EventLog) -> None:
         self.requests: Counter[Outcome] = Counter()
+        self.finish_reasons: Counter[str] = Counter()
+        self.turned_away = 0
         self.preemptions = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.output_tokens = 0
         self.finetuning_tokens = 0
         self.finetuning_steps = 0
+        self.job_tokens: dict[str, int] = {}
         self.queueing = Histogram(REQUEST_BOUNDS_S)
         self.ttft = Histogram(FIRST_TOKEN_BOUNDS_S)
         self.tpot = Histogram(TOKEN_BOUNDS_S)
+        self.itl = Histogram(TOKEN_BOUNDS_S)
         self.e2el = Histogram(REQUEST_BOUNDS_S)
+        self.prefill = Histogram(REQUEST_BOUNDS_S)
+        self.decode = Histogram(REQUEST_BOUNDS_S)
+        self.inference = Histogram(REQUEST_BOUNDS_S)
+        self.prompt_lengths = Histogram(LENGTH_BOUNDS)
+        self.output_lengths = Histogram(LENGTH_BOUNDS)
+        self.max_tokens = Histogram(LENGTH_BOUNDS)
+        self.longest = Histogram(LENGTH_BOUNDS)
+        self.choices = Histogram(CHOICE_BOUNDS)
+        self.preempted = Histogram(PREEMPTION_BOUNDS)
+        self.steps = Histogram(STEP_BOUNDS)
+        self.window_steps = Histogram(STEP_BOUNDS)
+        self.promised_ttft = Promised()
+        self.promised_tpot = Promised()
+        self.adapters = AdapterTotals()
+        self.latest_step_s = 0.0
         self._open: dict[str, _Open] = {}
         log.listen(self._note, self._note_tokens)
+
+    def ran(self, served: int, trained: int) -> None:
+        """Count a step's tokens: those that it served, and those that it trained."""
+        if served:
+            self.steps.observe(served)
+        if trained:
+            self.window_steps.observe(trained)
+
+    def count_gaps(self, time_s: float, count: int, longer_s: Sequence[float]) -> None:
+        """Count a step's gaps: so many since the last step, and others, seconds each."""
+        if count:
+            self.itl.observe_equal(time_s - self.latest_step_s, count)
+        for gap_s in longer_s:
+            self.itl.observe(gap_s)
+        self.latest_step_s = time_s
 
     def _note_tokens(self, time_s: float, subjects: Sequence[str]) -> None:
         self.output_tokens += len(subjects)
@@ -99,32 +148,105 @@ class Totals:
     def _note(self, event: Event) -> None:
         kind = event.kind
         if kind is Kind.SUBMITTED:
-            self._open[event.subject] = _Open(event.time_s, int(number(event, "prompt_tokens")))
+            self._begin(event)
         elif kind is Kind.STEPPED:
-            self.finetuning_steps += 1
-            self.finetuning_tokens += int(number(event, "tokens"))
+            self._count_trained(event.subject, int(number(event, "tokens")))
+        elif kind in (Kind.PAGED_IN, Kind.EVICTED):
+            self.adapters.paged(event.subject, is_in=kind is Kind.PAGED_IN)
         elif event.subject in self._open and "job" not in event.details:
             self._note_request(event, self._open[event.subject])
 
+    def _count_trained(self, job: str, tokens: int) -> None:
+        self.finetuning_steps += 1
+        self.finetuning_tokens += tokens
+        if job not in self.job_tokens and len(self.job_tokens) >= _KEPT_JOBS:
+            del self.job_tokens[next(iter(self.job_tokens))]
+        self.job_tokens[job] = self.job_tokens.get(job, 0) + tokens
+
+    def _begin(self, event: Event) -> None:
+        details = event.details
+        first = self._open.get(str(details.get("continues")))
+        prompt = _Prompt(int(number(event, "choices"))) if first is None else first.prompt
+        adapter = None if details.get("adapter") is None else str(details["adapter"])
+        slos_s = optional_number(event, "ttft_slo_s"), optional_number(event, "tpot_slo_s")
+        lengths = int(number(event, "prompt_tokens")), int(number(event, "max_new_tokens"))
+        self._open[event.subject] = _Open(event.time_s, *lengths, adapter, slos_s, prompt)
+        if adapter is not None:
+            self.adapters.came(adapter, event.time_s)
+
     def _note_request(self, event: Event, one: _Open) -> None:
         time_s, kind = event.time_s, event.kind
-        if kind is Kind.ADMITTED and not one.is_admitted:
-            one.is_admitted = True
-            self.queueing.observe(time_s - one.submitted_s)
+        if kind is Kind.ADMITTED:
+            self._move(one, is_running=True)
+            if one.admitted_s is None:
+                one.admitted_s = time_s
+                self.queueing.observe(time_s - one.submitted_s)
         elif kind is Kind.PREEMPTED:
+            self._move(one, is_running=False)
             self.preemptions += 1
+            one.preemptions += 1
         elif kind is Kind.TOKEN:
             self.output_tokens += int(number(event, "count"))
             if one.first_token_s is None:
-                one.first_token_s = time_s
-                self.prompt_tokens += one.prompt_tokens
-                self.cached_tokens += int(number(event, "cached_tokens"))
-                self.ttft.observe(time_s - one.submitted_s)
+                self._note_first(event, one)
         elif kind in REQUEST_ENDS:
             del self._open[event.subject]
-            self.requests[REQUEST_ENDS[kind]] += 1
-            if kind is Kind.FINISHED:
-                self.e2el.observe(time_s - one.submitted_s)
-                tokens = int(number(event, "tokens"))
-                if one.first_token_s is not None and tokens > 1:
-                    self.tpot.observe((time_s - one.first_token_s) / (tokens - 1))
+            self._end(event, one)
+
+    def _move(self, one: _Open, *, is_running: bool) -> None:
+        if one.adapter is not None and one.is_running is not is_running:
+            self.adapters.moves(one.adapter, is_running=is_running)
+        one.is_running = is_running
+
+    def _note_first(self, event: Event, one: _Open) -> None:
+        one.first_token_s = event.time_s
+        ttft_s = event.time_s - one.submitted_s
+        self.prompt_tokens += one.prompt_tokens
+        self.cached_tokens += int(number(event, "cached_tokens"))
+        self.ttft.observe(ttft_s)
+        if one.adapter is not None:
+            sums = self.adapters.of(one.adapter)
+            sums.prompt_tokens += one.prompt_tokens
+            sums.ttft.observe(ttft_s)
+
+    def _end(self, event: Event, one: _Open) -> None:
+        outcome = REQUEST_ENDS[event.kind]
+        self.requests[outcome] += 1
+        tokens = int(number(event, "tokens")) if outcome is not Outcome.REFUSED else 0
+        if one.adapter is not None:
+            self.adapters.of(one.adapter).output_tokens += tokens
+            leave(self.adapters.running if one.is_running else self.adapters.waiting, one.adapter)
+        if outcome is Outcome.FINISHED:
+            self.finish_reasons[str(event.details["reason"])] += 1
+            self._finish(event.time_s, one, tokens)
+        if outcome is not Outcome.CANCELLED:
+            self._count_promises(event.time_s, one, tokens, is_finished=outcome is Outcome.FINISHED)
+
+    def _finish(self, time_s: float, one: _Open, tokens: int) -> None:
+        self.e2el.observe(time_s - one.submitted_s)
+        self.prompt_lengths.observe(one.prompt_tokens)
+        self.output_lengths.observe(tokens)
+        self.max_tokens.observe(one.max_tokens)
+        self.preempted.observe(one.preemptions)
+        prompt = one.prompt
+        prompt.over, prompt.longest = prompt.over + 1, max(prompt.longest, tokens)
+        if prompt.over == prompt.count:
+            self.choices.observe(prompt.count)
+            self.longest.observe(prompt.longest)
+        if one.admitted_s is not None:
+            self.inference.observe(time_s - one.admitted_s)
+            if one.first_token_s is not None:
+                self.prefill.observe(one.first_token_s - one.admitted_s)
+                self.decode.observe(time_s - one.first_token_s)
+        if one.first_token_s is not None and tokens > 1:
+            self.tpot.observe((time_s - one.first_token_s) / (tokens - 1))
+
+    def _count_promises(self, time_s: float, one: _Open, tokens: int, *, is_finished: bool) -> None:
+        """Count whether a request's SLOs were kept, as `Timeline.attains_ttft` has it."""
+        first_s = time_s if one.first_token_s is None else one.first_token_s
+        took_s = (first_s - one.submitted_s, (time_s - first_s) / max(1, tokens - 1))
+        promised = (self.promised_ttft, self.promised_tpot)
+        for most_s, seconds, counts in zip(one.slos_s, took_s, promised, strict=True):
+            if most_s is not None:
+                counts.requests += 1
+                counts.kept += is_finished and seconds <= most_s

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from pcg.errors import (
+    AdapterConflictError,
     AdapterError,
+    AdapterNotFoundError,
     EngineError,
     GenerationError,
     PcgError,
@@ -38,6 +40,7 @@ from pcg.peft.registry import is_shorthand, recipe_from
 from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.adapters.sites import model_sources, served_sources
+from pcg.runtime.adapters.versions import AdapterVersion, Versions
 from pcg.runtime.adapters.weight_stacker import ServedWeights
 from pcg.runtime.guided.grammars import Grammars
 from pcg.runtime.memory.shape_caches import bound_shape_caches
@@ -48,6 +51,8 @@ from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.units import shown
 
 Result = TypeVar("Result")
+NamedAdapter: TypeAlias = str | Adapter | None
+"""An adapter by its name, or one that was served; None for the base."""
 
 
 class StateListener(Protocol):
@@ -75,6 +80,7 @@ class ModelState:
 
     Attributes:
         grammars: compiles what requests' outputs have to follow.
+        versions: those of the adapters.
         engine_thread: the thread that runs an engine over this state; None while there is none.
     """
 
@@ -98,6 +104,7 @@ class ModelState:
         self.weight_store = WeightStore(program, weights, device, ranks)
         self.engine_thread: EngineThread | None = None
         self._specialiser = specialiser
+        self.versions = Versions()
         self._adapters: dict[str, Adapter] = {}
         self._unsettled: dict[str, Callable[[], None]] = {}
         self._trained: set[str] = set()
@@ -172,21 +179,22 @@ class ModelState:
     # ------------------------------------------------------------------------------- adapters
 
     def adapter(self, name: str) -> Adapter:
-        """Return an adapter. AdapterError: there is none of that name."""
+        """Return an adapter. AdapterNotFoundError: there is none of that name."""
         check_name(name)
         self.settle_adapter(name)
         try:
             return self._adapters[name]
         except KeyError:
             there = ", ".join(sorted(self._adapters)) or "none"
-            raise AdapterError(f"there is no adapter {name!r}; there are: {there}") from None
+            text = f"there is no adapter {name!r}; there are: {there}"
+            raise AdapterNotFoundError(text) from None
 
     def adapters_of(
-        self, count: int, adapter: str | Sequence[str | None] | None
+        self, count: int, adapter: NamedAdapter | Sequence[NamedAdapter]
     ) -> list[Adapter | None]:
         """Return the adapter of each of `count` prompts; see `Executor.generate`."""
-        if adapter is None or isinstance(adapter, str):
-            names: Sequence[str | None] = [adapter] * count
+        if adapter is None or isinstance(adapter, str | Adapter):
+            names: Sequence[NamedAdapter] = [adapter] * count
         elif isinstance(adapter, Sequence):
             names = adapter
         else:
@@ -197,14 +205,20 @@ class ModelState:
             raise GenerationError(
                 f"{len(names)} adapters for {count} prompts; give one name, or one for each"
             )
-        return [None if name is None else self.adapter(name) for name in names]
+        return [self.adapter(name) if isinstance(name, str) else name for name in names]
 
-    def check_free(self, name: str) -> None:
-        """Raise an AdapterError if there is an adapter of that name, or a job trains one."""
+    def check_free(
+        self, name: str, *, replace: bool = False, expected_version: int | None = None
+    ) -> None:
+        """Check that an adapter may be added; see `Executor.add_adapter`.
+
+        Raises:
+            AdapterConflictError: there is one of the name, or another version, or a job trains one.
+        """
         check_name(name)
         self._check_untrained(name)
-        if name in self._adapters:
-            raise AdapterError(f"there is an adapter {name!r} already; remove it first")
+        there = self._adapters.get(name)
+        self.versions.check_free(name, there, replace=replace, expected_version=expected_version)
 
     def begin_training(self, name: str) -> Callable[[], None]:
         """Keep the name for the job that trains the adapter; returns what ends that."""
@@ -219,7 +233,7 @@ class ModelState:
 
     def _check_untrained(self, name: str) -> None:
         if name in self._trained:
-            raise AdapterError(
+            raise AdapterConflictError(
                 f"a job trains adapter {name!r}, and serves its result under that name; cancel the "
                 "job, or wait for its end"
             )
@@ -271,42 +285,45 @@ class ModelState:
         return biases
 
     def put_adapter(self, adapter: Adapter, program: ServingProgram | None = None) -> Adapter:
-        """Serve an adapter that is in memory, in place of one of that name.
+        """Serve an adapter that is in memory, as the next version of its name.
+
+        Requests that are here go on with the version that they began with.
 
         Args:
             program: the program that `program_for` found for it; None compiles one if need be.
         """
         adapter = dataclasses.replace(adapter)
-        before = dict(self._adapters)
-        self._adapters[adapter.name] = adapter
-        try:
-            if not served_sources(adapter) <= self.serving.sources:
-                served = [served_sources(other) for other in self._adapters.values()]
-                if program is None or not frozenset().union(*served) <= program.sources:
-                    program = self.program_for(adapter)
-                self.serving = program
-                for listener in self._listeners:
-                    listener.use_program(program)
-        except BaseException:
-            self._adapters = before
-            raise
+        if not served_sources(adapter) <= self.serving.sources:
+            served = [served_sources(one) for one in (adapter, *self._alive())]
+            if program is None or not frozenset().union(*served) <= program.sources:
+                program = self.program_for(adapter)
+            self.serving = program
+            for listener in self._listeners:
+                listener.use_program(program)
         self._served.changed(adapter)
-        if adapter.name in before:
-            self._tell_changed(before[adapter.name], is_gone=True)
+        self.versions.begin(adapter)
+        before = self._adapters.get(adapter.name)
+        self._adapters[adapter.name] = adapter
+        if before is not None:
+            self.versions.end(before)
+            self._tell_changed(before, is_gone=True)
         return adapter
 
     def program_for(self, adapter: Adapter) -> ServingProgram:
-        """Return a program that serves an adapter and those that are there, on any thread.
+        """Return a program that serves an adapter and those of requests here, on any thread.
 
         It is compiled only if the program that serves now does not read all of the adapter.
         """
         if served_sources(adapter) <= self.serving.sources:
             return self.serving
-        others = {**self._adapters, adapter.name: adapter}
-        recipes = [other.recipe for other in others.values()]
+        recipes = [one.recipe for one in (*self._alive(), adapter)]
         serving = self._specialiser.serving(self.program, recipes)
         check_same(self.ranks, {"the serving program": serving_text(serving)})
         return self._bind(serving)
+
+    def _alive(self) -> list[Adapter]:
+        # Ranks compile one program, so none may see what another has collected already.
+        return self.versions.alive(collects=self.ranks.size > 1)
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter. AdapterError: there is none of that name, or a job trains it."""
@@ -316,24 +333,31 @@ class ModelState:
         self._tell_changed(adapter, is_gone=True)
         self._unsettled.pop(name, None)
         del self._adapters[name]
+        self.versions.end(adapter, is_removed=True)
 
     def refresh_adapter(self, name: str, settle: Callable[[], None] | None = None) -> None:
-        """Serve an adapter's tensors as they are now, after they were changed in place.
+        """Serve an adapter's tensors as they are now, changed in place, as its next version.
 
         Args:
             settle: over ranks, gathers the trained tensors; it is called when they are next read.
         """
         if settle is not None and self.ranks.size > 1:
             self._unsettled[name] = settle
-        self._served.changed(self._adapters[name])
-        self.serving.tables.forget(self._adapters[name])
-        self._tell_changed(self._adapters[name], is_gone=False)
+        adapter = self._adapters[name]
+        self._served.changed(adapter)
+        self.versions.begin(adapter)
+        self.serving.tables.forget(adapter)
+        self._tell_changed(adapter, is_gone=False)
 
     def settle_adapter(self, name: str) -> None:
         """Gather an adapter's trained tensors, unless that was done."""
         settle = self._unsettled.pop(name, None)
         if settle is not None:
             settle()
+
+    def answering(self, adapter: Adapter) -> AdapterVersion | None:
+        """Return the version of an adapter that answers a request; None if it was never served."""
+        return self.versions.answer(adapter, hashes=self.engine_thread is not None)
 
     def _tell_changed(self, adapter: Adapter, *, is_gone: bool) -> None:
         for listener in self._listeners:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pcg.errors import GenerationError, PcgError
 from pcg.runtime.adapters.cache import ServedAdapter
-from pcg.runtime.model.state import ModelState
+from pcg.runtime.adapters.versions import AdapterVersion
+from pcg.runtime.model.state import ModelState, NamedAdapter
 from pcg.runtime.sampling.logprobs import TokenLogprobs
 from pcg.runtime.sampling.sampler import resolved
 from pcg.runtime.sampling.sampling_params import SamplingFields, SamplingParams
@@ -161,9 +162,12 @@ class Completion:
         token_ids: the generated tokens, the end token included.
         index: its place among the continuations of its prompt.
         embedding: the last hidden state, if it was asked for, [hidden], fp32, in host memory.
+        adapter_version: the version of the adapter that answered: its name, number and digest; None
+            for the base.
         finish_reason: `stop` or `length`; `cancelled` or `timed_out` if it was given up, `failed`
             if it could not go on.
         cached_tokens: tokens of the prompt that were in the KV cache already.
+        queued_s: seconds from when the request came to when it was admitted; None if it never was.
         stop_reason: the stop string, or the token of `stop_token_ids`, that ended it; None if
             something else did, such as the model's own end-of-sequence token.
         logprobs: those of each generated token, if they were asked for.
@@ -182,6 +186,8 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     index: int = 0
     embedding: Tensor | None = field(default=None, compare=False)
+    adapter_version: AdapterVersion | None = field(default=None, compare=False)
+    queued_s: float | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return self.text
@@ -204,8 +210,11 @@ class Chunk:
         error: why the request could not go on, in the last chunk of one that failed.
         request_id: the request's id, given or made.
         logprobs: those of the new token, if they were asked for.
+        prompt_logprobs: those of the prompt's tokens as in `Completion`, in the first chunk of a
+            continuation, if they were asked for.
         choice: the place of the continuation among those of the prompt.
         left: number of other continuations of the prompt that have not ended.
+        adapter_version: the version of the adapter that answers; None for the base.
     """
 
     index: int
@@ -217,6 +226,8 @@ class Chunk:
     logprobs: TokenLogprobs | None = None
     choice: int = 0
     left: int = 0
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    adapter_version: AdapterVersion | None = None
 
     @property
     def is_last(self) -> bool:
@@ -227,7 +238,7 @@ class Chunk:
 def make_requests(
     state: ModelState,
     prompts: Sequence[str | Sequence[int]],
-    adapter: str | Sequence[str | None] | None,
+    adapter: NamedAdapter | Sequence[NamedAdapter],
     sampling: Mapping[str, Any],
 ) -> list[Request]:
     """Make a request of each prompt; see `Executor.generate`."""
@@ -248,7 +259,7 @@ def make_requests(
 
 
 def make_request(
-    state: ModelState, prompt: str | Sequence[int], adapter: str | None, fields: RequestFields
+    state: ModelState, prompt: str | Sequence[int], adapter: NamedAdapter, fields: RequestFields
 ) -> Request:
     """Make a request of one prompt; see `Executor.request`."""
     own = {name: value for name, value in fields.items() if name in _OWN}

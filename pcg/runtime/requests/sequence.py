@@ -10,6 +10,7 @@ from enum import StrEnum
 from torch import Tensor
 
 from pcg.errors import PcgError
+from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.guided.grammar import Grammar
 from pcg.runtime.memory.pool import PageTable, pages_for
 from pcg.runtime.memory.prefixes import Version
@@ -40,6 +41,7 @@ class Sequence:
 
     Attributes:
         sampler: what chooses its tokens; None in simulated time.
+        admitted_s: when it was first admitted; None before.
         cached: number of its tokens whose keys and values are cached, virtual ones included.
         version: the version whose blocks it shares; None if blocks are not shared.
         digests: the digests of its blocks, as far as they are known.
@@ -54,6 +56,7 @@ class Sequence:
         pooled: the sum of the last hidden states that it has read; None before the first.
         echoed: text that its first chunk begins with.
         choice: its place among the continuations of its prompt.
+        adapter_version: the version of its adapter that answers; None for the base.
         followers: the other continuations, while they wait for the prompt to be computed.
     """
 
@@ -73,6 +76,7 @@ class Sequence:
     length: int = field(init=False)
     generated: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    admitted_s: float | None = None
     first_token_s: float | None = None
     latest_token_s: float | None = None
     version: Version | None = None
@@ -86,6 +90,7 @@ class Sequence:
     pooled: Tensor | None = None
     echoed: str = ""
     choice: int = 0
+    adapter_version: AdapterVersion | None = None
     followers: list[Sequence] = field(default_factory=list)
     _name: str = field(init=False)
     _text: list[str] = field(default_factory=list)
@@ -142,6 +147,12 @@ class Sequence:
         """Return those of some tokens whose rows the request reads, and has not read yet."""
         return range(max(start, self.read), min(stop, self.last_read))
 
+    def begin(self, now_s: float) -> None:
+        """Run from now on, for the first time or again."""
+        self.state = State.RUNNING
+        if self.admitted_s is None:
+            self.admitted_s = now_s
+
     def ids(self, start: int, stop: int) -> list[int]:
         """Return some of its tokens; virtual ones have any id."""
         virtual, prompt = self.request.virtual_tokens, self.request.prompt_ids
@@ -165,10 +176,16 @@ class Sequence:
     def described(self) -> dict[str, object]:
         """Return the details of the event of its submission."""
         request = self.request
+        found = {"continues": self._name} if self.choice else {}
         return {
+            **found,
             "prompt_tokens": len(request.prompt_ids),
+            "choices": 1 + len(self.followers),
             "max_new_tokens": self.limit,
             "adapter": self._adapter_name,
+            "adapter_version": None
+            if self.adapter_version is None
+            else self.adapter_version.number,
             "tenant": request.tenant or None,
             "priority": request.priority,
             "ttft_slo_s": self.ttft_slo_s,
@@ -292,7 +309,16 @@ class Sequence:
         logprobs: TokenLogprobs | None = None,
     ) -> Chunk:
         choice, name = self.choice, self._name
-        return Chunk(self.number, text, token, completion, error, name, logprobs, choice)
+        prompt = self._all_prompt_logprobs() if len(self.generated) < 2 else None
+        return Chunk(
+            self.number, text, token, completion, error, name, logprobs, choice, 0, prompt,
+            self.adapter_version,
+        )  # fmt: skip
+
+    def _all_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        if self.request.params.of_prompt is None:
+            return None
+        return (None, *self.prompt_logprobs)
 
     def _completion(self, reason: str, stop_reason: str | int | None = None) -> Completion:
         params = self.request.params
@@ -305,7 +331,9 @@ class Sequence:
             self.found,
             stop_reason,
             None if params.logprobs is None else tuple(self.logprobs),
-            None if params.of_prompt is None else (None, *self.prompt_logprobs),
+            self._all_prompt_logprobs(),
             self.choice,
             self._embedding(),
+            self.adapter_version,
+            None if self.admitted_s is None else self.admitted_s - self.submitted_s,
         )

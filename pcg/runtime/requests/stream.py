@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable
 from threading import Condition, Lock
@@ -59,11 +60,16 @@ class Stream:
     Attributes:
         request_id: the request's id; None until the engine has made one.
         is_over: True after the last chunk or an error, read or not.
+        began_s, first_chunk_s, ended_s: when it was made, had its first chunk and its last, seconds
+            of the monotonic clock; None before.
     """
 
     def __init__(self, cancel: Callable[[Stream], None], request_id: str | None = None) -> None:
         self.request_id = request_id
         self.is_over = False
+        self.began_s = time.monotonic()
+        self.first_chunk_s: float | None = None
+        self.ended_s: float | None = None
         self._cancel = cancel
         self._chunks: deque[Chunk] = deque()
         self._completions: dict[int, Completion] = {}
@@ -121,12 +127,36 @@ class Stream:
                     self.cancel()
                 raise
 
+    async def next_chunks(self) -> list[Chunk]:
+        """Wait for chunks, and return all that have come; none after the last one.
+
+        It leaves the request alone where the task is cancelled. Raises what ended the request.
+        """
+        while True:
+            with self._lock:
+                if self._chunks:
+                    found = list(self._chunks)
+                    self._chunks.clear()
+                    return found
+                if self._error is not None:
+                    raise self._error
+                if self.is_over:
+                    return []
+                waiter = _register(self._readers)
+            await waiter
+
     def _take(self, end: type[Exception]) -> Chunk:
         if self._chunks:
             return self._chunks.popleft()
         if self._error is not None:
             raise self._error
         raise end
+
+    @property
+    def ended(self) -> list[Completion]:
+        """The continuations that have ended so far, read or not."""
+        with self._lock:
+            return [self._completions[place] for place in sorted(self._completions)]
 
     async def completion(self) -> Completion:
         """Wait for the completion, the first of several; chunks need not be read for it.
@@ -179,6 +209,8 @@ class Stream:
     def put(self, chunk: Chunk, wakes: Wakes) -> None:
         """Add a chunk, and note whom it wakes."""
         with self._lock:
+            if self.first_chunk_s is None:
+                self.first_chunk_s = time.monotonic()
             if chunk.error is not None:
                 self._end(chunk.error, wakes)
             else:
@@ -199,7 +231,7 @@ class Stream:
         wakes.send()
 
     def _end(self, error: BaseException | None, wakes: Wakes) -> None:
-        self._error, self.is_over = error, True
+        self._error, self.is_over, self.ended_s = error, True, time.monotonic()
         wakes.add(self._await_end)
         self._await_end.clear()
 

@@ -36,10 +36,12 @@ class TokenLogprobs:
     Attributes:
         top: the likeliest tokens there with theirs, the likeliest first; of equal ones the lower
             id. As many as were asked for, so the token itself may be missing.
+        rank: 1 + the number of tokens that are likelier.
     """
 
     token_id: int
     logprob: float
+    rank: int
     top: tuple[tuple[int, float], ...] = ()
 
     @property
@@ -55,28 +57,34 @@ class Logprobs:
     Attributes:
         tokens: [R], int64.
         chosen: theirs, [R], fp32.
+        ranks: the numbers of likelier tokens, [R], int64.
         top_ids, top: the likeliest tokens of each row and theirs, [R, k], int64 and fp32.
     """
 
     tokens: Tensor
     chosen: Tensor
+    ranks: Tensor
     top_ids: Tensor
     top: Tensor
 
     @classmethod
     def joined(cls, parts: Sequence[Logprobs]) -> Logprobs:
         """Return the rows of parts, which have one k, one after the other."""
-        columns = zip(*((p.tokens, p.chosen, p.top_ids, p.top) for p in parts), strict=True)
+        columns = zip(
+            *((p.tokens, p.chosen, p.ranks, p.top_ids, p.top) for p in parts), strict=True
+        )
         return cls(*map(torch.cat, columns))
 
     def read(self, counts: Sequence[int]) -> list[TokenLogprobs]:
         """Wait for them, and return each row's with as many of the likeliest as it asks for."""
         tokens, chosen = self.tokens.tolist(), self.chosen.tolist()
-        top_ids, top = self.top_ids.tolist(), self.top.tolist()
+        top_ids, top, ranks = self.top_ids.tolist(), self.top.tolist(), self.ranks.tolist()
         return [
-            TokenLogprobs(token, logprob, tuple(zip(ids[:count], values[:count], strict=True)))
-            for token, logprob, ids, values, count in zip(
-                tokens, chosen, top_ids, top, counts, strict=True
+            TokenLogprobs(
+                token, logprob, 1 + rank, tuple(zip(ids[:count], values[:count], strict=True))
+            )
+            for token, logprob, rank, ids, values, count in zip(
+                tokens, chosen, ranks, top_ids, top, counts, strict=True
             )
         ]
 
@@ -99,9 +107,10 @@ def logprobs_of(logits: Tensor, tokens: Tensor, most: int) -> Logprobs:
         most: the number of likeliest tokens of each row; those beyond V are left out.
     """
     logprobs = logits.float().log_softmax(dim=-1)
-    chosen = logprobs.gather(1, tokens.clamp(min=0)[:, None]).squeeze(1)
+    chosen = logprobs.gather(1, tokens.clamp(min=0)[:, None])
+    ranks = (logprobs > chosen).sum(dim=-1)
     top_ids = _likeliest(logprobs, min(most, logits.shape[-1]))
-    return Logprobs(tokens, chosen, top_ids, logprobs.gather(1, top_ids))
+    return Logprobs(tokens, chosen.squeeze(1), ranks, top_ids, logprobs.gather(1, top_ids))
 
 
 def _likeliest(values: Tensor, count: int) -> Tensor:

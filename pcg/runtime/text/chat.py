@@ -74,8 +74,7 @@ class ChatTemplate:
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
                 tools=tools,
-                documents=None,
-                **variables,
+                **{"documents": None, **variables},
             )
         except jinja2.TemplateError as error:
             raise GenerationError(f"the chat template refuses the messages: {error}") from error

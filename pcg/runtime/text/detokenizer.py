@@ -14,6 +14,12 @@ unfinished character decodes.
 
 Tokens that the decoder skips (special ones) never end a window: the word after them would lose its
 space. The parts and the final `finish()` add up to `decode(all ids)`.
+
+A window without new text grows to 16 tokens, so that no output makes a token's decoding longer and
+longer: then what the decoder skips is dropped from it, and of bytes that are no UTF-8 all is
+returned before the first of the last tokens whose text is its own:
+
+    decode(ids) = decode(ids[:-k]) + decode(ids[-k:])
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +31,8 @@ _REPLACEMENT = "\ufffd"
 # more to begin between characters, and the prompt may end within one.
 _CONTEXT = 6
 _REST_OF_CHARACTER = 3
+_MOST = 16
+"""Tokens without new text in a window."""
 
 
 class StreamDecoder:
@@ -47,11 +55,24 @@ class StreamDecoder:
         text = self._decode(self._ids)
         stable = len(text.rstrip(_REPLACEMENT))
         if stable <= self._given:
-            return ""
+            return self._shortened(text) if len(self._ids) - self._boundary > _MOST else ""
         new, self._given = text[self._given : stable], stable
         if stable == len(text):
             self._move_window()
         return new
+
+    def _shortened(self, text: str) -> str:
+        """Make a long window without new text shorter; returns what becomes final by that."""
+        if len(text) <= self._given:
+            del self._ids[self._boundary]  # not the latest: a space has no text yet
+            return ""
+        for k in range(1, _REST_OF_CHARACTER + 2):
+            head, tail = self._decode(self._ids[:-k]), self._decode(self._ids[-k:])
+            if head + tail == text:
+                new = head[self._given :]
+                self._ids, self._boundary, self._given = self._ids[-k:], 0, 0
+                return new
+        return ""
 
     def finish(self) -> str:
         """End the stream; returns the rest of the text, with an unfinished character as U+FFFD."""

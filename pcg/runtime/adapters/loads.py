@@ -1,0 +1,146 @@
+"""Loads: adapters added to a running engine and removed from it, beside its steps.
+
+An adapter is read on one thread, compiled for on another and put in place by the engine's. What is
+asked of one name is done in the order of asking: each load or removal begins when those of its name
+before it have ended, as a later adapter may be read sooner. Other names do not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from threading import Lock
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from pcg.peft.adapter import Adapter
+from pcg.runtime.model.specialised import ServingProgram
+from pcg.runtime.model.state import ModelState
+
+Result = TypeVar("Result")
+
+
+class Threads(Protocol):
+    """The threads that load adapters; both raise an EngineError once they are closed."""
+
+    def load(self, act: Callable[[], None]) -> None:
+        """Run what reads an adapter."""
+
+    def compile(self, act: Callable[[], None]) -> None:
+        """Run what compiles, after what was asked for before."""
+
+
+class Loads:
+    """Adds and removes adapters; for any thread."""
+
+    def __init__(
+        self,
+        state: ModelState,
+        threads: Threads,
+        call: Callable[[Callable[[], Any]], Future[Any]],
+        check_open: Callable[[], None],
+        check_unreserved: Callable[[str], None],
+    ) -> None:
+        """Have none under way.
+
+        Args:
+            call: runs a function between two steps.
+            check_open: raises an error where nothing is loaded any more.
+            check_unreserved: raises one where a job is prepared that trains the name.
+        """
+        self._state = state
+        self._threads = threads
+        self._call = call
+        self._check_open = check_open
+        self._check_unreserved = check_unreserved
+        self._lock = Lock()
+        self._last: dict[str, Future[Any]] = {}
+
+    def add(
+        self, name: str, path_or_config: object, seed: int, check_free: Callable[[], None]
+    ) -> Future[Adapter]:
+        """Load an adapter; `check_free` raises while it may not be put in place."""
+        state, threads, end = self._state, self._threads, _begun()
+
+        def check() -> None:
+            self._check_open()
+            self._check_unreserved(name)
+            check_free()
+
+        def load() -> None:
+            check()
+            made = state.make_adapter(name, path_or_config, seed=seed)
+            adapter = made.map(torch.clone)  # read now, and not by a step
+            threads.compile(_passing(end, partial(add, adapter)))
+
+        def add(adapter: Adapter) -> None:
+            self._check_open()
+            put_in = partial(put, adapter, state.program_for(adapter))
+            self._call(put_in).add_done_callback(partial(_pass_result, end))
+
+        def put(adapter: Adapter, program: ServingProgram) -> Adapter:
+            check()
+            return state.put_adapter(adapter, program)
+
+        self._in_turn(name, end, lambda: threads.load(_passing(end, load)))
+        return end
+
+    def remove(self, name: str) -> Future[None]:
+        """Forget an adapter between two steps."""
+        end: Future[None] = _begun()
+
+        def remove() -> None:
+            self._check_unreserved(name)
+            self._state.remove_adapter(name)
+
+        def begin() -> None:
+            self._call(remove).add_done_callback(partial(_pass_result, end))
+
+        self._in_turn(name, end, begin)
+        return end
+
+    def _in_turn(self, name: str, end: Future[Any], begin: Callable[[], None]) -> None:
+        """Begin what `end` is the future of, now or when all before it have ended."""
+        begin = _passing(end, begin)
+        with self._lock:
+            before = self._last.get(name)
+            self._last[name] = end
+        end.add_done_callback(lambda _: self._leave(name, end))
+        if before is None:
+            begin()
+        else:
+            before.add_done_callback(lambda _: begin())
+
+    def _leave(self, name: str, end: Future[Any]) -> None:
+        with self._lock:
+            if self._last.get(name) is end:
+                del self._last[name]
+
+
+def _begun() -> Future[Any]:
+    """Return a future that a waiter cannot cancel."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def _passing(end: Future[Any], act: Callable[[], None]) -> Callable[[], None]:
+    """Return the function, whose error becomes the future's."""
+
+    def run() -> None:
+        try:
+            act()
+        except BaseException as error:  # the caller's
+            end.set_exception(error)
+
+    return run
+
+
+def _pass_result(end: Future[Result], done: Future[Result]) -> None:
+    error = done.exception()
+    if error is None:
+        end.set_result(done.result())
+    else:
+        end.set_exception(error)

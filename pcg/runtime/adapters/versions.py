@@ -1,0 +1,201 @@
+"""Versions of the adapters that are served: name@number, each with a digest of its weights.
+
+A name counts its versions from 1 on and uses no number twice, also after the adapter was removed.
+Replacing an adapter, publishing a trained one and changing one in place each make a version.
+
+    digest = sha256(configuration, tensors as they are saved)      `pcg.peft.writer.digest_of`
+
+Hashing takes a millisecond for a MiB or two, so nobody waits for it but who asks. It is done on a
+thread of its own once an engine on a thread serves the version, and when a version is replaced that
+answered requests; else when the digest is first read. A version keeps no weights alive: where they
+are gone, or changed in place, before their digest was computed, it stays unknown.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
+from weakref import WeakKeyDictionary
+
+from pcg.errors import AdapterConflictError
+from pcg.peft.adapter import Adapter
+from pcg.peft.writer import digest_of
+
+_GONE_NAMES = 65_536
+"""Names without an adapter whose last number is remembered; older ones go on from the highest."""
+_MOST_WAITING = 8
+"""Replaced versions whose weights wait to be hashed; of more, the digest stays unknown."""
+
+
+class AdapterVersion:
+    """A version of an adapter that is served, or was; its text is `name@number`.
+
+    Attributes:
+        name: the adapter's.
+        number: counts the versions of the name, from 1 on.
+    """
+
+    def __init__(self, adapter: Adapter, number: int) -> None:
+        self.name = adapter.name
+        self.number = number
+        self._adapter: Callable[[], Adapter | None] = weakref.ref(adapter)
+        self._lock = Lock()
+        self._digest: str | None = None
+
+    @property
+    def digest(self) -> str | None:
+        """`sha256:` and 64 hexadecimal digits, computed now if need be; None if it is unknown."""
+        adapter = self._adapter()
+        if self._digest is None and adapter is not None:
+            self.compute(adapter)
+        return self._digest
+
+    @property
+    def known_digest(self) -> str | None:
+        """The digest if it was computed already."""
+        return self._digest
+
+    def compute(self, adapter: Adapter) -> None:
+        """Compute the digest of this version's adapter, unless that was done."""
+        with self._lock:
+            if self._digest is None:
+                self._digest = digest_of(adapter)
+
+    def lose(self) -> None:
+        """Note that the tensors have changed: what was not computed is unknown."""
+        self._adapter = lambda: None
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.number}"
+
+    def __repr__(self) -> str:
+        return f"<adapter version {self}>"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, AdapterVersion):
+            return NotImplemented
+        return (self.name, self.number) == (other.name, other.number)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.number))
+
+
+@dataclass
+class _Served:
+    """A version, and what became of it.
+
+    `is_asked` is True once it answers a request, `is_past` once no later request can name it, and
+    `is_hashed` once its digest was asked for beside what runs.
+    """
+
+    version: AdapterVersion
+    is_asked: bool = False
+    is_past: bool = False
+    is_hashed: bool = False
+
+
+class Versions:
+    """The versions of one executor's adapters; for any thread."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._of: WeakKeyDictionary[Adapter, _Served] = WeakKeyDictionary()
+        self._last: dict[str, int] = {}
+        self._gone: dict[str, int] = {}
+        self._least = 0
+        self._hashing = ThreadPoolExecutor(1, "pcg digests")
+        self._waiting = 0
+
+    def begin(self, adapter: Adapter) -> AdapterVersion:
+        """Make the next version of the adapter's name, whose weights these are from now on."""
+        name = adapter.name
+        with self._lock:
+            before = self._of.get(adapter)
+            if before is not None:
+                before.version.lose()
+            last = self._last.get(name)
+            if last is None:
+                last = self._gone.pop(name, self._least)
+            self._last[name] = last + 1
+            version = AdapterVersion(adapter, last + 1)
+            self._of[adapter] = _Served(version)
+            return version
+
+    def of(self, adapter: Adapter) -> AdapterVersion | None:
+        """Return an adapter's version; None for one that was never served."""
+        with self._lock:
+            served = self._of.get(adapter)
+        return None if served is None else served.version
+
+    def answer(self, adapter: Adapter, *, hashes: bool) -> AdapterVersion | None:
+        """Return the version that answers a request; with `hashes` its digest is computed beside.
+
+        It is computed in any case before the weights of a version that answers are let go.
+        """
+        with self._lock:
+            served = self._of.get(adapter)
+            if served is None:
+                return None
+            served.is_asked = True
+            if hashes or served.is_past:
+                self._hash(adapter, served)
+            return served.version
+
+    def end(self, adapter: Adapter, *, is_removed: bool = False) -> None:
+        """Note that no later request can name a version; if it is removed, nor its adapter."""
+        with self._lock:
+            served = self._of.get(adapter)
+            if served is not None:
+                served.is_past = True
+                if served.is_asked:
+                    self._hash(adapter, served)
+            if is_removed:
+                self._gone[adapter.name] = self._last.pop(adapter.name, self._least)
+            if len(self._gone) > _GONE_NAMES:
+                self._least = max(self._least, self._gone.pop(next(iter(self._gone))))
+
+    def check_free(
+        self, name: str, there: Adapter | None, *, replace: bool, expected_version: int | None
+    ) -> None:
+        """Raise an AdapterConflictError unless a name's adapter, if any, may be replaced."""
+        version = None if there is None else self.of(there)
+        number = 0 if version is None else version.number
+        if expected_version is None:
+            if number and not replace:
+                raise AdapterConflictError(
+                    f"there is an adapter {name!r} already; remove it first, or give replace=True"
+                )
+        elif expected_version != number:
+            raise AdapterConflictError(
+                f"expected_version={expected_version}, and of adapter {name!r} there is "
+                f"{version or 'none'}; it was changed meanwhile"
+            )
+
+    def alive(self, *, collects: bool) -> list[Adapter]:
+        """Return the adapters that are served, and those that requests still hold.
+
+        With `collects`, garbage is collected first, so that nothing else holds any.
+        """
+        if collects:
+            gc.collect()
+        with self._lock:
+            return list(self._of)
+
+    def _hash(self, adapter: Adapter, served: _Served) -> None:
+        """Have a digest computed beside what runs, unless too many wait for theirs."""
+        if served.is_hashed or served.version.known_digest or self._waiting >= _MOST_WAITING:
+            return
+        served.is_hashed = True
+        self._waiting += 1
+        self._hashing.submit(self._run, adapter, served.version)
+
+    def _run(self, adapter: Adapter, version: AdapterVersion) -> None:
+        try:
+            version.compute(adapter)
+        finally:
+            with self._lock:
+                self._waiting -= 1

@@ -1,0 +1,110 @@
+"""The bound of a step: by how much heavy tenants may make it longer for others.
+
+    t(step) ≤ stretch · t(step without them)     where others are here
+    t(step) ≤ alone_s                            where nobody is, as a newcomer waits so long
+
+t is the predicted time. Others that wait, or that read their prompts, count as a short chunk.
+Sequences of heavy tenants that do not fit keep their pages and wait for a later step, the first
+admitted go first; their prompts go on in chunks that fit. Where nothing of them fitted into many
+steps, one token runs all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pcg.runtime.admission.recent_use import HeavyTenants
+from pcg.runtime.engine.latency import Latency
+from pcg.runtime.model.load import Load, keys_of
+from pcg.runtime.requests.sequence import Sequence
+from pcg.runtime.requests.step_plan import StepPlan
+
+_ROW = Load(sampled=1)
+_CHUNK = Load.of(16, 0)
+_LEAST = 16
+"""Tokens of a prompt that run where nothing else does, however long they take."""
+
+
+class StepBound:
+    """The bound of what heavy tenants add to one step.
+
+    Args:
+        heavy: these tenants.
+        stretch: how many times as long they may make the step.
+        alone_s: the longest step, seconds; None where others are here.
+        forward: the predicted time of a step.
+        ran: is told when something of them runs.
+        is_patient: False if nothing of them ran for long, so that something has to.
+    """
+
+    def __init__(
+        self,
+        heavy: HeavyTenants,
+        stretch: float,
+        alone_s: float | None,
+        forward: Latency,
+        ran: Callable[[], None],
+        is_patient: bool,
+    ) -> None:
+        self._heavy = heavy
+        self._more = stretch - 1
+        self._alone_s = alone_s
+        self._forward = forward
+        self._ran = ran
+        self._is_patient = is_patient
+        self._tokens = 0
+        self._added_s = 0.0
+        _, self._token_s, self._key_s, self._row_s, _, _ = forward.coefficients_s
+        self._most_s: float | None = None
+
+    def applies(self, sequence: Sequence) -> bool:
+        """Return True for sequences of heavy tenants."""
+        return sequence.request.tenant in self._heavy
+
+    def has_room(self, plan: StepPlan, sequence: Sequence) -> bool:
+        """Return True if a sequence may decode beside the others, which are all planned."""
+        if not self.applies(sequence):
+            return True
+        if self._most_s is None:
+            self._most_s = self._left_s(plan)
+        fits = self._added_s + self._cost_s(sequence, 1) <= self._most_s
+        return fits or self._must or not plan.tokens
+
+    def chunk(self, plan: StepPlan, sequence: Sequence, room: int) -> int:
+        """Return how many tokens of a prompt may run beside what is planned, `room` at most."""
+        if not self.applies(sequence):
+            return room
+        if self._must:
+            return min(room, 1 if plan.tokens else _LEAST)
+        most_s = self._forward.seconds(plan.load) + self._left_s(plan)
+        beside = plan.load + _ROW
+        fitting = self._forward.tokens_within(
+            most_s, sequence.cached, beside, are_read=sequence.reads
+        )
+        return min(room, fitting if plan.tokens else max(fitting, _LEAST))
+
+    def _left_s(self, plan: StepPlan) -> float:
+        """Return the time that they may add to what is planned."""
+        step_s = self._forward.seconds(plan.load)
+        if plan.tokens > self._tokens:
+            others_s = step_s - self._added_s
+        elif self._alone_s is not None:
+            return self._alone_s - step_s
+        else:
+            others_s = self._forward.seconds(_CHUNK)
+        return self._more * others_s - self._added_s
+
+    @property
+    def _must(self) -> bool:
+        return not (self._is_patient or self._tokens)
+
+    def note(self, sequence: Sequence, tokens: int) -> None:
+        """Note that tokens of a sequence are in the step."""
+        if self.applies(sequence):
+            self._tokens += tokens
+            self._added_s += self._cost_s(sequence, tokens)
+            self._ran()
+
+    def _cost_s(self, sequence: Sequence, tokens: int) -> float:
+        keys = keys_of(tokens, sequence.cached)
+        return self._token_s * tokens + self._key_s * keys + self._row_s

@@ -1,0 +1,1 @@
+"""Adapters as models: names on the wire, and what answers to them."""

@@ -1,0 +1,142 @@
+"""The loader: adapters into the engine and out of it, and the bound of how many are there.
+
+All adapters are in the host's memory, so their number is bounded. Those that were found under a
+root are unloaded for others, the least recently used first, unless they are pinned: who names one
+has it loaded again. What somebody loaded by name stays until somebody unloads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pcg.errors import AdapterConflictError, AdapterError, AdapterNotFoundError, UnsupportedError
+from pcg.peft.adapter import Adapter
+from pcg.runtime.engine.async_engine import AsyncEngine
+from pcg.runtime.executor import Executor
+from pcg.serve.errors import ApiError
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Tells where an adapter came from.
+
+    Attributes:
+        path: its folder as whoever loaded it wrote it.
+        created_s: when it was loaded, Unix seconds.
+        parent: what its card calls its base; None for the base's own name.
+        is_found: True if it may be unloaded for others: it was found under a root by its name.
+    """
+
+    path: str
+    created_s: int
+    parent: str | None = None
+    is_found: bool = False
+
+
+class Loader:
+    """Loads and unloads adapters by the engine's names; for one event loop.
+
+    Args:
+        most: the most adapters that are loaded at once.
+    """
+
+    def __init__(self, executor: Executor, engine: AsyncEngine, most: int) -> None:
+        self._executor = executor
+        self._engine = engine
+        self._most = most
+        self._origins: dict[str, Origin] = {}
+        self._used: OrderedDict[str, None] = OrderedDict()
+        self._coming: set[str] = set()
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The adapters that are there, by the engine's names."""
+        return self._executor.adapters
+
+    def origin(self, name: str) -> Origin | None:
+        """Return where an adapter came from; None for one that a job made, or the library."""
+        return self._origins.get(name)
+
+    def used(self, name: str) -> None:
+        """Note that a request names an adapter."""
+        if name in self._origins:
+            self._used[name] = None
+            self._used.move_to_end(name)
+
+    def load_now(self, name: str, directory: Path, origin: Origin) -> None:
+        """Load an adapter, and wait for it; before the event loop runs."""
+        self._engine.add_adapter(name, directory).result()
+        self._origins[name] = origin
+
+    async def load(
+        self,
+        name: str,
+        directory: Path,
+        origin: Origin,
+        *,
+        is_replacing: bool = False,
+        expected_version: int | None = None,
+    ) -> Adapter:
+        """Load an adapter while steps go on.
+
+        Raises:
+            AdapterConflictError: as `Executor.add_adapter`.
+            ApiError: 400, it cannot be read, or is for another base; 503, there are too many.
+        """
+        await self._make_room(name)
+        self._coming.add(name)
+        try:
+            end = self._engine.add_adapter(
+                name, directory, replace=is_replacing, expected_version=expected_version
+            )
+            adapter = await asyncio.wrap_future(end)
+        except AdapterConflictError:
+            raise
+        except (AdapterError, UnsupportedError) as error:
+            message = str(error).replace(str(directory), origin.path)
+            raise ApiError(400, message, param="lora_path", code="invalid_adapter") from None
+        finally:
+            self._coming.discard(name)
+        self._origins[name] = origin
+        self.used(name)
+        return adapter
+
+    async def unload(self, name: str) -> None:
+        """Unload an adapter; requests that have it go on with it.
+
+        AdapterError: there is none, or a job trains it.
+        """
+        await asyncio.wrap_future(self._engine.remove_adapter(name))
+        self._used.pop(name, None)
+        if name not in self.adapters:
+            self._origins.pop(name, None)
+
+    async def _make_room(self, name: str) -> None:
+        """Unload adapters until there is a place for one more, unless it has one."""
+        while True:
+            there = self.adapters.keys() | self._coming
+            if name in there or len(there) < self._most:
+                return
+            last = next((one for one in self._used if self._may_go(one)), None)
+            if last is None:
+                raise ApiError(
+                    503,
+                    f"{len(there)} adapters are loaded, and --max-cpu-loras is {self._most}; "
+                    "unload one, or raise it",
+                    code="too_many_adapters",
+                )
+            del self._used[last]
+            try:
+                await self.unload(last)
+            except AdapterNotFoundError:
+                continue
+            except AdapterConflictError:  # a job trains it
+                self._origins[last] = replace(self._origins[last], is_found=False)
+
+    def _may_go(self, name: str) -> bool:
+        origin = self._origins.get(name)
+        return origin is not None and origin.is_found and name not in self._coming

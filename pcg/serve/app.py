@@ -1,0 +1,90 @@
+"""The application: its routers, in one list, and its middleware."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fastapi import APIRouter, FastAPI
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
+
+from pcg.errors import ServeError
+from pcg.serve import health, status
+from pcg.serve.adapters import routes as adapters
+from pcg.serve.adapters import sglang
+from pcg.serve.errors import ERRORS, add_handlers
+from pcg.serve.metrics import routes as metrics
+from pcg.serve.openai import completions, embeddings, models, tokens
+from pcg.serve.openai.chat import completions as chat_completions
+from pcg.serve.openai.responses import routes as responses
+from pcg.serve.page import routes as page
+from pcg.serve.record import Recording
+from pcg.serve.request_id import RequestId
+from pcg.serve.security.caller import Authentication, RequiredScope
+from pcg.serve.security.request_limits import RequestLimits
+from pcg.serve.service import Service
+from pcg.version import __version__
+
+ROUTERS: tuple[APIRouter, ...] = (
+    adapters.router,
+    chat_completions.router,
+    completions.router,
+    embeddings.router,
+    health.router,
+    metrics.router,
+    models.router,
+    page.router,
+    responses.router,
+    status.router,
+    sglang.router,
+    tokens.router,
+)
+
+PUBLIC = ("/", "/health")
+"""The paths that need no key; `/` is a page that shows nothing without one."""
+
+
+def create_app(service: Service) -> FastAPI:
+    """Return the application of a service.
+
+    Raises:
+        ServeError: a route declares no scope, and is not public.
+    """
+    app = FastAPI(
+        title="pcg",
+        version=__version__,
+        description="OpenAI's API over pcg's engine; adapters are models.",
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.service = service
+    app.state.public = PUBLIC
+    for router in ROUTERS:
+        check_scopes(router)
+        app.include_router(router, responses=ERRORS)
+    add_handlers(app, [route for router in ROUTERS for route in router.routes])
+    # The last one added is the first to see a request.
+    app.add_middleware(RequestLimits, options=service.options)
+    public = (*PUBLIC, metrics.PATH) if service.options.metrics_without_key else PUBLIC
+    app.add_middleware(Authentication, keys=service.keys, public=public)
+    app.add_middleware(RequestId)
+    if service.observers:
+        app.add_middleware(Recording, observers=service.observers)
+    return app
+
+
+def check_scopes(router: APIRouter) -> None:
+    """Raise a ServeError for a route that everyone could use by an oversight."""
+    for route in router.routes:
+        path = getattr(route, "path", str(route))
+        has_scope = isinstance(route, APIRoute) and any(_scopes(route.dependant))
+        if not has_scope and path not in PUBLIC:
+            raise ServeError(f"the route {path} requires no scope; declare one by requires(…)")
+
+
+def _scopes(dependant: Dependant) -> Iterator[RequiredScope]:
+    for one in dependant.dependencies:
+        if isinstance(one.call, RequiredScope):
+            yield one.call
+        yield from _scopes(one)

@@ -1,0 +1,216 @@
+"""Errors of the API, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+
+A PcgError becomes one by the table `_STATUS`: a caller's mistake is a 4xx with its message. What is
+not in the table, and every other exception, is a fault of ours: a 500 that says nothing of it, and
+a traceback in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from pcg.errors import (
+    AdapterConflictError,
+    AdapterError,
+    AdapterNotFoundError,
+    DataError,
+    DrainingError,
+    EngineError,
+    FinetuneError,
+    GenerationError,
+    PcgError,
+    QueueFullError,
+    UnsupportedError,
+)
+from pcg.serve.json_bytes import json_bytes
+
+LOG = logging.getLogger("pcg.serve")
+
+INVALID = "invalid_request_error"
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+"""The type of an error by its status; that of all others is `INVALID`."""
+
+_STATUS: tuple[tuple[type[PcgError], int, str | None], ...] = (
+    (DrainingError, 503, "shutting_down"),
+    (EngineError, 503, "engine_ended"),
+    (GenerationError, 400, None),
+    (UnsupportedError, 400, "unsupported"),
+    (AdapterConflictError, 409, "conflict"),
+    (AdapterError, 400, "invalid_adapter"),
+    (DataError, 400, "invalid_data"),
+    (FinetuneError, 400, None),
+)
+"""The status and the code of the first class that an error is of."""
+
+_RETRY_S = {429: 1, 503: 5}
+_LONGEST_MESSAGE = 4000
+_FIELD = re.compile(r"([a-z_]+)=")
+"""The beginning of a message that refuses a field's value."""
+
+
+class ErrorDetail(BaseModel):
+    """The error itself."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | int | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every reply that is an error."""
+
+    error: ErrorDetail
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request cannot be served as it is."},
+    "5XX": {"model": ErrorBody, "description": "The server cannot serve now."},
+}
+"""The errors of a route, for /openapi.json."""
+
+
+class ApiError(HTTPException):
+    """An error that a client is told.
+
+    Args:
+        status: the HTTP status.
+        message: what is wrong, the numbers, and the fix.
+        param: the field or the parameter that is wrong.
+        code: a word for programs; the status in vLLM's own endpoints.
+        type: OpenAI's type of error; by default that of the status.
+        headers: further headers of the reply; retry-after is added to a 429 and a 503.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | int | None = None,
+        type: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        retry = {"retry-after": str(_RETRY_S[status])} if status in _RETRY_S else {}
+        super().__init__(status, message, {**retry, **(headers or {})})
+        self.param = param
+        self.code = code
+        self.type = type or _TYPES.get(status, INVALID)
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The reply's body."""
+        message = self.detail[:_LONGEST_MESSAGE]
+        error = {"message": message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> Response:
+        return Response(
+            json_bytes(self.content),
+            self.status_code,
+            headers=self.headers,
+            media_type="application/json",
+        )
+
+
+def not_found(model: str) -> ApiError:
+    """Return the error of a model that is not there for a caller, whoever else may have it."""
+    return ApiError(
+        404, f"The model `{model[:256]}` does not exist.", param="model", code="model_not_found"
+    )
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Return the error that a client is told of an exception."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, AdapterNotFoundError):  # its text names those of others
+        return ApiError(404, "The model does not exist any more.", code="model_not_found")
+    if isinstance(error, QueueFullError):  # its numbers tell of other tenants
+        return ApiError(429, "Too many requests wait; ask again later.", code="queue_full")
+    for kind, status, code in _STATUS:
+        if isinstance(error, kind):
+            message = str(error).replace("max_new_tokens", "max_tokens")
+            field = _FIELD.match(message)
+            return ApiError(status, message, param=field[1] if field else None, code=code)
+    LOG.error("a request failed", exc_info=error)
+    return ApiError(500, "The server had an error; its log says more.", code="internal_error")
+
+
+def of_validation(error: RequestValidationError) -> ApiError:
+    """Return the error of a body or a parameter that is not as the schema says; the first of it."""
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"][1:] if not _is_branch(part)]
+    param = ".".join(place) or None
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"Unrecognized request argument supplied: {param}", param=param)
+    if first["type"] == "json_invalid":
+        return ApiError(400, "The body is not valid JSON.", code="invalid_json")
+    if first["type"] == "missing" and param is not None:
+        return ApiError(400, f"Missing required parameter: '{param}'.", param=param)
+    where = f"Invalid value for '{param}': " if param else "Invalid body: "
+    return ApiError(400, f"{where}{first['msg']}.", param=param)
+
+
+def _is_branch(part: object) -> bool:
+    """Return True for the name of a union's branch in a place, which no client knows."""
+    return isinstance(part, str) and ("[" in part or "-" in part)
+
+
+def _of_http(error: HTTPException) -> ApiError:
+    messages = {404: "There is no such endpoint.", 405: "The endpoint has no such method."}
+    message = messages.get(error.status_code, str(error.detail))
+    return ApiError(error.status_code, message, headers=error.headers)
+
+
+def _methods(routes: Sequence[BaseRoute], path: str) -> list[str]:
+    """Return the methods that a path has."""
+    of_path = (
+        route for route in routes if isinstance(route, Route) and route.path_regex.match(path)
+    )
+    return sorted({method for route in of_path for method in route.methods or ()})
+
+
+def add_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Have an application answer every error in OpenAI's shape.
+
+    Args:
+        routes: all that it has; a reply to a method that none of them has names those that some
+            have.
+    """
+
+    async def refused(_: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
+
+    async def invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return of_validation(error).response()
+
+    async def missing(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        found = _of_http(error)
+        if found.status_code == 405:
+            found.headers = {"allow": ", ".join(_methods(routes, request.url.path))}
+        return found.response()
+
+    app.add_exception_handler(ApiError, refused)
+    app.add_exception_handler(PcgError, refused)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, missing)

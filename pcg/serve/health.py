@@ -1,0 +1,57 @@
+"""Liveness, and the version."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+from pcg.runtime.metrics.status import EngineState
+from pcg.serve.errors import ApiError
+from pcg.serve.schema import schema_of
+from pcg.serve.security.caller import requires
+from pcg.serve.security.keys import Scope
+from pcg.serve.service import ServiceDependency
+from pcg.version import __version__
+
+router = APIRouter(tags=["server"])
+
+
+class Status(BaseModel):
+    """The state of the server."""
+
+    status: str
+
+
+class Version(BaseModel):
+    """The version of pcg."""
+
+    version: str
+
+
+@router.get("/health")
+async def health(service: ServiceDependency) -> Status:
+    """Answer 200 while requests are taken, else 503."""
+    found = service.engine.health()
+    if found.state is not EngineState.RUNNING:
+        raise ApiError(503, f"The engine is {found.state.value}.", code=found.state.value)
+    return Status(status=found.state.value)
+
+
+@router.get("/ping", dependencies=[Depends(requires(Scope.INFER))])
+@router.post("/ping", dependencies=[Depends(requires(Scope.INFER))])
+async def ping(service: ServiceDependency) -> Status:
+    """Answer as /health, for those that have a key."""
+    return await health(service)
+
+
+@router.get("/version", dependencies=[Depends(requires(Scope.INFER))])
+async def version() -> Version:
+    """Return the version of pcg."""
+    return Version(version=__version__)
+
+
+@router.get("/openapi.json", dependencies=[Depends(requires(Scope.INFER))])
+async def openapi(request: Request) -> JSONResponse:
+    """Return the schema of this API."""
+    return JSONResponse(schema_of(request.app, request.app.state.public))

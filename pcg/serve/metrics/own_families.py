@@ -1,0 +1,100 @@
+"""The metrics of our own: adapters, finetuning and promises, under `pcg:`.
+
+Series of single adapters are of those that are used most, and `other` is the rest together
+(`pcg.runtime.metrics.adapter_totals`), so that their number is bounded. The label of a job is
+`finetune_job`: Prometheus has a `job` of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pcg.runtime.metrics.adapter_totals import AdapterSums, AdapterTotals
+from pcg.runtime.metrics.status import EngineNumbers, JobStatus
+from pcg.runtime.metrics.timelines import Outcome
+from pcg.runtime.metrics.totals import Totals
+from pcg.serve.adapters.owned import Owned, OwnedName
+from pcg.serve.metrics.exposition import Exposition
+
+_OTHERS = {"adapter": "other", "tenant": "*"}
+"""The labels of all adapters without series of their own; no tenant is called so."""
+
+
+def write_adapters(to: Exposition, found: AdapterTotals, owned: OwnedName) -> None:
+    """Write the series of adapters; versions that have one name are one."""
+    own = found.own
+    groups: dict[Owned, list[str]] = {}
+    for name in own:
+        groups.setdefault(owned(name), []).append(name)
+    each = [
+        *((_labels("adapter", one), AdapterSums.of([own[name] for name in names]))
+          for one, names in groups.items()),
+        (_OTHERS, found.others),
+    ]  # fmt: skip
+    for field, words, now in (
+        ("requests_running", "Requests of an adapter that run.", found.running.copy()),
+        ("requests_waiting", "Requests of an adapter that wait.", found.waiting.copy()),
+        ("resident", "Versions of an adapter that have pages.", found.resident.copy()),
+    ):
+        shown = [
+            (_labels("adapter", one), sum(now.pop(name, 0) for name in names))
+            for one, names in groups.items()
+        ]
+        to.gauges(f"pcg:adapter_{field}", words, [*shown, (_OTHERS, sum(now.values()))])
+    for series, words, field in (
+        ("requests", "Requests of an adapter that came.", "requests"),
+        ("prompt_tokens", "Tokens of its prompts that were read.", "prompt_tokens"),
+        (
+            "generation_tokens",
+            "Tokens that its requests generated, at their ends.",
+            "output_tokens",
+        ),
+    ):
+        samples = [(labels, getattr(sums, field)) for labels, sums in each]
+        to.counters(f"pcg:adapter_{series}", words, samples)
+    words = "From a request's coming to its first token, by adapter. Seconds."
+    times = [(labels, sums.ttft) for labels, sums in each]
+    to.histograms("pcg:adapter_time_to_first_token_seconds", words, times)
+    to.counter("pcg:adapter_loads", "How often an adapter was given pages.", found.paged_in)
+    to.counter("pcg:adapter_evictions", "How often an adapter gave its pages up.", found.evicted)
+
+
+def write_jobs(to: Exposition, totals: Totals, jobs: Sequence[JobStatus], owned: OwnedName) -> None:
+    """Write how far jobs are, and what they trained; of several with one name, the latest."""
+    latest = {owned(job.name): job for job in jobs}
+    named = [(_labels("finetune_job", one), job) for one, job in latest.items()]
+    steps = [(labels, job.step) for labels, job in named]
+    losses = [(labels, job.loss) for labels, job in named if job.loss is not None]
+    tokens = [(labels, totals.job_tokens.get(job.name, 0)) for labels, job in named]
+    to.gauges("pcg:finetune_step", "Steps of a job that are done.", steps)
+    to.gauges("pcg:finetune_loss", "Mean loss of a job's last step.", losses)
+    to.counters("pcg:finetune_tokens", "Tokens that jobs of this name trained.", tokens)
+    words = "Tokens that a step trains beside what it serves, where it trains any."
+    to.histogram("pcg:iteration_finetune_tokens", words, totals.window_steps)
+
+
+def write_promises(to: Exposition, totals: Totals) -> None:
+    """Write how the SLOs of requests were kept."""
+    found = {"ttft": totals.promised_ttft, "tpot": totals.promised_tpot}
+    words = "Requests with a promised latency that are over."
+    to.counters(
+        "pcg:slo_requests", words, [({"class": k}, one.requests) for k, one in found.items()]
+    )
+    words = "Those of them that finished within it."
+    to.counters("pcg:slo_kept", words, [({"class": k}, one.kept) for k, one in found.items()])
+    words = "The share of them since the start; there is none before the first."
+    shares = [({"class": k}, one.share) for k, one in found.items() if one.share is not None]
+    to.gauges("pcg:slo_attainment_ratio", words, shares)
+    refused = totals.requests[Outcome.REFUSED] + totals.turned_away
+    to.counter("pcg:requests_refused", "Requests that were refused when they came.", refused)
+
+
+def write_memory(to: Exposition, numbers: EngineNumbers, kinds: Mapping[str, int]) -> None:
+    """Write where the memory goes, and what is in the pool."""
+    sizes = [({"kind": kind}, size) for kind, size in kinds.items()]
+    to.gauges("pcg:memory_bytes", "Bytes of the device by what has them.", sizes)
+    to.gauge("pcg:waiting_prompt_tokens", "Tokens of prompts that wait.", numbers.waiting_tokens)
+
+
+def _labels(of: str, owned: Owned) -> dict[str, str]:
+    return {of: owned.name, "tenant": owned.tenant}

@@ -1,0 +1,1 @@
+"""OpenAI's endpoints, with the fields that vLLM adds to them."""

@@ -1,0 +1,1 @@
+"""Chat completions: messages, tools, response formats, and their streams."""

@@ -1,0 +1,96 @@
+"""Chats on their way to the engine: what an endpoint asks for becomes one request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pcg.runtime.requests.request import RequestFields
+from pcg.serve.adapters.catalog import ServedModel
+from pcg.serve.errors import ApiError
+from pcg.serve.openai.chat.messages import Message, template_messages
+from pcg.serve.openai.chat.template import ChatRequest, prompt_of
+from pcg.serve.openai.chat.tool_use import AskedTools, ToolUse
+from pcg.serve.security.caller import Caller
+from pcg.serve.service import Service, Submitted
+
+_GUIDES = (
+    "guided_json",
+    "guided_json_object",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+_MOST_TOKENS = 4096
+"""The tokens of an output that is not bounded, of a model whose positions are not."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat to continue.
+
+    Attributes:
+        fields: the fields of the request; without `max_new_tokens`, as many as fit are generated.
+        template: further arguments of `ChatRequest`.
+    """
+
+    messages: Sequence[Message]
+    tools: AskedTools
+    fields: RequestFields
+    template: Mapping[str, Any] = field(default_factory=dict)
+
+
+async def submit_chat(
+    service: Service, caller: Caller, model: ServedModel, chat: Chat, reply_id: str
+) -> tuple[Submitted, ToolUse]:
+    """Submit a chat; returns the request, and how its output is read.
+
+    Raises:
+        ApiError: the chat cannot be, or has no place.
+        GenerationError: the template refuses the messages, or a field cannot be.
+        EngineError: the engine takes no requests.
+    """
+    prompt, use = await service.beside(caller, prepared, service, chat)
+    fields: RequestFields = {**chat.fields}
+    for name in use.fields:
+        if name in _GUIDES and (given := next((g for g in _GUIDES if g in fields), None)):
+            raise ApiError(
+                400,
+                f"{given.replace('guided_', 'structured_outputs.')} and these tools cannot be "
+                "given together; use response_format, or tool_choice='none'",
+                param="structured_outputs",
+            )
+    fields = {**fields, **use.fields}
+    if use.names == () or "guided_grammar" not in use.fields:
+        content = chat.tools.content
+        if content is not None:
+            fields["guided_json"] = content
+    if "max_new_tokens" not in fields:
+        fields["max_new_tokens"] = _left(service, model, len(prompt))
+    (submitted,) = await service.submit(caller, model, [prompt], fields, reply_id)
+    return submitted, use
+
+
+def prepared(service: Service, chat: Chat) -> tuple[list[int], ToolUse]:
+    """Return a chat's tokens and tools; takes milliseconds, so it is for a thread."""
+    support = service.chat
+    if chat.template.get("chat_template") is not None and not support.trusts_templates:
+        raise ApiError(
+            400,
+            "chat_template is not taken from requests: a template is a program. The operator may "
+            "allow it by --trust-request-chat-template.",
+            param="chat_template",
+        )
+    messages = template_messages(chat.messages, knows_developer=support.knows_developer)
+    use = chat.tools.use(support.tools)
+    request = ChatRequest(messages, use.shown, **chat.template)
+    return prompt_of(support.tokenizer, request), use
+
+
+def _left(service: Service, model: ServedModel, prompt_tokens: int) -> int:
+    """Return how many tokens fit behind a prompt."""
+    if service.max_model_len is None:
+        return _MOST_TOKENS
+    virtual = 0 if model.adapter is None else model.adapter.prompt_tokens
+    return max(1, service.max_model_len - virtual - prompt_tokens)

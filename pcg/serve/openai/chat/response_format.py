@@ -1,0 +1,53 @@
+"""Response formats on the wire: text, a JSON object, or JSON of a schema."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field
+
+from pcg.serve.openai.wire import WireModel
+
+
+class TextFormat(WireModel):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(WireModel):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(WireModel):
+    """A JSON schema. Outputs follow it whether or not it is `strict`."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(WireModel):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat: TypeAlias = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
+
+
+def content_schema(given: ResponseFormat | None) -> dict[str, Any] | None:
+    """Return the JSON schema of an output's content; None for any text."""
+    match given:
+        case JsonSchemaFormat() if given.json_schema.schema_ is not None:
+            return given.json_schema.schema_
+        case JsonObjectFormat() | JsonSchemaFormat():
+            return {"type": "object"}
+        case _:
+            return None

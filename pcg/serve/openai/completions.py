@@ -1,0 +1,186 @@
+"""/v1/completions: continuations of prompts."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import BaseModel, Field
+from starlette.responses import Response
+
+from pcg.runtime.requests.request import Completion, RequestFields
+from pcg.serve.errors import ApiError
+from pcg.serve.json_bytes import json_bytes
+from pcg.serve.openai.completion_events import CompletionEvents, Wanted
+from pcg.serve.openai.completion_texts import ChoiceText
+from pcg.serve.openai.event_stream import (
+    EventStream,
+    all_completions,
+    begun,
+    cancel_all,
+    guarded,
+)
+from pcg.serve.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
+from pcg.serve.openai.sampling_fields import SamplingBody, Whole
+from pcg.serve.openai.usage import Usage, usage_of
+from pcg.serve.openai.wire import Prompts, StreamOptions
+from pcg.serve.security.caller import Caller, requires
+from pcg.serve.security.keys import Scope
+from pcg.serve.service import Service, ServiceDependency, Submitted, new_id
+
+router = APIRouter(prefix="/v1", tags=["completions"])
+
+_DEFAULT_TOKENS = 16
+"""OpenAI's default of max_tokens here."""
+
+
+class CompletionBody(SamplingBody):
+    """A request for continuations; `user` has no effect, and `suffix` is refused."""
+
+    model: str
+    prompt: Prompts
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    echo: bool | None = None
+    logprobs: Whole | None = None
+    max_tokens: Whole | None = None
+    stream_options: StreamOptions | None = None
+    suffix: str | None = None
+    user: str | None = None
+
+    def fields(self, request: Request) -> RequestFields:
+        """Return the fields of the engine's requests.
+
+        Raises:
+            ApiError: fields that do not go together.
+        """
+        if self.suffix:
+            raise ApiError(400, "suffix is not supported; leave it out", param="suffix")
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(
+                400, "stream_options needs stream=true; leave it out", param="stream_options"
+            )
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise ApiError(
+                400, f"best_of={self.best_of} is below n={self.n}; raise it", param="best_of"
+            )
+        if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
+            raise ApiError(
+                400,
+                "best_of cannot be streamed: which are the best is known at the end; leave out "
+                "stream or best_of",
+                param="best_of",
+            )
+        found: dict[str, Any] = {**self.request_fields(request)}
+        found["max_new_tokens"] = _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
+        if self.best_of is not None:
+            found["best_of"] = self.best_of
+        if self.echo is not None:
+            found["echo"] = self.echo
+        if self.logprobs is not None:
+            found["logprobs"] = self.logprobs
+        return found  # type: ignore[return-value]
+
+
+class Choice(BaseModel):
+    """A continuation. The ids of tokens are there where the request asks for them."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None
+    prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionReply(BaseModel):
+    """Continuations, those of the first prompt first.
+
+    `system_fingerprint` is the version that answered: an adapter's is NAME@NUMBER.
+    """
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[Choice]
+    usage: Usage
+
+
+STREAMED = {
+    "description": "With `stream`: server-sent events, each a part of a reply.",
+    "content": {"text/event-stream": {"schema": {"type": "string"}}},
+}
+
+
+@router.post("/completions", response_model=CompletionReply, responses={200: STREAMED})
+async def create_completion(
+    body: CompletionBody,
+    request: Request,
+    service: ServiceDependency,
+    caller: Annotated[Caller, Depends(requires(Scope.INFER))],
+) -> Response:
+    """Continue prompts, given as texts or as token ids."""
+    model = await service.catalog.find(caller, body.model)
+    reply_id = new_id("cmpl")
+    submitted = await service.submit(caller, model, body.prompt, body.fields(request), reply_id)
+    shown_id = f"cmpl-{body.request_id}" if body.request_id else reply_id
+    head: dict[str, Any] = {
+        "id": shown_id,
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": model.name,
+        "system_fingerprint": model.fingerprint,
+    }
+    names = TokenNames(service.token_texts, bool(body.return_tokens_as_token_ids))
+    if body.stream:
+        chunks = await begun(request, submitted)
+        wanted = Wanted.of(
+            bool(body.return_token_ids), body.prompt_logprobs is not None, body.stream_options
+        )
+        events = CompletionEvents(service, caller, head, submitted, names, wanted)
+        leave, timeout_s = partial(cancel_all, submitted), service.options.stream_timeout_s
+        return EventStream(guarded(events.parts(chunks)), leave, timeout_s, model.headers)
+    groups = await all_completions(request, submitted)
+    pairs = [
+        (asked, done) for asked, group in zip(submitted, groups, strict=True) for done in group
+    ]
+
+    def content() -> bytes:
+        write = partial(_choice, service, body, names)
+        choices = [write(index, *pair) for index, pair in enumerate(pairs)]
+        return json_bytes({**head, "choices": choices, "usage": usage_of(groups)})
+
+    whole = await service.beside(caller, content)
+    return Response(whole, headers=model.headers, media_type="application/json")
+
+
+def _choice(
+    service: Service,
+    body: CompletionBody,
+    names: TokenNames,
+    index: int,
+    asked: Submitted,
+    done: Completion,
+) -> dict[str, Any]:
+    """Return a continuation as JSON."""
+    choice: dict[str, Any] = {
+        "index": index,
+        "text": done.text,
+        "logprobs": None,
+        "finish_reason": done.finish_reason,
+        "stop_reason": done.stop_reason,
+    }
+    if done.logprobs is not None:
+        text = ChoiceText(service.executor.tokenizer, asked.request)
+        choice["logprobs"] = text.logprobs(done, names)
+    if body.prompt_logprobs is not None and done.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = prompt_logprobs(done.prompt_logprobs, service.token_texts)
+    if body.return_token_ids:
+        choice["token_ids"] = list(done.token_ids)
+        choice["prompt_token_ids"] = list(asked.request.prompt_ids)
+    return choice

@@ -1,0 +1,57 @@
+"""The shape of outputs, as bodies ask for it: vLLM's `structured_outputs` and its older fields.
+
+One constraint a request. What a schema, a regex or a grammar may have is `pcg.runtime.guided`'s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from pcg.runtime.requests.request import RequestFields
+from pcg.serve.errors import ApiError
+from pcg.serve.openai.wire import WireModel
+
+
+class StructuredOutputs(WireModel):
+    """The constraint of an output: one of these."""
+
+    json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class GuidedFields(WireModel):
+    """Fields of a body that constrain the output."""
+
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    def guide(self) -> RequestFields:
+        """Return the guide of the output, as fields of a request.
+
+        ApiError: there are several.
+        """
+        new = self.structured_outputs or StructuredOutputs()
+        pairs: list[tuple[str, str, Any]] = [
+            ("structured_outputs.json", "guided_json", new.json_schema),
+            ("structured_outputs.regex", "guided_regex", new.regex),
+            ("structured_outputs.choice", "guided_choice", new.choice),
+            ("structured_outputs.grammar", "guided_grammar", new.grammar),
+            ("structured_outputs.json_object", "guided_json_object", new.json_object or None),
+            ("guided_json", "guided_json", self.guided_json),
+            ("guided_regex", "guided_regex", self.guided_regex),
+            ("guided_choice", "guided_choice", self.guided_choice),
+            ("guided_grammar", "guided_grammar", self.guided_grammar),
+        ]
+        given = [(name, field, value) for name, field, value in pairs if value is not None]
+        if len(given) > 1:
+            names = " and ".join(name for name, _, _ in given)
+            raise ApiError(400, f"{names} cannot be given together; give one", param=given[1][0])
+        return {field: value for _, field, value in given}  # type: ignore[return-value]

@@ -1,0 +1,156 @@
+"""The options of a server; `pcg serve` is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pcg.errors import ServeError
+
+if TYPE_CHECKING:
+    from pcg.runtime.engine.options import EngineArguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Options of a server; those that vLLM has, have its names.
+
+    Attributes:
+        host: the address to listen at. Only this machine reaches 127.0.0.1; 0.0.0.0 and :: are all
+            addresses.
+        port: the port to listen at; 0 takes a free one.
+        api_key: a key that clients may use for everything. Repeatable. Without any, and without
+            `api_keys`, one is made and printed.
+        api_keys: a JSON file of keys with scopes and tenants (docs/serving.md).
+        ssl_certfile: a certificate in PEM format, to serve https.
+        ssl_keyfile: its private key.
+        served_model_name: a name of the base in requests; by default the model's. Repeatable, and
+            replies have the first.
+        lora_modules: an adapter that everyone may use, as NAME=PATH or as JSON. Repeatable.
+        lora_roots: a folder of adapters, each in a folder of its own. One is loaded when somebody
+            names it, and those loaded over HTTP come from there. Repeatable.
+        max_cpu_loras: the most adapters in the host's memory at once.
+        data_dir: the folder of what outlasts the server.
+        max_model_len: the most tokens of a prompt and its output; the model's positions by default.
+        max_num_seqs: the most sequences at once.
+        max_num_batched_tokens: the most tokens of a step.
+        max_logprobs: the most likeliest tokens that a request may ask for in each place.
+        kv_cache_gib: memory of the KV cache and the adapters in it, GiB.
+        enable_prefix_caching: share the KV blocks of a tenant's prompts that begin alike.
+        ttft_slo_ms: SLO of the time to the first token, ms.
+        tpot_slo_ms: SLO of each gap between two output tokens, ms.
+        tenant_seqs: the most sequences of one tenant at once; half of `max_num_seqs` by default.
+        tenant_queue: the most requests of one tenant that wait; further ones are refused.
+        max_queue: the most requests of all tenants that wait.
+        key_requests: the most requests that a key may have in the server at once.
+        metrics_without_key: let everyone who reaches the server read /metrics, which has names of
+            all tenants and adapters.
+        chat_template: a file with a chat template in place of the model's.
+        tool_call_parser: the format of the model's tool calls; by default the one that its chat
+            template shows.
+        trust_request_chat_template: take chat templates from requests. A template is a program, in
+            a sandbox that bounds neither its time nor its memory.
+        access_log: where a JSON line of every request goes: `stderr`, a file, or `none`. It has no
+            texts of requests.
+        otlp_traces_endpoint: an OpenTelemetry collector's address for traces by HTTP, as
+            http://127.0.0.1:4318/v1/traces; none are made by default.
+        max_body_mib: the most bytes of a request, MiB.
+        stream_timeout_s: time after which a stream that its client does not read is ended, s.
+        shutdown_timeout_s: time that running requests have to end after SIGTERM, s.
+    Raises:
+        ServeError: a value is out of range.
+    """
+
+    title: ClassVar[str] = "Server"
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: Sequence[str] = ()
+    api_keys: Path | None = None
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    served_model_name: Sequence[str] = ()
+    lora_modules: Sequence[str] = ()
+    lora_roots: Sequence[str] = ()
+    max_cpu_loras: int = 256
+    data_dir: Path | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 4096
+    max_logprobs: int = 20
+    kv_cache_gib: float = 4.0
+    enable_prefix_caching: bool = True
+    ttft_slo_ms: float | None = None
+    tpot_slo_ms: float | None = None
+    tenant_seqs: int | None = None
+    tenant_queue: int = 1024
+    max_queue: int = 4096
+    key_requests: int = 2048
+    metrics_without_key: bool = False
+    chat_template: Path | None = None
+    tool_call_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
+    trust_request_chat_template: bool = False
+    access_log: str = "stderr"
+    otlp_traces_endpoint: str | None = None
+    max_body_mib: float = 16.0
+    stream_timeout_s: float = 60.0
+    shutdown_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise ServeError(f"port={self.port}; use 0 to 65535")
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "tenant_seqs",
+            "tenant_queue",
+            "max_queue",
+            "max_cpu_loras",
+            "key_requests",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ServeError(f"{name}={value}; use at least 1")
+        for name in ("kv_cache_gib", "max_body_mib", "stream_timeout_s", "shutdown_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ServeError(f"{name}={getattr(self, name)}; use a number above 0")
+        if self.max_logprobs < 0:
+            raise ServeError(f"max_logprobs={self.max_logprobs}; use at least 0")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ServeError("ssl_keyfile needs its certificate; give ssl_certfile, too")
+
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.max_body_mib * 2**20)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return int(self.kv_cache_gib * 2**30)
+
+    def engine(self) -> EngineArguments:
+        """The engine's arguments; it is imported here, so that help is there at once."""
+        from pcg.runtime.admission.backlog import QueueLimits
+        from pcg.runtime.admission.fair_share import FairShare
+        from pcg.runtime.engine.limits import Limits
+        from pcg.runtime.engine.options import EngineArguments
+
+        running = self.tenant_seqs or max(1, self.max_num_seqs // 2)
+        return EngineArguments(
+            Limits(
+                running=self.max_num_seqs,
+                tokens=self.max_num_batched_tokens,
+                logprobs=self.max_logprobs,
+                ttft_slo_s=_seconds(self.ttft_slo_ms),
+                tpot_slo_s=_seconds(self.tpot_slo_ms),
+            ),
+            policy=FairShare(tenant_running=running),
+            queue=QueueLimits(requests=self.max_queue, tenant_requests=self.tenant_queue),
+            kv_cache_bytes=self.kv_cache_bytes,
+            prefix_caching=self.enable_prefix_caching,
+        )
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3

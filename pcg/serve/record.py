@@ -1,0 +1,164 @@
+"""The record of one request over HTTP, from its first byte to the end of its reply.
+
+Middleware makes one, `Service.submit` notes the engine's requests in it, and observers, such as the
+access log, are told when the reply and those requests have ended. It has no text of a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pcg.runtime.requests.request import Completion, Request
+from pcg.runtime.requests.stream import Stream
+from pcg.serve.errors import LOG
+from pcg.serve.security.caller import Caller
+
+QUIET = ("/", "/health", "/metrics", "/ping", "/status")
+"""Routes that are asked again and again: observers are told of their errors alone."""
+
+_END_S = 5.0
+"""The most time that a record waits for requests that a client left, seconds."""
+
+
+@dataclass
+class Record:
+    """One request over HTTP.
+
+    Attributes:
+        scope: what the server knows of it: its method, route, headers and caller.
+        came_s: when it came, Unix seconds; `began_s`, of the monotonic clock.
+        model: the name of the model that it asked for; None if it did not come so far.
+        requests: the engine's requests, with their outputs.
+        status: the status of the reply; 0 if there was none.
+        first_byte_s, ended_s: when the reply's body began and ended, of the monotonic clock.
+        has_left: True if the client left, or its reply was sent.
+        is_whole: True if the reply was sent to its end before the client left.
+    """
+
+    scope: Scope
+    came_s: float = field(default_factory=time.time)
+    began_s: float = field(default_factory=time.monotonic)
+    model: str | None = None
+    requests: list[tuple[Request, Stream]] = field(default_factory=list)
+    status: int = 0
+    first_byte_s: float | None = None
+    ended_s: float = 0.0
+    has_left: bool = False
+    is_whole: bool = False
+
+    @property
+    def request_id(self) -> str:
+        return str(self.scope.get("state", {}).get("request_id", ""))
+
+    @property
+    def caller(self) -> Caller | None:
+        """The caller; None without a key."""
+        caller: Caller | None = self.scope.get("state", {}).get("caller")
+        return caller
+
+    @property
+    def route(self) -> str | None:
+        """The route's path, with names in braces for its parameters; None for no route."""
+        path: str | None = getattr(self.scope.get("route"), "path", None)
+        return path
+
+    @property
+    def completions(self) -> list[Completion]:
+        """The continuations that have ended."""
+        return [one for _, stream in self.requests for one in stream.ended]
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from its coming to the first token of any prompt; None without."""
+        times = [stream.first_chunk_s for _, stream in self.requests]
+        found = [one for one in times if one is not None]
+        return min(found) - self.began_s if found else None
+
+
+class Observer(Protocol):
+    """An object that is told of every request."""
+
+    def observe(self, record: Record) -> None:
+        """Note a request that is over; must not wait for anything."""
+
+    def close(self) -> None:
+        """Write what is left, and end."""
+
+
+_CURRENT: ContextVar[Record | None] = ContextVar("record", default=None)
+
+
+def note_requests(model: str, requests: Sequence[tuple[Request, Stream]]) -> None:
+    """Note the engine's requests in the record of the HTTP request that is handled now, if any."""
+    record = _CURRENT.get()
+    if record is not None:
+        record.model = model
+        record.requests += requests
+
+
+class Recording:
+    """ASGI middleware that makes a record of every request, and tells observers of it."""
+
+    def __init__(self, app: ASGIApp, observers: Sequence[Observer]) -> None:
+        self.app = app
+        self._observers = tuple(observers)
+        self._waiting: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        record = Record(scope)
+
+        def noting(message: Message) -> Awaitable[None]:  # no coroutine of its own for each part
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+            else:
+                if record.first_byte_s is None:
+                    record.first_byte_s = time.monotonic()
+                record.is_whole = not (message.get("more_body", False) or record.has_left)
+            return send(message)
+
+        async def hearing() -> Message:
+            message = await receive()
+            record.has_left = record.has_left or message["type"] == "http.disconnect"
+            return message
+
+        token = _CURRENT.set(record)
+        try:
+            await self.app(scope, hearing, noting)
+        finally:
+            _CURRENT.reset(token)
+            record.ended_s = time.monotonic()
+            if record.route not in QUIET or record.status >= 400:
+                self._end(record)
+
+    def _end(self, record: Record) -> None:
+        if all(stream.is_over for _, stream in record.requests):
+            self._tell(record)
+            return
+        task = asyncio.create_task(self._tell_later(record))
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
+
+    async def _tell_later(self, record: Record) -> None:
+        with contextlib.suppress(Exception):  # refused and failed requests have no completions
+            async with asyncio.timeout(_END_S):
+                for _, stream in record.requests:
+                    await stream.completions()
+        self._tell(record)
+
+    def _tell(self, record: Record) -> None:
+        for observer in self._observers:
+            try:
+                observer.observe(record)
+            except Exception:  # the reply has been sent, and others go on
+                LOG.exception("a request could not be noted")

@@ -1,0 +1,93 @@
+"""The caller of a request: the key that it came with, found before its body is read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from fastapi import Request
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Send
+from starlette.types import Scope as AsgiScope
+
+from pcg.serve.errors import ApiError
+from pcg.serve.security.keys import Keys, Scope
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The caller of a request.
+
+    Attributes:
+        key: the name of its key.
+        tenant: the owner of what it makes; it sees what this tenant and the operator own.
+        scopes: the kinds of work that it may ask for.
+    """
+
+    key: str
+    tenant: str
+    scopes: frozenset[Scope]
+
+
+class RequiredScope:
+    """A dependency of a route: the caller, who has a scope."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+
+    def __call__(self, request: Request) -> Caller:
+        caller: Caller = request.state.caller
+        if self.scope not in caller.scopes:
+            raise ApiError(
+                403,
+                f"The key {caller.key!r} lacks the scope {self.scope.value!r}.",
+                code="insufficient_permissions",
+            )
+        return caller
+
+
+def requires(scope: Scope) -> RequiredScope:
+    """Return the dependency of a route that needs a scope, for `Depends`."""
+    return RequiredScope(scope)
+
+
+class Authentication:
+    """ASGI middleware that answers requests without a key by a 401, before it reads them.
+
+    Args:
+        public: the paths that need no key.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys, public: Collection[str]) -> None:
+        self.app = app
+        self._keys = keys
+        self._public = frozenset(public)
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._public:
+            await self.app(scope, receive, send)
+            return
+        given = _given(Headers(scope=scope))
+        key = None if given is None else self._keys.find(given)
+        if key is None:
+            await _refusal(given).response()(scope, receive, send)
+            return
+        caller = Caller(key.name, key.tenant, key.scopes)
+        scope.setdefault("state", {})["caller"] = caller
+        await self.app(scope, receive, send)
+
+
+def _given(headers: Headers) -> str | None:
+    """Return the key that a request came with, as a bearer token or in X-API-Key."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and token.strip():
+        return token.strip()
+    return headers.get("x-api-key")
+
+
+def _refusal(given: str | None) -> ApiError:
+    headers = {"www-authenticate": "Bearer"}
+    if given is None:
+        message = "You didn't provide an API key; send it as 'Authorization: Bearer KEY'."
+        return ApiError(401, message, code="missing_api_key", headers=headers)
+    return ApiError(401, "Incorrect API key provided.", code="invalid_api_key", headers=headers)

@@ -1,0 +1,144 @@
+"""API keys: who may do what. A server keeps their hashes alone.
+
+A file of keys is a JSON list, whose hashes `printf %s KEY | sha256sum` makes:
+
+    [{"name": "ci", "sha256": "9f86d0…", "scopes": ["infer", "train"], "tenant": "research"}]
+
+A tenant owns adapters, files and jobs; by default it is the key's name, and several keys may be of
+one tenant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from pcg.errors import ServeError
+from pcg.files import json_value, read_bytes, shown_path
+from pcg.units import shown
+
+_FIELDS = {"name", "sha256", "scopes", "tenant"}
+_SHORTEST = 8
+"""Characters of the shortest key that is taken: a shorter one can be guessed."""
+
+
+class Scope(StrEnum):
+    """A kind of work that a key allows; `metrics` is to read /metrics, which `admin` may, too."""
+
+    INFER = "infer"
+    TRAIN = "train"
+    ADMIN = "admin"
+    METRICS = "metrics"
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key, by its hash.
+
+    Attributes:
+        name: its name in logs and metrics.
+        digest: the key's SHA-256.
+        tenant: the owner of what is made with the key.
+    """
+
+    name: str
+    digest: bytes
+    scopes: frozenset[Scope]
+    tenant: str
+
+
+class Keys:
+    """The keys of a server."""
+
+    def __init__(self, keys: Sequence[Key]) -> None:
+        names = [key.name for key in keys]
+        for name in names:
+            if names.count(name) > 1:
+                raise ServeError(f"two keys are called {name!r}; give each a name of its own")
+        self._keys = tuple(keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, given: str) -> Key | None:
+        """Return the key that a client sent; None if it is none.
+
+        Every key is compared, in a time that does not depend on where a hash differs.
+        """
+        digest = digest_of(given)
+        found = None
+        for key in self._keys:
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        return found
+
+
+def digest_of(key: str) -> bytes:
+    """Return the hash of a key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def open_keys(given: Sequence[str], file: Path | None) -> tuple[Keys, str | None]:
+    """Make the keys of a server.
+
+    Args:
+        given: keys with all scopes, of the one tenant `default`.
+        file: a file of further keys.
+    Returns:
+        The keys, and the one that was made because there were none.
+    Raises:
+        ServeError: a key is too short, or the file is damaged.
+    """
+    made = None
+    if not given and file is None:
+        made = f"pcg-{secrets.token_urlsafe(24)}"
+        given = (made,)
+    for key in given:
+        if len(key) < _SHORTEST or not key.isascii() or not key.isprintable() or " " in key:
+            raise ServeError(
+                f"an API key has {len(key)} characters; use at least {_SHORTEST}, ASCII without "
+                "spaces"
+            )
+    everything = frozenset(Scope)
+    names = ["default", *(f"default-{number}" for number in range(2, len(given) + 1))]
+    keys = [
+        Key(name, digest_of(key), everything, "default")
+        for name, key in zip(names, given, strict=False)
+    ]
+    return Keys([*keys, *(_read(file) if file is not None else ())]), made
+
+
+def _read(file: Path) -> list[Key]:
+    where = shown_path(file)
+    found = json_value(read_bytes(file, ServeError), where, ServeError)
+    if not isinstance(found, list) or not found:
+        raise ServeError(f"{where} has to be a list of keys, at least one")
+    return [_key(entry, f"{where}, key {index}") for index, entry in enumerate(found)]
+
+
+def _key(entry: Any, where: str) -> Key:
+    if not isinstance(entry, Mapping) or not _FIELDS.issuperset(entry):
+        raise ServeError(f"{where} has to be an object of {', '.join(sorted(_FIELDS))}")
+    name, digest, scopes = entry.get("name"), entry.get("sha256"), entry.get("scopes")
+    tenant = entry.get("tenant", name)
+    for label, value in (("name", name), ("tenant", tenant)):
+        if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", value):
+            raise ServeError(
+                f"{where}: {label}={shown(value)}; use 1 to 64 letters, digits, dots, - and _"
+            )
+    if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", digest):
+        raise ServeError(
+            f"{where}: sha256={shown(digest)}; use the 64 hexadecimal digits of the key's SHA-256, "
+            "as `printf %s KEY | sha256sum` prints them"
+        )
+    words = [scope.value for scope in Scope]
+    if not isinstance(scopes, list) or not scopes or not all(one in words for one in scopes):
+        raise ServeError(f"{where}: scopes={shown(scopes)}; use a list of {', '.join(words)}")
+    return Key(str(name), bytes.fromhex(digest), frozenset(map(Scope, scopes)), str(tenant))

@@ -1,0 +1,128 @@
+"""Bounds of what a key may have in the server: requests at once, and the bytes of their bodies.
+
+Bytes are counted as they come, whatever a header says. What is beyond is refused before it is read:
+a 413 for one body, a 429 for what a key has in all. How much waits in the engine is the engine's to
+bound (`pcg.runtime.admission.backlog`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pcg.serve.errors import ApiError
+from pcg.serve.options import ServeOptions
+
+_BODIES = 8
+"""The bodies of the largest size that a key may have in the server at once, by their bytes."""
+
+
+class RequestLimits:
+    """ASGI middleware behind the authentication, which bounds each key's requests and bodies."""
+
+    def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
+        self.app = app
+        self._options = options
+        self._requests: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        caller = scope["state"].get("caller")
+        key = "" if caller is None else caller.key
+        refusal = self._refusal(key, scope)
+        if refusal is not None:
+            await refusal.response()(scope, receive, send)
+            return
+        body = _Body(self, key, receive)
+        self._requests[key] += 1
+        try:
+            await self.app(scope, body.receive, send)
+        finally:
+            _less(self._requests, key, 1)
+            _less(self._bytes, key, body.size_bytes)
+
+    def _refusal(self, key: str, scope: Scope) -> ApiError | None:
+        said = dict(scope["headers"]).get(b"content-length", b"0")
+        if said.isdigit() and int(said[:20]) > self._options.max_body_bytes:
+            return self._too_large()
+        most = self._options.key_requests
+        if self._requests[key] >= most:
+            return ApiError(
+                429,
+                f"This key has {most} requests in the server already; ask again later.",
+                code="too_many_requests",
+            )
+        return None
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"The body has more than {self._options.max_body_bytes} bytes; send less.",
+            code="body_too_large",
+            headers={"connection": "close"},
+        )
+
+    def take(self, key: str, size_bytes: int, body_bytes: int) -> None:
+        """Count a part of a body of a key.
+
+        Args:
+            body_bytes: the bytes of the body so far, with this part.
+        Raises:
+            ApiError: it is more than a body or a key may have.
+        """
+        self._bytes[key] += size_bytes
+        most = self._options.max_body_bytes
+        if body_bytes > most:
+            raise self._too_large()
+        if self._bytes[key] > _BODIES * most:
+            raise ApiError(
+                429,
+                f"The bodies of this key's requests have more than {_BODIES * most} bytes "
+                "together; ask again later.",
+                code="too_many_bytes",
+                headers={"connection": "close"},
+            )
+
+    @property
+    def timeout_s(self) -> float:
+        """The most time between two parts of a body."""
+        return self._options.stream_timeout_s
+
+
+def _less(counts: Counter[str], key: str, count: int) -> None:
+    counts[key] -= count
+    if not counts[key]:
+        del counts[key]
+
+
+class _Body:
+    """A body that is counted while it comes."""
+
+    def __init__(self, limits: RequestLimits, key: str, receive: Receive) -> None:
+        self.size_bytes = 0
+        self._limits = limits
+        self._key = key
+        self._receive = receive
+        self._is_whole = False
+
+    async def receive(self) -> Message:
+        if self._is_whole:  # then it waits for the client to leave
+            return await self._receive()
+        try:
+            async with asyncio.timeout(self._limits.timeout_s):
+                message = await self._receive()
+        except TimeoutError:
+            headers = {"connection": "close", "x-should-retry": "false"}
+            raise ApiError(
+                408, "The body did not come in time.", code="body_timeout", headers=headers
+            ) from None
+        part = len(message.get("body", b""))
+        self.size_bytes += part
+        self._is_whole = not message.get("more_body", False)
+        self._limits.take(self._key, part, self.size_bytes)
+        return message

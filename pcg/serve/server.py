@@ -1,0 +1,153 @@
+"""The server: an engine and uvicorn around it, from the first request to the last.
+
+SIGTERM or Ctrl-C drains: new requests are refused by a 503, running ones end or are given up after
+`shutdown_timeout_s`, jobs end with a checkpoint. A second one ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from pcg.runtime.engine.engine import Engine
+from pcg.runtime.executor import Executor
+from pcg.serve.app import create_app
+from pcg.serve.errors import LOG
+from pcg.serve.listening import listen, url_of
+from pcg.serve.options import ServeOptions
+from pcg.serve.security.keys import open_keys
+from pcg.serve.service import Service
+from pcg.serve.startup import announcement
+
+_CLOSING_S = 5
+"""Time that connections have to send the ends of replies, seconds."""
+
+
+def serve(
+    options: ServeOptions,
+    load: Callable[[], Executor],
+    say: Callable[[str], None],
+    ready: Callable[[Server], None] = lambda _: None,
+) -> bool:
+    """Serve until a signal, and end in order.
+
+    Args:
+        load: what loads the executor, once it is sure that the server can listen.
+        say: takes the text that is printed when requests are taken.
+        ready: is called with the server when it takes requests.
+    Returns:
+        True if all that was begun ended, or was given up in time.
+    Raises:
+        ServeError: the server cannot listen, or the keys are damaged.
+        PcgError: the engine cannot be made.
+    """
+    keys, made_key = open_keys(options.api_key, options.api_keys)
+    with contextlib.closing(listen(options.host, options.port, options.stream_timeout_s)) as bound:
+        executor = load()
+        with Engine(executor.state, options.engine()).start() as engine:
+            service = Service(executor, engine, keys, options)
+            url = url_of(bound, is_secure=options.ssl_certfile is not None)
+            text = announcement(service, url, made_key)
+            server = Server(service, lambda: say(text), ready)
+            # What is loaded stays: full collections need not go through it.
+            gc.collect()
+            gc.freeze()
+            try:
+                server.run([bound])
+            finally:
+                gc.unfreeze()
+                service.close()
+            return not server.force_exit and engine.ended is None
+
+
+class Server(uvicorn.Server):
+    """uvicorn with a drain before its end, which signals begin.
+
+    Args:
+        say: is called when requests are taken, and then `ready`.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        say: Callable[[], None] = lambda: None,
+        ready: Callable[[Server], None] = lambda _: None,
+    ) -> None:
+        options = service.options
+        config = uvicorn.Config(
+            create_app(service),
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_CLOSING_S,
+            ssl_certfile=options.ssl_certfile,
+            ssl_keyfile=options.ssl_keyfile,
+        )
+        super().__init__(config)
+        self.service = service
+        self._say = say
+        self._ready = ready
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drained: Future[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        self._say()
+        self._ready(self)
+
+    def drain(self) -> None:
+        """Take nothing new, and end once nothing is left; from any thread, the second time now."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        if self._drained is not None:
+            self.force_exit = self.should_exit = True
+            return
+        self._drained = self.service.engine.drain(self.service.options.shutdown_timeout_s)
+        self._drained.add_done_callback(self._end)
+
+    def _end(self, _: Future[None]) -> None:
+        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return True to end: also when the engine has, as nothing is served then."""
+        ended = self.service.engine.ended
+        if ended is not None:
+            LOG.error("%s", ended)
+            return True
+        return await super().on_tick(counter)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Have signals drain, in the main thread; uvicorn's own would end by the signal."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def handle(_: int, __: FrameType | None) -> None:
+            if self._loop is None:
+                raise KeyboardInterrupt
+            self.drain()
+
+        before: dict[int, Any] = {
+            number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -1,0 +1,202 @@
+"""The service: what the routes of a server share, and the one way of requests to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, ParamSpec, TypeAlias, TypeVar
+from weakref import WeakValueDictionary
+
+from fastapi import Depends, Request
+
+from pcg.runtime.engine.async_engine import AsyncEngine
+from pcg.runtime.executor import Executor
+from pcg.runtime.requests.request import Request as EngineRequest
+from pcg.runtime.requests.request import RequestFields
+from pcg.runtime.requests.stream import Stream
+from pcg.serve.adapters.catalog import Catalog, ServedModel
+from pcg.serve.errors import ApiError
+from pcg.serve.memory import serving_memory
+from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
+from pcg.serve.observers import open_observers
+from pcg.serve.openai.chat.support import ChatSupport
+from pcg.serve.openai.responses.store import ResponseStore
+from pcg.serve.openai.token_texts import TokenTexts
+from pcg.serve.options import ServeOptions
+from pcg.serve.record import note_requests
+from pcg.serve.security.caller import Caller
+from pcg.serve.security.keys import Keys
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A request that the engine has, and its output."""
+
+    request: EngineRequest
+    stream: Stream
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+Prompt: TypeAlias = str | Sequence[int]
+
+_THREADS = 4
+"""Threads that tokenize, render templates and read files: more would only wait for each other."""
+
+
+class Service:
+    """A server's executor with its engine, catalog, keys and options.
+
+    Attributes:
+        created_s: when it was made, Unix seconds.
+        max_model_len: the most tokens of a prompt and its output; None if the model has no bound.
+        memory: the memory that it takes at most.
+        metrics: the page of metrics.
+        observers: what is told of every request over HTTP.
+    """
+
+    def __init__(
+        self, executor: Executor, engine: AsyncEngine, keys: Keys, options: ServeOptions
+    ) -> None:
+        self.executor = executor
+        self.engine = engine
+        self.keys = keys
+        self.options = options
+        self.created_s = int(time.time())
+        bounds = [n for n in (options.max_model_len, executor.max_positions) if n is not None]
+        self.max_model_len = min(bounds, default=None)
+        self.catalog = Catalog(executor, engine, options)
+        self.token_texts = TokenTexts(executor.tokenizer)
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self.memory = serving_memory(executor, engine, options.kv_cache_bytes)
+        served = Served(
+            self.catalog.names[0],
+            self.max_model_len,
+            options.max_num_seqs,
+            self.memory.bytes,
+            self.catalog.owned,
+        )
+        self.metrics = EngineMetrics(engine, served)
+        self.chat = ChatSupport(
+            executor.tokenizer,
+            chat_template=options.chat_template,
+            tool_call_parser=options.tool_call_parser,
+            trusts_templates=options.trust_request_chat_template,
+        )
+        self.observers = open_observers(options)
+        self.responses = ResponseStore()
+        self._threads = ThreadPoolExecutor(_THREADS, "pcg serve")
+
+    def close(self) -> None:
+        """End the threads, once no request is left."""
+        self._threads.shutdown(cancel_futures=True)
+        for observer in self.observers:
+            observer.close()
+
+    async def beside(
+        self,
+        caller: Caller,
+        act: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **keywords: Arguments.kwargs,
+    ) -> Result:
+        """Run a function on a thread beside the event loop, as tokenizing and templates.
+
+        A tenant has half of the threads at most, so that others' requests need not wait for it.
+        """
+        turn = self._turns.get(caller.tenant)
+        if turn is None:
+            turn = self._turns[caller.tenant] = asyncio.Semaphore(_THREADS // 2)
+        async with turn:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, partial(act, *args, **keywords))
+
+    # ------------------------------------------------------------------------------- requests
+
+    async def submit(
+        self,
+        caller: Caller,
+        model: ServedModel,
+        prompts: Sequence[Prompt],
+        fields: RequestFields,
+        request_id: str,
+    ) -> list[Submitted]:
+        """Submit prompts of one caller, all of them or none.
+
+        Args:
+            prompts: texts, or lists of token ids.
+            fields: the fields of each; with a seed, prompt i begins at seed + i n, as in
+                `Executor.generate`.
+            request_id: a text that `new_id` made.
+        Raises:
+            GenerationError: a prompt or a field cannot be.
+            ApiError: a prompt is too long.
+            EngineError: the engine takes no requests.
+        """
+        make = partial(self._requests, caller, model, prompts, fields, request_id)
+        requests = await self.beside(caller, make)
+        made = [Submitted(request, self.engine.submit_request(request)) for request in requests]
+        note_requests(model.name, [(one.request, one.stream) for one in made])
+        return made
+
+    def _requests(
+        self,
+        caller: Caller,
+        model: ServedModel,
+        prompts: Sequence[Prompt],
+        fields: RequestFields,
+        request_id: str,
+    ) -> list[EngineRequest]:
+        made: list[EngineRequest] = []
+        for index, prompt in enumerate(prompts):
+            own: RequestFields = {
+                **fields,
+                "tenant": caller.tenant,
+                "request_id": f"{request_id}-{index}",
+            }
+            seed = fields.get("seed")
+            if index and isinstance(seed, int):
+                own["seed"] = (seed + index * made[0].params.width) % 2**63
+            request = self.executor.request(prompt, model.adapter, **own)
+            self._check(request)
+            made.append(request)
+        return made
+
+    def _check(self, request: EngineRequest) -> None:
+        """Refuse a request that is more than the server's options allow, by their names."""
+        given = self.options.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(request.params, name)
+            if asked is not None and asked > given:
+                raise ApiError(
+                    400, f"{name}={asked}, and this server gives at most {given}", param=name
+                )
+        most, new = self.max_model_len, request.params.max_new_tokens
+        if most is not None and request.length + new > most:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {most} tokens. However, you requested "
+                f"{request.length + new} tokens ({request.length} in the prompt, {new} in the "
+                "output). Please reduce the length of one of them.",
+                param="max_tokens" if request.length < most else "prompt",
+                code="context_length_exceeded",
+            )
+
+
+def new_id(prefix: str) -> str:
+    """Return a new id of a reply, as cmpl-3f…."""
+    return f"{prefix}-{secrets.token_hex(16)}"
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+ServiceDependency = Annotated[Service, Depends(_service)]
+"""The service, as a parameter of a route."""

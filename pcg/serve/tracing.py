@@ -1,0 +1,170 @@
+"""Traces of requests for OpenTelemetry, with the names of its conventions for generative AI.
+
+A request over HTTP is a span of kind SERVER, `chat sql`, in the trace that the client's
+`traceparent` names. In it, each prompt has a span for its wait, one for reading it and one for
+generating. Spans have no texts of requests. They are made from the record when it is over, so that
+serving itself does nothing for them, and a thread of OpenTelemetry's sends them.
+
+Source: OpenTelemetry's semantic conventions for generative AI, development status; the latencies,
+for which they have no names, are vLLM's attributes (vllm/tracing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from pcg.runtime.requests.request import Request
+from pcg.runtime.requests.stream import Stream
+from pcg.serve.record import Record
+from pcg.version import __version__
+
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+    "/v1/responses": "chat",
+}
+_PROPAGATED = ("traceparent", "tracestate")
+
+
+class Traces:
+    """Sends a trace of every request to a collector, by OTLP over HTTP.
+
+    Args:
+        endpoint: the collector's address.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        resource = Resource.create({"service.name": "pcg", "service.version": __version__})
+        # Spans end with the server, and not with the interpreter.
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self._tracer = self._provider.get_tracer("pcg.serve", __version__)
+
+    def observe(self, record: Record) -> None:
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in record.scope["headers"]
+            if name.decode("latin-1") in _PROPAGATED
+        }
+        offset_s = record.came_s - record.began_s
+        span = self._tracer.start_span(
+            _name(record),
+            TraceContextTextMapPropagator().extract(headers),
+            SpanKind.SERVER,
+            _attributes(record),
+            start_time=_ns(record.came_s),
+        )
+        if record.status >= 500 or not record.is_whole:
+            span.set_status(StatusCode.ERROR)
+        for request, stream in record.requests:
+            _add_phases(self._tracer, span, request, stream, offset_s)
+        span.end(_ns(record.ended_s + offset_s))
+
+    def close(self) -> None:
+        """Send what is left, for a few seconds at most."""
+        self._provider.force_flush(5000)
+        self._provider.shutdown()
+
+
+def _name(record: Record) -> str:
+    if record.model is None:
+        return f"{record.scope['method']} {record.route or 'unknown'}"
+    return f"{_operation(record)} {record.model}"
+
+
+def _operation(record: Record) -> str:
+    return _OPERATIONS.get(record.route or "", "text_completion")
+
+
+def _attributes(record: Record) -> dict[str, Any]:
+    """Return the attributes of a request's span."""
+    found: dict[str, Any] = {
+        "http.request.method": record.scope["method"],
+        "http.response.status_code": record.status,
+        "pcg.request_id": record.request_id,
+    }
+    if record.route is not None:
+        found["http.route"] = record.route
+    if record.status >= 400:
+        found["error.type"] = str(record.status)
+    elif not record.is_whole:
+        found["error.type"] = "client_left"
+    if record.caller is not None:
+        found |= {"pcg.key": record.caller.key, "pcg.tenant": record.caller.tenant}
+    if record.model is not None:
+        found |= _of_model(record)
+    return found
+
+
+def _of_model(record: Record) -> dict[str, Any]:
+    completions = record.completions
+    version = next((one.adapter_version for one in completions), None)
+    answered = record.model if version is None else f"{record.model}@{version.number}"
+    found: dict[str, Any] = {
+        "gen_ai.operation.name": _operation(record),
+        "gen_ai.provider.name": "pcg",
+        "gen_ai.request.model": record.model,
+        "gen_ai.response.model": answered,
+        "gen_ai.response.finish_reasons": [one.finish_reason for one in completions],
+        "gen_ai.usage.input_tokens": sum(len(one.prompt_ids) for one, _ in record.requests),
+        "gen_ai.usage.output_tokens": sum(len(one.token_ids) for one in completions),
+        "gen_ai.latency.e2e": record.ended_s - record.began_s,
+    }
+    if record.first_token_s is not None:
+        found["gen_ai.latency.time_to_first_token"] = record.first_token_s
+    queued_s = [one.queued_s for one in completions if one.queued_s is not None]
+    if queued_s:
+        found["gen_ai.latency.time_in_queue"] = max(queued_s)
+    if record.requests:
+        found |= _asked(record.requests[0][0])
+    return found
+
+
+def _asked(request: Request) -> Mapping[str, Any]:
+    """Return the attributes of what a request asks for."""
+    params = request.params
+    found = {
+        "gen_ai.request.max_tokens": params.max_new_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.top_k": params.top_k,
+        "gen_ai.request.frequency_penalty": params.frequency_penalty,
+        "gen_ai.request.presence_penalty": params.presence_penalty,
+        "gen_ai.request.seed": params.seed,
+        "gen_ai.request.choice.count": params.n if params.n > 1 else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _add_phases(
+    tracer: Tracer, parent: Span, request: Request, stream: Stream, offset_s: float
+) -> None:
+    """Add a prompt's wait, its reading and its generation, as far as it came."""
+    queued_s = next((one.queued_s for one in stream.ended), None)
+    ended_s = stream.ended_s
+    admitted_s = ended_s if queued_s is None else stream.began_s + queued_s
+    first_s = stream.first_chunk_s or ended_s
+    context = set_span_in_context(parent)
+    times = [stream.began_s, admitted_s, first_s, ended_s]
+    for name, start_s, end_s in zip(
+        ("wait", "prefill", "decode"), times[:-1], times[1:], strict=True
+    ):
+        if start_s is not None and end_s is not None and end_s > start_s:
+            attributes = {"gen_ai.usage.input_tokens": len(request.prompt_ids)}
+            span = tracer.start_span(
+                name, context, SpanKind.INTERNAL, attributes, start_time=_ns(start_s + offset_s)
+            )
+            span.end(_ns(end_s + offset_s))
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)

@@ -1,0 +1,36 @@
+"""schemathesis finds no 5xx in the server, and nothing that /openapi.json does not say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.other_clients import BASE, KEY, client_program, run_client, served
+
+pytestmark = pytest.mark.slow
+
+EXAMPLES = 40
+SEEDS = (1, 2)
+
+
+def test_every_endpoint_keeps_to_its_schema(tmp_path: Path) -> None:
+    """All checks but `positive_data_acceptance`: rules among fields, as that a prompt and its
+
+    output fit into the model or that best_of is at least n, do not stand in a schema.
+    """
+    program = client_program("schemathesis", "st")
+    with served(tmp_path / "log", ("typed",)) as server:
+        for seed in SEEDS:
+            command = [program, "run", f"{server.url}/openapi.json", "--seed", str(seed)]
+            command += ["-H", f"Authorization: Bearer {KEY}", "--generation-database", "none"]
+            command += ["--max-examples", str(EXAMPLES), "--no-color", "--warnings", "off"]
+            command += ["--checks", "all", "--exclude-checks", "positive_data_acceptance"]
+            run_client(
+                command,
+                tmp_path,
+                PYTHONPATH=str(Path(__file__).parent),
+                SCHEMATHESIS_HOOKS="schemathesis_hooks",
+                PCG_MODEL=BASE,
+            )
+    assert "Traceback" not in (tmp_path / "log").read_text()

@@ -1,0 +1,152 @@
+"""What one tenant may add to the steps of others, in simulated time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from itertools import pairwise
+
+import pytest
+
+from pcg.runtime.admission.fair_share import FairShare
+from pcg.runtime.admission.policy import Fcfs, Policy
+from pcg.runtime.engine.limits import Limits
+from pcg.runtime.metrics.events import Kind
+from pcg.runtime.requests.request import Request
+from pcg.runtime.sampling.sampling_params import SamplingParams
+from pcg.simulate.simulated_engine import SimulatedEngine
+from tests.support.linear_costs import LinearCosts
+
+COSTS = LinearCosts(token_s=1e-3)
+"""A row is a tenth of a step."""
+
+
+def ask(tenant: str, prompt: int = 4, new: int = 20, name: str = "", priority: int = 0) -> Request:
+    params = SamplingParams(max_new_tokens=new)
+    return Request((1,) * prompt, params, tenant=tenant, request_id=name, priority=priority)
+
+
+def make_engine(policy: Policy, running: int = 64, pages: int = 4000) -> SimulatedEngine:
+    return SimulatedEngine(COSTS, pages, 1000, Limits(running=running), policy=policy)
+
+
+def gaps_of(engine: SimulatedEngine, names: Iterable[str]) -> list[float]:
+    found = []
+    for name in names:
+        times = [event.time_s for event in engine.log.of(name) if event.kind is Kind.TOKEN]
+        found += [b - a for a, b in pairwise(times)]
+    return found
+
+
+def run(policy: Policy, hostile: str | None, prompt: int = 4, new: int = 20) -> SimulatedEngine:
+    """Two tenants with a request at a time each, beside as much as a third one can ask for."""
+    engine = make_engine(policy)
+    for turn in range(14):
+        if hostile is not None:
+            for _ in range(40):
+                engine.submit(ask(hostile, prompt, new))
+        names = [engine.submit(ask(tenant, name=f"{tenant} {turn}")) for tenant in "ab"]
+        while any(name in engine._sequences for name in names):
+            engine.step()
+            engine.check_integrity()
+    return engine
+
+
+def modest_gaps(engine: SimulatedEngine) -> list[float]:
+    return gaps_of(engine, [f"{tenant} {turn}" for tenant in "ab" for turn in range(3, 14)])
+
+
+@pytest.mark.parametrize("prompt", [4, 300])
+@pytest.mark.parametrize(("stretch", "most"), [(None, 1.5), (1.2, 1.2)])
+def test_a_flood_has_its_share_of_a_step(stretch: float | None, most: float, prompt: int) -> None:
+    """Beside two others a third of the time; or as the operator says."""
+    without = statistics.mean(modest_gaps(run(FairShare(), None)))
+    flooded = run(FairShare(stretch=stretch), "greedy", prompt)
+    found = modest_gaps(flooded)
+    assert statistics.mean(found) <= most * 1.01 * without
+    assert statistics.quantiles(found, n=100)[97] <= most * 1.1 * without
+    unbounded = modest_gaps(run(Fcfs(), "greedy", 4))
+    assert statistics.mean(unbounded) > 3 * without
+    # The rest of the time is its own, and all of it where nobody else is there.
+    while not flooded.is_idle:
+        flooded.step()
+    flooded.check_integrity()
+
+
+def test_requests_without_a_tenant_are_not_bounded() -> None:
+    """They are the flood here, and have every step as first come, first served would have it."""
+    orders = []
+    for policy in (FairShare(), Fcfs()):
+        engine = run(policy, "")
+        orders.append([(e.kind, e.subject) for e in engine.log if e.kind is Kind.PREEMPTED])
+        running = [len(plan) for plan in steps_of(engine)]
+        assert max(running) > 40
+    assert orders == [[], []]
+
+
+def steps_of(engine: SimulatedEngine) -> list[list[str]]:
+    """The requests that had a token in each step."""
+    found: dict[float, list[str]] = {}
+    for event in engine.log:
+        if event.kind is Kind.TOKEN:
+            found.setdefault(event.time_s, []).append(event.subject)
+    return list(found.values())
+
+
+def test_a_newcomer_waits_for_no_long_step() -> None:
+    """A flood that is alone for now runs in steps of 0.2 s, and not all of its prompts at once."""
+    engine = run(FairShare(), None)
+    for _ in range(40):
+        engine.submit(ask("greedy", prompt=300))
+    before, longest = engine.clock.now_s(), 0.0
+    while not engine.is_idle:
+        engine.step()
+        before, now = engine.clock.now_s(), before
+        longest = max(longest, before - now)
+    assert 0.15 < longest < 0.22
+
+
+def test_what_waits_for_room_in_a_step_is_served_in_the_end() -> None:
+    """Also where no row of it fits: one runs now and then."""
+    engine = make_engine(FairShare(stretch=1.001))
+    flood = [engine.submit(ask("greedy", new=4)) for _ in range(8)]
+    names = [engine.submit(ask("a", new=3000, prompt=1))]
+    for _ in range(2500):
+        engine.step()
+    assert names[0] in engine._sequences
+    ended = [event.subject for event in engine.log if event.kind is Kind.FINISHED]
+    assert set(ended) & set(flood)
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("pages", [4000, 40])
+def test_the_one_who_runs_most_makes_room(pages: int) -> None:
+    """Where places or pages are taken, a tenant that has none waits for a step and not for all."""
+    engine = make_engine(FairShare(), running=8, pages=pages)
+    for _ in range(20):
+        engine.submit(ask("greedy", prompt=30, new=300))
+    for _ in range(4):
+        engine.step()
+    name = engine.submit(ask("modest", prompt=30))
+    for _ in range(6):
+        engine.step()
+        engine.check_integrity()
+    assert any(event.kind is Kind.TOKEN for event in engine.log.of(name))
+    # No more than one gave way for it, and it goes on where it was.
+    assert sum(event.kind is Kind.PREEMPTED for event in engine.log) == 1
+    while not engine.is_idle:
+        engine.step()
+    assert sum(event.kind is Kind.FINISHED for event in engine.log) == 21
+
+
+@pytest.mark.parametrize("policy", [Fcfs, FairShare])
+def test_the_least_urgent_gives_up_its_pages(policy: type[Policy]) -> None:
+    """Whoever was admitted first: one of the highest priority number."""
+    engine = make_engine(policy(), running=8, pages=8)
+    urgent = [engine.submit(ask("t", 15, 40, f"{p} {i}", p)) for p in (9, 0) for i in range(2)]
+    while not engine.is_idle:
+        engine.step()
+        engine.check_integrity()
+    preempted = {event.subject for event in engine.log if event.kind is Kind.PREEMPTED}
+    assert preempted
+    assert preempted <= set(urgent[:2])

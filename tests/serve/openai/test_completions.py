@@ -1,0 +1,270 @@
+"""/v1/completions over ASGI: the library's own text, tokens and logprobs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from pcg.serve.service import Service
+from tests.support import oracle, serving
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    with serving.service_of(serving.make_executor(adapters=2)) as service:
+        yield service
+
+
+def ask(service: Service, body: dict[str, Any], status: int = 200) -> Any:
+    async def post() -> Any:
+        async with serving.client_of(service) as client:
+            content = json.dumps({"model": serving.MODEL, **body})  # also what is no number
+            headers = {"content-type": "application/json"}
+            reply = await client.post("/v1/completions", content=content, headers=headers)
+            assert reply.status_code == status, reply.text
+            return reply.json()
+
+    return asyncio.run(post())
+
+
+def stream(service: Service, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async def post() -> list[str]:
+        async with serving.client_of(service) as client:
+            asked = {"model": serving.MODEL, "stream": True, **body}
+            reply = await client.post("/v1/completions", json=asked)
+            assert reply.headers["content-type"].startswith("text/event-stream"), reply.text
+            return reply.text.split("\n\n")
+
+    *events, done, end = asyncio.run(post())
+    assert (done, end) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+PROMPTS = ["Hello, how", "the quick brown fox"]
+
+
+@pytest.mark.parametrize("model", [serving.MODEL, "lora-0", "lora-1"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_text_is_the_librarys(service: Service, model: str, temperature: float) -> None:
+    sampling = {"temperature": temperature, "seed": 11, "n": 2}
+    adapter = None if model == serving.MODEL else model
+    expected = service.executor.generate(PROMPTS, adapter, max_new_tokens=12, **sampling)
+    body = {"model": model, "prompt": PROMPTS, "max_tokens": 12, **sampling}
+    found = ask(service, body)["choices"]
+    assert [choice["text"] for choice in found] == [one.text for one in expected]
+    assert [choice["index"] for choice in found] == [0, 1, 2, 3]
+    streamed: dict[int, str] = dict.fromkeys(range(4), "")
+    for event in stream(service, body):
+        for choice in event["choices"]:
+            streamed[choice["index"]] += choice["text"]
+    assert list(streamed.values()) == [one.text for one in expected]
+
+
+def test_usage_of_a_stream_comes_last(service: Service) -> None:
+    body = {"prompt": "Hello, how", "max_tokens": 3, "ignore_eos": True}
+    events = stream(service, {**body, "stream_options": {"include_usage": True}})
+    assert events[-1]["choices"] == []
+    assert all(event["usage"] is None for event in events[:-1])
+    usage = ask(service, body)["usage"]
+    assert usage["completion_tokens"] == 3
+    assert events[-1]["usage"]["total_tokens"] == usage["total_tokens"]
+    assert all("usage" not in event for event in stream(service, body))
+
+
+def test_unknown_models_and_fields(service: Service) -> None:
+    error = ask(service, {"model": "other", "prompt": "a"}, 404)["error"]
+    assert error["message"] == "The model `other` does not exist."
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert "\ud800" in ask(service, {"model": "\ud800", "prompt": "a"}, 404)["error"]["message"]
+    error = ask(service, {"prompt": "a", "maxtokens": 3}, 400)["error"]
+    assert error["message"] == "Unrecognized request argument supplied: maxtokens"
+
+
+# ------------------------------------------------------------------------------------ logprobs
+
+
+@pytest.fixture(scope="module")
+def oracles(service: Service, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """transformers' model, and peft's with an adapter that pcg saved."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        serving.model_directory(), dtype=torch.float32
+    ).eval()
+    directory = tmp_path_factory.mktemp("adapter")
+    service.executor.save_adapter("lora-0", directory)
+    return {serving.MODEL: base, "lora-0": oracle.load_saved(base, directory)}
+
+
+IDS = [[5, 9, 200, 33, 7, 11], [40, 41, 42], [7] * 30]
+
+
+@pytest.mark.parametrize("model", [serving.MODEL, "lora-0"])
+def test_logprobs_of_prompts_are_transformers(
+    service: Service, oracles: dict[str, Any], model: str
+) -> None:
+    """As lm-eval asks for log-likelihoods, and finds out whether an output is the likeliest."""
+    body = {"model": model, "prompt": IDS, "max_tokens": 1, "logprobs": 1, "echo": True}
+    choices = ask(service, {**body, "temperature": 0, "seed": 1234})["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    for prompt, choice in zip(IDS, choices, strict=True):
+        found = choice["logprobs"]
+        expected = oracle.logits(oracles[model], prompt).log_softmax(-1)
+        assert len(found["token_logprobs"]) == len(prompt) + 1
+        assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+        for place, token in enumerate(prompt[1:], 1):
+            row = expected[place - 1]
+            assert abs(found["token_logprobs"][place] - float(row[token])) < 1e-4
+            likeliest = max(found["top_logprobs"][place].values())
+            is_greedy = int(row.argmax()) == token
+            assert (found["token_logprobs"][place] == likeliest) == is_greedy
+        assert max(found["top_logprobs"][-1].values()) == found["token_logprobs"][-1]
+    streamed = stream(service, {**body, "prompt": IDS[0], "temperature": 0})
+    assert streamed[0]["choices"][0]["logprobs"] == choices[0]["logprobs"]
+    assert streamed[0]["choices"][0]["text"] == choices[0]["text"]
+
+
+def test_logprobs_of_outputs(service: Service, oracles: dict[str, Any]) -> None:
+    body = {"prompt": IDS[0], "max_tokens": 5, "ignore_eos": True, "temperature": 1.3, "seed": 2}
+    asked = {**body, "logprobs": 3, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    (choice,) = ask(service, asked)["choices"]
+    found, tokens = choice["logprobs"], choice["token_ids"]
+    assert choice["prompt_token_ids"] == IDS[0]
+    assert found["tokens"] == [f"token_id:{token}" for token in tokens]
+    rows = oracle.logits(oracles[serving.MODEL], IDS[0] + tokens).log_softmax(-1)[5:-1]
+    for place, (token, row) in enumerate(zip(tokens, rows, strict=True)):
+        top = found["top_logprobs"][place]
+        assert set(top) == {f"token_id:{int(one)}" for one in row.topk(3).indices} | {
+            f"token_id:{token}"
+        }
+        assert abs(top[f"token_id:{token}"] - float(row[token])) < 1e-4
+    (own,) = ask(service, {**body, "logprobs": 0})["choices"]
+    assert own["logprobs"]["token_logprobs"] == found["token_logprobs"]
+    assert [len(one) for one in own["logprobs"]["top_logprobs"]] == [1] * 5
+    assert all("token_ids" not in one["choices"][0] for one in stream(service, body))
+    events = stream(service, asked)
+    assert events[0]["choices"][0]["prompt_token_ids"] == IDS[0]
+    assert [t for one in events for t in one["choices"][0]["token_ids"]] == tokens
+    pieces = [one["choices"][0]["logprobs"]["token_logprobs"] for one in events]
+    assert [number for piece in pieces for number in piece] == found["token_logprobs"]
+
+
+def test_texts_of_tokens_stand_at_their_places(service: Service) -> None:
+    text = "the quick brown fox jumps"
+    body = {"prompt": text, "echo": True, "logprobs": 0, "max_tokens": 8, "ignore_eos": True}
+    (choice,) = ask(service, {**body, "temperature": 0})["choices"]
+    found = choice["logprobs"]
+    assert choice["text"].startswith(text)
+    pairs = zip(found["tokens"], found["text_offset"], strict=True)
+    for token, place in pairs:
+        if not token.startswith("bytes:"):
+            assert choice["text"][place:].startswith(token)
+
+
+def test_prompt_logprobs_have_ranks(service: Service, oracles: dict[str, Any]) -> None:
+    body = {"prompt": IDS[0], "max_tokens": 1, "prompt_logprobs": 2, "temperature": 0}
+    (choice,) = ask(service, body)["choices"]
+    rows = oracle.logits(oracles[serving.MODEL], IDS[0]).log_softmax(-1)
+    assert choice["logprobs"] is None
+    assert choice["prompt_logprobs"][0] is None
+    for token, row, found in zip(IDS[0][1:], rows, choice["prompt_logprobs"][1:], strict=False):
+        assert found[str(token)]["rank"] == 1 + int((row > row[token]).sum())
+        assert abs(found[str(token)]["logprob"] - float(row[token])) < 1e-4
+        assert {1, 2} <= {one["rank"] for one in found.values()}
+    events = stream(service, body)
+    assert events[0]["choices"][0]["prompt_logprobs"] == choice["prompt_logprobs"]
+
+
+# --------------------------------------------------------------------------------- other fields
+
+
+def test_fields_reach_the_engine(service: Service) -> None:
+    greedy = {"prompt": "Hello, how", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    (plain,) = ask(service, greedy)["choices"]
+    stop = plain["text"][4:7]
+    (stopped,) = ask(service, {**greedy, "stop": stop})["choices"]
+    assert plain["text"].startswith(stopped["text"])
+    assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", stop)
+    (kept,) = ask(service, {**greedy, "stop": [stop], "include_stop_str_in_output": True})[
+        "choices"
+    ]
+    assert kept["text"] == stopped["text"] + stop
+    (guided,) = ask(service, {**greedy, "structured_outputs": {"choice": ["yes", "no"]}})["choices"]
+    assert guided["text"] in ("yes", "no")
+    (cut,) = ask(service, {**greedy, "prompt": [[1, 2, 3, 4]], "truncate_prompt_tokens": 2})[
+        "choices"
+    ]
+    assert cut == ask(service, {**greedy, "prompt": [3, 4]})["choices"][0]
+    best = ask(service, {**greedy, "temperature": 1, "seed": 1, "best_of": 4, "n": 2})["choices"]
+    expected = service.executor.generate(
+        "Hello, how", max_new_tokens=12, ignore_eos=True, seed=1, best_of=4, n=2, temperature=1.0
+    )
+    assert [choice["text"] for choice in best] == [one.text for one in expected]
+    assert ask(service, {**greedy, "max_tokens": 0, "echo": True})["choices"][0]["text"] == (
+        "Hello, how"
+    )
+    assert ask(service, {**greedy, "user": "u", "request_id": "mine"})["id"] == "cmpl-mine"
+    reply = ask(service, {**greedy, "model": "lora-1"})
+    assert reply["system_fingerprint"] == "lora-1@2"  # made, and then changed in place
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "text"),
+    [
+        ({"suffix": "end"}, "suffix", "not supported"),
+        ({"stream_options": {}}, "stream_options", "stream=true"),
+        ({"n": 3, "best_of": 2}, "best_of", "below n=3"),
+        ({"best_of": 2, "stream": True}, "best_of", "streamed"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({"temperature": float("inf")}, "temperature", ""),
+        ({"max_tokens": 128}, "max_tokens", "maximum context length is 128 tokens"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "max_tokens=3"),
+        ({"logprobs": 21}, "logprobs", "at most 20"),
+        ({"prompt": [512]}, None, "512"),
+        ({"prompt": [-1]}, None, "-1"),
+        ({"prompt": [2**70]}, None, ""),
+        ({"prompt": []}, "prompt", ""),
+        ({"prompt": ""}, None, "empty"),
+        ({"prompt": ["a", [1]]}, "prompt", ""),
+        ({"prompt": None}, "prompt", ""),
+        ({"prompt": "\ud800"}, None, "surrogate"),
+        ({"request_id": "\ud800"}, "request_id", ""),
+        ({"\ud800": 1}, None, "unicode"),
+        ({"structured_outputs": {"json": {"const": "\ud800"}}}, None, ""),
+        ({"stop": [""]}, "stop", "stop"),
+        ({"stop": ["a"] * 200}, None, "128"),
+        ({"logit_bias": {"a": 1}}, None, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, None, "100"),
+        ({"structured_outputs": {"json": {"type": "nothing"}}}, None, ""),
+        ({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "guided_regex", "together"),
+        ({"tpot_slo_ms": 0}, "tpot_slo_ms", "greater than 0"),
+        ({"request_id": "x" * 129}, "request_id", "128"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(
+    service: Service, body: dict[str, Any], param: str | None, text: str
+) -> None:
+    error = ask(service, {"prompt": "Hello", **body}, 400)["error"]
+    assert text in error["message"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+def test_slos_by_headers(service: Service) -> None:
+    found: list[Any] = []
+    stop = service.engine.engine.log.listen(lambda event: found.append(event.details))
+
+    async def post(headers: dict[str, str]) -> int:
+        async with serving.client_of(service, {**serving.HEADERS, **headers}) as client:
+            body = {"model": serving.MODEL, "prompt": "Hello", "max_tokens": 1}
+            return (await client.post("/v1/completions", json=body)).status_code
+
+    assert asyncio.run(post({"x-slo-ttft-ms": "2500"})) == 200
+    assert asyncio.run(post({"x-slo-ttft-ms": "soon"})) == 400
+    stop()
+    assert found[0]["ttft_slo_s"] == 2.5

@@ -1,0 +1,125 @@
+"""The access log: what a line says, what it never says, and that nobody can write one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx2
+import pytest
+
+from pcg.errors import ServeError
+from pcg.serve.access_log import AccessLog
+from pcg.serve.record import Record
+from pcg.serve.security.keys import Keys
+from tests.support import serving
+
+SECRET = "my-secret-prompt"
+
+
+def logged(path: Path, act: Callable[[httpx2.AsyncClient], Any], **options: Any) -> list[Any]:
+    """The lines that are written while a client acts."""
+    keys = Keys([serving.key("ci", "infer", tenant="research")])
+
+    async def run(service: Any) -> None:
+        async with serving.client_of(service, serving.headers_of("ci")) as client:
+            await act(client)
+            await asyncio.sleep(0.1)
+
+    with serving.service_of(keys=keys, access_log=str(path), **options) as service:
+        asyncio.run(run(service))
+    text = path.read_text(encoding="ascii")
+    assert re.fullmatch(r"[\x20-\x7e\n]*", text)
+    assert SECRET not in text
+    assert "key-of-ci" not in text
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_line_says_who_asked_what_and_which_version_answered(tmp_path: Path) -> None:
+    body = {"model": "lora-0", "prompt": SECRET, "max_tokens": 5, "ignore_eos": True}
+
+    async def act(client: httpx2.AsyncClient) -> None:
+        await client.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
+        await client.post("/v1/completions", json={**body, "stream": True, "n": 2})
+        await client.get("/v1/models")
+        await client.get("/health")
+
+    whole, streamed, models = logged(tmp_path / "log", act)
+    assert whole["request_id"] == "mine"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", whole["time"])
+    expected = {
+        "method": "POST", "route": "/v1/completions", "status": 200, "is_whole": True,
+        "key": "ci", "tenant": "research", "model": "lora-0", "adapter_version": 2,
+        "output_tokens": 5, "finish_reasons": ["length"],
+    }  # fmt: skip
+    assert expected.items() <= whole.items()
+    assert whole["prompt_tokens"] > 0
+    assert 0 <= whole["queued_s"] <= whole["first_token_s"] <= whole["duration_s"]
+    assert streamed["finish_reasons"] == ["length", "length"]
+    assert streamed["output_tokens"] == 10
+    assert (models["route"], models["status"]) == ("/v1/models", 200)
+    assert "model" not in models
+
+
+def test_a_client_that_leaves_is_logged_with_what_it_had(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with serving.on_a_port(access_log=str(path)) as served, served.client() as client:
+        step = served.service.engine.engine.step
+        served.service.engine.engine.step = lambda: time.sleep(0.01) or step()  # type: ignore[func-returns-value]
+        body = {"model": serving.MODEL, "prompt": "a", "max_tokens": 100, "stream": True}
+        with client.stream("POST", "/v1/completions", json={**body, "ignore_eos": True}) as reply:
+            next(reply.iter_lines())
+    (line,) = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (line["status"], line["is_whole"]) == (200, False)
+    assert line["finish_reasons"] == ["cancelled"]
+    assert line["output_tokens"] < 100
+
+
+@pytest.mark.parametrize(
+    "hostile", ['x"}\n{"status": 200', "\x1b[2J\x9b31m", "\u2028 \u202e \x7f", "é" * 5000]
+)
+def test_nobody_writes_a_line_or_speaks_to_a_terminal(tmp_path: Path, hostile: str) -> None:
+    async def act(client: httpx2.AsyncClient) -> None:
+        await client.post("/v1/completions", json={"model": hostile, "prompt": SECRET})
+        await client.get(f"/{quote(hostile)}")
+        await client.get("/v1/models", params={"key": "in-a-query"})
+        await client.get("/v1/models", headers={"authorization": "Bearer nobody"})
+
+    lines = logged(tmp_path / "log", act)
+    assert [line["status"] for line in lines] == [404, 404, 200, 401]
+    assert max(len(json.dumps(line)) for line in lines) < 4000
+    assert "in-a-query" not in str(lines)
+    assert lines[-1]["key"] is None
+
+
+def test_lines_that_nobody_takes_are_dropped_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pcg.serve.access_log._MOST_WAITING", 2)
+    log = AccessLog(str(tmp_path / "log"))
+    emit, is_open = log._emit, False
+
+    def slow(line: str) -> None:
+        while not is_open:
+            pass
+        emit(line)
+
+    monkeypatch.setattr(log, "_emit", slow)
+    record = Record({"type": "http", "method": "GET", "path": "/x"})
+    for _ in range(50):
+        log.observe(record)
+    is_open = True
+    log.close()
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert lines[-1]["dropped_lines"] + len(lines) - 1 == 50
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ServeError, match="cannot be written"):
+        AccessLog(str(tmp_path / "no" / "log"))

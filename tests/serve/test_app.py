@@ -1,0 +1,130 @@
+"""The application: keys on every route, ids of requests, and errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+
+from pcg.errors import ServeError
+from pcg.serve.app import PUBLIC, ROUTERS, check_scopes
+from pcg.serve.security.keys import Keys
+from pcg.serve.service import Service
+from pcg.version import __version__
+from tests.support import serving
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    keys = Keys([serving.key("all"), serving.key("trainer", "train")])
+    with serving.service_of(keys=keys) as service:
+        yield service
+
+
+def ask(service: Service, method: str, path: str, **options: Any) -> httpx2.Response:
+    headers = options.pop("headers", serving.headers_of("all"))
+
+    async def send() -> httpx2.Response:
+        async with serving.client_of(service, headers) as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(send())
+
+
+def test_every_route_but_health_needs_a_key(service: Service) -> None:
+    routes = [route for router in ROUTERS for route in router.routes]
+    assert len(routes) > 5
+    for route in routes:
+        assert isinstance(route, APIRoute)
+        path = route.path.replace("{model:path}", "x")
+        for method in route.methods:
+            for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}):
+                status = ask(service, method, path, headers=headers).status_code
+                assert status == (200 if path in PUBLIC else 401), (method, path)
+    assert PUBLIC == ("/", "/health")
+
+
+def test_a_route_without_a_scope_is_refused() -> None:
+    router = APIRouter()
+    router.get("/open")(lambda: None)
+    with pytest.raises(ServeError, match="/open requires no scope"):
+        check_scopes(router)
+
+
+def test_keys_come_in_either_header_and_have_scopes(service: Service) -> None:
+    for headers in (
+        serving.headers_of("all"),
+        {"authorization": "bearer  key-of-all"},
+        {"x-api-key": "key-of-all"},
+    ):
+        found = ask(service, "GET", "/version", headers=headers)
+        assert found.json() == {"version": __version__}
+    refused = ask(service, "GET", "/v1/models", headers=serving.headers_of("trainer"))
+    assert refused.status_code == 403
+    assert refused.json()["error"]["type"] == "permission_error"
+
+
+def test_ids_of_requests(service: Service) -> None:
+    made = ask(service, "GET", "/health").headers["x-request-id"]
+    assert made.startswith("req-")
+    own = {**serving.headers_of("all"), "x-request-id": "mine"}
+    assert ask(service, "GET", "/health", headers=own).headers["x-request-id"] == "mine"
+    assert "x-request-id" in ask(service, "GET", "/none", headers={}).headers
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status", "code"),
+    [
+        ("GET", "/none", b"", 404, None),
+        ("DELETE", "/v1/completions", b"", 405, None),
+        ("POST", "/v1/completions", b"{", 400, "invalid_json"),
+        ("POST", "/v1/completions", b'{"a": ' * 100_000, 400, None),
+        ("POST", "/v1/completions", b"\xff", 400, None),
+        ("POST", "/v1/completions", b"[" + b"9" * 9000 + b"]", 400, None),
+        ("POST", "/v1/completions", b"null", 400, None),
+        ("POST", "/v1/completions", b"", 400, None),
+    ],
+)
+def test_errors_have_openais_shape(
+    service: Service, method: str, path: str, content: bytes, status: int, code: str | None
+) -> None:
+    headers = {**serving.headers_of("all"), "content-type": "application/json"}
+    reply = ask(service, method, path, content=content, headers=headers)
+    assert reply.status_code == status, reply.text
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code
+
+
+def test_models(service: Service) -> None:
+    base, adapter = ask(service, "GET", "/v1/models").json()["data"]
+    assert (base["id"], base["parent"], base["max_model_len"]) == (serving.MODEL, None, 128)
+    assert (adapter["id"], adapter["parent"], adapter["max_model_len"]) == (
+        "lora-0",
+        serving.MODEL,
+        None,
+    )
+    assert ask(service, "GET", "/v1/models/lora-0").json() == adapter
+    assert ask(service, "GET", "/v1/models/other").status_code == 404
+    schema = ask(service, "GET", "/openapi.json").json()
+    assert "/v1/completions" in schema["paths"]
+
+
+def test_a_method_that_a_path_lacks_is_refused_with_those_that_it_has(service: Service) -> None:
+    for path, methods in (("/ping", "GET, POST"), ("/v1/completions", "POST")):
+        refused = ask(service, "PUT", path)
+        assert (refused.status_code, refused.headers["allow"]) == (405, methods)
+
+
+def test_the_schema_names_the_keys_that_routes_need(service: Service) -> None:
+    schema = ask(service, "GET", "/openapi.json").json()
+    assert schema["security"] == [{"bearer": []}, {"header": []}]
+    assert set(schema["components"]["securitySchemes"]) == {"bearer", "header"}
+    for path, operations in schema["paths"].items():
+        for operation in operations.values():
+            assert operation.get("security") == ([] if path in PUBLIC else None), path

@@ -1,0 +1,210 @@
+"""Faults of clients: they leave, do not read, send too much, or ask for too much at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2
+import pytest
+
+from pcg.runtime.metrics.events import Kind
+from pcg.serve.security.keys import Keys
+from pcg.serve.service import Service
+from tests.support import serving
+
+LONG = {"model": serving.MODEL, "prompt": [1, 2, 3], "max_tokens": 100, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[serving.Served]:
+    with serving.on_a_port(stream_timeout_s=1.0, max_body_mib=1.0) as served:
+        yield served
+
+
+@contextmanager
+def held(service: Service) -> Iterator[None]:
+    """The engine does not step meanwhile."""
+    gate, is_there = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        is_there.set()
+        gate.wait()
+
+    service.engine.call(wait)
+    assert is_there.wait(10)
+    try:
+        yield
+    finally:
+        gate.set()
+
+
+def until(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def is_free(service: Service) -> bool:
+    """Nothing runs or waits, and no page is held."""
+    numbers = service.engine.numbers()
+    idle = numbers.running == numbers.waiting == 0
+    return idle and numbers.free_pages == numbers.pages
+
+
+def counted(service: Service) -> tuple[dict[Kind, int], Callable[[], None]]:
+    """Counts of the engine's events from now on."""
+    counts: dict[Kind, int] = {}
+
+    def listen(event: Any) -> None:
+        counts[event.kind] = counts.get(event.kind, 0) + 1
+
+    stop = service.engine.engine.log.listen(listen)
+    return counts, stop
+
+
+def connect(served: serving.Served, receive_bytes: int | None = None) -> socket.socket:
+    host, port = served.url.removeprefix("http://").split(":")
+    connection = socket.socket()
+    if receive_bytes is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.settimeout(30)
+    connection.connect((host, int(port)))
+    return connection
+
+
+def post(path: str, body: bytes, *headers: str) -> bytes:
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: test",
+        f"Authorization: Bearer {serving.KEY}",
+        "Content-Type: application/json",
+        *headers,
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def asking(body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    return post("/v1/completions", content, f"Content-Length: {len(content)}")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_is_not_served_for_a_step_more(served: serving.Served, stream: bool) -> None:
+    service = served.service
+    counts, stop = counted(service)
+    connection = connect(served)
+    connection.sendall(asking({**LONG, "n": 16, "stream": stream}))
+    until(lambda: service.engine.numbers().running == 16)
+    if stream:
+        assert b"200 OK" in connection.recv(1000)
+    with held(service):
+        before = counts.get(Kind.TOKEN, 0)
+        calls = service.engine._calls.qsize()
+        connection.close()
+        until(lambda: service.engine._calls.qsize() > calls)
+    until(lambda: is_free(service))
+    stop()
+    assert counts.get(Kind.TOKEN, 0) == before
+    assert counts[Kind.CANCELLED] == 16
+    assert Kind.FINISHED not in counts
+
+
+def test_who_does_not_read_is_ended(served: serving.Served) -> None:
+    """After `stream_timeout_s`, with no more in memory than it was sent until then."""
+    service = served.service
+    with connect(served, receive_bytes=4096) as connection:
+        body = {**LONG, "n": 64, "stream": True, "logprobs": 20, "return_token_ids": True}
+        connection.sendall(asking(body))
+        until(lambda: service.engine.numbers().running > 0)
+        until(lambda: is_free(service))
+        until(lambda: not served.server.server_state.tasks)
+        until(lambda: not served.server.server_state.connections)
+    assert is_free(service)
+    with served.client() as client:
+        assert client.post("/v1/completions", json={**LONG, "max_tokens": 1}).is_success
+
+
+def test_bodies_are_counted_and_not_believed(served: serving.Served) -> None:
+    """Neither a length that is announced, nor none, nor a gigabyte in chunks."""
+    huge = 2**30
+    with connect(served) as connection:
+        connection.sendall(post("/v1/completions", b"{", f"Content-Length: {huge}"))
+        assert connection.recv(1000).startswith(b"HTTP/1.1 413")
+    chunk = b"100000\r\n" + b" " * 2**20 + b"\r\n"
+    sent = 0
+    with connect(served) as connection:
+        connection.sendall(post("/v1/completions", b"", "Transfer-Encoding: chunked"))
+        try:
+            while sent < huge:
+                connection.sendall(chunk)
+                sent += len(chunk)
+        except (ConnectionError, TimeoutError):
+            pass
+    assert sent < 2**25
+    with served.client() as client:
+        reply = client.post("/v1/completions", content=b" " * (2**20 + 1), headers=JSON)
+        assert reply.status_code == 413
+        assert reply.json()["error"]["code"] == "body_too_large"
+        assert client.post("/v1/completions", json=LONG).is_success
+
+
+JSON = {"content-type": "application/json"}
+
+
+def test_a_body_that_does_not_come(served: serving.Served) -> None:
+    with connect(served) as connection:
+        connection.sendall(post("/v1/completions", b"{", "Content-Length: 100"))
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+
+
+def test_strangers_bodies_are_not_read(served: serving.Served) -> None:
+    with connect(served) as connection:
+        start = b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Length: 100\r\n\r\n"
+        connection.sendall(start)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 401")
+
+
+def test_ten_thousand_requests_of_two_tenants() -> None:
+    """What is taken ends, the rest is told when to come again, and no page is lost."""
+    keys = Keys([serving.key("a"), serving.key("b")])
+    options = {"tenant_queue": 50, "key_requests": 200, "max_num_seqs": 16}
+    with serving.service_of(keys=keys, **options) as service:
+        replies = asyncio.run(_ask_all(service, 5000))
+        statuses = {name: [reply.status_code for reply in of] for name, of in replies.items()}
+        for name, found in statuses.items():
+            assert set(found) == {200, 429}, name
+            # `tenant_queue` wait and some run, whatever the other tenant sends.
+            assert 50 <= found.count(200) <= 200
+        refused = [reply for of in replies.values() for reply in of if reply.status_code == 429]
+        assert all(reply.headers["retry-after"] == "1" for reply in refused)
+        codes = {reply.json()["error"]["code"] for reply in refused}
+        assert codes == {"queue_full", "too_many_requests"}
+        assert is_free(service)
+
+
+async def _ask_all(service: Service, count: int) -> dict[str, list[httpx2.Response]]:
+    """Ask so many times with each of two keys, before the engine begins with any."""
+    body = {**LONG, "max_tokens": 2}
+    async with (
+        serving.client_of(service, serving.headers_of("a")) as a,
+        serving.client_of(service, serving.headers_of("b")) as b,
+    ):
+        with held(service):
+            asked = {
+                name: [
+                    asyncio.ensure_future(client.post("/v1/completions", json=body))
+                    for _ in range(count)
+                ]
+                for name, client in (("a", a), ("b", b))
+            }
+            while sum(one.done() for of in asked.values() for one in of) < 2 * (count - 200):
+                await asyncio.sleep(0.01)
+        return {name: await asyncio.gather(*of) for name, of in asked.items()}

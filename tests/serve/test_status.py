@@ -1,0 +1,86 @@
+"""GET /status: what a key may see, and that it agrees with the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pcg.serve.adapters.owned import Owned
+from pcg.serve.security.keys import Keys
+from pcg.serve.service import Service
+from tests.support import serving
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    keys = Keys(
+        [
+            serving.key("red", "infer"),
+            serving.key("blue", "infer"),
+            serving.key("root", "infer", "admin"),
+        ]
+    )
+    executor = serving.make_executor(adapters=3)
+    with serving.service_of(executor, keys, ttft_slo_ms=60_000.0) as service:
+        yield service
+
+
+def status_of(service: Service, key: str, **asked: Any) -> dict[str, Any]:
+    """The status as a key sees it, while a request of the key that is `asked` runs."""
+
+    async def send() -> Any:
+        async with serving.client_of(service, serving.headers_of(key)) as client:
+            reply = await client.get("/status")
+            assert reply.status_code == 200
+            return reply.json()
+
+    return asyncio.run(send())
+
+
+def test_it_has_what_the_engine_did(service: Service) -> None:
+    async def send() -> None:
+        async with serving.client_of(service, serving.headers_of("red")) as client:
+            for model in ("lora-0", serving.MODEL):
+                body = {"model": model, "prompt": "ab", "max_tokens": 5, "ignore_eos": True}
+                assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+    asyncio.run(send())
+    found = status_of(service, "red")
+    assert (found["model"], found["key"], found["state"]) == (serving.MODEL, "red", "running")
+    assert found["max_model_len"] == 128
+    assert found["tokens"]["generated"] == 10
+    assert found["requests"] == {"running": 0, "waiting": 0}
+    ttft = found["latencies"]["ttft"]
+    assert sum(ttft["counts"]) == ttft["requests"] == ttft["kept"] == 2
+    assert ttft["promised_s"] == 60.0
+    assert len(ttft["counts"]) == len(ttft["bounds"]) + 1
+    assert sum(found["latencies"]["itl"]["counts"]) == 8
+    assert found["memory_bytes"]["weights"] > 0
+    (first, *_) = found["adapters"]
+    assert (first["name"], first["method"], first["is_resident"]) == ("lora-0", "LoRA", True)
+
+
+def test_names_of_other_tenants_are_not_in_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owners = {"lora-0": Owned("red", "mine"), "lora-1": Owned("blue", "mine")}
+    monkeypatch.setattr(service.catalog, "owned", lambda name: owners.get(name, Owned("", name)))
+    streams = [
+        service.engine.submit(
+            [1, 2], name, tenant=tenant, request_id=tenant, max_new_tokens=100, ignore_eos=True
+        )
+        for name, tenant in (("lora-0", "red"), ("lora-1", "blue"))
+    ]
+    for stream in streams:
+        next(stream)
+    for key, tenants in (("red", {"red"}), ("blue", {"blue"}), ("root", {"red", "blue"})):
+        found = status_of(service, key)
+        adapters = {(one["tenant"], one["name"]) for one in found["adapters"]}
+        assert adapters == {("", "lora-2"), *((tenant, "mine") for tenant in tenants)}
+        assert {one["tenant"] for one in found["running"]} <= tenants
+        assert str({"red", "blue"} - tenants).strip("{}'") not in str(found) or key == "root"
+    for stream in streams:
+        stream.cancel()

@@ -1,0 +1,158 @@
+"""A small model behind the server: in this process by ASGI, or on a port of its own.
+
+with on_a_port() as server: …                      over loopback, by uvicorn on a thread
+async with by_asgi() as client: …                  without a network, by httpx
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+import pcg.compiler as compiler
+from pcg.runtime.engine.engine import Engine
+from pcg.runtime.executor import Executor
+from pcg.serve.app import create_app
+from pcg.serve.options import ServeOptions
+from pcg.serve.security.keys import Key, Keys, Scope, digest_of, open_keys
+from pcg.serve.server import Server, serve
+from pcg.serve.service import Service
+from tests.support.text_model import save_text_model
+
+KEY = "key-for-tests"
+HEADERS = {"authorization": f"Bearer {KEY}"}
+LORA = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
+MODEL = "tiny"
+"""The name of the base on the wire."""
+OPTIONS: Mapping[str, Any] = {
+    "port": 0,
+    "api_key": (KEY,),
+    "served_model_name": (MODEL,),
+    "kv_cache_gib": 1 / 64,
+    "access_log": "none",
+}
+
+
+@functools.cache
+def model_directory() -> Path:
+    """The small model, written once a process."""
+    return save_text_model(Path(tempfile.mkdtemp()) / MODEL)
+
+
+def make_executor(
+    backend: str = "torch", adapters: int = 1, directory: Path | None = None
+) -> Executor:
+    """An executor of it or another one, with adapters `lora-0`, `lora-1`, … that do something."""
+    executor = compiler.compile(directory or model_directory(), backend=backend)
+    for index in range(adapters):
+        adapter = executor.add_adapter(f"lora-{index}", LORA, seed=index)
+        for weights in adapter.weights.values():
+            weights.b.normal_(std=0.1)
+        executor.refresh_adapter(f"lora-{index}")
+    return executor
+
+
+def key(name: str, *scopes: str, tenant: str | None = None) -> Key:
+    """A key whose text is `key-of-NAME`."""
+    allowed = frozenset(map(Scope, scopes or ("infer", "train", "admin")))
+    return Key(name, digest_of(f"key-of-{name}"), allowed, tenant or name)
+
+
+def headers_of(name: str) -> dict[str, str]:
+    """The headers of who has the key of that name."""
+    return {"authorization": f"Bearer key-of-{name}"}
+
+
+@contextlib.contextmanager
+def service_of(
+    executor: Executor | None = None, keys: Keys | None = None, **options: Any
+) -> Iterator[Service]:
+    """A service over an executor, with an engine that runs; options as of `ServeOptions`."""
+    executor = make_executor() if executor is None else executor
+    asked = ServeOptions(**{**OPTIONS, **options})
+    keys = open_keys(asked.api_key, asked.api_keys)[0] if keys is None else keys
+    with Engine(executor.state, asked.engine()).start() as engine:
+        service = Service(executor, engine, keys, asked)
+        try:
+            yield service
+        finally:
+            service.close()
+
+
+@contextlib.asynccontextmanager
+async def client_of(
+    service: Service, headers: Mapping[str, str] = HEADERS
+) -> AsyncIterator[httpx2.AsyncClient]:
+    """A client of a service, without a network."""
+    transport = httpx2.ASGITransport(create_app(service))
+    async with httpx2.AsyncClient(
+        transport=transport, base_url="http://test", headers=dict(headers), timeout=60
+    ) as client:
+        yield client
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server on a port.
+
+    Attributes:
+        url: its address, without a slash.
+        service: what it serves.
+    """
+
+    url: str
+    service: Service
+    server: Server
+
+    def client(self, headers: Mapping[str, str] = HEADERS) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, headers=dict(headers), timeout=60)
+
+
+@contextlib.contextmanager
+def on_a_port(load: Callable[[], Executor] = make_executor, **options: Any) -> Iterator[Served]:
+    """A server on a free port of loopback, by `pcg.serve.server.serve` on a thread."""
+    found: list[Server] = []
+    said: list[str] = []
+    is_ready = threading.Event()
+
+    def ready(server: Server) -> None:
+        found.append(server)
+        is_ready.set()
+
+    asked = ServeOptions(**{**OPTIONS, **options})
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            serve(asked, load, said.append, ready)
+        except BaseException as error:
+            failed.append(error)
+            is_ready.set()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert is_ready.wait(60)
+    if failed:
+        raise failed[0]
+    line = next(line for line in said[0].splitlines() if line.startswith("listening at "))
+    server = found[0]
+    try:
+        yield Served(line.removeprefix("listening at "), server.service, server)
+    finally:
+        server.drain()
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def in_loop(act: Callable[[], Any]) -> Any:
+    """Run a coroutine function to its end."""
+    return asyncio.run(act())
