@@ -6,8 +6,8 @@ of a forward:
     t(n tokens, k keys, r rows of logits) = a₀ + a₁ n + a₂ k + a₃ r
 
 A layer's backward is estimated as its share of twice the forward, which has half its products; a
-token's loss as twice a row's part of a step with logits of many, where a row costs what it computes;
-and the loss's constant as the first row, for which the head's weights are read.
+token's loss as twice a row's part of the logits of many, where a row costs what it computes; and
+the loss's constant as the first row, for which the head's weights are read.
 """
 
 from __future__ import annotations

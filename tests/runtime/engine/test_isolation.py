@@ -22,6 +22,7 @@ from pcg.runtime.engine.limits import Limits
 from pcg.runtime.metrics.events import Event, Kind
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
+from pcg.runtime.training.work_units import Phase, Stage
 from tests.support.prompts import prompts
 from tests.support.small_engine import (
     DATA,
