@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pcg.runtime.requests.request import Completion, Request
 from pcg.runtime.requests.stream import Stream
+from pcg.serve.errors import LOG
 from pcg.serve.security.caller import Caller
 
 QUIET = ("/", "/health", "/metrics", "/ping", "/status")
@@ -157,4 +158,7 @@ class Recording:
 
     def _tell(self, record: Record) -> None:
         for observer in self._observers:
-            observer.observe(record)
+            try:
+                observer.observe(record)
+            except Exception:  # the reply has been sent, and others go on
+                LOG.exception("a request could not be noted")

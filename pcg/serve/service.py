@@ -153,6 +153,15 @@ class Service:
         request_id: str,
     ) -> list[EngineRequest]:
         made: list[EngineRequest] = []
+        count = len(prompts) * (fields.get("best_of") or fields.get("n", 1))
+        most = self.options.queue_of(self.keys.tenants)
+        if count > most:
+            raise ApiError(
+                400,
+                f"{count} sequences in one request; this server takes at most {most} of a tenant: "
+                "send fewer prompts or a smaller n at a time",
+                param="prompt",
+            )
         for index, prompt in enumerate(prompts):
             own: RequestFields = {
                 **fields,
@@ -193,7 +202,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(16)}"
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:  # FastAPI would run it on a thread
     service: Service = request.app.state.service
     return service
 

@@ -17,6 +17,7 @@ from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.metrics.histogram import Histogram
 from pcg.runtime.metrics.status import AdapterStatus, JobStatus
 from pcg.runtime.metrics.totals import Promised, Totals
+from pcg.serve.adapters.owned import Owned
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
 from pcg.serve.service import Service, ServiceDependency
@@ -26,6 +27,9 @@ router = APIRouter(tags=["server"])
 
 _MOST_LISTED = 200
 """The most adapters, running requests and jobs that are listed, each."""
+
+
+_LONGEST_ERROR = 300
 
 
 class Counts(BaseModel):
@@ -217,8 +221,8 @@ class _Seen:
     def jobs(self) -> list[JobInfo]:
         owned = self._service.catalog.owned
         found = [(owned(job.name), job) for job in self._service.engine.jobs()]
-        seen = [_job(one.tenant, one.name, job) for one, job in found if self._sees(one.tenant)]
-        return seen[::-1][:_MOST_LISTED]
+        seen = [(one, job) for one, job in found if self._sees(one.tenant)]
+        return [_job(one, job, self._is_admin) for one, job in seen[::-1][:_MOST_LISTED]]
 
 
 def _adapter(tenant: str, name: str, one: AdapterStatus, waiting: int) -> AdapterState:
@@ -236,14 +240,15 @@ def _adapter(tenant: str, name: str, one: AdapterStatus, waiting: int) -> Adapte
     )
 
 
-def _job(tenant: str, name: str, job: JobStatus) -> JobInfo:
+def _job(owned: Owned, job: JobStatus, is_admin: bool) -> JobInfo:
+    """Return a job; why it failed may name paths of the server, which only the operator reads."""
     return JobInfo(
-        name=name,
-        tenant=tenant,
+        name=owned.name,
+        tenant=owned.tenant,
         state=job.state.value,
         is_active=job.state in (JobState.QUEUED, JobState.RUNNING, JobState.PAUSED),
         step=job.step,
         total_steps=job.total_steps,
         loss=job.loss,
-        error=None if job.error is None else job.error[:300],
+        error=job.error[:_LONGEST_ERROR] if is_admin and job.error is not None else None,
     )

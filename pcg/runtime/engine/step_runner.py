@@ -41,7 +41,7 @@ from pcg.runtime.sampling.sampler import Sampler, resolved
 from pcg.runtime.sampling.sampling import only_finite, sample
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training.training_pass import TrainingPass
-from pcg.runtime.training.work_units import Backward, Forward
+from pcg.runtime.training.work_units import Forward, Part, Phase
 from pcg.units import shown
 
 
@@ -49,7 +49,7 @@ class StepRunner:
     """Runs steps of the engine on one program.
 
     Attributes:
-        side: runs backward units on a GPU; None on other devices, and over ranks, where the
+        side: runs parts of jobs on a GPU; None on other devices, and over ranks, where the
             collectives of both would need one order.
         graphs: recorded decode steps; None if the program has none.
     """
@@ -311,11 +311,15 @@ class StepRunner:
                 whole_sequences([[ANY_TOKEN]], self._device), self._tables.bind([None], [1])
             )
 
-    def back(self, units: List[Backward]) -> None:
+    def run_parts(self, parts: List[Part]) -> None:
+        if parts[0].stage.phase is Phase.LOSS:
+            for part in parts:
+                part.run()
+            return
         functions = []
-        for unit in units:
-            assert isinstance(unit.whole, TrainingPass)
-            functions.append(unit.whole.backward_requests())
+        for part in parts:
+            assert isinstance(part.whole, TrainingPass)
+            functions.append(part.whole.part_requests())
         with torch.no_grad():
             run_merged(functions)
 

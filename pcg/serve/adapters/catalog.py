@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pcg.errors import AdapterError
 from pcg.peft.adapter import Adapter
@@ -50,12 +49,14 @@ class ServedModel:
     created_s: int
 
     @property
-    def answers(self) -> dict[str, Any]:
-        """The fields of a reply that say which version answered; none for the base."""
-        if self.version is None:
-            return {}
-        version = {"name": self.name, "version": self.version.number}
-        return {"adapter": {**version, "digest": self.version.known_digest}}
+    def fingerprint(self) -> str:
+        """The `system_fingerprint` of replies: an adapter's version, as sql@3; the base's name."""
+        return self.name if self.version is None else f"{self.name}@{self.version.number}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of replies that say which version answers; none for the base."""
+        return {} if self.version is None else version_headers(self.version)
 
 
 class Catalog:
@@ -152,6 +153,13 @@ class Catalog:
             self.names[0] if origin is None or origin.parent is None else origin.parent,
             self._created_s if origin is None else origin.created_s,
         )
+
+
+def version_headers(version: AdapterVersion) -> dict[str, str]:
+    """Return the headers that name a version: its number, and its digest if that is known."""
+    digest = version.known_digest
+    number = {"x-adapter-version": str(version.number)}
+    return number if digest is None else {**number, "x-adapter-digest": digest}
 
 
 async def _hashed(models: Sequence[ServedModel]) -> None:

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends
 from pydantic import Field
 from starlette.responses import PlainTextResponse
 
-from pcg.runtime.adapters.versions import AdapterVersion
+from pcg.serve.adapters.catalog import version_headers
 from pcg.serve.adapters.changes import Load, invalid, load, owner_of, unload
 from pcg.serve.openai.wire import WireModel
 from pcg.serve.security.caller import Caller, requires
@@ -96,10 +96,3 @@ async def unload_lora_adapter(
     await unload(service, body.lora_name, body.owner_for(service, caller))
     text = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
     return PlainTextResponse(text)
-
-
-def version_headers(version: AdapterVersion) -> dict[str, str]:
-    """Return the headers that name a version: its number, and its digest if that is known."""
-    digest = version.known_digest
-    number = {"x-adapter-version": str(version.number)}
-    return number if digest is None else {**number, "x-adapter-digest": digest}

@@ -69,11 +69,15 @@ class EngineMetrics:
         with self._lock:
             now_s = time.monotonic()
             if now_s - self._made_s >= _KEPT_S:
-                self._page = self._make(now_s)
+                try:
+                    self._write()
+                finally:  # what was written of a page that failed is not of the next
+                    page = self._to.page()
+                self._page = page + self._process_part(now_s)
                 self._made_s = now_s
             return self._page
 
-    def _make(self, now_s: float) -> bytes:
+    def _write(self) -> None:
         to, served, engine = self._to, self._served, self._engine
         numbers = engine.numbers()
         totals = numbers.totals
@@ -86,7 +90,10 @@ class EngineMetrics:
         own_families.write_jobs(to, totals, engine.jobs(), served.owned)
         own_families.write_promises(to, totals)
         own_families.write_memory(to, numbers, served.memory_bytes)
+
+    def _process_part(self, now_s: float) -> bytes:
+        """Return what prometheus_client tells of the process, a second old at most."""
         if now_s - self._process_read_s >= _PROCESS_KEPT_S:
             self._of_process = generate_latest(self._process)
             self._process_read_s = now_s
-        return to.page() + self._of_process
+        return self._of_process

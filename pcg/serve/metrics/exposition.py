@@ -37,14 +37,17 @@ class Exposition:
     def __init__(self, common: Labels) -> None:
         self._common = common
         self._parts: list[str] = []
-        self._kept: dict[object, list[str]] = {}
-        self._written: dict[object, list[str]] = {}
+        self._kept: dict[object, str] = {}
+        self._written: dict[object, str] = {}
+        self._kept_histograms: dict[object, _Written] = {}
+        self._written_histograms: dict[object, _Written] = {}
 
     def page(self) -> bytes:
         """Return what was written since the last page, and begin the next one."""
-        text = "".join(self._parts).encode()
+        text = "".join(self._parts).encode(errors="replace")
         self._parts = []
         self._kept, self._written = self._written, {}
+        self._kept_histograms, self._written_histograms = self._written_histograms, {}
         return text
 
     def gauge(self, name: str, words: str, value: float, labels: Labels = _NONE) -> None:
@@ -89,19 +92,13 @@ class Exposition:
             if is_first:
                 self._head(name, "histogram", words)
                 is_first = False
-            counts = found.counts.copy()  # at once, while the engine's thread counts on
-            shown = [bound for bound in found.bounds if most is None or bound <= most]
-            upto = list(accumulate(counts))
-            values = [*upto[: len(shown)], upto[-1], upto[-1]]
             key = (name, *labels.items())
-            lines = self._kept.get(key)
-            if lines is None or len(lines) != len(values) + 1:
-                lines = self._histogram_lines(name, labels, shown)
-            self._written[key] = lines
-            parts = self._parts
-            for line, value in zip(lines, values, strict=False):
-                parts += (line, _number(value))
-            parts += (lines[-1], _number(found.sum), "\n")
+            kept = self._kept_histograms.get(key)
+            if kept is None:
+                shown = [bound for bound in found.bounds if most is None or bound <= most]
+                kept = _Written(self._histogram_lines(name, labels, shown))
+            self._written_histograms[key] = kept
+            self._parts.append(kept.text_of(found))
 
     def _family(
         self,
@@ -115,12 +112,12 @@ class Exposition:
         self._head(series, kind, words)
         for labels, value in samples:
             key = (name, *labels.items())
-            lines = self._kept.get(key)
-            if lines is None:
+            line = self._kept.get(key)
+            if line is None:
                 whole = {**self._common, **labels} if with_common else labels
-                lines = [f"{series}{_labelled(whole)} "]
-            self._written[key] = lines
-            self._parts += (lines[0], _number(value), "\n")
+                line = f"{series}{_labelled(whole)} "
+            self._written[key] = line
+            self._parts += (line, _number(value), "\n")
 
     def _head(self, name: str, kind: str, words: str) -> None:
         self._parts.append(
@@ -135,6 +132,27 @@ class Exposition:
         rest = _labelled(whole)
         lines += [f"\n{name}_count{rest} ", f"\n{name}_sum{rest} "]
         return [lines[0][1:], *lines[1:]]
+
+
+class _Written:
+    """A histogram that was written: what stands before its numbers, and its latest text."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = lines
+        self._counts: list[int] = []
+        self._sum = 0.0
+        self._text = ""
+
+    def text_of(self, found: Histogram) -> str:
+        counts = found.counts.copy()  # at once, while the engine's thread counts on
+        if counts != self._counts or found.sum != self._sum:  # those of most adapters rest
+            self._counts, self._sum = counts, found.sum
+            *upto, whole = accumulate(counts)
+            lines = self._lines
+            values = [*upto[: len(lines) - 3], whole, whole]
+            parts = [f"{a}{_number(b)}" for a, b in zip(lines, values, strict=False)]
+            self._text = f"{''.join(parts)}{lines[-1]}{_number(self._sum)}\n"
+        return self._text
 
 
 def _labelled(labels: Labels) -> str:

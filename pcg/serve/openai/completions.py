@@ -25,7 +25,6 @@ from pcg.serve.openai.event_stream import (
 from pcg.serve.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
 from pcg.serve.openai.sampling_fields import SamplingBody, Whole
 from pcg.serve.openai.usage import Usage, usage_of
-from pcg.serve.openai.versions import version_of
 from pcg.serve.openai.wire import Prompts, StreamOptions
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
@@ -135,7 +134,7 @@ async def create_completion(
         "object": "text_completion",
         "created": int(time.time()),
         "model": model.name,
-        "system_fingerprint": version_of(service, model, submitted[0].request),
+        "system_fingerprint": model.fingerprint,
     }
     names = TokenNames(service.token_texts, bool(body.return_tokens_as_token_ids))
     if body.stream:
@@ -145,7 +144,7 @@ async def create_completion(
         )
         events = CompletionEvents(service, caller, head, submitted, names, wanted)
         leave, timeout_s = partial(cancel_all, submitted), service.options.stream_timeout_s
-        return EventStream(guarded(events.parts(chunks)), leave, timeout_s)
+        return EventStream(guarded(events.parts(chunks)), leave, timeout_s, model.headers)
     groups = await all_completions(request, submitted)
     pairs = [
         (asked, done) for asked, group in zip(submitted, groups, strict=True) for done in group
@@ -156,7 +155,8 @@ async def create_completion(
         choices = [write(index, *pair) for index, pair in enumerate(pairs)]
         return json_bytes({**head, "choices": choices, "usage": usage_of(groups)})
 
-    return Response(await service.beside(caller, content), media_type="application/json")
+    whole = await service.beside(caller, content)
+    return Response(whole, headers=model.headers, media_type="application/json")
 
 
 def _choice(

@@ -100,7 +100,7 @@ async def create_embeddings(
     groups = await all_completions(request, submitted)
     found = [completion for group in groups for completion in group]
     content = await service.beside(caller, _reply, body, model.name, found)
-    return Response(content, media_type="application/json")
+    return Response(content, headers=model.headers, media_type="application/json")
 
 
 def check_dimensions(program: Program, asked: int | None) -> None:

@@ -8,7 +8,7 @@ so that their pages are free after the engine's next step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -36,14 +36,20 @@ class EventStream(Response):
         parts: bytes to send, each at once; they have one event or several.
         leave: what to do when the client leaves.
         timeout_s: the most time that a part may take to send, seconds.
+        headers: further ones.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, parts: AsyncIterator[bytes], leave: Callable[[], None], timeout_s: float
+        self,
+        parts: AsyncIterator[bytes],
+        leave: Callable[[], None],
+        timeout_s: float,
+        headers: Mapping[str, str],
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        fixed = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers={**fixed, **headers})
         del self.headers["content-length"]
         self._parts = parts
         self._leave = leave
@@ -59,8 +65,8 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
+            # Without its end the server closes the connection.
             LOG.warning("a client did not read its stream for %s s", self._timeout_s)
-            raise
         finally:
             watch.cancel()
             self._leave()
@@ -90,7 +96,7 @@ async def all_completions(
     """
     watch = asyncio.create_task(_until_left(request.receive, partial(cancel_all, submitted)))
     try:
-        found = [await one.stream.completions() for one in submitted]
+        found = await asyncio.gather(*(one.stream.completions() for one in submitted))
     finally:
         watch.cancel()
         cancel_all(submitted)

@@ -158,6 +158,30 @@ def test_loaded_replaced_and_unloaded(service: Service, texts: Any, root: Path) 
     assert ask.text("sql") == texts["two"]
 
 
+def test_replies_say_which_version_answered(service: Service) -> None:
+    ask = Caller(service, "op")
+    ask.load("sql", "zero")
+    loaded = ask.load("sql", "one", load_inplace=True)
+    prompt: dict[str, Any] = {"model": "sql", "max_tokens": 2}
+    chat = {**prompt, "messages": [{"role": "user", "content": TEXT}]}
+    for path, body in {
+        "completions": {**prompt, "prompt": TEXT},
+        "chat/completions": chat,
+        "responses": {"model": "sql", "max_output_tokens": 16, "input": TEXT},
+        "embeddings": {"model": "sql", "input": TEXT},
+    }.items():
+        for more in ({}, {"stream": True}) if path != "embeddings" else ({},):
+            reply = ask("POST", f"/v1/{path}", json={**body, **more})
+            assert reply.status_code == 200, reply.text
+            for name in ("x-adapter-version", "x-adapter-digest"):
+                assert reply.headers[name] == loaded.headers[name]
+            if "completions" in path:
+                assert '"system_fingerprint":"sql@2"' in reply.text
+    of_base = ask("POST", "/v1/completions", json={"model": "tiny", "prompt": TEXT})
+    assert of_base.json()["system_fingerprint"] == "tiny"
+    assert "x-adapter-version" not in of_base.headers
+
+
 def test_a_version_that_somebody_else_replaced(service: Service) -> None:
     ask = Caller(service, "op")
     assert ask.load("sql", "zero", expected_version=0).status_code == 200

@@ -45,6 +45,21 @@ VLLM = {
 """Names and types of vllm/v1/metrics/loggers.py, without `vllm:`."""
 
 
+BOARD = [
+    "e2e_request_latency_seconds_bucket", "e2e_request_latency_seconds_count",
+    "e2e_request_latency_seconds_sum", "generation_tokens_total",
+    "inter_token_latency_seconds_bucket", "inter_token_latency_seconds_count",
+    "inter_token_latency_seconds_sum", "kv_cache_usage_perc", "num_requests_running",
+    "num_requests_waiting", "prompt_tokens_total", "request_decode_time_seconds_sum",
+    "request_generation_tokens_bucket", "request_max_num_generation_tokens_sum",
+    "request_prefill_time_seconds_sum", "request_prompt_tokens_bucket",
+    "request_queue_time_seconds_sum", "request_success_total",
+    "time_to_first_token_seconds_bucket", "time_to_first_token_seconds_count",
+    "time_to_first_token_seconds_sum",
+]  # fmt: skip
+"""The series of vLLM's own board, examples/observability/prometheus_grafana/grafana.json."""
+
+
 def parsed(page: bytes) -> dict[str, Metric]:
     """The families of a page, by prometheus_client's own parser; no family comes twice."""
     found = list(text_string_to_metric_families(page.decode()))
@@ -96,6 +111,9 @@ def test_counts_are_those_of_the_log(running: AsyncEngine) -> None:
             assert family.type == kind
             shared = {} if name == "lora_requests_info" else BASE
             assert all(shared.items() <= one.labels.items() for one in family.samples)
+    series = {one.name: one.labels for family in families.values() for one in family.samples}
+    for name in BOARD:
+        assert series[f"vllm:{name}"]["model_name"] == "tiny"
     assert value(families, "vllm:prompt_tokens_total") == 9 + 21 + 30 + 9
     assert value(families, "vllm:generation_tokens_total") == 24
     assert value(families, "vllm:request_success_total", finished_reason="length") == 4

@@ -14,7 +14,7 @@ from pcg.runtime.requests.request import Completion
 from pcg.serve.json_bytes import json_bytes
 from pcg.serve.openai.chat.body import ChatBody
 from pcg.serve.openai.chat.events import ChatEvents
-from pcg.serve.openai.chat.generation import submit_chat
+from pcg.serve.openai.chat.generation import explained, submit_chat
 from pcg.serve.openai.chat.logprobs import ChatLogprobs, LogprobWriter
 from pcg.serve.openai.chat.message_reader import ChatMessage
 from pcg.serve.openai.chat.tool_use import ToolUse
@@ -29,7 +29,6 @@ from pcg.serve.openai.event_stream import (
 )
 from pcg.serve.openai.logprobs import prompt_logprobs
 from pcg.serve.openai.usage import Usage, usage_of
-from pcg.serve.openai.versions import version_of
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
 from pcg.serve.service import ServiceDependency, new_id
@@ -104,18 +103,20 @@ async def create_chat_completion(
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
         "created": int(time.time()),
         "model": model.name,
-        "system_fingerprint": version_of(service, model, submitted.request),
+        "system_fingerprint": model.fingerprint,
     }
     if body.stream:
-        chunks = await begun(request, [submitted])
+        with explained(use):
+            chunks = await begun(request, [submitted])
         wanted = Wanted.of(
             bool(body.return_token_ids), body.prompt_logprobs is not None, body.stream_options
         )
         writer = logprobs if body.logprobs else None
         events = ChatEvents(head, submitted, use, wanted, writer, texts)
         leave, timeout_s = partial(cancel_all, [submitted]), service.options.stream_timeout_s
-        return EventStream(guarded(events.parts(chunks)), leave, timeout_s)
-    (group,) = await all_completions(request, [submitted])
+        return EventStream(guarded(events.parts(chunks)), leave, timeout_s, model.headers)
+    with explained(use):
+        (group,) = await all_completions(request, [submitted])
     content = {**head, "choices": [_choice(body, use, logprobs, done) for done in group]}
     content["usage"] = usage_of([group])
     found = group[0].prompt_logprobs
@@ -123,7 +124,7 @@ async def create_chat_completion(
         content["prompt_logprobs"] = prompt_logprobs(found, texts)
     if body.return_token_ids:
         content["prompt_token_ids"] = list(submitted.request.prompt_ids)
-    return Response(json_bytes(content), media_type="application/json")
+    return Response(json_bytes(content), headers=model.headers, media_type="application/json")
 
 
 def _choice(
