@@ -7,6 +7,7 @@ beside the server: bytes are kept as they come, and parsed when the round is ove
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import time
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from typing import Any
 
 _END = b"0\r\n\r\n"
 """The last part of a reply in chunks."""
+_SCRAPE_S = 0.05
+"""The time between two questions of llm-d's endpoint picker."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Heard:
     events: int
 
 
-class Connection11(asyncio.Protocol):
+class KeptConnection(asyncio.Protocol):
     """A connection that is kept, with one request at a time."""
 
     def __init__(self) -> None:
@@ -52,7 +55,9 @@ class Connection11(asyncio.Protocol):
         self.received += data
         if self.first is None and b"data: " in self.received:
             self.first = time.perf_counter()
-        if data.endswith(_END) or (self.first is None and b"HTTP/1.1 200" not in self.received):
+        if self.received.endswith(_END) or (
+            self.first is None and b"HTTP/1.1 200" not in self.received
+        ):
             self.finish()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -83,7 +88,7 @@ def client(pipe: Connection, port: int, key: str, connections: int) -> None:
 async def _client(pipe: Connection, port: int, key: str, connections: int) -> None:
     loop = asyncio.get_running_loop()
     kept = [
-        (await loop.create_connection(Connection11, "127.0.0.1", port))[1]
+        (await loop.create_connection(KeptConnection, "127.0.0.1", port))[1]
         for _ in range(connections)
     ]
     pipe.send("ready")
@@ -91,7 +96,7 @@ async def _client(pipe: Connection, port: int, key: str, connections: int) -> No
         pipe.send(await _round(kept, [_request(body, port, key) for body in bodies]))
 
 
-async def _round(kept: Sequence[Connection11], requests: Sequence[bytes]) -> Heard:
+async def _round(kept: Sequence[KeptConnection], requests: Sequence[bytes]) -> Heard:
     """Send all requests at once, each over a connection of its own."""
     began = time.perf_counter()
     asked = zip(kept, requests, strict=False)
@@ -123,3 +128,22 @@ def _events(reply: bytes) -> list[dict[str, Any]]:
         rest = rest[length + 2 :]
     lines = (part.removeprefix(b"data: ") for part in bytes(body).split(b"\n\n") if part)
     return [json.loads(line) for line in lines if line != b"[DONE]"]
+
+
+def scraper(pipe: Connection, port: int, key: str) -> None:
+    """Ask for /metrics every 50 ms from "begin" to "end", and say how often; until None comes."""
+    pipe.send("ready")
+    while pipe.recv() is not None:
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        count, due = 0, time.perf_counter()
+        while not pipe.poll(max(0.0, due - time.perf_counter())):
+            due += _SCRAPE_S
+            connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {key}"})
+            reply = connection.getresponse()
+            reply.read()
+            if reply.status != 200:
+                raise SystemExit(f"error: /metrics answered {reply.status}")
+            count += 1
+        pipe.recv()
+        connection.close()
+        pipe.send(count)

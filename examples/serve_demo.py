@@ -83,7 +83,9 @@ def server(key: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     command = [sys.executable, "-m", "pcg_cli", "serve", str(HERE / "checkpoint")]
     command += ["--dtype", "float32", "--port", "0", "--api-key", key, "--served-model-name", BASE]
     command += [f"--lora-modules={name}={HERE / 'adapters' / name}" for name in ADAPTERS]
-    print("== " + " ".join(["pcg", *command[3:]]).replace(key, "$KEY"), flush=True)
+    command += ["--access-log", "none"]
+    shown = " ".join(["pcg", *command[3:]]).replace(key, "$KEY").replace(f"{HERE}/", "examples/")
+    print(f"== {shown}", flush=True)
     started = time.perf_counter()
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None

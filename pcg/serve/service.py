@@ -193,7 +193,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(16)}"
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:  # FastAPI would run it on a thread
     service: Service = request.app.state.service
     return service
 

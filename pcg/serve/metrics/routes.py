@@ -17,12 +17,12 @@ router = APIRouter(tags=["server"])
 class ReadsMetrics(RequiredScope):
     """The dependency of the page: a key with the scope `metrics` or `admin`, unless it is open."""
 
-    def __call__(self, request: Request) -> Caller | None:  # type: ignore[override]
+    async def __call__(self, request: Request) -> Caller | None:  # type: ignore[override]
         service: Service = request.app.state.service
         if service.options.metrics_without_key:
             return None
         caller: Caller = request.state.caller
-        return caller if Scope.ADMIN in caller.scopes else super().__call__(request)
+        return caller if Scope.ADMIN in caller.scopes else await super().__call__(request)
 
 
 @router.get(

@@ -111,8 +111,8 @@ function showLatencies(now) {
     for (const cell of made.querySelectorAll("td")) cell.className = "n";
     return made;
   }));
-  text("span", `Of the last minute, in which ${counted(count, "request")} ended. What was promised is
-    of the server's options, and a request may ask for more or less; kept is the share since the start.`);
+  text("span", `Half, 90% and 99% of the last minute's times were within these; ${counted(count, "request")} ended in it.
+    Promised is what the server's options say, and a request may ask for other times; kept is the share since the start.`);
 }
 
 function showTables(now) {

@@ -35,7 +35,7 @@ class RequiredScope:
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
 
-    def __call__(self, request: Request) -> Caller:
+    async def __call__(self, request: Request) -> Caller:  # FastAPI would run it on a thread
         caller: Caller = request.state.caller
         if self.scope not in caller.scopes:
             raise ApiError(

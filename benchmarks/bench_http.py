@@ -1,0 +1,287 @@
+"""Measure what HTTP costs: 32 streaming clients of `pcg serve` against the engine alone.
+
+    python benchmarks/bench_http.py [--rounds 7] [--streams 32] [--tokens 64]
+
+The model is the random Llama of 8 layers of `bench_generation.py`, with a tokenizer of as many
+words. Both contenders get the same prompts of 16 tokens each round, new ones every round, greedy:
+
+    engine      `submit` and `step` until nothing is left, in a process that does nothing else
+    http        `pcg serve`; clients in a process of their own (`http_load.py`), an event a token
+    scraped     the same while another connection asks for /metrics every 50 ms
+
+Each has one thread for tensors. Reported beside tokens a second: processor time of the serving
+process a token, its threads included, which other programs of the machine do not change as much;
+and the time to the first token, of all requests at once, and of one request at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from http_load import Heard, client, scraper
+from measure import interleave, medians, ratio, write
+
+import pcg
+from pcg.runtime.executor import Executor
+
+PROMPT = 16
+SINGLE = 12
+"""Requests one at a time, of a round."""
+VOCABULARY = 32000
+KEY = "key-of-the-benchmark"
+MODEL = "random"
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+CONTEXT = get_context("spawn")
+
+
+def save_model(directory: Path) -> None:
+    """Write the random model with a tokenizer, of a word for each token."""
+    from bench_generation import random_llama
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    torch.manual_seed(0)
+    random_llama().save_pretrained(directory)
+    words = {f"Ġword{index}" if index else "<unk>": index for index in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def prompts_of(round_: int, count: int) -> list[list[int]]:
+    """Return the prompts of a round."""
+    random = Random(round_)
+    return [random.choices(range(5, VOCABULARY), k=PROMPT) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Round:
+    """The numbers of a contender's round.
+
+    Attributes:
+        rate: tokens a second, from the first request to the end of the last output.
+        cpu_us: processor time of the serving process a token.
+        first_ms: mean time to the first token, of requests that come together.
+        single_ms: the median time to the first token, of requests that come one at a time.
+    """
+
+    rate: float
+    cpu_us: float
+    first_ms: float
+    single_ms: float
+    texts: list[str]
+
+
+# --------------------------------------------------------------------------------- the engine alone
+
+
+def alone(pipe: Connection, directory: str, tokens: int) -> None:
+    """Serve the prompts that come over the pipe by an engine, until None comes."""
+    torch.set_num_threads(1)
+    executor = pcg.compile(directory, dtype="float32")
+    gc.collect()
+    gc.freeze()
+    pipe.send("ready")
+    while (prompts := pipe.recv()) is not None:
+        pipe.send(serve_alone(executor, prompts, tokens))
+
+
+def serve_alone(executor: Executor, prompts: list[list[int]], tokens: int) -> Heard:
+    """Serve prompts at once, stepping an engine."""
+    engine = executor.engine(prefix_caching=False)
+    requests = [executor.request(p, max_new_tokens=tokens, ignore_eos=True) for p in prompts]
+    began = time.perf_counter()
+    for request in requests:
+        engine.submit(request)
+    texts = [""] * len(prompts)
+    first: list[float] = [0.0] * len(prompts)
+    chunks = 0
+    while not engine.is_idle:
+        for chunk in engine.step():
+            first[chunk.index] = first[chunk.index] or time.perf_counter() - began
+            texts[chunk.index] += chunk.text
+            chunks += 1
+    return Heard(time.perf_counter() - began, first, texts, chunks)
+
+
+# --------------------------------------------------------------------------------- processes
+
+
+@contextmanager
+def process_of(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[Connection, int]]:
+    """Run a function in a process; gives the pipe to it, and its id."""
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=target, args=(theirs, *arguments), daemon=True)
+    process.start()
+    assert ours.recv() == "ready"
+    try:
+        yield ours, process.pid or 0
+    finally:
+        ours.send(None)
+        process.join(30)
+
+
+@contextmanager
+def server(directory: Path) -> Iterator[tuple[int, int]]:
+    """Run `pcg serve`; gives its port and its process id."""
+    command = [sys.executable, "-m", "pcg_cli", "serve", str(directory), "--port", "0"]
+    command += ["--api-key", KEY, "--served-model-name", MODEL, "--dtype", "float32"]
+    command += ["--no-enable-prefix-caching", "--access-log", str(directory / "requests.jsonl")]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert process.stderr is not None
+    found = next(filter(None, (re.search(r"at http://.*:(\d+)", x) for x in process.stderr)), None)
+    if found is None:
+        raise SystemExit("error: the server did not start")
+    try:
+        yield int(found[1]), process.pid
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor time of a process with its threads, seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * TICK_S
+
+
+# --------------------------------------------------------------------------------- rounds
+
+
+def body(prompt: list[int], tokens: int) -> dict[str, Any]:
+    """Return the body of a request over HTTP."""
+    return {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+
+
+def measured(ask: Callable[[int, int], Heard], pid: int, streams: int, tokens: int) -> Round:
+    """Measure a round; `ask` serves so many new prompts from a place in their order."""
+    before = cpu_s(pid)
+    together = ask(0, streams)
+    took = cpu_s(pid) - before
+    single = [ask(streams + place, 1).first_s[0] for place in range(SINGLE)]
+    came = streams * tokens
+    return Round(
+        came / together.seconds,
+        took / came * 1e6,
+        statistics.fmean(together.first_s) * 1e3,
+        statistics.median(single) * 1e3,
+        together.texts,
+    )
+
+
+def main() -> None:
+    """Run the contenders in turn and write the result file."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=64)
+    given = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        process_of_model(Path(folder)),
+        process_of(alone, folder, given.tokens) as (engine, engine_pid),
+        server(Path(folder)) as (port, server_pid),
+        process_of(client, port, KEY, given.streams) as (load, _),
+        process_of(scraper, port, KEY) as (scraping, _),
+    ):
+        found = rounds_of(given, (engine, engine_pid), (load, server_pid), scraping)
+    write("http", report(given, found))
+
+
+@contextmanager
+def process_of_model(directory: Path) -> Iterator[None]:
+    """Write the model by a process that ends, so that its memory is free again."""
+    process = CONTEXT.Process(target=save_model, args=(directory,))
+    process.start()
+    process.join()
+    yield
+
+
+def rounds_of(
+    given: argparse.Namespace,
+    engine: tuple[Connection, int],
+    load: tuple[Connection, int],
+    scraping: Connection,
+) -> dict[str, list[Round]]:
+    """Return the rounds of each contender; their texts are equal."""
+    count = given.streams + SINGLE
+    found: dict[str, list[Round]] = {"engine": [], "http": [], "scraped": []}
+
+    def of_engine(prompts: list[list[int]], place: int, number: int) -> Heard:
+        engine[0].send(prompts[place : place + number])
+        return engine[0].recv()
+
+    def of_http(prompts: list[list[int]], place: int, number: int) -> Heard:
+        load[0].send([body(one, given.tokens) for one in prompts[place : place + number]])
+        return load[0].recv()
+
+    def run(name: str) -> float:
+        prompts = prompts_of(len(found[name]), count)
+        ask, pid = (of_engine, engine[1]) if name == "engine" else (of_http, load[1])
+        if name == "scraped":
+            scraping.send("begin")
+        one = measured(partial(ask, prompts), pid, given.streams, given.tokens)
+        if name == "scraped":
+            scraping.send("end")
+            print(f"  {scraping.recv()} scrapes", file=sys.stderr)
+        found[name].append(one)
+        return one.rate
+
+    interleave({name: partial(run, name) for name in found}, given.rounds)
+    for engine_round, http_round in zip(found["engine"], found["http"], strict=True):
+        assert engine_round.texts == http_round.texts, "HTTP gave other texts than the engine"
+    return {name: rounds[1:] for name, rounds in found.items()}
+
+
+def report(given: argparse.Namespace, found: dict[str, list[Round]]) -> dict[str, Any]:
+    """Return the result: medians, and ratios within rounds."""
+
+    def of(name: str) -> dict[str, list[float]]:
+        return {kind: [getattr(one, name) for one in rounds] for kind, rounds in found.items()}
+
+    rate, cpu, first, single = of("rate"), of("cpu_us"), of("first_ms"), of("single_ms")
+    more = [a - b for a, b in zip(single["http"], single["engine"], strict=True)]
+    return {
+        "streams": given.streams,
+        "tokens": given.tokens,
+        "tokens_per_s": medians(rate),
+        "processor_us_a_token": medians(cpu),
+        "first_token_ms, together": medians(first),
+        "first_token_ms, one at a time": medians(single),
+        "tokens/s, http / engine (at least 0.95)": ratio(rate, "http", "engine"),
+        "processor time, engine / http": ratio(cpu, "engine", "http"),
+        "first token, http - engine, ms (at most 5)": round(statistics.median(more), 3),
+        "tokens/s, scraped / http (at least 0.99)": ratio(rate, "scraped", "http"),
+        "processor time, http / scraped": ratio(cpu, "http", "scraped"),
+    }
+
+
+if __name__ == "__main__":
+    main()
