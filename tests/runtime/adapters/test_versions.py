@@ -202,3 +202,17 @@ def test_a_digest_is_there_when_its_weights_are_not(monkeypatch: pytest.MonkeyPa
     assert old.digest == old.known_digest
     assert unasked is not None
     assert unasked.digest is None  # nobody was answered by it
+
+
+def test_a_request_may_name_an_adapter_that_was_replaced() -> None:
+    executor, other = make_executor(), make_executor()
+    engine, old = executor.engine(kv_cache_bytes=2**20), executor.adapters["a"]
+    before = executor.generate([TEXT], "a", **NEW)[0].token_ids
+    executor.add_adapter("a", LORA, replace=True)
+    assert executor.generate([TEXT], "a", **NEW)[0].token_ids != before
+    engine.submit(executor.request(TEXT, old, **NEW))
+    (done,) = served(engine)
+    assert done.token_ids == before
+    assert len(engine.scheduler.adapters) == 0
+    with pytest.raises(AdapterError, match="'a' was never served by this executor"):
+        executor.request(TEXT, other.adapters["a"], **NEW)
