@@ -128,7 +128,7 @@ class StubDevice:
     def check_alive(self) -> None:
         """Do nothing: nothing fails."""
 
-    def back(self, units: Any) -> None:
+    def run_parts(self, parts: Any) -> None:
         """Do nothing: there are no jobs."""
 
 

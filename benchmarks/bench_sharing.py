@@ -79,9 +79,15 @@ class CpuCosts:
     layers = 8
 
     def step_seconds(self, shape: StepShape) -> float:
-        of_window = 0.02 * (shape.trained > 0) + 1.5e-3 * shape.trained
+        of_window = 1e-3 * (shape.trained > 0)
         of_tokens = 6.4e-4 * shape.tokens + 4e-7 * shape.pairs
         return 0.0154 + of_tokens + 8e-4 * shape.sampled + of_window
+
+    def layer_seconds(self, layer: int, shape: StepShape) -> float:
+        return self.backward_seconds(layer, shape) / 2
+
+    def loss_seconds(self, tokens: int) -> float:
+        return 0.0005 + 1.0e-3 * tokens
 
     def backward_seconds(self, layer: int, shape: StepShape) -> float:
         return 0.0027 + 1.1e-4 * shape.tokens + 1e-7 * shape.pairs
@@ -97,8 +103,8 @@ def served(
     rule: Sharing, rate_per_s: float, new: int, tpot_slo_s: float, seed: int, seconds: float
 ) -> ServingReport:
     """Simulate one rule under one load."""
-    forward = Latency(0.0155, 7e-4, 4e-7, 7e-4, 1.4e-3, 0.013)
-    latencies = Latencies(forward, Latency(0.002, 1.7e-4, 1e-7))
+    forward = Latency(0.0155, 7e-4, 4e-7, 7e-4, 1.8e-4, 0.004)
+    latencies = Latencies(forward, Latency(0.002, 1.7e-4, 1e-7), Latency(0.0, 1.4e-3, 0.0))
     limits = Limits(running=32, ttft_slo_s=S_LORA_TTFT_SLO_S, tpot_slo_s=tpot_slo_s)
     engine = SimulatedEngine(CpuCosts(), 20_000, 1, limits, latencies=latencies, sharing=rule)
     engine.finetune("trained", repeat((128, 128)))

@@ -103,8 +103,10 @@ def training_functions(
         "Loss of each token, its gradient by the hidden states, and by adapters.",
         outputs=[epilogue.outputs[:1], epilogue.outputs[1:2], epilogue.outputs[2:]],
         free=True,
+        yields_products=True,
     )
-    yield Function(loss, "epilogue_loss", "Loss of each token.", free=True)
+    doc = "Loss of each token."
+    yield Function(loss, "epilogue_loss", doc, free=True, yields_products=True)
 
 
 def _plan_functions(block: Graph, plan: TrainingGraph, where: str) -> Iterator[Function]:

@@ -42,13 +42,14 @@ def step_seconds(costs: StepCosts, training: Training, choice: TrainingChoice, r
     """Return the seconds of an optimizer step where nothing is served."""
     chunks = [SequenceChunk(training.seq, 0, False, True, "trained", rank)] * choice.batch
     shape = StepShape.of(chunks)
-    batch_s = costs.step_seconds(shape) + backward_seconds(costs, shape)
+    batch_s = costs.step_seconds(shape) + behind_seconds(costs, shape)
     return choice.accumulation * batch_s + costs.update_seconds()
 
 
-def backward_seconds(costs: StepCosts, shape: StepShape) -> float:
-    """Return the seconds of backward through all layers."""
-    return sum(costs.backward_seconds(layer, shape) for layer in range(costs.layers))
+def behind_seconds(costs: StepCosts, shape: StepShape) -> float:
+    """Return the seconds of the loss, and of backward through all layers."""
+    backward_s = sum(costs.backward_seconds(layer, shape) for layer in range(costs.layers))
+    return costs.loss_seconds(shape.tokens) + backward_s
 
 
 class CoServing:
@@ -124,7 +125,7 @@ class CoServing:
             points = [(0.0, 0.0)]
             for window in self._windows:
                 chunk = SequenceChunk(window, max(0, self._training.seq - window) // 2)
-                behind_s = backward_seconds(self._costs, StepShape.of([chunk]))
+                behind_s = behind_seconds(self._costs, StepShape.of([chunk]))
                 forward_s = self._steps.seconds(size, trained=window) - alone_s
                 points.append((float(window), forward_s + behind_s))
             self._known[size] = points

@@ -117,8 +117,12 @@ class ApiError(HTTPException):
     @property
     def content(self) -> dict[str, Any]:
         """The reply's body."""
-        message = self.detail[:_LONGEST_MESSAGE]
-        error = {"message": message, "type": self.type, "param": self.param, "code": self.code}
+        error = {
+            "message": _sendable(self.detail[:_LONGEST_MESSAGE]),
+            "type": self.type,
+            "param": None if self.param is None else _sendable(self.param),
+            "code": self.code,
+        }
         return {"error": error}
 
     def response(self) -> Response:
@@ -128,6 +132,11 @@ class ApiError(HTTPException):
             headers=self.headers,
             media_type="application/json",
         )
+
+
+def _sendable(text: str) -> str:
+    """Return a text that UTF-8 can hold: half a character, which JSON can send, becomes a "?"."""
+    return text.encode(errors="replace").decode()
 
 
 def not_found(model: str) -> ApiError:

@@ -1,12 +1,13 @@
 """The costs of an engine's steps, fitted to the measured times of other steps.
 
     step      f = a₀ + a₁ · tokens + a₂ · pairs + a₃ · sampled + a₄ · [trained > 0] + a₅ · trained
-    unit      g = b₀ + b₁ · tokens + b₂ · pairs
+    part      g = b₀ + b₁ · tokens + b₂ · pairs, of each phase
     update    the mean of the measured times
 
 a₃ is the cost of a sequence beside its tokens: its attention over pages, sampling, and the host's
-bookkeeping. a₄ and a₅ are the cost of a training window, which follows the requests' tokens, and of
-its loss. The fit is the least squares of relative errors with no coefficient below 0.
+bookkeeping. a₄ and a₅ are the cost of a training window, which follows the requests' tokens. A
+phase without parts in the profile takes half as long as backward. The fit is the least squares of
+relative errors with no coefficient below 0.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.model.load import Load
 from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.requests.step_results import StepResults
-from pcg.runtime.training.work_units import Backward, Forward, Release
+from pcg.runtime.training.work_units import Forward, Part, Phase, Release
 
 
 @dataclass
@@ -36,14 +37,18 @@ class StepProfile:
     """The measured times of an engine's steps.
 
     Attributes:
-        steps: the shape of each step, and its seconds without units and updates.
-        units: the load of each batch of backward units, and its seconds.
+        steps: the shape of each step, and its seconds without parts and updates.
+        parts: the phase and the load of each group of parts, and its seconds.
         updates: the seconds of optimizers' updates.
     """
 
     steps: list[tuple[StepShape, float]] = field(default_factory=list)
-    units: list[tuple[Load, float]] = field(default_factory=list)
+    parts: list[tuple[Phase, Load, float]] = field(default_factory=list)
     updates: list[float] = field(default_factory=list)
+
+    def parts_of(self, phase: Phase) -> list[tuple[list[float], float]]:
+        """Return the amounts and the seconds of the parts of a phase."""
+        return [(_of_load(load), took) for one, load, took in self.parts if one is phase]
 
     def watch(self, engine: EngineLoop, job: Job) -> ProfiledDevice:
         """Measure what an engine's device and a job do from now on."""
@@ -70,7 +75,7 @@ class ProfiledDevice:
         cache: the device's cache.
         side: None, so that each part is measured by itself.
         shape: the shape of the last step; None where it ran no tokens.
-        behind_s: the seconds of the last step's units and updates.
+        behind_s: the seconds of the last step's parts and updates.
     """
 
     def __init__(self, device: Device, clock: Clock, profile: StepProfile) -> None:
@@ -104,12 +109,13 @@ class ProfiledDevice:
         self.shape = StepShape.of([*served, *trained])
         return self._device.start(chunks, windows)
 
-    def back(self, units: List[Backward]) -> None:
-        load, started = sum((unit.load for unit in units), Load()), self._clock.now_s()
-        self._device.back(units)
+    def run_parts(self, parts: List[Part]) -> None:
+        phase, load = parts[0].stage.phase, sum((part.load for part in parts), Load())
+        started = self._clock.now_s()
+        self._device.run_parts(parts)
         took = self._clock.now_s() - started
         self.behind_s += took
-        self._profile.units.append((load, took))
+        self._profile.parts.append((phase, load, took))
 
 
 class ProfiledCosts:
@@ -123,27 +129,41 @@ class ProfiledCosts:
     """
 
     def __init__(self, profile: StepProfile, layers: int) -> None:
-        if min(len(profile.steps), len(profile.units)) < 16 or not profile.updates:
+        backward = profile.parts_of(Phase.BACKWARD)
+        if min(len(profile.steps), len(backward)) < 16 or not profile.updates:
             raise CostModelError(
-                f"a profile of {len(profile.steps)} steps, {len(profile.units)} backward units and "
+                f"a profile of {len(profile.steps)} steps, {len(backward)} layers backward and "
                 f"{len(profile.updates)} updates; profile at least 16, 16 and 1"
             )
         self.layers = layers
         self._step = _fitted([(_of_step(shape), took) for shape, took in profile.steps])
-        self._unit = _fitted([(_of_load(load), took) for load, took in profile.units])
+        self._backward = _fitted(backward)
+        half = [part / 2 for part in self._backward]
+        layer, loss = (profile.parts_of(phase) for phase in (Phase.FORWARD, Phase.LOSS))
+        self._layer = _fitted(layer) if len(layer) >= 16 else half
+        self._loss = _fitted(loss) if loss else half
         self._update_s = statistics.fmean(profile.updates)
 
     def latencies(self) -> Latencies:
         """Return the latencies that an engine first plans by: the same, with nothing free."""
         constant_s, token_s, key_s, sampled_s, window_s, trained_s = map(max, self._step, _LEAST_S)
         forward = Latency(constant_s, token_s, key_s, sampled_s, trained_s, window_s)
-        return Latencies(forward, Latency(*map(max, self._unit, _LEAST_S[:3])))
+        backward, loss = (
+            Latency(*map(max, part, _LEAST_S[:3])) for part in (self._backward, self._loss)
+        )
+        return Latencies(forward, backward, loss)
 
     def step_seconds(self, shape: StepShape) -> float:
         return _dot(self._step, _of_step(shape))
 
+    def layer_seconds(self, layer: int, shape: StepShape) -> float:
+        return _dot(self._layer, _of_load(Load(shape.tokens, shape.pairs)))
+
+    def loss_seconds(self, tokens: int) -> float:
+        return _dot(self._loss, _of_load(Load(tokens)))
+
     def backward_seconds(self, layer: int, shape: StepShape) -> float:
-        return _dot(self._unit, _of_load(Load(shape.tokens, shape.pairs)))
+        return _dot(self._backward, _of_load(Load(shape.tokens, shape.pairs)))
 
     def update_seconds(self) -> float:
         return self._update_s

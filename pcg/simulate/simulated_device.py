@@ -22,7 +22,7 @@ from pcg.runtime.engine.device import SideStream
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.requests.step_results import StepResults
-from pcg.runtime.training.work_units import Backward, Forward
+from pcg.runtime.training.work_units import Forward, Part, Phase
 from pcg.simulate.simulated_training import SimulatedPass
 
 
@@ -53,13 +53,13 @@ class SimulatedDevice:
     """Moves a clock; see `pcg.runtime.engine.device.Device`.
 
     Args:
-        costs: the seconds of steps, units, updates and copies.
+        costs: the seconds of steps, parts, updates and copies.
         clock: the engine's clock.
         most_positions: the model's positions; None for any number.
 
     Attributes:
         cache: None, as there are no keys and values.
-        side: None, as backward units follow the forward.
+        side: None, as parts of jobs do not run beside the forward.
         busy_s: the seconds that it computed.
         waited_s: the seconds that steps waited for adapters.
     """
@@ -157,15 +157,22 @@ class SimulatedDevice:
         ready = [sequence for sequence in ready if sequence.limit]
         return lambda: StepResults(dict.fromkeys(ready, SAMPLED_TOKEN))
 
-    def back(self, units: List[Backward]) -> None:
-        """Run backward units of one layer together."""
+    def run_parts(self, parts: List[Part]) -> None:
+        """Run parts of one stage together."""
+        phase, left = parts[0].stage
         pieces: list[SequenceChunk] = []
-        for unit in units:
-            assert isinstance(unit.whole, SimulatedPass)
-            pieces += unit.whole.next_window
-        self._take(self._costs.backward_seconds(units[0].layer, StepShape.of(pieces)))
-        for unit in units:
-            unit.run()
+        for part in parts if phase is not Phase.LOSS else ():
+            assert isinstance(part.whole, SimulatedPass)
+            pieces += part.whole.next_window
+        shape = StepShape.of(pieces)
+        if phase is Phase.LOSS:
+            self._take(sum(self._costs.loss_seconds(part.load.tokens) for part in parts))
+        elif phase is Phase.FORWARD:
+            self._take(self._costs.layer_seconds(self._costs.layers - left, shape))
+        else:
+            self._take(self._costs.backward_seconds(left - 1, shape))
+        for part in parts:
+            part.run()
 
     def check_alive(self) -> None:
         """Do nothing: a simulated device does not fail."""

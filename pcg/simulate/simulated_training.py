@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pcg.parallel.costs.step_costs import SequenceChunk
 from pcg.runtime.model.load import Load
 from pcg.runtime.training.work_units import (
-    Backward,
     Forward,
     Pages,
+    Part,
+    Phase,
     Release,
+    Stage,
     StepBeginsAgain,
     WindowedPass,
     Work,
@@ -22,7 +24,7 @@ _JOBS = itertools.count(-1, -1)
 
 
 class SimulatedPass(WindowedPass):
-    """A forward pass in windows of tokens, and a backward layer by layer over the windows.
+    """A forward in windows of tokens, the loss, and a backward layer by layer over the windows.
 
     Attributes:
         windows: the windows that went forward, each as the chunks of its sequences.
@@ -33,6 +35,7 @@ class SimulatedPass(WindowedPass):
         self.windows: list[list[SequenceChunk]] = []
         self.layers = layers
         self.layer = layers - 1
+        self._begun = self._next = self._scored = 0
         self._lengths = list(lengths)
         self._place = 0
         self._context = 0
@@ -54,28 +57,60 @@ class SimulatedPass(WindowedPass):
         return self.layer < 0
 
     @property
+    def stage(self) -> Stage | None:
+        if self._begun:
+            return Stage(Phase.FORWARD, self.layers - self._next)
+        if self.remaining:
+            return None
+        if self._scored < sum(self._lengths):
+            return Stage(Phase.LOSS, 0)
+        return Stage(Phase.BACKWARD, self.layer + 1)
+
+    @property
     def next_window(self) -> list[SequenceChunk]:
-        """The window whose backward comes next: the last one first."""
-        return self.windows[self._index]
+        """The window whose layer comes next: in backward, the last window first."""
+        return self._tokens(self._begun)[0] if self._begun else self.windows[self._index]
 
     @property
     def load(self) -> Load:
+        stage = self.stage
+        if stage is not None and stage.phase is Phase.LOSS:
+            return Load(sum(self._lengths) - self._scored)
         chunks = (Load.of(one.tokens, one.context) for one in self.next_window)
-        return sum(chunks, Load(ends=int(self.layer == 0)))
+        return sum(chunks, Load(ends=int(not self._begun and self.layer == 0)))
+
+    def _tokens(self, tokens: int) -> tuple[list[SequenceChunk], int, int]:
+        """Return a window of the next tokens, and the place and the context behind it."""
+        window: list[SequenceChunk] = []
+        place, context = self._place, self._context
+        while tokens and place < len(self._lengths):
+            count = min(tokens, self._lengths[place] - context)
+            window.append(SequenceChunk(count, context, False, True, self._adapter, self._rank))
+            tokens -= count
+            context += count
+            if context == self._lengths[place]:
+                place, context = place + 1, 0
+        return window, place, context
 
     def forward(self, tokens: int) -> None:
-        window: list[SequenceChunk] = []
-        while tokens and self._place < len(self._lengths):
-            count = min(tokens, self._lengths[self._place] - self._context)
-            context, adapter = self._context, self._adapter
-            window.append(SequenceChunk(count, context, False, True, adapter, self._rank))
-            tokens -= count
-            self._context += count
-            if self._context == self._lengths[self._place]:
-                self._place, self._context = self._place + 1, 0
+        window, self._place, self._context = self._tokens(tokens)
         self.windows.append(window)
 
-    def backward(self) -> None:
+    def begin_window(self, tokens: int) -> None:
+        self._begun, self._next = tokens, 0
+
+    def run_part(self, tokens: int) -> None:
+        if self._begun:
+            self._next += 1
+            if self._next == self.layers:
+                self.forward(self._begun)
+                self._begun = 0
+        elif self._scored < sum(self._lengths):
+            self._scored += tokens
+        else:
+            self._backward()
+
+    def _backward(self) -> None:
         index = self._index
         if index:
             self._window = index - 1
@@ -110,9 +145,8 @@ def simulated_steps(
             yield Pages(lengths)
             whole = SimulatedPass(lengths, layers, adapter, rank)
             try:
-                yield Forward(whole)
                 while not whole.is_done:
-                    yield Backward(whole)
+                    yield Forward(whole) if whole.stage is None else Part(whole)
                 break
             except StepBeginsAgain:
                 yield Release()

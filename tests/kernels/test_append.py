@@ -36,6 +36,7 @@ from pcg.runtime.model.batch import Batch, whole_sequences
 from pcg.runtime.model.runner import load_functions
 from pcg.runtime.training.runner import training_runner
 from pcg.runtime.training.training_pass import TrainingPass
+from pcg.runtime.training.work_units import Part
 from tests.support import oracle
 from tests.support.append_cases import check_cache, rows_of, tables_of
 from tests.support.families import BY_NAME
@@ -134,7 +135,7 @@ def test_gradients_of_windows_through_pages() -> None:
     while windows.forwarded < windows.tokens:
         windows.forward(11)
     while not windows.is_done:
-        windows.backward()
+        Part(windows).run()
     loss, gradients = oracle.loss_and_gradients(wrapped, [example.ids for example in examples])
     assert windows.loss == pytest.approx(loss, rel=1e-5)
     for path, parameter in runner.parameters.items():

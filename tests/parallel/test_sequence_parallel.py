@@ -22,7 +22,7 @@ from pcg.ir.verifier import verify
 from pcg.parallel.ranks.token_shards import gathered_rows, placed_rows, rows_of_rank
 from pcg.runtime.data.example import Example
 from pcg.runtime.model.merged_execution import run_single
-from pcg.runtime.training.loss_chunks import loss_chunks
+from pcg.runtime.training.loss_chunks import LossChunks
 from pcg.runtime.training.training_pass import TrainingPass
 from tests.support.families import BY_NAME
 from tests.support.parallelized import (
@@ -121,7 +121,9 @@ def test_every_target_is_in_one_chunk(targets: list[int], size: int, degree: int
         own = rows_of_rank(hidden, ranks.rank, degree)
         back = torch.zeros_like(own)
         rows = []
-        for chunk in loss_chunks(wanted, size, ranks, is_sequence_parallel=True):
+        chunks = LossChunks(wanted, ranks, is_sequence_parallel=True)
+        while chunks.left:
+            chunk = chunks.take(size)
             assert len(chunk.rows) <= max(size, degree)
             part = chunk.of_own(own)
             joined = torch.cat(ranks.all_gather(part))
@@ -262,9 +264,12 @@ def test_a_step_sends_what_the_report_says(name: str, degree: int, seq: int) -> 
         hidden = (degree - 1) * window.carried[0].nbytes
         counts.append(sum(ranks.moved_bytes.values()))
         whole.end(window)
+        loss = whole.stage
+        while whole.stage == loss:
+            whole.run_part(whole.load.tokens)
         counts.append(sum(ranks.moved_bytes.values()))
         while not whole.is_done:
-            whole.backward()
+            whole.run_part(whole.load.tokens)
         counts.append(sum(ranks.moved_bytes.values()))
         return [counts[1] - counts[0], counts[3] - counts[2], hidden]
 

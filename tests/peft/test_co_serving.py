@@ -1,9 +1,10 @@
 """Jobs of every method in an engine: gradients are peft's however their units meet requests.
 
-Windows of random sizes go forward in steps with requests of other methods, or alone; backward
-units run after steps or between them; jobs take turns and pause, and requests are cancelled and
-lose their pages to others, where memory is short. Of each job the loss and the gradient of every
-parameter are those of whole sequences in transformers and peft, and of each request the tokens.
+Windows of random sizes go forward in steps with requests of other methods, alone, or layer by
+layer; parts of the loss and layers backward run after steps or between them; jobs take turns and
+pause, and requests are cancelled and lose their pages to others, where memory is short. Of each job
+the loss and the gradient of every parameter are those of whole sequences in transformers and peft,
+and of each request the tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training.runner import TrainingRunner, training_runner
 from pcg.runtime.training.training_pass import pass_through
-from pcg.runtime.training.work_units import Forward
+from pcg.runtime.training.work_units import Forward, Part, Phase
 from tests.support import oracle
 from tests.support.peft_cases import CONFIGS, Models, make_models, trained_gradients
 from tests.support.prompts import TOLERANCE, prompts
@@ -54,8 +55,16 @@ class AnyShare(Sharing):
         room = step.limits.tokens - step.load.tokens
         return self._random.choice((0, 1, 2, 5, 9, max(room, 0)))
 
-    def backward(self, step: Step, load: Load, elapsed_s: float) -> bool:
+    def in_layers(self, step: Step, unit: Forward, ahead_s: float) -> int:
+        return self._random.choice((0, 0, 0, 3, 8))
+
+    def fits(self, step: Step, phase: Phase, load: Load, ahead_s: float) -> bool:
         return self._random.random() < 0.7
+
+    def part(self, step: Step, part: Part, beside: Load, ahead_s: float) -> int:
+        tokens = super().part(step, part, beside, ahead_s)
+        is_loss = part.stage.phase is Phase.LOSS
+        return min(tokens, self._random.choice((1, 2, 7, 99))) if is_loss else tokens
 
 
 @pytest.fixture(scope="module")

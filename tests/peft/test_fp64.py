@@ -33,6 +33,7 @@ from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.training.runner import TrainingRunner, training_runner
 from pcg.runtime.training.training_pass import TrainingPass
+from pcg.runtime.training.work_units import Part
 from tests.support import oracle
 from tests.support.biases import biases
 from tests.support.bottlenecks import FIELDS as BOTTLENECK
@@ -210,5 +211,5 @@ def in_windows(
     while windows.forwarded < windows.tokens:
         windows.forward(size())
     while not windows.is_done:
-        windows.backward()
+        Part(windows).run()
     return windows.loss

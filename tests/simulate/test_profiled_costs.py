@@ -16,7 +16,7 @@ from tests.support.linear_costs import LinearCosts
 
 
 class CostsOfSequences(LinearCosts):
-    """With what a sequence, a window and a loss take for themselves."""
+    """With what a sequence and a window take for themselves."""
 
     def step_seconds(self, shape: StepShape) -> float:
         of_window = 0.004 * (shape.trained > 0) + 3e-4 * shape.trained
@@ -53,6 +53,7 @@ def test_a_profile_gives_the_costs_back() -> None:
         assert found.step_seconds(shape) == pytest.approx(costs.step_seconds(shape), rel=1e-6)
     window = StepShape(tokens=50, pairs=4000, trained=50)
     assert found.backward_seconds(1, window) == pytest.approx(costs.backward_seconds(1, window))
+    assert found.loss_seconds(50) == pytest.approx(costs.loss_seconds(50))
     assert found.update_seconds() == pytest.approx(costs.update_seconds())
 
 
@@ -69,5 +70,5 @@ def test_what_is_not_seen_costs_nothing_and_nothing_is_below_it() -> None:
 
 
 def test_too_short_a_profile_is_refused() -> None:
-    with pytest.raises(CostModelError, match="a profile of 0 steps, 0 backward units and 0"):
+    with pytest.raises(CostModelError, match="a profile of 0 steps, 0 layers backward and 0"):
         ProfiledCosts(StepProfile(), 2)

@@ -28,6 +28,12 @@ class LinearCosts:
     def step_seconds(self, shape: StepShape) -> float:
         return self.constant_s + self.token_s * shape.tokens + self.key_s * shape.pairs
 
+    def layer_seconds(self, layer: int, shape: StepShape) -> float:
+        return self.step_seconds(shape) / self.layers
+
+    def loss_seconds(self, tokens: int) -> float:
+        return self.token_s * tokens
+
     def backward_seconds(self, layer: int, shape: StepShape) -> float:
         return 2 * self.step_seconds(shape) / self.layers
 

@@ -8,6 +8,7 @@ Symbiosis, in one process.
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +38,41 @@ class Product(ABC):
     key: tuple[object, ...]
     _x: Tensor | None
     _outputs: Any = field(default=None, init=False)
+    _parts: tuple[Sequence[Any], Sequence[int]] | None = field(default=None, init=False)
     is_own: ClassVar[bool] = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight, if it can be run for some of them at a time; 0 otherwise."""
+        return 0
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that it multiplies, until it has run."""
+        return 0 if self._x is None else len(self._x)
+
+    def run_rows(self, start: int, stop: int) -> None:
+        """Run it for the weight's rows from `start`, which `stop` was before, up to `stop`."""
+        raise NotImplementedError
+
+    def joined(self, others: Sequence[Self]) -> Self:
+        """Return it and others of its key as one, to be run for some rows at a time."""
+        every = (self, *others)
+        x, counts = joined_tokens(every)
+        whole = dataclasses.replace(self, _x=x)
+        whole._parts = every, counts
+        return whole
+
+    def hand_out(self) -> None:
+        """Give the outputs of all rows to the products that it was joined of."""
+        outputs: Tensor = self.take()
+        every, counts = self._parts or ((self,), (len(outputs),))
+        for one, own in zip(every, outputs.split(counts), strict=True):
+            one._outputs = one._of_rows(own)
+
+    def _of_rows(self, outputs: Tensor) -> Any:
+        """Return the outputs that `take` returns, of one tensor for all rows."""
+        return outputs
 
     def requested(self) -> ProductRequest[Any]:
         """Ask the caller to run it; returns its outputs."""
@@ -90,6 +125,28 @@ class LinearProduct(Product):
     biases: Sequence[Tensor | None]
     is_whole: bool
 
+    @property
+    def rows(self) -> int:
+        weight = self.weights[0]
+        is_plain = len(self.weights) == 1 and weight is not None and not weight.is_mkldnn
+        if not is_plain or self.is_whole or hasattr(weight, "group_sizes"):
+            return 0
+        return len(weight)  # type: ignore[arg-type]
+
+    def run_rows(self, start: int, stop: int) -> None:
+        x, weight, part = self._x, self.weights[0], slice(start, stop)
+        assert x is not None
+        assert weight is not None
+        if not start:
+            self._outputs = x.new_empty(len(x), len(weight))
+        biases = [None if bias is None else bias[part] for bias in self.biases]
+        self._outputs[:, part] = linear(x, weight[part], *biases)
+        if stop == len(weight):
+            self._x = None
+
+    def _of_rows(self, outputs: Tensor) -> Any:
+        return [outputs]
+
     def run(self) -> None:
         x = self._take_x()
         if self.is_whole:
@@ -131,6 +188,20 @@ class InputGradient(Product):
     weight: Tensor
     term: InputGradientTerm | None
 
+    @property
+    def rows(self) -> int:
+        return len(self.weight)
+
+    def run_rows(self, start: int, stop: int) -> None:
+        dy, part = self._x, slice(start, stop)
+        assert dy is not None
+        dx = linear_backward(dy[:, part].contiguous(), self.weight[part]).to(_sum_dtype(dy))
+        self._outputs = dx if not start else self._outputs.add_(dx)
+        if stop == len(self.weight):
+            self._outputs = self._outputs.to(dy.dtype)
+            self._add_terms(dy, self._outputs, *(self._parts or ((self,), (len(dy),))))
+            self._x = None
+
     def run(self) -> None:
         (self._outputs,) = self._made((self,))
 
@@ -142,13 +213,24 @@ class InputGradient(Product):
     def _made(self, every: Sequence[InputGradient]) -> Sequence[Tensor]:
         dy, counts = joined_tokens(every)
         dx = linear_backward(dy, self.weight)
+        self._add_terms(dy, dx, every, counts)
+        own: Sequence[Tensor] = dx.split(counts)
+        return own
+
+    @staticmethod
+    def _add_terms(
+        dy: Tensor, dx: Tensor, every: Sequence[InputGradient], counts: Sequence[int]
+    ) -> None:
         spans = zip(accumulate(counts[:-1], initial=0), counts, strict=True)
         found = [(one.term, span) for one, span in zip(every, spans, strict=True) if one.term]
         if found:
             terms = [term for term, _ in found]
             terms[0].add(dy, dx, terms, [span for _, span in found])
-        own: Sequence[Tensor] = dx.split(counts)
-        return own
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that parts of a sum are added in."""
+    return x.dtype if x.dtype == torch.float64 else torch.float32
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """Times of an engine's steps on a device, from a program's graphs and a cost model.
 
-    step      Σ nodes of prologue · layers · epilogue (and of the loss, for tokens that are trained)
-    unit      Σ nodes of one layer's backward, for one window
+    step      Σ nodes of prologue · layers · epilogue
+    part      Σ nodes of one layer, forward or back, for one window; of the loss, for some tokens
 
 A token-wise operator costs what the cost model says of so many tokens. Two kinds of operators see
 more than the number of tokens; their operations f and bytes b are sums over the chunks of a step,
@@ -46,8 +46,8 @@ from pcg.parallel.costs.work import (
 class SequenceChunk(NamedTuple):
     """Tokens of one sequence in a step, behind `context` others.
 
-    Logits of the last one are wanted where they are sampled, the loss of all where they are
-    trained. The adapter, of a rank, is None for the base.
+    Logits of the last one are wanted where they are sampled; those that are trained have their loss
+    later. The adapter, of a rank, is None for the base.
     """
 
     tokens: int
@@ -136,6 +136,12 @@ class StepCosts(Protocol):
     def step_seconds(self, shape: StepShape) -> float:
         """Seconds of a forward."""
 
+    def layer_seconds(self, layer: int, shape: StepShape) -> float:
+        """Seconds of one layer's forward of a window by itself."""
+
+    def loss_seconds(self, tokens: int) -> float:
+        """Seconds of the loss of so many tokens, with its gradient."""
+
     def backward_seconds(self, layer: int, shape: StepShape) -> float:
         """Seconds of one layer's backward of a window."""
 
@@ -181,6 +187,7 @@ class GraphCosts:
         blocks = [seconds_of(block) for block in serving.blocks]
         counts = [serving.layers.count(index) for index in range(len(blocks))]
         self._forward = [(seconds_of(serving.prologue), 1), *zip(blocks, counts, strict=True)]
+        self._layers = [blocks[index] for index in serving.layers]
         self._head = seconds_of(serving.epilogue)
         self._loss = None if loss is None else seconds_of(loss)
         self._backward = [None if graph is None else seconds_of(graph) for graph in backward]
@@ -199,6 +206,7 @@ class GraphCosts:
 
         found = copy.copy(self)
         found._forward = [(moved(graph), count) for graph, count in self._forward]
+        found._layers = [moved(graph) for graph in self._layers]
         found._head = moved(self._head)
         found._loss = None if self._loss is None else moved(self._loss)
         found._backward = [None if graph is None else moved(graph) for graph in self._backward]
@@ -211,11 +219,15 @@ class GraphCosts:
             total += sum(count * graph.seconds(shape) for graph, count in self._forward)
         if shape.sampled:
             total += self._head.seconds(StepShape(shape.sampled))
-        if shape.trained:
-            if self._loss is None:
-                raise CostModelError("tokens are trained, and there is no graph of their loss")
-            total += self._loss.seconds(StepShape(shape.trained))
         return total
+
+    def layer_seconds(self, layer: int, shape: StepShape) -> float:
+        return self._layers[layer].seconds(shape)
+
+    def loss_seconds(self, tokens: int) -> float:
+        if self._loss is None:
+            raise CostModelError("tokens are trained, and there is no graph of their loss")
+        return self._loss.seconds(StepShape(tokens))
 
     def backward_seconds(self, layer: int, shape: StepShape) -> float:
         graph = self._backward[layer]

@@ -25,6 +25,7 @@ from threading import current_thread
 from typing import Any, TypeVar, Unpack
 
 from pcg.errors import AdapterConflictError, DrainingError, EngineError, FinetuneError, PcgError
+from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.loads import Loads
@@ -220,6 +221,13 @@ class AsyncEngine(StepThread):
             for one in [one for one in self._listed if one.is_over][:-_KEPT_JOBS]:
                 self._listed.remove(one)
             self._listed.append(running)
+
+    def most_tokens(self, adapter: Adapter | None) -> int:
+        """Return the most tokens of a prompt and its output that there are pages for."""
+        scheduler = self.engine.scheduler
+        reserved = self.engine.jobs.most_pages if self.engine.jobs else 0
+        pages = scheduler.pool.size - reserved - scheduler.adapters.pages_of(adapter)
+        return pages * PAGE_TOKENS + 1  # the last token is never cached
 
     def numbers(self) -> EngineNumbers:
         """Return what is there now, and what was done since the start; does not wait for a step."""

@@ -5,9 +5,9 @@ of a forward:
 
     t(n tokens, k keys, r rows of logits) = a₀ + a₁ n + a₂ k + a₃ r
 
-A backward unit is estimated as one layer's share of twice the forward, which has half its products;
-a trained token's loss as twice a row of logits; and a window as twice the first row, for which the
-head's weights are read.
+A layer's backward is estimated as its share of twice the forward, which has half its products; a
+token's loss as twice a row's part of the logits of many, where a row costs what it computes; and
+the loss's constant as the first row, for which the head's weights are read.
 """
 
 from __future__ import annotations
@@ -29,9 +29,13 @@ from pcg.runtime.model.state import ModelState
 
 _SHORT, _LONG = 16, 256
 """Numbers of tokens of the measured steps."""
+_ROWS = 64
+"""Rows of logits of a step that has many."""
 _ROUNDS = 3
 _BACKWARD = 2.0
 """Time of a backward, relative to the forward."""
+_SAVED = 0.05
+"""The time of a window beside requests that is its own, relative to its tokens' and a step's."""
 
 
 def calibrated(state: ModelState, clock: Clock) -> Latencies:
@@ -60,7 +64,10 @@ def calibrated(state: ModelState, clock: Clock) -> Latencies:
 
     found = fitted_latencies(seconds, len(runner.model.layers), long)
     # Fits may round differently on other ranks, and all must plan alike.
-    return Latencies(*(_of_first(runner.ranks, one) for one in (found.forward, found.backward)))
+    if device.type == "cpu":  # the head is cut, and read as often for many parts as for few
+        found.loss = Latency(0.0, found.loss.coefficients_s[1], 0.0)
+    measured = (found.forward, found.backward, found.loss)
+    return Latencies(*(_of_first(runner.ranks, one) for one in measured))
 
 
 def _of_first(ranks: Ranks, latency: Latency) -> Latency:
@@ -71,7 +78,7 @@ def _of_first(ranks: Ranks, latency: Latency) -> Latency:
 def fitted_latencies(
     seconds: Callable[[int, int, int], float], layers: int, long: int = _LONG
 ) -> Latencies:
-    """Fit latencies to the times of five steps.
+    """Fit latencies to the times of a few steps.
 
     Args:
         seconds: the time of a step of one sequence by its new tokens, the tokens before them, and
@@ -84,9 +91,12 @@ def fitted_latencies(
     ]
     constant_s, token_s, key_s, row_s = _fitted(measured)
     head_s = max(measured[0][1] - seconds(short, 0, 0), row_s)
-    forward = Latency(constant_s, token_s, key_s, row_s, _BACKWARD * row_s, _BACKWARD * head_s)
+    rows = min(_ROWS, long)
+    of_rows_s = max(seconds(long, 0, rows) - seconds(long, 0, 0), rows * row_s)
+    forward = Latency(constant_s, token_s, key_s, row_s, _SAVED * token_s, _SAVED * constant_s)
     share = _BACKWARD / layers
-    return Latencies(forward, Latency(constant_s / layers, token_s * share, key_s * share))
+    backward = Latency(constant_s / layers, token_s * share, key_s * share)
+    return Latencies(forward, backward, Latency(head_s, _BACKWARD * of_rows_s / rows, 0.0))
 
 
 def _fitted(measured: Sequence[tuple[Load, float]]) -> tuple[float, float, float, float]:

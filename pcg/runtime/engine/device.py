@@ -13,11 +13,11 @@ from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.requests.step_results import StepResults
-from pcg.runtime.training.work_units import Backward, Forward
+from pcg.runtime.training.work_units import Forward, Part
 
 
 class SideStream:
-    """A second stream of a GPU, for backward units beside a step's forward (FlexLLM v2 §6.1).
+    """A second stream of a GPU, for parts of jobs beside a step's forward (FlexLLM v2 §6.1).
 
     Memory that one stream used may be used by the other only after `join`, for which the host
     waits.
@@ -29,7 +29,7 @@ class SideStream:
         self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def begin(self) -> None:
-        """Note that a forward begins; units beside it do not depend on its work."""
+        """Note that a forward begins; parts beside it do not depend on its work."""
         main = torch.cuda.current_stream(self._stream.device)
         self._before = main.record_event()
 
@@ -60,7 +60,7 @@ class Device(Protocol):
 
     Attributes:
         cache: keys and values for jobs.
-        side: runs backward units; None if they follow the forward.
+        side: runs parts of jobs; None if they do not run beside the forward.
         fails_alike: True if an error is seen by all who run a step; over ranks it may be one's own.
     """
 
@@ -98,8 +98,8 @@ class Device(Protocol):
             A function that waits for the end, and returns what the step computed.
         """
 
-    def back(self, units: List[Backward]) -> None:
-        """Run backward units of one layer together, each of another job."""
+    def run_parts(self, parts: List[Part]) -> None:
+        """Run parts of one stage together, each of another job."""
 
     def check_alive(self) -> None:
         """Run a token of the base; an exception says that nothing runs here any more."""

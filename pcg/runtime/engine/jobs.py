@@ -16,14 +16,17 @@ from pcg.errors import (
     as_pcg_error,
 )
 from pcg.runtime.engine.scheduler import Scheduler
+from pcg.runtime.engine.sharing.rule import Sharing
+from pcg.runtime.engine.sharing.step import Step
 from pcg.runtime.memory.pool import PageTable, pages_for
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
 from pcg.runtime.training.result import StepRecord
 from pcg.runtime.training.work_units import (
-    Backward,
     Forward,
     Pages,
+    Part,
+    Phase,
     Release,
     StepBeginsAgain,
     Unit,
@@ -50,7 +53,7 @@ _ENDS = {
 
 
 _MOST_HELD = 256
-"""The number of steps without room for a unit after which its job's step begins again."""
+"""The number of steps without room for a part after which its job's step begins again."""
 _SHORTER = 0.75
 """How long a window may be at most, relative to the last for which it was done, to do so again."""
 
@@ -61,9 +64,9 @@ class Job:
     Attributes:
         name: the job's name, which is that of its adapter.
         unit: the next unit; None before it starts and after its end.
-        tokens: tokens that it has run, forward and layers backward, by which jobs take turns.
-        goes_back_alone: True once a backward failed in which it ran beside other jobs.
-        held: number of steps in a row that had no room for its backward unit.
+        tokens: tokens that it has run, of windows and parts, by which jobs take turns.
+        runs_alone: True once a part failed in which it ran beside other jobs.
+        held: number of steps in a row that had no room for its part.
         tried: the least tokens of a window for which its step began again; infinite for none.
         record: its last step; None before the first one.
     """
@@ -85,7 +88,7 @@ class Job:
         self.state = JobState.QUEUED
         self.unit: Unit | None = None
         self.tokens = 0
-        self.goes_back_alone = False
+        self.runs_alone = False
         self.held = 0
         self.tried = math.inf
         self.tables: tuple[PageTable, ...] = ()
@@ -137,19 +140,22 @@ class Job:
 
 
 @dataclass
-class BackwardGroup:
-    """Backward units of one layer that run together, with the job and the tokens of each."""
+class PartGroup:
+    """Parts of one stage that run together, with the job and the tokens of each."""
 
     jobs: list[Job] = field(default_factory=list)
-    units: list[Backward] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     load: Load = field(default_factory=Load)
+    phase: Phase = Phase.BACKWARD
 
-    def add(self, job: Job, unit: Backward) -> None:
+    def add(self, job: Job, part: Part) -> None:
+        load = part.load
+        self.phase = part.stage.phase
         self.jobs.append(job)
-        self.units.append(unit)
-        self.tokens.append(unit.load.tokens)
-        self.load += unit.load
+        self.parts.append(part)
+        self.tokens.append(load.tokens)
+        self.load += load
 
 
 class Jobs:
@@ -231,7 +237,7 @@ class Jobs:
     def have_work(self) -> bool:
         """True if a job has something to run, or may have once it has started."""
         return any(
-            isinstance(job.unit, Forward | Backward) or job.state is JobState.QUEUED
+            isinstance(job.unit, Forward | Part) or job.state is JobState.QUEUED
             for job in self.unpaused
         )
 
@@ -239,7 +245,7 @@ class Jobs:
     def layers(self) -> int:
         """The most layers that a job's units go back through, at least 1; 0 while none can run."""
         units = [job.unit for job in self.unpaused]
-        runnable = [one for one in units if isinstance(one, Forward | Backward)]
+        runnable = [one for one in units if isinstance(one, Forward | Part)]
         return max((max(one.layers, 1) for one in runnable), default=0)
 
     def forward(self) -> Iterator[tuple[Job, Forward]]:
@@ -249,20 +255,21 @@ class Jobs:
             if isinstance(job.unit, Forward):
                 yield job, job.unit
 
-    def backward(self) -> list[tuple[Job, Backward]]:
-        """Return units of one layer that can run together, first of jobs that have run the fewest.
+    def parts(self) -> list[tuple[Job, Part]]:
+        """Return parts of one stage that can run together, first of jobs that have run the fewest.
 
-        The layer furthest from the first is chosen, so that jobs behind catch up: the base's
-        weights are then read once for all. A job so waits for at most one pass of each of the
-        others.
+        The stage furthest from the end is chosen, so that jobs behind catch up: the base's weights
+        are then read once for all. A job so waits for at most one pass of each of the others. The
+        loss of each job runs by itself.
         """
-        ready = [(job, job.unit) for job in self.unpaused if isinstance(job.unit, Backward)]
-        alone = [pair for pair in ready if pair[0].goes_back_alone]
+        ready = [(job, job.unit) for job in self.unpaused if isinstance(job.unit, Part)]
+        alone = [pair for pair in ready if pair[0].runs_alone]
         if alone:
             return [min(alone, key=lambda pair: pair[0].tokens)]
-        last = max((unit.layer for _, unit in ready), default=0)
-        merged = [(job, unit) for job, unit in ready if unit.layer == last]
-        return sorted(merged, key=lambda pair: pair[0].tokens)
+        last = max((part.stage for _, part in ready), default=None)
+        merged = [(job, part) for job, part in ready if part.stage == last]
+        ordered = sorted(merged, key=lambda pair: pair[0].tokens)
+        return ordered[:1] if last is not None and last.phase is Phase.LOSS else ordered
 
     def settle(self, job: Job) -> None:
         """Bring a job to its next forward or backward unit, or to its end."""
@@ -278,31 +285,54 @@ class Jobs:
             elif isinstance(unit, Release):
                 self._close(job)
                 job.tried = math.inf
-            elif isinstance(unit, Backward) or (isinstance(unit, Forward) and unit.remaining):
+            elif isinstance(unit, Part) or (isinstance(unit, Forward) and not unit.is_over):
                 return
             if not job.is_over:
                 job.advance()
         self._end(job)
 
-    def failed(self, group: BackwardGroup, error: Exception) -> None:
-        """Drop the one job of a group that failed; have each of several go back alone."""
+    def next_group(self, sharing: Sharing, step: Step, ahead_s: float) -> PartGroup | None:
+        """Return the parts that run next in a step, by a rule of sharing; None if there are none.
+
+        Args:
+            ahead_s: the time that what else runs in the step takes.
+        """
+        for job, unit in self.forward():
+            tokens = sharing.in_layers(step, unit, ahead_s)
+            if tokens:
+                unit.whole.begin_window(tokens)
+                self.settle(job)
+        group = PartGroup()
+        for job, part in self.parts():
+            tokens = sharing.part(step, part, group.load, ahead_s)
+            if not tokens:
+                if not group.jobs and not step.units:
+                    self.hold(job, part)
+                break
+            group.add(job, part.of(tokens))
+        return group if group.jobs else None
+
+    def failed(self, group: PartGroup, error: Exception) -> None:
+        """Drop the one job of a group that failed; have each of several run alone."""
         for job in group.jobs:
             if len(group.jobs) == 1:
                 job.fail(error)
             else:
-                job.goes_back_alone = True
+                job.runs_alone = True
                 job.begin_step_again()
             self.settle(job)
 
-    def hold(self, job: Job, unit: Backward) -> None:
-        """Note that a step had no room for a job's unit; its window may be too long for any.
+    def hold(self, job: Job, part: Part) -> None:
+        """Note that a step had no room for a job's part; its window may be too long for any.
 
         It has shorter ones when its step begins again. Where these do not fit either, what follows
-        from the unit may take too long, such as an update, and waits for idle time.
+        from the part may take too long, such as an update, and waits for idle time. So does a loss
+        of which not even a little fits.
         """
         job.held += 1
-        if job.held >= _MOST_HELD and unit.load.tokens < _SHORTER * job.tried:
-            tried = unit.load.tokens
+        tried = part.load.tokens
+        is_window = part.stage.phase is not Phase.LOSS
+        if is_window and job.held >= _MOST_HELD and tried < _SHORTER * job.tried:
             job.begin_step_again()
             self.settle(job)
             job.tried = tried

@@ -1,21 +1,21 @@
 """Latencies: predicted times of work, f(c, s) of FlexLLM's hybrid token scheduler, learned online.
 
     forward of a step    f = a₀ + a₁ tokens + a₂ keys + a₃ sampled + a₄ trained + a₅ windows
-    backward of units    g = b₀ + b₁ tokens + b₂ keys    (one layer, a window of each of some jobs)
+    parts of jobs        g = b₀ + b₁ tokens + b₂ keys
 
-keys: the sum over tokens of the tokens that each attends to. sampled: rows of logits. a₄ is the
-loss of a trained token, forward and back through the head; a₅ the constant time of a window, in
-which the head's weights are read and its own operators launched. The coefficients are fitted to
+keys: the sum over tokens of the tokens that each attends to. sampled: rows of logits. a₄ is what a
+window's token takes beside one that is served, as it is saved for backward; a₅ the constant time of
+a window, whose own operators are launched. Parts have b for each phase: one layer forward or back,
+of a window of each of some jobs, and the loss of some tokens. The coefficients are fitted to
 observations by recursive least squares with forgetting, relative to the prediction, so that short
 steps count as much as long ones.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pcg.runtime.model.load import Load
 from pcg.runtime.model.margins import Margins, StepKind, kind_of
+from pcg.runtime.training.work_units import Phase
 
 Vector = tuple[float, ...]
 
@@ -166,12 +166,37 @@ class Latency:
         ]
 
 
-@dataclass
 class Latencies:
-    """Latencies of a step's forward, and of backward units of one layer that run together."""
+    """Latencies of a step's forward, and of parts of jobs that run together.
 
-    forward: Latency
-    backward: Latency
+    Attributes:
+        forward: of whole windows, and of what is served.
+        backward, loss, layer: of parts; `layer` is a window's forward through one.
+    """
+
+    def __init__(self, forward: Latency, backward: Latency, loss: Latency | None = None) -> None:
+        """Begin with estimates: of a layer's forward as half of its backward.
+
+        Args:
+            loss: by default, that of a token is twice a row of logits, and no less than a token.
+        """
+        _, token_s, _, row_s, *_ = forward.coefficients_s
+        self.forward = forward
+        self.backward = backward
+        self.loss = Latency(0.0, max(token_s, 2 * row_s), 0.0) if loss is None else loss
+        self.layer = Latency(*(part / 2 for part in backward.coefficients_s))
+
+    def of(self, phase: Phase) -> Latency:
+        """Return the latency of parts of a phase."""
+        return {
+            Phase.FORWARD: self.layer,
+            Phase.LOSS: self.loss,
+            Phase.BACKWARD: self.backward,
+        }[phase]
+
+    @property
+    def _all(self) -> tuple[Latency, ...]:
+        return self.forward, self.backward, self.loss, self.layer
 
     @classmethod
     def guessed(cls, load: Load, took_s: float, layers: int) -> Latencies:
@@ -182,17 +207,19 @@ class Latencies:
         """
         constant_s, token_s = took_s / 2, took_s / 4 / max(load.tokens, 1)
         key_s, row_s = token_s / 1e4, token_s
-        forward = Latency(constant_s, token_s, key_s, row_s, row_s, constant_s)
-        return cls(forward, Latency(*(2 * part / layers for part in (constant_s, token_s, key_s))))
+        forward = Latency(constant_s, token_s, key_s, row_s, token_s / 20, constant_s / 20)
+        backward = Latency(*(2 * part / layers for part in (constant_s, token_s, key_s)))
+        return cls(forward, backward)
 
     def keep(self, percentile: float) -> None:
         """Have so many percent of steps end within prediction and margin."""
-        self.forward.margins.percentile = self.backward.margins.percentile = percentile
+        for latency in self._all:
+            latency.margins.percentile = percentile
 
     def pass_step(self) -> None:
         """Note that a step has passed, after some of which errors are forgotten."""
-        self.forward.margins.pass_step()
-        self.backward.margins.pass_step()
+        for latency in self._all:
+            latency.margins.pass_step()
 
 
 _FORGET = 0.98

@@ -1,8 +1,8 @@
 """The engine's loop: serves requests and trains adapters over one program, step by step.
 
-Each step serves what the scheduler plans and ends with its tokens. Before them it runs backward
-units of jobs, and beside them finetuning windows, as much as `sharing` allows; on GPUs the units
-run on a stream of their own, beside the forward. Everything that happens is in the event log.
+Each step serves what the scheduler plans and ends with its tokens. Before them it runs parts of
+jobs, and beside them finetuning windows, as much as `sharing` allows; on GPUs the parts run on a
+stream of their own, beside the forward. Everything that happens is in the event log.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pcg.errors import GenerationError, PcgError, as_pcg_error
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.device import Device
-from pcg.runtime.engine.jobs import BackwardGroup, Job, Jobs
+from pcg.runtime.engine.jobs import Job, Jobs, PartGroup
 from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.scheduler import Scheduler
@@ -31,7 +31,7 @@ from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.requests.sequence import Sequence, State
 from pcg.runtime.requests.step_plan import StepPlan
 from pcg.runtime.requests.step_results import StepResults
-from pcg.runtime.training.work_units import Backward, Forward
+from pcg.runtime.training.work_units import Forward, Part
 
 
 class EngineLoop:
@@ -71,7 +71,7 @@ class EngineLoop:
         self._note = note
         self.jobs = Jobs(scheduler, device.cache, pages, note)
         self._suspects = Suspects()
-        self._beside: list[Load] = []
+        self._beside: list[PartGroup] = []
         self.submitted = 0
         self._chunks: list[Chunk] = []
         self._sequences: dict[str, Sequence] = {}
@@ -180,10 +180,10 @@ class EngineLoop:
             self._note(Kind.ADMITTED, sequence.id)
         step = Step.of(plan, self.scheduler.limits, self._latencies)
         self.sharing.begin(step)
-        # How many units fit beside a forward is known by latencies.
+        # How many parts fit beside a forward is known by latencies.
         is_beside = step.is_served and None not in (self.device.side, self._latencies)
         if step.is_served and not is_beside:
-            self._backward(step, now)
+            self._parts(step, now)
         step.elapsed_s = self.clock.now_s() - now
         windows = self._windows(step, suspect)
         if step.load.tokens:
@@ -191,7 +191,7 @@ class EngineLoop:
             try:
                 end = self.device.start(plan.chunks, [(unit, count) for _, unit, count in windows])
                 if is_beside:
-                    self._backward_beside(step)
+                    self._parts_beside(step)
                 results = end()
             except BaseException as error:
                 # Not the present time, for which all ranks would have to ask: some did not fail.
@@ -214,7 +214,7 @@ class EngineLoop:
                 self.jobs.settle(job)
         self._suspects.ran(suspect, has_tokens=bool(plan.chunks))
         if not step.is_served:
-            self._backward(step, now)
+            self._parts(step, now)
         self.worked = bool(step.load.tokens or step.units)
         return self._taken_chunks()
 
@@ -312,48 +312,38 @@ class EngineLoop:
                 job.tokens += tokens
         return found
 
-    def _backward(self, step: Step, started: float) -> None:
-        """Run backward units before the forward of what the step serves, if it does."""
+    def _parts(self, step: Step, started: float) -> None:
+        """Run parts of jobs before the forward of what the step serves, if it does."""
         ahead_s = step.ahead_s() if step.is_served else 0.0
         step.elapsed_s = self.clock.now_s() - started
-        while group := self._next_group(step, ahead_s):
+        while group := self.jobs.next_group(self.sharing, step, ahead_s):
             try:
-                took = self._back(group.units, started + step.elapsed_s)
+                took = self._run(group.parts, started + step.elapsed_s)
             except Exception as error:
-                self._fail_backward(group, error)
+                self._fail_parts(group, error)
                 return
             before_s = step.elapsed_s
             self._advance(step, group)
             step.elapsed_s = self.clock.now_s() - started
-            self._observe(step, group.load, took, step.elapsed_s - before_s)
+            self._observe(step, group, took, step.elapsed_s - before_s)
 
-    def _fail_backward(self, group: BackwardGroup, error: Exception) -> None:
+    def _fail_parts(self, group: PartGroup, error: Exception) -> None:
         if not self.device.fails_alike:
             raise error
         self.jobs.failed(group, error)
 
-    def _next_group(self, step: Step, ahead_s: float) -> BackwardGroup | None:
-        group = BackwardGroup()
-        for job, unit in self.jobs.backward():
-            if not self.sharing.backward(step, group.load + unit.load, ahead_s):
-                if not group.jobs and not step.units:
-                    self.jobs.hold(job, unit)
-                break
-            group.add(job, unit)
-        return group if group.jobs else None
-
-    def _back(self, units: List[Backward], now: float) -> float:
+    def _run(self, parts: List[Part], now: float) -> float:
         side = self.device.side
         if side is None:
-            self.device.back(units)
+            self.device.run_parts(parts)
             return self.clock.now_s() - now
         side.begin()
         with side.beside(), side.timed():
-            self.device.back(units)
+            self.device.run_parts(parts)
         return sum(side.join())
 
-    def _backward_beside(self, step: Step) -> None:
-        """Run backward units beside the step's forward, by their predicted time.
+    def _parts_beside(self, step: Step) -> None:
+        """Run parts of jobs beside the step's forward, by their predicted time.
 
         Observations are of the time that both take when they run at once, and so are predictions.
         """
@@ -362,30 +352,30 @@ class EngineLoop:
         assert latencies is not None
         spent_s = step.ahead_s()
         with side.beside():
-            while group := self._next_group(step, spent_s):
+            while group := self.jobs.next_group(self.sharing, step, spent_s):
                 try:
                     with side.timed():
-                        self.device.back(group.units)
+                        self.device.run_parts(group.parts)
                 except Exception as error:
-                    self._fail_backward(group, error)
+                    self._fail_parts(group, error)
                     return
-                self._beside.append(group.load)
-                spent_s += latencies.backward.bound_s(group.load)
+                self._beside.append(group)
+                spent_s += latencies.of(group.phase).bound_s(group.load)
                 self._advance(step, group)
 
     def _join(self, step: Step) -> None:
         if self._beside:
             assert self.device.side is not None
-            loads, self._beside = self._beside, []
-            for load, took in zip(loads, self.device.side.join(), strict=True):
-                self._observe(step, load, took, took)
+            groups, self._beside = self._beside, []
+            for group, took in zip(groups, self.device.side.join(), strict=True):
+                self._observe(step, group, took, took)
 
-    def _observe(self, step: Step, load: Load, took: float, with_update_s: float) -> None:
-        step.ran_units(load, took, with_update_s)
+    def _observe(self, step: Step, group: PartGroup, took: float, with_update_s: float) -> None:
+        step.ran_parts(group.phase, group.load, took, with_update_s)
         self.sharing.ran(step, with_update_s)
 
-    def _advance(self, step: Step, group: BackwardGroup) -> None:
-        step.units += len(group.units)
+    def _advance(self, step: Step, group: PartGroup) -> None:
+        step.units += len(group.parts)
         for job, tokens in zip(group.jobs, group.tokens, strict=True):
             job.tokens, job.held = job.tokens + tokens, 0
             job.advance()

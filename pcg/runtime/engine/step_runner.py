@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -42,7 +41,7 @@ from pcg.runtime.sampling.sampler import Sampler, resolved
 from pcg.runtime.sampling.sampling import only_finite, sample
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training.training_pass import TrainingPass
-from pcg.runtime.training.work_units import Backward, Forward
+from pcg.runtime.training.work_units import Forward, Part, Phase
 from pcg.units import shown
 
 
@@ -50,7 +49,7 @@ class StepRunner:
     """Runs steps of the engine on one program.
 
     Attributes:
-        side: runs backward units on a GPU; None on other devices, and over ranks, where the
+        side: runs parts of jobs on a GPU; None on other devices, and over ranks, where the
             collectives of both would need one order.
         graphs: recorded decode steps; None if the program has none.
     """
@@ -91,10 +90,8 @@ class StepRunner:
         params = resolved(request.params, self._tokenizer, self._vocabulary)
         limit = self._limit(number, request)
         sequence = self._opened(request, number, limit, params)
-        for choice in range(1, params.width):
-            seed = None if params.seed is None else (params.seed + choice) % 2**63
-            own = replace(params, seed=seed)
-            sequence.followers.append(self._opened(request, number, limit, own, sequence))
+        for _ in range(1, params.width):
+            sequence.followers.append(self._opened(request, number, limit, params, sequence))
         return sequence
 
     def _opened(
@@ -126,6 +123,7 @@ class StepRunner:
                 stop_ids,
                 self._grammar(params, request.tenant),
                 of_first,
+                choice,
             ),
             echoed=self._echoed(request),
             choice=choice,
@@ -313,11 +311,15 @@ class StepRunner:
                 whole_sequences([[ANY_TOKEN]], self._device), self._tables.bind([None], [1])
             )
 
-    def back(self, units: List[Backward]) -> None:
+    def run_parts(self, parts: List[Part]) -> None:
+        if parts[0].stage.phase is Phase.LOSS:
+            for part in parts:
+                part.run()
+            return
         functions = []
-        for unit in units:
-            assert isinstance(unit.whole, TrainingPass)
-            functions.append(unit.whole.backward_requests())
+        for part in parts:
+            assert isinstance(part.whole, TrainingPass)
+            functions.append(part.whole.part_requests())
         with torch.no_grad():
             run_merged(functions)
 

@@ -11,7 +11,7 @@ Source: Symbiosis (split execution: a base executor shared by clients).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic
 
 from pcg.kernels.torch.products import Product, ProductRequest, Result
 
@@ -26,32 +26,51 @@ def run_single(function: ProductRequest[Result]) -> Result:
         return result
 
 
-def run_merged(functions: Sequence[ProductRequest[Any]]) -> list[Any]:
-    """Run functions side by side, merging the products of one key; returns each one's result.
+class MergedExecution(Generic[Result]):
+    """Functions that run side by side.
 
     Functions that request products of their own go first, while the others wait at a product by
     the base's weights: so all reach their next one together.
+
+    Attributes:
+        results: what each has returned, once it has.
     """
-    results: list[Any] = [None] * len(functions)
-    left = dict(enumerate(functions))
-    asked: dict[int, Product] = {}
-    while left:
-        for index, function in list(left.items()):
-            if index in asked:
+
+    def __init__(self, functions: Sequence[ProductRequest[Result]]) -> None:
+        self.results: list[Any] = [None] * len(functions)
+        self._left = dict(enumerate(functions))
+        self._asked: dict[int, Product] = {}
+
+    def next_groups(self) -> list[list[Product]]:
+        """Go on to the next products; returns those that run as one together, none at the end."""
+        for index, function in list(self._left.items()):
+            if index in self._asked:
                 continue
             try:
-                asked[index] = next(function)
+                self._asked[index] = next(function)
             except StopIteration as end:
-                results[index] = end.value
-                del left[index]
-        own = [index for index, product in asked.items() if product.is_own]
+                self.results[index] = end.value
+                del self._left[index]
+        own = [index for index, product in self._asked.items() if product.is_own]
         by_key: dict[tuple[object, ...], list[Product]] = {}
-        for index in own or list(asked):
-            product = asked.pop(index)
+        for index in own or list(self._asked):
+            product = self._asked.pop(index)
             by_key.setdefault(product.key, []).append(product)
-        for first, *others in by_key.values():
-            if others:
-                first.run_with(others)
-            else:
-                first.run()
-    return results
+        return list(by_key.values())
+
+
+def run_together(first: Product, others: Sequence[Product]) -> None:
+    """Run products of one key as one."""
+    if others:
+        first.run_with(others)
+    else:
+        first.run()
+
+
+def run_merged(functions: Sequence[ProductRequest[Any]]) -> list[Any]:
+    """Run functions side by side, merging the products of one key; returns each one's result."""
+    merged: MergedExecution[Any] = MergedExecution(functions)
+    while groups := merged.next_groups():
+        for first, *others in groups:
+            run_together(first, others)
+    return merged.results

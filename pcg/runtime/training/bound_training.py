@@ -24,7 +24,7 @@ from pcg.runtime.memory.host_allocator import FreedMemory
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.runner import LayerInputs, is_sequence_parallel, load_functions
-from pcg.runtime.training.loss_chunks import loss_chunks
+from pcg.runtime.training.loss_chunks import LossChunk, LossChunks, WindowLoss
 
 _ALL_TOKENS = 2**31
 
@@ -35,6 +35,9 @@ class BoundTraining:
     Attributes:
         shards: this rank's shards of the adapter.
         parameters: the trained tensors by name.
+        loss_chunk: the most tokens whose loss is computed together.
+        head_rows: rows of the head, if the loss is best computed for some of them at a time: each
+            chunk of tokens reads all, and on CPUs there are few tokens. 0 otherwise.
     """
 
     def __init__(
@@ -76,9 +79,10 @@ class BoundTraining:
         if adapter.recipe.encoder is not None:
             self._encoder = EncodedTraining(adapter.recipe, adapter.encoder, adapter.weights)
             self.parameters = self._encoder.parameters
-        self._chunk = model.loss_chunk
-        if any(node.op == "linear_cross_entropy" for node in training.epilogue.nodes):
-            self._chunk = _ALL_TOKENS  # this operator cuts the tokens into chunks itself
+        # The fused operator cuts the tokens into chunks itself.
+        is_fused = any(node.op == "linear_cross_entropy" for node in training.epilogue.nodes)
+        self.loss_chunk = _ALL_TOKENS if is_fused else model.loss_chunk
+        self.head_rows = self._head_rows() if self.device.type == "cpu" else 0
 
     def plan_for(self, sequences: int, tokens: int) -> None:
         """Train by a plan that holds the memory budget for so many sequences and tokens of all.
@@ -165,38 +169,41 @@ class BoundTraining:
         result: tuple[Sequence[Tensor], Sequence[Tensor]] = yield from self._watched(requests)
         return result
 
-    def loss(
-        self,
-        batch: Batch,
-        targets: Tensor,
-        carried: Sequence[Tensor],
-        shared: Sequence[Tensor | None],
-        weight: float | None,
-    ) -> tuple[float, list[Tensor]]:
-        """Return the summed loss, and with a weight the gradient of each carried value."""
-        epilogue = self.training.model.epilogue
-        shared = self._inputs.of(epilogue, shared)
-        gradients = [torch.zeros_like(x) for x in carried] if weight is not None else []
-        total = torch.zeros((), dtype=torch.float64, device=targets.device)
-        batch.layer = len(self._layers)  # behind the layers
-        for chunk in loss_chunks(targets, self._chunk, self.ranks, self._is_sequence_parallel):
-            batch.chosen = chunk.rows
-            part = [chunk.of_own(x) for x in carried] + [chunk.of_whole(x) for x in shared]
-            arguments = (self.weights.epilogue, self._outer, batch, *part, chunk.targets)
-            if self._freed is not None:
-                self._freed.look()
-            if weight is None:
-                total += self._functions["epilogue_loss"](*arguments).sum(dtype=torch.float64)
-                continue
+    def loss_chunks(self, targets: Tensor) -> LossChunks:
+        """Return the tokens of a window whose loss is computed."""
+        return LossChunks(targets, self.ranks, self._is_sequence_parallel)
+
+    def _head_rows(self) -> int:
+        epilogue = self.training.epilogue
+        for node in epilogue.nodes:
+            parameter = epilogue.parameters_by_name.get(node.inputs[-1])
+            if node.op == "linear_backward" and parameter is not None:
+                weight = getattr(self.weights.epilogue, python_name(parameter.name), None)
+                return 0 if weight is None else len(weight)
+        return 0
+
+    def loss(self, window: WindowLoss, chunk: LossChunk) -> ProductRequest[Tensor]:
+        """Return the summed loss of some tokens of a window, fp64, and put their gradients."""
+        batch = window.batch
+        shared = self._inputs.of(self.training.model.epilogue, window.shared)
+        batch.layer, batch.chosen = len(self._layers), chunk.rows  # behind the layers
+        part = [chunk.of_own(x) for x in window.carried] + [chunk.of_whole(x) for x in shared]
+        arguments = (self.weights.epilogue, self._outer, batch, *part, chunk.targets)
+        if self._freed is not None:
+            self._freed.look()
+        if window.weight is None:
+            loss = yield from self._watched(self._functions["epilogue_loss"](*arguments))
+        else:
             dtype = torch.float64 if part[0].dtype == torch.float64 else torch.float32
-            slope = torch.full(chunk.rows.shape, weight, dtype=dtype, device=targets.device)
-            (loss,), dx, trained = self._functions["epilogue_train"](*arguments, slope)
-            total += loss.sum(dtype=torch.float64)
-            for gradient, d in zip(gradients, dx, strict=True):
+            slope = torch.full(chunk.rows.shape, window.weight, dtype=dtype, device=self.device)
+            requests = self._functions["epilogue_train"](*arguments, slope)
+            (loss,), dx, trained = yield from self._watched(requests)
+            for gradient, d in zip(window.gradients, dx, strict=True):
                 chunk.put_own(d, gradient)
             self._accumulate(self._outer, self.training.epilogue_trained, trained)
         batch.chosen = None
-        return float(total), gradients
+        total: Tensor = loss.sum(dtype=torch.float64)
+        return total
 
     def layer_backward(
         self, layer: int, batch: Batch, saved: list[Any], gradients: list[Tensor]

@@ -6,16 +6,20 @@ so that no row moves between ranks: after a rank's last target its rows are padd
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from pcg.kernels.torch.products import ProductRequest
 from pcg.parallel.ranks.group import Ranks
 from pcg.parallel.ranks.token_shards import shard_rows
 from pcg.runtime.data.example import IGNORED
+from pcg.runtime.model.batch import Batch
+from pcg.runtime.model.cut_execution import CutExecution
 
 
 @dataclass(frozen=True)
@@ -51,27 +55,144 @@ class LossChunk:
         into[self.own] = part[: len(self.own)]
 
 
-def loss_chunks(
-    targets: Tensor, size: int, ranks: Ranks, is_sequence_parallel: bool
-) -> Iterator[LossChunk]:
-    """Yield all tokens with a target, in chunks.
+class LossChunks:
+    """The tokens of a batch that have a target, from which chunks are taken."""
 
-    Args:
-        targets: [T]; negative for none.
-        size: the most tokens of a chunk, at least one of each rank.
-        is_sequence_parallel: True if each rank holds a part of the tokens.
-    """
-    rows = torch.nonzero(targets >= 0).squeeze(-1)
-    if not is_sequence_parallel:
-        for chunk in rows.split(size):
-            yield LossChunk(chunk, targets[chunk], chunk, len(chunk))
-        return
-    held = shard_rows(len(targets), ranks.size)
-    own = [rows[rows // held == rank] for rank in range(ranks.size)]
-    each = max(1, size // ranks.size)
-    for start in range(0, max(map(len, own)), each):
-        taken = [found[start : start + each] for found in own]
+    def __init__(self, targets: Tensor, ranks: Ranks, is_sequence_parallel: bool) -> None:
+        """Begin before the first of them.
+
+        Args:
+            targets: [T]; negative for none.
+            is_sequence_parallel: True if each rank holds a part of the tokens.
+        """
+        rows = torch.nonzero(targets >= 0).squeeze(-1)
+        self._targets = targets
+        self._ranks = ranks
+        self._held = shard_rows(len(targets), ranks.size) if is_sequence_parallel else 0
+        self._own = [rows]
+        if self._held:
+            self._own = [rows[rows // self._held == rank] for rank in range(ranks.size)]
+
+    @property
+    def left(self) -> int:
+        """Number of tokens that no chunk has had."""
+        return sum(map(len, self._own))
+
+    def take(self, size: int) -> LossChunk:
+        """Take the next chunk, of `size` tokens at most but at least one of each rank."""
+        each = max(1, size // len(self._own))
+        taken = [found[:each] for found in self._own]
+        self._own = [found[each:] for found in self._own]
+        if not self._held:
+            (chunk,) = taken
+            return LossChunk(chunk, self._targets[chunk], chunk, len(chunk))
         tokens = pad_sequence(taken, batch_first=True)
-        wanted = pad_sequence([targets[one] for one in taken], True, padding_value=IGNORED)
-        mine = taken[ranks.rank] - ranks.rank * held
-        yield LossChunk(tokens.flatten(), wanted.flatten(), mine, tokens.shape[1])
+        wanted = pad_sequence([self._targets[one] for one in taken], True, padding_value=IGNORED)
+        mine = taken[self._ranks.rank] - self._ranks.rank * self._held
+        return LossChunk(tokens.flatten(), wanted.flatten(), mine, tokens.shape[1])
+
+
+@dataclass
+class WindowLoss:
+    """A window whose loss is computed.
+
+    Attributes:
+        targets: the target of each token, [T]; negative for none.
+        carried: the last layer's outputs.
+        shared: the prologue's outputs that the loss may read.
+        weight: the weight of each token's loss; None to train nothing.
+        gradients: the gradient of each carried value; none where nothing is trained.
+    """
+
+    batch: Batch
+    targets: Tensor
+    carried: Sequence[Tensor]
+    shared: Sequence[Tensor | None]
+    weight: float | None
+    gradients: list[Tensor] = field(default_factory=list)
+
+
+class ComputesLoss(Protocol):
+    """A program's loss.
+
+    Attributes:
+        loss_chunk: the most tokens whose loss is computed together.
+        head_rows: rows of the head, if the loss is best computed for some of them at a time: each
+            chunk of tokens reads all, and on CPUs there are few tokens. 0 otherwise.
+    """
+
+    loss_chunk: int
+    head_rows: int
+
+    def loss_chunks(self, targets: Tensor) -> LossChunks:
+        """Return the tokens of a window whose loss is computed."""
+
+    def loss(self, window: WindowLoss, chunk: LossChunk) -> ProductRequest[Tensor]:
+        """Return the summed loss of some tokens of a window, fp64, and put their gradients."""
+
+
+class PassLoss:
+    """The loss of some windows, some of its work at a time.
+
+    Attributes:
+        windows: the windows, in the order of their losses.
+        total: the sum of the losses; complete once `left` is 0.
+        left: number of tokens whose loss is left; of a chunk that is under way, in proportion. At
+            least 1 before the end.
+    """
+
+    def __init__(self, program: ComputesLoss, windows: Sequence[WindowLoss]) -> None:
+        self.windows = windows
+        self._program = program
+        self._chunks = [program.loss_chunks(window.targets) for window in windows]
+        for window in windows:
+            if window.weight is not None:
+                window.gradients = [torch.zeros_like(x) for x in window.carried]
+        # A token's numbers: the head's rows, forward and back.
+        self._each = program.head_rows * (1 if windows[0].weight is None else 2)
+        self._running: CutExecution[Tensor] | None = None
+        self._numbers = 0
+        self._totals: list[Tensor] = []
+        self.left = max(1, self._waiting)
+
+    @property
+    def total(self) -> float:
+        return float(torch.stack(self._totals).sum()) if self._totals else 0.0
+
+    @property
+    def _waiting(self) -> int:
+        return sum(chunks.left for chunks in self._chunks)
+
+    def run(self, tokens: int) -> None:
+        """Run on for so many tokens."""
+        while tokens > 0 and self.left:
+            if self._running is None:
+                most = self._program.loss_chunk
+                self._begin(most if self._each else min(tokens, most))
+            before = self.left
+            self._run_chunk(tokens)
+            tokens -= max(before - self.left, 1)
+
+    def _begin(self, size: int) -> None:
+        """Take a chunk of each window until it is enough."""
+        functions = []
+        for window, chunks in zip(self.windows, self._chunks, strict=True):
+            if chunks.left and size > 0:
+                chunk = chunks.take(size)
+                size -= len(chunk.rows)
+                self._numbers += len(chunk.rows) * self._each
+                functions.append(self._program.loss(window, chunk))
+        self._running = CutExecution(functions)
+
+    def _run_chunk(self, tokens: int) -> None:
+        assert self._running is not None
+        self._numbers -= self._running.run(tokens * self._each if self._each else _ALL)
+        in_chunk = max(1, -(-self._numbers // self._each)) if self._each else 0
+        if self._running.is_done:
+            self._totals += self._running.results
+            self._running, self._numbers, in_chunk = None, 0, 0
+        self.left = self._waiting + in_chunk
+
+
+_ALL = 2**62
+"""More numbers than any chunk has."""

@@ -5,13 +5,14 @@ other, go forward in windows of any size; later windows read the keys and values
 from the KV cache:
 
     forward    for windows j from the first:  for layers l from the first:  save for backward
-               compute the loss's gradient by the hidden states; logits are not saved
+    loss       for windows j from the last:   with its gradient by the hidden states; no logits stay
     backward   for layers l from the last:    for windows j from the last:
                    add dK, dV of all tokens that j attended to, to the layer's sums; those of j's
                    own tokens are then final, as every later window has added its part
 
-Other work may run between any two windows forward, and any two (layer, window) pairs backward.
-Without a cache all sequences are one window, and attention saves keys and values itself.
+Other work may run between any two (layer, window) pairs, forward and back, and within the loss:
+between any tokens or, on CPUs, rows of the head (`pcg/runtime/model/cut_execution.py`). Without a
+cache all sequences are one window, and attention saves keys and values itself.
 """
 
 from __future__ import annotations
@@ -32,7 +33,17 @@ from pcg.runtime.model.batch import ANY_TOKEN, Batch
 from pcg.runtime.model.load import Load
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.training.bound_training import BoundTraining
-from pcg.runtime.training.work_units import Backward, Forward, Pages, Release, WindowedPass, Work
+from pcg.runtime.training.loss_chunks import PassLoss, WindowLoss
+from pcg.runtime.training.work_units import (
+    Forward,
+    Pages,
+    Part,
+    Phase,
+    Release,
+    Stage,
+    WindowedPass,
+    Work,
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,7 @@ class Window:
     Attributes:
         targets: the target of each token, [T].
         end: number of tokens of the pass up to its last one.
-        carried: the inputs of the next layer.
+        carried: the inputs of the next layer; after the last one, of the loss.
         shared: the prologue's outputs that all layers may read.
         saved: the tensors that each layer has saved for backward.
         gradients: gradients of the outputs of the layer whose backward comes next.
@@ -74,7 +85,8 @@ class TrainingPass(WindowedPass):
         tokens: number of tokens of all sequences, virtual ones included.
         targets: number of target tokens.
         forwarded: number of tokens that went forward.
-        loss: the sum of the target tokens' losses so far.
+        loss: the sum of the target tokens' losses, once all are there.
+        layer: the layer whose backward comes next.
         trains: True if gradients are computed.
         is_done: True once the gradients are complete.
     """
@@ -117,14 +129,50 @@ class TrainingPass(WindowedPass):
         self._restored = frozenset(runner.training.restored)
         self.targets = sum(target >= 0 for s in self._sequences for target in s.targets)
         self.forwarded = 0
-        self.loss = 0.0
         self.is_done = False
         self._windows: list[Window] = []
+        self._begun = self._next = 0
+        self._open: Window | None = None
+        self.loss = 0.0
+        self._loss: PassLoss | None = None
+        self._has_loss = False
         self._count = len(runner.training.layers)
         self.layers = runner.layers_back if self.trains else 0
         self.layer = self._count - 1
         self._window = -1
         self._sums: KvGradients | None = None
+
+    @property
+    def stage(self) -> Stage | None:
+        if self._begun:
+            return Stage(Phase.FORWARD, self._count - self._next)
+        if self.remaining:
+            return None
+        if not self._has_loss:
+            return Stage(Phase.LOSS, 0)
+        return Stage(Phase.BACKWARD, self.layer + 1)
+
+    @property
+    def load(self) -> Load:
+        if self._begun:
+            end = min(self.forwarded + self._begun, self.tokens)
+            return Load.of(end - self.forwarded, self.context)
+        if not self._has_loss:
+            return Load(max(self.targets if self._loss is None else self._loss.left, 1))
+        spans = self._windows[self._window].batch.spans
+        chunks = (Load.of(span.length, span.context) for span in spans)
+        return sum(chunks, Load(ends=int(self.layer == self._count - self.layers)))
+
+    def run_part(self, tokens: int) -> None:
+        with torch.no_grad():
+            if not self._begun and not self._has_loss:
+                self._run_loss(tokens)
+            else:
+                run_single(self.part_requests())
+
+    def part_requests(self) -> ProductRequest[None]:
+        """Do as `run_part` does with a layer, requesting the base's products from the caller."""
+        return self._layer_forward() if self._begun else self.backward_requests()
 
     # --------------------------------------------------------------------------------- forward
 
@@ -138,6 +186,19 @@ class TrainingPass(WindowedPass):
         for layer in range(self._count):
             yield from self.layer_requests(layer, window)
         self.end(window)
+
+    def begin_window(self, tokens: int) -> None:
+        self._begun, self._next = tokens, 0
+
+    def _layer_forward(self) -> ProductRequest[None]:
+        """Take the window that has begun through its next layer."""
+        if self._open is None:
+            self._open = self.begin(self._begun)
+        yield from self.layer_requests(self._next, self._open)
+        self._next += 1
+        if self._next == self._count:
+            self.end(self._open)
+            self._open, self._begun = None, 0
 
     @property
     def remaining(self) -> int:
@@ -184,34 +245,38 @@ class TrainingPass(WindowedPass):
         if layer in self._restored:
             self._put_inputs(layer, window, (None,) * len(window.carried))
 
-    @torch.no_grad()
     def end(self, window: Window) -> None:
-        """Compute a window's loss, after its last layer; only now its tokens have gone forward."""
-        loss, window.gradients = self._runner.loss(
-            window.batch, window.targets, window.carried, window.shared, self._weight
-        )
-        window.carried = ()
-        if not self._restored:
-            window.shared = ()
-        self.loss += loss
-        if self.trains:
-            self._windows.append(window)
+        """Note that a window has gone through its last layer."""
+        self._windows.append(window)
         self.forwarded = window.end
+
+    # --------------------------------------------------------------------------------- loss
+
+    def _run_loss(self, tokens: int) -> None:
+        """Compute the loss of so many tokens, in the last window first."""
+        if self._loss is None:
+            windows = [
+                WindowLoss(one.batch, one.targets, one.carried, one.shared, self._weight)
+                for one in reversed(self._windows)
+            ]
+            self._loss = PassLoss(self._runner, windows)
+        self._loss.run(tokens)
+        if self._loss.left:
+            return
+        self.loss = self._loss.total
+        for window, loss in zip(reversed(self._windows), self._loss.windows, strict=True):
+            window.gradients, window.carried = loss.gradients, ()
+            if not self._restored:
+                window.shared = ()
+        self._loss, self._has_loss = None, True
+        if not self.trains:
+            self._windows.clear()
+            self.is_done = True
 
     # --------------------------------------------------------------------------------- backward
 
-    @property
-    def load(self) -> Load:
-        spans = self._windows[self._window].batch.spans
-        chunks = (Load.of(span.length, span.context) for span in spans)
-        return sum(chunks, Load(ends=int(self.layer == self._count - self.layers)))
-
-    @torch.no_grad()
-    def backward(self) -> None:
-        run_single(self.backward_requests())
-
     def backward_requests(self) -> ProductRequest[None]:
-        """Do as `backward` does, requesting the base's products from the caller."""
+        """Take the next window back through the next layer."""
         window, layer = self._windows[self._window], self.layer
         if self._window == -1 and self._cache is not None:
             keys, values = self._cache.keys[layer], self._cache.values[layer]
@@ -275,8 +340,8 @@ def pass_through(
     training_pass = TrainingPass(
         runner, examples, normaliser, dropout_seed, pages.cache, pages.tables
     )
-    yield Forward(training_pass)
-    while normaliser is not None and not training_pass.is_done:
-        yield Backward(training_pass)
+    while not training_pass.is_done:
+        is_part = training_pass.stage is not None
+        yield Part(training_pass) if is_part else Forward(training_pass)
     yield Release()
     return training_pass

@@ -9,7 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from enum import IntEnum
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.load import Load
@@ -17,16 +18,33 @@ from pcg.runtime.model.load import Load
 Result = TypeVar("Result")
 
 
+class Phase(IntEnum):
+    """The phases of a pass, the last one first."""
+
+    BACKWARD = 0
+    LOSS = 1
+    FORWARD = 2
+
+
+class Stage(NamedTuple):
+    """The place of a part within its pass. Parts of one stage may run together.
+
+    Attributes:
+        left: the layers that are left in the phase, the part's own included; 0 in the loss.
+    """
+
+    phase: Phase
+    left: int
+
+
 class WindowedPass(ABC):
-    """Sequences that go forward window by window, and then back layer by layer.
+    """Sequences that go forward window by window, have their loss, and go back layer by layer.
 
     Attributes:
         layers: the most layers that a window goes back through; 0 without gradients.
-        layer: the layer whose backward comes next.
     """
 
     layers: int
-    layer: int
 
     @property
     @abstractmethod
@@ -40,16 +58,28 @@ class WindowedPass(ABC):
 
     @property
     @abstractmethod
+    def stage(self) -> Stage | None:
+        """The stage of the next part; None where a window begins."""
+
+    @property
+    @abstractmethod
     def load(self) -> Load:
-        """The load of the window whose backward comes next; `ends` is 1 at the last layer."""
+        """The load of the next part: of its window, or of the loss that is left.
+
+        `ends` is 1 in the backward of a window through the last layer.
+        """
 
     @abstractmethod
     def forward(self, tokens: int) -> None:
-        """Take up to `tokens` next tokens forward."""
+        """Take up to `tokens` next tokens forward, through all layers."""
 
     @abstractmethod
-    def backward(self) -> None:
-        """Take one layer of one window back, after all tokens went forward."""
+    def begin_window(self, tokens: int) -> None:
+        """Have up to `tokens` next tokens go forward in parts, a layer each."""
+
+    @abstractmethod
+    def run_part(self, tokens: int) -> None:
+        """Run the next part: one layer of one window, or the loss of so many tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,19 +100,31 @@ class Forward:
     def layers(self) -> int:
         return self.whole.layers
 
+    @property
+    def is_over(self) -> bool:
+        """True once no window begins next: all went forward, or one goes forward in parts."""
+        return self.whole.stage is not None
+
     def run(self, tokens: int) -> None:
         self.whole.forward(tokens)
 
 
 @dataclass(frozen=True, eq=False)
-class Backward:
-    """The next layer of the next window to go back; units of one layer of all jobs run together."""
+class Part:
+    """A part of a pass that runs by itself: a layer of a window, forward or back, or some loss.
+
+    Attributes:
+        tokens: the tokens whose loss is computed; None for all that are left.
+    """
 
     whole: WindowedPass
+    tokens: int | None = None
 
     @property
-    def layer(self) -> int:
-        return self.whole.layer
+    def stage(self) -> Stage:
+        stage = self.whole.stage
+        assert stage is not None
+        return stage
 
     @property
     def layers(self) -> int:
@@ -90,10 +132,14 @@ class Backward:
 
     @property
     def load(self) -> Load:
-        return self.whole.load
+        return self.whole.load if self.tokens is None else Load(self.tokens)
+
+    def of(self, tokens: int) -> Part:
+        """Return as much of it as so many tokens: of a loss any, and of a layer all."""
+        return Part(self.whole, tokens) if self.stage.phase is Phase.LOSS else self
 
     def run(self) -> None:
-        self.whole.backward()
+        self.whole.run_part(self.load.tokens)
 
 
 @dataclass
@@ -120,7 +166,7 @@ class StepBeginsAgain(Exception):  # a signal, as StopIteration is
     """Thrown into a job: begin the step under way again, from its first token."""
 
 
-Unit: TypeAlias = Forward | Backward | Pages | Release
+Unit: TypeAlias = Forward | Part | Pages | Release
 Work: TypeAlias = Generator[Unit, None, Result]
 
 
@@ -144,5 +190,5 @@ def run_unit(unit: Unit) -> None:
     """Run one unit with nothing beside it."""
     if isinstance(unit, Forward):
         unit.run(unit.remaining)
-    elif isinstance(unit, Backward):
+    elif isinstance(unit, Part):
         unit.run()

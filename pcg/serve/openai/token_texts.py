@@ -27,6 +27,7 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
+        self._bytes: dict[int, list[int]] = {}
         self._before: tuple[int, ...] = ()
         self._skip = 0
         if tokenizer is not None:
@@ -53,6 +54,12 @@ class TokenTexts:
 
     def bytes(self, token: int) -> list[int]:
         """Return the bytes of a token, which may be a part of a character."""
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = self._bytes_of(token)
+        return found
+
+    def _bytes_of(self, token: int) -> list[int]:
         plain = self._decoded(token)
         if _REPLACEMENT not in plain or self._tokenizer is None:
             return list(plain.encode())

@@ -1,7 +1,7 @@
 """Co-serving in simulated time, on a device where a window takes much for itself.
 
-Its costs are those of an 8-layer Llama of hidden size 512 on a CPU, as they were measured: a
-window's loss reads the head's weights twice, and each layer goes back in 2.7 ms before any token.
+Its costs are those of an 8-layer Llama of hidden size 512 on a CPU, as they were measured: each
+layer goes back in 2.7 ms before any token, and the loss of a token takes 1 ms.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ PROMISED_S = 0.083
 
 def exact() -> Latencies:
     """What the device takes, and known to be so."""
-    forward = Latency(0.0154, 6.4e-4, 4e-7, 8e-4, 1.5e-3, 0.02)
-    return certain(forward, Latency(0.0027, 1.1e-4, 1e-7))
+    forward = Latency(0.0154, 6.4e-4, 4e-7, 8e-4, 0.0, 1e-3)
+    return certain(forward, Latency(0.0027, 1.1e-4, 1e-7), Latency(0.0005, 1e-3, 0.0))
 
 
 class CpuCosts:
@@ -45,9 +45,15 @@ class CpuCosts:
     layers = LAYERS
 
     def step_seconds(self, shape: StepShape) -> float:
-        of_window = 0.02 * (shape.trained > 0) + 1.5e-3 * shape.trained
+        of_window = 1e-3 * (shape.trained > 0)
         of_tokens = 6.4e-4 * shape.tokens + 4e-7 * shape.pairs
         return 0.0154 + of_tokens + 8e-4 * shape.sampled + of_window
+
+    def layer_seconds(self, layer: int, shape: StepShape) -> float:
+        return self.backward_seconds(layer, shape) / 2
+
+    def loss_seconds(self, tokens: int) -> float:
+        return 0.0005 + 1.0e-3 * tokens
 
     def backward_seconds(self, layer: int, shape: StepShape) -> float:
         return 0.0027 + 1.1e-4 * shape.tokens + 1e-7 * shape.pairs
@@ -94,7 +100,7 @@ def test_co_serving_trains_most_of_those_that_attain_as_much(rate_per_s: float) 
     """By the means of requests; the engine begins with latencies that know of no constants."""
     found = {}
     for name, rule in RULES.items():
-        begun = Latency(0.0155, 7e-4, 4e-7, 4e-4, 8e-4, 0.006), Latency(0.002, 1.7e-4, 1e-7)
+        begun = Latency(0.0155, 7e-4, 4e-7, 4e-4, 2e-4, 0.004), Latency(0.002, 1.7e-4, 1e-7)
         engine = engine_of(rule(), CpuCosts(), Latencies(*begun))
         found[name] = served(engine, rate_per_s, 60.0)
     own = found.pop("co-serving")
@@ -102,9 +108,9 @@ def test_co_serving_trains_most_of_those_that_attain_as_much(rate_per_s: float) 
     others = [r.finetuning_throughput for r in found.values() if r.slo_attainment == 1.0]
     assert len(others) >= 2
     assert own.finetuning_throughput > max(others)
-    # Half again of what it trains where no gap is longer than promised.
+    # It is hardly more than what it trains where no gap is longer than promised.
     within = served(engine_of(CoServing(), CpuCosts(), Latencies(*begun)), rate_per_s, 60.0)
-    assert own.finetuning_throughput > 1.4 * within.finetuning_throughput > 50
+    assert within.finetuning_throughput > 0.85 * own.finetuning_throughput > 120
     assert own.gap_attainment is not None
     assert within.gap_attainment is not None
     assert own.gap_attainment < 0.9 < 0.999 <= within.gap_attainment
@@ -153,8 +159,8 @@ def test_no_step_is_longer_than_its_burst(burst: int) -> None:
     # A window over two sequences has fewer keys than are counted.
     assert max(took[False]) <= burst * PROMISED_S * 1.001
     assert max(took[True]) <= PROMISED_S * 1.001
-    assert max(took[False]) > 0.95 * burst * PROMISED_S
-    assert report.finetuning_throughput > 80
+    assert max(took[False]) > (0.95 if burst == 1 else 0.75 * burst) * PROMISED_S
+    assert report.finetuning_throughput > 160
 
 
 def test_windows_come_where_requests_wait_all_the_time() -> None:
@@ -167,7 +173,7 @@ def test_windows_come_where_requests_wait_all_the_time() -> None:
     assert within.slo_attainment is not None
     assert bursting.slo_attainment is not None
     assert bursting.slo_attainment >= within.slo_attainment > 0.7
-    assert bursting.finetuning_throughput >= within.finetuning_throughput > 5
+    assert bursting.finetuning_throughput >= 0.9 * within.finetuning_throughput > 20
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.8])

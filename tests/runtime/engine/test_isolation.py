@@ -22,6 +22,7 @@ from pcg.runtime.engine.limits import Limits
 from pcg.runtime.metrics.events import Event, Kind
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
+from pcg.runtime.training.work_units import Phase, Stage
 from tests.support.prompts import prompts
 from tests.support.small_engine import (
     DATA,
@@ -206,14 +207,15 @@ def test_a_backward_that_fails_beside_another(monkeypatch: pytest.MonkeyPatch) -
     engine = make_engine(executor, 64)
     bad = engine.finetune(DATA, "bad", peft=LORA, **OPTIONS)
     good = engine.finetune(DATA, "good", peft=LORA, **OPTIONS)
-    back = engine.device.back
+    run_parts = engine.device.run_parts
 
-    def failing(units: list[Any]) -> None:
-        back(units)
-        if bad.unit in units and bad.unit.layer == 0:
+    def failing(parts: list[Any]) -> None:
+        is_last = bad.unit in parts and bad.unit.stage == Stage(Phase.BACKWARD, 1)
+        run_parts(parts)
+        if is_last:
             raise RuntimeError("a kernel failed")
 
-    monkeypatch.setattr(engine.device, "back", failing)
+    monkeypatch.setattr(engine.device, "run_parts", failing)
     run(engine)
     assert isinstance(bad.error, FinetuneError)
     assert good.error is None

@@ -72,15 +72,17 @@ def test_the_most_tokens_that_fit() -> None:
 
 
 def test_calibration_tells_rows_of_logits_from_tokens() -> None:
-    """A head of 6 ms, which is read for the first row of logits, and twice for a window."""
+    """A head of 6 ms, which is read for the first row of logits, and a row of many costs less."""
 
     def seconds(tokens: int, context: int, rows: int) -> float:
         load = Load.of(tokens, context)
         return 0.01 + 6e-4 * load.tokens + 4e-7 * load.keys + 8e-4 * rows + 0.006 * (rows > 0)
 
     found = fitted_latencies(seconds, layers=8)
-    expected = (0.016, 6e-4, 4e-7, 8e-4, 1.6e-3, 0.0136)
+    expected = (0.016, 6e-4, 4e-7, 8e-4, 3e-5, 8e-4)
     assert found.forward.coefficients_s == pytest.approx(expected, rel=1e-6)
+    of_rows = 2 * (8e-4 * 64 + 0.006) / 64
+    assert found.loss.coefficients_s[:3] == pytest.approx((0.0068, of_rows, 0.0))
     assert found.backward.coefficients_s[:3] == pytest.approx((0.002, 1.5e-4, 1e-7))
 
 

@@ -23,7 +23,7 @@ from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
-from pcg.runtime.training.work_units import Forward
+from pcg.runtime.training.work_units import Forward, Part, Phase
 from pcg.simulate.simulated_training import SimulatedPass
 from tests.support.certain import certain
 from tests.support.small_engine import (
@@ -129,7 +129,7 @@ def test_spatial_sharing_gives_a_part_of_the_time() -> None:
             trained_s += 1e-3 * rule.forward(step, unit_of(1000))
         load = Load(3)
         elapsed_s = 0.01
-        while rule.backward(step, load, elapsed_s):
+        while rule.fits(step, Phase.BACKWARD, load, elapsed_s):
             rule.ran(step, 6e-3)
             elapsed_s, trained_s = elapsed_s + 6e-3, trained_s + 6e-3
     assert trained_s == pytest.approx(400 * 5e-3, rel=0.01)
@@ -140,8 +140,8 @@ def test_co_serving_keeps_to_the_promise() -> None:
     rule, step = CoServing(burst=1), step_of(10)
     # A layer of 12 goes back within 25 ms; 1000 make 84 such windows.
     assert rule.forward(step, unit_of(1000)) == 12
-    assert rule.backward(step, Load(12), 0.02)
-    assert not rule.backward(step, Load(12), 0.03)
+    assert rule.fits(step, Phase.BACKWARD, Load(12), 0.02)
+    assert not rule.fits(step, Phase.BACKWARD, Load(12), 0.03)
     full = step_of(50)
     assert rule.forward(full, unit_of(1000)) == 0
 
@@ -158,7 +158,7 @@ def test_a_job_goes_on_where_a_window_takes_longer_than_a_step_may(rule: Sharing
     assert rule.forward(idle, unit) == 4
     idle.load += Load(4, windows=1)
     assert rule.forward(idle, unit) == 0
-    assert rule.backward(Step(Limits(), latencies), Load(4), 0.0)
+    assert rule.fits(Step(Limits(), latencies), Phase.BACKWARD, Load(4), 0.0)
     served = Step(Limits(least_chunk=4), latencies, 0.05, 0.05, Load(1), is_served=True)
     assert CoServing().forward(served, unit) == 0
 
@@ -173,23 +173,61 @@ def window_step(slack_s: float, awaits_first_token: bool = False) -> Step:
 def test_a_step_uses_slack_that_others_saved_up_to_its_burst() -> None:
     """Of 200 ms, 10 are the requests' and 10 the window's; while one waits, of 50 ms."""
     assert CoServing(burst=4).forward(window_step(1.0), unit_of(180)) == 180
-    assert CoServing(burst=1).forward(window_step(1.0), unit_of(180)) == 30
+    assert CoServing(burst=1.01).forward(window_step(1.0), unit_of(180)) == 30
     rule = CoServing(burst=4)
     awaited = [rule.forward(window_step(1.0, True), unit_of(180)) for _ in range(40)]
     assert {*awaited} == {0, 30}
-    assert rule.backward(window_step(1.0), Load(10), 0.19)
-    assert not rule.backward(window_step(1.0, True), Load(10), 0.049)
+    assert rule.fits(window_step(1.0), Phase.BACKWARD, Load(10), 0.19)
+    assert not rule.fits(window_step(1.0, True), Phase.BACKWARD, Load(10), 0.049)
 
 
 def test_a_batch_is_split_evenly() -> None:
     """Rooms of 180 and 30 tokens take as many windows as they must, and no tiny last one."""
-    for burst, remaining, sizes in ((4, 200, [100, 100]), (1, 100, [25] * 4), (1, 31, [16, 15])):
+    for burst, remaining, sizes in (
+        (4, 200, [100, 100]),
+        (1.01, 100, [25] * 4),
+        (1.01, 31, [16, 15]),
+    ):
         rule, unit = CoServing(burst), unit_of(remaining)
         found = []
         while unit.remaining:
             found.append(rule.forward(window_step(1.0), unit))
             unit.run(found[-1])
         assert found == sizes
+
+
+def test_where_gaps_are_promised_a_window_goes_forward_as_it_costs_less() -> None:
+    """Of 50 ms, 40 are left: for 30 tokens at once, or any number in layers of 0.5 + 0.05 ms."""
+    rule, unit = CoServing(), unit_of(180)
+    assert rule.forward(window_step(1.0), unit) == 0
+    assert rule.in_layers(window_step(1.0), unit, 0.01) == 180
+    assert rule.in_layers(window_step(1.0), unit, 0.0406) == 0
+    assert CoServing(burst=4).in_layers(window_step(1.0), unit, 0.01) == 0
+    # Beside what is served, a token takes 0.05 ms; by itself, 0.1.
+    step = window_step(1.0)
+    step.latencies = certain(Latency(0.01, 5e-5, 0.0), Latency(1e-3, 1e-4, 0.0))
+    assert rule.in_layers(step, unit, 0.01) == 0
+    assert rule.forward(step, unit) == 180
+
+
+def test_a_step_has_as_much_of_the_loss_as_fits() -> None:
+    """Of 50 ms, 20 are left; a token takes 1 ms."""
+    forward, backward = Latency(0.0, 1e-3, 0.0), Latency(1e-3, 1e-4, 0.0)
+    latencies = certain(forward, backward, Latency(2e-3, 1e-3, 0.0))
+    step = Step(Limits(), latencies, 0.05, 0.05, 0.05, Load(10), Load(10), is_served=True)
+    whole = WithoutContext([180], layers=2, adapter=None, rank=1)
+    whole.forward(180)
+    rule, part = CoServing(), Part(whole)
+    assert rule.part(step, part, Load(), 0.03) == 18
+    assert rule.part(step, part, Load(), 0.048) == 0
+    whole.run_part(175)
+    assert rule.part(step, part, Load(), 0.03) == 5
+    # Once it is known that steps leave 40 ms, one with 10 takes none: most of it is the constant.
+    whole = WithoutContext([180], layers=2, adapter=None, rank=1)
+    whole.forward(180)
+    rule.begin(step)
+    assert rule.part(step, Part(whole), Load(), 0.04) == 0
+    assert rule.part(step, Part(whole), Load(), 0.03) == 18
 
 
 def test_windows_wait_for_slack_and_come_without() -> None:

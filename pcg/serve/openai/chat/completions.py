@@ -14,7 +14,7 @@ from pcg.runtime.requests.request import Completion
 from pcg.serve.json_bytes import json_bytes
 from pcg.serve.openai.chat.body import ChatBody
 from pcg.serve.openai.chat.events import ChatEvents
-from pcg.serve.openai.chat.generation import submit_chat
+from pcg.serve.openai.chat.generation import explained, submit_chat
 from pcg.serve.openai.chat.logprobs import ChatLogprobs, LogprobWriter
 from pcg.serve.openai.chat.message_reader import ChatMessage
 from pcg.serve.openai.chat.tool_use import ToolUse
@@ -106,7 +106,8 @@ async def create_chat_completion(
         "system_fingerprint": model.fingerprint,
     }
     if body.stream:
-        chunks = await begun(request, [submitted])
+        with explained(use):
+            chunks = await begun(request, [submitted])
         wanted = Wanted.of(
             bool(body.return_token_ids), body.prompt_logprobs is not None, body.stream_options
         )
@@ -114,7 +115,8 @@ async def create_chat_completion(
         events = ChatEvents(head, submitted, use, wanted, writer, texts)
         leave, timeout_s = partial(cancel_all, [submitted]), service.options.stream_timeout_s
         return EventStream(guarded(events.parts(chunks)), leave, timeout_s, model.headers)
-    (group,) = await all_completions(request, [submitted])
+    with explained(use):
+        (group,) = await all_completions(request, [submitted])
     content = {**head, "choices": [_choice(body, use, logprobs, done) for done in group]}
     content["usage"] = usage_of([group])
     found = group[0].prompt_logprobs

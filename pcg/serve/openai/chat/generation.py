@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pcg.errors import GenerationError
 from pcg.runtime.requests.request import RequestFields
 from pcg.serve.adapters.catalog import ServedModel
 from pcg.serve.errors import ApiError
@@ -22,8 +25,8 @@ _GUIDES = (
     "guided_choice",
     "guided_grammar",
 )
-_MOST_TOKENS = 4096
-"""The tokens of an output that is not bounded, of a model whose positions are not."""
+_OF_SCHEMA = re.compile(r"failed to compile JSON schema: (.*?)(?= \d+ \||$)")
+"""The library's reason, before the lines of the grammar around it."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,28 @@ async def submit_chat(
         if content is not None:
             fields["guided_json"] = content
     if "max_new_tokens" not in fields:
-        fields["max_new_tokens"] = _left(service, model, len(prompt))
-    (submitted,) = await service.submit(caller, model, [prompt], fields, reply_id)
+        kept = fields.get("truncate_prompt_tokens")
+        length = len(prompt) if not isinstance(kept, int) else min(len(prompt), kept)
+        fields["max_new_tokens"] = _left(service, model, length)
+    with explained(use):
+        (submitted,) = await service.submit(caller, model, [prompt], fields, reply_id)
     return submitted, use
+
+
+@contextlib.contextmanager
+def explained(use: ToolUse) -> Iterator[None]:
+    """Say what of the request a guide is made of, where one cannot be followed."""
+    try:
+        yield
+    except GenerationError as error:
+        of_tools = str(error).startswith("guided_grammar") and "guided_grammar" in use.fields
+        if not of_tools:
+            raise
+        found = _OF_SCHEMA.search(str(error))
+        said = found[1] if found else str(error).removeprefix("guided_grammar ")
+        raise ApiError(
+            400, f"The schemas of the tools cannot be followed: {said}", param="tools"
+        ) from error
 
 
 def prepared(service: Service, chat: Chat) -> tuple[list[int], ToolUse]:
@@ -90,7 +112,8 @@ def prepared(service: Service, chat: Chat) -> tuple[list[int], ToolUse]:
 
 def _left(service: Service, model: ServedModel, prompt_tokens: int) -> int:
     """Return how many tokens fit behind a prompt."""
-    if service.max_model_len is None:
-        return _MOST_TOKENS
     virtual = 0 if model.adapter is None else model.adapter.prompt_tokens
-    return max(1, service.max_model_len - virtual - prompt_tokens)
+    bounds = [service.engine.most_tokens(model.adapter)]
+    if service.max_model_len is not None:
+        bounds.append(service.max_model_len)
+    return max(1, min(bounds) - virtual - prompt_tokens)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
+from pcg.serve.openai.chat.schemas import bare
 from pcg.serve.openai.wire import WireModel
 
 
@@ -46,7 +47,8 @@ def content_schema(given: ResponseFormat | None) -> dict[str, Any] | None:
     """Return the JSON schema of an output's content; None for any text."""
     match given:
         case JsonSchemaFormat() if given.json_schema.schema_ is not None:
-            return given.json_schema.schema_
+            found: dict[str, Any] = bare(given.json_schema.schema_)
+            return found
         case JsonObjectFormat() | JsonSchemaFormat():
             return {"type": "object"}
         case _:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
+from pcg.serve.openai.chat.schemas import bare
 from pcg.serve.openai.wire import WireModel
 
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
@@ -23,9 +24,10 @@ class Function(WireModel):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        """The JSON schema of the arguments."""
+        """The JSON schema of the arguments, without descriptions."""
         if self.parameters:
-            return self.parameters
+            found: dict[str, Any] = bare(self.parameters)
+            return found
         return {"type": "object", "properties": {}, "additionalProperties": False}
 
 

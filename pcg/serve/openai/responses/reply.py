@@ -42,6 +42,7 @@ class ResponseReply(BaseModel):
     top_p: float
     truncation: str
     user: str | None
+    system_fingerprint: str
 
 
 def begun_response(response_id: str, model: str, body: ResponseBody) -> dict[str, Any]:

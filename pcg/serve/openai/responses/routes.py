@@ -14,7 +14,7 @@ from starlette.responses import Response
 from pcg.runtime.requests.request import Completion
 from pcg.serve.errors import ApiError
 from pcg.serve.json_bytes import json_bytes
-from pcg.serve.openai.chat.generation import Chat, submit_chat
+from pcg.serve.openai.chat.generation import Chat, explained, submit_chat
 from pcg.serve.openai.chat.logprobs import LogprobWriter
 from pcg.serve.openai.chat.messages import Message
 from pcg.serve.openai.completions import STREAMED
@@ -94,23 +94,26 @@ async def create_response(
 ) -> Response:
     """Generate a response to items."""
     model = await service.catalog.find(caller, body.model)
+    response_id = new_id("resp").replace("-", "_")
     turn = await service.beside(caller, _turn, service.responses, caller.tenant, body)
     messages = messages_of([*turn.before, *turn.input])
     if body.instructions is not None:
         messages.insert(0, Message(role="system", content=body.instructions))
     chat = Chat(messages, body.asked_tools(), body.fields(request), {"variables": body.variables()})
-    response_id = new_id("resp").replace("-", "_")
     submitted, use = await submit_chat(service, caller, model, chat, response_id)
     response = begun_response(response_id, model.name, body)
+    response["system_fingerprint"] = model.fingerprint
     logprobs = LogprobWriter(service.token_texts, bool(body.return_tokens_as_token_ids))
     output = OutputItems(use, logprobs if body.wants_logprobs else None)
     end: Callable[[Completion], dict[str, Any]] = partial(turn.end, response, output)
     if body.stream:
-        chunks = await begun(request, [submitted])
+        with explained(use):
+            chunks = await begun(request, [submitted])
         leave, timeout_s = partial(cancel_all, [submitted]), service.options.stream_timeout_s
         parts = ResponseEvents(response, output, end).parts(chunks)
         return EventStream(parts, leave, timeout_s, model.headers)
-    ((done,),) = await all_completions(request, [submitted])
+    with explained(use):
+        ((done,),) = await all_completions(request, [submitted])
     output.push(done.text, done.logprobs or (), status_of(done))
     return Response(json_bytes(end(done)), headers=model.headers, media_type="application/json")
 
@@ -158,7 +161,7 @@ async def delete_response(
     return DeletedResponse(id=response_id)
 
 
-@router.get("/responses/{response_id}/input_items")
+@router.get("/responses/{response_id}/input_items", response_model=ItemList)
 async def list_input_items(
     response_id: str,
     service: ServiceDependency,
@@ -166,7 +169,7 @@ async def list_input_items(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Annotated[Literal["asc", "desc"], Query()] = "desc",
     after: Annotated[str | None, Query()] = None,
-) -> ItemList:
+) -> Response:
     """List the items of a response's request."""
     kept = _kept(service.responses, caller.tenant, response_id, "response_id")
     items = [as_json(item) for item in kept.input]
@@ -178,7 +181,9 @@ async def list_input_items(
         items = items[ids.index(after) + 1 :]
     page = items[:limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return ItemList(data=page, first_id=first, last_id=last, has_more=len(items) > limit)
+    more = {"first_id": first, "last_id": last, "has_more": len(items) > limit}
+    content = {"object": "list", "data": page, **more}
+    return Response(json_bytes(content), media_type="application/json")
 
 
 def _kept(store: ResponseStore, tenant: str, response_id: str, param: str) -> KeptResponse:

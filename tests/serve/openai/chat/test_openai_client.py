@@ -101,6 +101,7 @@ def test_greedy_text_is_the_librarys(server: serving.Served, client: openai.Open
         parts = [chunk.choices[0].delta.content or "" for chunk in chunks]
         assert "".join(parts) == expected.text
         assert reply.model == model
+        assert reply.system_fingerprint == (model if adapter is None else f"{adapter}@2")
         usage = reply.usage
         counted = (len(prompt), len(expected.token_ids))
         assert (usage.prompt_tokens, usage.completion_tokens) == counted

@@ -84,6 +84,7 @@ def test_text_is_the_librarys(server: serving.Served, client: openai.OpenAI) -> 
             "max_output_tokens",
         )
         assert (reply.model, reply.instructions, reply.metadata) == (model, "Be brief.", {"a": "b"})
+        assert reply.system_fingerprint == (model if adapter is None else f"{adapter}@2")
         assert (reply.usage.input_tokens, reply.usage.output_tokens) == (len(prompt), 12)
         item = {"role": "user", "content": [{"type": "input_text", "text": "what is it?"}]}
         same = ask(client, model=model, input=[{"role": "system", "content": "Be brief."}, item])

@@ -1,0 +1,60 @@
+"""Rules of sharing that co-serving is compared with (FlexLLM v2 §2 and §8.2, figure 11)."""
+
+from __future__ import annotations
+
+from pcg.errors import FinetuneError
+from pcg.runtime.engine.sharing.co_serving import CoServing
+from pcg.runtime.engine.sharing.rule import Sharing
+from pcg.runtime.engine.sharing.step import Step
+from pcg.runtime.model.load import Load
+from pcg.runtime.training.work_units import Forward, Phase
+
+
+class TemporalSharing(Sharing):
+    """Alternates steps that serve with steps that run a whole mini-batch, forward and backward.
+
+    `frequency` serving steps lie between two that train; FlexLLM v2 figure 11 has 64 to 512.
+    """
+
+    def __init__(self, frequency: int = 128) -> None:
+        if frequency < 1:
+            raise FinetuneError(f"frequency={frequency}; use at least 1 step that serves")
+        self.frequency = frequency
+        self._served = 0
+
+    def serves(self, has_work: bool) -> bool:
+        return not has_work or self._served < self.frequency
+
+    def begin(self, step: Step) -> None:
+        self._served = self._served + 1 if step.is_served else 0
+
+    def forward(self, step: Step, unit: Forward) -> int:
+        return 0 if step.is_served or step.load.windows else unit.remaining
+
+    def fits(self, step: Step, phase: Phase, load: Load, ahead_s: float) -> bool:
+        return not step.is_served
+
+
+class SpatialSharing(CoServing):
+    """Gives finetuning a fixed share of the time of steps that serve, whatever the SLOs."""
+
+    def __init__(self, share: float = 0.5) -> None:
+        super().__init__()
+        if not 0 < share < 1:
+            raise FinetuneError(f"share={share:g}; use a part above 0 and below 1")
+        self.share = share
+
+    def _share_of(self, step: Step) -> float | None:
+        return self.share if step.is_served else None
+
+
+class InferenceOnly(Sharing):
+    """Runs no finetuning: jobs wait."""
+
+    trains = False
+
+    def forward(self, step: Step, unit: Forward) -> int:
+        return 0
+
+    def fits(self, step: Step, phase: Phase, load: Load, ahead_s: float) -> bool:
+        return False
