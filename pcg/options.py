@@ -230,6 +230,8 @@ class ExplainOptions(OptimizerChoice, PlanOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.gpus, str):  # as on the command line
+            object.__setattr__(self, "gpus", tuple(map(str.strip, self.gpus.split(","))))
         tokens = self.serve_tokens
         if tokens is not None and (type(tokens) is not int or tokens < 0):
             raise UnsupportedError(f"serve_tokens={tokens!r}; use an int of at least 0")

@@ -22,7 +22,7 @@ from pcg.errors import AdapterError, PcgError, UnsupportedError
 from pcg.files import damage_of, expanded, is_directory, is_file, is_there, read_json, shown_path
 from pcg.peft.adapter import Adapter
 from pcg.peft.recipe import Recipe
-from pcg.peft.registry import is_shorthand, recipe_from
+from pcg.peft.registry import SHORTHANDS, is_shorthand, recipe_from
 from pcg.peft.weights import ModuleWeights
 from pcg.tensor_file import read_header
 from pcg.units import shown
@@ -72,7 +72,7 @@ def _of_weights(file: Path, name: str, recipe: Recipe, config: Mapping[str, Any]
 
 def recipes_of(peft: object) -> dict[str, Recipe]:
     """The recipes that `peft` names; one without a name is called `default`."""
-    if peft is None:
+    if peft is None or (isinstance(peft, str) and peft.lower() == "none"):
         return {}
     if isinstance(peft, Mapping) and not is_recipe(peft):
         return {str(name): _recipe_of(value) for name, value in peft.items()}
@@ -86,6 +86,11 @@ def is_recipe(peft: Mapping[Any, Any]) -> bool:
 
 def _recipe_of(value: object) -> Recipe:
     if isinstance(value, str | os.PathLike) and not is_shorthand(value):
+        if isinstance(value, str) and os.sep not in value and not is_there(expanded(value)):
+            raise AdapterError(
+                f"{shown(value)} is neither one of {', '.join(SHORTHANDS)}, nor the directory of a "
+                "saved adapter"
+            )
         return read_adapter(value, "adapter").recipe
     return recipe_from(value)
 

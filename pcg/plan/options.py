@@ -65,6 +65,9 @@ class MachineOptions(OptimizerChoice):
     costs: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("gpus", "tp", "dtypes"):
+            if isinstance(getattr(self, name), str | int):  # one alone
+                object.__setattr__(self, name, (getattr(self, name),))
         bounds = (
             ("max_gpus", 1, MOST_GPUS),
             ("max_num_seqs", 1, MOST_SEQS),

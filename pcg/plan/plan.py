@@ -72,7 +72,7 @@ def plan(given: PlanArguments) -> MachinePlan:
     return MachinePlan(
         model=search.name,
         method=recipes_text(recipes),
-        method_options=("--peft", words) if isinstance(words, str) else (),
+        method_options=("--peft", words) if isinstance(words, str) else None,
         optimizer_options=given.optimizer_words,
         workload=workload,
         costs={device.gpu.name: _source(device.model, given.costs) for device in devices},

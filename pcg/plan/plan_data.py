@@ -19,7 +19,8 @@ class PlanData:
     Attributes:
         model: the model's name.
         method: the PEFT method in words; None for the base alone.
-        method_options: the options of the command line that name the method.
+        method_options: the options of the command line that name the method; None where it was
+            given as an object, which has no word there.
         optimizer_options: those that name the optimizer.
         costs: the source of each GPU's times, by its name.
         planned_for: the device by whose costs adapters lie on ranks; None where there is one rank
@@ -36,7 +37,7 @@ class PlanData:
 
     model: str
     method: str | None
-    method_options: tuple[str, ...]
+    method_options: tuple[str, ...] | None
     optimizer_options: tuple[str, ...]
     workload: MachineWorkload
     costs: Mapping[str, str]
@@ -59,7 +60,7 @@ class PlanData:
         machine, choice, training = candidate.machine, candidate.choice, self.workload.training
         trains_alone = self.workload.serving is None
         words = ["pcg", "finetune" if trains_alone else "compile", self.model]
-        words += self.method_options
+        words += ("--peft", "ADAPTER") if self.method_options is None else self.method_options
         words += ["--dtype", machine.dtype]
         if machine.tp > 1:
             words += ["--tp", str(machine.tp)]
@@ -94,6 +95,11 @@ class PlanData:
                     "--tpot-slo-ms nothing bounds TPOT but that"
                 )
             notes.append("each replica trains an adapter of its own; tokens are those of all")
+        if self.method_options is None:
+            notes.append(
+                "ADAPTER stands for the directory of an adapter with the configuration that was "
+                "given, as save_adapter or peft writes it"
+            )
         if self.planned_for is not None and any(one.machine.tp > 1 for one in self.front):
             notes.append(f"over ranks, adapters are parallelized for {self.planned_for}")
         notes += [f"tp={degree} cannot be: {why}" for degree, why in self.refused.items()]

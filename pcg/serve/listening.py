@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+import ssl
+from pathlib import Path
 
 from pcg.errors import ServeError
+from pcg.files import shown_path
 
 _BACKLOG = 2048
 
@@ -46,6 +49,15 @@ def listen(host: str, port: int, unread_s: float = 60.0) -> socket.socket:
             ) from error
         raise ServeError(f"cannot listen at {host} port {port}: {error.strerror}") from error
     return bound
+
+
+def check_certificate(certificate: Path, key: Path | None) -> None:
+    """Raise a ServeError if a server cannot use a certificate with a key."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except (OSError, ValueError) as error:
+        files = shown_path(certificate) if key is None else f"{certificate} with {key}"
+        raise ServeError(f"{files} cannot be used for https: {error}") from error
 
 
 def url_of(bound: socket.socket, *, is_secure: bool) -> str:

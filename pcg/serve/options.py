@@ -12,6 +12,9 @@ from pcg.errors import ServeError
 if TYPE_CHECKING:
     from pcg.runtime.engine.options import EngineArguments
 
+_MOST = 1e6
+"""Above every memory in GiB and every time in seconds that is meant."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
@@ -32,7 +35,6 @@ class ServeOptions:
         lora_roots: a folder of adapters, each in a folder of its own. One is loaded when somebody
             names it, and those loaded over HTTP come from there. Repeatable.
         max_cpu_loras: the most adapters in the host's memory at once.
-        data_dir: the folder of what outlasts the server.
         max_model_len: the most tokens of a prompt and its output; the model's positions by default.
         max_num_seqs: the most sequences at once.
         max_num_batched_tokens: the most tokens of a step.
@@ -41,8 +43,10 @@ class ServeOptions:
         enable_prefix_caching: share the KV blocks of a tenant's prompts that begin alike.
         ttft_slo_ms: SLO of the time to the first token, ms.
         tpot_slo_ms: SLO of each gap between two output tokens, ms.
-        tenant_seqs: the most sequences of one tenant at once; half of `max_num_seqs` by default.
-        tenant_queue: the most requests of one tenant that wait; further ones are refused.
+        tenant_seqs: the most sequences of one tenant at once; by default half of `max_num_seqs`
+            where keys are of several tenants, else all.
+        tenant_queue: the most requests of one tenant that wait; further ones are refused. By
+            default a quarter of `max_queue` where keys are of several tenants, else all.
         max_queue: the most requests of all tenants that wait.
         key_requests: the most requests that a key may have in the server at once.
         metrics_without_key: let everyone who reaches the server read /metrics, which has names of
@@ -75,7 +79,6 @@ class ServeOptions:
     lora_modules: Sequence[str] = ()
     lora_roots: Sequence[str] = ()
     max_cpu_loras: int = 256
-    data_dir: Path | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 4096
@@ -85,7 +88,7 @@ class ServeOptions:
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
     tenant_seqs: int | None = None
-    tenant_queue: int = 1024
+    tenant_queue: int | None = None
     max_queue: int = 4096
     key_requests: int = 2048
     metrics_without_key: bool = False
@@ -113,9 +116,17 @@ class ServeOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ServeError(f"{name}={value}; use at least 1")
-        for name in ("kv_cache_gib", "max_body_mib", "stream_timeout_s", "shutdown_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ServeError(f"{name}={getattr(self, name)}; use a number above 0")
+        for name in (
+            "kv_cache_gib",
+            "max_body_mib",
+            "stream_timeout_s",
+            "shutdown_timeout_s",
+            "ttft_slo_ms",
+            "tpot_slo_ms",
+        ):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < _MOST:
+                raise ServeError(f"{name}={value}; use a number above 0")
         if self.max_logprobs < 0:
             raise ServeError(f"max_logprobs={self.max_logprobs}; use at least 0")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
@@ -129,14 +140,21 @@ class ServeOptions:
     def kv_cache_bytes(self) -> int:
         return int(self.kv_cache_gib * 2**30)
 
-    def engine(self) -> EngineArguments:
-        """The engine's arguments; it is imported here, so that help is there at once."""
+    def queue_of(self, tenants: int) -> int:
+        """The most requests of one tenant that wait, where there are so many tenants."""
+        return self.tenant_queue or (self.max_queue if tenants == 1 else -(-self.max_queue // 4))
+
+    def engine(self, tenants: int) -> EngineArguments:
+        """The engine's arguments for so many tenants.
+
+        The engine is imported here, so that help is there at once.
+        """
         from pcg.runtime.admission.backlog import QueueLimits
         from pcg.runtime.admission.fair_share import FairShare
         from pcg.runtime.engine.limits import Limits
         from pcg.runtime.engine.options import EngineArguments
 
-        running = self.tenant_seqs or max(1, self.max_num_seqs // 2)
+        running = self.tenant_seqs or (None if tenants == 1 else -(-self.max_num_seqs // 2))
         return EngineArguments(
             Limits(
                 running=self.max_num_seqs,
@@ -146,7 +164,7 @@ class ServeOptions:
                 tpot_slo_s=_seconds(self.tpot_slo_ms),
             ),
             policy=FairShare(tenant_running=running),
-            queue=QueueLimits(requests=self.max_queue, tenant_requests=self.tenant_queue),
+            queue=QueueLimits(requests=self.max_queue, tenant_requests=self.queue_of(tenants)),
             kv_cache_bytes=self.kv_cache_bytes,
             prefix_caching=self.enable_prefix_caching,
         )

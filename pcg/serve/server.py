@@ -23,7 +23,7 @@ from pcg.runtime.engine.engine import Engine
 from pcg.runtime.executor import Executor
 from pcg.serve.app import create_app
 from pcg.serve.errors import LOG
-from pcg.serve.listening import listen, url_of
+from pcg.serve.listening import check_certificate, listen, url_of
 from pcg.serve.options import ServeOptions
 from pcg.serve.security.keys import open_keys
 from pcg.serve.service import Service
@@ -52,9 +52,11 @@ def serve(
         PcgError: the engine cannot be made.
     """
     keys, made_key = open_keys(options.api_key, options.api_keys)
+    if options.ssl_certfile is not None:
+        check_certificate(options.ssl_certfile, options.ssl_keyfile)
     with contextlib.closing(listen(options.host, options.port, options.stream_timeout_s)) as bound:
         executor = load()
-        with Engine(executor.state, options.engine()).start() as engine:
+        with Engine(executor.state, options.engine(keys.tenants)).start() as engine:
             service = Service(executor, engine, keys, options)
             url = url_of(bound, is_secure=options.ssl_certfile is not None)
             text = announcement(service, url, made_key)

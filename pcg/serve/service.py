@@ -153,6 +153,15 @@ class Service:
         request_id: str,
     ) -> list[EngineRequest]:
         made: list[EngineRequest] = []
+        count = len(prompts) * (fields.get("best_of") or fields.get("n", 1))
+        most = self.options.queue_of(self.keys.tenants)
+        if count > most:
+            raise ApiError(
+                400,
+                f"{count} sequences in one request; this server takes at most {most} of a tenant: "
+                "send fewer prompts or a smaller n at a time",
+                param="prompt",
+            )
         for index, prompt in enumerate(prompts):
             own: RequestFields = {
                 **fields,

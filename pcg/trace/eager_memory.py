@@ -34,6 +34,8 @@ from pcg.trace.peer_model import loss_of, peer_model, tensors_of
 
 _TOKEN = 3
 """The id of every token, which no model takes for padding."""
+_MOST_TOKENS = 2**26
+"""The tokens of a step, whose ids have data: half a GiB."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,11 @@ class EagerModel:
             batch: the number of sequences.
             seq: the number of tokens of each, without virtual ones.
         Raises:
-            TraceError: the model does not run without data; says why.
+            TraceError: the model does not run without data, or so many tokens have ids of half a
+                GiB; says why.
         """
+        if batch * seq > _MOST_TOKENS:
+            raise TraceError(f"{batch * seq:,} tokens are more than {_MOST_TOKENS:,}")
         numbers = ComputedIntegers(self._fake, batch * (seq + self._virtual))
         ids = torch.full((batch, seq), _TOKEN)
         tensors = [*tensors_of(self._model).values(), ids]

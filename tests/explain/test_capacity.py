@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import pcg
-from pcg.errors import UnsupportedError
+from pcg.errors import AdapterError, UnsupportedError
 from pcg.explain.report import Report
 from pcg.parallel.costs.accelerators import ACCELERATORS, RESERVED_BYTES
 from pcg.source import resolve
@@ -65,6 +65,22 @@ def test_without_adapters_the_cache_is_that_of_the_batch() -> None:
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         pcg.explain(short(LLAMA), **options)
+
+
+def test_a_gpu_and_a_method_are_named_as_on_the_command_line() -> None:
+    report = pcg.explain(short(LLAMA), "none", gpus="H100, L4")
+    assert [fit.gpu for fit in report.fits] == ["H100", "L4"]
+    assert report.parameters["trainable"] == 0
+    with pytest.raises(UnsupportedError, match="'A100'; did you mean A100-40 or A100-80"):
+        pcg.explain(short(LLAMA), gpus="A100")
+    with pytest.raises(AdapterError, match="'qlora' is neither one of lora, "):
+        pcg.explain(short(LLAMA), "qlora")
+
+
+def test_a_step_that_no_machine_could_hold_is_explained_without_eager() -> None:
+    report = pcg.explain(short(LLAMA), batch=10**9)
+    assert "eager" not in {row["stage"] for row in report.to_json()["activations"]}
+    assert any("1,024,000,000,000 tokens are more than" in note for note in report.notes)
 
 
 def test_longest_sequences_stop_at_the_positions_of_the_model() -> None:

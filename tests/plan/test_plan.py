@@ -117,6 +117,15 @@ def test_without_prices_nothing_is_said_of_dollars() -> None:
     assert {one.machine.gpu for one in plan.front} == {"H100", "L40S"}  # not compared
 
 
+def test_one_name_and_a_method_that_has_no_word() -> None:
+    recipe = pcg.LoraConfig(r=2, target_modules=["q_proj"])
+    plan = pcg.plan(tiny_llama.config(), recipe, workload="train:2x64", gpus="H100,L40S", tp=1)
+    assert {one.machine.gpu for one in plan.front} == {"H100", "L40S"}
+    assert plan.chosen is not None
+    assert "--peft ADAPTER --dtype" in plan.command(plan.chosen)
+    assert any("ADAPTER stands for the directory" in note for note in plan.notes)
+
+
 def test_steps_cost_what_the_simulator_takes() -> None:
     """One cost model: the seconds of a step are those of the simulated device's graphs."""
     plan = pcg.plan(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from pcg.errors import ServeError
-from pcg.serve.listening import listen, url_of
+from pcg.serve.listening import check_certificate, listen, url_of
 from pcg.serve.options import ServeOptions
 from tests.support import serving
 
@@ -19,6 +23,41 @@ def test_a_server_over_loopback() -> None:
         with client.stream("POST", "/v1/completions", json=body) as reply:
             lines = list(reply.iter_lines())
         assert lines[-2:] == ["data: [DONE]", ""]
+
+
+def test_a_drain_gives_up_what_does_not_end_in_time() -> None:
+    """A stream ends by an error, and a reply that was not begun is one."""
+    body = {
+        "model": serving.MODEL,
+        "prompt": [1, 2, 3],
+        "max_tokens": 100,
+        "ignore_eos": True,
+        "n": 64,
+    }
+    with (
+        serving.on_a_port(shutdown_timeout_s=0.05) as served,
+        served.client() as client,
+        served.client() as other,
+        ThreadPoolExecutor(1) as thread,
+        client.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply,
+    ):
+        whole = thread.submit(other.post, "/v1/completions", json=body)
+        lines = reply.iter_lines()
+        next(lines)
+        while (
+            served.service.engine.numbers().waiting + served.service.engine.numbers().running < 65
+        ):
+            time.sleep(0.001)
+        served.server.drain()
+        *_, error, _, done, _ = lines
+        assert done == "data: [DONE]"
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "timed_out"
+        assert whole.result(30).status_code == 503
+
+
+def test_a_certificate_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(ServeError, match=r"none\.pem cannot be used for https"):
+        check_certificate(tmp_path / "none.pem", None)
 
 
 def test_a_port_that_is_taken() -> None:
@@ -44,7 +83,14 @@ def test_urls() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("port", -1), ("max_num_seqs", 0), ("kv_cache_gib", 0.0), ("max_logprobs", -1)],
+    [
+        ("port", -1),
+        ("max_num_seqs", 0),
+        ("kv_cache_gib", 0.0),
+        ("max_logprobs", -1),
+        ("kv_cache_gib", float("inf")),
+        ("tpot_slo_ms", 0.0),
+    ],
 )
 def test_options_out_of_range(field: str, value: float) -> None:
     with pytest.raises(ServeError, match=field):

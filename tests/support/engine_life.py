@@ -225,6 +225,7 @@ class EngineLife:
         if wrong is not None:
             raise wrong
         self.engine.check_integrity()
+        self._check_totals()
         scheduler = self.engine.scheduler
         assert len(scheduler.running) <= scheduler.limits.running
         there = {sequence.id for sequence in (*scheduler.waiting, *scheduler.running)}
@@ -233,6 +234,15 @@ class EngineLife:
         assert sorted(one.number for one in in_turn) == sorted(o.number for o in scheduler.waiting)
         for sequence in (*scheduler.waiting, *scheduler.running):
             assert len(sequence.generated) == self.came[sequence.id]
+
+    def _check_totals(self) -> None:
+        """What is counted of adapters, event by event, is what the scheduler has."""
+        scheduler, counted = self.engine.scheduler, self.engine.totals.adapters
+        waiting = [one.request.adapter for one in (*scheduler.waiting, *scheduler.preparing)]
+        running = [one.request.adapter for one in scheduler.running]
+        for adapters, counts in ((waiting, counted.waiting), (running, counted.running)):
+            assert counts == Counter(one.name for one in adapters if one is not None)
+        assert counted.resident == self.resident
 
     def _listen(self, event: Event) -> None:
         """Keep what is wrong with an event for `check`: the log drops a listener that raises."""

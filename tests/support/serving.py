@@ -80,7 +80,7 @@ def service_of(
     executor = make_executor() if executor is None else executor
     asked = ServeOptions(**{**OPTIONS, **options})
     keys = open_keys(asked.api_key, asked.api_keys)[0] if keys is None else keys
-    with Engine(executor.state, asked.engine()).start() as engine:
+    with Engine(executor.state, asked.engine(keys.tenants)).start() as engine:
         service = Service(executor, engine, keys, asked)
         try:
             yield service

@@ -225,8 +225,9 @@ def find_accelerator(name: str) -> Accelerator:
     known = known_name(name, ACCELERATORS)
     if known is not None:
         return ACCELERATORS[known]
-    close = get_close_matches(name.upper(), ACCELERATORS, 1)
-    hint = f"; did you mean {close[0]}?" if close else "."
+    longer = [known for known in ACCELERATORS if name and known.startswith(name.upper())]
+    close = longer or get_close_matches(name.upper(), ACCELERATORS, 1)
+    hint = f"; did you mean {' or '.join(close)}?" if close else "."
     raise UnsupportedError(f"no GPU is known as {name!r}{hint} Known are {', '.join(ACCELERATORS)}")
 
 

@@ -75,7 +75,8 @@ def gather(source: object, take: Take = list) -> Gathered:
     named = [value for value in values if _names_file(value)]
     if named and len(named) == len(values):
         return tuple(map(Path, named))
-    if any(isinstance(value, Path) or is_file(Path(value)) for value in named):
+    with_rows = any(isinstance(value, Mapping) for value in values)
+    if any(with_rows or isinstance(value, Path) or is_file(Path(value)) for value in named):
         raise DataError(
             f"data has {len(named)} paths, as {shown(str(named[0]))}, among {len(values)} values; "
             "give paths alone, or rows alone"
@@ -98,16 +99,15 @@ def _iterated(source: Any) -> Iterator[Any]:
         raise DataError("data is an open file; give its path")
     if isinstance(source, bytes | bytearray | Set):
         raise DataError(f"data is {kind_of(source)}; give a list of rows, or a path")
-    if not hasattr(source, "__iter__") and hasattr(source, "__len__"):
-        # A map-style dataset: by Python's old protocol it would end where an index is an error.
-        return (source[index] for index in range(len(source)))
-    try:
+    if hasattr(source, "__iter__"):
         return iter(source)
-    except TypeError as error:
-        raise DataError(
-            f"data is {kind_of(source)}; give paths, a list of rows, a dataset, a frame, or a dict "
-            "of columns"
-        ) from error
+    # By Python's old protocol, a map-style dataset would end where an index is an error.
+    if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
+        return (source[index] for index in range(len(source)))
+    raise DataError(
+        f"data is {kind_of(source)}; give paths, a list of rows, a dataset, a frame, or a dict of "
+        "columns"
+    )
 
 
 # ------------------------------------------------------------------------------- tables

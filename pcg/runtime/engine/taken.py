@@ -80,7 +80,8 @@ class Taken:
     def log(self, log: EventLog, served: int, trained: int) -> None:
         """Log the tokens, and what began; count the step's gaps, and its tokens by their kind."""
         self.totals.ran(served, trained)
-        since_before = len(self._others) - len(self._longer_s)
-        self.totals.count_gaps(self.now_s, since_before, self._longer_s)
+        if self._others or self._events:
+            since_before = len(self._others) - len(self._longer_s)
+            self.totals.count_gaps(self.now_s, since_before, self._longer_s)
         log.add_tokens(self.now_s, self._others)
         log.add(*self._events)

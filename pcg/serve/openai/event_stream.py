@@ -65,8 +65,8 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
+            # Without its end the server closes the connection.
             LOG.warning("a client did not read its stream for %s s", self._timeout_s)
-            raise
         finally:
             watch.cancel()
             self._leave()
@@ -96,7 +96,7 @@ async def all_completions(
     """
     watch = asyncio.create_task(_until_left(request.receive, partial(cancel_all, submitted)))
     try:
-        found = [await one.stream.completions() for one in submitted]
+        found = await asyncio.gather(*(one.stream.completions() for one in submitted))
     finally:
         watch.cancel()
         cancel_all(submitted)

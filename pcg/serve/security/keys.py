@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,8 @@ from pcg.files import json_value, read_bytes, shown_path
 from pcg.units import shown
 
 _FIELDS = {"name", "sha256", "scopes", "tenant"}
+VARIABLE = "PCG_API_KEY"
+"""The environment's variable with a key."""
 _SHORTEST = 8
 """Characters of the shortest key that is taken: a shorter one can be guessed."""
 
@@ -67,6 +70,11 @@ class Keys:
     def __len__(self) -> int:
         return len(self._keys)
 
+    @property
+    def tenants(self) -> int:
+        """The number of tenants."""
+        return len({key.tenant for key in self._keys})
+
     def find(self, given: str) -> Key | None:
         """Return the key that a client sent; None if it is none.
 
@@ -89,7 +97,8 @@ def open_keys(given: Sequence[str], file: Path | None) -> tuple[Keys, str | None
     """Make the keys of a server.
 
     Args:
-        given: keys with all scopes, of the one tenant `default`.
+        given: keys with all scopes, of the one tenant `default`; by default the one in the
+            environment's PCG_API_KEY, which other processes do not see.
         file: a file of further keys.
     Returns:
         The keys, and the one that was made because there were none.
@@ -97,6 +106,9 @@ def open_keys(given: Sequence[str], file: Path | None) -> tuple[Keys, str | None
         ServeError: a key is too short, or the file is damaged.
     """
     made = None
+    own = os.environ.get(VARIABLE)
+    if own and not given:
+        given = (own,)
     if not given and file is None:
         made = f"pcg-{secrets.token_urlsafe(24)}"
         given = (made,)

@@ -130,6 +130,13 @@ def test_missing_values_and_arrays_of_pandas(tokenizer: Tokenizer) -> None:
     assert list(load_examples(Frame(chats), tokenizer)) == list(load_examples(plain, tokenizer))
 
 
+class Lazy:
+    """A query that is not run yet, as polars' LazyFrame: it is sliced, and has no rows."""
+
+    def __getitem__(self, index: object) -> object:
+        raise TypeError("not subscriptable")
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [
@@ -144,6 +151,8 @@ def test_missing_values_and_arrays_of_pandas(tokenizer: Tokenizer) -> None:
         (b"some text", "data is a bytes; give a list of rows"),
         (io.StringIO('{"text": "a"}\n'), "data is an open file; give its path"),
         (7, "data is a number; give paths, a list of rows"),
+        (Lazy(), "data is a Lazy; give paths, a list of rows, a dataset, a frame"),
+        ([*ROWS, "more.jsonl"], "data has 1 paths, as 'more.jsonl', among"),
         (None, "data is null or missing; give paths"),
         ([7], r"data\[0\]: a row is a number; expected an object or a string"),
         ([("a", "b")], r"data\[0\]: a row is a tuple"),

@@ -229,6 +229,7 @@ def test_fields_reach_the_engine(service: Service) -> None:
         ({"prompt": [-1]}, None, "-1"),
         ({"prompt": [2**70]}, None, ""),
         ({"prompt": []}, "prompt", ""),
+        ({"prompt": ["a"] * 100, "n": 128}, "prompt", "12800 sequences"),
         ({"prompt": ""}, None, "empty"),
         ({"prompt": ["a", [1]]}, "prompt", ""),
         ({"prompt": None}, "prompt", ""),
