@@ -12,8 +12,8 @@ removed in use, jobs that diverge or have bad data, cancelled streams, and liste
 
     default     `pcg.Limits()`: the hostile tenant has its share of a step's time beside others,
                 and its jobs have half of the time
-    strict      FairShare(stretch=1.2), and Limits(finetuning_share=…) of as much
-    promised    FairShare(stretch=1.2), and Limits(tpot_slo_s=…) of 1.2 times the median gap without
+    strict      FairShare(stretch=1.1), and Limits(finetuning_share=…) of as much
+    promised    FairShare(stretch=1.1), and Limits(tpot_slo_s=…) of 1.2 times the median gap without
                 the hostile tenant, which is measured first
 
 Gaps are those between a request's tokens, by the events of the engine: in seconds, and in processor
@@ -63,7 +63,7 @@ VOCABULARY = 32000
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "v_proj"]}
 JOB: dict[str, Any] = {"peft": LORA, "batch_size": 1, "max_length": 32, "learning_rate": 1e30}
 SETTINGS = ("promised", "strict", "default")
-STRETCH = 1.2
+STRETCH, PROMISE = 1.1, 1.2
 
 
 def engine_of(executor: Executor, setting: str) -> AsyncEngine:
@@ -75,7 +75,7 @@ def engine_of(executor: Executor, setting: str) -> AsyncEngine:
     if setting == "strict":
         share = (STRETCH - 1) / STRETCH
         return executor.engine(pcg.Limits(finetuning_share=share), **options).start()
-    limits = pcg.Limits(tpot_slo_s=STRETCH * median_gap_s(executor))
+    limits = pcg.Limits(tpot_slo_s=PROMISE * median_gap_s(executor))
     engine = executor.engine(limits, **options)
     engine.calibrate()
     return engine.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -91,10 +90,8 @@ class StepRunner:
         params = resolved(request.params, self._tokenizer, self._vocabulary)
         limit = self._limit(number, request)
         sequence = self._opened(request, number, limit, params)
-        for choice in range(1, params.width):
-            seed = None if params.seed is None else (params.seed + choice) % 2**63
-            own = replace(params, seed=seed)
-            sequence.followers.append(self._opened(request, number, limit, own, sequence))
+        for _ in range(1, params.width):
+            sequence.followers.append(self._opened(request, number, limit, params, sequence))
         return sequence
 
     def _opened(
@@ -126,6 +123,7 @@ class StepRunner:
                 stop_ids,
                 self._grammar(params, request.tenant),
                 of_first,
+                choice,
             ),
             echoed=self._echoed(request),
             choice=choice,

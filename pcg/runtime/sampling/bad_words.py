@@ -8,6 +8,7 @@ too.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
@@ -28,6 +29,12 @@ class BadWords:
             if len(word) > 1:
                 self._after[word[-2]].append(word)
         self._latest: deque[int] = deque(maxlen=max(map(len, words)) - 1)
+
+    def anew(self) -> BadWords:
+        """Return the same words for another output, which has no token yet."""
+        found = copy.copy(self)
+        found._latest = deque(maxlen=self._latest.maxlen)
+        return found
 
     def add(self, token: int) -> None:
         """Note a generated token."""

@@ -40,6 +40,16 @@ def guided(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
 
 def restrict(logits: Tensor, samplers: Sequence[Sampler]) -> None:
     """Remove what each row's fields rule out from its logits [R, V], in place."""
+    vocabulary = logits.shape[-1]
+    masked = [
+        (row, each.ruled_out.mask(vocabulary))
+        for row, each in enumerate(samplers)
+        if each.ruled_out is not None
+    ]
+    if masked:
+        rows = uploaded_list([row for row, _ in masked], torch.int64, logits.device)
+        mask = torch.from_numpy(np.stack([mask for _, mask in masked]))
+        logits[rows] = logits[rows].masked_fill(uploaded(mask, logits.device), -math.inf)
     allowed = [(row, each.allowed) for row, each in enumerate(samplers) if each.allowed is not None]
     if allowed:
         at = places(allowed, logits)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Iterable, Sequence
 
@@ -18,6 +17,23 @@ from pcg.runtime.sampling.token_counts import TokenCounts
 from pcg.runtime.text.tokenizer import Tokenizer
 
 Tokens = NDArray[np.int64]
+_MANY = 1024
+"""Allowed tokens beyond which a mask of the whole vocabulary takes a step less time."""
+
+
+class RuledOut:
+    """The tokens that are not among many allowed ones, as a mask that is made once."""
+
+    def __init__(self, allowed: Tokens) -> None:
+        self._allowed = allowed
+        self._mask: NDArray[np.bool_] | None = None
+
+    def mask(self, vocabulary: int) -> NDArray[np.bool_]:
+        """Return the mask [vocabulary], True for tokens that may not come."""
+        if self._mask is None:
+            self._mask = np.ones(vocabulary, dtype=np.bool_)
+            self._mask[self._allowed] = False
+        return self._mask
 
 
 class Sampler:
@@ -31,7 +47,8 @@ class Sampler:
         counts: how often each token came; None without a penalty.
         restricts: True if tokens are ruled out for it, now or before.
         grammar: where its output stands in what a guide allows; None without a guide.
-        allowed: the only tokens that may come; None for all.
+        allowed: the only tokens that may come; None for all, or where they are many.
+        ruled_out: what is not among many allowed tokens; None otherwise.
         bias: tokens, and what is added to their logits; None for nothing.
     """
 
@@ -42,32 +59,39 @@ class Sampler:
         end_ids: Iterable[int] = (),
         grammar: Grammar | None = None,
         first: Sampler | None = None,
+        choice: int = 0,
     ) -> None:
         """Make the sampler of a request whose output ends with one of `end_ids`.
 
         Its parameters are as `resolved` returns them. `first` is the sampler of another
-        continuation of the prompt, before its first token, which counted the prompt's tokens.
+        continuation of the prompt, before its first token, and has what the others share; the
+        seed of continuation `choice` is so much higher.
         """
         self.params = params
         self.is_greedy = params.greedy
         self.grammar = grammar
-        self.counts: TokenCounts | None = (
-            _counts(params, prompt_ids) if first is None else copy.deepcopy(first.counts)
-        )
-        self.allowed = self.bias = None
-        if params.allowed_token_ids is not None:
-            self.allowed = np.array(params.allowed_token_ids, dtype=np.int64)
-        if params.logit_bias:
-            values = np.array(list(params.logit_bias.values()), dtype=np.float32)
-            self.bias = (np.array(list(params.logit_bias), dtype=np.int64), values)
-        self._bad_words = BadWords(params.bad_words) if params.bad_words else None
+        self.counts: TokenCounts | None
+        self._bad_words: BadWords | None
+        self.ruled_out: RuledOut | None
+        if first is None:
+            self.counts = _counts(params, prompt_ids)
+            allowed, self.bias = _allowed(params), _bias(params)
+            self.allowed, self.ruled_out = allowed, None
+            if allowed is not None and len(allowed) > _MANY:
+                self.allowed, self.ruled_out = None, RuledOut(allowed)
+            self._bad_words = BadWords(params.bad_words) if params.bad_words else None
+        else:
+            self.counts = None if first.counts is None else first.counts.copy()
+            self.allowed, self.bias = first.allowed, first.bias
+            self.ruled_out = first.ruled_out
+            self._bad_words = None if first._bad_words is None else first._bad_words.anew()
         self._end_ids = list(end_ids)
         self._left = params.min_tokens if self._end_ids else 0
         self.restricts = bool(params.allowed_token_ids or params.bad_words or self._left)
-        changes = (self.counts, self.allowed, self.bias, self._bad_words, grammar)
+        changes = (self.counts, self.allowed, self.ruled_out, self.bias, self._bad_words, grammar)
         self._changes_always = any(each is not None for each in changes)
         self.is_plain = not (self._changes_always or self._left)
-        self._generator = None if self.is_greedy else make_generator(params.seed)
+        self._generator = None if self.is_greedy else _generator(params.seed, choice)
         self._uniform: float | None = None
 
     def uniform(self) -> float:
@@ -102,6 +126,22 @@ def _counts(params: SamplingParams, prompt_ids: Sequence[int]) -> TokenCounts | 
     if params.repetition_penalty != 1.0:
         return TokenCounts(prompt_ids)
     return TokenCounts() if params.presence_penalty or params.frequency_penalty else None
+
+
+def _allowed(params: SamplingParams) -> Tokens | None:
+    allowed = params.allowed_token_ids
+    return None if allowed is None else np.unique(np.array(allowed, dtype=np.int64))
+
+
+def _bias(params: SamplingParams) -> tuple[Tokens, NDArray[np.float32]] | None:
+    if not params.logit_bias:
+        return None
+    values = np.array(list(params.logit_bias.values()), dtype=np.float32)
+    return np.array(list(params.logit_bias), dtype=np.int64), values
+
+
+def _generator(seed: int | None, choice: int) -> torch.Generator:
+    return make_generator(None if seed is None else (seed + choice) % 2**63)
 
 
 def resolved(

@@ -26,6 +26,7 @@ MOST_STOP_TOKENS = 1_024
 MOST_BIASES = 4_096
 MOST_CONTINUATIONS = 128
 MOST_BAD_WORDS = 1_024
+MOST_BAD_TOKENS = 16_384
 """A text counts twice: it is not generated after a space, either."""
 MOST_ALLOWED_TOKENS = 2**18
 """As many as the largest vocabularies have."""
@@ -203,6 +204,8 @@ class SamplingParams:
                 require_unicode("a text of bad_words", word)
             else:
                 require_token_ids("a sequence of bad_words", word, LONGEST_TEXT)
+        ids = [token for word in self.bad_words if isinstance(word, tuple) for token in word]
+        require_at_most("bad_words", ids, MOST_BAD_TOKENS, "tokens in all words together")
         if self.allowed_token_ids is not None:
             require_token_ids("allowed_token_ids", self.allowed_token_ids, MOST_ALLOWED_TOKENS)
             if not self.allowed_token_ids:

@@ -20,6 +20,13 @@ class TokenCounts:
         self._counts = np.zeros(len(self._tokens), dtype=np.float32)
         self._places = {token: place for place, token in enumerate(self._tokens.tolist())}
 
+    def copy(self) -> TokenCounts:
+        """Return counts of their own with the same tokens."""
+        found = TokenCounts()
+        found._tokens, found._counts = self._tokens.copy(), self._counts.copy()
+        found._places = self._places.copy()
+        return found
+
     def add(self, token: int) -> None:
         """Count a generated token."""
         place = self._places.setdefault(token, len(self._places))

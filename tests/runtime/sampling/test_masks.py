@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from pcg.errors import GenerationError
+from pcg.runtime.sampling import sampler as sampler_module
 from pcg.runtime.sampling.drawing import Drawing
 from pcg.runtime.sampling.sampler import Sampler, resolved
 from pcg.runtime.sampling.sampling import UNDRAWN, sample, undrawn_error
@@ -84,8 +85,11 @@ PARAMS = st.builds(
     rows=st.lists(st.tuples(PARAMS, st.lists(TOKENS, max_size=7)), min_size=1, max_size=5),
     end_ids=st.sets(TOKENS, max_size=2),
     seed=st.integers(0, 1000),
+    many=st.sampled_from([3, 1024]),
 )
-def test_logits_are_those_of_transformers(rows, end_ids, seed):
+def test_logits_are_those_of_transformers(rows, end_ids, seed, many):
+    """Whether allowed tokens are few, or many and a mask."""
+    sampler_module._MANY = many
     logits = 4 * torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed))
     before = logits.clone()
     samplers = []
@@ -100,6 +104,25 @@ def test_logits_are_those_of_transformers(rows, end_ids, seed):
         torch.testing.assert_close(found[row], expected, atol=1e-5, rtol=1e-5)
         dead = bool(expected.isinf().all())
         assert tokens[row] == (UNDRAWN if dead else expected.argmax())
+
+
+def test_continuations_share_what_is_made_of_their_fields():
+    """128 of them with long lists would take everyone's step a second to begin."""
+    bad_words = tuple((i, i + 1) for i in range(VOCAB - 1))
+    fields = {"allowed_token_ids": (*range(VOCAB),), "logit_bias": {1: 2.0}, "seed": 2**63 - 1}
+    params = SamplingParams(temperature=1.0, bad_words=bad_words, repetition_penalty=2.0, **fields)
+    first = Sampler(params, PROMPT)
+    other = Sampler(params, PROMPT, first=first, choice=1)
+    assert other.allowed is first.allowed
+    assert other.bias is first.bias
+    assert other.ruled_out is first.ruled_out
+    assert other.uniform() == Sampler(dataclasses.replace(params, seed=0)).uniform()
+    first.commit(1)
+    assert first.forbidden() == [2]
+    assert other.forbidden() == []
+    assert other.counts.counts.sum() == 0
+    with pytest.raises(GenerationError, match="bad_words has 16,500 tokens in all words together"):
+        SamplingParams(bad_words=((1,) * 165,) * 100)
 
 
 def test_a_row_without_a_token_left_fails_alone():

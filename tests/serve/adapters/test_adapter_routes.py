@@ -271,6 +271,26 @@ def test_paths_outside_the_roots_do_not_exist(service: Service, root: Path, save
     assert ask.load("x", "inside").status_code == 200
 
 
+def test_bytes_that_are_no_text(service: Service) -> None:
+    """Half characters, control characters and their like are refused, and name nothing."""
+    ask = Caller(service, "op")
+    for text in ("\\ud800", "\\udc80", "\\u0000", "\\u202e", "\\n", "zero\\u0000"):
+        for body, path, status in (
+            (f'{{"lora_name": "{text}", "lora_path": "zero"}}', "/v1/load_lora_adapter", 400),
+            (f'{{"lora_name": "x", "lora_path": "{text}"}}', "/v1/load_lora_adapter", 404),
+            (f'{{"lora_name": "{text}"}}', "/v1/unload_lora_adapter", 404),
+            (f'{{"lora_name": "{text}"}}', "/unload_lora_adapter", 400),
+            (f'{{"model": "{text}", "prompt": "x"}}', "/v1/completions", 404),
+        ):
+            headers = {"content-type": "application/json"}
+            found = ask("POST", path, content=body.encode(), headers=headers)
+            allowed = {status, 400} if text.startswith("\\ud") else {status}  # it is no text at all
+            assert found.status_code in allowed, (body, found.text)
+    for path in ("%00", "%ff", "%2e%2e", "..%2f..%2fetc", "zero%00", "a//b", "%F0%9F%98%80"):
+        assert ask("GET", f"/v1/models/{path}").status_code == 404
+        assert ask("DELETE", f"/v1/models/{path}").status_code == 404
+
+
 def test_each_tenant_has_its_own(service: Service, texts: Any, root: Path) -> None:
     """Names never meet nor show; the operator's are everyone's."""
     op, a, b = (Caller(service, key) for key in ("op", "a", "b-admin"))
