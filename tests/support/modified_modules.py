@@ -271,6 +271,14 @@ def layer_norm_for_rms_norm(model: Any) -> None:
         layer.input_layernorm = _perturbed(nn.LayerNorm(model.config.hidden_size))
 
 
+@_case("gpt2")
+def rms_norm_of_torch(model: Any) -> None:
+    for layer in model.transformer.h:
+        layer.ln_1 = nn.RMSNorm(model.config.n_embd)
+        layer.ln_1.weight.data += 0.1 * torch.randn(model.config.n_embd)
+    model.transformer.ln_f = nn.RMSNorm(model.config.n_embd, 1e-5, elementwise_affine=False)
+
+
 @_case()
 def one_norm_for_all_layers(model: Any) -> None:
     for layer in _layers(model):

@@ -137,10 +137,14 @@ class LinearProduct(Product):
         x, weight, part = self._x, self.weights[0], slice(start, stop)
         assert x is not None
         assert weight is not None
-        if not start:
-            self._outputs = x.new_empty(len(x), len(weight))
         biases = [None if bias is None else bias[part] for bias in self.biases]
-        self._outputs[:, part] = linear(x, weight[part], *biases)
+        outputs = linear(x, weight[part], *biases)
+        if len(outputs[0]) == len(weight):
+            self._outputs = outputs
+        else:
+            if not start:
+                self._outputs = x.new_empty(len(x), len(weight))
+            self._outputs[:, part] = outputs
         if stop == len(weight):
             self._x = None
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from threading import Lock
 from weakref import WeakKeyDictionary
 
-from pcg.errors import AdapterConflictError
+from pcg.errors import AdapterConflictError, AdapterError
 from pcg.peft.adapter import Adapter
 from pcg.peft.writer import digest_of
 
@@ -99,9 +99,15 @@ class _Served:
 
 
 class Versions:
-    """The versions of one executor's adapters; for any thread."""
+    """The versions of one executor's adapters; for any thread.
 
-    def __init__(self) -> None:
+    Args:
+        collects: collect garbage before adapters are listed, as over ranks: these compile one
+            program, so none may miss what another has not collected yet.
+    """
+
+    def __init__(self, *, collects: bool) -> None:
+        self._collects = collects
         self._lock = Lock()
         self._of: WeakKeyDictionary[Adapter, _Served] = WeakKeyDictionary()
         self._last: dict[str, int] = {}
@@ -175,12 +181,18 @@ class Versions:
                 f"{version or 'none'}; it was changed meanwhile"
             )
 
-    def alive(self, *, collects: bool) -> list[Adapter]:
-        """Return the adapters that are served, and those that requests still hold.
+    def checked(self, adapter: Adapter | None) -> Adapter | None:
+        """Return an adapter, or None. AdapterError: it was never served here."""
+        if adapter is not None and self.of(adapter) is None:
+            raise AdapterError(
+                f"adapter {adapter.name!r} was never served by this executor; use one of its "
+                "`adapters`, or a name"
+            )
+        return adapter
 
-        With `collects`, garbage is collected first, so that nothing else holds any.
-        """
-        if collects:
+    def alive(self) -> list[Adapter]:
+        """Return the adapters that are served, and those that requests still hold."""
+        if self._collects:
             gc.collect()
         with self._lock:
             return list(self._of)

@@ -104,7 +104,7 @@ class ModelState:
         self.weight_store = WeightStore(program, weights, device, ranks)
         self.engine_thread: EngineThread | None = None
         self._specialiser = specialiser
-        self.versions = Versions()
+        self.versions = Versions(collects=ranks.size > 1)
         self._adapters: dict[str, Adapter] = {}
         self._unsettled: dict[str, Callable[[], None]] = {}
         self._trained: set[str] = set()
@@ -205,7 +205,10 @@ class ModelState:
             raise GenerationError(
                 f"{len(names)} adapters for {count} prompts; give one name, or one for each"
             )
-        return [self.adapter(name) if isinstance(name, str) else name for name in names]
+        return [
+            self.adapter(one) if isinstance(one, str) else self.versions.checked(one)
+            for one in names
+        ]
 
     def check_free(
         self, name: str, *, replace: bool = False, expected_version: int | None = None
@@ -294,7 +297,7 @@ class ModelState:
         """
         adapter = dataclasses.replace(adapter)
         if not served_sources(adapter) <= self.serving.sources:
-            served = [served_sources(one) for one in (adapter, *self._alive())]
+            served = [served_sources(one) for one in (adapter, *self.versions.alive())]
             if program is None or not frozenset().union(*served) <= program.sources:
                 program = self.program_for(adapter)
             self.serving = program
@@ -316,14 +319,10 @@ class ModelState:
         """
         if served_sources(adapter) <= self.serving.sources:
             return self.serving
-        recipes = [one.recipe for one in (*self._alive(), adapter)]
+        recipes = [one.recipe for one in (*self.versions.alive(), adapter)]
         serving = self._specialiser.serving(self.program, recipes)
         check_same(self.ranks, {"the serving program": serving_text(serving)})
         return self._bind(serving)
-
-    def _alive(self) -> list[Adapter]:
-        # Ranks compile one program, so none may see what another has collected already.
-        return self.versions.alive(collects=self.ranks.size > 1)
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter. AdapterError: there is none of that name, or a job trains it."""

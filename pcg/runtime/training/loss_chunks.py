@@ -171,6 +171,8 @@ class PassLoss:
                 self._begin(most if self._each else min(tokens, most))
             before = self.left
             self._run_chunk(tokens)
+            if self._running is not None:
+                return
             tokens -= max(before - self.left, 1)
 
     def _begin(self, size: int) -> None:

@@ -45,8 +45,12 @@ def make_optimizer(
         if "weight_decay" in optimizer.options:
             groups[-1]["weight_decay"] = 0.0
     made: Any = optimizer.torch_class
+    # On CPUs one loop over all numbers takes a third of the time of an operator for each step of
+    # the formula.
+    is_plain = all(t.is_cpu and t.dtype == torch.float32 for t in parameters.values())
+    how = {"fused": True} if is_plain and optimizer.name in ("adam", "adamw") else {}
     try:
-        return made(groups, lr=learning_rate, **optimizer.options)  # type: ignore[no-any-return]
+        return made(groups, lr=learning_rate, **optimizer.options, **how)  # type: ignore[no-any-return]
     except ValueError as error:
         raise FinetuneError(f"optimizer {optimizer.name!r}: {error}") from error
 

@@ -97,8 +97,7 @@ class Loader:
         except AdapterConflictError:
             raise
         except (AdapterError, UnsupportedError) as error:
-            message = str(error).replace(str(directory), origin.path)
-            raise ApiError(400, message, param="lora_path", code="invalid_adapter") from None
+            raise refusal(str(error).replace(str(directory), origin.path)) from None
         finally:
             self._coming.discard(name)
         self._origins[name] = origin
@@ -140,3 +139,8 @@ class Loader:
     def _may_go(self, name: str) -> bool:
         origin = self._origins.get(name)
         return origin is not None and origin.is_found and name not in self._coming
+
+
+def refusal(message: str) -> ApiError:
+    """Return the error of an adapter that is there and cannot be loaded."""
+    return ApiError(400, message, code="invalid_adapter")

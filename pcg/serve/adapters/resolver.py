@@ -11,7 +11,7 @@ import time
 
 from pcg.errors import AdapterConflictError
 from pcg.peft.adapter import Adapter
-from pcg.serve.adapters.loader import Loader, Origin
+from pcg.serve.adapters.loader import Loader, Origin, refusal
 from pcg.serve.adapters.roots import Roots
 from pcg.serve.errors import ApiError
 
@@ -28,7 +28,7 @@ class Resolver:
         self._loader = loader
         self._roots = roots
         self._loading: dict[str, asyncio.Task[Adapter | None]] = {}
-        self._failed: dict[str, tuple[float, ApiError]] = {}
+        self._failed: dict[str, tuple[float, str]] = {}
 
     async def resolve(self, name: str) -> Adapter | None:
         """Return the adapter of that name; None if no root has one.
@@ -38,9 +38,9 @@ class Resolver:
         """
         if not self._roots:
             return None
-        until, error = self._failed.get(name, (0.0, None))
-        if error is not None and time.monotonic() < until:
-            raise error
+        until, message = self._failed.get(name, (0.0, ""))
+        if time.monotonic() < until:
+            raise refusal(message)
         task = self._loading.get(name)
         if task is None:
             task = self._loading[name] = asyncio.create_task(self._load(name))
@@ -64,4 +64,4 @@ class Resolver:
         if isinstance(error, ApiError) and error.status_code == 400:
             if len(self._failed) == _FAILED:
                 del self._failed[next(iter(self._failed))]
-            self._failed[name] = time.monotonic() + _AGAIN_S, error
+            self._failed[name] = time.monotonic() + _AGAIN_S, str(error.detail)

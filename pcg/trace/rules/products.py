@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from pcg.ir.graph import Value
@@ -76,6 +77,20 @@ def layer_norm(flat: FlatGraph, node: Node) -> FlatValue:
     eps = float(argument(node, 4, 1e-5))
     attributes = {"eps": eps, "weight": weight is not None, "bias": bias is not None}
     return x.named(flat.add("layer_norm", x.name, *names, **attributes))
+
+
+def rms_norm(flat: FlatGraph, node: Node) -> FlatValue:
+    """The rule of torch.nn.RMSNorm, which rounds once, after its weight."""
+    x = flat.tensor(node.args[0])
+    if len(argument(node, 1)) != 1:
+        raise refusal(node, "it normalises several dims")
+    weight, eps = argument(node, 2), argument(node, 3)
+    dtype = flat.builder.types[x.name].dtype
+    if eps is None:
+        eps = torch.finfo(torch.float64 if dtype == "f64" else torch.float32).eps
+    names = [] if weight is None else [flat.tensor(weight).name]
+    attributes = {"eps": float(eps), "offset": 0.0, "round_first": dtype == "f32" or not names}
+    return x.named(flat.add("rms_norm", x.name, *names, **attributes))
 
 
 def softmax(flat: FlatGraph, node: Node) -> FlatValue:

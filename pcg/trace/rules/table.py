@@ -34,6 +34,7 @@ _ATEN: Mapping[str, Rule] = {
     "gelu": elementwise.gelu,
     "index": shapes.index,
     "layer_norm": products.layer_norm,
+    "rms_norm": products.rms_norm,
     "linear": products.linear,
     "mean": reduction("mean"),
     "numpy_T": shapes.reverse,

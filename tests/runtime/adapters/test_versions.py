@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,11 @@ def test_a_name_that_is_loaded_again_meets_nothing_old(
     theirs = {name: oracle.greedy(models[name], TEXT, NEW["max_new_tokens"]) for name in SITES}
     assert len({tuple(tokens) for tokens in theirs.values()}) == len(SITES)
     found: list[Completion] = []
+    there = []
     for name in ("one", "two", "one", "three"):
-        executor.add_adapter("sql", models["folder"] / name, replace=True)
+        there.append(
+            weakref.ref(executor.add_adapter("sql", models["folder"] / name, replace=True))
+        )
         engine.submit(executor.request(TEXT, "sql", **NEW))
         engine.submit(executor.request(TEXT, "sql", **NEW))
         # What runs when the next version comes began with this one, and finishes on it.
@@ -81,6 +85,8 @@ def test_a_name_that_is_loaded_again_meets_nothing_old(
     digests = [one.adapter_version.digest for one in found if one.adapter_version is not None]
     assert digests[0] == digests[4] != digests[2] != digests[6]
     assert len(engine.scheduler.adapters) == 1  # the last; pages of the others are free
+    gc.collect()
+    assert [one() is None for one in there] == [True, True, True, False]  # and their weights
     executor.remove_adapter("sql")
     assert len(engine.scheduler.adapters) == 0
     executor.add_adapter("sql", models["folder"] / "two")
@@ -196,3 +202,17 @@ def test_a_digest_is_there_when_its_weights_are_not(monkeypatch: pytest.MonkeyPa
     assert old.digest == old.known_digest
     assert unasked is not None
     assert unasked.digest is None  # nobody was answered by it
+
+
+def test_a_request_may_name_an_adapter_that_was_replaced() -> None:
+    executor, other = make_executor(), make_executor()
+    engine, old = executor.engine(kv_cache_bytes=2**20), executor.adapters["a"]
+    before = executor.generate([TEXT], "a", **NEW)[0].token_ids
+    executor.add_adapter("a", LORA, replace=True)
+    assert executor.generate([TEXT], "a", **NEW)[0].token_ids != before
+    engine.submit(executor.request(TEXT, old, **NEW))
+    (done,) = served(engine)
+    assert done.token_ids == before
+    assert len(engine.scheduler.adapters) == 0
+    with pytest.raises(AdapterError, match="'a' was never served by this executor"):
+        executor.request(TEXT, other.adapters["a"], **NEW)

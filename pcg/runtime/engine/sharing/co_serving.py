@@ -164,9 +164,8 @@ class CoServing(Sharing):
         fitting = _within(latencies.loss, left_s)
         if not step.is_served and left_s > 0:
             return min(left, max(fitting, least))
-        wanted = (
-            1 if self._room_s is None else max(1, _within(latencies.loss, _UNIT * self._room_s))
-        )
+        room_s = left_s if self._room_s is None else self._room_s
+        wanted = max(_LEAST_LOSS, _within(latencies.loss, _UNIT * room_s))
         return min(left, fitting) if fitting >= min(left, wanted) else 0
 
     def ran(self, step: Step, seconds: float) -> None:
@@ -210,6 +209,8 @@ def _efficiency(unit: Forward, latencies: Latencies, tokens: int) -> float:
 
 _UNIT = 0.5
 """The most that a backward unit takes of the time that steps leave: two fit, also into smaller."""
+_LEAST_LOSS = 4
+"""The least tokens of a loss that run in a step, more than those of a block of the head's rows."""
 _SMOOTHING = 0.05
 """The weight of the last step in the time that steps leave."""
 _ENOUGH = 0.93

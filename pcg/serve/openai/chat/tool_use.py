@@ -50,10 +50,7 @@ class ToolSupport:
 
     def has_special(self, format: ToolFormat) -> bool:
         """Return True if a marker of a format is a special token, which texts leave out."""
-        assert self.tokenizer is not None
-        added = self.tokenizer.backend.get_added_tokens_decoder().values()
-        special = {token.content for token in added if token.special}
-        return not special.isdisjoint(format.markers)
+        return not self.notation.special.isdisjoint(format.markers)
 
 
 @dataclass(frozen=True)

@@ -53,11 +53,13 @@ class ResponseEvents:
                     yield made
         except Exception as error:
             said = as_api_error(error)
+            # OpenAI's words, which are fewer than a status has.
+            code = "invalid_prompt" if said.status_code < 500 else "server_error"
             failed = {
                 **self._response,
                 "status": "failed",
                 "output": self._output.items,
-                "error": {"code": said.code or "server_error", "message": said.detail},
+                "error": {"code": code, "message": said.detail},
             }
             yield self._event({"type": "response.failed", "response": failed})
 

@@ -54,27 +54,11 @@ class CallGuide:
 
     def grammar(self, format: ToolFormat, notation: Notation) -> str:
         """Return the grammar for the outputs of a model that writes this format."""
-        between = format.between_units
-        repeats = self.several and between is not None
         lines = ["%llguidance {}"]
         if self.is_forced or self.content is not None:
-            opening = notation.marker(format.opening) if format.opening else ""
-            unit = f"{opening} group"
-            more = f"({notation.text(between)} {unit})*" if repeats and between else ""
-            if repeats and not between:
-                more = f"({unit})*"
-            content = "" if self.content is None else "content | "
-            lines += [f"start: {content}{unit} {more}"]
-            if self.content is not None:
-                lines += [f"content: %json {json.dumps(self.content)}"]
-        elif not format.opening:
-            lines += ["start: TEXT | group", r"TEXT: /([^{\s](.|\n)*)?/"]
+            lines += self._calls(format, notation)
         else:
-            if notation.is_token(format.opening):
-                lines += [f"led: TEXT {notation.marker(format.opening)} group"]
-            else:  # lazy: what is behind the first opening is a call
-                lines += [f"head[lazy]: TEXT {notation.text(format.opening)}", "led: head group"]
-            lines += ["start: led* TEXT" if repeats else "start: TEXT | led", r"TEXT: /(.|\n)*/"]
+            lines += self._text_and_calls(format, notation)
         lines += [f"group: {format.group('call', self.several, notation)}"]
         lines += [f"call: {' | '.join(f'call_{i}' for i in range(len(self.tools)))}"]
         for i, tool in enumerate(self.tools):
@@ -82,3 +66,30 @@ class CallGuide:
             schema = {**tool.parameters, "x-guidance": _ON_ONE_LINE}
             lines += [f"arguments_{i}: %json {json.dumps(schema)}"]
         return "\n".join(lines)
+
+    def _calls(self, format: ToolFormat, notation: Notation) -> list[str]:
+        """Return the rules of an output that is calls, or else the content."""
+        unit, between = "group", format.between_units
+        if format.opening:
+            unit = f"{notation.marker(format.opening)} group"
+        if self.several and between is not None:
+            unit += f" ({notation.text(between) if between else ''} {unit})*"
+        if self.content is None:
+            return [f"start: {unit}"]
+        return [f"start: content | {unit}", f"content: %json {json.dumps(self.content)}"]
+
+    def _text_and_calls(self, format: ToolFormat, notation: Notation) -> list[str]:
+        """Return the rules of an output that is free until a call begins."""
+        # Tokens as <think>, which no text can spell.
+        free = notation.free_tokens(format.markers)
+        more = f"(<[{','.join(map(str, free))}]> TEXT)*" if free else ""
+        rules = [r"TEXT: /(.|\n)*/", f"text: TEXT {more}"]
+        if not format.opening:
+            begins = r"BEGINS: /([^{\s](.|\n)*)?/"
+            return [*rules, begins, f"start: BEGINS {more} | group"]
+        if notation.is_token(format.opening):
+            rules += [f"led: text {notation.marker(format.opening)} group"]
+        else:  # lazy: what is behind the first opening is a call
+            rules += [f"head[lazy]: TEXT {notation.text(format.opening)}", "led: head group"]
+        repeats = self.several and format.between_units is not None
+        return [*rules, "start: led* text" if repeats else "start: text | led"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from pcg.runtime.text.tokenizer import Tokenizer
@@ -14,15 +15,23 @@ class Notation:
 
     Attributes:
         tokens: ids of the tokens that were added to the vocabulary, which no rule can spell.
+        special: those that texts leave out, as the end of a turn.
     """
 
     tokens: dict[str, int]
+    special: frozenset[str]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Notation:
         """Return the notation for a tokenizer."""
         added = tokenizer.backend.get_added_tokens_decoder()
-        return cls({token.content: index for index, token in added.items()})
+        special = frozenset(token.content for token in added.values() if token.special)
+        return cls({token.content: index for index, token in added.items()}, special)
+
+    def free_tokens(self, markers: Collection[str]) -> list[int]:
+        """Return the tokens that may stand in a text: neither special nor among the markers."""
+        kept_out = {*self.special, *markers}
+        return sorted(index for text, index in self.tokens.items() if text not in kept_out)
 
     def text(self, text: str) -> str:
         """Return a text as a rule's part."""

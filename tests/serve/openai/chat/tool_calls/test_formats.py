@@ -55,7 +55,7 @@ def marked(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A tokenizer whose markers are tokens, special ones and others."""
     backend = toy_tokenizers.byte_level()
     backend.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True, normalized=False)])
-    backend.add_tokens(["<tool_call>", "</tool_call>", "[ARGS]"])
+    backend.add_tokens(["<tool_call>", "</tool_call>", "[ARGS]", "<think>", "</think>"])
     directory = tmp_path_factory.mktemp("marked")
     return Tokenizer.load(toy_tokenizers.save(directory, backend, {"eos_token": "<|im_end|>"}))
 
@@ -133,6 +133,12 @@ def test_guides_allow_the_calls_of_the_format_alone(
         assert follows(tokenizer, grammar, both) == several
         assert follows(tokenizer, grammar, "hello") == (not is_forced)
         assert not follows(tokenizer, grammar, wrong)
+        thought = "<think>Hm, {hm}</think>"
+        assert follows(tokenizer, grammar, f"{thought} hello") == (not is_forced)
+        if as_tokens and found.opening:
+            assert follows(tokenizer, grammar, f"{thought}\n{one}") == (not is_forced)
+            assert not follows(tokenizer, grammar, f"{thought}<|im_start|>")
+            assert not follows(tokenizer, grammar, f"{thought}\n{wrong}")
         if found.opening:
             assert follows(tokenizer, grammar, f"hello {one}") == (not is_forced)
         content = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}

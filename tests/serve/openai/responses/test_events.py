@@ -1,0 +1,60 @@
+"""Streams of responses that fail after they began."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from openai.types.responses import ResponseFailedEvent
+
+from pcg.errors import GenerationError
+from pcg.runtime.requests.request import Chunk, Completion
+from pcg.serve.openai.chat.tool_use import ToolUse
+from pcg.serve.openai.responses.body import ResponseBody
+from pcg.serve.openai.responses.events import ResponseEvents
+from pcg.serve.openai.responses.output import OutputItems
+from pcg.serve.openai.responses.reply import begun_response
+
+GIVEN_UP = Completion("a dog", (1, 2), "timed_out", None, 3)
+
+
+def events(*chunks: Chunk | Exception) -> list[dict[str, Any]]:
+    """The events of chunks, of which an exception is raised."""
+
+    async def come() -> AsyncIterator[tuple[int, list[Chunk]]]:
+        for chunk in chunks:
+            if isinstance(chunk, Exception):
+                raise chunk
+            yield 0, [chunk]
+
+    async def run() -> bytes:
+        response = begun_response("resp_1", "tiny", ResponseBody(input="a", model="tiny"))
+        made = ResponseEvents(response, OutputItems(ToolUse(), None), lambda done: {})
+        return b"".join([part async for part in made.parts(come())])
+
+    text = asyncio.run(run()).decode()
+    found = [json.loads(event.split("\ndata: ")[1]) for event in text.split("\n\n")[:-1]]
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("last", "code"),
+    [
+        (Chunk(0, "", None, GIVEN_UP), "server_error"),
+        (GenerationError("the logits are not finite"), "invalid_prompt"),
+        (RuntimeError("a secret"), "server_error"),
+    ],
+)
+def test_what_fails_is_the_last_event(last: Chunk | Exception, code: str) -> None:
+    found = events(Chunk(0, "a dog", 1), last)
+    assert found[-2]["delta"] == "a dog"
+    assert found[-1]["type"] == "response.failed"
+    failed = found[-1]["response"]
+    assert (failed["status"], failed["error"]["code"]) == ("failed", code)
+    assert failed["output"][0]["content"][0]["text"] == "a dog"
+    assert "secret" not in json.dumps(found)
+    ResponseFailedEvent.model_validate(found[-1])
