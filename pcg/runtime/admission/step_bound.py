@@ -35,6 +35,9 @@ class StepBound:
         forward: the predicted time of a step.
         ran: is told when something of them runs.
         is_patient: False if nothing of them ran for long, so that something has to.
+
+    Attributes:
+        is_full: True once something of them did not fit; nobody looks at the rest then.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class StepBound:
         self._forward = forward
         self._ran = ran
         self._is_patient = is_patient
+        self.is_full = False
         self._tokens = 0
         self._added_s = 0.0
         _, self._token_s, self._key_s, self._row_s, _, _ = forward.coefficients_s
@@ -65,15 +69,20 @@ class StepBound:
         """Return True if a sequence may decode beside the others, which are all planned."""
         if not self.applies(sequence):
             return True
+        if self.is_full:
+            return False
         if self._most_s is None:
             self._most_s = self._left_s(plan)
         fits = self._added_s + self._cost_s(sequence, 1) <= self._most_s
-        return fits or self._must or not plan.tokens
+        self.is_full = not (fits or self._must or not plan.tokens)
+        return not self.is_full
 
     def chunk(self, plan: StepPlan, sequence: Sequence, room: int) -> int:
         """Return how many tokens of a prompt may run beside what is planned, `room` at most."""
         if not self.applies(sequence):
             return room
+        if self.is_full:
+            return 0
         if self._must:
             return min(room, 1 if plan.tokens else _LEAST)
         most_s = self._forward.seconds(plan.load) + self._left_s(plan)
@@ -81,7 +90,9 @@ class StepBound:
         fitting = self._forward.tokens_within(
             most_s, sequence.cached, beside, are_read=sequence.reads
         )
-        return min(room, fitting if plan.tokens else max(fitting, _LEAST))
+        fitting = fitting if plan.tokens else max(fitting, _LEAST)
+        self.is_full = fitting < 1
+        return min(room, fitting)
 
     def _left_s(self, plan: StepPlan) -> float:
         """Return the time that they may add to what is planned."""

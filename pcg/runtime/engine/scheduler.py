@@ -340,6 +340,8 @@ class Scheduler:
         tables = [other.table for other in self.running]
         reach = max([table.reach for table in tables if table is not None], default=0)
         for sequence in in_turn:
+            if self._bound and self._bound.is_full and self._bound.applies(sequence):
+                continue
             if self.prefixes is not None:
                 self.prefixes.find(sequence)
             # A prompt that is alone in a step runs as a whole, however long, if nothing bounds it.
