@@ -25,6 +25,7 @@ from pcg.serve.app import create_app
 from pcg.serve.errors import LOG
 from pcg.serve.listening import check_certificate, listen, url_of
 from pcg.serve.options import ServeOptions
+from pcg.serve.security.connection import BoundedConnection, allow_connections
 from pcg.serve.security.keys import open_keys
 from pcg.serve.service import Service
 from pcg.serve.startup import announcement
@@ -55,6 +56,7 @@ def serve(
     if options.ssl_certfile is not None:
         check_certificate(options.ssl_certfile, options.ssl_keyfile)
     with contextlib.closing(listen(options.host, options.port, options.stream_timeout_s)) as bound:
+        allow_connections()
         executor = load()
         with Engine(executor.state, options.engine(keys.tenants)).start() as engine:
             service = Service(executor, engine, keys, options)
@@ -89,6 +91,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             create_app(service),
             lifespan="off",
+            http=BoundedConnection,
             ws="none",
             log_config=None,
             access_log=False,

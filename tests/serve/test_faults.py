@@ -8,13 +8,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx2
 import pytest
 
 from pcg.runtime.metrics.events import Kind
+from pcg.serve.security import connection as connection_module
 from pcg.serve.security.keys import Keys
 from pcg.serve.service import Service
 from tests.support import serving
@@ -163,6 +164,32 @@ def test_a_body_that_does_not_come(served: serving.Served) -> None:
     with connect(served) as connection:
         connection.sendall(post("/v1/completions", b"{", "Content-Length: 100"))
         assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+
+
+def test_heads_have_a_bound(served: serving.Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One header, many of them, or none that ends."""
+    for part in (b"a" * 2**16, b": a\r\nx-" * 2**14):
+        sent = 0
+        with connect(served) as connection, suppress(ConnectionError):
+            connection.sendall(b"GET /health HTTP/1.1\r\nx-")
+            while sent < 2**26:
+                connection.sendall(part)
+                sent += len(part)
+        assert sent < 2**25
+    monkeypatch.setattr(connection_module, "HEAD_S", 0.2)
+    with connect(served) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n")
+        assert connection.recv(1000) == b""
+
+
+def test_a_reply_that_ends_before_its_request_ends_the_connection(served: serving.Served) -> None:
+    with connect(served) as connection:
+        head = b"GET /health HTTP/1.1\r\nHost: test\r\nTransfer-Encoding: chunked\r\n\r\n"
+        connection.sendall(head)
+        found = b""
+        while part := connection.recv(1000):
+            found += part
+        assert found.startswith(b"HTTP/1.1 200")
 
 
 def test_strangers_bodies_are_not_read(served: serving.Served) -> None:

@@ -86,7 +86,7 @@ def _given(headers: Headers) -> str | None:
 
 
 def _refusal(given: str | None) -> ApiError:
-    headers = {"www-authenticate": "Bearer"}
+    headers = {"www-authenticate": "Bearer", "connection": "close"}
     if given is None:
         message = "You didn't provide an API key; send it as 'Authorization: Bearer KEY'."
         return ApiError(401, message, code="missing_api_key", headers=headers)

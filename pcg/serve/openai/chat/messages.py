@@ -40,10 +40,11 @@ Content = Annotated[
 
 
 class CalledFunction(WireModel):
-    """The function of a tool call."""
+    """The function of a tool call; OpenAI's client sends what it parsed back, without effect."""
 
     name: str
     arguments: str | dict[str, Any]
+    parsed_arguments: Any = None
 
 
 class ToolCall(WireModel):
@@ -60,7 +61,8 @@ class Message(WireModel):
     """A message of any role.
 
     What an assistant's message of a reply has beside its text may come back: a refusal is its text,
-    and annotations, audio and function_call are refused unless they are empty.
+    what OpenAI's client parsed of it has no effect, and annotations, audio and function_call are
+    refused unless they are empty.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -74,6 +76,7 @@ class Message(WireModel):
     annotations: list[Any] | None = None
     audio: Any = None
     function_call: Any = None
+    parsed: Any = None
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
@@ -123,7 +126,10 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
         if getattr(message, name) is not None:
             found[name] = getattr(message, name)
     if message.tool_calls:
-        found["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
+        found["tool_calls"] = [
+            call.model_dump(exclude_none=True, exclude={"function": {"parsed_arguments"}})
+            for call in message.tool_calls
+        ]
     elif message.role == "assistant" and found["content"] is None:
         found["content"] = ""
     return found

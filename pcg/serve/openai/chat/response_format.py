@@ -47,7 +47,7 @@ def content_schema(given: ResponseFormat | None) -> dict[str, Any] | None:
     """Return the JSON schema of an output's content; None for any text."""
     match given:
         case JsonSchemaFormat() if given.json_schema.schema_ is not None:
-            found: dict[str, Any] = bare(given.json_schema.schema_)
+            found: dict[str, Any] = bare(given.json_schema.schema_, "response_format")
             return found
         case JsonObjectFormat() | JsonSchemaFormat():
             return {"type": "object"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pcg.serve.errors import ApiError
+
 _NOTES = frozenset(
     {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title"}
     | {"writeOnly", "x-guidance"}
@@ -16,10 +18,20 @@ _OF_SCHEMAS = frozenset({"$defs", "definitions", "dependentSchemas", "patternPro
 _VALUES = frozenset({"const", "enum"})
 
 
-def bare(schema: Any) -> Any:
-    """Return a schema without descriptions and the like; what is no schema stays as it is."""
+def bare(schema: Any, param: str) -> Any:
+    """Return a schema without descriptions and the like; what is no schema stays as it is.
+
+    ApiError: it is nested too deeply.
+    """
+    try:
+        return _bare(schema)
+    except RecursionError as error:
+        raise ApiError(400, "The schema is nested too deeply.", param=param) from error
+
+
+def _bare(schema: Any) -> Any:
     if isinstance(schema, list):
-        return [bare(one) for one in schema]
+        return [_bare(one) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
     return {key: _bare_value(key, value) for key, value in schema.items() if key not in _NOTES}
@@ -29,5 +41,5 @@ def _bare_value(key: str, value: Any) -> Any:
     if key in _VALUES:
         return value
     if key in _OF_SCHEMAS and isinstance(value, Mapping):
-        return {name: bare(one) for name, one in value.items()}
-    return bare(value)
+        return {name: _bare(one) for name, one in value.items()}
+    return _bare(value)

@@ -26,7 +26,7 @@ class Function(WireModel):
     def schema_of_arguments(self) -> dict[str, Any]:
         """The JSON schema of the arguments, without descriptions."""
         if self.parameters:
-            found: dict[str, Any] = bare(self.parameters)
+            found: dict[str, Any] = bare(self.parameters, "tools")
             return found
         return {"type": "object", "properties": {}, "additionalProperties": False}
 

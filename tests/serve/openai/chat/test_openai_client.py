@@ -256,6 +256,8 @@ def test_tools_of_pydantic_models_are_parsed(client: openai.OpenAI) -> None:
     )
     (call,) = parsed.choices[0].message.tool_calls or []
     assert isinstance(call.function.parsed_arguments, Animal)
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "yes"}
+    ask(client, messages=[*USER, parsed.choices[0].message, result], max_tokens=2)
 
 
 def test_a_tools_result_goes_on(server: serving.Served, client: openai.OpenAI) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jsonschema
 import pytest
 
+from pcg.serve.errors import ApiError
 from pcg.serve.openai.chat.schemas import bare
 
 SCHEMA = {
@@ -24,7 +25,7 @@ SCHEMA = {
 
 
 def test_notes_are_left_out() -> None:
-    assert bare(SCHEMA) == {
+    assert bare(SCHEMA, "tools") == {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "type": "object",
         "properties": {
@@ -50,10 +51,18 @@ def test_notes_are_left_out() -> None:
     ],
 )
 def test_it_allows_the_same(value: object, is_valid: bool) -> None:
-    for schema in (SCHEMA, bare(SCHEMA)):
+    for schema in (SCHEMA, bare(SCHEMA, "tools")):
         assert jsonschema.Draft202012Validator(schema).is_valid(value) == is_valid
 
 
 def test_what_is_no_schema_stays() -> None:
     for schema in (True, 3, "a", None, [], {"properties": 5}, {"enum": 3}):
-        assert bare(schema) == schema
+        assert bare(schema, "tools") == schema
+
+
+def test_nesting_has_an_end() -> None:
+    deep: object = {}
+    for _ in range(20_000):
+        deep = {"items": deep}
+    with pytest.raises(ApiError, match="nested too deeply"):
+        bare(deep, "tools")

@@ -1,0 +1,85 @@
+"""Connections of strangers: how long the head of a request may be, and take.
+
+uvicorn's protocol bounds neither, and goes on to read a body that nobody wants. Here a head beyond
+`HEAD_BYTES`, or one that is not there after `HEAD_S`, ends its connection, and so does a reply that
+ends before its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEAD_BYTES = 64 * 2**10
+HEAD_S = 30.0
+_FILES = 2**16
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """uvicorn's connection, with bounds."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self._head_bytes = 0
+        self._headers_bytes = 0
+        self._in_head = True
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._begin_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_timer()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._begin_head()
+
+    def _begin_head(self) -> None:
+        self._end_timer()
+        self._in_head, self._head_bytes, self._headers_bytes = True, 0, 0
+        self._timer = self.loop.call_later(HEAD_S, self.transport.close)
+
+    def _end_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES:
+                self.transport.close()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header, or one behind a body; the parser answers what is raised by a 400."""
+        self._headers_bytes += len(name) + len(value)
+        if self._headers_bytes > HEAD_BYTES:
+            raise ValueError("the head is too long")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._end_timer()
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        if self.cycle.more_body:
+            self.transport.close()
+        super().on_response_complete()
+
+
+def allow_connections() -> None:
+    """Let this process have as many open files, connections among them, as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
