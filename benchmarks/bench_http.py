@@ -33,7 +33,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from http_load import Heard, client, scraper
@@ -50,6 +50,8 @@ KEY = "key-of-the-benchmark"
 MODEL = "random"
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 CONTEXT = get_context("spawn")
+Ask: TypeAlias = Callable[[int, int, int], Heard]
+"""Serves prompts from a place on, so many of them, for so many tokens each."""
 
 
 def save_model(directory: Path) -> None:
@@ -93,15 +95,15 @@ class Round:
 # --------------------------------------------------------------------------------- the engine alone
 
 
-def alone(pipe: Connection, directory: str, tokens: int) -> None:
+def alone(pipe: Connection, directory: str) -> None:
     """Serve the prompts that come over the pipe by an engine, until None comes."""
     torch.set_num_threads(1)
     executor = pcg.compile(directory, dtype="float32")
     gc.collect()
     gc.freeze()
     pipe.send("ready")
-    while (prompts := pipe.recv()) is not None:
-        pipe.send(serve_alone(executor, prompts, tokens))
+    while (asked := pipe.recv()) is not None:
+        pipe.send(serve_alone(executor, *asked))
 
 
 def serve_alone(executor: Executor, prompts: list[list[int]], tokens: int) -> Heard:
@@ -180,12 +182,12 @@ def body(prompt: list[int], tokens: int) -> dict[str, Any]:
     }
 
 
-def measured(ask: Callable[[int, int], Heard], pid: int, streams: int, tokens: int) -> Round:
+def measured(ask: Ask, pid: int, streams: int, tokens: int) -> Round:
     """Measure a round; `ask` serves so many new prompts from a place in their order."""
     before = cpu_s(pid)
-    together = ask(0, streams)
+    together = ask(0, streams, tokens)
     took = cpu_s(pid) - before
-    single = [ask(streams + place, 1).first_s[0] for place in range(SINGLE)]
+    single = [ask(streams + place, 1, 1).first_s[0] for place in range(SINGLE)]
     came = streams * tokens
     return Round(
         came / together.seconds,
@@ -205,10 +207,10 @@ def main() -> None:
     given = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
-        process_of_model(Path(folder)),
-        process_of(alone, folder, given.tokens) as (engine, engine_pid),
+        saved_model(Path(folder)),
+        process_of(alone, folder) as (engine, engine_pid),
         server(Path(folder)) as (port, server_pid),
-        process_of(client, port, KEY, given.streams) as (load, _),
+        process_of(client, port, KEY) as (load, _),
         process_of(scraper, port, KEY) as (scraping, _),
     ):
         found = rounds_of(given, (engine, engine_pid), (load, server_pid), scraping)
@@ -216,7 +218,7 @@ def main() -> None:
 
 
 @contextmanager
-def process_of_model(directory: Path) -> Iterator[None]:
+def saved_model(directory: Path) -> Iterator[None]:
     """Write the model by a process that ends, so that its memory is free again."""
     process = CONTEXT.Process(target=save_model, args=(directory,))
     process.start()
@@ -234,12 +236,12 @@ def rounds_of(
     count = given.streams + SINGLE
     found: dict[str, list[Round]] = {"engine": [], "http": [], "scraped": []}
 
-    def of_engine(prompts: list[list[int]], place: int, number: int) -> Heard:
-        engine[0].send(prompts[place : place + number])
+    def of_engine(prompts: list[list[int]], place: int, number: int, tokens: int) -> Heard:
+        engine[0].send((prompts[place : place + number], tokens))
         return engine[0].recv()
 
-    def of_http(prompts: list[list[int]], place: int, number: int) -> Heard:
-        load[0].send([body(one, given.tokens) for one in prompts[place : place + number]])
+    def of_http(prompts: list[list[int]], place: int, number: int, tokens: int) -> Heard:
+        load[0].send([body(one, tokens) for one in prompts[place : place + number]])
         return load[0].recv()
 
     def run(name: str) -> float:

@@ -1,4 +1,4 @@
-"""The clients of `bench_http.py`, in a process of their own: streams over kept connections.
+"""The clients of `bench_http.py`, in a process of their own: a connection for each stream.
 
 They read as little as tells tokens and times, so that what they take of the machine is small
 beside the server: bytes are kept as they come, and parsed when the round is over.
@@ -38,8 +38,8 @@ class Heard:
     events: int
 
 
-class KeptConnection(asyncio.Protocol):
-    """A connection that is kept, with one request at a time."""
+class StreamConnection(asyncio.Protocol):
+    """A connection with one request, whose reply is kept as it comes."""
 
     def __init__(self) -> None:
         self.received = bytearray()
@@ -80,29 +80,26 @@ class KeptConnection(asyncio.Protocol):
         return self.first - sent
 
 
-def client(pipe: Connection, port: int, key: str, connections: int) -> None:
+def client(pipe: Connection, port: int, key: str) -> None:
     """Ask what comes over the pipe, and answer what was heard, until None comes."""
-    asyncio.run(_client(pipe, port, key, connections))
-
-
-async def _client(pipe: Connection, port: int, key: str, connections: int) -> None:
-    loop = asyncio.get_running_loop()
-    kept = [
-        (await loop.create_connection(KeptConnection, "127.0.0.1", port))[1]
-        for _ in range(connections)
-    ]
     pipe.send("ready")
-    while (bodies := await loop.run_in_executor(None, pipe.recv)) is not None:
-        pipe.send(await _round(kept, [_request(body, port, key) for body in bodies]))
+    while (bodies := pipe.recv()) is not None:
+        pipe.send(asyncio.run(_round(port, [_request(body, port, key) for body in bodies])))
 
 
-async def _round(kept: Sequence[KeptConnection], requests: Sequence[bytes]) -> Heard:
-    """Send all requests at once, each over a connection of its own."""
+async def _round(port: int, requests: Sequence[bytes]) -> Heard:
+    """Send all requests at once, each over a connection of its own that is there already."""
+    loop = asyncio.get_running_loop()
+    opened = [
+        (await loop.create_connection(StreamConnection, "127.0.0.1", port))[1] for _ in requests
+    ]
     began = time.perf_counter()
-    asked = zip(kept, requests, strict=False)
+    asked = zip(opened, requests, strict=True)
     first_s = await asyncio.gather(*(one.ask(request) for one, request in asked))
     seconds = time.perf_counter() - began
-    replies = [_events(bytes(one.received)) for one in kept[: len(requests)]]
+    for one in opened:
+        one.transport.close()
+    replies = [_events(bytes(one.received)) for one in opened]
     texts = ["".join(c["text"] for e in reply for c in e["choices"]) for reply in replies]
     return Heard(seconds, list(first_s), texts, sum(map(len, replies)))
 

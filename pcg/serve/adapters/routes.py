@@ -65,7 +65,7 @@ class UnloadBody(_Owned):
     lora_int_id: int | None = None
 
 
-@router.post("/load_lora_adapter", response_class=PlainTextResponse, responses=_PLAIN)
+@router.post("/load_lora_adapter", responses=_PLAIN)
 async def load_lora_adapter(
     body: LoadBody, service: ServiceDependency, caller: Admin
 ) -> PlainTextResponse:
@@ -86,7 +86,7 @@ async def load_lora_adapter(
     return PlainTextResponse(text, headers=version_headers(version))
 
 
-@router.post("/unload_lora_adapter", response_class=PlainTextResponse, responses=_PLAIN)
+@router.post("/unload_lora_adapter", responses=_PLAIN)
 async def unload_lora_adapter(
     body: UnloadBody, service: ServiceDependency, caller: Admin
 ) -> PlainTextResponse:

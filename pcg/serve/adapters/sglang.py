@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from pcg.serve.adapters.changes import Load, load, owner_of, unload
 from pcg.serve.adapters.routes import Admin, LongText
-from pcg.serve.errors import ApiError
+from pcg.serve.errors import ApiError, ErrorBody
 from pcg.serve.openai.wire import WireModel
 from pcg.serve.security.caller import Caller
 from pcg.serve.service import Service, ServiceDependency
@@ -41,7 +41,7 @@ class LoadedAdapters(BaseModel):
 
 
 _REPLIES: dict[int | str, dict[str, Any]] = {
-    400: {"model": LoadedAdapters, "description": "It cannot be."}
+    400: {"model": LoadedAdapters | ErrorBody, "description": "It cannot be."}
 }
 
 

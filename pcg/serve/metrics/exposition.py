@@ -37,6 +37,7 @@ class Exposition:
     def __init__(self, common: Labels) -> None:
         self._common = common
         self._parts: list[str] = []
+        self._heads: dict[str, str] = {}
         self._kept: dict[object, str] = {}
         self._written: dict[object, str] = {}
         self._kept_histograms: dict[object, _Written] = {}
@@ -120,9 +121,11 @@ class Exposition:
             self._parts += (line, _number(value), "\n")
 
     def _head(self, name: str, kind: str, words: str) -> None:
-        self._parts.append(
-            f"# HELP {name} {words.translate(_HELP_ESCAPED)}\n# TYPE {name} {kind}\n"
-        )
+        head = self._heads.get(name)
+        if head is None:
+            head = f"# HELP {name} {words.translate(_HELP_ESCAPED)}\n# TYPE {name} {kind}\n"
+            self._heads[name] = head
+        self._parts.append(head)
 
     def _histogram_lines(self, name: str, labels: Labels, bounds: Sequence[float]) -> list[str]:
         """Return what stands before each number of a histogram, line ends included."""
