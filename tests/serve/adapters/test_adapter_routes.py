@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -447,3 +448,52 @@ def test_sglangs_endpoints(service: Service, texts: Any) -> None:
     gone = ask("POST", "/unload_lora_adapter", json={"lora_name": "x"})
     assert gone.json() == {"success": True, "error_message": "", "loaded_adapters": {}}
     assert ask("POST", "/unload_lora_adapter", json={"lora_name": "x"}).status_code == 400
+
+
+def test_streams_that_are_open_end_on_their_version(root: Path) -> None:
+    """The tokens are the library's; a reply that begins after the load is the new one's, whole."""
+    library = serving.make_executor(adapters=0)
+    expected = []
+    for name in ("zero", "one"):
+        library.add_adapter(name, root / name)
+        done = library.generate(TEXT * 10, name, max_new_tokens=60, ignore_eos=True)
+        expected.append(list(done.token_ids))
+    body = {
+        "model": "sql",
+        "prompt": TEXT * 10,
+        "max_tokens": 60,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    load = {"lora_name": "sql", "lora_path": "one", "load_inplace": True}
+    with serving.on_a_port(
+        lambda: serving.make_executor(adapters=0),
+        lora_modules=(f"sql={root / 'zero'}",),
+        lora_roots=(str(root),),
+    ) as server:
+        engine = server.service.engine.engine
+        step = engine.step
+
+        def slow() -> Any:
+            time.sleep(0.02)
+            return step()
+
+        engine.step = slow  # type: ignore[method-assign]
+        with server.client() as client, server.client() as other:
+            with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:
+                lines = (line for line in reply.iter_lines() if line.startswith("data: {"))
+                events = [json.loads(next(lines).removeprefix("data: "))]
+                assert other.post("/v1/load_lora_adapter", json=load).status_code == 200
+                assert engine.scheduler.running
+                new = other.post("/v1/completions", json={**body, "max_tokens": 12}).json()
+                events += [json.loads(line.removeprefix("data: ")) for line in lines]
+            again = other.post("/v1/completions", json=body).json()
+    tokens = [token for one in events for token in one["choices"][0]["token_ids"]]
+    assert tokens == expected[0]
+    assert {one["system_fingerprint"] for one in events} == {"sql@1"}
+    assert new["choices"][0]["token_ids"] == expected[1][:12]
+    assert again["choices"][0]["token_ids"] == expected[1]
+    assert new["system_fingerprint"] == again["system_fingerprint"] == "sql@2"
+    assert new["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
