@@ -21,7 +21,7 @@ the requests have.
                many requests wait behind them, under each policy; the ratio to 10 that wait
 
 Each contender is a process of its own, so that no other's objects are in its caches or visited by
-its garbage collector, which does not visit imported modules either. Times are of the process
+its garbage collector, which does not visit imported modules either. Times are of the thread
 itself, so that what else the machine runs does not count; results are medians over rounds.
 """
 
@@ -225,9 +225,9 @@ class Load:
         self.engine.submit(Request((1,) * prompt, params, adapter, tenant))
 
     def _step(self) -> float:
-        started = time.process_time()
+        started = time.thread_time()
         chunks = self.engine.step()
-        took = time.process_time() - started
+        took = time.thread_time() - started
         for chunk in chunks:
             if chunk.completion is not None:
                 self._submit()

@@ -231,6 +231,8 @@ def test_layers_with_and_without_experts_are_two_blocks() -> None:
     assert model.layers == (0, 1, 0, 1)
     has_experts = ["experts" in {node.op for node in block.nodes} for block in model.blocks]
     assert has_experts == [False, True]
+    gates = [path for path in model.linear_modules() if path.endswith("gate_proj")]
+    assert gates == ["model.layers.0.mlp.gate_proj", "model.layers.2.mlp.gate_proj"]
 
 
 @pytest.mark.parametrize("config", [MIXTRAL, QWEN3_MOE], ids=["mixtral", "qwen3_moe"])
