@@ -10,11 +10,12 @@ inference alone, without a promise; then the gap that is promised is 1.5 times t
 gaps, and that of 50 ms in the paper. For each: inference alone, co-serving, and with burst=4.
 
 loads and bursts: the simulated engine with the costs of `bench_serving.py`'s model on a CPU, as its
-steps, windows and backward units were measured (one thread of an AMD EPYC):
+steps, windows and parts were measured (one thread of an AMD EPYC):
 
     step      15.4 ms + 0.64 ms a token + 0.4 µs a key + 0.8 ms a row of logits
-              + 20 ms where there is a window + 1.5 ms a token of it
-    unit      2.7 ms + 0.11 ms a token + 0.1 µs a key
+              + 1 ms where there is a window
+    layer     back 2.7 ms + 0.11 ms a token + 0.1 µs a key; forward half of it
+    loss      0.5 ms + 1 ms a token
     update    12 ms
 
 The engine begins with latencies like those that it calibrates there, and learns. Requests are those

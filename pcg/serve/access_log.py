@@ -64,10 +64,15 @@ class AccessLog:
     def _write(self) -> None:
         while (line := self._lines.get()) is not None:
             self._emit(line)
-            if self._dropped and self._lines.empty():
-                count, self._dropped = self._dropped, 0
-                self._emit(json.dumps({"time": _time(None), "dropped_lines": count}))
+            if self._lines.empty():
+                self._tell_dropped()
+        self._tell_dropped()
         self._handler.close()
+
+    def _tell_dropped(self) -> None:
+        if self._dropped:
+            count, self._dropped = self._dropped, 0
+            self._emit(json.dumps({"time": _time(None), "dropped_lines": count}))
 
     def _emit(self, line: str) -> None:
         self._handler.handle(logging.makeLogRecord({"msg": line}))

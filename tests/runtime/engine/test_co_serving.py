@@ -159,7 +159,7 @@ def test_no_step_is_longer_than_its_burst(burst: int) -> None:
     # A window over two sequences has fewer keys than are counted.
     assert max(took[False]) <= burst * PROMISED_S * 1.001
     assert max(took[True]) <= PROMISED_S * 1.001
-    assert max(took[False]) > (0.95 if burst == 1 else 0.75 * burst) * PROMISED_S
+    assert max(took[False]) > (0.95 if burst == 1 else 0.5 * burst) * PROMISED_S
     assert report.finetuning_throughput > 160
 
 

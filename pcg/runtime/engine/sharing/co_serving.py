@@ -112,7 +112,10 @@ class CoServing(Sharing):
         if room_s is None and tpot_slo_s is not None:
             room_s = tpot_slo_s - latencies.forward.bound_s(Load(1, sampled=1))
         if room_s is not None:
-            back_s = min(back_s, _UNIT * room_s)
+            # Of a part u of the room R, all but b₀ / (u R) is its tokens' time, and half a part is
+            # left over in a step: (1 - b₀ / (u R)) (1 - u / 2) is greatest for u² = 2 b₀ / R.
+            part = math.sqrt(2 * latencies.backward.seconds(Load()) / max(room_s, 1e-9))
+            back_s = min(back_s, min(_UNIT, max(_LEAST_UNIT, part)) * room_s)
         back = latencies.backward.tokens_within(back_s, unit.context, Load())
         return min(step.limits.tokens - step.load.tokens, max(back, step.limits.least_chunk))
 
@@ -209,6 +212,8 @@ def _efficiency(unit: Forward, latencies: Latencies, tokens: int) -> float:
 
 _UNIT = 0.5
 """The most that a backward unit takes of the time that steps leave: two fit, also into smaller."""
+_LEAST_UNIT = 0.15
+"""The least of it, however little of a unit's time is constant."""
 _LEAST_LOSS = 4
 """The least tokens of a loss that run in a step, more than those of a block of the head's rows."""
 _SMOOTHING = 0.05
