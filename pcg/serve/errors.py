@@ -172,6 +172,8 @@ def of_validation(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"Unrecognized request argument supplied: {param}", param=param)
     if first["type"] == "json_invalid":
         return ApiError(400, "The body is not valid JSON.", code="invalid_json")
+    if param is None and isinstance(error.body, bytes):
+        return ApiError(400, "Send the body as content-type: application/json.")
     if first["type"] == "missing" and param is not None:
         return ApiError(400, f"Missing required parameter: '{param}'.", param=param)
     where = f"Invalid value for '{param}': " if param else "Invalid body: "

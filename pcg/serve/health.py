@@ -30,6 +30,7 @@ class Version(BaseModel):
 
 
 @router.get("/health")
+@router.head("/health", include_in_schema=False)
 async def health(service: ServiceDependency) -> Status:
     """Answer 200 while requests are taken, else 503."""
     found = service.engine.health()

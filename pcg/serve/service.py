@@ -163,6 +163,8 @@ class Service:
                 param="prompt",
             )
         for index, prompt in enumerate(prompts):
+            if not prompt:
+                raise ApiError(400, f"prompt {index} is empty; give at least one token")
             own: RequestFields = {
                 **fields,
                 "tenant": caller.tenant,

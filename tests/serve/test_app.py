@@ -49,6 +49,17 @@ def test_every_route_but_health_needs_a_key(service: Service) -> None:
     assert PUBLIC == ("/", "/health")
 
 
+def test_health_without_its_body(service: Service) -> None:
+    assert ask(service, "HEAD", "/health", headers={}).status_code == 200
+
+
+def test_a_body_that_does_not_say_that_it_is_json(service: Service) -> None:
+    headers = {**serving.headers_of("all"), "content-type": "text/plain"}
+    reply = ask(service, "POST", "/v1/completions", headers=headers, content=b'{"prompt": "a"}')
+    assert reply.status_code == 400
+    assert "application/json" in reply.json()["error"]["message"]
+
+
 def test_a_route_without_a_scope_is_refused() -> None:
     router = APIRouter()
     router.get("/open")(lambda: None)

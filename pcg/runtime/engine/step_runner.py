@@ -149,13 +149,14 @@ class StepRunner:
 
     def _limit(self, number: int, request: Request) -> int:
         length = request.length
+        name = f"request {request.request_id!r}" if request.request_id else f"prompt {number}"
         if not request.prompt_ids:
-            raise GenerationError(f"prompt {number} has no tokens; give at least one")
+            raise GenerationError(f"{name} has no tokens; give at least one")
         least, most = min(request.prompt_ids), max(request.prompt_ids)
         if least < 0 or most >= self._vocabulary:
             wrong = least if least < 0 else most
             raise GenerationError(
-                f"prompt {number} has token {shown(wrong)}; the model's are 0 to "
+                f"{name} has token {shown(wrong)}; the model's are 0 to "
                 f"{self._vocabulary - 1}"
             )
         new = request.params.max_new_tokens
@@ -163,7 +164,7 @@ class StepRunner:
             virtual = request.virtual_tokens
             of_adapter = f", {virtual} of them its adapter's virtual ones" if virtual else ""
             raise GenerationError(
-                f"prompt {number} has {length} tokens{of_adapter}; the model has "
+                f"{name} has {length} tokens{of_adapter}; the model has "
                 f"{self._max_positions} positions, and generating needs at least one more than "
                 "the prompt"
             )

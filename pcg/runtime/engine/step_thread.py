@@ -172,7 +172,8 @@ class StepThread(ABC):
         """End what still waits beside streams, once the thread has ended."""
 
     def _run(self) -> None:
-        sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
+        interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(min(_SWITCH_S, interval_s))
         ended = EngineError("the engine was closed; start it again")
         try:
             while not self._closing:
@@ -189,6 +190,7 @@ class StepThread(ABC):
         except BaseException as error:
             ended = EngineError(f"the engine's thread ended by {type(error).__name__}: {error}")
             ended.__cause__ = error
+        sys.setswitchinterval(interval_s)
         self._end(ended)
 
     def _run_calls(self) -> None:

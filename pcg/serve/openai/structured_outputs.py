@@ -36,7 +36,7 @@ class GuidedFields(WireModel):
     def guide(self) -> RequestFields:
         """Return the guide of the output, as fields of a request.
 
-        ApiError: there are several.
+        ApiError: there are several, or `structured_outputs` has none.
         """
         new = self.structured_outputs or StructuredOutputs()
         pairs: list[tuple[str, str, Any]] = [
@@ -51,6 +51,13 @@ class GuidedFields(WireModel):
             ("guided_grammar", "guided_grammar", self.guided_grammar),
         ]
         given = [(name, field, value) for name, field, value in pairs if value is not None]
+        if self.structured_outputs is not None and not given:
+            raise ApiError(
+                400,
+                "structured_outputs has no constraint; give it json, regex, choice, grammar or "
+                "json_object, or leave it out",
+                param="structured_outputs",
+            )
         if len(given) > 1:
             names = " and ".join(name for name, _, _ in given)
             raise ApiError(400, f"{names} cannot be given together; give one", param=given[1][0])
