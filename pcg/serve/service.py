@@ -45,6 +45,8 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Prompt: TypeAlias = str | Sequence[int]
 
+MOST_PROMPT_LOGPROBS = 2**21
+"""The most log-probabilities of prompts' tokens in one reply, which take half a GiB to write."""
 _THREADS = 4
 """Threads that tokenize, render templates and read files: more would only wait for each other."""
 
@@ -176,6 +178,7 @@ class Service:
             request = self.executor.request(prompt, model.adapter, **own)
             self._check(request)
             made.append(request)
+        _check_prompt_logprobs(made)
         return made
 
     def _check(self, request: EngineRequest) -> None:
@@ -197,6 +200,24 @@ class Service:
                 param="max_tokens" if request.length < most else "prompt",
                 code="context_length_exceeded",
             )
+
+
+def _check_prompt_logprobs(requests: Sequence[EngineRequest]) -> None:
+    """Refuse requests whose reply would be out of all proportion: it has the prompt's with each."""
+    asked = ((one.params, len(one.prompt_ids)) for one in requests)
+    count = sum(
+        params.n * length * (params.of_prompt + 1)
+        for params, length in asked
+        if params.of_prompt is not None
+    )
+    if count > MOST_PROMPT_LOGPROBS:
+        raise ApiError(
+            400,
+            f"{count} log-probabilities of prompts' tokens in one reply, and this server gives at "
+            f"most {MOST_PROMPT_LOGPROBS}: send fewer prompts at a time, a smaller n or fewer "
+            "likeliest tokens",
+            param="prompt_logprobs",
+        )
 
 
 def new_id(prefix: str) -> str:

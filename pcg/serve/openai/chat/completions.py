@@ -112,19 +112,24 @@ async def create_chat_completion(
             bool(body.return_token_ids), body.prompt_logprobs is not None, body.stream_options
         )
         writer = logprobs if body.logprobs else None
-        events = ChatEvents(head, submitted, use, wanted, writer, texts)
+        events = ChatEvents(service, caller, head, submitted, use, wanted, writer)
         leave, timeout_s = partial(cancel_all, [submitted]), service.options.stream_timeout_s
         return EventStream(guarded(events.parts(chunks)), leave, timeout_s, model.headers)
     with explained(use):
         (group,) = await all_completions(request, [submitted])
-    content = {**head, "choices": [_choice(body, use, logprobs, done) for done in group]}
-    content["usage"] = usage_of([group])
-    found = group[0].prompt_logprobs
-    if body.prompt_logprobs is not None and found is not None:
-        content["prompt_logprobs"] = prompt_logprobs(found, texts)
-    if body.return_token_ids:
-        content["prompt_token_ids"] = list(submitted.request.prompt_ids)
-    return Response(json_bytes(content), headers=model.headers, media_type="application/json")
+
+    def whole() -> bytes:
+        content = {**head, "choices": [_choice(body, use, logprobs, done) for done in group]}
+        content["usage"] = usage_of([group])
+        found = group[0].prompt_logprobs
+        if body.prompt_logprobs is not None and found is not None:
+            content["prompt_logprobs"] = prompt_logprobs(found, texts)
+        if body.return_token_ids:
+            content["prompt_token_ids"] = list(submitted.request.prompt_ids)
+        return json_bytes(content)
+
+    reply = await service.beside(caller, whole)
+    return Response(reply, headers=model.headers, media_type="application/json")
 
 
 def _choice(

@@ -12,7 +12,7 @@ All events of one step of the engine are sent together.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from pcg.runtime.requests.request import Chunk
@@ -23,9 +23,9 @@ from pcg.serve.openai.chat.tool_use import ToolUse
 from pcg.serve.openai.completion_events import Wanted
 from pcg.serve.openai.event_stream import check_ended, event
 from pcg.serve.openai.logprobs import prompt_logprobs
-from pcg.serve.openai.token_texts import TokenTexts
 from pcg.serve.openai.usage import counted
-from pcg.serve.service import Submitted
+from pcg.serve.security.caller import Caller
+from pcg.serve.service import Service, Submitted
 
 
 class ChatEvents:
@@ -39,19 +39,22 @@ class ChatEvents:
 
     def __init__(
         self,
+        service: Service,
+        caller: Caller,
         head: dict[str, Any],
         submitted: Submitted,
         use: ToolUse,
         wanted: Wanted,
         logprobs: LogprobWriter | None,
-        texts: TokenTexts,
     ) -> None:
+        self._service = service
+        self._caller = caller
         self._head = {**head, "choices": []}
         self._request = submitted.request
         self._use = use
         self._wanted = wanted
         self._logprobs = logprobs
-        self._texts = texts
+        self._texts = service.token_texts
         self._messages: dict[int, ChatMessage] = {}
         self._output = self._cached = 0
         # Written once: an event is this, its choice, and the end.
@@ -61,11 +64,17 @@ class ChatEvents:
     async def parts(self, chunks: AsyncIterator[tuple[int, list[Chunk]]]) -> AsyncIterator[bytes]:
         """Return the events of chunks, those of a step together, and that of the usage."""
         async for _, step in chunks:
-            made = b"".join([self._events(chunk) for chunk in step])
+            if any(chunk.prompt_logprobs for chunk in step):  # as long as the prompt is
+                made = await self._service.beside(self._caller, self._step, step)
+            else:
+                made = self._step(step)
             if made:
                 yield made
         if self._wanted.usage:
             yield event({**self._head, "usage": self._usage()})
+
+    def _step(self, step: Sequence[Chunk]) -> bytes:
+        return b"".join([self._events(chunk) for chunk in step])
 
     def _events(self, chunk: Chunk) -> bytes:
         done, index = chunk.completion, chunk.choice

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from pcg.errors import DataError
 from pcg.runtime.text.chat_messages import check_messages
@@ -13,6 +13,8 @@ from pcg.serve.errors import ApiError
 from pcg.serve.openai.wire import WireModel
 
 MOST_MESSAGES = 4096
+MOST_PARTS = 8_192
+"""The most parts and tool calls of all messages: to check so many takes a tenth of a second."""
 
 
 class ContentPart(WireModel):
@@ -79,7 +81,23 @@ class Message(WireModel):
     parsed: Any = None
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+def check_parts(messages: Any) -> Any:
+    """Return messages or items as they came, before they are validated.
+
+    ValueError: they have too many parts together.
+    """
+    if isinstance(messages, list):
+        fields = ("content", "output", "tool_calls")
+        found = [one.get(name) for one in messages if isinstance(one, dict) for name in fields]
+        count = sum(len(parts) for parts in found if isinstance(parts, list))
+        if count > MOST_PARTS:
+            raise ValueError(f"{count} parts and tool calls; use at most {MOST_PARTS} together")
+    return messages
+
+
+Messages = Annotated[
+    list[Message], Field(min_length=1, max_length=MOST_MESSAGES), BeforeValidator(check_parts)
+]
 
 
 def template_messages(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from pcg.serve.errors import ApiError
 from pcg.serve.openai.chat.messages import (
@@ -14,6 +14,7 @@ from pcg.serve.openai.chat.messages import (
     ContentPart,
     Message,
     ToolCall,
+    check_parts,
     text_or_list,
 )
 from pcg.serve.openai.wire import WireModel
@@ -41,7 +42,9 @@ class InputItem(WireModel):
     output: Content | None = None
 
 
-Items = Annotated[list[InputItem], Field(min_length=1, max_length=MOST_ITEMS)]
+Items = Annotated[
+    list[InputItem], Field(min_length=1, max_length=MOST_ITEMS), BeforeValidator(check_parts)
+]
 Input = Annotated[
     Annotated[str, Tag("a-text")] | Annotated[Items, Tag("a-list")], Discriminator(text_or_list)
 ]

@@ -114,8 +114,13 @@ async def create_response(
         return EventStream(parts, leave, timeout_s, model.headers)
     with explained(use):
         ((done,),) = await all_completions(request, [submitted])
-    output.push(done.text, done.logprobs or (), status_of(done))
-    return Response(json_bytes(end(done)), headers=model.headers, media_type="application/json")
+
+    def whole() -> bytes:
+        output.push(done.text, done.logprobs or (), status_of(done))
+        return json_bytes(end(done))
+
+    reply = await service.beside(caller, whole)
+    return Response(reply, headers=model.headers, media_type="application/json")
 
 
 def _turn(store: ResponseStore, tenant: str, body: ResponseBody) -> _Turn:
