@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 from pcg.errors import AdapterConflictError, AdapterError
 from pcg.peft.adapter import Adapter
 from pcg.peft.writer import digest_of
+from pcg.units import shown
 
 _GONE_NAMES = 65_536
 """Names without an adapter whose last number is remembered; older ones go on from the highest."""
@@ -182,7 +183,11 @@ class Versions:
             )
 
     def checked(self, adapter: Adapter | None) -> Adapter | None:
-        """Return an adapter, or None. AdapterError: it was never served here."""
+        """Return an adapter, or None. AdapterError: it is none, or was never served here."""
+        if not isinstance(adapter, Adapter | None):
+            raise AdapterError(
+                f"adapter={shown(adapter)}; use one of the executor's `adapters`, its name, or None"
+            )
         if adapter is not None and self.of(adapter) is None:
             raise AdapterError(
                 f"adapter {adapter.name!r} was never served by this executor; use one of its "

@@ -50,7 +50,7 @@ class CutExecution(Generic[Result]):
                 continue
             product = self._cut[0]
             rows = (numbers - ran) // max(product.tokens, 1)
-            if ran and rows < BLOCK // 2:
+            if ran and rows < min(BLOCK, product.rows - self._rows) // 2:
                 break
             if self._rows or rows < product.rows:
                 rows = BLOCK

@@ -247,6 +247,8 @@ class BoundTraining:
             if weight.grad is not None:
                 weight.grad.add_(gradient)
                 continue
-            # Biases that are added to one sum share one gradient tensor, so it is copied.
-            weight.grad = gradient.clone() if gradient.data_ptr() in taken else gradient
+            # Biases that are added to one sum share one gradient tensor, so it is copied. The
+            # optimizer reads gradients as they lie in memory.
+            is_taken = gradient.data_ptr() in taken
+            weight.grad = gradient.clone() if is_taken else gradient.contiguous()
             taken.add(gradient.data_ptr())

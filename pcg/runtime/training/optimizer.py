@@ -46,8 +46,11 @@ def make_optimizer(
             groups[-1]["weight_decay"] = 0.0
     made: Any = optimizer.torch_class
     # On CPUs one loop over all numbers takes a third of the time of an operator for each step of
-    # the formula.
-    is_plain = all(t.is_cpu and t.dtype == torch.float32 for t in parameters.values())
+    # the formula. It goes through memory in order, whatever the strides are: parameters, gradients
+    # and states have to lie alike.
+    is_plain = all(
+        t.is_cpu and t.dtype == torch.float32 and t.is_contiguous() for t in parameters.values()
+    )
     how = {"fused": True} if is_plain and optimizer.name in ("adam", "adamw") else {}
     try:
         return made(groups, lr=learning_rate, **optimizer.options, **how)  # type: ignore[no-any-return]
@@ -125,6 +128,7 @@ def _restored(
     """Return an entry of a state, of a saved value, where the optimizer keeps it."""
     if isinstance(expected, int):
         return int(value)
+    value = value.contiguous()  # a rank's part of a column-sharded one is a view
     if not expected.is_meta:
         return value
     if kind.is_offloaded and value.ndim and key not in SHARED_KEYS:
