@@ -135,3 +135,10 @@ def test_how_the_engine_failed_is_no_callers_business() -> None:
     error = as_api_error(EngineError("the engine's thread ended by OSError: /srv/secret"))
     assert (error.status_code, error.code) == (503, "engine_ended")
     assert "srv" not in str(error.content)
+
+
+def test_nobody_learns_how_many_prompts_came(service: Service) -> None:
+    body = {"model": serving.MODEL, "prompt": [10**9]}
+    told = [ask(service, "POST", "/v1/completions", json=body).json()["error"] for _ in range(2)]
+    assert told[0] == told[1]
+    assert told[0]["message"].startswith("the prompt has token 1000000000;")
