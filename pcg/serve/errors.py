@@ -48,7 +48,6 @@ _TYPES = {
 
 _STATUS: tuple[tuple[type[PcgError], int, str | None], ...] = (
     (DrainingError, 503, "shutting_down"),
-    (EngineError, 503, "engine_ended"),
     (GenerationError, 400, None),
     (UnsupportedError, 400, "unsupported"),
     (AdapterConflictError, 409, "conflict"),
@@ -62,6 +61,8 @@ _RETRY_S = {429: 1, 503: 5}
 _LONGEST_MESSAGE = 4000
 _FIELD = re.compile(r"([a-z_]+)=")
 """The beginning of a message that refuses a field's value."""
+_NUMBERED = re.compile(r"^prompt \d+ ")
+"""The beginning of one that counts a prompt among all that the engine had, other tenants', too."""
 
 
 class ErrorDetail(BaseModel):
@@ -154,9 +155,13 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(404, "The model does not exist any more.", code="model_not_found")
     if isinstance(error, QueueFullError):  # its numbers tell of other tenants
         return ApiError(429, "Too many requests wait; ask again later.", code="queue_full")
+    if isinstance(error, EngineError) and not isinstance(error, DrainingError):
+        # Its text may tell what failed in the engine, which the server logs when it ends.
+        return ApiError(503, "The engine has ended; ask again later.", code="engine_ended")
     for kind, status, code in _STATUS:
         if isinstance(error, kind):
-            message = str(error).replace("max_new_tokens", "max_tokens")
+            message = _NUMBERED.sub("the prompt ", str(error))
+            message = message.replace("max_new_tokens", "max_tokens")
             field = _FIELD.match(message)
             return ApiError(status, message, param=field[1] if field else None, code=code)
     LOG.error("a request failed", exc_info=error)

@@ -26,6 +26,7 @@ from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
 from pcg.serve.observers import open_observers
 from pcg.serve.openai.chat.support import ChatSupport
 from pcg.serve.openai.responses.store import ResponseStore
+from pcg.serve.openai.text_bound import check_length
 from pcg.serve.openai.token_texts import TokenTexts
 from pcg.serve.options import ServeOptions
 from pcg.serve.record import note_requests
@@ -172,6 +173,8 @@ class Service:
                 "tenant": caller.tenant,
                 "request_id": f"{request_id}-{index}",
             }
+            if isinstance(prompt, str):
+                check_length(prompt, self.max_model_len)
             seed = fields.get("seed")
             if index and isinstance(seed, int):
                 own["seed"] = (seed + index * made[0].params.width) % 2**63

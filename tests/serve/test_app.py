@@ -11,8 +11,9 @@ import pytest
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
-from pcg.errors import ServeError
+from pcg.errors import EngineError, ServeError
 from pcg.serve.app import PUBLIC, ROUTERS, check_scopes
+from pcg.serve.errors import as_api_error
 from pcg.serve.security.keys import Keys
 from pcg.serve.service import Service
 from pcg.version import __version__
@@ -139,3 +140,16 @@ def test_the_schema_names_the_keys_that_routes_need(service: Service) -> None:
     for path, operations in schema["paths"].items():
         for operation in operations.values():
             assert operation.get("security") == ([] if path in PUBLIC else None), path
+
+
+def test_how_the_engine_failed_is_no_callers_business() -> None:
+    error = as_api_error(EngineError("the engine's thread ended by OSError: /srv/secret"))
+    assert (error.status_code, error.code) == (503, "engine_ended")
+    assert "srv" not in str(error.content)
+
+
+def test_nobody_learns_how_many_prompts_came(service: Service) -> None:
+    body = {"model": serving.MODEL, "prompt": [10**9]}
+    told = [ask(service, "POST", "/v1/completions", json=body).json()["error"] for _ in range(2)]
+    assert told[0] == told[1]
+    assert told[0]["message"].startswith("the prompt has token 1000000000;")

@@ -125,7 +125,7 @@ class StepRunner:
                 of_first,
                 choice,
             ),
-            echoed=self._echoed(request),
+            echoed=self._echoed(request) if first is None else first.echoed,
             choice=choice,
             adapter_version=self._version(request) if first is None else first.adapter_version,
         )

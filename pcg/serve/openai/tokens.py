@@ -19,6 +19,7 @@ from pcg.serve.openai.chat.generation import Chat, prepared
 from pcg.serve.openai.chat.messages import Messages
 from pcg.serve.openai.chat.tool_use import AskedTools
 from pcg.serve.openai.chat.tools import Tools
+from pcg.serve.openai.text_bound import check_length
 from pcg.serve.openai.wire import WireModel
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
@@ -173,6 +174,7 @@ def _tokens(
 ) -> dict[str, Any]:
     """Return the reply of /tokenize."""
     if isinstance(body, TokenizeText):
+        check_length(body.prompt, service.max_model_len)
         ids = tokenizer.encode(body.prompt, body.add_special_tokens)
     else:
         ids, _ = prepared(service, body.chat())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import peft
@@ -20,6 +21,7 @@ from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.requests.request import Completion, Request
 from pcg.runtime.sampling.logprobs import TokenLogprobs
 from pcg.runtime.sampling.sampling_params import SamplingParams
+from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.simulate.simulated_device import SimulatedDevice
 from tests.support import oracle, tiny_llama
 from tests.support.families import BY_NAME
@@ -285,3 +287,22 @@ def test_a_simulated_device_has_none() -> None:
     for fields in ({"logprobs": 0}, {"prompt_logprobs": 0}):
         with pytest.raises(GenerationError, match="computes no logits"):
             device.open(Request((1, 2), SamplingParams(**fields)), 0)
+
+
+def test_a_prompt_that_is_echoed_becomes_text_once(
+    model_with_tokenizer: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, prompt = model_with_tokenizer, list(range(5, 45))
+    decoded: list[list[int]] = []
+    plain = Tokenizer.decode
+
+    def decode(self: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        decoded.append(list(ids))
+        return plain(self, ids, skip_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "decode", decode)
+    done = executor.generate([prompt], max_new_tokens=2, n=8, echo=True, seed=1)
+    assert executor.tokenizer is not None
+    text = plain(executor.tokenizer, prompt)
+    assert all(one.text.startswith(text) for one in done)
+    assert decoded.count(prompt) == 1

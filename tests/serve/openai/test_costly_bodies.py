@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 import pcg.serve.service
+from pcg.serve.openai import text_bound
 from pcg.serve.openai.chat.body import ChatBody
 from pcg.serve.openai.chat.messages import MOST_PARTS
 from pcg.serve.openai.completions import CompletionBody
@@ -75,6 +76,30 @@ def test_lists_in_lists_are_no_fault_of_the_server(path: str, field: str, status
     with serving.service_of() as service:
         body = f'{{"model":"{serving.MODEL}","max_tokens":1,{field}{nested(700)}}}'
         assert asyncio.run(post(body)) == status
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "aa"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "aa"}]}),
+        ("/tokenize", {"prompt": "aa"}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "aa"}]}),
+    ],
+)
+def test_texts_are_bounded_before_they_are_tokenized(
+    monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(text_bound, "SHORT", 1)
+    monkeypatch.setattr(text_bound, "TOKEN_CHARACTERS", 1)
+
+    async def post() -> Any:
+        async with serving.client_of(service) as client:
+            reply = await client.post(path, json={"model": serving.MODEL, **body})
+            return reply.json()
+
+    with serving.service_of(max_model_len=1) as service:
+        assert asyncio.run(post())["error"]["message"].startswith("A text has ")
 
 
 @pytest.mark.parametrize(

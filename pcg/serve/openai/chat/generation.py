@@ -106,7 +106,8 @@ def prepared(service: Service, chat: Chat) -> tuple[list[int], ToolUse]:
         )
     messages = template_messages(chat.messages, knows_developer=support.knows_developer)
     use = chat.tools.use(support.tools)
-    request = ChatRequest(messages, use.shown, **chat.template)
+    bound = service.max_model_len
+    request = ChatRequest(messages, use.shown, max_model_len=bound, **chat.template)
     return prompt_of(support.tokenizer, request), use
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from pcg.errors import ConfigError
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.errors import ApiError
+from pcg.serve.openai.text_bound import check_length
 
 _RESERVED = frozenset(
     {
@@ -41,6 +42,7 @@ class ChatRequest:
         tools: JSON schemas of functions; None for none.
         variables: further variables of the template.
         chat_template: a template instead of the model's.
+        max_model_len: the most tokens of a prompt and its output; None if there is no bound.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -51,6 +53,7 @@ class ChatRequest:
     documents: Sequence[Mapping[str, Any]] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
+    max_model_len: int | None = None
 
 
 def prompt_of(tokenizer: Tokenizer | None, chat: ChatRequest) -> list[int]:
@@ -77,6 +80,7 @@ def prompt_of(tokenizer: Tokenizer | None, chat: ChatRequest) -> list[int]:
         text = _open_ended(tokenizer, chat, variables)
     if not text:
         raise ApiError(400, "The chat template makes an empty prompt of the messages.")
+    check_length(text, chat.max_model_len)
     return tokenizer.encode(text, add_special_tokens=chat.add_special_tokens)
 
 

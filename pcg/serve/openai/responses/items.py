@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from pcg.serve.errors import ApiError
+from pcg.serve.json_bytes import json_bytes
 from pcg.serve.openai.chat.messages import (
     CalledFunction,
     Content,
@@ -20,6 +21,8 @@ from pcg.serve.openai.chat.messages import (
 from pcg.serve.openai.wire import WireModel
 
 MOST_ITEMS = 4096
+_OBJECT_BYTES, _VALUE_BYTES = 1024, 64
+"""The memory of an item or a part beside its texts, and of any other value in it."""
 _TEXTS = ("input_text", "output_text", "text")
 _OF_REPLIES = {"annotations", "parsed_arguments"}
 """Fields that items of replies have, and that say nothing to a model."""
@@ -133,6 +136,21 @@ def _text(content: str | list[ContentPart] | None, place: str) -> str:
             )
         texts.append(text)
     return "".join(texts)
+
+
+def memory_of(items: Sequence[InputItem]) -> int:
+    """Return about how many bytes items take, which for empty parts is far more than their JSON."""
+    values: list[Any] = [as_json(item) for item in items]
+    found = len(json_bytes(values))
+    while values:
+        match values.pop():
+            case dict() as one:
+                found += _OBJECT_BYTES
+                values += one.values()
+            case list() as one:
+                values += one
+        found += _VALUE_BYTES
+    return found
 
 
 def as_json(item: InputItem) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from pcg.serve.openai.completions import STREAMED
 from pcg.serve.openai.event_stream import EventStream, all_completions, begun, cancel_all
 from pcg.serve.openai.responses.body import ResponseBody
 from pcg.serve.openai.responses.events import ResponseEvents
-from pcg.serve.openai.responses.items import InputItem, as_json, messages_of
+from pcg.serve.openai.responses.items import InputItem, as_json, memory_of, messages_of
 from pcg.serve.openai.responses.output import OutputItems
 from pcg.serve.openai.responses.reply import (
     ResponseReply,
@@ -62,7 +62,7 @@ class _Turn:
     """A request and what came before it, to be kept with its response.
 
     Attributes:
-        history_bytes: the size of the items before the output.
+        history_bytes: the memory of the items before the output.
     """
 
     store: ResponseStore
@@ -79,7 +79,7 @@ class _Turn:
         if not whole["store"]:
             return whole
         items = [InputItem.model_validate(item) for item in output.items]
-        size = self.history_bytes + len(json_bytes(output.items))
+        size = self.history_bytes + memory_of(items)
         content = json_bytes(whole)
         if not self.store.may_keep(size + len(content)):
             return {**whole, "store": False}
@@ -135,7 +135,7 @@ def _turn(store: ResponseStore, tenant: str, body: ResponseBody) -> _Turn:
         for item in items
     ]
     before: Sequence[InputItem] = ()
-    size = len(json_bytes([as_json(item) for item in items]))
+    size = memory_of(items)
     if body.previous_response_id is not None:
         kept = _kept(store, tenant, body.previous_response_id, "previous_response_id")
         before, size = kept.history, size + kept.history_bytes

@@ -26,7 +26,7 @@ class KeptResponse:
         content: the response object, as JSON.
         input: the items of its request.
         history: all items up to its output, which a next request goes on from.
-        history_bytes: their size.
+        history_bytes: their memory (`items.memory_of`).
     """
 
     content: bytes

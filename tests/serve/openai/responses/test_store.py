@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from typing import Any
 
+from pcg.serve.openai.responses.items import InputItem, memory_of
 from pcg.serve.openai.responses.store import KeptResponse, ResponseStore
 from pcg.serve.security.keys import Keys
 from tests.support import serving
@@ -31,6 +33,19 @@ def test_the_least_recently_read_goes_first() -> None:
     store.put("one", "f", kept(1000))
     assert store.find("one", "f") is not None
     assert not store.may_keep(1001)
+
+
+def test_empty_parts_count_by_their_memory() -> None:
+    item = InputItem.model_validate(
+        {"role": "user", "content": [{"type": "text", "text": ""}] * 99}
+    )
+    tracemalloc.start()
+    try:
+        copies = [item.model_copy(deep=True) for _ in range(20)]
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken / 2 < memory_of(copies) < taken * 4
 
 
 def test_nobody_elses_response_is_there() -> None:
