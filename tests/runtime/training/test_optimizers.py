@@ -18,6 +18,7 @@ from pcg.errors import FinetuneError, FinetuneInterrupted
 from pcg.ir.program.program import Program
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
+from pcg.runtime.training.optimizer import make_optimizer
 from pcg.runtime.training.options import FinetuneOptions
 from pcg.runtime.training.result import StepRecord
 from pcg.runtime.training.torch_optimizers import OPTIMIZERS, Optimizer
@@ -235,3 +236,28 @@ def test_another_optimizer_is_another_job(single: Executor, tmp_path: Path) -> N
     single.remove_adapter("a")
     with pytest.raises(FinetuneError, match="optimizer was 'sgd', is 'adagrad'"):
         single.finetune(DATA, "a", **{**options, **options_of("adagrad"), "optimizer_options": {}})
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+@pytest.mark.parametrize("lies", ["in order", "transposed", "a part of columns"])
+def test_an_update_is_torchs_however_a_parameter_lies(name: str, lies: str) -> None:
+    """A rank's shard may be a view, which torch's fused loop would read in another order."""
+
+    def parameter() -> torch.Tensor:
+        whole = torch.arange(24.0).reshape(4, 6).sin()
+        return {"in order": whole, "transposed": whole.t(), "a part of columns": whole[:, 2:5]}[
+            lies
+        ]
+
+    ours, theirs = parameter(), parameter()
+    kind = Optimizer.of(name)
+    updates = [
+        make_optimizer({"weight": ours}, kind, 0.1),
+        kind.torch_class([theirs], lr=0.1, **kind.options),
+    ]
+    for step in range(3):
+        gradient = torch.linspace(-1, 1, ours.numel()).reshape(ours.shape).roll(step)
+        for tensor, update in zip((ours, theirs), updates, strict=True):
+            tensor.grad = gradient.clone()
+            update.step()
+    torch.testing.assert_close(ours, theirs)
