@@ -61,8 +61,6 @@ _RETRY_S = {429: 1, 503: 5}
 _LONGEST_MESSAGE = 4000
 _FIELD = re.compile(r"([a-z_]+)=")
 """The beginning of a message that refuses a field's value."""
-_NUMBERED = re.compile(r"^prompt \d+ ")
-"""The beginning of one that counts a prompt among all that the engine had, other tenants', too."""
 
 
 class ErrorDetail(BaseModel):
@@ -160,8 +158,7 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(503, "The engine has ended; ask again later.", code="engine_ended")
     for kind, status, code in _STATUS:
         if isinstance(error, kind):
-            message = _NUMBERED.sub("the prompt ", str(error))
-            message = message.replace("max_new_tokens", "max_tokens")
+            message = str(error).replace("max_new_tokens", "max_tokens")
             field = _FIELD.match(message)
             return ApiError(status, message, param=field[1] if field else None, code=code)
     LOG.error("a request failed", exc_info=error)
