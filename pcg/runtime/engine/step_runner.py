@@ -156,8 +156,7 @@ class StepRunner:
         if least < 0 or most >= self._vocabulary:
             wrong = least if least < 0 else most
             raise GenerationError(
-                f"{name} has token {shown(wrong)}; the model's are 0 to "
-                f"{self._vocabulary - 1}"
+                f"{name} has token {shown(wrong)}; the model's are 0 to {self._vocabulary - 1}"
             )
         new = request.params.max_new_tokens
         if self._max_positions is not None and length + min(new, 1) > self._max_positions:
