@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -255,14 +255,15 @@ class Jobs:
             if isinstance(job.unit, Forward):
                 yield job, job.unit
 
-    def parts(self) -> list[tuple[Job, Part]]:
+    def parts(self, busy: Collection[Job] = ()) -> list[tuple[Job, Part]]:
         """Return parts of one stage that can run together, first of jobs that have run the fewest.
 
         The stage furthest from the end is chosen, so that jobs behind catch up: the base's weights
         are then read once for all. A job so waits for at most one pass of each of the others. The
         loss of each job runs by itself.
         """
-        ready = [(job, job.unit) for job in self.unpaused if isinstance(job.unit, Part)]
+        idle = [job for job in self.unpaused if job not in busy]
+        ready = [(job, job.unit) for job in idle if isinstance(job.unit, Part)]
         alone = [pair for pair in ready if pair[0].runs_alone]
         if alone:
             return [min(alone, key=lambda pair: pair[0].tokens)]
@@ -291,19 +292,24 @@ class Jobs:
                 job.advance()
         self._end(job)
 
-    def next_group(self, sharing: Sharing, step: Step, ahead_s: float) -> PartGroup | None:
+    def next_group(
+        self, sharing: Sharing, step: Step, ahead_s: float, busy: Collection[Job] = ()
+    ) -> PartGroup | None:
         """Return the parts that run next in a step, by a rule of sharing; None if there are none.
 
         Args:
             ahead_s: the time that what else runs in the step takes.
+            busy: jobs whose windows go forward on another stream, which have no parts beside them.
         """
         for job, unit in self.forward():
+            if job in busy:
+                continue
             tokens = sharing.in_layers(step, unit, ahead_s)
             if tokens:
                 unit.whole.begin_window(tokens)
                 self.settle(job)
         group = PartGroup()
-        for job, part in self.parts():
+        for job, part in self.parts(busy):
             tokens = sharing.part(step, part, group.load, ahead_s)
             if not tokens:
                 if not group.jobs and not step.units:

@@ -191,7 +191,7 @@ class EngineLoop:
             try:
                 end = self.device.start(plan.chunks, [(unit, count) for _, unit, count in windows])
                 if is_beside:
-                    self._parts_beside(step)
+                    self._parts_beside(step, [job for job, _, _ in windows])
                 results = end()
             except BaseException as error:
                 # Not the present time, for which all ranks would have to ask: some did not fail.
@@ -342,8 +342,10 @@ class EngineLoop:
             self.device.run_parts(parts)
         return sum(side.join())
 
-    def _parts_beside(self, step: Step) -> None:
+    def _parts_beside(self, step: Step, busy: List[Job]) -> None:
         """Run parts of jobs beside the step's forward, by their predicted time.
+
+        Jobs that are busy in the forward have none: they would read what it still computes.
 
         Observations are of the time that both take when they run at once, and so are predictions.
         """
@@ -352,7 +354,7 @@ class EngineLoop:
         assert latencies is not None
         spent_s = step.ahead_s()
         with side.beside():
-            while group := self.jobs.next_group(self.sharing, step, spent_s):
+            while group := self.jobs.next_group(self.sharing, step, spent_s, busy):
                 try:
                     with side.timed():
                         self.device.run_parts(group.parts)
