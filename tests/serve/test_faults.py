@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -19,6 +18,7 @@ from pcg.serve.security import connection as connection_module
 from pcg.serve.security.keys import Keys
 from pcg.serve.service import Service
 from tests.support import serving
+from tests.support.waiting import until
 
 LONG = {"model": serving.MODEL, "prompt": [1, 2, 3], "max_tokens": 100, "ignore_eos": True}
 
@@ -44,13 +44,6 @@ def held(service: Service) -> Iterator[None]:
         yield
     finally:
         gate.set()
-
-
-def until(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def is_free(service: Service) -> bool:

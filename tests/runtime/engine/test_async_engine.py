@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from tests.support.small_engine import (
     make_executor,
     requests,
 )
+from tests.support.waiting import until
 
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
 LONG: dict[str, Any] = {"max_new_tokens": 100, "ignore_eos": True}
@@ -65,13 +66,6 @@ def submitted(async_engine: AsyncEngine) -> list[Stream]:
         async_engine.submit(prompt, ("a", None)[i % 2], **GREEDY)
         for i, prompt in enumerate(prompts(LENGTHS))
     ]
-
-
-def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def slow_down(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

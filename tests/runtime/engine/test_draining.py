@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,11 @@ from pcg.runtime.metrics.metrics import serving_report
 from pcg.runtime.metrics.status import EngineState
 from pcg.runtime.requests.request import Chunk
 from tests.support.small_engine import DATA, LORA, OPTIONS, make_engine, make_executor
+from tests.support.waiting import until
 
 SHORT: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
 LONG: dict[str, Any] = {"max_new_tokens": 100, "ignore_eos": True}
 LONG_JOB: dict[str, Any] = {**OPTIONS, "max_steps": 50}
-
-
-def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def slow_down(engine: Engine, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.05) -> None:

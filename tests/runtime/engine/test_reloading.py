@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import prompts
 from tests.support.small_engine import DATA, LORA, OPTIONS, make_engine
+from tests.support.waiting import until
 
 (TEXT,) = prompts((21,))
 NEW: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
@@ -50,13 +51,6 @@ def started(models: dict[str, Any]) -> Iterator[tuple[Executor, AsyncEngine]]:
     with make_engine(executor, 64).start() as running:
         yield executor, running
     running.engine.check_integrity()
-
-
-def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 class Held:

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator
 from importlib.resources import files
+from threading import Event
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from pcg.serve.adapters.owned import Owned
 from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
 from tests.support.prompts import prompts
 from tests.support.small_engine import DATA, LORA, OPTIONS, make_engine, make_executor
+from tests.support.waiting import until
 
 SERVED = Served("tiny", 128, 8, {"weights": 1000, "kv_cache": 500})
 BASE = {"model_name": "tiny", "engine": "0"}
@@ -100,9 +102,12 @@ def test_counts_are_those_of_the_log(running: AsyncEngine) -> None:
     job = running.finetune(DATA, "mine", peft=LORA, **OPTIONS)
     for stream in streams:
         stream.wait(60)
+    both_came = Event()  # no step begins between the two, in which the request might start
+    running.call(both_came.wait)
     running.submit([1, 2], max_new_tokens=90, ignore_eos=True).cancel()
+    both_came.set()
     job.wait(60)
-    time.sleep(0.05)
+    until(lambda: running.numbers().running == running.numbers().waiting == 0)
     report = serving_report(running.engine.log)
     families = parsed(metrics.page())
     for kind, names in VLLM.items():
@@ -230,12 +235,12 @@ def test_an_endpoint_picker_sees_what_is_resident_and_what_waits(
     assert affinity(busy, "a") == 1.0
     for stream in streams:
         stream.cancel()
-    time.sleep(0.1)
+    until(lambda: picked(metrics.page())["running"] == 0)
     after = picked(metrics.page())
     assert "a" in after["active"]  # it has pages, though no request uses it
     assert after["queued"] == set()
     running.remove_adapter("a").result(60)
-    time.sleep(0.03)
+    time.sleep(0.03)  # a page is kept for 0.02
     gone = picked(metrics.page())
     assert "a" not in gone["active"]
     assert gone["series"] == 1
@@ -249,7 +254,7 @@ def test_names_of_tenants_are_told_apart_and_series_never_come_twice(running: As
     served = Served("tiny", 128, 8, owned=lambda name: owners.get(name, Owned("", name)))
     for name in owners:
         running.submit([1, 2, 3], name, max_new_tokens=4, ignore_eos=True).wait(60)
-    time.sleep(0.05)
+    until(lambda: running.numbers().running == 0)
     families = parsed(EngineMetrics(running, served).page())
     red, blue = ({"adapter": "other", "tenant": tenant} for tenant in ("red", "blue"))
     assert value(families, "pcg:adapter_generation_tokens_total", **red) == 4
