@@ -29,7 +29,7 @@ from itertools import chain, islice
 
 from pcg.runtime.admission.line import Line
 from pcg.runtime.admission.policy import Chunks, Policy
-from pcg.runtime.admission.recent_use import RecentUse
+from pcg.runtime.admission.recent_use import AHEAD, RecentUse
 from pcg.runtime.admission.step_bound import StepBound
 from pcg.runtime.engine.latency import Latency
 from pcg.runtime.requests.sequence import Sequence
@@ -41,6 +41,8 @@ _LEAST_STRETCH = 1.2
 """Heavy tenants may make steps so many times as long, however many others there are."""
 _LOOK = 16
 """Of so many bounded steps one has nothing of heavy tenants, and tells how long it takes then."""
+_AT_ONCE = 16
+"""Waiting requests of a heavy tenant that a step looks at."""
 _PATIENCE = 128
 """Steps without any token of heavy tenants after which one of them runs."""
 
@@ -69,10 +71,12 @@ class FairShare(Policy):
         self._stretch = stretch
         self.heavy: set[str] = set()
         self._recent = RecentUse()
+        self._bound: StepBound | None = None
         self._patience = _PATIENCE
         self._bounded = 0
         self._served: dict[str, int] = {}
         self._requests: Counter[str] = Counter()
+        self._asked: Counter[str] = Counter()
         self._running: Counter[str] = Counter()
         self._lines: dict[str, Line] = {}
         self._heap: list[tuple[int, str]] = []
@@ -82,6 +86,7 @@ class FairShare(Policy):
         if not self._requests[tenant]:
             self._served[tenant] = max(self._served.get(tenant, 0), self._least())
         self._requests[tenant] += 1
+        self._asked[tenant] += _asked(sequence)
         self._line(tenant).add(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
@@ -100,6 +105,7 @@ class FairShare(Policy):
         else:
             self._less(self._running, tenant)
         self._less(self._requests, tenant)
+        self._less(self._asked, tenant, _asked(sequence))
         if tenant not in self._requests:
             self._forget()
 
@@ -113,7 +119,7 @@ class FairShare(Policy):
                 served, tenant = heapq.heappop(self._heap)
                 if tenant in lines or tenant not in self._lines or served != self._served[tenant]:
                     continue  # the entry is of an earlier time
-                lines[tenant] = islice(self._lines[tenant], self._places(tenant))
+                lines[tenant] = islice(self._lines[tenant], self._most_next(tenant))
             elif charged:
                 served, tenant = heapq.heappop(charged)
             else:
@@ -148,7 +154,7 @@ class FairShare(Policy):
 
     def bound(self, forward: Latency | None, alone_s: float) -> StepBound | None:
         """Find the heavy tenants; returns what bounds them beside others."""
-        heavy = self._recent.heavy(self._requests)
+        heavy, self._bound = self._recent.heavy(self._asked), None
         self.heavy = {one for one in self._running if one in heavy} if heavy else set()
         if not heavy or forward is None:
             return None
@@ -161,7 +167,10 @@ class FairShare(Policy):
                 stretch = 1.0
         is_alone = all(one in heavy for one in chain(self._running, self._lines))
         most_s = alone_s if is_alone else None
-        return StepBound(heavy, stretch, most_s, forward, self._note_heavy, self._patience > 0)
+        self._bound = StepBound(
+            heavy, stretch, most_s, forward, self._note_heavy, self._patience > 0
+        )
+        return self._bound
 
     def _note_heavy(self) -> None:
         self._patience = _PATIENCE
@@ -177,6 +186,18 @@ class FairShare(Policy):
 
     def has_place(self, sequence: Sequence) -> bool:
         return self._places(sequence.request.tenant) != 0
+
+    def _most_next(self, tenant: str) -> int | None:
+        """Return how many waiting sequences of a tenant may be next; None for any number.
+
+        Of a flood that is bounded few begin in a step, and it should not take the time to look at
+        all the others.
+        """
+        places = self._places(tenant)
+        if self._bound is None or not self._bound.is_of(tenant):
+            return places
+        most = 0 if self._bound.is_full else _AT_ONCE
+        return most if places is None else min(places, most)
 
     def _places(self, tenant: str) -> int | None:
         """Return how many more sequences of a tenant may run; None for any number."""
@@ -230,10 +251,15 @@ class FairShare(Policy):
             }
 
     @staticmethod
-    def _less(counts: Counter[str], tenant: str) -> None:
-        counts[tenant] -= 1
+    def _less(counts: Counter[str], tenant: str, count: int = 1) -> None:
+        counts[tenant] -= count
         if not counts[tenant]:
             del counts[tenant]
+
+
+def _asked(sequence: Sequence) -> int:
+    """Return the tokens that a request asks for soon; other continuations share the prompt's."""
+    return AHEAD + (0 if sequence.choice else sequence.request.length)
 
 
 def _by_priority(running: List[Sequence]) -> list[Sequence]:

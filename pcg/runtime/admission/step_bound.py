@@ -65,6 +65,10 @@ class StepBound:
         """Return True for sequences of heavy tenants."""
         return sequence.request.tenant in self._heavy
 
+    def is_of(self, tenant: str) -> bool:
+        """Return True for heavy tenants."""
+        return tenant in self._heavy
+
     def has_room(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Return True if a sequence may decode beside the others, which are all planned."""
         if not self.applies(sequence):

@@ -271,6 +271,7 @@ class AsyncEngine(StepThread):
         if self._refusal is None:
             self._refusal = DrainingError("the engine ends its work and takes nothing new")
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self._send_held()
         self.call(functools.partial(self._drain, until))
         return self._drained
 

@@ -57,8 +57,8 @@ def test_a_flood_is_refused_where_it_is_made(executor: Executor) -> None:
         assert running._calls.qsize() < 20
         release.set()
         assert stream.wait(30).token_ids == expected
-        with pytest.raises(QueueFullError, match="8 requests came since the last step"):
+        with pytest.raises(QueueFullError, match="8 requests wait or came since the last step"):
             flood[-1].wait(1)
         assert all(one.wait(30).token_ids for one in flood[:8])
         assert running.numbers().totals.turned_away == 2000 - 8
-        assert not running._arriving
+        assert not len(running._arrivals)
