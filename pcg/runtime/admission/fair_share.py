@@ -172,6 +172,11 @@ class FairShare(Policy):
         )
         return self._bound
 
+    def is_paced(self, has_prompts: bool) -> bool:
+        """Return True where a tenant has a name: by a step that decodes, or any of several's."""
+        is_named = len(self._requests) > ("" in self._requests)
+        return self.is_shared if has_prompts else is_named
+
     def _note_heavy(self) -> None:
         self._patience = _PATIENCE
         self._bounded = 0

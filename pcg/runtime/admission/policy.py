@@ -27,7 +27,7 @@ class Policy(ABC):
     """The order in which the waiting requests of one engine are admitted."""
 
     is_shared = False
-    """True if there are several tenants, whose steps are bounded by predicted times."""
+    """True if requests of several tenants are here."""
     _is_taken = False
 
     def take(self) -> None:
@@ -81,6 +81,14 @@ class Policy(ABC):
             alone_s: the longest step of bounded tenants alone, seconds.
         """
         return None
+
+    def is_paced(self, has_prompts: bool) -> bool:
+        """Return True if steps' times should be known from a step like this on, to bound others.
+
+        Args:
+            has_prompts: whether it has more than the tokens of sequences that decode.
+        """
+        return False
 
     def gives_way(self, sequence: Sequence, running: Iterable[Sequence]) -> Sequence | None:
         """Return the running request that makes room for a waiting one; None if none has to."""
