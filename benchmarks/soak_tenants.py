@@ -11,12 +11,12 @@ machine does falls on both alike. The hostile tenant does in turn what `ATTACKS`
 floods of 1,000 requests, prompts as long as the model takes, adapters with NaN, adapters that are
 removed in use, jobs that diverge or have bad data, cancelled streams, and listeners that raise.
 
-    default     `pcg.Limits()`: the hostile tenant has its share of a step's time beside others,
-                and its jobs have half of the time
-    strict      FairShare(stretch=1.1), and jobs have the time in which nobody is served,
+    default     `pcg.Limits()`: the hostile tenant's requests make steps 1.2 times as long beside
+                others, and its jobs have half of the time
+    strict      FairShare(stretch=1.05), and jobs have the time in which nobody is served,
                 Limits(finetuning_share=0)
-    promised    FairShare(stretch=1.1), and Limits(tpot_slo_s=…) of 1.2 times the median gap without
-                the hostile tenant, which is measured first
+    promised    FairShare(stretch=1.05), and Limits(tpot_slo_s=…) of 1.2 times the median gap
+                without the hostile tenant, which is measured first
 
 In both of the latter a step without the three lasts at most 50 ms, `Limits(idle_step_s=…)`.
 
@@ -67,7 +67,7 @@ VOCABULARY = 32000
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "v_proj"]}
 JOB: dict[str, Any] = {"peft": LORA, "batch_size": 1, "max_length": 32, "learning_rate": 1e30}
 SETTINGS = ("promised", "strict", "default")
-STRETCH, PROMISE = 1.1, 1.2
+STRETCH, PROMISE = 1.05, 1.2
 NEWCOMER_S = 0.05
 """The longest step of the hostile tenant alone: a newcomer that waits long meets the next one."""
 

@@ -28,6 +28,8 @@ class Policy(ABC):
 
     is_shared = False
     """True if requests of several tenants are here."""
+    is_paced = False
+    """True if steps are to be bounded by predicted times, also of tenants that are not here yet."""
     _is_taken = False
 
     def take(self) -> None:
@@ -81,14 +83,6 @@ class Policy(ABC):
             alone_s: the longest step of bounded tenants alone, seconds.
         """
         return None
-
-    def is_paced(self, has_prompts: bool) -> bool:
-        """Return True if steps' times should be known from a step like this on, to bound others.
-
-        Args:
-            has_prompts: whether it has more than the tokens of sequences that decode.
-        """
-        return False
 
     def gives_way(self, sequence: Sequence, running: Iterable[Sequence]) -> Sequence | None:
         """Return the running request that makes room for a waiting one; None if none has to."""

@@ -65,6 +65,11 @@ class StepBound:
         """Return True for sequences of heavy tenants."""
         return sequence.request.tenant in self._heavy
 
+    @property
+    def is_alone(self) -> bool:
+        """True where no others are here."""
+        return self._alone_s is not None
+
     def is_of(self, tenant: str) -> bool:
         """Return True for heavy tenants."""
         return tenant in self._heavy

@@ -91,7 +91,10 @@ class AsyncEngine(StepThread):
     ) -> Stream:
         """Submit a prompt; see `Executor.request`. EngineError: the thread has ended."""
         self._check_open()
-        return self.submit_request(make_request(self._state, prompt, adapter, fields))
+        tenant = fields.get("tenant", "")
+        # What is refused is not looked at: a flood takes as little of Python's lock as it can.
+        refused = self._refused(tenant) if isinstance(tenant, str) else None
+        return refused or self.submit_request(make_request(self._state, prompt, adapter, fields))
 
     @takes(JobArguments, FinetuneError)
     def finetune(self, given: JobArguments) -> RunningJob:
