@@ -386,7 +386,7 @@ def main() -> None:
         if arguments.each:
             found["ratio_processor_by_attack"] = each(executor, setting, arguments.segment)
         results[setting] = found
-    write("tenants", results)
+        write("tenants", results)
 
 
 if __name__ == "__main__":
