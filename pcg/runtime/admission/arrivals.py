@@ -72,12 +72,6 @@ class Arrivals(Generic[Call]):
                     return self._release(tenant, stream)
         return None
 
-    def release_all(self) -> list[Call]:
-        """Return all that are held back, to be sent at once."""
-        calls = [call for held in self._held.values() for call in held.values()]
-        self._held.clear()
-        return calls
-
     def _release(self, tenant: str, stream: Stream) -> Call:
         held = self._held[tenant]
         call = held.pop(stream)

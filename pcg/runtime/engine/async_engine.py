@@ -74,6 +74,7 @@ class AsyncEngine(StepThread):
         self._drained: Future[None] = Future()
         self._drained.set_running_or_notify_cancel()
         self._drain_until = math.inf
+        self._refuses = False
         self._preparation = Preparation(state, data_limits)
         self._loads = Loads(
             state, self._preparation, self.call, self._check_open, self._check_unreserved
@@ -274,7 +275,6 @@ class AsyncEngine(StepThread):
         if self._refusal is None:
             self._refusal = DrainingError("the engine ends its work and takes nothing new")
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        self._send_held()
         self.call(functools.partial(self._drain, until))
         return self._drained
 
@@ -297,7 +297,8 @@ class AsyncEngine(StepThread):
         if is_late or self.engine.is_idle:
             for job in list(self.engine.jobs):
                 self.engine.cancel_job(job.name)
-        if not (self._streams or self._jobs or self._reserved or self._drained.done()):
+        is_left = self._streams or self._jobs or self._reserved or len(self._arrivals)
+        if not (is_left or self._drained.done()):
             self._drained.set_result(None)
 
     def _compile(self, running: RunningJob, read: Future[JobArguments]) -> None:

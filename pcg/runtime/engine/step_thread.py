@@ -4,7 +4,7 @@ Only this thread touches the engine. It sleeps while there is nothing to do, and
 when it ends itself. Calls take at most a millisecond between two steps that serve, and 3 % of a
 step's time where several tenants are served; what is left of them waits for the next ones.
 
-While such a thread runs, Python's threads take turns every 0.1 ms and not every 5: each operation
+While such a thread runs, Python's threads take turns every 20 µs and not every 5 ms: each operation
 of a step gives the interpreter's lock away, and gets it back after a turn of another thread.
 """
 
@@ -36,8 +36,9 @@ _CALLS_S = 1e-3
 _CALLS_SHARE = 0.03
 """The most of it, as a share of the last step, where one tenant's calls would delay another's."""
 _SWITCH_S = 2e-5
-"""A turn of Python's threads. Beside one that compiled adapters' programs, gaps of 8 ms were 11 ms
-at the 99th percentile with it, and 40 ms with Python's default of 5 ms."""
+"""A turn of Python's threads. Beside one that compiled adapters' programs, gaps of 8 ms were 40 ms
+at the 99th percentile with Python's default of 5 ms, and 11 ms with 100 µs; beside a hostile tenant
+(`benchmarks/soak_tenants.py`) gaps of 7.6 ms were 11.8 ms with 100 µs and 10.2 ms with 20 µs."""
 
 
 class StepThread(ABC):
@@ -52,7 +53,6 @@ class StepThread(ABC):
         self.engine = engine
         self.ended: EngineError | None = None
         self._refusal: EngineError | None = None
-        self._refuses = False
         self._closing = False
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         # A stream that is collected cancels its request, also while this thread holds the lock.
@@ -217,12 +217,6 @@ class StepThread(ABC):
         is_shared = self.engine.scheduler.policy.is_shared
         return min(_CALLS_S, _CALLS_SHARE * self._latest_step_s) if is_shared else _CALLS_S
 
-    def _send_held(self) -> None:
-        """Have all requests that came until now begin before what is called next."""
-        with self._lock:
-            for call in self._arrivals.release_all():
-                self._calls.put(call)
-
     def _begin_held(self, wanted: Stream | str) -> None:
         """Begin a request that is held back, if it is, so that it can be cancelled."""
         with self._lock:
@@ -235,8 +229,6 @@ class StepThread(ABC):
             following = self._arrivals.taken(request.tenant)
             if following is not None:
                 self._calls.put(following)
-        if self._refuses and self._refusal is not None:
-            raise self._refusal
         number = self.engine.submitted
         stream.request_id = self.engine.submit(request, submitted_s)
         self._streams[number] = stream
