@@ -66,6 +66,9 @@ def _memory(report: ReportData) -> list[str]:
         size = report.memory_bytes[kind]
         line = f"  {kind.replace('kv_', 'KV '):<14}{gib(size):>10}  {bar(size, total)}"
         lines.append(line.rstrip())
+    if report.packed_bytes:
+        size = gib(report.packed_bytes)
+        lines.append(f"  of the weights, {size} GiB are packed copies: --no-packed-weights")
     for kind, size in report.host_bytes.items():
         lines.append(f"  and in host memory: {gib(size)} GiB of the {kind}'s states")
     return lines
