@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from pcg.errors import WeightsError
 from pcg.parallel.ranks.shards import Ranges
@@ -18,7 +19,7 @@ class StateDictCheckpoint(Weights):
     """The weights of a module in memory, shared where neither dtype, device nor layout differ.
 
     Where weights of one product are to lie side by side, they are copied once, and the module's
-    parameters become views of the copy: their values, names and identities stay.
+    parameters get parts of the copy as their memory: their values, names and identities stay.
 
     Args:
         state_dict: the module's own parameters and buffers, not detached ones.
@@ -58,9 +59,9 @@ class StateDictCheckpoint(Weights):
         found = self._find(name)
         if out is not None and found is not None and not transposed:
             own = self._tensors[found]
-            is_like = _is_like(own, out.shape, out.dtype, out.device)
+            is_like = _is_like(own, out.shape, out.dtype, out.device) and not out.is_inference()
             if is_like and _owns_memory(own) and not self._has_alias(own):
-                own.data = out
+                _hand_over(own, out)
         return tensor
 
     def shared(
@@ -76,6 +77,9 @@ class StateDictCheckpoint(Weights):
         tensor = None if found is None else self._tensors[found]
         if tensor is None or transposed or not _is_like(tensor, shape, dtype, device):
             return None
+        part = _PARTS.get(tensor)
+        if part is not None and part.data_ptr() == tensor.data_ptr():
+            return part
         return self.load(name, shape, dtype, device=device)
 
     def _read(self, name: str, ranges: Ranges | None) -> Tensor:
@@ -87,6 +91,19 @@ class StateDictCheckpoint(Weights):
         address = tensor.data_ptr()
         others = (other for other in self._tensors.values() if other is not tensor)
         return any(other.data_ptr() == address for other in others)
+
+
+_PARTS = WeakTensorKeyDictionary()
+"""The part of a joined tensor that a module's parameter was given as its memory."""
+
+
+def _hand_over(tensor: Tensor, part: Tensor) -> None:
+    """Let a module's tensor have a part of a joined one as its memory, whose values it has."""
+    start = part.storage_offset() * part.element_size()
+    # A storage of its own size: what saves modules takes storages of several tensors amiss.
+    memory = part.untyped_storage()[start : start + part.nbytes]
+    tensor.data = part.new_empty(0).set_(memory, 0, part.shape)
+    _PARTS[tensor] = part
 
 
 def _is_like(
@@ -106,6 +123,6 @@ def _owns_memory(tensor: Tensor) -> bool:
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and not tensor.is_inference()
-        and not tensor.is_shared()
+        and (tensor.is_cuda or not tensor.is_shared())  # which on GPUs is always said to be
         and tensor.untyped_storage().nbytes() == tensor.nbytes
     )

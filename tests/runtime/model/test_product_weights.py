@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_model
 from torch import Tensor
 
 import pcg.compiler as compiler
@@ -29,12 +30,12 @@ from tests.support.live_memory import LiveMemory
 
 TIED = {**BY_NAME["llama3"].config(3), "tie_word_embeddings": True}
 IA3: dict[str, Any] = {"peft_type": "IA3", "target_modules": ["k_proj", "down_proj"]}
-REMEMBERED = [one for one in vars(trained_rows).values() if hasattr(one, "cache_info")]
-"""Functions of kernels that keep small tables of tokens."""
 CONFIGS: dict[str, dict[str, Any]] = {
     "tied": TIED,
     **{name: BY_NAME[name].config(3) for name in ("gpt2", "qwen2", "falcon-mha", "mpt")},
 }
+REMEMBERED = [one for one in vars(trained_rows).values() if hasattr(one, "cache_info")]
+"""Functions of kernels that keep small tables of tokens."""
 
 
 @contextmanager
@@ -199,7 +200,9 @@ def test_a_load_makes_no_copy_on_the_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "packs"), [("float64", True), ("float32", False)])
-def test_a_module_in_memory_and_its_executors_hold_one_copy(dtype: str, packs: bool) -> None:
+def test_a_module_in_memory_and_its_executors_hold_one_copy(
+    dtype: str, packs: bool, tmp_path: Path
+) -> None:
     model = oracle.random_model(CONFIGS["qwen2"], getattr(torch, dtype))
     expected = model(torch.tensor([[3, 4, 5]])).logits
     parameters = dict(model.named_parameters())
@@ -214,6 +217,15 @@ def test_a_module_in_memory_and_its_executors_hold_one_copy(dtype: str, packs: b
     assert held == live_bytes([*model.parameters(), *constants])
     assert dict(model.named_parameters()) == parameters
     assert torch.equal(model(torch.tensor([[3, 4, 5]])).logits, expected)
+    save_model(model, str(tmp_path / "model.safetensors"))  # refuses parts of larger storages
+
+
+def test_a_module_can_be_trained_after_it_is_compiled_in_inference_mode() -> None:
+    model = oracle.random_model(CONFIGS["qwen2"], torch.float64)
+    with torch.inference_mode():
+        compiler.compile(model, dtype="float64", device="cpu")
+    model(torch.tensor([[3, 4, 5]])).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def plain_weights(executor: Executor) -> list[Tensor]:
