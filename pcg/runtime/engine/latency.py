@@ -227,9 +227,8 @@ class Latencies:
         self.backward = backward
         self.loss = Latency(0.0, max(token_s, 2 * row_s), 0.0) if loss is None else loss
         beyond_s, knee = backward.knee
-        self.layer = Latency(
-            *(part / 2 for part in (*backward.coefficients_s, beyond_s)), float(knee)
-        )
+        halves = [part / 2 for part in (*backward.coefficients_s, beyond_s)]
+        self.layer = Latency(*[*halves, knee])
 
     def of(self, phase: Phase) -> Latency:
         """Return the latency of parts of a phase."""
