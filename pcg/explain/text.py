@@ -67,8 +67,8 @@ def _memory(report: ReportData) -> list[str]:
         line = f"  {kind.replace('kv_', 'KV '):<14}{gib(size):>10}  {bar(size, total)}"
         lines.append(line.rstrip())
     if report.packed_bytes:
-        size = gib(report.packed_bytes)
-        lines.append(f"  of the weights, {size} GiB are packed copies: --no-packed-weights")
+        copies = f"{gib(report.packed_bytes)} GiB are packed copies: --no-packed-weights"
+        lines.append(f"  of the weights, {copies}")
     for kind, size in report.host_bytes.items():
         lines.append(f"  and in host memory: {gib(size)} GiB of the {kind}'s states")
     return lines

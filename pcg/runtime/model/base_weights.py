@@ -153,7 +153,8 @@ class WeightStore:
         """Read tensors into one, or copy those that are loaded; returns its parts."""
         rows = [shape[0] for shape in shapes]
         size = (sum(rows), *shapes[0][1:])
-        parts = torch.empty(size, dtype=dtype, device=self._device).split(rows)
+        joined = torch.empty(size, dtype=dtype, device=self._device)
+        parts: Sequence[Tensor] = joined.split(rows)
         for read, part in zip(reads, parts, strict=True):
             if read.key in self._loaded:
                 part.copy_(self._loaded[read.key])

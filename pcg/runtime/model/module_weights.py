@@ -77,7 +77,7 @@ class StateDictCheckpoint(Weights):
         tensor = None if found is None else self._tensors[found]
         if tensor is None or transposed or not _is_like(tensor, shape, dtype, device):
             return None
-        part = _PARTS.get(tensor)
+        part: Tensor | None = _PARTS.get(tensor)
         if part is not None and part.data_ptr() == tensor.data_ptr():
             return part
         return self.load(name, shape, dtype, device=device)
@@ -102,7 +102,7 @@ def _hand_over(tensor: Tensor, part: Tensor) -> None:
     start = part.storage_offset() * part.element_size()
     # A storage of its own size: what saves modules takes storages of several tensors amiss.
     memory = part.untyped_storage()[start : start + part.nbytes]
-    tensor.data = part.new_empty(0).set_(memory, 0, part.shape)
+    tensor.data = part.new_empty(0).set_(memory, 0, part.shape, part.stride())
     _PARTS[tensor] = part
 
 
