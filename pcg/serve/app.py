@@ -66,6 +66,7 @@ def create_app(service: Service) -> FastAPI:
     add_handlers(app, [route for router in ROUTERS for route in router.routes])
     # The last one added is the first to see a request.
     app.add_middleware(RequestLimits, options=service.options)
+    app.add_middleware(metrics.Scrapes, service=service)
     public = (*PUBLIC, metrics.PATH) if service.options.metrics_without_key else PUBLIC
     app.add_middleware(Authentication, keys=service.keys, public=public)
     app.add_middleware(RequestId)

@@ -217,8 +217,7 @@ class AsyncEngine(StepThread):
 
     def jobs(self) -> list[JobStatus]:
         """Return the jobs as they came, and how far each is; the last 64 of those that are over."""
-        with self._lock:
-            return [running.status for running in self._listed]
+        return [running.status for running in list(self._listed)]
 
     def _list(self, running: RunningJob) -> None:
         with self._lock:

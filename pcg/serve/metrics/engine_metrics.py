@@ -1,13 +1,21 @@
 """The page of metrics of a running engine, made beside it: no step waits for it, nor it for a step.
 
-Endpoint pickers read it every 50 ms each, so a page is kept for 20 ms. It is made on the thread
-that asks, from what the engine's thread counts anyway.
+Endpoint pickers read it every 50 ms each, and what they look for is the state: requests that run
+and wait, pages, adapters. So the page has three parts, each made again when it is asked for and
+older than this:
+
+    state       20 ms
+    counts      0.25 s, counters and histograms; 20 ms while there is nothing to serve
+    process     1 s, what prometheus_client tells of it
+
+They are made on the thread that asks, from what the engine's thread counts anyway.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -20,12 +28,14 @@ from prometheus_client import (
 )
 
 from pcg.runtime.engine.async_engine import AsyncEngine
+from pcg.runtime.metrics.status import EngineNumbers
 from pcg.serve.adapters.owned import Owned, OwnedName
 from pcg.serve.metrics import own_families, vllm_families
 from pcg.serve.metrics.exposition import Exposition
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _KEPT_S = 0.02
+_COUNTS_KEPT_S = 0.25
 _PROCESS_KEPT_S = 1.0
 
 
@@ -55,45 +65,71 @@ class EngineMetrics:
         self._engine = engine
         self._served = served
         self._lock = Lock()
-        self._to = Exposition({"model_name": served.model, "engine": "0"})
+        common = {"model_name": served.model, "engine": "0"}
+        self._state = _Part(Exposition(common))
+        self._counts = _Part(Exposition(common))
         self._process = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._process)
         self._of_process = b""
         self._process_read_s = -_PROCESS_KEPT_S
         self._page = b""
-        self._made_s = -_KEPT_S
 
     def page(self) -> bytes:
-        """Return the page in Prometheus' text format 0.0.4; at most 20 ms old."""
+        """Return the page in Prometheus' text format 0.0.4."""
         with self._lock:
             now_s = time.monotonic()
-            if now_s - self._made_s >= _KEPT_S:
-                try:
-                    self._write()
-                finally:  # what was written of a page that failed is not of the next
-                    page = self._to.page()
-                self._page = page + self._process_part(now_s)
-                self._made_s = now_s
+            if now_s - self._state.made_s >= _KEPT_S:
+                numbers = self._engine.numbers()
+                self._state.make(now_s, lambda to: self._write_state(to, numbers))
+                is_idle = not (numbers.running or numbers.waiting or numbers.preparing)
+                kept_s = _KEPT_S if is_idle else _COUNTS_KEPT_S
+                if now_s - self._counts.made_s >= kept_s:
+                    self._counts.make(now_s, lambda to: self._write_counts(to, numbers))
+                self._page = self._state.text + self._counts.text + self._process_part(now_s)
             return self._page
 
-    def _write(self) -> None:
-        to, served, engine = self._to, self._served, self._engine
-        numbers = engine.numbers()
-        totals = numbers.totals
+    def _write_state(self, to: Exposition, numbers: EngineNumbers) -> None:
+        served = self._served
         vllm_families.write_state(to, numbers)
-        vllm_families.write_adapters(to, totals.adapters, served.most_adapters, served.owned)
+        vllm_families.write_adapters(
+            to, numbers.totals.adapters, served.most_adapters, served.owned
+        )
+
+    def _write_counts(self, to: Exposition, numbers: EngineNumbers) -> None:
+        served, totals = self._served, numbers.totals
         vllm_families.write_counts(to, totals)
         vllm_families.write_times(to, totals)
         vllm_families.write_sizes(to, totals, served.max_model_len)
         own_families.write_adapters(to, totals.adapters, served.owned)
-        own_families.write_jobs(to, totals, engine.jobs(), served.owned)
+        own_families.write_jobs(to, totals, self._engine.jobs(), served.owned)
         own_families.write_promises(to, totals)
         own_families.write_memory(to, numbers, served.memory_bytes)
 
     def _process_part(self, now_s: float) -> bytes:
-        """Return what prometheus_client tells of the process, a second old at most."""
+        """Return what prometheus_client tells of the process."""
         if now_s - self._process_read_s >= _PROCESS_KEPT_S:
             self._of_process = generate_latest(self._process)
             self._process_read_s = now_s
         return self._of_process
+
+
+class _Part:
+    """A part of the page, as it was made last.
+
+    Attributes:
+        made_s: when, seconds of the monotonic clock.
+    """
+
+    def __init__(self, to: Exposition) -> None:
+        self.text = b""
+        self.made_s = -math.inf
+        self._to = to
+
+    def make(self, now_s: float, write: Callable[[Exposition], None]) -> None:
+        """Make it again."""
+        try:
+            write(self._to)
+        finally:  # what was written of a part that failed is not of the next
+            text = self._to.page()
+        self.text, self.made_s = text, now_s

@@ -1,9 +1,15 @@
-"""GET /metrics, for keys that may read it, or for everyone if the operator says so."""
+"""GET /metrics, for keys that may read it, or for everyone if the operator says so.
+
+Endpoint pickers ask for it every 50 ms beside the steps, so `Scrapes` answers behind the
+authentication, before the limits and the framework. The route says what there is, and refuses.
+"""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Send
+from starlette.types import Scope as AsgiScope
 
 from pcg.serve.metrics.engine_metrics import CONTENT_TYPE
 from pcg.serve.security.caller import Caller, RequiredScope
@@ -19,10 +25,14 @@ class ReadsMetrics(RequiredScope):
 
     async def __call__(self, request: Request) -> Caller | None:  # type: ignore[override]
         service: Service = request.app.state.service
-        if service.options.metrics_without_key:
-            return None
-        caller: Caller = request.state.caller
-        return caller if Scope.ADMIN in caller.scopes else await super().__call__(request)
+        caller: Caller | None = request.scope["state"].get("caller")
+        return caller if _may_read(service, caller) else await super().__call__(request)
+
+
+def _may_read(service: Service, caller: Caller | None) -> bool:
+    if service.options.metrics_without_key:
+        return True
+    return caller is not None and not caller.scopes.isdisjoint((Scope.METRICS, Scope.ADMIN))
 
 
 @router.get(
@@ -31,3 +41,29 @@ class ReadsMetrics(RequiredScope):
 async def metrics(service: ServiceDependency) -> PlainTextResponse:
     """Return the metrics in Prometheus' text format."""
     return PlainTextResponse(service.metrics.page(), media_type=CONTENT_TYPE)
+
+
+class Scrapes:
+    """ASGI middleware that answers GET /metrics of those who may read it."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app = app
+        self._service = service
+        (self._route,) = router.routes
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        asked = (scope["type"], scope.get("method"), scope.get("path"))
+        service = self._service
+        if asked != ("http", "GET", PATH) or not _may_read(
+            service, scope.get("state", {}).get("caller")
+        ):
+            await self.app(scope, receive, send)
+            return
+        scope["route"] = self._route
+        page = service.metrics.page()
+        headers = [
+            (b"content-type", CONTENT_TYPE.encode()),
+            (b"content-length", b"%d" % len(page)),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": page})

@@ -18,6 +18,7 @@ from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.metrics.metrics import serving_report
 from pcg.serve.adapters.owned import Owned
+from pcg.serve.metrics import engine_metrics
 from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
 from tests.support.prompts import prompts
 from tests.support.small_engine import DATA, LORA, OPTIONS, make_engine, make_executor
@@ -279,6 +280,24 @@ def test_a_page_is_made_beside_a_step_and_kept_for_a_moment(
     assert metrics.page() is not first
     assert time.monotonic() - started < 0.4
     stream.wait(60)
+
+
+def test_counts_rest_while_requests_run_and_are_whole_behind_them(
+    running: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_metrics, "_KEPT_S", 0.0)
+    monkeypatch.setattr(engine_metrics, "_COUNTS_KEPT_S", 600.0)
+    metrics = EngineMetrics(running, SERVED)
+    assert value(parsed(metrics.page()), "vllm:prompt_tokens_total") == 0
+    slow_down(running, monkeypatch, 0.02)
+    stream = running.submit([1, 2, 3], "a", max_new_tokens=90, ignore_eos=True)
+    next(stream)
+    families = parsed(metrics.page())
+    assert value(families, "vllm:num_requests_running") == 1
+    assert value(families, "vllm:prompt_tokens_total") == 0
+    stream.cancel()
+    until(lambda: running.numbers().running == 0)
+    assert value(parsed(metrics.page()), "vllm:prompt_tokens_total") == 3
 
 
 def test_the_board_asks_for_what_is_there() -> None:

@@ -9,6 +9,7 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pcg.serve.app import create_app
 from pcg.serve.security.keys import Keys
 from pcg.serve.service import Service
 from tests.support import serving
@@ -46,7 +47,8 @@ def test_a_key_for_inference_does_not_read_names_of_others(keys: Keys) -> None:
             assert ("lora-0" in reply.text) is (status == 200)
         for path in ("/v1/models", "/status", "/version"):
             assert ask(service, path, "metrics").status_code == 403
-        page = ask(service, "/metrics", "metrics")
+        page = ask(service, "/metrics?name[]=up", "metrics")
+        assert page.headers["x-request-id"].startswith("req-")
         assert page.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
         found = {
             sample.name: sample.value
@@ -64,3 +66,23 @@ def test_the_operator_may_open_it_and_nothing_else(keys: Keys) -> None:
             assert ask(service, "/metrics", key).status_code == 200
         assert ask(service, "/status", None).status_code == 401
         assert ask(service, "/metrics/", None).status_code in (401, 404)
+
+
+def test_a_scrape_costs_the_framework_nothing_and_other_methods_are_refused(keys: Keys) -> None:
+    with serving.service_of(keys=keys, key_requests=1) as service:
+        app = create_app(service)
+
+        async def fail(*_: Any) -> None:
+            raise AssertionError("a scrape came to the routes")
+
+        setattr(app, "router", fail)  # noqa: B010
+
+        async def scrape() -> list[int]:
+            transport = httpx2.ASGITransport(app=app)
+            async with httpx2.AsyncClient(transport=transport, base_url="http://a") as client:
+                headers = serving.headers_of("metrics")
+                replies = [client.get("/metrics", headers=headers) for _ in range(3)]
+                return [one.status_code for one in await asyncio.gather(*replies)]
+
+        assert asyncio.run(scrape()) == [200, 200, 200]
+        assert ask(service, "/metrics", "metrics", json={}).status_code == 405
