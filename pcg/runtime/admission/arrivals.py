@@ -22,15 +22,16 @@ _AT_ONCE = 8
 
 
 class Arrivals(Generic[Call]):
-    """The requests on their way, by tenant; the caller locks."""
+    """The requests on their way, by tenant; who changes it has the lock, and anyone may read."""
 
     def __init__(self, backlog: Backlog) -> None:
         self._backlog = backlog
+        self._all = 0
         self._counts: Counter[str] = Counter()
         self._held: dict[str, dict[Stream, Call]] = {}
 
     def __len__(self) -> int:
-        return self._counts.total()
+        return self._all
 
     def why_full(self, tenant: str) -> QueueFullError | None:
         """Return the error that refuses a request; None if it may come.
@@ -50,6 +51,7 @@ class Arrivals(Generic[Call]):
 
     def add(self, tenant: str, stream: Stream, call: Call) -> bool:
         """Count a request; returns True if it may be sent now, and otherwise holds it back."""
+        self._all += 1
         self._counts[tenant] += 1
         if not tenant or self._counts[tenant] <= _AT_ONCE:
             return True
@@ -58,6 +60,7 @@ class Arrivals(Generic[Call]):
 
     def taken(self, tenant: str) -> Call | None:
         """Note that the engine has one; returns the next one that may be sent, if any."""
+        self._all -= 1
         self._counts[tenant] -= 1
         if not self._counts[tenant]:
             del self._counts[tenant]
@@ -82,6 +85,7 @@ class Arrivals(Generic[Call]):
     def clear(self) -> list[Stream]:
         """Forget all of them; returns those that were held back."""
         held = [stream for streams in self._held.values() for stream in streams]
+        self._all = 0
         self._counts.clear()
         self._held.clear()
         return held
