@@ -46,6 +46,8 @@ class PlanOptions:
         seq: tokens of each of these sequences.
         lossy_activations: fp8 to save activations in 8 bits where the gradient's error has a bound
             (docs/memory.md); by default all that is saved is exact.
+        packed_weights: False to hold each of the base's weights once, on CPUs where serving has
+            oneDNN's packed copies of them beside those that training reads: slower decoding.
     Raises:
         ParallelError: an option of ranks is out of range, or has no effect.
         UnsupportedError: another option is out of range.
@@ -63,9 +65,12 @@ class PlanOptions:
     batch: int = 1
     seq: int = 1024
     lossy_activations: Literal["fp8"] | None = None
+    packed_weights: bool = True
 
     def __post_init__(self) -> None:
         self._check_ranks()
+        if type(self.packed_weights) is not bool:
+            raise UnsupportedError(f"packed_weights={self.packed_weights!r}; use True or False")
         if self.lossy_activations not in (None, "fp8"):
             raise UnsupportedError(
                 f"lossy_activations={self.lossy_activations!r}; use 'fp8', or leave it out to save "
@@ -214,7 +219,7 @@ class ExplainOptions(OptimizerChoice, PlanOptions):
         serve_tokens: tokens of requests that are served beside the step, whose keys and values are
             in the total; none by default, and those of the batch where nothing is finetuned.
         device: where the base lies: cuda, or cpu, where oneDNN's packed copies of its weights are
-            counted, too.
+            counted, too, unless `packed_weights` is False.
         find_region: give formulas in the rank, too, where there is one, and find for which sequence
             lengths and ranks the plan stays the optimum; over ranks, where the best strategies
             change with tokens, rank, degree and link. Takes seconds.

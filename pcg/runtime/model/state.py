@@ -126,7 +126,7 @@ class ModelState:
             tables = PaddedTables(
                 model, self._served, self.device, self.ranks, lora_dtype=lora_dtype
             )
-        return ServingProgram(serving, model_sources(model), weights, runner, tables)
+        return ServingProgram(serving, model_sources(model), runner, tables)
 
     @property
     def _lora_dtype(self) -> torch.dtype | None:
