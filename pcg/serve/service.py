@@ -186,6 +186,7 @@ class Service:
                 raise ApiError(400, f"prompt {index} is empty; give at least one token")
             own: RequestFields = {
                 **fields,
+                "logprobs_mode": self.options.logprobs_mode,
                 "tenant": caller.tenant,
                 "request_id": f"{request_id}-{index}",
             }
