@@ -88,7 +88,6 @@ class StepRunner:
         """
         limit = self._limit(number, request)
         params = resolved(request.params, self._tokenizer, self._vocabulary)
-        limit = self._limit(number, request)
         sequence = self._opened(request, number, limit, params)
         for _ in range(1, params.width):
             sequence.followers.append(self._opened(request, number, limit, params, sequence))
@@ -152,12 +151,6 @@ class StepRunner:
         name = f"request {request.request_id!r}" if request.request_id else f"prompt {number}"
         if not request.prompt_ids:
             raise GenerationError(f"{name} has no tokens; give at least one")
-        least, most = min(request.prompt_ids), max(request.prompt_ids)
-        if least < 0 or most >= self._vocabulary:
-            wrong = least if least < 0 else most
-            raise GenerationError(
-                f"{name} has token {shown(wrong)}; the model's are 0 to {self._vocabulary - 1}"
-            )
         new = request.params.max_new_tokens
         if self._max_positions is not None and length + min(new, 1) > self._max_positions:
             virtual = request.virtual_tokens
@@ -166,6 +159,12 @@ class StepRunner:
                 f"{name} has {length} tokens{of_adapter}; the model has "
                 f"{self._max_positions} positions, and generating needs at least one more than "
                 "the prompt"
+            )
+        least, most = min(request.prompt_ids), max(request.prompt_ids)
+        if least < 0 or most >= self._vocabulary:
+            wrong = least if least < 0 else most
+            raise GenerationError(
+                f"{name} has token {shown(wrong)}; the model's are 0 to {self._vocabulary - 1}"
             )
         room = (self._max_positions or 2**62) - length
         return min(new, room)
