@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 
 from fastapi import Depends, Request
 
+from pcg.errors import PcgError
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.executor import Executor
 from pcg.runtime.requests.request import Request as EngineRequest
@@ -139,13 +140,28 @@ class Service:
         Raises:
             GenerationError: a prompt or a field cannot be.
             ApiError: a prompt is too long.
+            QueueFullError: too much waits already.
             EngineError: the engine takes no requests.
         """
         make = partial(self._requests, caller, model, prompts, fields, request_id)
         requests = await self.beside(caller, make)
         made = [Submitted(request, self.engine.submit_request(request)) for request in requests]
+        if len(made) > 1:
+            await self._all_begun(made)
         note_requests(model.name, [(one.request, one.stream) for one in made])
         return made
+
+    async def _all_begun(self, made: Sequence[Submitted]) -> None:
+        """Wait until the engine has taken all requests; raises why it refuses one, and ends all."""
+        await asyncio.wrap_future(self.engine.call(lambda: None))  # calls come in their order
+        try:
+            for one in made:
+                if one.stream.is_over:
+                    await one.stream.completions()
+        except PcgError:
+            for one in made:
+                one.stream.cancel()
+            raise
 
     def _requests(
         self,
@@ -170,6 +186,7 @@ class Service:
                 raise ApiError(400, f"prompt {index} is empty; give at least one token")
             own: RequestFields = {
                 **fields,
+                "logprobs_mode": self.options.logprobs_mode,
                 "tenant": caller.tenant,
                 "request_id": f"{request_id}-{index}",
             }

@@ -6,9 +6,10 @@ of a forward:
     t(n tokens, k keys, r rows of logits) = a₀ + a₁ n + a₂ k + a₃ r
 
 On a GPU, steps of 64 and 512 tokens tell two lines, t(n) for few and for many tokens, which meet
-at the knee. A layer's backward is estimated as its share of twice the forward, which has half its
-products; a token's loss as twice a row's part of the logits of many, where a row costs what it
-computes; and the loss's constant as the first row, for which the head's weights are read.
+at the knee. A layer's forward is estimated as its share, and its backward as that of twice the
+forward, which has half its products; a token's loss as twice a row's part of the logits of many,
+where a row costs what it computes; and the loss's constant as the first row, for which the head's
+weights are read.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def calibrated(state: ModelState, clock: Clock) -> Latencies:
     # Fits may round differently on other ranks, and all must plan alike.
     if device.type == "cpu":  # the head is cut, and read as often for many parts as for few
         found.loss = Latency(0.0, found.loss.coefficients_s[1], 0.0)
-    measured = (found.forward, found.backward, found.loss)
+    measured = (found.forward, found.backward, found.loss, found.layer)
     return Latencies(*(_of_first(runner.ranks, one) for one in measured))
 
 
@@ -117,7 +118,8 @@ def fitted_latencies(
         # The head is read for few rows, and there the products of a row take as long as its share.
         beyond = {"beyond_s": _BACKWARD * head_s / knee.tokens, "knee": knee.tokens}
         loss = Latency(_BACKWARD * head_s, _BACKWARD * row_s, 0.0, **beyond)
-    return Latencies(forward, backward, loss)
+    layer = Latency(constant_s, token_s, key_s, beyond_s=knee.token_s, knee=knee.tokens)
+    return Latencies(forward, backward, loss, layer.scaled(1 / layers))
 
 
 def _knee(times: Mapping[int, float]) -> Knee:

@@ -77,6 +77,10 @@ class Latency:
         """The tokens beyond which each takes more, and how much."""
         return Knee(self._learned_s[-1], self._knee)
 
+    def scaled(self, factor: float) -> Latency:
+        """Return a latency that begins with so many times these coefficients."""
+        return Latency(*[*(factor * part for part in self._learned_s), self._knee])
+
     @property
     def _learned_s(self) -> Vector:
         return tuple(f * s for f, s in zip(self._factors, self._scales, strict=True))
@@ -216,19 +220,24 @@ class Latencies:
         backward, loss, layer: of parts; `layer` is a window's forward through one.
     """
 
-    def __init__(self, forward: Latency, backward: Latency, loss: Latency | None = None) -> None:
-        """Begin with estimates: of a layer's forward as half of its backward.
+    def __init__(
+        self,
+        forward: Latency,
+        backward: Latency,
+        loss: Latency | None = None,
+        layer: Latency | None = None,
+    ) -> None:
+        """Begin with estimates.
 
         Args:
             loss: by default, that of a token is twice a row of logits, and no less than a token.
+            layer: by default, half of a layer's backward.
         """
         _, token_s, _, row_s, *_ = forward.coefficients_s
         self.forward = forward
         self.backward = backward
         self.loss = Latency(0.0, max(token_s, 2 * row_s), 0.0) if loss is None else loss
-        beyond_s, knee = backward.knee
-        halves = [part / 2 for part in (*backward.coefficients_s, beyond_s)]
-        self.layer = Latency(*[*halves, knee])
+        self.layer = backward.scaled(0.5) if layer is None else layer
 
     def of(self, phase: Phase) -> Latency:
         """Return the latency of parts of a phase."""

@@ -102,6 +102,7 @@ def test_calibration_finds_the_knee() -> None:
         assert found.forward.seconds(Load.of(tokens, 500) + Load(sampled=1)) == pytest.approx(
             took_s
         )
+    assert found.layer.seconds(Load(200)) == pytest.approx(_on_gpu(200, 0, 0) / 10, rel=0.01)
     assert not fitted_latencies(_on_gpu, layers=10).forward.knee.tokens
 
 

@@ -155,6 +155,23 @@ def test_logprobs_of_outputs(service: Service, oracles: dict[str, Any]) -> None:
     assert [number for piece in pieces for number in piece] == found["token_logprobs"]
 
 
+def test_logprobs_of_what_was_drawn_from(oracles: dict[str, Any]) -> None:
+    """As trainers ask vLLM's --logprobs-mode for."""
+    asked = {
+        "prompt": IDS[0], "max_tokens": 5, "ignore_eos": True, "temperature": 1.3, "top_k": 2,
+        "seed": 2, "logprobs": 5, "return_token_ids": True, "return_tokens_as_token_ids": True,
+    }  # fmt: skip
+    with serving.service_of(logprobs_mode="processed_logprobs") as service:
+        (choice,) = ask(service, asked)["choices"]
+    tokens = choice["token_ids"]
+    rows = oracle.logits(oracles[serving.MODEL], IDS[0] + tokens)[5:-1] / 1.3
+    for token, row, found in zip(tokens, rows, choice["logprobs"]["top_logprobs"], strict=True):
+        kept = row.topk(2)
+        values = dict(zip(kept.indices.tolist(), kept.values.log_softmax(-1).tolist(), strict=True))
+        assert abs(found[f"token_id:{token}"] - values[token]) < 1e-4
+        assert sorted(found.values())[:3] == [-9999.0] * 3  # as vLLM writes what cannot come
+
+
 def test_texts_of_tokens_stand_at_their_places(service: Service) -> None:
     text = "the quick brown fox jumps"
     body = {"prompt": text, "echo": True, "logprobs": 0, "max_tokens": 8, "ignore_eos": True}
