@@ -189,7 +189,8 @@ class Service:
                 param="prompt",
             )
         if fields.get("truncate_prompt_tokens") == -1:
-            kept = max(1, self.room(model) - fields.get("max_new_tokens", 0))
+            new = fields.get("max_new_tokens", 0)
+            kept = max(1, self.room(model) - (new if isinstance(new, int) else 0))
             fields = {**fields, "truncate_prompt_tokens": kept}
         for index, prompt in enumerate(prompts):
             if not prompt:
