@@ -15,10 +15,13 @@ from safetensors.torch import save_model
 from torch import Tensor
 
 import pcg.compiler as compiler
+from pcg.errors import UnsupportedError
 from pcg.explain import explain as explaining
+from pcg.ir.program.folder import save_program
 from pcg.kernels.torch import rope
 from pcg.kernels.torch.products import has_onednn
 from pcg.kernels.triton.adapters import trained_rows
+from pcg.options import CompileOptions
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
@@ -248,3 +251,14 @@ def test_memory_that_others_share_stays_theirs() -> None:
     compiler.compile(model, dtype="float64", device="cpu")
     after = [parameter.data_ptr() for parameter in attention.parameters() if parameter.dim() == 2]
     assert after == before
+
+
+def test_a_programs_folder_keeps_the_option(tmp_path: Path) -> None:
+    oracle.random_model(CONFIGS["qwen2"], torch.float32).save_pretrained(tmp_path / "model")
+    program = compiler.compile_program(str(tmp_path / "model"), None, packed_weights=False)
+    save_program(program, tmp_path / "program")
+    loaded = compiler.load(tmp_path / "program", tmp_path / "model", device="cpu")
+    held = vars(loaded.serving.runner.weights.epilogue).values()
+    assert not any(tensor.is_mkldnn for tensor in held)
+    with pytest.raises(UnsupportedError, match="use True or False"):
+        CompileOptions(packed_weights="no")  # type: ignore[arg-type]
