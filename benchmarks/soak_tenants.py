@@ -1,8 +1,9 @@
 """Soak an engine with four tenants, one of them hostile, and compare the others without it.
 
-    python benchmarks/soak_tenants.py [--minutes 10] [--segment 20] [--settings …]
+    python benchmarks/soak_tenants.py [--minutes 10] [--segment 20] [--settings …] [--each]
 
-Settings that are not asked for keep their place in the result file.
+Settings that are not asked for keep their place in the result file. With --each every attack goes
+on by itself, too, and the result has by how much the gaps are longer beside it.
 
 Three tenants send requests on a fixed schedule, to the base and to adapters. Segments of time with
 the hostile tenant and without it take turns, in one engine on its thread, so that what else the
@@ -10,11 +11,12 @@ machine does falls on both alike. The hostile tenant does in turn what `ATTACKS`
 floods of 1,000 requests, prompts as long as the model takes, adapters with NaN, adapters that are
 removed in use, jobs that diverge or have bad data, cancelled streams, and listeners that raise.
 
-    default     `pcg.Limits()`: the hostile tenant has its share of a step's time beside others,
-                and its jobs have half of the time
-    strict      FairShare(stretch=1.1), and Limits(finetuning_share=…) of as much
-    promised    FairShare(stretch=1.1), and Limits(tpot_slo_s=…) of 1.2 times the median gap without
-                the hostile tenant, which is measured first
+    default     `pcg.Limits()`: the hostile tenant's requests make steps 1.2 times as long beside
+                others, and its jobs have half of the time
+    strict      FairShare(stretch=1.05), and jobs have the time in which nobody is served,
+                Limits(finetuning_share=0)
+    promised    FairShare(stretch=1.05), and Limits(tpot_slo_s=…) of 1.2 times the median gap
+                without the hostile tenant, which is measured first
 
 In both of the latter a step without the three lasts at most 50 ms, `Limits(idle_step_s=…)`.
 
@@ -65,7 +67,7 @@ VOCABULARY = 32000
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "v_proj"]}
 JOB: dict[str, Any] = {"peft": LORA, "batch_size": 1, "max_length": 32, "learning_rate": 1e30}
 SETTINGS = ("promised", "strict", "default")
-STRETCH, PROMISE = 1.1, 1.2
+STRETCH, PROMISE = 1.05, 1.2
 NEWCOMER_S = 0.05
 """The longest step of the hostile tenant alone: a newcomer that waits long meets the next one."""
 
@@ -77,8 +79,7 @@ def engine_of(executor: Executor, setting: str) -> AsyncEngine:
         return executor.engine(**options).start()
     options["policy"] = FairShare(stretch=STRETCH)
     if setting == "strict":
-        share = (STRETCH - 1) / STRETCH
-        limits = pcg.Limits(finetuning_share=share, idle_step_s=NEWCOMER_S)
+        limits = pcg.Limits(finetuning_share=0, idle_step_s=NEWCOMER_S)
         return executor.engine(limits, **options).start()
     promise_s = PROMISE * median_gap_s(executor)
     limits = pcg.Limits(tpot_slo_s=promise_s, idle_step_s=NEWCOMER_S)
@@ -101,7 +102,14 @@ def median_gap_s(executor: Executor) -> float:
 class Hostile:
     """The attacks of a tenant, one after the other, until it is told to stop."""
 
-    def __init__(self, executor: Executor, running: AsyncEngine, directory: Path) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        running: AsyncEngine,
+        directory: Path,
+        attacks: Sequence[Callable[[Hostile], None]],
+    ) -> None:
+        self.attacks = attacks
         self.executor = executor
         self.running = running
         self.directory = directory
@@ -215,7 +223,7 @@ class Hostile:
         self.jobs.clear()
 
     def _attack(self) -> None:
-        for attack in itertools.cycle(ATTACKS):
+        for attack in itertools.cycle(self.attacks):
             if self._stop.wait(0.2):
                 return
             self.counts[attack.__name__] = self.counts.get(attack.__name__, 0) + 1
@@ -282,23 +290,41 @@ def of_gaps(gaps: Sequence[float]) -> dict[str, float]:
     return {name: round(1000 * value, 1) for name, value in found.items()} | {"count": len(gaps)}
 
 
-def soak(executor: Executor, setting: str, seconds: float, length_s: float) -> dict[str, Any]:
+def each(executor: Executor, setting: str, length_s: float = 6.0) -> dict[str, Any]:
+    """Return by how much gaps are longer beside each attack by itself, in processor time."""
+    found = {}
+    for attack in ATTACKS:
+        alone = soak(executor, setting, 2 * length_s, length_s, (attack,))
+        found[attack.__name__] = alone["ratio_processor"]
+    return found
+
+
+def soak(
+    executor: Executor,
+    setting: str,
+    seconds: float,
+    length_s: float,
+    attacks: Sequence[Callable[[Hostile], None]] = ATTACKS,
+) -> dict[str, Any]:
     """Run segments with and without the hostile tenant in turn; returns how they compare."""
     with tempfile.TemporaryDirectory() as folder, engine_of(executor, setting) as running:
         write_bad_files(executor, Path(folder))
-        hostile = Hostile(executor, running, Path(folder))
+        hostile = Hostile(executor, running, Path(folder), attacks)
         expected, _ = segment(running, length_s)  # warms up, too
         threads = {thread.name for thread in threading.enumerate()}
         same = True
         gaps: dict[str, list[Gap]] = {"without": [], "with": []}
-        memory = []
+        memory, served = [], 0
         rounds = max(1, round(seconds / 2 / length_s))
         for _ in range(rounds):
             found, some = segment(running, length_s)
             same &= found == expected
             gaps["without"] += some
+            before = running.engine.totals.output_tokens
             with hostile.beside():
                 found, some = segment(running, length_s)
+            after = running.engine.totals.output_tokens
+            served += after - before - sum(map(len, found))
             same &= found == expected
             gaps["with"] += some
             hostile.clear()
@@ -323,6 +349,7 @@ def soak(executor: Executor, setting: str, seconds: float, length_s: float) -> d
         "engine_thread_ended": bool(lost),
         "attacks": hostile.counts,
         "refused": hostile.refused,
+        "hostile_tokens_per_s": round(served / rounds / length_s, 1),
         "other_errors": hostile.wrong[:5],
         "peak_rss_mib_by_round": [round(kib / 1024) for kib in memory],
     }
@@ -340,6 +367,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0, help="of each setting")
     parser.add_argument("--segment", type=float, default=20.0, help="seconds of a segment")
     parser.add_argument("--settings", default=",".join(SETTINGS))
+    parser.add_argument("--each", action="store_true", help="compare each attack by itself, too")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -354,8 +382,11 @@ def main() -> None:
     for setting in arguments.settings.split(","):
         if setting not in SETTINGS:
             raise SystemExit(f"error: no setting {setting!r}; use {', '.join(SETTINGS)}")
-        results[setting] = soak(executor, setting, 60 * arguments.minutes, arguments.segment)
-    write("tenants", results)
+        found = soak(executor, setting, 60 * arguments.minutes, arguments.segment)
+        if arguments.each:
+            found["ratio_processor_by_attack"] = each(executor, setting)
+        results[setting] = found
+        write("tenants", results)
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ _add(
 )
 _add(app, profile_command, "pcg profile --tp 2 -o profile.json")
 _add(app, simulate_command, "pcg simulate flexllm --model Llama-3.1-8B --duration 60")
-_add(app, doctor_command, "pcg doctor")
+_add(app, doctor_command, "pcg doctor", "pcg doctor Qwen/Qwen2.5-7B")
 _add(
     bench,
     bench_serve_command,

@@ -11,7 +11,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -19,7 +19,7 @@ from pcg.units import size_text
 from pcg.version import __version__
 
 from .console import busy, out, plain, print_json, table
-from .options.arguments import Json
+from .options.arguments import Json, complete_model
 
 NVIDIA = Path("/proc/driver/nvidia/version")
 
@@ -60,7 +60,18 @@ REQUIREMENTS = (
 )
 
 
-def doctor_command(json: Json = False) -> None:
+MaybeModel = Annotated[
+    str | None,
+    typer.Argument(
+        help="A model whose weights are counted as they would lie in this machine's memory.",
+        autocompletion=complete_model,
+        show_default=False,
+        metavar="MODEL",
+    ),
+]
+
+
+def doctor_command(model: MaybeModel = None, json: Json = False) -> None:
     """Show what this machine can do, and what is missing.
 
     Exits with 1 if something required is.
@@ -83,6 +94,9 @@ def doctor_command(json: Json = False) -> None:
         "disk_bytes": {"free": shutil.disk_usage(Path.cwd()).free},
     }
     report["problems"] = _problems(packages, machine, problem)
+    if model is not None and machine:
+        report["model"] = weights = _weights(model, on_gpu=bool(machine["gpus"]))
+        report["problems"] += _too_large(weights, machine["gpus"], report["memory_bytes"])
     if json:
         print_json(report)
     else:
@@ -103,6 +117,9 @@ def _package(requirement: Requirement) -> dict[str, Any]:
 def _torch_machine() -> dict[str, Any]:
     import torch
 
+    from pcg.kernels.torch.products import has_onednn
+    from pcg.options import DTYPES
+
     gpus = []
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
@@ -115,6 +132,7 @@ def _torch_machine() -> dict[str, Any]:
             "capability": torch.backends.cpu.get_cpu_capability(),
             "cores": os.cpu_count() if affinity is None else len(affinity(0)),
             "threads": torch.get_num_threads(),
+            "packed_dtypes": [name for name in DTYPES if has_onednn(getattr(torch, name))],
         },
         "gpus": gpus,
         "cuda": torch.version.cuda,
@@ -123,6 +141,36 @@ def _torch_machine() -> dict[str, Any]:
             "nccl": there and torch.distributed.is_nccl_available(),
         },
     }
+
+
+def _weights(model: str, *, on_gpu: bool) -> dict[str, Any]:
+    """The bytes of a model's weights on the device that it is loaded to by default."""
+    with busy(f"tracing {model}"):
+        from pcg.explain.explain import explain
+
+        found = explain(model, None, device="cuda" if on_gpu else "cpu")
+    packed = found.packed_bytes
+    return {
+        "name": found.model,
+        "dtype": found.dtype,
+        "weights_bytes": found.memory_bytes["weights"] - packed,
+        "packed_bytes": packed,
+    }
+
+
+def _too_large(
+    weights: dict[str, Any], gpus: list[dict[str, Any]], memory: dict[str, int | None]
+) -> list[dict[str, Any]]:
+    """The problem that a model's weights do not fit this machine; none if they do."""
+    room = max(gpu["memory_bytes"] for gpu in gpus) if gpus else memory["available"]
+    plain, packed = weights["weights_bytes"], weights["packed_bytes"]
+    if room is None or plain + packed <= room:
+        return []
+    what = f"the weights of {weights['name']} take {size_text(plain + packed)}"
+    fix = "use --tp, a smaller --dtype, or a larger machine"
+    if packed and plain <= room:
+        what, fix = f"{what} with packed copies", f"use --no-packed-weights: {size_text(plain)}"
+    return [_problem(f"{what}, and {size_text(room)} are there", fix, required=False)]
 
 
 def _memory() -> dict[str, int | None]:
@@ -203,6 +251,9 @@ def _print(report: dict[str, Any]) -> None:
     if "cpu" in report:
         cpu = report["cpu"]
         rows.add_row("cpu", cpu["capability"], f"{cpu['cores']} cores, {cpu['threads']} threads")
+        dtypes = ", ".join(cpu["packed_dtypes"])
+        if dtypes:
+            rows.add_row("packed", dtypes, "copies of weights on CPUs")
         for gpu in report["gpus"]:
             size = size_text(gpu["memory_bytes"])
             rows.add_row("gpu", gpu["name"], f"{size}, capability {gpu['capability']}")
@@ -214,6 +265,13 @@ def _print(report: dict[str, Any]) -> None:
     if memory["total"] is not None:
         free, total = size_text(memory["available"]), size_text(memory["total"])
         rows.add_row("memory", f"{free} free", f"of {total}")
+    if "model" in report:
+        found = report["model"]
+        name = f"{plain(found['name'])}, {found['dtype']}"
+        rows.add_row("weights", size_text(found["weights_bytes"]), name)
+        if found["packed_bytes"]:
+            copies = "in packed copies; --no-packed-weights"
+            rows.add_row("", f"{size_text(found['packed_bytes'])} more", copies)
     rows.add_row("disk", f"{size_text(report['disk_bytes']['free'])} free", "in this directory")
     console = out()
     console.print(rows)

@@ -32,7 +32,8 @@ from pcg.peft.reader import is_recipe, recipes_of
 from pcg.peft.recipe import Recipe
 from pcg.peft.registry import recipe_fields, recipe_of_fields
 from pcg.runtime.model.base_weights import TensorSource
-from pcg.runtime.model.weights import Checkpoint, RandomWeights, StateDictCheckpoint
+from pcg.runtime.model.module_weights import StateDictCheckpoint
+from pcg.runtime.model.weights import Checkpoint, RandomWeights
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.source import ModelSource, resolve
 from pcg.trace import TracedModel
@@ -181,7 +182,7 @@ def compile(given: CompileArguments) -> Executor:
 
     def compiled(whole: bool) -> Executor:
         program = _compiled(source, module, given.peft, options, whole=whole)
-        weights = StateDictCheckpoint(module.state_dict(), program.base_prefix)
+        weights = StateDictCheckpoint(module.state_dict(keep_vars=True), program.base_prefix)
         executor = make_executor(program, weights, given.peft, None, device)
         if verified:
             check_logits(executor, module)
@@ -199,7 +200,7 @@ def compile_random(
     *,
     backend: Backend = "torch",
     dtype: str | None = None,
-    adapter_copies: Literal["bfloat16"] | None = None,
+    adapter_copies: Literal["bfloat16", "float32"] | None = None,
     device: str | torch.device | None = None,
     seed: int = 0,
 ) -> Executor:

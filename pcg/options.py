@@ -46,6 +46,8 @@ class PlanOptions:
         seq: tokens of each of these sequences.
         lossy_activations: fp8 to save activations in 8 bits where the gradient's error has a bound
             (docs/memory.md); by default all that is saved is exact.
+        packed_weights: False to hold each of the base's weights once, on CPUs where serving has
+            oneDNN's packed copies of them beside those that training reads: slower decoding.
     Raises:
         ParallelError: an option of ranks is out of range, or has no effect.
         UnsupportedError: another option is out of range.
@@ -63,9 +65,12 @@ class PlanOptions:
     batch: int = 1
     seq: int = 1024
     lossy_activations: Literal["fp8"] | None = None
+    packed_weights: bool = True
 
     def __post_init__(self) -> None:
         self._check_ranks()
+        if type(self.packed_weights) is not bool:
+            raise UnsupportedError(f"packed_weights={self.packed_weights!r}; use True or False")
         if self.lossy_activations not in (None, "fp8"):
             raise UnsupportedError(
                 f"lossy_activations={self.lossy_activations!r}; use 'fp8', or leave it out to save "
@@ -143,29 +148,30 @@ class CompileOptions(PlanOptions):
     Attributes:
         backend: what source is emitted for: torch, which runs on any device; triton, fused for
             NVIDIA GPUs; or auto, which is torch.
-        adapter_copies: bfloat16 to serve LoRA from copies whose weights are rounded to bfloat16, on
-            CPUs, where a decode step is as fast as they are read (docs/adapters.md); training and
-            saving keep the adapters' own dtype, as the copies do by default.
+        adapter_copies: the dtype of the copies that LoRA is served from (docs/adapters.md), as a
+            step is as fast as they are read: that of the base by default, for Triton and on CPUs
+            with native bfloat16; bfloat16; or float32, the adapters' own, which training and saving
+            keep in any case.
     """
 
     title: ClassVar[str] = PlanOptions.title
 
     backend: Backend = "auto"
-    adapter_copies: Literal["bfloat16"] | None = None
+    adapter_copies: Literal["bfloat16", "float32"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.backend not in ("auto", *BACKENDS):
             raise UnsupportedError(f"backend={self.backend!r}; use one of {', '.join(BACKENDS)}")
-        if self.adapter_copies not in (None, "bfloat16"):
+        if self.adapter_copies not in (None, "bfloat16", "float32"):
             raise UnsupportedError(
-                f"adapter_copies={self.adapter_copies!r}; use 'bfloat16', or leave it out to serve "
-                "adapters as they are"
+                f"adapter_copies={self.adapter_copies!r}; use 'bfloat16' or 'float32', or leave it "
+                "out to serve them in the base's dtype where that is fast"
             )
-        if self.adapter_copies and (self.backend == "triton" or self.tp > 1):
+        if self.adapter_copies == "bfloat16" and self.backend != "triton" and self.tp > 1:
             raise UnsupportedError(
-                f"adapter_copies={self.adapter_copies!r} is for backend='torch' and tp=1, on CPUs, "
-                f"and not for backend={self.backend!r} and tp={self.tp}; leave it out"
+                f"adapter_copies='bfloat16' over ranks is for backend='triton', and not for "
+                f"backend={self.backend!r} with tp={self.tp}; leave it out"
             )
 
     @property
@@ -214,7 +220,7 @@ class ExplainOptions(OptimizerChoice, PlanOptions):
         serve_tokens: tokens of requests that are served beside the step, whose keys and values are
             in the total; none by default, and those of the batch where nothing is finetuned.
         device: where the base lies: cuda, or cpu, where oneDNN's packed copies of its weights are
-            counted, too.
+            counted, too, unless `packed_weights` is False.
         find_region: give formulas in the rank, too, where there is one, and find for which sequence
             lengths and ranks the plan stays the optimum; over ranks, where the best strategies
             change with tokens, rank, degree and link. Takes seconds.

@@ -1,7 +1,7 @@
 """The base model in memory, as it lies there after it is loaded.
 
-On a GPU each tensor is there once. On a CPU serving multiplies by oneDNN's packed weights, which
-are there beside the plain ones that training reads (`pcg.runtime.model.product_weights`).
+Each tensor is there once. On a CPU serving multiplies by oneDNN's packed copies, which are there
+beside the plain ones that training reads (`pcg.runtime.model.product_weights`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Held:
         """Return whether a packed copy of it lies on a device."""
         type_ = self.parameter.type
         dtype = getattr(torch, TORCH_NAMES[type_.dtype])
-        return self.multiplies and len(type_.features) == 2 and is_packed(dtype, device)
+        return self.multiplies and is_packed(len(type_.features), dtype, device)
 
 
 def parameter_count(model: ModelGraph) -> int:
@@ -55,12 +55,15 @@ def parameter_count(model: ModelGraph) -> int:
     return sum(one.elements for one in frozen.values())
 
 
-def base_bytes(model: ModelGraph, device: torch.device) -> int:
-    """Return the bytes of a rank's part of the base after it is loaded to a device."""
-    every = list(_held(model))
-    plain = {one.key: one.size_bytes for one in every}
-    packed = {one.key: one.size_bytes for one in every if one.is_packed(device)}
-    return sum(plain.values()) + sum(packed.values())
+def base_bytes(model: ModelGraph) -> int:
+    """Return the bytes of a rank's part of the base, each tensor once."""
+    return sum({one.key: one.size_bytes for one in _held(model)}.values())
+
+
+def packed_bytes(model: ModelGraph, device: torch.device) -> int:
+    """Return the bytes of the packed copies that a device has unless `packed_weights` is False."""
+    packed = {one.key: one.size_bytes for one in _held(model) if one.is_packed(device)}
+    return sum(packed.values())
 
 
 def _held(model: ModelGraph) -> Iterator[_Held]:

@@ -24,6 +24,7 @@ from pcg.explain.step_memory import (
     bytes_at,
     carried_bytes,
     formula_text,
+    packed_copies,
     state_memory,
     step_memory,
 )
@@ -89,6 +90,7 @@ def build_report(planned: PlannedModel) -> Report:
         memory_budget=str(setup.options.budget),
         optimizer=setup.optimizer.name,
         host_bytes=_host_bytes(planned),
+        packed_bytes=packed_copies(planned),
         timeline=tuple(moments),
         graph=_graph(trained, at) if trained else (),
         layer_groups=tuple(_layer_groups(planned)),

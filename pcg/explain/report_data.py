@@ -206,7 +206,8 @@ class ReportData:
     - workspace: the other bytes of the step's peak, which is the loss over one chunk of tokens or
       one layer's forward or backward; less the saved bytes that were freed by then.
 
-    `host_bytes` has the bytes of offloaded kinds in host memory, beside a GPU's.
+    `host_bytes` has the bytes of offloaded kinds in host memory, beside a GPU's. `packed_bytes` are
+    those of oneDNN's packed copies, which `memory_bytes` counts among the weights.
 
     `gpus` are all known GPUs that a rank fits, `fits` says more of those that were asked for.
     """
@@ -235,6 +236,7 @@ class ReportData:
     memory_budget: str = "1"
     optimizer: str = "adamw"
     host_bytes: Mapping[str, int] = field(default_factory=dict)
+    packed_bytes: int = 0
     timeline: tuple[Moment, ...] = ()
     graph: tuple[GraphNode, ...] = ()
     layer_groups: tuple[LayerGroup, ...] = ()

@@ -24,7 +24,7 @@ from itertools import accumulate
 import sympy
 import torch
 
-from pcg.explain.base_memory import base_bytes
+from pcg.explain.base_memory import base_bytes, packed_bytes
 from pcg.explain.planned_model import PlannedModel
 from pcg.explain.report_data import KINDS, Moment
 from pcg.ir.analysis.saved_memory import SavedMemory, training_transients, transient
@@ -84,7 +84,7 @@ def step_memory(
     adapters = sympy.Integer(size * elements(_trained_shapes(planned)))
     on_gpu = planned.setup.device == "cuda"
     kinds = (
-        sympy.Integer(base_bytes(planned.base, torch.device(planned.setup.device))),
+        sympy.Integer(base_bytes(planned.base) + packed_copies(planned)),
         adapters,
         adapters,
         sympy.Integer(states.device_bytes + (0 if on_gpu else states.host_bytes)),
@@ -94,6 +94,12 @@ def step_memory(
     )
     formulas = dict(zip(KINDS, kinds, strict=True))
     return formulas | {"total": sympy.Add(*kinds)}, moments
+
+
+def packed_copies(planned: PlannedModel) -> int:
+    """Return the bytes of the packed copies of one rank's part of the base."""
+    packs = planned.setup.options.packed_weights
+    return packed_bytes(planned.base, torch.device(planned.setup.device)) if packs else 0
 
 
 def state_memory(planned: PlannedModel) -> StateMemory:

@@ -66,6 +66,9 @@ def _memory(report: ReportData) -> list[str]:
         size = report.memory_bytes[kind]
         line = f"  {kind.replace('kv_', 'KV '):<14}{gib(size):>10}  {bar(size, total)}"
         lines.append(line.rstrip())
+    if report.packed_bytes:
+        copies = f"{gib(report.packed_bytes)} GiB are packed copies: --no-packed-weights"
+        lines.append(f"  of the weights, {copies}")
     for kind, size in report.host_bytes.items():
         lines.append(f"  and in host memory: {gib(size)} GiB of the {kind}'s states")
     return lines

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from pcg.errors import FinetuneError, ParallelError, PcgError, UnsupportedError
 from pcg.explain.base_memory import base_bytes
 from pcg.explain.planned_model import Setup
@@ -83,7 +81,7 @@ class Search:
         for dtype in dict.fromkeys(self._options.dtypes) or (None,):
             setup = self._setup(dtype)
             self._check_positions(setup)
-            weights = base_bytes(setup.folded.model, torch.device("cuda"))
+            weights = base_bytes(setup.folded.model)
             name = TORCH_NAMES[setup.folded.model.dtype]
             is_checked = self._wanted.workload.training is None
             for degree in self._options.degrees:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from pcg.explain.base_memory import base_bytes
+from pcg.explain.base_memory import base_bytes, packed_bytes
 from pcg.ir.analysis.saved_memory import transient
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.executor import Executor
@@ -42,9 +42,11 @@ def serving_memory(executor: Executor, engine: AsyncEngine, kv_cache_bytes: int)
     model, tokens, rows = executor.program.base, limits.tokens, limits.running
     seq = min(tokens, executor.max_positions or tokens)
     sizes = [transient(block, tokens, seq).size_bytes(tokens, seq) for block in model.blocks]
+    is_packed = executor.program.options.packed_weights
+    packed = packed_bytes(model, executor.device) if is_packed else 0
     sizes.append(transient(model.epilogue, rows, 1).size_bytes(rows, 1))
     return ServingMemory(
-        weights=base_bytes(executor.program.base, executor.device),
+        weights=base_bytes(model) + packed,
         adapters=sum(adapter.size_bytes for adapter in executor.adapters.values()),
         kv_cache=kv_cache_bytes,
         workspace=max(sizes),

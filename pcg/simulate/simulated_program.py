@@ -23,7 +23,7 @@ from pcg.passes.pipeline import Settings, pipeline
 from pcg.passes.stages import TrainedModel
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.admission.policy import Policy
-from pcg.runtime.engine.calibration import fitted_latencies
+from pcg.runtime.engine.calibration import MANY, fitted_latencies
 from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.sharing import Sharing
@@ -63,7 +63,7 @@ class SimulatedProgram:
             shape = StepShape.of([SequenceChunk(tokens, context)])
             return self.costs.step_seconds(replace(shape, sampled=rows))
 
-        return fitted_latencies(seconds, self.costs.layers)
+        return fitted_latencies(seconds, self.costs.layers, many=MANY)
 
     def adapter(self, name: str, rank: int) -> SimulatedAdapter:
         """Return a LoRA adapter in half precision; each rank holds an equal share of it."""

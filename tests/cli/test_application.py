@@ -12,7 +12,9 @@ import torch
 import pcg
 from cli.doctor import REQUIREMENTS
 from pcg.source import shipped
+from tests.support import oracle
 from tests.support.command_line import output_of, python, run
+from tests.support.families import BY_NAME
 
 ROOT = Path(__file__).parents[2]
 
@@ -118,6 +120,27 @@ def test_doctor() -> None:
     assert report["cpu"]["cores"] >= 1
     assert report["disk_bytes"]["free"] > 0
     assert "torch" in output_of("doctor")
+
+
+def test_doctor_counts_the_weights_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle.random_model(BY_NAME["llama3"].config(2), torch.float32).save_pretrained(tmp_path)
+    model = str(tmp_path)
+    arguments = ("--peft", "none", "--device", "cpu", "--dtype", "float32", "--json")
+    both = json.loads(output_of("explain", model, *arguments))
+    alone = json.loads(output_of("explain", model, *arguments, "--no-packed-weights"))
+    found = json.loads(output_of("doctor", model, "--json"))["model"]
+    assert found["weights_bytes"] == alone["memory_bytes"]["weights"]
+    assert found["packed_bytes"] == both["packed_bytes"]
+    assert both["memory_bytes"]["weights"] == found["weights_bytes"] + found["packed_bytes"]
+    assert alone["packed_bytes"] == 0
+    assert ("--no-packed-weights" in output_of("doctor", model)) == (found["packed_bytes"] > 0)
+    room = found["weights_bytes"]
+    monkeypatch.setattr("cli.doctor._memory", lambda: {"total": room, "available": room})
+    assert ("use --no-packed-weights" in output_of("doctor", model)) == (found["packed_bytes"] > 0)
+    monkeypatch.setattr("cli.doctor._memory", lambda: {"total": room, "available": room - 1})
+    assert "use --tp" in output_of("doctor", model)
 
 
 def test_doctor_says_how_to_get_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

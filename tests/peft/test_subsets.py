@@ -29,7 +29,7 @@ from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.sharing import Sharing, Step
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.load import Load
-from pcg.runtime.model.weights import StateDictCheckpoint
+from pcg.runtime.model.module_weights import StateDictCheckpoint
 from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.runner import training_runner
 from pcg.runtime.training.training_pass import TrainingPass, pass_through

@@ -21,7 +21,7 @@ from pcg.peft.lora import LoraConfig
 from pcg.peft.registry import recipe_of_fields
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.model.weights import StateDictCheckpoint
+from pcg.runtime.model.module_weights import StateDictCheckpoint
 from pcg.runtime.training.optimizer import make_optimizer
 from pcg.runtime.training.torch_optimizers import Optimizer
 from tests.support import oracle

@@ -60,6 +60,10 @@ class Backlog:
     def __len__(self) -> int:
         return self.requests
 
+    def requests_of(self, tenant: str) -> int:
+        """Count the requests of a tenant; those of all for requests without one."""
+        return self._requests.get(tenant, 0) if tenant else self.requests
+
     def add(self, sequence: Sequence) -> None:
         """Count a request that waits from now on."""
         self._count(sequence, 1)

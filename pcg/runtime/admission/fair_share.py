@@ -7,11 +7,10 @@ at the level of the least served one that has some, so that nobody saves up. Req
 tenant are those of one tenant: where there are no others, this is first come, first served.
 
 Turns do not bound what one tenant runs in a step, which makes it longer for all others. A tenant
-that runs more than twice the mean of the others is heavy (`pcg.runtime.admission.recent_use`) and
-has no more than its share of the predicted time: beside K - 1 other tenants it makes a step
-K / (K - 1) times as long, or 1.2 times, whichever is more, or `stretch` times. While no other
-tenant decodes, it runs what it has. Where no place or page is left, the tenant that runs most makes
-room for one that runs less than half as much.
+that runs more than twice the mean of the others is heavy (`pcg.runtime.admission.recent_use`), and
+makes a step in which others decode `stretch` times as long at most, by the predicted times. While
+no other tenant decodes, it runs what it has. Where no place or page is left, the tenant that runs
+most makes room for one that runs less than half as much.
 
 Tenants with waiting requests are in a heap by their counters. An entry whose counter has moved on
 is dropped when it comes up, so the next requests are found in a time that depends on the requests
@@ -29,7 +28,7 @@ from itertools import chain, islice
 
 from pcg.runtime.admission.line import Line
 from pcg.runtime.admission.policy import Chunks, Policy
-from pcg.runtime.admission.recent_use import RecentUse
+from pcg.runtime.admission.recent_use import AHEAD, RecentUse
 from pcg.runtime.admission.step_bound import StepBound
 from pcg.runtime.engine.latency import Latency
 from pcg.runtime.requests.sequence import Sequence
@@ -37,10 +36,10 @@ from pcg.runtime.sampling.value_checks import require_int, require_number
 
 _REMEMBERED = 64
 """The number of tenants without requests whose counters are kept without looking at them."""
-_LEAST_STRETCH = 1.2
-"""Heavy tenants may make steps so many times as long, however many others there are."""
 _LOOK = 16
 """Of so many bounded steps one has nothing of heavy tenants, and tells how long it takes then."""
+_AT_ONCE, _AT_ONCE_ALONE = 4, 16
+"""Waiting requests of a heavy tenant that a step looks at, beside others and without."""
 _PATIENCE = 128
 """Steps without any token of heavy tenants after which one of them runs."""
 
@@ -51,8 +50,7 @@ class FairShare(Policy):
     Args:
         tenant_running: the most sequences of one tenant that run at once, however much room there
             is: every one of them makes the steps of all others longer. None for no limit.
-        stretch: how many times as long heavy tenants may make the steps of the others; None for
-            their share of the time.
+        stretch: how many times as long heavy tenants may make the steps of the others.
 
     Attributes:
         heavy: the tenants that run and are bounded in this step.
@@ -60,19 +58,20 @@ class FairShare(Policy):
         GenerationError: tenant_running is no int of at least 1, or stretch no number above 1.
     """
 
-    def __init__(self, tenant_running: int | None = None, stretch: float | None = None) -> None:
+    def __init__(self, tenant_running: int | None = None, stretch: float = 1.2) -> None:
         if tenant_running is not None:
             require_int("tenant_running", tenant_running, 1, hint="; None is for no limit")
-        if stretch is not None:
-            require_number("stretch", stretch, 1, math.inf, open_low=True)
+        require_number("stretch", stretch, 1, math.inf, open_low=True)
         self._most = tenant_running
         self._stretch = stretch
         self.heavy: set[str] = set()
         self._recent = RecentUse()
+        self._bound: StepBound | None = None
         self._patience = _PATIENCE
         self._bounded = 0
         self._served: dict[str, int] = {}
         self._requests: Counter[str] = Counter()
+        self._asked: Counter[str] = Counter()
         self._running: Counter[str] = Counter()
         self._lines: dict[str, Line] = {}
         self._heap: list[tuple[int, str]] = []
@@ -82,6 +81,7 @@ class FairShare(Policy):
         if not self._requests[tenant]:
             self._served[tenant] = max(self._served.get(tenant, 0), self._least())
         self._requests[tenant] += 1
+        self._asked[tenant] += _asked(sequence)
         self._line(tenant).add(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
@@ -100,11 +100,16 @@ class FairShare(Policy):
         else:
             self._less(self._running, tenant)
         self._less(self._requests, tenant)
+        self._less(self._asked, tenant, _asked(sequence))
         if tenant not in self._requests:
             self._forget()
 
     def first(self, count: int, now_s: float, running: Iterable[Sequence]) -> List[Sequence]:
-        """Return the next requests, as if each one's prompt ran before the next is chosen."""
+        """Return the next requests, as if each one's prompt ran before the next is chosen.
+
+        In a step that is bounded, these are few of each heavy tenant.
+        """
+        bound, self._bound = self._bound, None
         found: list[Sequence] = []
         lines: dict[str, Iterator[Sequence]] = {}
         charged: list[tuple[int, str]] = []
@@ -113,7 +118,7 @@ class FairShare(Policy):
                 served, tenant = heapq.heappop(self._heap)
                 if tenant in lines or tenant not in self._lines or served != self._served[tenant]:
                     continue  # the entry is of an earlier time
-                lines[tenant] = islice(self._lines[tenant], self._places(tenant))
+                lines[tenant] = islice(self._lines[tenant], self._most_next(tenant, bound))
             elif charged:
                 served, tenant = heapq.heappop(charged)
             else:
@@ -133,6 +138,10 @@ class FairShare(Policy):
     def is_shared(self) -> bool:  # type: ignore[override]
         return len(self._requests) > 1
 
+    @property
+    def is_paced(self) -> bool:  # type: ignore[override]
+        return len(self._requests) > ("" in self._requests)
+
     def in_order(self, running: Iterable[Sequence]) -> list[Sequence]:
         """Return those of heavy tenants last, the most served tenant's, and by priority in each."""
         ordered = list(running)
@@ -148,12 +157,11 @@ class FairShare(Policy):
 
     def bound(self, forward: Latency | None, alone_s: float) -> StepBound | None:
         """Find the heavy tenants; returns what bounds them beside others."""
-        heavy = self._recent.heavy(self._requests)
+        heavy, self._bound = self._recent.heavy(self._asked), None
         self.heavy = {one for one in self._running if one in heavy} if heavy else set()
         if not heavy or forward is None:
             return None
-        tenants = max(len(self._running), 2)
-        stretch = self._stretch or max(tenants / (tenants - 1), _LEAST_STRETCH)
+        stretch = self._stretch
         if self.heavy:
             self._patience -= 1
             self._bounded += 1
@@ -161,7 +169,10 @@ class FairShare(Policy):
                 stretch = 1.0
         is_alone = all(one in heavy for one in chain(self._running, self._lines))
         most_s = alone_s if is_alone else None
-        return StepBound(heavy, stretch, most_s, forward, self._note_heavy, self._patience > 0)
+        self._bound = StepBound(
+            heavy, stretch, most_s, forward, self._note_heavy, self._patience > 0
+        )
+        return self._bound
 
     def _note_heavy(self) -> None:
         self._patience = _PATIENCE
@@ -177,6 +188,19 @@ class FairShare(Policy):
 
     def has_place(self, sequence: Sequence) -> bool:
         return self._places(sequence.request.tenant) != 0
+
+    def _most_next(self, tenant: str, bound: StepBound | None) -> int | None:
+        """Return how many waiting sequences of a tenant may be next; None for any number.
+
+        Of a flood that is bounded few begin in a step, and it should not take the time to look at
+        all the others.
+        """
+        places = self._places(tenant)
+        if bound is None or not bound.is_of(tenant):
+            return places
+        at_once = _AT_ONCE_ALONE if bound.is_alone else _AT_ONCE
+        most = 0 if bound.is_full else at_once
+        return most if places is None else min(places, most)
 
     def _places(self, tenant: str) -> int | None:
         """Return how many more sequences of a tenant may run; None for any number."""
@@ -230,10 +254,15 @@ class FairShare(Policy):
             }
 
     @staticmethod
-    def _less(counts: Counter[str], tenant: str) -> None:
-        counts[tenant] -= 1
+    def _less(counts: Counter[str], tenant: str, count: int = 1) -> None:
+        counts[tenant] -= count
         if not counts[tenant]:
             del counts[tenant]
+
+
+def _asked(sequence: Sequence) -> int:
+    """Return the tokens that a request asks for soon; other continuations share the prompt's."""
+    return AHEAD + (0 if sequence.choice else sequence.request.length)
 
 
 def _by_priority(running: List[Sequence]) -> list[Sequence]:

@@ -27,7 +27,9 @@ class Policy(ABC):
     """The order in which the waiting requests of one engine are admitted."""
 
     is_shared = False
-    """True if there are several tenants, whose steps are bounded by predicted times."""
+    """True if requests of several tenants are here."""
+    is_paced = False
+    """True if steps are to be bounded by predicted times, also of tenants that are not here yet."""
     _is_taken = False
 
     def take(self) -> None:

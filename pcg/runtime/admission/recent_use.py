@@ -1,8 +1,9 @@
 """Recent use: which tenants run far more tokens than the others, lately and by what they ask now.
 
-A tenant's use u counts its tokens, of which half are forgotten every 256 steps, and 16 for each
-sequence that it has here, so that a sudden flood counts at once. Among n tenants one is heavy if it
-uses more than twice the mean of the others:
+A tenant's use u counts its tokens, of which half are forgotten every 256 steps, and what it asks
+for now, so that a sudden flood and a long prompt count at once: the prompt's tokens of each
+sequence that it has here, and 16 more. Among n tenants one is heavy if it uses more than twice the
+mean of the others:
 
     u (n - 1) > 2 (Σ u - u)
 
@@ -19,8 +20,8 @@ _HALF_LIFE = 256
 _GROWTH: float = 2 ** (1 / _HALF_LIFE)
 _HEAVY = 2.0
 """A heavy tenant used more than so many times the mean of the others."""
-_AHEAD = 16
-"""Tokens that a running sequence is expected to run soon."""
+AHEAD = 16
+"""Tokens that a sequence is expected to run soon beside those of its prompt."""
 _LEAST = 1.0
 """Tokens below which a tenant is forgotten."""
 
@@ -45,9 +46,9 @@ class RecentUse:
         if self._steps % _HALF_LIFE == 0:
             self._forget()
 
-    def heavy(self, here: Mapping[str, int]) -> HeavyTenants:
-        """Return the heavy tenants, if each has so many sequences here."""
-        return HeavyTenants(self._used, self._total, self._weight, here)
+    def heavy(self, asked: Mapping[str, int]) -> HeavyTenants:
+        """Return the heavy tenants, if each one's requests ask for so many tokens."""
+        return HeavyTenants(self._used, self._total, self._weight, asked)
 
     def _forget(self) -> None:
         used = {tenant: used / self._weight for tenant, used in self._used.items()}
@@ -62,13 +63,13 @@ class HeavyTenants:
     """
 
     def __init__(
-        self, used: Mapping[str, float], total: float, weight: float, here: Mapping[str, int]
+        self, used: Mapping[str, float], total: float, weight: float, asked: Mapping[str, int]
     ) -> None:
         self._used = used
-        self._here = here
-        self._ahead = _AHEAD * weight
-        self._total = total + self._ahead * sum(here.values())
-        self._others = len(used.keys() | here.keys()) - 1
+        self._asked = asked
+        self._weight = weight
+        self._total = total + weight * sum(asked.values())
+        self._others = len(used.keys() | asked.keys()) - 1
         self._known = {"": False}
 
     def __bool__(self) -> bool:
@@ -78,7 +79,7 @@ class HeavyTenants:
     def __contains__(self, tenant: str) -> bool:
         found = self._known.get(tenant)
         if found is None:
-            own = self._used.get(tenant, 0.0) + self._ahead * self._here.get(tenant, 0)
+            own = self._used.get(tenant, 0.0) + self._weight * self._asked.get(tenant, 0)
             found = own * self._others > _HEAVY * (self._total - own)
             self._known[tenant] = found
         return found

@@ -65,6 +65,15 @@ class StepBound:
         """Return True for sequences of heavy tenants."""
         return sequence.request.tenant in self._heavy
 
+    @property
+    def is_alone(self) -> bool:
+        """True where no others are here."""
+        return self._alone_s is not None
+
+    def is_of(self, tenant: str) -> bool:
+        """Return True for heavy tenants."""
+        return tenant in self._heavy
+
     def has_room(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Return True if a sequence may decode beside the others, which are all planned."""
         if not self.applies(sequence):

@@ -74,6 +74,7 @@ class AsyncEngine(StepThread):
         self._drained: Future[None] = Future()
         self._drained.set_running_or_notify_cancel()
         self._drain_until = math.inf
+        self._refuses = False
         self._preparation = Preparation(state, data_limits)
         self._loads = Loads(
             state, self._preparation, self.call, self._check_open, self._check_unreserved
@@ -91,7 +92,10 @@ class AsyncEngine(StepThread):
     ) -> Stream:
         """Submit a prompt; see `Executor.request`. EngineError: the thread has ended."""
         self._check_open()
-        return self.submit_request(make_request(self._state, prompt, adapter, fields))
+        tenant = fields.get("tenant", "")
+        # What is refused is not looked at: a flood takes as little of Python's lock as it can.
+        refused = self._refused(tenant) if isinstance(tenant, str) else None
+        return refused or self.submit_request(make_request(self._state, prompt, adapter, fields))
 
     @takes(JobArguments, FinetuneError)
     def finetune(self, given: JobArguments) -> RunningJob:
@@ -292,7 +296,8 @@ class AsyncEngine(StepThread):
         if is_late or self.engine.is_idle:
             for job in list(self.engine.jobs):
                 self.engine.cancel_job(job.name)
-        if not (self._streams or self._jobs or self._reserved or self._drained.done()):
+        is_left = self._streams or self._jobs or self._reserved or len(self._arrivals)
+        if not (is_left or self._drained.done()):
             self._drained.set_result(None)
 
     def _compile(self, running: RunningJob, read: Future[JobArguments]) -> None:

@@ -5,30 +5,36 @@ of a forward:
 
     t(n tokens, k keys, r rows of logits) = a₀ + a₁ n + a₂ k + a₃ r
 
-A layer's backward is estimated as its share of twice the forward, which has half its products; a
-token's loss as twice a row's part of the logits of many, where a row costs what it computes; and
-the loss's constant as the first row, for which the head's weights are read.
+On a GPU, steps of 64 and 512 tokens tell two lines, t(n) for few and for many tokens, which meet
+at the knee. A layer's forward is estimated as its share, and its backward as that of twice the
+forward, which has half its products; a token's loss as twice a row's part of the logits of many,
+where a row costs what it computes; and the loss's constant as the first row, for which the head's
+weights are read.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from pcg.kernels.batch import Span
 from pcg.parallel.ranks.group import Ranks, broadcast_from_first
 from pcg.runtime.engine.clock import Clock
-from pcg.runtime.engine.latency import Latencies, Latency
+from pcg.runtime.engine.latency import Knee, Latencies, Latency
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.model.batch import ANY_TOKEN, Batch
-from pcg.runtime.model.load import Load
+from pcg.runtime.model.load import Load, keys_of
 from pcg.runtime.model.state import ModelState
 
 _SHORT, _LONG = 16, 256
 """Numbers of tokens of the measured steps."""
+_FEW, MANY = 64, 512
+"""Numbers of tokens of steps that are measured for the knee, below it and above."""
+_STEEPER = 1.5
+"""How many times as much a token beyond a knee takes as one before it, at least."""
 _ROWS = 64
 """Rows of logits of a step that has many."""
 _ROUNDS = 3
@@ -42,9 +48,10 @@ def calibrated(state: ModelState, clock: Clock) -> Latencies:
     """Measure the latencies of a model's base, without adapters, by a clock."""
     runner, tables, device = state.serving.runner, state.serving.tables, state.device
     long = min(_LONG, state.max_positions or _LONG)
-    cache = KvCache(kv_types(runner.model), pages_for(long), device)
+    many = min(MANY, state.max_positions or MANY) if device.type == "cuda" else 0
+    cache = KvCache(kv_types(runner.model), pages_for(max(long, many)), device)
     table = cache.pool.open("calibration")
-    cache.pool.extend(table, pages_for(long))
+    cache.pool.extend(table, pages_for(max(long, many)))
 
     def seconds(tokens: int, context: int, rows: int) -> float:
         ids = torch.full((tokens,), ANY_TOKEN, device=device)
@@ -62,27 +69,28 @@ def calibrated(state: ModelState, clock: Clock) -> Latencies:
             took.append(clock.now_s() - started)
         return statistics.median(took[1:])
 
-    found = fitted_latencies(seconds, len(runner.model.layers), long)
+    found = fitted_latencies(seconds, len(runner.model.layers), long, many)
     # Fits may round differently on other ranks, and all must plan alike.
     if device.type == "cpu":  # the head is cut, and read as often for many parts as for few
         found.loss = Latency(0.0, found.loss.coefficients_s[1], 0.0)
-    measured = (found.forward, found.backward, found.loss)
+    measured = (found.forward, found.backward, found.loss, found.layer)
     return Latencies(*(_of_first(runner.ranks, one) for one in measured))
 
 
 def _of_first(ranks: Ranks, latency: Latency) -> Latency:
-    known = torch.tensor(latency.coefficients_s, dtype=torch.float64)
+    known = torch.tensor([*latency.coefficients_s, *latency.knee], dtype=torch.float64)
     return Latency(*broadcast_from_first(ranks, known).tolist())
 
 
 def fitted_latencies(
-    seconds: Callable[[int, int, int], float], layers: int, long: int = _LONG
+    seconds: Callable[[int, int, int], float], layers: int, long: int = _LONG, many: int = 0
 ) -> Latencies:
     """Fit latencies to the times of a few steps.
 
     Args:
         seconds: the time of a step of one sequence by its new tokens, the tokens before them, and
             the rows of logits.
+        many: tokens of a step that are more than the knee's; 0 if there is none.
     """
     short = min(_SHORT, long)
     steps = [(short, 0, 1), (short, long - short, 1), (long, 0, 1), (short, 0, short)]
@@ -90,13 +98,43 @@ def fitted_latencies(
         (Load.of(n, behind) + Load(sampled=r), seconds(n, behind, r)) for n, behind, r in steps
     ]
     constant_s, token_s, key_s, row_s = _fitted(measured)
+    knee = Knee()
+    if many > long:
+        times = {n: seconds(n, 0, 1) - key_s * keys_of(n, 0) for n in (short, _FEW, long, many)}
+        knee = _knee(times)
+    if knee.tokens:
+        token_s = (times[_FEW] - times[short]) / (_FEW - short)
+        constant_s = times[short] - token_s * short - row_s
     head_s = max(measured[0][1] - seconds(short, 0, 0), row_s)
     rows = min(_ROWS, long)
     of_rows_s = max(seconds(long, 0, rows) - seconds(long, 0, 0), rows * row_s)
-    forward = Latency(constant_s, token_s, key_s, row_s, _SAVED * token_s, _SAVED * constant_s)
+    window = _SAVED * token_s, _SAVED * constant_s
+    forward = Latency(constant_s, token_s, key_s, row_s, *window, *knee)
     share = _BACKWARD / layers
-    backward = Latency(constant_s / layers, token_s * share, key_s * share)
-    return Latencies(forward, backward, Latency(head_s, _BACKWARD * of_rows_s / rows, 0.0))
+    beyond = {"beyond_s": share * knee.token_s, "knee": knee.tokens}
+    backward = Latency(constant_s / layers, token_s * share, key_s * share, **beyond)
+    loss = Latency(head_s, _BACKWARD * of_rows_s / rows, 0.0)
+    if knee.tokens:
+        # The head is read for few rows, and there the products of a row take as long as its share.
+        beyond = {"beyond_s": _BACKWARD * head_s / knee.tokens, "knee": knee.tokens}
+        loss = Latency(_BACKWARD * head_s, _BACKWARD * row_s, 0.0, **beyond)
+    layer = Latency(constant_s, token_s, key_s, beyond_s=knee.token_s, knee=knee.tokens)
+    return Latencies(forward, backward, loss, layer.scaled(1 / layers))
+
+
+def _knee(times: Mapping[int, float]) -> Knee:
+    """Return where the lines of few and of many tokens meet; none if they are hardly two.
+
+    Args:
+        times: seconds by tokens, of two steps of few tokens and two of many.
+    """
+    (n0, t0), (n1, t1), (n2, t2), (n3, t3) = sorted(times.items())
+    few_s, many_s = (t1 - t0) / (n1 - n0), (t3 - t2) / (n3 - n2)
+    if few_s <= 0 or many_s < _STEEPER * few_s:
+        return Knee()
+    # t1 + few_s (n - n1) = t2 - many_s (n2 - n)
+    tokens = (t1 - t2 + many_s * n2 - few_s * n1) / (many_s - few_s)
+    return Knee(many_s - few_s, round(min(max(tokens, n1), n2)))
 
 
 def _fitted(measured: Sequence[tuple[Load, float]]) -> tuple[float, float, float, float]:

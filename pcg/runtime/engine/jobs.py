@@ -52,8 +52,6 @@ _ENDS = {
 }
 
 
-_MOST_HELD = 256
-"""The number of steps without room for a part after which its job's step begins again."""
 _SHORTER = 0.75
 """How long a window may be at most, relative to the last for which it was done, to do so again."""
 
@@ -313,7 +311,7 @@ class Jobs:
             tokens = sharing.part(step, part, group.load, ahead_s)
             if not tokens:
                 if not group.jobs and not step.units:
-                    self.hold(job, part)
+                    self.hold(job, part, sharing.patience)
                 break
             group.add(job, part.of(tokens))
         return group if group.jobs else None
@@ -328,17 +326,20 @@ class Jobs:
                 job.begin_step_again()
             self.settle(job)
 
-    def hold(self, job: Job, part: Part) -> None:
+    def hold(self, job: Job, part: Part, patience: int) -> None:
         """Note that a step had no room for a job's part; its window may be too long for any.
 
         It has shorter ones when its step begins again. Where these do not fit either, what follows
         from the part may take too long, such as an update, and waits for idle time. So does a loss
         of which not even a little fits.
+
+        Args:
+            patience: the number of steps without room after which its step begins again.
         """
         job.held += 1
         tried = part.load.tokens
         is_window = part.stage.phase is not Phase.LOSS
-        if is_window and job.held >= _MOST_HELD and tried < _SHORTER * job.tried:
+        if is_window and job.held >= patience and tried < _SHORTER * job.tried:
             job.begin_step_again()
             self.settle(job)
             job.tried = tried

@@ -1,17 +1,21 @@
 """Latencies: predicted times of work, f(c, s) of FlexLLM's hybrid token scheduler, learned online.
 
-    forward of a step    f = a₀ + a₁ tokens + a₂ keys + a₃ sampled + a₄ trained + a₅ windows
-    parts of jobs        g = b₀ + b₁ tokens + b₂ keys
+    forward of a step    f = a₀ + a₁ tokens + a₂ keys + a₃ sampled + a₄ trained + a₅ windows + h
+    parts of jobs        g = b₀ + b₁ tokens + b₂ keys + h
+    both                 h = c max(0, tokens - knee)
 
 keys: the sum over tokens of the tokens that each attends to. sampled: rows of logits. a₄ is what a
 window's token takes beside one that is served, as it is saved for backward; a₅ the constant time of
-a window, whose own operators are launched. Parts have b for each phase: one layer forward or back,
-of a window of each of some jobs, and the loss of some tokens. The coefficients are fitted to
-observations by recursive least squares with forgetting, relative to the prediction, so that short
-steps count as much as long ones.
+a window, whose own operators are launched. knee: on a GPU few tokens take little more than the
+base's weights that are read for them, and beyond the knee each takes what it computes. Parts have b
+for each phase: one layer forward or back, of a window of each of some jobs, and the loss of some
+tokens. The coefficients are fitted to observations by recursive least squares with forgetting,
+relative to the prediction, so that short steps count as much as long ones.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from pcg.runtime.model.load import Load
 from pcg.runtime.model.margins import Margins, StepKind, kind_of
@@ -21,6 +25,13 @@ Vector = tuple[float, ...]
 
 _NOTHING = Load()
 _DECODING = StepKind()
+
+
+class Knee(NamedTuple):
+    """The tokens beyond which each takes `token_s` more; there is none where that is 0."""
+
+    token_s: float = 0.0
+    tokens: int = 0
 
 
 class Latency:
@@ -40,8 +51,14 @@ class Latency:
         sampled_s: float = 0.0,
         trained_s: float = 0.0,
         window_s: float = 0.0,
+        beyond_s: float = 0.0,
+        knee: float = 0.0,
     ) -> None:
-        self._scales: Vector = (constant_s, token_s, key_s, sampled_s, trained_s, window_s)
+        self._knee = int(knee)
+        self._scales: Vector = (
+            *(constant_s, token_s, key_s, sampled_s, trained_s, window_s),
+            beyond_s,
+        )
         self._factors = [1.0] * len(self._scales)
         self.margins = Margins()
         # At first each factor of the estimate has a standard deviation of 1.
@@ -53,13 +70,29 @@ class Latency:
     @property
     def coefficients_s(self) -> Vector:
         """Seconds of the constant, a token, a key, a row of logits, a token's loss, a window."""
+        return self._learned_s[:-1]
+
+    @property
+    def knee(self) -> Knee:
+        """The tokens beyond which each takes more, and how much."""
+        return Knee(self._learned_s[-1], self._knee)
+
+    def scaled(self, factor: float) -> Latency:
+        """Return a latency that begins with so many times these coefficients."""
+        return Latency(*[*(factor * part for part in self._learned_s), self._knee])
+
+    @property
+    def _learned_s(self) -> Vector:
         return tuple(f * s for f, s in zip(self._factors, self._scales, strict=True))
 
     def seconds(self, load: Load) -> float:
         """Return the time that a load takes in the mean."""
-        a, b, c, d, e, w = self.coefficients_s
+        a, b, c, d, e, w, h = self._learned_s
         of_rows = d * load.sampled + e * load.trained + w * load.windows
-        return a + b * load.tokens + c * load.keys + of_rows
+        return a + b * load.tokens + c * load.keys + of_rows + h * self._beyond(load.tokens)
+
+    def _beyond(self, tokens: int) -> int:
+        return max(0, tokens - self._knee)
 
     def bound_s(self, load: Load, decoded: Load = _NOTHING) -> float:
         """Return the time that a load takes at most, at the percentile of the margins.
@@ -105,16 +138,16 @@ class Latency:
             is_trained: True if the loss of each is computed.
             are_read: True if the logits of each are computed.
         """
-        _, token_s, key_s, sampled_s, trained_s, _ = self.coefficients_s
+        _, token_s, key_s, sampled_s, trained_s, _, beyond_s = self._learned_s
         left = seconds - self.seconds(load)
         per_token = token_s + key_s * context + trained_s * is_trained + sampled_s * are_read
-        if left <= 0 or per_token <= 0:
-            return 0 if left <= 0 else 2**31
-        # left = s · per_token + key_s · s² / 2
-        if key_s <= 0:
-            return int(left / per_token)
-        root: float = (per_token**2 + 2 * key_s * left) ** 0.5
-        return int((root - per_token) / key_s)
+        if left <= 0:
+            return 0
+        cheap = max(0, self._knee - load.tokens)
+        found = _most_tokens(left, per_token, key_s)
+        if found <= cheap or beyond_s <= 0:
+            return found
+        return _most_tokens(left + beyond_s * cheap, per_token + beyond_s, key_s)
 
     def learn_margin(self, load: Load, decoded: Load, took_s: float, lost_s: float) -> None:
         """Learn how much longer than predicted a load took.
@@ -142,7 +175,10 @@ class Latency:
         if predicted <= 0 or seconds <= 0 or load.ends:
             return
         # Relative: an error of a tenth weighs the same for every load.
-        amounts = (1, load.tokens, load.keys, load.sampled, load.trained, load.windows)
+        amounts = (
+            *(1, load.tokens, load.keys, load.sampled, load.trained, load.windows),
+            self._beyond(load.tokens),
+        )
         x = [s * amount / predicted for s, amount in zip(self._scales, amounts, strict=True)]
         covariance, places = self._covariance, range(len(x))
         # While loads are alike, forgetting would only make the other factors uncertain.
@@ -166,6 +202,16 @@ class Latency:
         ]
 
 
+def _most_tokens(seconds: float, per_token: float, key_s: float) -> int:
+    """Return the greatest s with s · per_token + key_s · s² / 2 ≤ seconds."""
+    if per_token <= 0:
+        return 2**31
+    if key_s <= 0:
+        return int(seconds / per_token)
+    root: float = (per_token**2 + 2 * key_s * seconds) ** 0.5
+    return int((root - per_token) / key_s)
+
+
 class Latencies:
     """Latencies of a step's forward, and of parts of jobs that run together.
 
@@ -174,17 +220,24 @@ class Latencies:
         backward, loss, layer: of parts; `layer` is a window's forward through one.
     """
 
-    def __init__(self, forward: Latency, backward: Latency, loss: Latency | None = None) -> None:
-        """Begin with estimates: of a layer's forward as half of its backward.
+    def __init__(
+        self,
+        forward: Latency,
+        backward: Latency,
+        loss: Latency | None = None,
+        layer: Latency | None = None,
+    ) -> None:
+        """Begin with estimates.
 
         Args:
             loss: by default, that of a token is twice a row of logits, and no less than a token.
+            layer: by default, half of a layer's backward.
         """
         _, token_s, _, row_s, *_ = forward.coefficients_s
         self.forward = forward
         self.backward = backward
         self.loss = Latency(0.0, max(token_s, 2 * row_s), 0.0) if loss is None else loss
-        self.layer = Latency(*(part / 2 for part in backward.coefficients_s))
+        self.layer = backward.scaled(0.5) if layer is None else layer
 
     def of(self, phase: Phase) -> Latency:
         """Return the latency of parts of a phase."""

@@ -203,8 +203,8 @@ class EngineLoop:
                 self._isolate([*(one for one, _ in plan.chunks), *jobs], error)
                 return self._taken_chunks()
             took = self.clock.now_s() - started
-            is_shared = self.scheduler.policy.is_shared and not plan.has_prompts
-            if self._latencies is None and plan.chunks and (self.jobs.layers or is_shared):
+            is_paced = self.scheduler.policy.is_paced and not plan.has_prompts
+            if self._latencies is None and plan.chunks and (self.jobs.layers or is_paced):
                 self._latencies = Latencies.guessed(step.load, took, self.jobs.layers or 1)
                 self.scheduler.pace = self._latencies.forward
             step.ran_forward(took)

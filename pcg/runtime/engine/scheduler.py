@@ -214,6 +214,8 @@ class Scheduler:
             elif self._has_pages(sequence, 1, left):
                 self._run(plan, sequence, 1)
         plan.promise(now_s, self.forward.seconds(plan.load) if self.forward else 0.0)
+        if self.pace is None and plan.chunks and self.policy.is_shared:
+            return plan  # it tells how long steps are, for the bounds of later ones
         left = [*prompts, *held]
         for sequence in left:
             if sequence.pending == 1:

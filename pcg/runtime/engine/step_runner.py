@@ -38,7 +38,7 @@ from pcg.runtime.requests.step_results import (
 )
 from pcg.runtime.sampling.logprobs import Logprobs, logprobs_of
 from pcg.runtime.sampling.sampler import Sampler, resolved
-from pcg.runtime.sampling.sampling import only_finite, sample
+from pcg.runtime.sampling.sampling import only_finite, sample, scored
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Forward, Part, Phase
@@ -88,7 +88,6 @@ class StepRunner:
         """
         limit = self._limit(number, request)
         params = resolved(request.params, self._tokenizer, self._vocabulary)
-        limit = self._limit(number, request)
         sequence = self._opened(request, number, limit, params)
         for _ in range(1, params.width):
             sequence.followers.append(self._opened(request, number, limit, params, sequence))
@@ -152,12 +151,6 @@ class StepRunner:
         name = f"request {request.request_id!r}" if request.request_id else f"prompt {number}"
         if not request.prompt_ids:
             raise GenerationError(f"{name} has no tokens; give at least one")
-        least, most = min(request.prompt_ids), max(request.prompt_ids)
-        if least < 0 or most >= self._vocabulary:
-            wrong = least if least < 0 else most
-            raise GenerationError(
-                f"{name} has token {shown(wrong)}; the model's are 0 to {self._vocabulary - 1}"
-            )
         new = request.params.max_new_tokens
         if self._max_positions is not None and length + min(new, 1) > self._max_positions:
             virtual = request.virtual_tokens
@@ -166,6 +159,12 @@ class StepRunner:
                 f"{name} has {length} tokens{of_adapter}; the model has "
                 f"{self._max_positions} positions, and generating needs at least one more than "
                 "the prompt"
+            )
+        least, most = min(request.prompt_ids), max(request.prompt_ids)
+        if least < 0 or most >= self._vocabulary:
+            wrong = least if least < 0 else most
+            raise GenerationError(
+                f"{name} has token {shown(wrong)}; the model's are 0 to {self._vocabulary - 1}"
             )
         room = (self._max_positions or 2**62) - length
         return min(new, room)
@@ -291,15 +290,17 @@ class StepRunner:
         if not asking:
             return DrawnTokens(sequences, tokens)
         most = max(sequences[row].likeliest or 0 for row in asking)
-        if len(asking) == len(sequences):
-            return DrawnTokens(sequences, tokens, logprobs_of(logits, tokens, most))
-        rows = uploaded_list(asking, torch.int64, self._device)
-        return DrawnTokens(sequences, tokens, logprobs_of(logits[rows], tokens[rows], most))
+        drawn = tokens
+        if len(asking) < len(sequences):
+            rows = uploaded_list(asking, torch.int64, self._device)
+            logits, drawn = logits[rows], tokens[rows]
+        logits = scored(logits, _samplers([sequences[row] for row in asking]))
+        return DrawnTokens(sequences, tokens, logprobs_of(logits, drawn, most))
 
     def _tokens(
         self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None
     ) -> Tensor:
-        samplers = [cast(Sampler, sequence.sampler) for sequence in sequences]
+        samplers = _samplers(sequences)
         if likeliest is not None and all(s.is_plain and s.is_greedy for s in samplers):
             return only_finite(logits, likeliest)
         found = sample(logits, samplers, self._runner.drawing)
@@ -322,6 +323,10 @@ class StepRunner:
             functions.append(part.whole.part_requests())
         with torch.no_grad():
             run_merged(functions)
+
+
+def _samplers(sequences: List[Sequence]) -> List[Sampler]:
+    return [cast(Sampler, sequence.sampler) for sequence in sequences]
 
 
 def _read(computed: List[Computed]) -> StepResults:

@@ -1,10 +1,10 @@
 """The thread that runs an engine's steps: calls of others between two of them, and streams.
 
 Only this thread touches the engine. It sleeps while there is nothing to do, and ends every stream
-when it ends itself. Calls take at most a millisecond between two steps that serve; what is left of
-them waits for the next ones.
+when it ends itself. Calls take at most a millisecond between two steps that serve, and 3 % of a
+step's time where several tenants are served; what is left of them waits for the next ones.
 
-While such a thread runs, Python's threads take turns every 0.1 ms and not every 5: each operation
+While such a thread runs, Python's threads take turns every 20 µs and not every 5 ms: each operation
 of a step gives the interpreter's lock away, and gets it back after a turn of another thread.
 """
 
@@ -15,14 +15,14 @@ import functools
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from threading import RLock, Thread, current_thread
 from typing import Any, Self, TypeVar
 
-from pcg.errors import EngineError, QueueFullError
+from pcg.errors import EngineError
+from pcg.runtime.admission.arrivals import Arrivals
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.requests.stream import Stream, Wakes
@@ -33,9 +33,12 @@ _BLOCKED_S = 0.01
 """Time between two steps that find nothing to run, as when a paused job holds the pages."""
 _CALLS_S = 1e-3
 """Time that calls take between two steps."""
-_SWITCH_S = 1e-4
-"""A turn of Python's threads. Beside one that compiled adapters' programs, gaps of 8 ms were 11 ms
-at the 99th percentile with it, and 40 ms with Python's default of 5 ms."""
+_CALLS_SHARE = 0.03
+"""The most of it, as a share of the last step, where one tenant's calls would delay another's."""
+_SWITCH_S = 2e-5
+"""A turn of Python's threads. Beside one that compiled adapters' programs, gaps of 8 ms were 40 ms
+at the 99th percentile with Python's default of 5 ms, and 11 ms with 100 µs; beside a hostile tenant
+(`benchmarks/soak_tenants.py`) gaps of 7.6 ms were 11.8 ms with 100 µs and 10.2 ms with 20 µs."""
 
 
 class StepThread(ABC):
@@ -50,15 +53,15 @@ class StepThread(ABC):
         self.engine = engine
         self.ended: EngineError | None = None
         self._refusal: EngineError | None = None
-        self._refuses = False
         self._closing = False
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         # A stream that is collected cancels its request, also while this thread holds the lock.
         self._lock = RLock()
         self._streams: dict[int, Stream] = {}
-        self._arriving: Counter[str] = Counter()
+        self._arrivals: Arrivals[_Call] = Arrivals(engine.scheduler.backlog)
         self._wakes = Wakes()
         self._step_began: float | None = None
+        self._latest_step_s = 0.0
         self._thread = Thread(target=self._run, name="pcg engine", daemon=True)
 
     # ------------------------------------------------------------------------------- for any thread
@@ -70,38 +73,42 @@ class StepThread(ABC):
             EngineError: the thread has ended, or takes no requests any more.
         """
         self._check_open()
+        refused = self._refused(request.tenant)
+        if refused is not None:
+            return refused
         stream = Stream(self._cancel, request.request_id or None)
-        full = self._arrive(request.tenant)
-        if full is not None:
-            stream.fail(full)
-            return stream
-        begun = self.call(
-            functools.partial(self._begin, request, stream, self.engine.clock.now_s())
-        )
-        begun.add_done_callback(functools.partial(_pass_error, stream))
+        call = _Call(functools.partial(self._begin, request, stream, self.engine.clock.now_s()))
+        call.future.add_done_callback(functools.partial(_pass_error, stream))
+        with self._lock:
+            if self.ended is None:
+                if self._arrivals.add(request.tenant, stream, call):
+                    self._calls.put(call)
+                return stream
+        stream.fail(self.ended)
         return stream
 
-    def _arrive(self, tenant: str) -> QueueFullError | None:
-        """Count a request that comes; returns the error that refuses it.
-
-        As many may come between two steps as may wait: a flood is refused where it is made, and
-        costs the engine's thread nothing.
-        """
-        limits = self.engine.scheduler.backlog.limits
-        most = limits.tenant_requests if tenant else limits.requests
+    def _refused(self, tenant: str) -> Stream | None:
+        """Return the stream of a request that is refused, as too many wait; None to take it."""
+        full = self._arrivals.why_full(tenant)
+        if full is None:
+            return None
         with self._lock:
-            if most is None or self._arriving[tenant] < most:
-                self._arriving[tenant] += 1
-                return None
             self.engine.totals.turned_away += 1
-        return QueueFullError(
-            f"the queue is full: {most} requests came since the last step, and as many may; ask "
-            "again later, or give the engine other QueueLimits"
-        )
+        stream = Stream(self._cancel)
+        stream.fail(full)
+        return stream
 
     def cancel(self, request_id: str) -> None:
         """End a request, from the next step on; nothing happens where there is none of that id."""
-        self.call(functools.partial(self.engine.cancel, request_id))
+
+        def act() -> None:
+            with self._lock:
+                stream = self._arrivals.find(request_id)
+                if stream is not None:
+                    stream.is_cancelled = True
+            self.engine.cancel(request_id)
+
+        self.call(act)
 
     def call(self, act: Callable[[], Result]) -> Future[Result]:
         """Run a function between two steps; returns its result, an EngineError after the end."""
@@ -151,10 +158,17 @@ class StepThread(ABC):
             raise error
 
     def _cancel(self, stream: Stream) -> None:
+        """End a request; one that has not begun ends when it begins, in its tenant's turn."""
+
         def act() -> None:
-            if not stream.is_over and stream.request_id is not None:
+            if not stream.is_over:
+                assert stream.request_id is not None
                 self.engine.cancel(stream.request_id)
 
+        with self._lock:
+            stream.is_cancelled = True
+            if not stream.has_begun:
+                return
         self.call(act)
 
     # ------------------------------------------------------------------------------- the thread
@@ -200,26 +214,35 @@ class StepThread(ABC):
                 self._calls.get().run()
             elif not engine.worked:
                 self._calls.get(timeout=_BLOCKED_S).run()
-            until = time.monotonic() + _CALLS_S
+            until = time.monotonic() + self._calls_s
             while engine.is_idle or time.monotonic() < until:
                 self._calls.get_nowait().run()
         except Empty:
             return
 
+    @property
+    def _calls_s(self) -> float:
+        """Return the time that calls have before the next step."""
+        is_shared = self.engine.scheduler.policy.is_shared
+        return min(_CALLS_S, _CALLS_SHARE * self._latest_step_s) if is_shared else _CALLS_S
+
     def _begin(self, request: Request, stream: Stream, submitted_s: float) -> None:
         with self._lock:
-            self._arriving[request.tenant] -= 1
-            if not self._arriving[request.tenant]:
-                del self._arriving[request.tenant]
-        if self._refuses and self._refusal is not None:
-            raise self._refusal
+            following = self._arrivals.taken(request.tenant, stream)
+            if following is not None:
+                self._calls.put(following)
         number = self.engine.submitted
         stream.request_id = self.engine.submit(request, submitted_s)
         self._streams[number] = stream
+        with self._lock:
+            stream.has_begun = True
+        if stream.is_cancelled:
+            self.engine.cancel(stream.request_id)
 
     def _step(self) -> None:
-        self._step_began = time.monotonic()
+        began = self._step_began = time.monotonic()
         chunks = self.engine.step()
+        self._latest_step_s = time.monotonic() - began
         self._step_began = None
         self._deliver(chunks)
 
@@ -236,7 +259,8 @@ class StepThread(ABC):
         """Refuse further calls, and fail all that still waits."""
         with self._lock:
             self.ended = error
-        for stream in self._streams.values():
+            held = self._arrivals.clear()
+        for stream in (*self._streams.values(), *held):
             stream.fail(error)
         self._fail_all(error)
         while not self._calls.empty():

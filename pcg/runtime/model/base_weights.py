@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from types import SimpleNamespace
@@ -17,12 +18,41 @@ from pcg.ir.program.program import ModelGraph, Program, python_name, site_of
 from pcg.ir.types import TORCH_NAMES
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.parallel.ranks.shards import Ranges, has_zeros, is_sharded, ranges_of, shard_of
-from pcg.runtime.model.product_weights import is_packed, product_weights
+from pcg.runtime.model.product_weights import (
+    ProductLayout,
+    ProductWeights,
+    lie_side_by_side,
+    product_weights,
+)
 from pcg.runtime.model.weights import RandomWeights, Weights
 
 _Key: TypeAlias = tuple[str, bool, object]
 """The name of a tensor in a checkpoint, True if it is transposed, and a rank's part of it."""
 TensorSource: TypeAlias = Weights | RandomWeights
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A tensor that a graph reads.
+
+    Attributes:
+        parameter: the graph's parameter, whose shape is that of a rank's part.
+        whole: the whole tensor's.
+        layer: the index of the graph's layer.
+    """
+
+    parameter: Parameter
+    whole: Parameter
+    layer: int
+
+    @property
+    def name(self) -> str:
+        return self.parameter.source.format(layer=self.layer)
+
+    @property
+    def key(self) -> _Key:
+        one = self.parameter
+        return self.name, one.transposed, (one.rows, one.part) if is_sharded(one) else None
 
 
 @dataclass(frozen=True)
@@ -56,7 +86,7 @@ class WeightStore:
         self._device = device
         self._ranks = ranks
         self._loaded: dict[_Key, Tensor] = {}
-        self._joined: set[_Key] = set()
+        self._layout = ProductLayout(packs=program.options.packed_weights)
         self._binding = Lock()
 
     @property
@@ -67,7 +97,8 @@ class WeightStore:
         """Return a model's weights, read once. WeightsError: one is missing or damaged.
 
         Args:
-            serves: lay what serving joins side by side, so that it is not held twice.
+            serves: return the weights of each product as one, in place of the first of them, and
+                None for the others.
         """
         layers = tuple(SimpleNamespace() for _ in model.layers)
         weights = BaseWeights(SimpleNamespace(), layers, SimpleNamespace())
@@ -75,49 +106,107 @@ class WeightStore:
         with self._binding:  # several threads may prepare jobs and adapters
             for (graph, layer, holder), (plain, _, _) in wholes:
                 whole = {p.source: p for p in plain.parameters}
-                keys = {
-                    parameter.name: self._shard(parameter, whole[parameter.source], layer)
+                reads = {
+                    parameter.name: _Read(parameter, whole[parameter.source], layer)
                     for parameter in graph.parameters
                     if parameter.role != "adapter"
                 }
-                for product in product_weights(graph) if serves else ():
-                    self._lay_side_by_side([keys[name] for name in product.weights])
-                    self._lay_side_by_side([keys[name] for name in product.biases])
-                for name, key in keys.items():
-                    setattr(holder, python_name(name), self._loaded[key])
+                is_served = serves and graph is not model.prologue
+                products = list(product_weights(graph)) if is_served else []
+                for product in products:
+                    self._lay_side_by_side([reads[name] for name in product.weights])
+                    self._lay_side_by_side([reads[name] for name in product.biases])
+                for name, read in reads.items():
+                    setattr(holder, python_name(name), self._tensor(read))
+                for product in products:
+                    self._lay_out(product, reads, holder)
         return weights
 
-    def _shard(self, parameter: Parameter, whole: Parameter, layer: int) -> _Key:
-        """Load what a graph reads; returns its key."""
-        name = parameter.source.format(layer=layer)
-        shard = (parameter.rows, parameter.part) if is_sharded(parameter) else None
-        key = (name, parameter.transposed, shard)
-        if key not in self._loaded:
-            self._loaded[key] = self._load(parameter, whole, name)
-        return key
+    def _tensor(self, read: _Read) -> Tensor:
+        """Return what a graph reads, loaded once."""
+        if read.key not in self._loaded:
+            self._loaded[read.key] = self._load(read.parameter, read.whole, read.name)
+        return self._loaded[read.key]
 
-    def _lay_side_by_side(self, keys: Sequence[_Key]) -> None:
-        """Make tensors views of one; not if they are packed, or lie beside others already."""
-        tensors = [self._loaded[key] for key in keys]
-        if len(keys) < 2 or not self._joined.isdisjoint(keys):
-            return
-        if tensors[0].dim() == 2 and is_packed(tensors[0].dtype, tensors[0].device):
-            return
-        parts = torch.cat(tensors).split([tensor.shape[0] for tensor in tensors])
-        self._loaded.update(zip(keys, parts, strict=True))
-        self._joined.update(keys)
+    def _lay_side_by_side(self, reads: Sequence[_Read]) -> None:
+        """Load tensors as views of one, unless a packed copy joins them.
 
-    def _load(self, parameter: Parameter, whole: Parameter, name: str) -> Tensor:
+        What is loaded already is laid anew; programs that were bound before keep what they have.
+        """
+        if len(reads) < 2:
+            return
+        shapes, dtype = [read.parameter.type.features for read in reads], _dtype(reads[0].parameter)
+        if self._layout.packs(len(shapes[0]), dtype, self._device):
+            return
+        keys = [read.key for read in reads]
+        loaded = [self._loaded[key] for key in keys if key in self._loaded]
+        there = loaded if len(loaded) == len(reads) else self._shared(reads)
+        if not there or not lie_side_by_side(there):
+            there = self._side_by_side(reads, shapes, dtype)
+        self._loaded.update(zip(keys, there, strict=True))
+        if loaded and there is not loaded:
+            self._leave({tensor.untyped_storage().data_ptr() for tensor in loaded})
+
+    def _side_by_side(
+        self, reads: Sequence[_Read], shapes: Sequence[Sequence[int]], dtype: torch.dtype
+    ) -> Sequence[Tensor]:
+        """Read tensors into one, or copy those that are loaded; returns its parts."""
+        rows = [shape[0] for shape in shapes]
+        size = (sum(rows), *shapes[0][1:])
+        joined = torch.empty(size, dtype=dtype, device=self._device)
+        parts: Sequence[Tensor] = joined.split(rows)
+        for read, part in zip(reads, parts, strict=True):
+            if read.key in self._loaded:
+                part.copy_(self._loaded[read.key])
+            else:
+                self._load(read.parameter, read.whole, read.name, part)
+        return parts
+
+    def _leave(self, memory: Collection[int]) -> None:
+        """Copy the rest of what lies in memory from where others moved, so that it is freed."""
+        for key, tensor in self._loaded.items():
+            if tensor.untyped_storage().data_ptr() in memory:
+                self._loaded[key] = tensor.clone()
+
+    def _shared(self, reads: Sequence[_Read]) -> Sequence[Tensor]:
+        """Return tensors that the source has in memory as they are read; none if it has not all."""
+        found = []
+        for read in reads:
+            if is_sharded(read.parameter) or read.parameter.role == "constant":
+                return ()
+            tensor = self._source.shared(read.name, *_place(read.whole), self._device)
+            if tensor is None:
+                return ()
+            found.append(tensor)
+        return found
+
+    def _lay_out(
+        self, product: ProductWeights, reads: Mapping[str, _Read], holder: SimpleNamespace
+    ) -> None:
+        """Put the joined or packed weight of a product in place of its weights."""
+        names = [python_name(name) for name in product.weights]
+        weights = [getattr(holder, name) for name in names]
+        # The holder keeps each bias, which other operators may read.
+        biases = [getattr(holder, python_name(name)) for name in product.biases]
+        keys = [tuple(reads[name].key for name in group) for group in dataclasses.astuple(product)]
+        for name in names:
+            setattr(holder, name, None)
+        setattr(holder, names[0], self._layout.lay_out(tuple(keys), weights, biases))
+
+    def _load(
+        self, parameter: Parameter, whole: Parameter, name: str, out: Tensor | None = None
+    ) -> Tensor:
+        """Load what a graph reads, into `out` if it is given."""
         if parameter.role == "constant":
-            constant = self._program.constants[name]
-            return shard_of(constant, parameter, self._ranks).to(self._device)
+            constant = shard_of(self._program.constants[name], parameter, self._ranks)
+            return constant.to(self._device) if out is None else out.copy_(constant)
         if not is_sharded(parameter):
-            return self._read(whole, name, self._device)
+            return self._read(whole, name, self._device, out=out)
         ranges = ranges_of(parameter, whole.type.features, self._ranks)
         if has_zeros(parameter, self._ranks):
             sizes = [stop - start for start, stop in ranges]
-            return torch.zeros(sizes, dtype=_dtype(whole), device=self._device)
-        return self._read(whole, name, self._device, ranges)
+            return torch.zeros(sizes, dtype=_dtype(whole), device=self._device, out=out)
+        return self._read(whole, name, self._device, ranges, out)
 
     def _read(
         self,
@@ -125,9 +214,9 @@ class WeightStore:
         name: str,
         device: torch.device | str = "cpu",
         ranges: Ranges | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        shape, dtype = whole.type.features, _dtype(whole)
-        return self._source.load(name, shape, dtype, whole.transposed, device, ranges)
+        return self._source.load(name, *_place(whole), device, ranges, out)
 
     def frozen(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the base's frozen tensors by their names in a checkpoint, in each graph's order."""
@@ -183,6 +272,11 @@ class _Linear(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._parameters)
+
+
+def _place(parameter: Parameter) -> tuple[Sequence[int], torch.dtype, bool]:
+    """Return a whole tensor's shape and dtype, and True if the checkpoint holds it transposed."""
+    return parameter.type.features, _dtype(parameter), parameter.transposed
 
 
 def _dtype(parameter: Parameter) -> torch.dtype:

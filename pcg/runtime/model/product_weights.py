@@ -1,15 +1,17 @@
 """The weights of the products that serving runs, and how they lie in memory.
 
-Serving multiplies the weights of one product as one. On GPUs they lie side by side, so that the
-joined weight is a view of them; on CPUs oneDNN packs a copy of them, whose products are faster for
-the few tokens of a decode step (`benchmarks/bench_generation.py`). Training reads the original.
+Serving multiplies the weights of one product as one: they lie side by side, so that the joined
+weight is a view of them, and training reads its rows. On CPUs oneDNN packs a copy of them, whose
+products are faster for the few tokens of a decode step (`benchmarks/bench_generation.py`), unless
+`packed_weights=False` asks for one copy; then training reads the original.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -39,20 +41,62 @@ def product_weights(graph: Graph) -> Iterator[ProductWeights]:
             yield ProductWeights(weights, biases)
 
 
-def is_packed(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether oneDNN packs weights of a dtype on a device, which is this CPU."""
-    return device.type == "cpu" and has_onednn(dtype)
+def is_packed(dims: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether oneDNN packs weights of so many dims on a device, which is this CPU."""
+    return dims == 2 and device.type == "cpu" and has_onednn(dtype)
+
+
+class ProductLayout:
+    """Makes of the weights of each product the one weight that serving multiplies by.
+
+    All programs over one base share what is packed, as long as one of them is there.
+
+    Args:
+        packs: False to pack nothing, also where oneDNN could.
+    """
+
+    def __init__(self, packs: bool) -> None:
+        self._packs = packs
+        self._packed: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
+
+    def packs(self, dims: int, dtype: torch.dtype, device: torch.device) -> bool:
+        """Return whether a weight of so many dims is packed."""
+        return self._packs and is_packed(dims, dtype, device)
+
+    def lay_out(self, key: Hashable, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+        """Return the weights of one product as one, with their sizes and the joined biases.
+
+        Args:
+            key: equal where the weights and biases are the same.
+        """
+        first = weights[0]
+        if not self.packs(first.dim(), first.dtype, first.device):
+            # A detached tensor, as attributes are set on it, and training reads the original.
+            return _with_group(joined(weights).detach(), weights, biases)
+        found = self._packed.get(key)
+        if found is None:
+            packed = torch.ops.mkldnn._reorder_linear_weight(joined(weights), None)
+            found = self._packed[key] = _with_group(packed, weights, biases)
+        return found
+
+
+def _with_group(whole: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    whole.group_sizes = [tensor.shape[0] for tensor in weights]  # type: ignore[attr-defined]
+    whole.group_bias = joined(biases) if biases else None  # type: ignore[attr-defined]
+    return whole
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """Return tensors joined in their first dim: a view where they lie side by side."""
-    first = tensors[0]
-    if len(tensors) == 1:
-        return first
-    if all(_follows(*pair) for pair in pairwise(tensors)):
-        rows = sum(tensor.shape[0] for tensor in tensors)
-        return first.as_strided((rows, *first.shape[1:]), first.stride())
-    return torch.cat(tuple(tensors))
+    if not lie_side_by_side(tensors):
+        return torch.cat(tuple(tensors))
+    first, rows = tensors[0], sum(tensor.shape[0] for tensor in tensors)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def lie_side_by_side(tensors: Sequence[Tensor]) -> bool:
+    """Return whether each tensor begins where the one before ends, in the same memory."""
+    return all(_follows(*pair) for pair in pairwise(tensors))
 
 
 def _follows(one: Tensor, other: Tensor) -> bool:

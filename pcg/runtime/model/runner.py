@@ -6,7 +6,6 @@ import hashlib
 import linecache
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from pcg.errors import ProgramError
 from pcg.ir.graph import Graph
-from pcg.ir.program.program import ModelGraph, Serving, python_name
+from pcg.ir.program.program import ModelGraph, Serving
 from pcg.ir.types import TOKENS
 from pcg.kernels.torch.products import ProductRequest
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
@@ -23,7 +22,6 @@ from pcg.runtime.adapters.padded_tables import BoundAdapters
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.merged_execution import run_single
-from pcg.runtime.model.product_weights import is_packed, joined, product_weights
 from pcg.runtime.sampling.drawing import Drawing
 
 Functions = Mapping[str, Callable[..., Any]]
@@ -41,44 +39,6 @@ def load_functions(source: str, name: str) -> Functions:
     except Exception as error:
         raise ProgramError(f"the emitted source of {name} cannot be loaded: {error}") from error
     return namespace
-
-
-def lay_out(model: ModelGraph, weights: BaseWeights) -> BaseWeights:
-    """Return the weights as serving multiplies by them: those of one product joined, or packed."""
-    laid_out: dict[tuple[int, ...], Tensor] = {}
-
-    def copy(graph: Graph, holder: SimpleNamespace) -> SimpleNamespace:
-        new = SimpleNamespace(**vars(holder))
-        for product in product_weights(graph):
-            names = [python_name(name) for name in product.weights]
-            tensors = [getattr(holder, name) for name in names]
-            # The holder keeps each bias, which other operators may read.
-            biases = [getattr(holder, python_name(name)) for name in product.biases]
-            key = tuple(id(tensor) for tensor in (*tensors, *biases))
-            if key not in laid_out:
-                laid_out[key] = _laid_out(tensors, biases)
-            for name in names:
-                setattr(new, name, None)
-            setattr(new, names[0], laid_out[key])
-        return new
-
-    layers = zip(model.layers, weights.layers, strict=True)
-    return BaseWeights(
-        weights.prologue,
-        tuple(copy(model.blocks[block], layer) for block, layer in layers),
-        copy(model.epilogue, weights.epilogue),
-    )
-
-
-def _laid_out(tensors: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    """Return the weights of one product as one, with their sizes and the joined biases."""
-    # A detached tensor, as attributes are set on it, and training reads the original.
-    whole = joined(tensors).detach()
-    if whole.dim() == 2 and is_packed(whole.dtype, whole.device):
-        whole = torch.ops.mkldnn._reorder_linear_weight(whole, None)
-    whole.group_sizes = [tensor.shape[0] for tensor in tensors]  # type: ignore[attr-defined]
-    whole.group_bias = joined(biases) if biases else None  # type: ignore[attr-defined]
-    return whole
 
 
 class LayerInputs:
@@ -119,12 +79,15 @@ class ModelRunner:
     """The serving program with weights bound: tokens in, hidden states and logits out.
 
     Over ranks all of them run the same batches, and have the same logits.
+
+    Args:
+        weights: the base's weights, bound to serve.
     """
 
     def __init__(self, serving: Serving, weights: BaseWeights, ranks: Ranks = SINGLE_RANK) -> None:
         self.model = serving.model
         self.ranks = ranks
-        self.weights = lay_out(serving.model, weights)
+        self.weights = weights
         self._functions = load_functions(serving.source, "serving")
         greedy, draw = (self._functions.get(name) for name in ("greedy", "draw"))
         self.drawing = Drawing(greedy, draw) if greedy is not None and draw is not None else None

@@ -26,7 +26,6 @@ from pcg.peft.adapter import Adapter
 from pcg.peft.recipe import Recipe
 from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.adapters.sites import model_sources, trained_sources
-from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.runner import ModelRunner
 
 
@@ -57,7 +56,6 @@ class ServingProgram:
 
     serving: Serving
     sources: frozenset[str]
-    weights: BaseWeights
     runner: ModelRunner
     tables: PaddedTables
 

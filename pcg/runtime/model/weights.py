@@ -1,7 +1,10 @@
-"""The base model's weights: one tensor at a time, from safetensors files, a module, or at random.
+"""The base model's weights: one tensor at a time, from safetensors files or at random.
+
+Those of a module in memory are in `pcg.runtime.model.module_weights`.
 
 Opening reads only headers; a tensor is mapped when it is loaded, and copied only if it is cast,
-transposed, fused or moved. A checkpoint may name a tensor otherwise than the model:
+transposed, fused, moved, or laid beside others. A checkpoint may name a tensor otherwise than the
+model:
 
 - without or with the base prefix: `h.0.ln_1.weight` for `transformer.h.0.ln_1.weight`, as old
   checkpoints do that were saved without their head;
@@ -39,7 +42,12 @@ _EXPERT_PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 }
 _OTHER_NAMES = ((".mlp.", ".block_sparse_moe."), ("lm_head.", "embed_out."))
 """Parts of names: of the model, and of checkpoints that have others."""
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
 
 
 class Weights(ABC):
@@ -71,6 +79,7 @@ class Weights(ABC):
         transposed: bool = False,
         device: torch.device | str = "cpu",
         ranges: Ranges | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Read a tensor, or a part of it, as the graph reads it.
 
@@ -80,6 +89,7 @@ class Weights(ABC):
             transposed: True if the checkpoint holds [in, out], and the result is [out, in].
             ranges: the part of each dim to read; None for all. Experts' tensors that are fused here
                 are read as a whole.
+            out: memory to read it into, which is then returned; None for memory of its own.
         Raises:
             WeightsError: there is no such tensor, its shape differs, it is quantized, or the file
                 is damaged.
@@ -92,12 +102,26 @@ class Weights(ABC):
             tensor = self._take(found, stored)
             if transposed:
                 tensor = tensor.t()
-            return tensor.to(device=device, dtype=dtype).contiguous()
+            if out is None:
+                return tensor.to(device=device, dtype=dtype).contiguous()
+            return out.copy_(tensor)
         parts = self._expert_parts(name, shape)
         if parts is None:
             raise WeightsError(self._missing(name))
         fused = self._fuse(name, parts, shape, dtype)
-        return (fused if ranges is None else fused[_slices(ranges)]).to(device)
+        part = fused if ranges is None else fused[slices_of(ranges)]
+        return part.to(device) if out is None else out.copy_(part)
+
+    def shared(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        transposed: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> Tensor | None:
+        """Return a tensor that lies in memory as `load` returns it; None if it does not."""
+        return None
 
     def unused(self) -> tuple[str, ...]:
         return tuple(sorted(self.index.keys() - self._used))
@@ -162,10 +186,10 @@ class Weights(ABC):
                 f"{list(shape)}{'' if found == name else f' for {name}'}"
                 + self._suspects(info.shape, tuple(shape))
             )
-        if info.dtype not in _DTYPES.values():
+        if info.dtype not in DTYPE_NAMES.values():
             raise WeightsError(
                 f"{found} is {info.dtype} in {self._place(found)}: quantized weights need their "
-                f"scales, which pcg does not do; use weights in {', '.join(_DTYPES.values())}"
+                f"scales, which pcg does not do; use weights in {', '.join(DTYPE_NAMES.values())}"
             )
 
     def _suspects(self, stored: Shape, wanted: Shape) -> str:
@@ -226,7 +250,7 @@ class Checkpoint(Weights):
             tensor: Tensor = (
                 handle.get_tensor(name)
                 if ranges is None
-                else handle.get_slice(name)[_slices(ranges)]
+                else handle.get_slice(name)[slices_of(ranges)]
             )
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{file} cannot be read at {name}: {error}") from error
@@ -234,35 +258,6 @@ class Checkpoint(Weights):
 
     def _place(self, name: str) -> str:
         return str(self._files[name])
-
-
-class StateDictCheckpoint(Weights):
-    """The weights of a module in memory, shared where neither dtype, device nor layout differ.
-
-    Raises:
-        WeightsError: a tensor has no data.
-    """
-
-    def __init__(
-        self,
-        state_dict: Mapping[str, Tensor],
-        base_prefix: str = "",
-        config: Mapping[str, Any] | None = None,
-        where: str = "the given module",
-    ) -> None:
-        for name, tensor in state_dict.items():
-            if tensor.is_meta:
-                raise WeightsError(f"{name} of {where} is on the meta device; load its weights")
-        index = {
-            name: TensorInfo(_DTYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
-            for name, tensor in state_dict.items()
-        }
-        super().__init__(index, base_prefix, config or {}, where)
-        self._tensors = state_dict
-
-    def _read(self, name: str, ranges: Ranges | None) -> Tensor:
-        whole = self._tensors[name].detach()
-        return whole if ranges is None else whole[_slices(ranges)]
 
 
 class RandomWeights:
@@ -284,6 +279,7 @@ class RandomWeights:
         transposed: bool = False,
         device: torch.device | str = "cpu",
         ranges: Ranges | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Make a tensor, or a part of it; see `Weights.load`."""
         if len(shape) < 2:
@@ -291,9 +287,13 @@ class RandomWeights:
         else:
             generator = torch.Generator().manual_seed(crc32(f"{self._seed} {name}".encode()))
             whole = torch.randn(*shape, generator=generator) * self._std
-        part = whole if ranges is None else whole[_slices(ranges)]
-        return part.to(device, dtype).contiguous()
+        part = whole if ranges is None else whole[slices_of(ranges)]
+        return part.to(device, dtype).contiguous() if out is None else out.copy_(part)
+
+    def shared(self, name: str, *place: object) -> None:
+        """Return None: no tensor is in memory before it is made; see `Weights.shared`."""
 
 
-def _slices(ranges: Ranges) -> tuple[slice, ...]:
+def slices_of(ranges: Ranges) -> tuple[slice, ...]:
+    """Return the indices of a part of a tensor."""
     return tuple(slice(*bounds) for bounds in ranges)

@@ -86,6 +86,49 @@ def test_calibration_tells_rows_of_logits_from_tokens() -> None:
     assert found.backward.coefficients_s[:3] == pytest.approx((0.002, 1.5e-4, 1e-7))
 
 
+def _on_gpu(tokens: int, context: int, rows: int) -> float:
+    """A step that reads its weights for 10 ms, in which 130 tokens are computed."""
+    load = Load.of(tokens, context)
+    return 2e-3 + max(0.01, tokens * 0.01 / 130) + 1e-5 * tokens + 1e-9 * load.keys + 1e-4 * rows
+
+
+def test_calibration_finds_the_knee() -> None:
+    found = fitted_latencies(_on_gpu, layers=10, many=512)
+    for latency, parts in ((found.forward, 1), (found.backward, 5), (found.layer, 10)):
+        assert latency.knee.tokens == 130
+        assert latency.knee.token_s == pytest.approx(0.01 / 130 / parts)
+    for tokens in (1, 64, 130, 200, 2000):
+        took_s = _on_gpu(tokens, 500, 1)
+        assert found.forward.seconds(Load.of(tokens, 500) + Load(sampled=1)) == pytest.approx(
+            took_s
+        )
+    assert found.layer.seconds(Load(200)) == pytest.approx(_on_gpu(200, 0, 0) / 10, rel=0.01)
+    assert not fitted_latencies(_on_gpu, layers=10).forward.knee.tokens
+
+
+@pytest.mark.parametrize("beside", [Load(), Load(100), Load(400)])
+def test_what_fits_around_a_knee_ends_in_time(beside: Load) -> None:
+    """Tokens that a time has room for, one more than which it has not."""
+    latency = Latency(0.01, 1e-5, 1e-9, beyond_s=1e-4, knee=130)
+    for seconds in (0.0108, 0.0113, 0.015, 0.06):
+        fitting = latency.tokens_within(seconds, 300, beside)
+        more = [beside + Load.of(fitting + i, 300) for i in (0, 1)]
+        assert latency.seconds(more[1]) > seconds
+        assert not fitting or latency.seconds(more[0]) <= seconds
+
+
+def test_a_knee_is_learned() -> None:
+    """Tokens before it cost a tenth of what those beyond do, and both were guessed wrongly."""
+    latency = Latency(1e-4, 2e-6, 1e-10, beyond_s=1e-6, knee=140)
+    drawn = Random(0)
+    for _ in range(400):
+        load = Load.of(drawn.choice((40, 100, 150, 170, 300)), drawn.randrange(4000))
+        took_s = 3e-4 + 3e-7 * load.tokens + 2e-10 * load.keys + 3e-6 * max(0, load.tokens - 140)
+        latency.observe(load, took_s)
+    assert latency.knee.token_s == pytest.approx(3e-6, rel=0.02)
+    assert latency.coefficients_s[1] == pytest.approx(3e-7, rel=0.1)
+
+
 def test_what_fits_within_a_time_has_the_margins_of_its_kinds() -> None:
     """Decoding takes up to a tenth longer than predicted, and windows beside it a half."""
     latency, decoded = Latency(*TRUTH), Load(8, 500, 8)

@@ -9,6 +9,8 @@ from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.sharing.rule import Sharing
 from pcg.runtime.engine.sharing.step import Step
 from pcg.runtime.engine.sharing.time_account import TimeAccount
+from pcg.runtime.engine.sharing.time_left import TimeLeft
+from pcg.runtime.engine.sharing.window_choice import WindowChoice
 from pcg.runtime.model.load import Load
 from pcg.runtime.model.margins import kind_of
 from pcg.runtime.training.work_units import Forward, Part, Phase
@@ -45,8 +47,15 @@ class CoServing(Sharing):
         self.burst = burst
         self._demand = _DEMAND
         self._last = 0
-        self._room_s: float | None = None
+        self._left = TimeLeft()
+        self._windows = WindowChoice(self._left)
+        self._before: tuple[Step, float] | None = None
         self._account = TimeAccount()
+
+    @property
+    def patience(self) -> int:
+        waits = self.burst > 1 or self._left.has_idle
+        return super().patience if waits else _PATIENCE
 
     def _share_of(self, step: Step) -> float | None:
         """Return the share of the time that finetuning has; None where it has what is left."""
@@ -55,13 +64,21 @@ class CoServing(Sharing):
 
     def begin(self, step: Step) -> None:
         self._account.begin(step, self._share_of(step))
-        if step.latencies is None or step.gap_s == math.inf:
+        if step.latencies is None:
             return
-        step.latencies.pass_step()
-        room_s = step.left_s(self.burst) - step.ahead_s()
-        if room_s > 0:
-            before_s = room_s if self._room_s is None else self._room_s
-            self._room_s = before_s + _SMOOTHING * (room_s - before_s)
+        self._note_time(step, step.latencies)
+        self._windows.pass_step()
+        if step.gap_s < math.inf:
+            step.latencies.pass_step()
+
+    def _note_time(self, step: Step, latencies: Latencies) -> None:
+        """Note the time of the step before, and the room that this one has."""
+        slo_s = step.limits.tpot_slo_s
+        if self._before is not None:
+            self._left.note(*self._before)
+        elif slo_s is not None:
+            self._left.expect(slo_s - latencies.forward.bound_s(Load(1, sampled=1)), slo_s)
+        self._before = step, step.left_s(self.burst) - step.ahead_s()
 
     def _keeps_gaps(self, step: Step) -> bool:
         """Return True where time that a step leaves is lost: there is a promise for each gap."""
@@ -76,7 +93,9 @@ class CoServing(Sharing):
             return self._account.tokens(step, unit, latencies)
         there = self._window(step, unit, latencies, step.left_s(self.burst))
         if self._keeps_gaps(step):
-            return 0 if self._is_better_in_layers(step, unit, latencies, there) else there
+            best = self._windows.best(step, unit, latencies)
+            is_enough = there >= _LEAST_WINDOW * _even_part(unit.remaining, best.tokens)
+            return there if is_enough and not best.in_layers else 0
         if there < 1:
             # Even the least window takes longer than a step may; alone, it runs all the same.
             is_alone = not step.is_served and not step.load.windows
@@ -96,53 +115,18 @@ class CoServing(Sharing):
         load = step.load + Load(windows=1)
         seconds = latencies.forward.most_s(seconds, step.decoded, kind_of(load, step.decoded))
         fitting = latencies.forward.tokens_within(seconds, unit.context, load, is_trained=True)
-        return _even_part(unit.remaining, min(fitting, self._back(step, unit, latencies)))
-
-    def _longest(self, step: Step, unit: Forward, latencies: Latencies) -> int:
-        """Return the tokens of a window that goes forward in as many steps as it takes."""
-        return _even_part(unit.remaining, self._back(step, unit, latencies))
-
-    def _back(self, step: Step, unit: Forward, latencies: Latencies) -> int:
-        """Return the most tokens of a window one layer of whose backward fits into any step.
-
-        They are not few: below `least_chunk` a layer takes hardly less time.
-        """
-        back_s = step.most_seconds() / 2
-        room_s, tpot_slo_s = self._room_s, step.limits.tpot_slo_s
-        if room_s is None and tpot_slo_s is not None:
-            room_s = tpot_slo_s - latencies.forward.bound_s(Load(1, sampled=1))
-        if room_s is not None:
-            # Of a part u of the room R, all but b₀ / (u R) is its tokens' time, and half a part is
-            # left over in a step: (1 - b₀ / (u R)) (1 - u / 2) is greatest for u² = 2 b₀ / R.
-            part = math.sqrt(2 * latencies.backward.seconds(Load()) / max(room_s, 1e-9))
-            back_s = min(back_s, min(_UNIT, max(_LEAST_UNIT, part)) * room_s)
-        back = latencies.backward.tokens_within(back_s, unit.context, Load())
-        return min(step.limits.tokens - step.load.tokens, max(back, step.limits.least_chunk))
+        best = self._windows.best(step, unit, latencies).tokens
+        return _even_part(unit.remaining, min(fitting, best))
 
     def in_layers(self, step: Step, unit: Forward, ahead_s: float) -> int:
         if step.latencies is None or not self._keeps_gaps(step):
             return 0
-        there = self._window(step, unit, step.latencies, step.left_s())
-        if not self._is_better_in_layers(step, unit, step.latencies, there):
+        best = self._windows.best(step, unit, step.latencies)
+        if not best.in_layers:
             return 0
-        tokens = self._longest(step, unit, step.latencies)
+        tokens = _even_part(unit.remaining, best.tokens)
         load = Load.of(tokens, unit.context)
         return tokens if self.fits(step, Phase.FORWARD, load, ahead_s) else 0
-
-    def _is_better_in_layers(
-        self, step: Step, unit: Forward, latencies: Latencies, there: int
-    ) -> bool:
-        """Return True if a window of `there` tokens beside what is served takes longer a token.
-
-        One in layers is longer, and reads the base's weights for itself.
-        """
-        if there < 1:
-            return True
-        tokens = self._longest(step, unit, latencies)
-        load = Load.of(tokens, unit.context)
-        layers_s = unit.layers * latencies.layer.seconds(load)
-        whole_s = _seconds_of_window(unit, latencies, there)
-        return whole_s / there > (layers_s + _backward_s(unit, latencies, load)) / tokens
 
     def fits(self, step: Step, phase: Phase, load: Load, ahead_s: float) -> bool:
         if step.latencies is None:
@@ -167,8 +151,8 @@ class CoServing(Sharing):
         fitting = _within(latencies.loss, left_s)
         if not step.is_served and left_s > 0:
             return min(left, max(fitting, least))
-        room_s = left_s if self._room_s is None else self._room_s
-        wanted = max(_LEAST_LOSS, _within(latencies.loss, _UNIT * room_s))
+        room_s = left_s if self._left.room_s is None else self._left.room_s
+        wanted = max(_LEAST_LOSS, _within(latencies.loss, _LOSS * room_s))
         return min(left, fitting) if fitting >= min(left, wanted) else 0
 
     def ran(self, step: Step, seconds: float) -> None:
@@ -188,17 +172,6 @@ def _within(latency: Latency, seconds: float) -> int:
     return latency.tokens_within(most_s, 0, nothing)
 
 
-def _seconds_of_window(unit: Forward, latencies: Latencies, tokens: int) -> float:
-    """Return the seconds that a window takes beside what a step serves, forward and backward."""
-    of_window = Load.of_window(tokens, unit.context)
-    forward_s = latencies.forward.seconds(of_window) - latencies.forward.seconds(Load())
-    return forward_s + _backward_s(unit, latencies, Load.of(tokens, unit.context))
-
-
-def _backward_s(unit: Forward, latencies: Latencies, load: Load) -> float:
-    return unit.layers * latencies.backward.seconds(load)
-
-
 def _efficiency(unit: Forward, latencies: Latencies, tokens: int) -> float:
     """Return the share of a window's time, forward and backward, that its tokens take."""
     forward, backward, layers = latencies.forward, latencies.backward, unit.layers
@@ -207,17 +180,22 @@ def _efficiency(unit: Forward, latencies: Latencies, tokens: int) -> float:
     constant_s += layers * backward.seconds(Load())
     tokens_s = forward.seconds(of_tokens) - forward.seconds(window)
     tokens_s += layers * (backward.seconds(of_tokens) - backward.seconds(Load()))
-    return tokens_s / (constant_s + tokens_s) if tokens_s > 0 else 1.0
+    # A token before the knee is worth what one beyond it takes.
+    cheap_s = sum(
+        times * one.knee.token_s * min(tokens, one.knee.tokens)
+        for times, one in ((1, forward), (layers, backward))
+    )
+    return (tokens_s + cheap_s) / (constant_s + tokens_s) if tokens_s > 0 else 1.0
 
 
-_UNIT = 0.5
-"""The most that a backward unit takes of the time that steps leave: two fit, also into smaller."""
-_LEAST_UNIT = 0.15
-"""The least of it, however little of a unit's time is constant."""
+_PATIENCE = 32
+"""Steps without room for a part after which it begins again, where no idle time is expected."""
+_LEAST_WINDOW = 0.5
+"""The least tokens of a window beside requests, relative to those that would be best."""
+_LOSS = 0.5
+"""The least of a loss that runs, relative to what would fit into the time that steps leave."""
 _LEAST_LOSS = 4
 """The least tokens of a loss that run in a step, more than those of a block of the head's rows."""
-_SMOOTHING = 0.05
-"""The weight of the last step in the time that steps leave."""
 _ENOUGH = 0.93
 """The efficiency above which no larger window is waited for: little is left to gain."""
 _DEMAND = 0.99

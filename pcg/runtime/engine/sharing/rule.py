@@ -20,6 +20,11 @@ class Sharing(ABC):
     trains = True
     burst = 1.0
 
+    @property
+    def patience(self) -> int:
+        """Steps without room for a job's part after which its step begins again, with others."""
+        return 256
+
     def serves(self, has_work: bool) -> bool:
         """Return True if the next step may serve requests; `has_work` tells if a job could run."""
         return True

@@ -23,6 +23,9 @@ class Step:
         decoded: the load of the requests that decode in it.
         load: what goes forward in it so far.
         elapsed_s: the time since it began.
+        spent_s: the time that what ran in it took.
+        trained_s: the part of it that finetuning took, as far as predictions tell.
+        served: the load of what is served.
     """
 
     limits: Limits
@@ -36,6 +39,9 @@ class Step:
     awaits_first_token: bool = False
     units: int = 0
     elapsed_s: float = 0.0
+    spent_s: float = 0.0
+    trained_s: float = 0.0
+    served: Load = field(default_factory=Load)
 
     @classmethod
     def of(cls, plan: StepPlan, limits: Limits, latencies: Latencies | None) -> Step:
@@ -50,6 +56,7 @@ class Step:
             plan.load,
             is_served=bool(plan.chunks),
             awaits_first_token=plan.awaits_first_token,
+            served=plan.load,
         )
 
     def most_seconds(self, burst: float = 1.0) -> float:
@@ -77,12 +84,18 @@ class Step:
 
     def ran_forward(self, took_s: float) -> None:
         """Learn from the time of its forward."""
+        self.spent_s += took_s
+        if self.load.windows and self.latencies is not None:
+            served_s = self.latencies.forward.seconds(self.served) if self.is_served else 0.0
+            self.trained_s += max(0.0, took_s - served_s)
         if self.latencies is not None:
             self._learn(self.latencies.forward, self.load, self.decoded, took_s)
             self.latencies.forward.observe(self.load, took_s)
 
     def ran_parts(self, phase: Phase, load: Load, took_s: float, with_update_s: float) -> None:
         """Learn from the time of parts of jobs, without and with what followed from them."""
+        self.spent_s += with_update_s
+        self.trained_s += with_update_s
         if self.latencies is not None:
             latency = self.latencies.of(phase)
             self._learn(latency, load, Load(), with_update_s)

@@ -13,11 +13,14 @@ class TimeAccount:
 
     Steps whose requests take t seconds earn share / (1 - share) · t; a window or a unit runs once
     its seconds are earned. It holds no more than an idle step may last, or what waits for it takes.
+    A step spends no more than it earns, but on one unit: what was saved is no reason for a long
+    step.
     """
 
     def __init__(self) -> None:
         self._earned_s = 0.0
         self._step_s = 0.0
+        self._spent_s = 0.0
         self._wanted_s = 0.0
 
     def begin(self, step: Step, share: float | None) -> None:
@@ -28,7 +31,7 @@ class TimeAccount:
         self._step_s = share / (1 - share) * step.latencies.forward.seconds(step.load)
         most_s = max(step.limits.idle_step_s, self._wanted_s)
         self._earned_s = min(self._earned_s + self._step_s, most_s)
-        self._wanted_s = 0.0
+        self._wanted_s = self._spent_s = 0.0
 
     def tokens(self, step: Step, unit: Forward, latencies: Latencies) -> int:
         """Return the tokens of a window that can be paid, and pay them by their predicted time."""
@@ -47,13 +50,18 @@ class TimeAccount:
         if tokens < least or room < least:
             self._wanted_s = max(self._wanted_s, price_s)
             return 0
-        self._earned_s -= price_s
+        if not self._has_time(price_s):
+            return 0
+        self.spend(price_s)
         return tokens
 
     def affords(self, seconds: float) -> bool:
         """Return True if so much is earned."""
         self._wanted_s = max(self._wanted_s, seconds)
-        return seconds <= self._earned_s
+        return seconds <= self._earned_s and self._has_time(seconds)
+
+    def _has_time(self, seconds: float) -> bool:
+        return not self._spent_s or self._spent_s + seconds <= self._step_s
 
     def paid_tokens(self, latency: Latency) -> int:
         """Return the tokens of a part that are earned, at least one."""
@@ -61,3 +69,4 @@ class TimeAccount:
 
     def spend(self, seconds: float) -> None:
         self._earned_s -= seconds
+        self._spent_s += seconds
