@@ -3,7 +3,7 @@
     python benchmarks/soak_tenants.py [--minutes 10] [--segment 20] [--settings …] [--each]
 
 Settings that are not asked for keep their place in the result file. With --each every attack goes
-on by itself for two segments, and the result has by how much the gaps are longer beside it.
+on by itself, too, and the result has by how much the gaps are longer beside it.
 
 Three tenants send requests on a fixed schedule, to the base and to adapters. Segments of time with
 the hostile tenant and without it take turns, in one engine on its thread, so that what else the
@@ -290,7 +290,7 @@ def of_gaps(gaps: Sequence[float]) -> dict[str, float]:
     return {name: round(1000 * value, 1) for name, value in found.items()} | {"count": len(gaps)}
 
 
-def each(executor: Executor, setting: str, length_s: float) -> dict[str, Any]:
+def each(executor: Executor, setting: str, length_s: float = 6.0) -> dict[str, Any]:
     """Return by how much gaps are longer beside each attack by itself, in processor time."""
     found = {}
     for attack in ATTACKS:
@@ -384,7 +384,7 @@ def main() -> None:
             raise SystemExit(f"error: no setting {setting!r}; use {', '.join(SETTINGS)}")
         found = soak(executor, setting, 60 * arguments.minutes, arguments.segment)
         if arguments.each:
-            found["ratio_processor_by_attack"] = each(executor, setting, arguments.segment)
+            found["ratio_processor_by_attack"] = each(executor, setting)
         results[setting] = found
         write("tenants", results)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -79,10 +80,15 @@ def _text(text: str) -> None:
 
 
 def _logprobs(name: str, found: Sequence[TokenLogprobs | None] | None) -> dict[str, Any]:
-    """The logprobs of tokens as JSON, if they were asked for."""
+    """The logprobs of tokens as JSON, if they were asked for; null for those that cannot come."""
     if found is None:
         return {}
-    return {name: [None if one is None else asdict(one) for one in found]}
+    return {name: [None if one is None else _as_json(one) for one in found]}
+
+
+def _as_json(one: TokenLogprobs) -> dict[str, Any]:
+    top = [(token, None if math.isinf(logprob) else logprob) for token, logprob in one.top]
+    return {**asdict(one), "top": top}
 
 
 def summary_of(

@@ -200,7 +200,7 @@ def compile_random(
     *,
     backend: Backend = "torch",
     dtype: str | None = None,
-    adapter_copies: Literal["bfloat16"] | None = None,
+    adapter_copies: Literal["bfloat16", "float32"] | None = None,
     device: str | torch.device | None = None,
     seed: int = 0,
 ) -> Executor:

@@ -148,29 +148,30 @@ class CompileOptions(PlanOptions):
     Attributes:
         backend: what source is emitted for: torch, which runs on any device; triton, fused for
             NVIDIA GPUs; or auto, which is torch.
-        adapter_copies: bfloat16 to serve LoRA from copies whose weights are rounded to bfloat16, on
-            CPUs, where a decode step is as fast as they are read (docs/adapters.md); training and
-            saving keep the adapters' own dtype, as the copies do by default.
+        adapter_copies: the dtype of the copies that LoRA is served from (docs/adapters.md), as a
+            step is as fast as they are read: that of the base by default, for Triton and on CPUs
+            with native bfloat16; bfloat16; or float32, the adapters' own, which training and saving
+            keep in any case.
     """
 
     title: ClassVar[str] = PlanOptions.title
 
     backend: Backend = "auto"
-    adapter_copies: Literal["bfloat16"] | None = None
+    adapter_copies: Literal["bfloat16", "float32"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.backend not in ("auto", *BACKENDS):
             raise UnsupportedError(f"backend={self.backend!r}; use one of {', '.join(BACKENDS)}")
-        if self.adapter_copies not in (None, "bfloat16"):
+        if self.adapter_copies not in (None, "bfloat16", "float32"):
             raise UnsupportedError(
-                f"adapter_copies={self.adapter_copies!r}; use 'bfloat16', or leave it out to serve "
-                "adapters as they are"
+                f"adapter_copies={self.adapter_copies!r}; use 'bfloat16' or 'float32', or leave it "
+                "out to serve them in the base's dtype where that is fast"
             )
-        if self.adapter_copies and (self.backend == "triton" or self.tp > 1):
+        if self.adapter_copies == "bfloat16" and self.backend != "triton" and self.tp > 1:
             raise UnsupportedError(
-                f"adapter_copies={self.adapter_copies!r} is for backend='torch' and tp=1, on CPUs, "
-                f"and not for backend={self.backend!r} and tp={self.tp}; leave it out"
+                f"adapter_copies='bfloat16' over ranks is for backend='triton', and not for "
+                f"backend={self.backend!r} with tp={self.tp}; leave it out"
             )
 
     @property

@@ -121,7 +121,7 @@ def _no_weights(directory: Path) -> str:
             "code; convert them once, where you trust them: peft.PeftModel.from_pretrained("
             f"BASE_MODEL, {str(directory)!r}).save_pretrained(OUT)"
         )
-    return f"{directory} has a {CONFIG} but no {WEIGHTS}; copy it too, or save the adapter again"
+    return f"{directory} has {CONFIG} but no {WEIGHTS}; copy it too, or save the adapter again"
 
 
 class _Tensors:

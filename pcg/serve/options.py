@@ -39,6 +39,8 @@ class ServeOptions:
         max_num_seqs: the most sequences at once.
         max_num_batched_tokens: the most tokens of a step.
         max_logprobs: the most likeliest tokens that a request may ask for in each place.
+        logprobs_mode: the distribution that logprobs of outputs are of: the model's own, or the one
+            that the token was drawn from, behind temperature, penalties, masks and filters.
         kv_cache_gib: memory of the KV cache and the adapters in it, GiB.
         enable_prefix_caching: share the KV blocks of a tenant's prompts that begin alike.
         ttft_slo_ms: SLO of the time to the first token, ms.
@@ -60,7 +62,8 @@ class ServeOptions:
             texts of requests.
         otlp_traces_endpoint: an OpenTelemetry collector's address for traces by HTTP, as
             http://127.0.0.1:4318/v1/traces; none are made by default.
-        max_body_mib: the most bytes of a request, MiB.
+        max_body_mib: the most bytes of a request, MiB. While one is read as JSON, which takes up to
+            25 ms a MiB, nobody else's goes on.
         stream_timeout_s: time after which a stream that its client does not read is ended, s.
         shutdown_timeout_s: time that running requests have to end after SIGTERM, s.
     Raises:
@@ -83,6 +86,7 @@ class ServeOptions:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 4096
     max_logprobs: int = 20
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     kv_cache_gib: float = 4.0
     enable_prefix_caching: bool = True
     ttft_slo_ms: float | None = None
@@ -97,7 +101,7 @@ class ServeOptions:
     trust_request_chat_template: bool = False
     access_log: str = "stderr"
     otlp_traces_endpoint: str | None = None
-    max_body_mib: float = 16.0
+    max_body_mib: float = 4.0
     stream_timeout_s: float = 60.0
     shutdown_timeout_s: float = 30.0
 

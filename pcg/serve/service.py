@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 
 from fastapi import Depends, Request
 
+from pcg.errors import PcgError
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.executor import Executor
 from pcg.runtime.requests.request import Request as EngineRequest
@@ -121,6 +122,12 @@ class Service:
 
     # ------------------------------------------------------------------------------- requests
 
+    def room(self, model: ServedModel) -> int:
+        """Return the most tokens that a prompt and its output may have together."""
+        virtual = 0 if model.adapter is None else model.adapter.prompt_tokens
+        bounds = (self.engine.most_tokens(model.adapter), self.max_model_len)
+        return max(1, min(bound for bound in bounds if bound is not None) - virtual)
+
     async def submit(
         self,
         caller: Caller,
@@ -134,18 +141,34 @@ class Service:
         Args:
             prompts: texts, or lists of token ids.
             fields: the fields of each; with a seed, prompt i begins at seed + i n, as in
-                `Executor.generate`.
+                `Executor.generate`, and `truncate_prompt_tokens` of -1 keeps what there is room
+                for beside the output.
             request_id: a text that `new_id` made.
         Raises:
             GenerationError: a prompt or a field cannot be.
             ApiError: a prompt is too long.
+            QueueFullError: too much waits already.
             EngineError: the engine takes no requests.
         """
         make = partial(self._requests, caller, model, prompts, fields, request_id)
         requests = await self.beside(caller, make)
         made = [Submitted(request, self.engine.submit_request(request)) for request in requests]
+        if len(made) > 1:
+            await self._all_begun(made)
         note_requests(model.name, [(one.request, one.stream) for one in made])
         return made
+
+    async def _all_begun(self, made: Sequence[Submitted]) -> None:
+        """Wait until the engine has taken all requests; raises why it refuses one, and ends all."""
+        await asyncio.wrap_future(self.engine.call(lambda: None))  # calls come in their order
+        try:
+            for one in made:
+                if one.stream.is_over:
+                    await one.stream.completions()
+        except PcgError:
+            for one in made:
+                one.stream.cancel()
+            raise
 
     def _requests(
         self,
@@ -165,11 +188,16 @@ class Service:
                 "send fewer prompts or a smaller n at a time",
                 param="prompt",
             )
+        if fields.get("truncate_prompt_tokens") == -1:
+            new = fields.get("max_new_tokens", 0)
+            kept = max(1, self.room(model) - (new if isinstance(new, int) else 0))
+            fields = {**fields, "truncate_prompt_tokens": kept}
         for index, prompt in enumerate(prompts):
             if not prompt:
                 raise ApiError(400, f"prompt {index} is empty; give at least one token")
             own: RequestFields = {
                 **fields,
+                "logprobs_mode": self.options.logprobs_mode,
                 "tenant": caller.tenant,
                 "request_id": f"{request_id}-{index}",
             }

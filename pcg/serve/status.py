@@ -1,8 +1,9 @@
 """GET /status: the state of the server that the page shows, as far as a key may see it.
 
-Names and texts of other tenants are not in it: adapters, running requests and jobs are those of the
-caller's tenant and of the operator, or all for a key with the scope `admin`. Numbers of the whole
-engine are everyone's.
+Nothing of other tenants is in it: adapters, running requests and jobs are those of the caller's
+tenant and of the operator, or all for a key with the scope `admin`. Numbers of the whole engine,
+which tell what others do, are for the scopes `admin` and `metrics`, and for the one tenant of a
+server that has no other.
 """
 
 from __future__ import annotations
@@ -102,8 +103,21 @@ class JobInfo(BaseModel):
     error: str | None
 
 
+class EngineWide(BaseModel):
+    """Numbers of the whole engine, of all tenants together."""
+
+    requests: Counts
+    tokens: Tokens
+    pages: int
+    free_pages: int
+    latencies: dict[str, Times]
+
+
 class ServerStatus(BaseModel):
-    """The state of the server; times are seconds."""
+    """The state of the server; times are seconds.
+
+    `engine` is None for a key that may not see what other tenants do.
+    """
 
     version: str
     model: str
@@ -113,11 +127,7 @@ class ServerStatus(BaseModel):
     key: str
     started_s: int
     time_s: float
-    requests: Counts
-    tokens: Tokens
-    pages: int
-    free_pages: int
-    latencies: dict[str, Times]
+    engine: EngineWide | None
     memory_bytes: dict[str, int]
     adapters: list[AdapterState]
     running: list[RunningState]
@@ -133,7 +143,6 @@ async def status(
 
 
 def _status(service: Service, caller: Caller) -> ServerStatus:
-    numbers, totals = service.engine.numbers(), service.engine.engine.totals
     tokenizer = service.executor.tokenizer
     seen = _Seen(service, caller)
     return ServerStatus(
@@ -145,6 +154,17 @@ def _status(service: Service, caller: Caller) -> ServerStatus:
         key=caller.key,
         started_s=service.created_s,
         time_s=time.monotonic(),
+        engine=_engine_wide(service) if seen.sees_all else None,
+        memory_bytes=service.memory.bytes,
+        adapters=seen.adapters(service.engine.engine.totals),
+        running=seen.running(),
+        jobs=seen.jobs(),
+    )
+
+
+def _engine_wide(service: Service) -> EngineWide:
+    numbers, totals = service.engine.numbers(), service.engine.engine.totals
+    return EngineWide(
         requests=Counts(running=numbers.running, waiting=numbers.waiting + numbers.preparing),
         tokens=Tokens(
             generated=totals.output_tokens,
@@ -155,10 +175,6 @@ def _status(service: Service, caller: Caller) -> ServerStatus:
         pages=numbers.pages,
         free_pages=numbers.free_pages,
         latencies=_latencies(service, totals),
-        memory_bytes=service.memory.bytes,
-        adapters=seen.adapters(totals),
-        running=seen.running(),
-        jobs=seen.jobs(),
     )
 
 
@@ -183,12 +199,18 @@ def _times(found: Histogram, promised_s: float | None, promised: Promised) -> Ti
 
 
 class _Seen:
-    """The adapters, requests and jobs that a caller may see."""
+    """The adapters, requests and jobs that a caller may see.
+
+    Attributes:
+        sees_all: True if it may see numbers of all tenants together.
+    """
 
     def __init__(self, service: Service, caller: Caller) -> None:
         self._service = service
         self._tenant = caller.tenant
         self._is_admin = Scope.ADMIN in caller.scopes
+        is_alone = service.keys.tenants == 1
+        self.sees_all = self._is_admin or Scope.METRICS in caller.scopes or is_alone
 
     def _sees(self, tenant: str) -> bool:
         return self._is_admin or tenant in ("", self._tenant)

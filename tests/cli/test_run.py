@@ -71,6 +71,11 @@ def test_run_prints_several_continuations_and_logprobs(program: Path) -> None:
         assert [token["token_id"] for token in one["logprobs"]] == one["token_ids"]
         assert one["prompt_logprobs"][0] is None
         assert len(one["prompt_logprobs"]) == one["prompt_tokens"]
+    cut = ("--logprobs-mode", "processed_logprobs", "--logprobs", "3", "--top-k", "2")
+    printed = output_of("run", program, *drawn, "--json", *cut)
+    assert "Infinity" not in printed
+    places = [place for one in json.loads(printed)["completions"] for place in one["logprobs"]]
+    assert all(place["top"][2][1] is None and place["top"][1][1] < 0 for place in places)
     printed = output_of("run", program, *drawn)
     assert printed == output_of("run", program, *drawn, "--stream")
     assert printed == output_of("run", program, *drawn, "--echo")

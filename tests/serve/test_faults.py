@@ -210,6 +210,35 @@ def test_ten_thousand_requests_of_two_tenants() -> None:
         assert is_free(service)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_prompts_of_one_request_are_taken_together(stream: bool) -> None:
+    """Where the queue has room for some of them, none is answered."""
+    keys = Keys([serving.key("a"), serving.key("b")])
+    body = {"model": serving.MODEL, "max_tokens": 40, "ignore_eos": True}
+
+    async def ask(service: Service) -> tuple[httpx2.Response, httpx2.Response]:
+        async with serving.client_of(service, serving.headers_of("a")) as client:
+            with held(service):
+                first = {**body, "prompt": ["ab"] * 4}
+                before = asyncio.ensure_future(client.post("/v1/completions", json=first))
+                while service.engine._calls.qsize() < 4 + 1:  # one waits for what came
+                    await asyncio.sleep(0.005)
+                second = {**body, "prompt": ["ab", "c", "d"], "stream": stream}
+                refused = asyncio.ensure_future(client.post("/v1/completions", json=second))
+                while service.engine._calls.qsize() < 5 + 1 + 1:
+                    await asyncio.sleep(0.005)
+            return await before, await refused
+
+    with serving.service_of(keys=keys, tenant_queue=5) as service:
+        before, refused = asyncio.run(ask(service))
+        assert before.status_code == 200
+        assert len(before.json()["choices"]) == 4
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "queue_full"
+        until(lambda: is_free(service))
+        assert service.engine.engine.totals.output_tokens < 4 * 40 + 40
+
+
 async def _ask_all(service: Service, count: int) -> dict[str, list[httpx2.Response]]:
     """Ask so many times with each of two keys, before the engine begins with any."""
     body = {**LONG, "max_tokens": 2}

@@ -21,6 +21,7 @@ def service() -> Iterator[Service]:
             serving.key("red", "infer"),
             serving.key("blue", "infer"),
             serving.key("root", "infer", "admin"),
+            serving.key("watch", "infer", "metrics"),
         ]
     )
     executor = serving.make_executor(adapters=3)
@@ -28,11 +29,12 @@ def service() -> Iterator[Service]:
         yield service
 
 
-def status_of(service: Service, key: str, **asked: Any) -> dict[str, Any]:
-    """The status as a key sees it, while a request of the key that is `asked` runs."""
+def status_of(service: Service, key: str | None) -> dict[str, Any]:
+    """The status as a key sees it; None for the key of a server that has one."""
+    headers = serving.HEADERS if key is None else serving.headers_of(key)
 
     async def send() -> Any:
-        async with serving.client_of(service, serving.headers_of(key)) as client:
+        async with serving.client_of(service, headers) as client:
             reply = await client.get("/status")
             assert reply.status_code == 200
             return reply.json()
@@ -48,19 +50,27 @@ def test_it_has_what_the_engine_did(service: Service) -> None:
                 assert (await client.post("/v1/completions", json=body)).status_code == 200
 
     asyncio.run(send())
-    found = status_of(service, "red")
-    assert (found["model"], found["key"], found["state"]) == (serving.MODEL, "red", "running")
+    found = status_of(service, "root")
+    assert (found["model"], found["key"], found["state"]) == (serving.MODEL, "root", "running")
     assert found["max_model_len"] == 128
-    assert found["tokens"]["generated"] == 10
-    assert found["requests"] == {"running": 0, "waiting": 0}
-    ttft = found["latencies"]["ttft"]
+    whole = found["engine"]
+    assert whole["tokens"]["generated"] == 10
+    assert whole["requests"] == {"running": 0, "waiting": 0}
+    ttft = whole["latencies"]["ttft"]
     assert sum(ttft["counts"]) == ttft["requests"] == ttft["kept"] == 2
     assert ttft["promised_s"] == 60.0
     assert len(ttft["counts"]) == len(ttft["bounds"]) + 1
-    assert sum(found["latencies"]["itl"]["counts"]) == 8
+    assert sum(whole["latencies"]["itl"]["counts"]) == 8
     assert found["memory_bytes"]["weights"] > 0
     (first, *_) = found["adapters"]
     assert (first["name"], first["method"], first["is_resident"]) == ("lora-0", "LoRA", True)
+
+
+def test_numbers_of_all_tenants_are_not_for_one_of_them(service: Service) -> None:
+    assert status_of(service, "red")["engine"] is None
+    assert status_of(service, "watch")["engine"] == status_of(service, "root")["engine"]
+    with serving.service_of() as alone:
+        assert status_of(alone, None)["engine"]["requests"] == {"running": 0, "waiting": 0}
 
 
 def test_names_of_other_tenants_are_not_in_it(

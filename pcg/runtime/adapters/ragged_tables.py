@@ -52,7 +52,10 @@ class RaggedTables(PaddedTables):
         device: torch.device,
         ranks: Ranks = SINGLE_RANK,
         allocator: Callable[[torch.dtype], RowAllocator] | None = None,
+        *,
+        lora_dtype: torch.dtype | None = None,
     ) -> None:
+        """Keep none; rows will be of `lora_dtype`, or of the adapters' own dtype."""
         super().__init__(model, weights, device, ranks)
         graphs = [(model.blocks[block], layer) for layer, block in enumerate(model.layers)]
         graphs += [(model.prologue, 0), (model.epilogue, 0)]
@@ -61,10 +64,12 @@ class RaggedTables(PaddedTables):
         ]
         self.lora: RowMemory | None = None
         if sites:
-            dtype = getattr(torch, TORCH_NAMES[sites[0].modules[0].a.type.dtype])
+            own_dtype: torch.dtype = getattr(torch, TORCH_NAMES[sites[0].modules[0].a.type.dtype])
+            dtype = own_dtype if lora_dtype is None else lora_dtype
             own = OwnRowAllocator(dtype, device) if allocator is None else allocator(dtype)
             self.lora = RowMemory(sites, self._stacker, own)
         self._model = model
+        self._lora_dtype = lora_dtype
         self._in_pages: WeakSet[RaggedTables] = WeakSet()
         in_rows = {
             parameter.source.format(layer=site.layer)
@@ -79,7 +84,8 @@ class RaggedTables(PaddedTables):
         if pages is None:
             return self
         stacker, allocator = self._stacker, partial(PagedRowAllocator, pages, table)
-        made = RaggedTables(self._model, stacker.weights, stacker.device, stacker.ranks, allocator)
+        place, dtype = (stacker.weights, stacker.device, stacker.ranks), self._lora_dtype
+        made = RaggedTables(self._model, *place, allocator, lora_dtype=dtype)
         self._in_pages.add(made)
         return made
 
@@ -88,9 +94,10 @@ class RaggedTables(PaddedTables):
             return super().pages_of(adapter, page_bytes)
         element_bytes = self.lora.element_bytes
         shapes = self.lora.shapes(adapter)
-        in_rows = sum(rows * size for rows, size in shapes) * element_bytes
+        in_rows = sum(rows * size for rows, size in shapes)
         # Over ranks each holds about its share of the weights that are not rows.
-        others = max(adapter.size_bytes // self._stacker.ranks.size - in_rows, 0)
+        own_bytes = max((tensor.itemsize for tensor in adapter.tensors), default=0)
+        others = max(adapter.size_bytes // self._stacker.ranks.size - in_rows * own_bytes, 0)
         return pages_of_rows(shapes, page_bytes // element_bytes) + -(-others // page_bytes)
 
     def _sites_of(self, graph: Graph) -> GraphSites:

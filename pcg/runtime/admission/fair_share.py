@@ -105,7 +105,11 @@ class FairShare(Policy):
             self._forget()
 
     def first(self, count: int, now_s: float, running: Iterable[Sequence]) -> List[Sequence]:
-        """Return the next requests, as if each one's prompt ran before the next is chosen."""
+        """Return the next requests, as if each one's prompt ran before the next is chosen.
+
+        In a step that is bounded, these are few of each heavy tenant.
+        """
+        bound, self._bound = self._bound, None
         found: list[Sequence] = []
         lines: dict[str, Iterator[Sequence]] = {}
         charged: list[tuple[int, str]] = []
@@ -114,7 +118,7 @@ class FairShare(Policy):
                 served, tenant = heapq.heappop(self._heap)
                 if tenant in lines or tenant not in self._lines or served != self._served[tenant]:
                     continue  # the entry is of an earlier time
-                lines[tenant] = islice(self._lines[tenant], self._most_next(tenant))
+                lines[tenant] = islice(self._lines[tenant], self._most_next(tenant, bound))
             elif charged:
                 served, tenant = heapq.heappop(charged)
             else:
@@ -185,17 +189,17 @@ class FairShare(Policy):
     def has_place(self, sequence: Sequence) -> bool:
         return self._places(sequence.request.tenant) != 0
 
-    def _most_next(self, tenant: str) -> int | None:
+    def _most_next(self, tenant: str, bound: StepBound | None) -> int | None:
         """Return how many waiting sequences of a tenant may be next; None for any number.
 
         Of a flood that is bounded few begin in a step, and it should not take the time to look at
         all the others.
         """
         places = self._places(tenant)
-        if self._bound is None or not self._bound.is_of(tenant):
+        if bound is None or not bound.is_of(tenant):
             return places
-        at_once = _AT_ONCE_ALONE if self._bound.is_alone else _AT_ONCE
-        most = 0 if self._bound.is_full else at_once
+        at_once = _AT_ONCE_ALONE if bound.is_alone else _AT_ONCE
+        most = 0 if bound.is_full else at_once
         return most if places is None else min(places, most)
 
     def _places(self, tenant: str) -> int | None:

@@ -38,7 +38,7 @@ from pcg.runtime.requests.step_results import (
 )
 from pcg.runtime.sampling.logprobs import Logprobs, logprobs_of
 from pcg.runtime.sampling.sampler import Sampler, resolved
-from pcg.runtime.sampling.sampling import only_finite, sample
+from pcg.runtime.sampling.sampling import only_finite, sample, scored
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Forward, Part, Phase
@@ -290,15 +290,17 @@ class StepRunner:
         if not asking:
             return DrawnTokens(sequences, tokens)
         most = max(sequences[row].likeliest or 0 for row in asking)
-        if len(asking) == len(sequences):
-            return DrawnTokens(sequences, tokens, logprobs_of(logits, tokens, most))
-        rows = uploaded_list(asking, torch.int64, self._device)
-        return DrawnTokens(sequences, tokens, logprobs_of(logits[rows], tokens[rows], most))
+        drawn = tokens
+        if len(asking) < len(sequences):
+            rows = uploaded_list(asking, torch.int64, self._device)
+            logits, drawn = logits[rows], tokens[rows]
+        logits = scored(logits, _samplers([sequences[row] for row in asking]))
+        return DrawnTokens(sequences, tokens, logprobs_of(logits, drawn, most))
 
     def _tokens(
         self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None
     ) -> Tensor:
-        samplers = [cast(Sampler, sequence.sampler) for sequence in sequences]
+        samplers = _samplers(sequences)
         if likeliest is not None and all(s.is_plain and s.is_greedy for s in samplers):
             return only_finite(logits, likeliest)
         found = sample(logits, samplers, self._runner.drawing)
@@ -321,6 +323,10 @@ class StepRunner:
             functions.append(part.whole.part_requests())
         with torch.no_grad():
             run_merged(functions)
+
+
+def _samplers(sequences: List[Sequence]) -> List[Sampler]:
+    return [cast(Sampler, sequence.sampler) for sequence in sequences]
 
 
 def _read(computed: List[Computed]) -> StepResults:

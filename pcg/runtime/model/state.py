@@ -23,7 +23,6 @@ from pcg.errors import (
 )
 from pcg.ir.program.program import Program, Serving, Training
 from pcg.ir.types import TORCH_NAMES
-from pcg.kernels.native.sgmv import check_native
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.parallel.ranks.same_program import check_same, serving_text
 from pcg.peft.adapter import (
@@ -39,6 +38,7 @@ from pcg.peft.reader import read_adapter
 from pcg.peft.registry import is_shorthand, recipe_from
 from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
+from pcg.runtime.adapters.served_dtype import served_dtype
 from pcg.runtime.adapters.sites import model_sources, served_sources
 from pcg.runtime.adapters.versions import AdapterVersion, Versions
 from pcg.runtime.adapters.weight_stacker import ServedWeights
@@ -118,30 +118,10 @@ class ModelState:
         model = serving.model
         weights = self.weight_store.bind(model, serves=True)
         runner = ModelRunner(serving, weights, self.ranks)
-        tables: PaddedTables
-        if self.program.options.backend == "triton":
-            tables = RaggedTables(model, self._served, self.device, self.ranks)
-        else:
-            lora_dtype = self._lora_dtype
-            tables = PaddedTables(
-                model, self._served, self.device, self.ranks, lora_dtype=lora_dtype
-            )
+        kind = RaggedTables if self.program.options.backend == "triton" else PaddedTables
+        dtype = served_dtype(self.program, self.device)
+        tables = kind(model, self._served, self.device, self.ranks, lora_dtype=dtype)
         return ServingProgram(serving, model_sources(model), runner, tables)
-
-    @property
-    def _lora_dtype(self) -> torch.dtype | None:
-        """The dtype of the copies that LoRA is served from; None for the adapters' own."""
-        name = self.program.options.adapter_copies
-        if name is None:
-            return None
-        if self.adapter_dtype != "f32":
-            raise UnsupportedError(
-                f"adapter_copies={name!r} is for adapters in float32, and those over a base in "
-                "float64 are float64; leave it out"
-            )
-        dtype: torch.dtype = getattr(torch, name)
-        check_native(self.device, dtype, f"adapter_copies={name!r}")
-        return dtype
 
     def add_listener(self, listener: StateListener) -> None:
         """Tell a listener, as long as it lives, of other programs and changed adapters."""

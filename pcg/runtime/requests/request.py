@@ -26,8 +26,13 @@ _NO_TOKENS = SamplingParams(max_new_tokens=0)
 
 
 class RequestFields(SamplingFields, total=False):
-    """Fields of `Request` and of `SamplingParams` as keywords."""
+    """Fields of `Request` and of `SamplingParams` as keywords.
 
+    `add_special_tokens=False` encodes a text without the tokens that the tokenizer adds, usually a
+    bos: for a prompt that a chat template wrote, which has them.
+    """
+
+    add_special_tokens: bool
     tenant: str
     cache_salt: str
     request_id: str
@@ -240,12 +245,13 @@ def make_requests(
     prompts: Sequence[str | Sequence[int]],
     adapter: NamedAdapter | Sequence[NamedAdapter],
     sampling: Mapping[str, Any],
+    add_special_tokens: bool = True,
 ) -> list[Request]:
     """Make a request of each prompt; see `Executor.generate`."""
     adapters = state.adapters_of(len(prompts), adapter)
     return [
         Request(
-            _encode(state, prompt, index),
+            _encode(state, prompt, index, add_special_tokens),
             resolved(
                 SamplingParams.of(sampling, index, len(prompts)),
                 state.tokenizer,
@@ -264,9 +270,12 @@ def make_request(
     """Make a request of one prompt; see `Executor.request`."""
     own = {name: value for name, value in fields.items() if name in _OWN}
     sampling: dict[str, Any] = {k: value for k, value in fields.items() if k not in own}
+    special = own.pop("add_special_tokens", True)
+    if type(special) is not bool:
+        raise GenerationError(f"add_special_tokens={shown(special)}; use True or False")
     if own.get("pooling") is not None:
         sampling.setdefault("max_new_tokens", 0)
-    (request,) = make_requests(state, [prompt], adapter, sampling)
+    (request,) = make_requests(state, [prompt], adapter, sampling, special)
     return dataclasses.replace(request, **own)  # type: ignore[arg-type]
 
 
@@ -291,7 +300,9 @@ def _check_id(request_id: str) -> None:
 _OWN = RequestFields.__annotations__.keys() - SamplingFields.__annotations__.keys()
 
 
-def _encode(state: ModelState, prompt: str | Sequence[int], index: int) -> tuple[int, ...]:
+def _encode(
+    state: ModelState, prompt: str | Sequence[int], index: int, add_special_tokens: bool
+) -> tuple[int, ...]:
     if not isinstance(prompt, str):
         try:
             return tuple(prompt)
@@ -306,4 +317,4 @@ def _encode(state: ModelState, prompt: str | Sequence[int], index: int) -> tuple
         )
     if not prompt:
         raise GenerationError(f"prompt {index} is empty; give at least one character")
-    return tuple(state.tokenizer.encode(prompt))
+    return tuple(state.tokenizer.encode(prompt, add_special_tokens))

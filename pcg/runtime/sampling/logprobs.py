@@ -3,7 +3,8 @@
     logprob of token t = l_t - log Σ exp l         l: the raw logits, in fp32
 
 Raw: before temperature, penalties, biases and masks, as in OpenAI's API and by default in vLLM, so
-that they say what the model thinks, whatever a request does with it.
+that they say what the model thinks, whatever a request does with it. A request may ask for those of
+the logits that its tokens are drawn from (`pcg.runtime.sampling.sampling.scored`).
 
 The k likeliest of V tokens are among the k blocks of 64 tokens with the largest maxima: a block
 whose maximum is less than those of k others holds none. Finding them so takes a quarter of the time
@@ -102,7 +103,7 @@ def logprobs_of(logits: Tensor, tokens: Tensor, most: int) -> Logprobs:
     """Return the log-probabilities of a token in each row, and of the likeliest ones.
 
     Args:
-        logits: [R, V], raw, in any dtype.
+        logits: [R, V], in any dtype.
         tokens: [R], int64; below 0 for none, whose log-probability means nothing.
         most: the number of likeliest tokens of each row; those beyond V are left out.
     """

@@ -52,10 +52,7 @@ def sample(logits: Tensor, samplers: Sequence[Sampler], drawing: Drawing | None 
     if len(samplers) != logits.shape[0]:
         raise GenerationError(f"{len(samplers)} samplers for {logits.shape[0]} rows of logits")
     if not all(sampler.is_plain for sampler in samplers):
-        logits = guided(logits, samplers)
-        restrict(logits, samplers)
-        add_biases(logits, samplers)
-        penalize(logits, samplers)
+        logits = _changed(logits, samplers)
     drawing = drawing or PYTORCH
     rows = [row for row, sampler in enumerate(samplers) if not sampler.is_greedy]
     if not rows:
@@ -70,6 +67,41 @@ def sample(logits: Tensor, samplers: Sequence[Sampler], drawing: Drawing | None 
     tokens = only_finite(logits, drawing.greedy(logits))
     tokens[chosen] = drawn_S
     return tokens
+
+
+def scored(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
+    """Return the logits whose log-probabilities each row's request asks for, [R, V].
+
+    They are the raw ones, or those that `sample` draws from, with -inf for what cannot be drawn; a
+    greedy row has its masks, biases and penalties then, and no filter.
+    """
+    rows = [
+        row for row, one in enumerate(samplers) if one.params.logprobs_mode == "processed_logprobs"
+    ]
+    if not rows:
+        return logits
+    every_row = len(rows) == len(samplers)
+    chosen = uploaded_list(rows, torch.int64, logits.device)
+    own = [samplers[row] for row in rows]
+    changed = _changed(logits if every_row else logits[chosen], own)
+    drawn = [row for row, one in enumerate(own) if not one.is_greedy]
+    if drawn:
+        places = uploaded_list(drawn, torch.int64, logits.device)
+        changed[places] = filtered(changed[places], [own[row].params for row in drawn])
+    if every_row:
+        return changed
+    found = logits.to(torch.float32, copy=True)
+    found[chosen] = changed
+    return found
+
+
+def _changed(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
+    """Return a copy of logits in fp32, with the masks, biases and penalties of their rows."""
+    logits = guided(logits, samplers)
+    restrict(logits, samplers)
+    add_biases(logits, samplers)
+    penalize(logits, samplers)
+    return logits
 
 
 def only_finite(logits: Tensor, tokens: Tensor) -> Tensor:

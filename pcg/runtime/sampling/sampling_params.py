@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 from pcg.errors import GenerationError
 from pcg.keywords import check_names
@@ -30,6 +30,7 @@ MOST_BAD_TOKENS = 16_384
 """A text counts twice: it is not generated after a space, either."""
 MOST_ALLOWED_TOKENS = 2**18
 """As many as the largest vocabularies have."""
+LogprobsMode: TypeAlias = Literal["raw_logprobs", "processed_logprobs"]
 LONGEST_TEXT = 1_024
 """The most characters of a stop string or a bad word, and the most tokens of a bad word."""
 
@@ -57,6 +58,7 @@ class SamplingFields(TypedDict, total=False):
     skip_special_tokens: bool | list[bool]
     truncate_prompt_tokens: int | list[int | None] | None
     logprobs: int | list[int | None] | None
+    logprobs_mode: LogprobsMode | list[LogprobsMode]
     prompt_logprobs: int | list[int | None] | None
     echo: bool | list[bool]
     n: int
@@ -97,6 +99,8 @@ class SamplingParams:
             all.
         logprobs: return the log-probability of each generated token, and so many of the likeliest
             ones in its place; 0 for the token's alone, None for none. An engine's limits bound it.
+        logprobs_mode: `raw_logprobs`, as the model has them, or `processed_logprobs`, of the
+            distribution that the token was drawn from; the names are vLLM's.
         prompt_logprobs: return the same of each token of the prompt but the first.
         n: the number of continuations of the prompt, which is computed once. With a seed the i-th
             one samples with seed + i.
@@ -133,6 +137,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     logprobs: int | None = None
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     prompt_logprobs: int | None = None
     echo: bool = False
     n: int = 1
@@ -166,6 +171,11 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 require_int(name, getattr(self, name), 0, hint="; None returns none")
+        if self.logprobs_mode not in get_args(LogprobsMode):
+            raise GenerationError(
+                f"logprobs_mode={shown(self.logprobs_mode)}; use "
+                f"{' or '.join(get_args(LogprobsMode))}; logits are not returned"
+            )
         if self.truncate_prompt_tokens is not None:
             hint = "; None keeps the whole prompt"
             require_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, hint=hint)

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from pcg.runtime.requests.request import Completion, RequestFields
 from pcg.serve.errors import ApiError
 from pcg.serve.json_bytes import json_bytes
+from pcg.serve.openai.chat.response_format import ResponseFormat, content_schema
 from pcg.serve.openai.completion_events import CompletionEvents, Wanted
 from pcg.serve.openai.completion_texts import ChoiceText
 from pcg.serve.openai.event_stream import (
@@ -41,10 +42,12 @@ class CompletionBody(SamplingBody):
 
     model: str
     prompt: Prompts
+    add_special_tokens: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     echo: bool | None = None
     logprobs: Whole | None = None
     max_tokens: Whole | None = None
+    response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
     suffix: str | None = None
     user: str | None = None
@@ -80,6 +83,11 @@ class CompletionBody(SamplingBody):
             found["echo"] = self.echo
         if self.logprobs is not None:
             found["logprobs"] = self.logprobs
+        if self.add_special_tokens is not None:
+            found["add_special_tokens"] = self.add_special_tokens
+        schema = content_schema(self.response_format, self.guide())
+        if schema is not None:
+            found["guided_json"] = schema
         return found  # type: ignore[return-value]
 
 

@@ -22,6 +22,7 @@ from pcg.ir.program.program import Program
 from pcg.runtime.requests.request import Completion, Pooling, RequestFields
 from pcg.serve.errors import ApiError
 from pcg.serve.openai.event_stream import all_completions
+from pcg.serve.openai.sampling_fields import Truncation
 from pcg.serve.openai.wire import Prompts, WireModel
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
@@ -35,7 +36,8 @@ Encoding = Literal["float", "base64"]
 class EmbeddingsBody(WireModel):
     """Prompts to embed; `user` has no effect.
 
-    `pooling`, `normalize`, `truncate_prompt_tokens` and `priority` are not OpenAI's.
+    `add_special_tokens`, `pooling`, `normalize`, `truncate_prompt_tokens` and `priority` are not
+    OpenAI's.
     """
 
     input: Prompts
@@ -44,16 +46,18 @@ class EmbeddingsBody(WireModel):
     encoding_format: Encoding | None = None
     user: str | None = None
 
+    add_special_tokens: bool | None = None
     normalize: bool | None = None
     pooling: Pooling | None = None
     priority: int | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    truncate_prompt_tokens: Truncation | None = None
 
     def fields(self) -> RequestFields:
         """Return the fields of the engine's requests."""
         found: RequestFields = {
             "pooling": self.pooling or "last",
             "normalize": self.normalize is not False,
+            "add_special_tokens": self.add_special_tokens is not False,
         }
         if self.priority is not None:
             found["priority"] = self.priority

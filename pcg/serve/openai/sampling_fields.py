@@ -5,7 +5,7 @@ OpenAI's fields first, then vLLM's. A field that is null is as if it were left o
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import Request
 from pydantic import Field
@@ -42,6 +42,8 @@ _SLOS = {"ttft_slo_ms": "x-slo-ttft-ms", "tpot_slo_ms": "x-slo-tpot-ms"}
 """Fields of SLOs, and the headers that say the same, as llm-d's router sends them."""
 
 Whole = Annotated[int, Field(ge=0)]
+Truncation = Literal[-1] | Annotated[int, Field(ge=1)]
+"""How many of a prompt's tokens are kept; -1 keeps as many as the model has room for."""
 
 
 class SamplingBody(GuidedFields):
@@ -73,7 +75,7 @@ class SamplingBody(GuidedFields):
     skip_special_tokens: bool | None = None
     stop_token_ids: list[int] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    truncate_prompt_tokens: Truncation | None = None
 
     ttft_slo_ms: Annotated[float, Field(gt=0)] | None = None
     tpot_slo_ms: Annotated[float, Field(gt=0)] | None = None

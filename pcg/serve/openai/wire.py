@@ -74,9 +74,14 @@ def _whole(value: Any, depth: int) -> Any:
     """
     if type(value) is float:
         return int(value) if value.is_integer() else value
-    if depth and type(value) is list and any(type(one) in (float, list) for one in value):
+    if depth and type(value) is list and not _kinds(value).isdisjoint((float, list)):
         return [_whole(one, depth - 1) for one in value]
     return value
+
+
+def _kinds(values: list[Any]) -> set[type]:
+    """Return the types of a list's entries, of which there may be millions."""
+    return set(map(type, values))
 
 
 class StreamOptions(WireModel):
@@ -97,13 +102,13 @@ def _prompts(value: Any) -> list[str | list[int]]:
         return [value]
     if len(value) > MOST_PROMPTS:
         raise ValueError(f"{len(value)} prompts; use at most {MOST_PROMPTS}")
-    if not (all(isinstance(one, str) for one in value) or all(_are_ids(one) for one in value)):
+    if _kinds(value) != {str} and not all(map(_are_ids, value)):
         raise ValueError("use a text, texts, token ids, or lists of token ids")
     return value
 
 
 def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+    return isinstance(value, list) and _kinds(value) == {int}
 
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}

@@ -58,15 +58,17 @@ function percentile(bounds, counts, percent) {
 
 // ------------------------------------------------------------------------------- what is shown
 
+// A key that may not see what other tenants do gets no numbers of the whole engine.
 function showNumbers(now, before) {
+  if (!now.engine) return;
   const rate = (field) => before && now.time_s > before.time_s
-    ? Math.max(0, now.tokens[field] - before.tokens[field]) / (now.time_s - before.time_s) : 0;
-  const used = now.pages - now.free_pages;
+    ? Math.max(0, now.engine.tokens[field] - before.engine.tokens[field]) / (now.time_s - before.time_s) : 0;
+  const { requests, pages } = now.engine, used = pages - now.engine.free_pages;
   const entries = [
-    [whole.format(now.requests.running), "requests run", `${whole.format(now.requests.waiting)} wait`],
+    [whole.format(requests.running), "requests run", `${whole.format(requests.waiting)} wait`],
     [whole.format(rate("generated")), "tokens a second", `${whole.format(rate("prompts"))} read of prompts`],
     [whole.format(rate("trained")), "trained tokens a second", counted(now.jobs.filter((job) => job.is_active).length, "job")],
-    [share(used, now.pages), "of the pages in use", counted(now.pages, "page")],
+    [share(used, pages), "of the pages in use", counted(pages, "page")],
   ];
   $("numbers").replaceChildren(...entries.map(([number, name, aside]) => make("li", {},
     make("strong", {}, number), make("span", {}, name), make("span", { class: "aside" }, aside))));
@@ -76,10 +78,11 @@ function showChart() {
   const lines = { generated: [], prompts: [], trained: [] };
   const last = history.length ? history[history.length - 1].time_s : 0;
   let most = 1;
-  for (let place = 1; place < history.length; place += 1) {
-    const [before, now] = [history[place - 1], history[place]];
+  const known = history.filter((one) => one.engine);
+  for (let place = 1; place < known.length; place += 1) {
+    const [before, now] = [known[place - 1], known[place]];
     for (const [name, points] of Object.entries(lines)) {
-      const rate = Math.max(0, now.tokens[name] - before.tokens[name]) / Math.max(0.05, now.time_s - before.time_s);
+      const rate = Math.max(0, now.engine.tokens[name] - before.engine.tokens[name]) / Math.max(0.05, now.time_s - before.time_s);
       points.push([720 * (1 - (last - now.time_s) / KEPT), rate]);
       most = Math.max(most, rate);
     }
@@ -97,12 +100,13 @@ function showChart() {
 }
 
 function showLatencies(now) {
-  const recent = history.find((one) => now.time_s - one.time_s <= RECENT) || now;
+  if (!now.engine) return;
+  const recent = history.find((one) => one.engine && now.time_s - one.time_s <= RECENT) || now;
   const names = { ttft: "to the first token", itl: "between two tokens", e2el: "whole request" };
   let count = 0;
   fill("latencies", Object.entries(names).map(([name, words]) => {
-    const { bounds, counts, promised_s: promised, requests, kept } = now.latencies[name];
-    const since = recent === now ? counts.map(() => 0) : recent.latencies[name].counts;
+    const { bounds, counts, promised_s: promised, requests, kept } = now.engine.latencies[name];
+    const since = recent === now ? counts.map(() => 0) : recent.engine.latencies[name].counts;
     const fresh = counts.map((number, place) => number - since[place]);
     if (name === "e2el") count = fresh.reduce((sum, number) => sum + number, 0);
     const found = [50, 90, 99].map((percent) => percentile(bounds, fresh, percent));
@@ -202,6 +206,7 @@ async function refresh() {
     history = [...history.filter((one) => now.time_s - one.time_s < KEPT), now];
     $("enter").hidden = true;
     for (const part of document.querySelectorAll(".live")) part.hidden = false;
+    for (const part of document.querySelectorAll(".engine")) part.hidden = !now.engine;
     showServer(now);
     showNumbers(now, before);
     showChart();

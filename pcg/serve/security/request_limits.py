@@ -1,7 +1,7 @@
-"""Bounds of what a key may have in the server: requests at once, and the bytes of their bodies.
+"""Bounds of what is in the server: the requests of a key, and the bytes of a tenant's bodies.
 
 Bytes are counted as they come, whatever a header says. What is beyond is refused before it is read:
-a 413 for one body, a 429 for what a key has in all. How much waits in the engine is the engine's to
+a 413 for one body, a 429 for what there is in all. How much waits in the engine is the engine's to
 bound (`pcg.runtime.admission.backlog`).
 """
 
@@ -16,11 +16,11 @@ from pcg.serve.errors import ApiError
 from pcg.serve.options import ServeOptions
 
 _BODIES = 8
-"""The bodies of the largest size that a key may have in the server at once, by their bytes."""
+"""The bodies of the largest size that a tenant may have in the server at once, by their bytes."""
 
 
 class RequestLimits:
-    """ASGI middleware behind the authentication, which bounds each key's requests and bodies."""
+    """ASGI middleware behind the authentication, which bounds requests and bodies."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
         self.app = app
@@ -33,18 +33,18 @@ class RequestLimits:
             await self.app(scope, receive, send)
             return
         caller = scope["state"].get("caller")
-        key = "" if caller is None else caller.key
+        key, tenant = ("", "") if caller is None else (caller.key, caller.tenant)
         refusal = self._refusal(key, scope)
         if refusal is not None:
             await refusal.response()(scope, receive, send)
             return
-        body = _Body(self, key, receive)
+        body = _Body(self, tenant, receive)
         self._requests[key] += 1
         try:
             await self.app(scope, body.receive, send)
         finally:
             _less(self._requests, key, 1)
-            _less(self._bytes, key, body.size_bytes)
+            _less(self._bytes, tenant, body.size_bytes)
 
     def _refusal(self, key: str, scope: Scope) -> ApiError | None:
         said = dict(scope["headers"]).get(b"content-length", b"0")
@@ -67,22 +67,22 @@ class RequestLimits:
             headers={"connection": "close"},
         )
 
-    def take(self, key: str, size_bytes: int, body_bytes: int) -> None:
-        """Count a part of a body of a key.
+    def take(self, tenant: str, size_bytes: int, body_bytes: int) -> None:
+        """Count a part of a body of a tenant.
 
         Args:
             body_bytes: the bytes of the body so far, with this part.
         Raises:
-            ApiError: it is more than a body or a key may have.
+            ApiError: it is more than a body or a tenant may have.
         """
-        self._bytes[key] += size_bytes
+        self._bytes[tenant] += size_bytes
         most = self._options.max_body_bytes
         if body_bytes > most:
             raise self._too_large()
-        if self._bytes[key] > _BODIES * most:
+        if self._bytes[tenant] > _BODIES * most:
             raise ApiError(
                 429,
-                f"The bodies of this key's requests have more than {_BODIES * most} bytes "
+                f"The bodies of your requests have more than {_BODIES * most} bytes "
                 "together; ask again later.",
                 code="too_many_bytes",
                 headers={"connection": "close"},
@@ -103,10 +103,10 @@ def _less(counts: Counter[str], key: str, count: int) -> None:
 class _Body:
     """A body that is counted while it comes."""
 
-    def __init__(self, limits: RequestLimits, key: str, receive: Receive) -> None:
+    def __init__(self, limits: RequestLimits, tenant: str, receive: Receive) -> None:
         self.size_bytes = 0
         self._limits = limits
-        self._key = key
+        self._tenant = tenant
         self._receive = receive
         self._is_whole = False
 
@@ -124,5 +124,5 @@ class _Body:
         part = len(message.get("body", b""))
         self.size_bytes += part
         self._is_whole = not message.get("more_body", False)
-        self._limits.take(self._key, part, self.size_bytes)
+        self._limits.take(self._tenant, part, self.size_bytes)
         return message

@@ -15,10 +15,16 @@ from pcg.compiler import compile_program
 from pcg.errors import UnsupportedError
 from pcg.ir.program.folder import save_program
 from pcg.kernels.native import sgmv
+from pcg.kernels.torch.products import has_onednn
 from pcg.options import CompileOptions
+from pcg.runtime.adapters.ragged_tables import RaggedTables
+from pcg.runtime.adapters.stacked_weights import _StackedLora
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
+from tests.support.interpreter import bf16
 from tests.support.lora_pair import lora_pair, small_llama
+
+bf16.install()
 
 pytestmark = pytest.mark.skipif(
     not sgmv.is_native(torch.device("cpu"), torch.float32), reason="there is no C++ compiler"
@@ -100,12 +106,75 @@ def test_a_step_trains_what_is_not_rounded() -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("copies", [None, "float32"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_over_bfloat16_adapters_are_served_as_well_as_pefts(
+    backend: str, copies: str | None
+) -> None:
+    """Against peft in fp64, ours are no further off than peft's own in bf16 with fp32 adapters."""
+    base = small_llama(torch.bfloat16, positions=256)
+    exact = small_llama(torch.float64, positions=256)
+    exact.load_state_dict(base.state_dict())
+    recipes = RECIPES | {"dora": {**RECIPES["all"], "use_dora": True}}
+    options = {"backend": backend, "adapter_copies": copies, "device": "cpu", "verify": False}
+    executor, peft = lora_pair(recipes, base, **options)
+    _, oracle = lora_pair(recipes, exact, device="cpu", verify=False)
+    oracle.load_state_dict(peft.state_dict())
+    names = list(recipes)
+    torch.manual_seed(1)
+    prompts = [torch.randint(1, 96, (length,)).tolist() for length in (1, 40, 80)]
+    ours = executor.logits(prompts, names)
+    assert copied_dtypes(executor) == {torch.float32 if copies else expected_copies(backend)}
+    for prompt, name, found in zip(prompts, names, ours, strict=True):
+        ids = torch.tensor([prompt])
+        for one in (peft, oracle):
+            one.set_adapter(name)
+        with torch.inference_mode():
+            theirs, right = peft(input_ids=ids).logits[0], oracle(input_ids=ids).logits[0]
+        errors = [(one.double() - right).norm() / right.norm() for one in (found, theirs)]
+        assert errors[0] < max(1.2 * errors[1], 2**-7)
+
+
+def expected_copies(backend: str) -> torch.dtype:
+    is_fast = backend == "triton" or has_onednn(torch.bfloat16)
+    return torch.bfloat16 if is_fast else torch.float32
+
+
+def copied_dtypes(executor: Executor) -> set[torch.dtype]:
+    """The dtypes of the copies of LoRA that the last batch was served from."""
+    tables = executor.serving.tables
+    if isinstance(tables, RaggedTables):
+        assert tables.lora is not None
+        return {tables.lora._allocator.memory.dtype}
+    stacks = [one for slots in tables._by_width.values() for one in slots._stacks]
+    loras = [lora for one in stacks for lora in one.values() if isinstance(lora, _StackedLora)]
+    found = {lora._a.dtype for lora in loras if lora._a is not None}
+    assert found
+    return found
+
+
+def test_bottlenecks_are_served_in_the_bases_dtype() -> None:
+    """On Triton their matrices are rows beside LoRA's; their outputs differ by the rounding."""
+    base, recipe = small_llama(torch.bfloat16), {"peft_type": "BOTTLENECK", "bottleneck_size": 8}
+    found, pages = [], []
+    for copies in (None, "float32"):
+        executor = pcg.compile(base, backend="triton", adapter_copies=copies, device="cpu")
+        generator = torch.Generator().manual_seed(0)
+        for tensor in executor.add_adapter("a", recipe).tensors:
+            tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.3)
+        found.append(executor.logits([[3, 4, 5, 6]], ["a"])[0].double())
+        assert copied_dtypes(executor) == {torch.float32 if copies else torch.bfloat16}
+        pages.append(executor.serving.tables.pages_of(executor.adapters["a"], 256))
+    assert abs(2 * pages[0] - pages[1]) <= 4
+    change = found[1] - executor.logits([[3, 4, 5, 6]])[0].double()
+    assert (found[0] - found[1]).norm() < 0.05 * change.norm()
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"adapter_copies": "float16"}, "use 'bfloat16'"),
         ({"adapter_copies": True}, "use 'bfloat16'"),
-        ({"adapter_copies": "bfloat16", "backend": "triton"}, "backend='triton'"),
         ({"adapter_copies": "bfloat16", "tp": 2}, "tp=2"),
     ],
 )
@@ -117,8 +186,11 @@ def test_what_has_no_such_copies_is_refused(options: dict[str, Any], said: str) 
 def test_fp64_and_a_machine_without_a_compiler_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(UnsupportedError, match="float64"):
-        pcg.compile(model().double(), adapter_copies="bfloat16", device="cpu")
+    for copies in ("bfloat16", "float32"):
+        with pytest.raises(UnsupportedError, match="float64"):
+            pcg.compile(model().double(), adapter_copies=copies, device="cpu")
+    with pytest.raises(UnsupportedError, match=r"activations in torch\.float32"):
+        pcg.compile(model(), adapter_copies="bfloat16", backend="triton", device="cpu")
     monkeypatch.setenv("CXX", "")
     monkeypatch.setattr(sgmv, "_kernel", lambda: None)
     with pytest.raises(UnsupportedError, match=r"needs the native kernel: .*CXX is empty"):

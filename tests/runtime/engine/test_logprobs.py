@@ -11,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 
 import pcg.compiler as compiler
 from pcg.errors import GenerationError
@@ -306,3 +307,77 @@ def test_a_prompt_that_is_echoed_becomes_text_once(
     text = plain(executor.tokenizer, prompt)
     assert all(one.text.startswith(text) for one in done)
     assert decoded.count(prompt) == 1
+
+
+WARPED: list[dict[str, Any]] = [
+    {"temperature": 0.7, "top_k": 7},
+    {"temperature": 1.5, "top_p": 0.8, "repetition_penalty": 1.3},
+    {"temperature": 0.4, "min_p": 0.05, "logit_bias": {5: 2.0, 9: -3.0}},
+    {"temperature": 0.0, "repetition_penalty": 1.5},
+    {"temperature": 1.0},
+]
+
+
+def warped(logits: torch.Tensor, ids: list[int], fields: dict[str, Any]) -> torch.Tensor:
+    """The log-probabilities that transformers draws from after some tokens, [vocabulary]."""
+    steps = transformers.LogitsProcessorList()
+    scores = logits[None].clone()
+    for token, bias in fields.get("logit_bias", {}).items():
+        scores[0, token] += bias
+    if "repetition_penalty" in fields:
+        penalty = fields["repetition_penalty"]
+        steps.append(transformers.RepetitionPenaltyLogitsProcessor(penalty))
+    if fields["temperature"]:
+        steps.append(transformers.TemperatureLogitsWarper(fields["temperature"]))
+    for name, warper in (
+        ("top_k", transformers.TopKLogitsWarper),
+        ("top_p", transformers.TopPLogitsWarper),
+        ("min_p", transformers.MinPLogitsWarper),
+    ):
+        if name in fields:
+            steps.append(warper(fields[name]))
+    return steps(torch.tensor([ids]), scores)[0].log_softmax(-1)
+
+
+def test_processed_ones_are_of_what_tokens_are_drawn_from() -> None:
+    """In one batch with requests that want the model's own, in one step and in several."""
+    executor, wrapped = mixed()
+    names, asked = [f"a{i}" for i in range(6)], prompts(LENGTHS[:6])
+    fields = [*WARPED, {"temperature": 0.7, "top_k": 7}]
+    modes = ["processed_logprobs"] * 5 + ["raw_logprobs"]
+    given = [
+        executor.request(
+            prompt, name, seed=7, max_new_tokens=5, ignore_eos=True, logprobs=20,
+            logprobs_mode=mode, **one,
+        )
+        for prompt, name, one, mode in zip(asked, names, fields, modes, strict=True)
+    ]  # fmt: skip
+    with make_engine(executor, 64, Limits(running=6)).start() as engine:
+        streams = [engine.submit_request(request) for request in given]
+        done = [stream.wait(60) for stream in streams]
+    for name, prompt, one, found in zip(names[:5], asked, WARPED, done, strict=False):
+        assert found.logprobs is not None
+        ids = [*prompt, *found.token_ids]
+        logits = oracle.logits(wrapped[name], ids)
+        for place, at in enumerate(found.logprobs, len(prompt)):
+            expected = warped(logits[place - 1], ids[:place], one)
+            assert abs(at.logprob - float(expected[ids[place]])) < TOLERANCE
+            values = torch.tensor([value for _, value in at.top])
+            torch.testing.assert_close(values, expected.topk(20).values, rtol=0, atol=TOLERANCE)
+            assert at.logprob > -math.inf
+    assert min(value for _, value in done[0].logprobs[0].top) == -math.inf  # beyond top_k=7
+    check(wrapped["a5"], asked[5], done[5], 20)
+    (again,) = executor.generate(
+        asked[:1], names[:1], seed=7, max_new_tokens=5, ignore_eos=True, logprobs=20,
+        logprobs_mode="processed_logprobs", **WARPED[0],
+    )  # fmt: skip
+    assert again.token_ids == done[0].token_ids
+    assert again.logprobs is not None
+    for one, other in zip(again.logprobs, done[0].logprobs, strict=True):
+        assert abs(one.logprob - other.logprob) < TOLERANCE
+
+
+def test_modes_that_are_none_are_refused() -> None:
+    for mode in ("raw_logits", "processed", None, 3):
+        with pytest.raises(GenerationError, match="use raw_logprobs or processed_logprobs"):
+            shared().request([1, 2], None, logprobs=1, logprobs_mode=mode)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 import transformers
 
 from pcg.serve.service import Service
-from tests.support import oracle, serving
+from tests.support import oracle, serving, toy_tokenizers
+from tests.support.text_model import save_text_model
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +157,23 @@ def test_logprobs_of_outputs(service: Service, oracles: dict[str, Any]) -> None:
     assert [number for piece in pieces for number in piece] == found["token_logprobs"]
 
 
+def test_logprobs_of_what_was_drawn_from(oracles: dict[str, Any]) -> None:
+    """As trainers ask vLLM's --logprobs-mode for."""
+    asked = {
+        "prompt": IDS[0], "max_tokens": 5, "ignore_eos": True, "temperature": 1.3, "top_k": 2,
+        "seed": 2, "logprobs": 5, "return_token_ids": True, "return_tokens_as_token_ids": True,
+    }  # fmt: skip
+    with serving.service_of(logprobs_mode="processed_logprobs") as service:
+        (choice,) = ask(service, asked)["choices"]
+    tokens = choice["token_ids"]
+    rows = oracle.logits(oracles[serving.MODEL], IDS[0] + tokens)[5:-1] / 1.3
+    for token, row, found in zip(tokens, rows, choice["logprobs"]["top_logprobs"], strict=True):
+        kept = row.topk(2)
+        values = dict(zip(kept.indices.tolist(), kept.values.log_softmax(-1).tolist(), strict=True))
+        assert abs(found[f"token_id:{token}"] - values[token]) < 1e-4
+        assert sorted(found.values())[:3] == [-9999.0] * 3  # as vLLM writes what cannot come
+
+
 def test_texts_of_tokens_stand_at_their_places(service: Service) -> None:
     text = "the quick brown fox jumps"
     body = {"prompt": text, "echo": True, "logprobs": 0, "max_tokens": 8, "ignore_eos": True}
@@ -214,6 +233,48 @@ def test_fields_reach_the_engine(service: Service) -> None:
     assert reply["system_fingerprint"] == "lora-1@2"  # made, and then changed in place
 
 
+def test_a_prompt_gets_what_there_is_room_for_beside_the_output(service: Service) -> None:
+    ids = [5 + i % 300 for i in range(400)]
+    greedy = {"temperature": 0, "ignore_eos": True, "max_tokens": 6}
+    cut = ask(service, {**greedy, "prompt": ids, "truncate_prompt_tokens": -1})
+    assert cut["usage"]["prompt_tokens"] == 128 - 6
+    assert cut["choices"] == ask(service, {**greedy, "prompt": ids[-122:]})["choices"]
+    short = ask(service, {**greedy, "prompt": ids[:9], "truncate_prompt_tokens": -1})
+    assert short["usage"]["prompt_tokens"] == 9
+
+
+def test_a_response_format_is_a_guide(service: Service) -> None:
+    schema = {"type": "object", "properties": {"kind": {"enum": ["dog", "fox"]}}}
+    schema = {**schema, "required": ["kind"], "additionalProperties": False}
+    given = {"type": "json_schema", "json_schema": {"name": "animal", "schema": schema}}
+    body = {"prompt": "{", "max_tokens": 60, "temperature": 0, "logit_bias": no_spaces(service)}
+    (choice,) = ask(service, {**body, "response_format": given})["choices"]
+    assert json.loads(choice["text"])["kind"] in ("dog", "fox")
+    guided = ask(service, {**body, "structured_outputs": {"json": schema}})["choices"]
+    assert guided == [choice]
+
+
+def no_spaces(service: Service) -> dict[str, int]:
+    """Biases without white space, which JSON could go on with for ever."""
+    tokenizer = service.executor.tokenizer
+    assert tokenizer is not None
+    texts = ((index, tokenizer.decode([index])) for index in range(tokenizer.vocab_size))
+    return {str(index): -100 for index, text in texts if text.isspace()}
+
+
+def test_a_prompt_that_has_its_special_tokens_gets_no_further_ones(tmp_path: Path) -> None:
+    model = save_text_model(tmp_path)
+    toy_tokenizers.byte_level(add_bos=True).save(str(model / "tokenizer.json"))
+    oracles = transformers.PreTrainedTokenizerFast.from_pretrained(model)
+    text = "<|endoftext|>Hello, how"
+    with serving.service_of(serving.make_executor(adapters=0, directory=model)) as service:
+        for given in (None, True, False):
+            body = {"prompt": text, "add_special_tokens": given, "return_token_ids": True}
+            (choice,) = ask(service, {**body, "max_tokens": 1})["choices"]
+            wanted = oracles.encode(text, add_special_tokens=given is not False)
+            assert choice["prompt_token_ids"] == wanted
+
+
 @pytest.mark.parametrize(
     ("body", "param", "text"),
     [
@@ -247,6 +308,14 @@ def test_fields_reach_the_engine(service: Service) -> None:
         ({"structured_outputs": {}}, "structured_outputs", "no constraint"),
         ({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "guided_regex", "together"),
         ({"tpot_slo_ms": 0}, "tpot_slo_ms", "greater than 0"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", ""),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", ""),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 200}, "max_tokens", "is 128 tokens"),
+        (
+            {"response_format": {"type": "json_object"}, "guided_regex": "b"},
+            "response_format",
+            "together",
+        ),
         ({"request_id": "x" * 129}, "request_id", "128"),
     ],
 )

@@ -98,6 +98,12 @@ def test_a_long_prompt_is_cut_to_its_last_tokens(client: openai.OpenAI, states: 
     wanted = unit(states(serving.MODEL, ids[-3:])[-1])
     torch.testing.assert_close(torch.tensor(reply.data[0].embedding), wanted)
     assert reply.usage.prompt_tokens == 3
+    ids = [5 + i % 300 for i in range(400)]
+    extra = {"truncate_prompt_tokens": -1}  # as many as the model takes
+    reply = client.embeddings.create(model=serving.MODEL, input=ids, extra_body=extra)
+    wanted = unit(states(serving.MODEL, ids[-128:])[-1])
+    torch.testing.assert_close(torch.tensor(reply.data[0].embedding), wanted)
+    assert reply.usage.prompt_tokens == 128
 
 
 def test_base64_is_the_bytes_of_the_same_numbers(server: serving.Served) -> None:

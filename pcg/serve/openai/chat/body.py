@@ -76,14 +76,7 @@ class ChatBody(SamplingBody, ChatFieldsWithoutEffect):
             fields["max_new_tokens"] = most
         if self.logprobs:
             fields["logprobs"] = self.top_logprobs or 0
-        content = content_schema(self.response_format)
-        guides = [name for name in fields if name.startswith("guided_")]
-        if content is not None and guides:
-            raise ApiError(
-                400,
-                "response_format and structured_outputs cannot be given together; give one",
-                param="response_format",
-            )
+        content = content_schema(self.response_format, self.guide())
         tools = AskedTools(
             self.tools or [], self.tool_choice, self.parallel_tool_calls is not False, content
         )

@@ -70,9 +70,9 @@ async def submit_chat(
         if content is not None:
             fields["guided_json"] = content
     if "max_new_tokens" not in fields:
-        kept = fields.get("truncate_prompt_tokens")
-        length = len(prompt) if not isinstance(kept, int) else min(len(prompt), kept)
-        fields["max_new_tokens"] = _left(service, model, length)
+        room, kept = service.room(model), fields.get("truncate_prompt_tokens")
+        length = min(len(prompt), kept if isinstance(kept, int) and kept > 0 else room)
+        fields["max_new_tokens"] = max(1, room - length)
     with explained(use):
         (submitted,) = await service.submit(caller, model, [prompt], fields, reply_id)
     return submitted, use
@@ -109,12 +109,3 @@ def prepared(service: Service, chat: Chat) -> tuple[list[int], ToolUse]:
     bound = service.max_model_len
     request = ChatRequest(messages, use.shown, max_model_len=bound, **chat.template)
     return prompt_of(support.tokenizer, request), use
-
-
-def _left(service: Service, model: ServedModel, prompt_tokens: int) -> int:
-    """Return how many tokens fit behind a prompt."""
-    virtual = 0 if model.adapter is None else model.adapter.prompt_tokens
-    bounds = [service.engine.most_tokens(model.adapter)]
-    if service.max_model_len is not None:
-        bounds.append(service.max_model_len)
-    return max(1, min(bounds) - virtual - prompt_tokens)

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
+from pcg.runtime.requests.request import RequestFields
+from pcg.serve.errors import ApiError
 from pcg.serve.openai.chat.schemas import bare
 from pcg.serve.openai.wire import WireModel
 
@@ -43,8 +45,28 @@ ResponseFormat: TypeAlias = Annotated[
 ]
 
 
-def content_schema(given: ResponseFormat | None) -> dict[str, Any] | None:
-    """Return the JSON schema of an output's content; None for any text."""
+def content_schema(
+    given: ResponseFormat | None, guide: RequestFields, param: str = "response_format"
+) -> dict[str, Any] | None:
+    """Return the JSON schema of an output's content; None for any text.
+
+    Args:
+        guide: what else of the request constrains the output.
+        param: the field that the format is given in.
+    Raises:
+        ApiError: both are given, or the schema is nested too deeply.
+    """
+    found = _schema(given)
+    if found is not None and guide:
+        raise ApiError(
+            400,
+            f"{param} and structured_outputs cannot be given together; give one",
+            param=param,
+        )
+    return found
+
+
+def _schema(given: ResponseFormat | None) -> dict[str, Any] | None:
     match given:
         case JsonSchemaFormat() if given.json_schema.schema_ is not None:
             found: dict[str, Any] = bare(given.json_schema.schema_, "response_format")

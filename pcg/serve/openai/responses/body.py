@@ -175,13 +175,8 @@ class ResponseBody(SamplingBody, ResponseFieldsWithoutEffect):
     def asked_tools(self) -> AskedTools:
         """Return the tools, as chats have them."""
         tools = [tool.tool() for tool in self.tools or []]
-        content = content_schema(self.text.response_format() if self.text is not None else None)
-        if content is not None and self.guide():
-            raise ApiError(
-                400,
-                "text.format and structured_outputs cannot be given together; give one",
-                param="text.format",
-            )
+        given = None if self.text is None else self.text.response_format()
+        content = content_schema(given, self.guide(), "text.format")
         return AskedTools(tools, self._choice(), self.parallel_tool_calls is not False, content)
 
     def _choice(self) -> ToolChoice | None:
