@@ -63,15 +63,19 @@ class DeviceWeights:
         transposed: bool = False,
         device: Any = "cpu",
         ranges: Sequence[tuple[int, int]] | None = None,
+        out: Any = None,
     ) -> Any:
-        """A tensor, or a part of it: normal matrices, and ones."""
+        """A tensor, or a part of it, in `out` if it is given: normal matrices, and ones."""
         import torch
 
         if ranges is not None:
             shape = [stop - start for start, stop in ranges]
-        if len(shape) < 2:
-            return torch.ones(*shape, dtype=dtype, device=device)
-        return torch.randn(*shape, dtype=dtype, device=device).mul_(0.02)
+        if out is None:
+            out = torch.empty(*shape, dtype=dtype, device=device)
+        return out.fill_(1.0) if len(shape) < 2 else out.normal_(0, 0.02)
+
+    def shared(self, name: str, *place: object) -> None:
+        """None: no tensor is there before it is made."""
 
 
 def executor_of(bench: Bench, peft: object = None, **options: Any) -> Any:

@@ -94,9 +94,10 @@ class RaggedTables(PaddedTables):
             return super().pages_of(adapter, page_bytes)
         element_bytes = self.lora.element_bytes
         shapes = self.lora.shapes(adapter)
-        in_rows = sum(rows * size for rows, size in shapes) * element_bytes
+        in_rows = sum(rows * size for rows, size in shapes)
         # Over ranks each holds about its share of the weights that are not rows.
-        others = max(adapter.size_bytes // self._stacker.ranks.size - in_rows, 0)
+        own_bytes = max((tensor.itemsize for tensor in adapter.tensors), default=0)
+        others = max(adapter.size_bytes // self._stacker.ranks.size - in_rows * own_bytes, 0)
         return pages_of_rows(shapes, page_bytes // element_bytes) + -(-others // page_bytes)
 
     def _sites_of(self, graph: Graph) -> GraphSites:

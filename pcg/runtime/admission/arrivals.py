@@ -7,7 +7,6 @@ those of a flood stand before nobody else's.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Generic, TypeVar
 
 from pcg.errors import QueueFullError
@@ -27,8 +26,8 @@ class Arrivals(Generic[Call]):
     def __init__(self, backlog: Backlog) -> None:
         self._backlog = backlog
         self._all = 0
-        self._counts: Counter[str] = Counter()
-        self._held: dict[str, dict[Stream, Call]] = {}
+        # Those of a tenant in the order in which they came, with None once they were sent.
+        self._coming: dict[str, dict[Stream, Call | None]] = {}
 
     def __len__(self) -> int:
         return self._all
@@ -41,7 +40,7 @@ class Arrivals(Generic[Call]):
         """
         limits = self._backlog.limits
         most = limits.tenant_requests if tenant else limits.requests
-        there = self._counts[tenant] + self._backlog.requests_of(tenant)
+        there = len(self._coming.get(tenant, ())) + self._backlog.requests_of(tenant)
         if most is None or there < most:
             return None
         return QueueFullError(
@@ -51,41 +50,33 @@ class Arrivals(Generic[Call]):
 
     def add(self, tenant: str, stream: Stream, call: Call) -> bool:
         """Count a request; returns True if it may be sent now, and otherwise holds it back."""
+        coming = self._coming.setdefault(tenant, {})
+        is_sent = not tenant or len(coming) < _AT_ONCE
+        coming[stream] = None if is_sent else call
         self._all += 1
-        self._counts[tenant] += 1
-        if not tenant or self._counts[tenant] <= _AT_ONCE:
-            return True
-        self._held.setdefault(tenant, {})[stream] = call
-        return False
+        return is_sent
 
-    def taken(self, tenant: str) -> Call | None:
+    def taken(self, tenant: str, stream: Stream) -> Call | None:
         """Note that the engine has one; returns the next one that may be sent, if any."""
+        coming = self._coming[tenant]
+        del coming[stream]
         self._all -= 1
-        self._counts[tenant] -= 1
-        if not self._counts[tenant]:
-            del self._counts[tenant]
-        held = self._held.get(tenant)
-        return None if not held else self._release(tenant, next(iter(held)))
-
-    def release(self, wanted: Stream | str) -> Call | None:
-        """Return one that is held back, by its stream or its id, to be sent out of its turn."""
-        for tenant, held in self._held.items():
-            for stream in held:
-                if wanted in (stream, stream.request_id):
-                    return self._release(tenant, stream)
+        if not coming:
+            del self._coming[tenant]
+        for one, call in coming.items() if tenant else ():  # few were sent
+            if call is not None:
+                coming[one] = None
+                return call
         return None
 
-    def _release(self, tenant: str, stream: Stream) -> Call:
-        held = self._held[tenant]
-        call = held.pop(stream)
-        if not held:
-            del self._held[tenant]
-        return call
+    def find(self, request_id: str) -> Stream | None:
+        """Return the stream of a request that is on its way, by its id."""
+        streams = (stream for coming in self._coming.values() for stream in coming)
+        return next((one for one in streams if one.request_id == request_id), None)
 
     def clear(self) -> list[Stream]:
-        """Forget all of them; returns those that were held back."""
-        held = [stream for streams in self._held.values() for stream in streams]
+        """Forget all of them; returns those that were not sent."""
+        everyone = [pair for coming in self._coming.values() for pair in coming.items()]
         self._all = 0
-        self._counts.clear()
-        self._held.clear()
-        return held
+        self._coming.clear()
+        return [stream for stream, call in everyone if call is not None]

@@ -102,7 +102,10 @@ class StepThread(ABC):
         """End a request, from the next step on; nothing happens where there is none of that id."""
 
         def act() -> None:
-            self._begin_held(request_id)
+            with self._lock:
+                stream = self._arrivals.find(request_id)
+                if stream is not None:
+                    stream.is_cancelled = True
             self.engine.cancel(request_id)
 
         self.call(act)
@@ -155,11 +158,17 @@ class StepThread(ABC):
             raise error
 
     def _cancel(self, stream: Stream) -> None:
+        """End a request; one that has not begun ends when it begins, in its tenant's turn."""
+
         def act() -> None:
-            self._begin_held(stream)
-            if not stream.is_over and stream.request_id is not None:
+            if not stream.is_over:
+                assert stream.request_id is not None
                 self.engine.cancel(stream.request_id)
 
+        with self._lock:
+            stream.is_cancelled = True
+            if not stream.has_begun:
+                return
         self.call(act)
 
     # ------------------------------------------------------------------------------- the thread
@@ -217,21 +226,18 @@ class StepThread(ABC):
         is_shared = self.engine.scheduler.policy.is_shared
         return min(_CALLS_S, _CALLS_SHARE * self._latest_step_s) if is_shared else _CALLS_S
 
-    def _begin_held(self, wanted: Stream | str) -> None:
-        """Begin a request that is held back, if it is, so that it can be cancelled."""
-        with self._lock:
-            held = self._arrivals.release(wanted)
-        if held is not None:
-            held.run()
-
     def _begin(self, request: Request, stream: Stream, submitted_s: float) -> None:
         with self._lock:
-            following = self._arrivals.taken(request.tenant)
+            following = self._arrivals.taken(request.tenant, stream)
             if following is not None:
                 self._calls.put(following)
         number = self.engine.submitted
         stream.request_id = self.engine.submit(request, submitted_s)
         self._streams[number] = stream
+        with self._lock:
+            stream.has_begun = True
+        if stream.is_cancelled:
+            self.engine.cancel(stream.request_id)
 
     def _step(self) -> None:
         began = self._step_began = time.monotonic()

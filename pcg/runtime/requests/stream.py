@@ -59,6 +59,8 @@ class Stream:
 
     Attributes:
         request_id: the request's id; None until the engine has made one.
+        has_begun: True once the engine has the request.
+        is_cancelled: True once the request was to be cancelled, whether it has begun or not.
         is_over: True after the last chunk or an error, read or not.
         began_s, first_chunk_s, ended_s: when it was made, had its first chunk and its last, seconds
             of the monotonic clock; None before.
@@ -66,7 +68,7 @@ class Stream:
 
     def __init__(self, cancel: Callable[[Stream], None], request_id: str | None = None) -> None:
         self.request_id = request_id
-        self.is_over = False
+        self.has_begun = self.is_cancelled = self.is_over = False
         self.began_s = time.monotonic()
         self.first_chunk_s: float | None = None
         self.ended_s: float | None = None

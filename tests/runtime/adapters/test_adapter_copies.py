@@ -156,7 +156,7 @@ def copied_dtypes(executor: Executor) -> set[torch.dtype]:
 def test_bottlenecks_are_served_in_the_bases_dtype() -> None:
     """On Triton their matrices are rows beside LoRA's; their outputs differ by the rounding."""
     base, recipe = small_llama(torch.bfloat16), {"peft_type": "BOTTLENECK", "bottleneck_size": 8}
-    found = []
+    found, pages = [], []
     for copies in (None, "float32"):
         executor = pcg.compile(base, backend="triton", adapter_copies=copies, device="cpu")
         generator = torch.Generator().manual_seed(0)
@@ -164,6 +164,8 @@ def test_bottlenecks_are_served_in_the_bases_dtype() -> None:
             tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.3)
         found.append(executor.logits([[3, 4, 5, 6]], ["a"])[0].double())
         assert copied_dtypes(executor) == {torch.float32 if copies else torch.bfloat16}
+        pages.append(executor.serving.tables.pages_of(executor.adapters["a"], 256))
+    assert abs(2 * pages[0] - pages[1]) <= 4
     change = found[1] - executor.logits([[3, 4, 5, 6]])[0].double()
     assert (found[0] - found[1]).norm() < 0.05 * change.norm()
 

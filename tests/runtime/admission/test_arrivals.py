@@ -13,29 +13,35 @@ def make_stream(name: str | None = None) -> Stream:
 
 def test_few_of_a_tenant_are_sent_at_once_and_the_others_in_turn() -> None:
     arrivals: Arrivals[int] = Arrivals(Backlog(UNLIMITED))
-    sent = [turn for turn in range(20) if arrivals.add("flood", make_stream(), turn)]
+    flood = [make_stream() for _ in range(20)]
+    sent = [turn for turn, stream in enumerate(flood) if arrivals.add("flood", stream, turn)]
     assert sent == list(range(8))
     assert arrivals.add("modest", make_stream(), 20)
-    following = [arrivals.taken("flood") for _ in range(20)]
+    following = [arrivals.taken("flood", stream) for stream in flood]
     assert following == [*range(8, 20), *[None] * 8]
     assert len(arrivals) == 1
 
 
 def test_requests_without_a_tenant_keep_their_order() -> None:
     arrivals: Arrivals[int] = Arrivals(Backlog(UNLIMITED))
-    assert all(arrivals.add("", make_stream(), turn) for turn in range(100))
+    streams = [make_stream() for _ in range(100)]
+    assert all(arrivals.add("", stream, turn) for turn, stream in enumerate(streams))
+    assert [arrivals.taken("", stream) for stream in streams] == [None] * 100
 
 
-def test_one_that_is_held_back_is_found_by_its_stream_and_its_id() -> None:
+def test_one_that_is_on_its_way_is_found_by_its_id() -> None:
+    """Whether it was sent or is held back, until the engine has it."""
     arrivals: Arrivals[int] = Arrivals(Backlog(UNLIMITED))
     streams = [make_stream(f"r{turn}") for turn in range(12)]
     for turn, stream in enumerate(streams):
         arrivals.add("flood", stream, turn)
-    assert arrivals.release(streams[9]) == 9
-    assert arrivals.release("r11") == 11
-    # It was sent, or released, or is nobody's.
-    assert [arrivals.release(one) for one in (streams[0], streams[9], "r11", "r12")] == [None] * 4
-    assert arrivals.clear() == [streams[8], streams[10]]
+    assert arrivals.find("r11") is streams[11]
+    assert arrivals.find("r0") is streams[0]
+    assert arrivals.find("r12") is None
+    assert arrivals.taken("flood", streams[0]) == 8
+    assert arrivals.find("r0") is None
+    assert arrivals.clear() == streams[9:]
+    assert len(arrivals) == 0
 
 
 def test_what_is_on_its_way_counts_with_what_waits() -> None:

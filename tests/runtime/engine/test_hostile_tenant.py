@@ -92,7 +92,9 @@ def test_what_is_held_back_is_cancelled_drained_and_refused_like_the_others(
     with executor.engine(kv_cache_bytes=2**20).start() as running:
         release = hold(running)
         flood = [running.submit([1], request_id=f"h{turn}", **hostile) for turn in range(40)]
+        there = running._calls.qsize()
         flood[39].cancel()
+        assert running._calls.qsize() == there  # it ends in its turn, before nobody else's
         running.cancel("h38")
         drained = running.drain()
         release.set()

@@ -15,10 +15,13 @@ from safetensors.torch import save_model
 from torch import Tensor
 
 import pcg.compiler as compiler
+from pcg.errors import UnsupportedError
 from pcg.explain import explain as explaining
+from pcg.ir.program.folder import save_program
 from pcg.kernels.torch import rope
 from pcg.kernels.torch.products import has_onednn
 from pcg.kernels.triton.adapters import trained_rows
+from pcg.options import CompileOptions
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
@@ -26,7 +29,7 @@ from pcg.runtime.model.weights import Checkpoint
 from pcg.source import resolve
 from tests.support import oracle
 from tests.support.families import BY_NAME
-from tests.support.live_memory import LiveMemory
+from tests.support.live_memory import peak_of
 
 TIED = {**BY_NAME["llama3"].config(3), "tie_word_embeddings": True}
 IA3: dict[str, Any] = {"peft_type": "IA3", "target_modules": ["k_proj", "down_proj"]}
@@ -185,18 +188,28 @@ def test_programs_share_packed_weights(tmp_path: Path) -> None:
     assert getattr(after.layers[0], name).is_mkldnn == has_onednn(torch.float32)
 
 
-def test_a_load_makes_no_copy_on_the_way(tmp_path: Path) -> None:
-    config = {**CONFIGS["qwen2"], "intermediate_size": 256}
-    model = oracle.random_model(config, torch.float32)
-    model.save_pretrained(tmp_path)
+def test_a_load_makes_no_copy_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    oracle.random_model(CONFIGS["qwen2"], torch.float32).save_pretrained(tmp_path)
     explained = explaining.explain(str(tmp_path), None, dtype="float64").memory_bytes["weights"]
     program = compiler.compile_program(str(tmp_path), None, dtype="float64", backend="torch")
     weights = Checkpoint.open(resolve(str(tmp_path), weights=True), program.base_prefix)
-    with LiveMemory() as memory:
-        executor = compiler.make_executor(program, weights, None, None, "cpu")
+    load, in_place = weights.load, set()
+
+    def watched(*arguments: Any, **options: Any) -> Tensor:
+        loaded: list[Tensor] = []
+        peak = peak_of(lambda: loaded.append(load(*arguments, **options)))
+        out = arguments[6] if len(arguments) > 6 else options.get("out")
+        mapped = loaded[0].numel() * torch.float32.itemsize
+        if out is not None:
+            in_place.add(arguments[0].split(".")[-2])
+            assert loaded[0] is out
+        assert peak <= mapped + (loaded[0].nbytes if out is None else 0)
+        return loaded[0]
+
+    monkeypatch.setattr(weights, "load", watched)
+    executor = compiler.make_executor(program, weights, None, None, "cpu")
     assert executor.state.weight_store.size_bytes == explained
-    mapped = max(parameter.nbytes for parameter in model.parameters())
-    assert memory.peak_bytes <= explained + mapped
+    assert in_place == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
 
 
 @pytest.mark.parametrize(("dtype", "packs"), [("float64", True), ("float32", False)])
@@ -248,3 +261,14 @@ def test_memory_that_others_share_stays_theirs() -> None:
     compiler.compile(model, dtype="float64", device="cpu")
     after = [parameter.data_ptr() for parameter in attention.parameters() if parameter.dim() == 2]
     assert after == before
+
+
+def test_a_programs_folder_keeps_the_option(tmp_path: Path) -> None:
+    oracle.random_model(CONFIGS["qwen2"], torch.float32).save_pretrained(tmp_path / "model")
+    program = compiler.compile_program(str(tmp_path / "model"), None, packed_weights=False)
+    save_program(program, tmp_path / "program")
+    loaded = compiler.load(tmp_path / "program", tmp_path / "model", device="cpu")
+    held = vars(loaded.serving.runner.weights.epilogue).values()
+    assert not any(tensor.is_mkldnn for tensor in held)
+    with pytest.raises(UnsupportedError, match="use True or False"):
+        CompileOptions(packed_weights="no")  # type: ignore[arg-type]
