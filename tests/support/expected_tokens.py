@@ -1,8 +1,8 @@
 """Checks a completion against the logits of transformers and peft, run on its own tokens alone.
 
 The next token's distribution is made of their logits by transformers' own processors where it has
-them, and by plain formulas else; the token is then the likeliest, or the one at the request's random
-number. Where rounding could decide between two tokens, either is right.
+them, and by plain formulas else; the token is then the likeliest, or the one at the request's
+random number. Where rounding could decide between two tokens, either is right.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
 A program is made from a seed. Requests come between steps with features of all kinds, some are
 cancelled, adapters are replaced under those that run, and jobs publish versions of what is served.
-Each completion is compared with transformers' model and the version of the adapter that answered it,
+Each completion is compared with transformers' model and the version of the adapter that answered,
 as peft reads what pcg saved of that version when it was made.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import re
 import warnings
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import transformers
 
 import pcg.compiler as compiler
 from pcg.errors import GenerationError, PcgError
@@ -114,9 +116,11 @@ class Served:
             self.made[version] = oracle.load_saved(self.base, self.versions[version])
         return self.made[version]
 
-    @property
+    @functools.cached_property
     def eos(self) -> list[int]:
-        return [self.base.config.eos_token_id]
+        """The tokens that end an output: the configuration's, and the tokenizer's."""
+        tokenizer = transformers.AutoTokenizer.from_pretrained(self.directory / "model")
+        return [self.base.config.eos_token_id, tokenizer.eos_token_id]
 
 
 class RequestProgram:
@@ -233,7 +237,7 @@ class RequestProgram:
         elif kind == "remove" and len(names) > 3:
             executor.remove_adapter(drawn.choice(names))
         elif kind in ("train", "diverge") and self.jobs and not trained:
-            rows = [self.prompt()[:20] + [4, 5] for _ in range(3)]
+            rows = [[*self.prompt()[:20], 4, 5] for _ in range(3)]
             options = {"max_steps": 3, "batch_size": 2, "publish_every": 1}
             options["learning_rate"] = 1e30 if kind == "diverge" else 0.02
             name = drawn.choice(names or ["fresh"])
