@@ -280,10 +280,11 @@ class RequestProgram:
         if request.adapter is not None and request.adapter.name == "bad":
             assert isinstance(chunk.error, PcgError) or not found.token_ids
             return
+        if request.adapter is not None and request.adapter.version in self.served.diverged:
+            # What a step at a learning rate of 1e30 left: its requests fail, or have any tokens.
+            assert found.embedding is None or found.embedding.isfinite().all()
+            return
         if chunk.error is not None:
-            # A job publishes what a step at a learning rate of 1e30 left, and its requests fail.
-            if request.adapter is not None and request.adapter.version in self.served.diverged:
-                return
             raise chunk.error
         params = request.params
         if found.finish_reason == "cancelled":
