@@ -12,6 +12,7 @@ from pcg.errors import ServeError
 from pcg.serve import health, status
 from pcg.serve.adapters import routes as adapters
 from pcg.serve.adapters import sglang
+from pcg.serve.direct_send import DirectSend
 from pcg.serve.errors import ERRORS, add_handlers
 from pcg.serve.metrics import routes as metrics
 from pcg.serve.openai import completions, embeddings, models, tokens
@@ -72,6 +73,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_middleware(RequestId)
     if service.observers:
         app.add_middleware(Recording, observers=service.observers)
+    app.add_middleware(DirectSend)
     return app
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Awaitable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -32,12 +33,12 @@ class RequestId:
         scope.setdefault("state", {})["request_id"] = request_id
         has_begun = False
 
-        async def with_id(message: Message) -> None:
+        def with_id(message: Message) -> Awaitable[None]:  # no coroutine of its own for each part
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
                 MutableHeaders(scope=message)["x-request-id"] = request_id
-            await send(message)
+            return send(message)
 
         try:
             await self.app(scope, receive, with_id)

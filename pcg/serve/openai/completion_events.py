@@ -10,17 +10,17 @@ All events of one step of the engine are sent together.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pcg.runtime.requests.request import Chunk
+from pcg.serve.json_bytes import json_bytes
 from pcg.serve.openai.completion_texts import ChoiceText
-from pcg.serve.openai.event_stream import check_ended, event
+from pcg.serve.openai.event_stream import Events, check_ended, event
 from pcg.serve.openai.logprobs import TokenNames, completion_logprobs, prompt_logprobs
 from pcg.serve.openai.usage import counted
 from pcg.serve.openai.wire import StreamOptions
-from pcg.serve.security.caller import Caller
 from pcg.serve.service import Service, Submitted
 
 
@@ -48,7 +48,7 @@ class Wanted:
         )
 
 
-class CompletionEvents:
+class CompletionEvents(Events):
     """Makes events of chunks.
 
     Args:
@@ -59,14 +59,11 @@ class CompletionEvents:
     def __init__(
         self,
         service: Service,
-        caller: Caller,
         head: dict[str, Any],
         submitted: Sequence[Submitted],
         names: TokenNames,
         wanted: Wanted,
     ) -> None:
-        self._service = service
-        self._caller = caller
         self._texts = service.token_texts
         self._choices = [ChoiceText(service.executor.tokenizer, o.request) for o in submitted]
         self._head = {**head, "choices": [], **({"usage": None} if wanted.usage else {})}
@@ -77,23 +74,23 @@ class CompletionEvents:
         self._prompt = sum(len(one.request.prompt_ids) for one in submitted)
         self._output = 0
         self._cached = [0] * len(submitted)
+        has_more = wanted.token_ids or wanted.prompt_logprobs or wanted.running_usage
+        asked = (one.request.params.logprobs for one in submitted)
+        self._is_text_alone = not has_more and all(one is None for one in asked)
+        self._written: dict[int, tuple[bytes, bytes]] = {}
 
-    async def parts(self, chunks: AsyncIterator[tuple[int, list[Chunk]]]) -> AsyncIterator[bytes]:
-        """Return the events of chunks, those of a step together, and that of the usage."""
-        async for place, step in chunks:
-            if any(chunk.prompt_logprobs for chunk in step):  # as long as the prompt is
-                made = await self._service.beside(self._caller, self._events, place, step)
-            else:
-                made = self._events(place, step)
-            if made:
-                yield made
-        if self._wanted.usage:
-            yield event({**self._head, "usage": self._usage()})
+    def step(self, place: int, chunks: Sequence[Chunk]) -> bytes:
+        if len(chunks) == 1:
+            return self._event(place, chunks[0])
+        return b"".join([self._event(place, chunk) for chunk in chunks])
 
-    def _events(self, place: int, step: Sequence[Chunk]) -> bytes:
-        return b"".join(self._event(place, chunk) for chunk in step)
+    def end(self) -> bytes:
+        usage = event({**self._head, "usage": self._usage()}) if self._wanted.usage else b""
+        return usage + super().end()
 
     def _event(self, place: int, chunk: Chunk) -> bytes:
+        if self._is_text_alone and chunk.completion is None:
+            return self._text_event(place, chunk)
         done, key = chunk.completion, (place, chunk.choice)
         is_first = key not in self._places
         if chunk.token_id is not None:
@@ -119,6 +116,22 @@ class CompletionEvents:
         if self._wanted.running_usage:
             content["usage"] = self._usage()
         return event(content)
+
+    def _text_event(self, place: int, chunk: Chunk) -> bytes:
+        """Return an event that has nothing but text, of which the rest was written once."""
+        if chunk.token_id is not None:
+            self._output += 1
+        if not chunk.text:
+            return b""
+        index = place * self._submitted[place].request.params.n + chunk.choice
+        written = self._written.get(index)
+        if written is None:
+            choice = {"index": index, "text": "", "logprobs": None}
+            choice |= {"finish_reason": None, "stop_reason": None}
+            # Within a text of JSON every quotation mark has a backslash before it.
+            before, _, after = event({**self._head, "choices": [choice]}).partition(b'"text":""')
+            written = self._written[index] = before + b'"text":', after
+        return written[0] + json_bytes(chunk.text) + written[1]
 
     def _logprobs(self, place: int, chunk: Chunk, is_first: bool) -> dict[str, Any] | None:
         if self._submitted[place].request.params.logprobs is None:

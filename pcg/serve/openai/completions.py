@@ -16,13 +16,7 @@ from pcg.serve.json_bytes import json_bytes
 from pcg.serve.openai.chat.response_format import ResponseFormat, content_schema
 from pcg.serve.openai.completion_events import CompletionEvents, Wanted
 from pcg.serve.openai.completion_texts import ChoiceText
-from pcg.serve.openai.event_stream import (
-    EventStream,
-    all_completions,
-    begun,
-    cancel_all,
-    guarded,
-)
+from pcg.serve.openai.event_stream import EventStream, all_completions, begun
 from pcg.serve.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
 from pcg.serve.openai.sampling_fields import SamplingBody, Whole
 from pcg.serve.openai.usage import Usage, usage_of
@@ -150,9 +144,9 @@ async def create_completion(
         wanted = Wanted.of(
             bool(body.return_token_ids), body.prompt_logprobs is not None, body.stream_options
         )
-        events = CompletionEvents(service, caller, head, submitted, names, wanted)
-        leave, timeout_s = partial(cancel_all, submitted), service.options.stream_timeout_s
-        return EventStream(guarded(events.parts(chunks)), leave, timeout_s, model.headers)
+        events = CompletionEvents(service, head, submitted, names, wanted)
+        beside, timeout_s = partial(service.beside, caller), service.options.stream_timeout_s
+        return EventStream(chunks, events, beside, timeout_s, model.headers)
     groups = await all_completions(request, submitted)
     pairs = [
         (asked, done) for asked, group in zip(submitted, groups, strict=True) for done in group

@@ -20,13 +20,7 @@ from pcg.serve.openai.chat.message_reader import ChatMessage
 from pcg.serve.openai.chat.tool_use import ToolUse
 from pcg.serve.openai.completion_events import Wanted
 from pcg.serve.openai.completions import STREAMED
-from pcg.serve.openai.event_stream import (
-    EventStream,
-    all_completions,
-    begun,
-    cancel_all,
-    guarded,
-)
+from pcg.serve.openai.event_stream import EventStream, all_completions, begun
 from pcg.serve.openai.logprobs import prompt_logprobs
 from pcg.serve.openai.usage import Usage, usage_of
 from pcg.serve.security.caller import Caller, requires
@@ -112,9 +106,9 @@ async def create_chat_completion(
             bool(body.return_token_ids), body.prompt_logprobs is not None, body.stream_options
         )
         writer = logprobs if body.logprobs else None
-        events = ChatEvents(service, caller, head, submitted, use, wanted, writer)
-        leave, timeout_s = partial(cancel_all, [submitted]), service.options.stream_timeout_s
-        return EventStream(guarded(events.parts(chunks)), leave, timeout_s, model.headers)
+        events = ChatEvents(service, head, submitted, use, wanted, writer)
+        beside, timeout_s = partial(service.beside, caller), service.options.stream_timeout_s
+        return EventStream(chunks, events, beside, timeout_s, model.headers)
     with explained(use):
         (group,) = await all_completions(request, [submitted])
 

@@ -12,7 +12,7 @@ All events of one step of the engine are sent together.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pcg.runtime.requests.request import Chunk
@@ -21,14 +21,13 @@ from pcg.serve.openai.chat.logprobs import LogprobWriter
 from pcg.serve.openai.chat.message_reader import ChatMessage
 from pcg.serve.openai.chat.tool_use import ToolUse
 from pcg.serve.openai.completion_events import Wanted
-from pcg.serve.openai.event_stream import check_ended, event
+from pcg.serve.openai.event_stream import Events, check_ended, event
 from pcg.serve.openai.logprobs import prompt_logprobs
 from pcg.serve.openai.usage import counted
-from pcg.serve.security.caller import Caller
 from pcg.serve.service import Service, Submitted
 
 
-class ChatEvents:
+class ChatEvents(Events):
     """Makes events of chunks.
 
     Args:
@@ -40,15 +39,12 @@ class ChatEvents:
     def __init__(
         self,
         service: Service,
-        caller: Caller,
         head: dict[str, Any],
         submitted: Submitted,
         use: ToolUse,
         wanted: Wanted,
         logprobs: LogprobWriter | None,
     ) -> None:
-        self._service = service
-        self._caller = caller
         self._head = {**head, "choices": []}
         self._request = submitted.request
         self._use = use
@@ -61,20 +57,12 @@ class ChatEvents:
         self._opening = b"data: " + json_bytes(self._head)[:-2]
         self._end = b'],"usage":null}\n\n' if wanted.usage else b"]}\n\n"
 
-    async def parts(self, chunks: AsyncIterator[tuple[int, list[Chunk]]]) -> AsyncIterator[bytes]:
-        """Return the events of chunks, those of a step together, and that of the usage."""
-        async for _, step in chunks:
-            if any(chunk.prompt_logprobs for chunk in step):  # as long as the prompt is
-                made = await self._service.beside(self._caller, self._step, step)
-            else:
-                made = self._step(step)
-            if made:
-                yield made
-        if self._wanted.usage:
-            yield event({**self._head, "usage": self._usage()})
+    def step(self, place: int, chunks: Sequence[Chunk]) -> bytes:
+        return b"".join([self._events(chunk) for chunk in chunks])
 
-    def _step(self, step: Sequence[Chunk]) -> bytes:
-        return b"".join([self._events(chunk) for chunk in step])
+    def end(self) -> bytes:
+        usage = event({**self._head, "usage": self._usage()}) if self._wanted.usage else b""
+        return usage + super().end()
 
     def _events(self, chunk: Chunk) -> bytes:
         done, index = chunk.completion, chunk.choice

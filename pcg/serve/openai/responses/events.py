@@ -11,18 +11,18 @@ Every event has its name twice, as OpenAI's have, and the next sequence number. 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pcg.runtime.requests.request import Chunk, Completion
 from pcg.serve.errors import as_api_error
 from pcg.serve.json_bytes import json_bytes
-from pcg.serve.openai.event_stream import check_ended
+from pcg.serve.openai.event_stream import Events, check_ended
 from pcg.serve.openai.responses.output import OutputItems
 from pcg.serve.openai.responses.reply import status_of
 
 
-class ResponseEvents:
+class ResponseEvents(Events):
     """Makes events of chunks.
 
     Args:
@@ -41,27 +41,28 @@ class ResponseEvents:
         self._end = end
         self._number = 0
 
-    async def parts(self, chunks: AsyncIterator[tuple[int, list[Chunk]]]) -> AsyncIterator[bytes]:
-        """Return the events of chunks, those of a step together; an error is the last event."""
+    def begin(self) -> bytes:
         begun = {"response": self._response}
         created = self._event({"type": "response.created", **begun})
-        yield created + self._event({"type": "response.in_progress", **begun})
-        try:
-            async for _, step in chunks:
-                made = b"".join([self._events(chunk) for chunk in step])
-                if made:
-                    yield made
-        except Exception as error:
-            said = as_api_error(error)
-            # OpenAI's words, which are fewer than a status has.
-            code = "invalid_prompt" if said.status_code < 500 else "server_error"
-            failed = {
-                **self._response,
-                "status": "failed",
-                "output": self._output.items,
-                "error": {"code": code, "message": said.detail},
-            }
-            yield self._event({"type": "response.failed", "response": failed})
+        return created + self._event({"type": "response.in_progress", **begun})
+
+    def step(self, place: int, chunks: Sequence[Chunk]) -> bytes:
+        return b"".join([self._events(chunk) for chunk in chunks])
+
+    def end(self) -> bytes:
+        return b""
+
+    def failed(self, error: Exception) -> bytes:
+        said = as_api_error(error)
+        # OpenAI's words, which are fewer than a status has.
+        code = "invalid_prompt" if said.status_code < 500 else "server_error"
+        failed = {
+            **self._response,
+            "status": "failed",
+            "output": self._output.items,
+            "error": {"code": code, "message": said.detail},
+        }
+        return self._event({"type": "response.failed", "response": failed})
 
     def _events(self, chunk: Chunk) -> bytes:
         done = chunk.completion

@@ -18,7 +18,7 @@ from pcg.serve.openai.chat.generation import Chat, explained, submit_chat
 from pcg.serve.openai.chat.logprobs import LogprobWriter
 from pcg.serve.openai.chat.messages import Message
 from pcg.serve.openai.completions import STREAMED
-from pcg.serve.openai.event_stream import EventStream, all_completions, begun, cancel_all
+from pcg.serve.openai.event_stream import EventStream, all_completions, begun
 from pcg.serve.openai.responses.body import ResponseBody
 from pcg.serve.openai.responses.events import ResponseEvents
 from pcg.serve.openai.responses.items import InputItem, as_json, memory_of, messages_of
@@ -109,9 +109,9 @@ async def create_response(
     if body.stream:
         with explained(use):
             chunks = await begun(request, [submitted])
-        leave, timeout_s = partial(cancel_all, [submitted]), service.options.stream_timeout_s
-        parts = ResponseEvents(response, output, end).parts(chunks)
-        return EventStream(parts, leave, timeout_s, model.headers)
+        events = ResponseEvents(response, output, end)
+        beside, timeout_s = partial(service.beside, caller), service.options.stream_timeout_s
+        return EventStream(chunks, events, beside, timeout_s, model.headers)
     with explained(use):
         ((done,),) = await all_completions(request, [submitted])
 

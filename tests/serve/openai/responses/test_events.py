@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -23,19 +21,18 @@ GIVEN_UP = Completion("a dog", (1, 2), "timed_out", None, 3)
 
 def events(*chunks: Chunk | Exception) -> list[dict[str, Any]]:
     """The events of chunks, of which an exception is raised."""
-
-    async def come() -> AsyncIterator[tuple[int, list[Chunk]]]:
+    response = begun_response("resp_1", "tiny", ResponseBody(input="a", model="tiny"))
+    made = ResponseEvents(response, OutputItems(ToolUse(), None), lambda done: {})
+    sent = made.begin()
+    try:
         for chunk in chunks:
             if isinstance(chunk, Exception):
                 raise chunk
-            yield 0, [chunk]
-
-    async def run() -> bytes:
-        response = begun_response("resp_1", "tiny", ResponseBody(input="a", model="tiny"))
-        made = ResponseEvents(response, OutputItems(ToolUse(), None), lambda done: {})
-        return b"".join([part async for part in made.parts(come())])
-
-    text = asyncio.run(run()).decode()
+            sent += made.step(0, [chunk])
+        sent += made.end()
+    except Exception as error:
+        sent += made.failed(error)
+    text = sent.decode()
     found = [json.loads(event.split("\ndata: ")[1]) for event in text.split("\n\n")[:-1]]
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     return found
