@@ -79,6 +79,9 @@ PARTS = ("throughput", "mixed", "co-serving", "gaps")
 GAPS_RATE = 4.0
 PROMISED = 1.5
 """The promise per gap, relative to the median gap of inference alone."""
+GAPS_IDLE_STEP_S = 0.1
+"""How long a new request may wait for idle finetuning: those that come meanwhile begin at once, and
+a batch of many takes longer than the promise."""
 PROMPTS = Between(16, 64)
 KV_CACHE_BYTES = 2 * 2**30
 JOB: dict[str, Any] = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
@@ -269,7 +272,12 @@ def gaps(executor: Executor, duration_s: float) -> dict[str, Any]:
     workload = assign_adapters(workload, PowerLaw(8, 1.0), seed=3)
 
     def run(rule: Sharing, tpot_slo_s: float | None) -> ServingReport:
-        limits = Limits(running=32, ttft_slo_s=S_LORA_TTFT_SLO_S, tpot_slo_s=tpot_slo_s)
+        limits = Limits(
+            running=32,
+            ttft_slo_s=S_LORA_TTFT_SLO_S,
+            tpot_slo_s=tpot_slo_s,
+            idle_step_s=GAPS_IDLE_STEP_S,
+        )
         engine = executor.engine(limits, kv_cache_bytes=KV_CACHE_BYTES, sharing=rule)
         if rule.trains:
             training(engine)
