@@ -70,8 +70,7 @@ def _held(model: ModelGraph) -> Iterator[_Held]:
     """Yield the base's parameters and constants, those of several graphs several times."""
     graphs = [(block, model.layers.count(place)) for place, block in enumerate(model.blocks)]
     for graph, layers in (*graphs, (model.prologue, 1), (model.epilogue, 1)):
-        served = () if graph is model.prologue else product_weights(graph)
-        products = {name for product in served for name in product.weights}
+        products = {name for product in product_weights(graph) for name in product.weights}
         for parameter in graph.parameters:
             if parameter.role != "adapter":
                 of_layers = "{layer}" in parameter.source

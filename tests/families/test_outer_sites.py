@@ -10,16 +10,23 @@ from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import TOLERANCE, prompts
 
-HEADS = {"llama3": ("lm_head", "q_proj"), "opt-projected": ("project_out", "fc1")}
+SITES = [
+    ("llama3", ("lm_head", "q_proj")),
+    ("opt-projected", ("project_out", "fc1")),
+    ("opt-projected", ("project_in", "q_proj")),
+    ("opt-projected", ("project_in", "project_out", "fc1")),
+]
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(("name", "targets"), SITES)
 @pytest.mark.parametrize("lengths", [(9, 4, 6), (7, 7, 7)], ids=["ragged", "uniform"])
-def test_adapter_on_the_head(name: str, lengths: tuple[int, ...]) -> None:
+def test_adapters_outside_the_layers_are_served(
+    name: str, targets: tuple[str, ...], lengths: tuple[int, ...]
+) -> None:
     base = oracle.random_model(BY_NAME[name].config(2))
-    wrapped = oracle.with_adapter(base, HEADS[name], rank=4)
+    wrapped = oracle.with_adapter(base, targets, rank=4)
     executor = compiler.compile(base)
-    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": list(HEADS[name])}
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": list(targets)}
     adapter = executor.add_adapter("a", fields)
     for path, parameter in oracle.lora_parameters(wrapped).items():
         module, _, kind = path.rpartition(".")

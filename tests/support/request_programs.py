@@ -41,8 +41,8 @@ STEPS = 4_000
 TEXTS = ("a", "e", "th", " ", "the", "\n")
 
 
-def methods(family: Family) -> dict[str, peft.PeftConfig]:
-    """Return adapters of several methods for a family."""
+def methods(family: Family, base: Any) -> dict[str, peft.PeftConfig]:
+    """Return adapters of several methods for a family's model."""
     lora: dict[str, Any] = {
         "target_modules": "all-linear",
         "exclude_modules": list(family.excluded) or None,
@@ -53,7 +53,13 @@ def methods(family: Family) -> dict[str, peft.PeftConfig]:
         "lora": peft.LoraConfig(r=4, lora_alpha=8, **lora),
         "dora": peft.LoraConfig(r=3, lora_alpha=5, use_dora=True, **usual),
         "usual": peft.LoraConfig(r=8, use_rslora=True, **usual),
-        "prompt": peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+        "prompt": peft.PromptTuningConfig(  # peft looks for these in LLaMA's words alone
+            num_virtual_tokens=3,
+            token_dim=base.get_input_embeddings().embedding_dim,
+            num_layers=2,
+            num_attention_heads=1,
+            task_type="CAUSAL_LM",
+        ),
         "ia3": peft.IA3Config(
             target_modules=list(family.usual_targets), feedforward_modules=[], task_type="CAUSAL_LM"
         ),
@@ -86,7 +92,7 @@ class Served:
         toy_tokenizers.save_chatml(directory / "model")
         executor = compiler.compile(directory / "model", dtype="float32", backend=backend)
         peers = []
-        for seed, (name, config) in enumerate(methods(family).items()):
+        for seed, (name, config) in enumerate(methods(family, base).items()):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 model = wrap(base, config, seed=seed)

@@ -111,8 +111,7 @@ class WeightStore:
                     for parameter in graph.parameters
                     if parameter.role != "adapter"
                 }
-                is_served = serves and graph is not model.prologue
-                products = list(product_weights(graph)) if is_served else []
+                products = list(product_weights(graph)) if serves else []
                 for product in products:
                     self._lay_side_by_side([reads[name] for name in product.weights])
                     self._lay_side_by_side([reads[name] for name in product.biases])
