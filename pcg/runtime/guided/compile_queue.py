@@ -1,4 +1,4 @@
-"""The queue of guides to compile, one of each tenant in turn."""
+"""The queue of guides to compile: one of each tenant at a time, and in turn."""
 
 from __future__ import annotations
 
@@ -21,11 +21,16 @@ _starting = threading.Lock()
 
 
 class CompileQueue:
-    """Runs functions on threads with room on their stacks, one of each tenant in turn."""
+    """Runs functions on threads with room on their stacks.
+
+    Tenants take turns, and one with a name has one thread at most: a guide that takes long holds up
+    those of its own tenant alone.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lines: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
+        self._busy: set[str] = set()
         self._threads = ThreadPoolExecutor(_COMPILING, "pcg guides")
 
     def submit(self, tenant: str, act: Callable[[], Any]) -> Future[Any]:
@@ -45,18 +50,28 @@ class CompileQueue:
         with _starting:
             before = threading.stack_size(_STACK_BYTES)
             try:
-                self._threads.submit(self._run_next)
+                self._threads.submit(self._run_all)
             finally:
                 threading.stack_size(before)
         return future
 
-    def _run_next(self) -> None:
-        with self._lock:
-            tenant, line = self._lines.popitem(last=False)
-            future, act = line.popleft()
-            if line:
-                self._lines[tenant] = line
-        try:
-            future.set_result(act())
-        except BaseException as error:  # whoever waits for it gets it
-            future.set_exception(error)
+    def _run_all(self) -> None:
+        """Run what may run now; what waits behind its own tenant's is run by the thread of that."""
+        tenant = None
+        while True:
+            with self._lock:
+                if tenant is not None:
+                    self._busy.discard(tenant)
+                tenant = next((one for one in self._lines if one not in self._busy), None)
+                if tenant is None:
+                    return
+                line = self._lines.pop(tenant)
+                future, act = line.popleft()
+                if line:
+                    self._lines[tenant] = line
+                if tenant:
+                    self._busy.add(tenant)
+            try:
+                future.set_result(act())
+            except BaseException as error:  # whoever waits for it gets it
+                future.set_exception(error)

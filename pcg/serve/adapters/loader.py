@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pcg.errors import AdapterConflictError, AdapterError, AdapterNotFoundError, UnsupportedError
+from pcg.files import shown_path
 from pcg.peft.adapter import Adapter
+from pcg.peft.reader import CONFIG, WEIGHTS
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.executor import Executor
 from pcg.serve.errors import ApiError
@@ -97,7 +99,7 @@ class Loader:
         except AdapterConflictError:
             raise
         except (AdapterError, UnsupportedError) as error:
-            raise refusal(str(error).replace(str(directory), origin.path)) from None
+            raise refusal(as_asked(str(error), directory, origin.path)) from None
         finally:
             self._coming.discard(name)
         self._origins[name] = origin
@@ -139,6 +141,14 @@ class Loader:
     def _may_go(self, name: str) -> bool:
         origin = self._origins.get(name)
         return origin is not None and origin.is_found and name not in self._coming
+
+
+def as_asked(message: str, directory: Path, asked: str) -> str:
+    """Return a message with an adapter's folder as the client wrote it, also where it was cut."""
+    files = (directory, directory / CONFIG, directory / WEIGHTS)
+    for path in (str(directory), *map(shown_path, files)):
+        message = message.replace(path, asked)
+    return message
 
 
 def refusal(message: str) -> ApiError:

@@ -36,7 +36,13 @@ def event(content: object) -> bytes:
 
 
 class Events(ABC):
-    """Writes the events of a stream."""
+    """Writes the events of a stream.
+
+    Attributes:
+        repeats_output: True if the last events have all of the output again.
+    """
+
+    repeats_output = False
 
     def begin(self) -> bytes:
         """Return the events before those of chunks."""
@@ -65,7 +71,8 @@ class EventStream(Response):
     Args:
         chunks: what comes; it is cancelled when the client leaves.
         events: writes them.
-        beside: runs a function beside the event loop: what is asked of a prompt takes long.
+        beside: runs a function beside the event loop: what is asked of a prompt takes long, and so
+            does a whole output.
         timeout_s: the most time that a part may take to send, seconds.
         headers: further ones.
     """
@@ -124,7 +131,8 @@ class EventStream(Response):
 
     async def _step(self, place: int, chunks: Sequence[Chunk]) -> bytes:
         for chunk in chunks:
-            if chunk.prompt_logprobs:  # as long as the prompt is
+            is_whole = self._events.repeats_output and chunk.completion is not None
+            if chunk.prompt_logprobs or is_whole:  # as long as the prompt is, or the output
                 return await self._beside(partial(self._events.step, place, chunks))
         return self._events.step(place, chunks)
 

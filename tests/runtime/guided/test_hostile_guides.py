@@ -28,7 +28,7 @@ def test_tenants_have_turns() -> None:
     """Behind two that take long, one of each tenant runs, whoever asked first."""
     queue, release, order = CompileQueue(), threading.Event(), []
     queue.submit("a", lambda: release.wait(30))
-    queue.submit("a", lambda: release.wait(30))
+    queue.submit("c", lambda: release.wait(30))
     ends = [queue.submit("a", lambda i=i: order.append(f"a{i}")) for i in range(8)]
     ends.append(queue.submit("b", lambda: order.append("b")))
     release.set()
@@ -37,12 +37,21 @@ def test_tenants_have_turns() -> None:
     assert order.index("b") <= 2
 
 
+def test_guides_that_take_long_hold_up_their_own_tenant_alone() -> None:
+    queue, release = CompileQueue(), threading.Event()
+    slow = [queue.submit("a", lambda: release.wait(30)) for _ in range(3)]
+    assert [queue.submit("b", lambda i=i: i).result(30) for i in range(4)] == [0, 1, 2, 3]
+    assert queue.submit("", lambda: 5).result(30) == 5
+    assert not any(one.done() for one in slow)
+    release.set()
+    assert all(one.result(30) for one in slow)
+
+
 def test_a_tenant_has_so_many_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_queue, "_MOST", 3)
     queue, release, begun = CompileQueue(), threading.Event(), threading.Semaphore(0)
-    for _ in range(2):
-        queue.submit("a", lambda: (begun.release(), release.wait(30)))
-        assert begun.acquire(timeout=30)
+    queue.submit("a", lambda: (begun.release(), release.wait(30)))
+    assert begun.acquire(timeout=30)
     ends = [queue.submit("a", lambda: None) for _ in range(3)]
     with pytest.raises(QueueFullError, match="3 guides of tenant 'a' wait to be compiled"):
         queue.submit("a", lambda: None)

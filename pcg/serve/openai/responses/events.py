@@ -30,6 +30,8 @@ class ResponseEvents(Events):
         end: makes the whole response of a completion, and keeps it.
     """
 
+    repeats_output = True
+
     def __init__(
         self,
         response: dict[str, Any],

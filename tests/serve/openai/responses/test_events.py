@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 from openai.types.responses import ResponseFailedEvent
+from starlette.types import Message
 
 from pcg.errors import GenerationError
 from pcg.runtime.requests.request import Chunk, Completion
 from pcg.serve.openai.chat.tool_use import ToolUse
+from pcg.serve.openai.event_stream import Chunks, EventStream
 from pcg.serve.openai.responses.body import ResponseBody
 from pcg.serve.openai.responses.events import ResponseEvents
 from pcg.serve.openai.responses.output import OutputItems
@@ -55,3 +59,42 @@ def test_what_fails_is_the_last_event(last: Chunk | Exception, code: str) -> Non
     assert failed["output"][0]["content"][0]["text"] == "a dog"
     assert "secret" not in json.dumps(found)
     ResponseFailedEvent.model_validate(found[-1])
+
+
+def test_the_whole_output_is_written_beside_the_event_loop() -> None:
+    """Its last event repeats all of it; those of tokens are written at once."""
+    done = Completion("a dog", (1, 2), "stop", None, 3)
+    response = begun_response("resp_1", "tiny", ResponseBody(input="a", model="tiny"))
+    whole = {**response, "status": "completed"}
+    made = ResponseEvents(response, OutputItems(ToolUse(), None), lambda done: whole)
+    steps: list[bytes] = []
+    sent: list[Message] = []
+
+    given = iter([(0, [Chunk(0, "a ", 1)]), (0, [Chunk(0, "dog", 2, done)]), None])
+
+    class Given:
+        async def next(self) -> Any:
+            return next(given)
+
+        def cancel(self) -> None:
+            pass
+
+    async def beside(act: Callable[[], bytes]) -> bytes:
+        steps.append(act())
+        return steps[-1]
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def never() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    reply = EventStream(cast(Chunks, Given()), made, beside, 60.0, {})
+    asyncio.run(reply({"type": "http"}, never, send))
+    body = b"".join(message.get("body", b"") for message in sent)
+    (last,) = steps
+    assert b'"response.completed"' in last
+    assert b'"delta":"a "' not in last
+    assert b'"delta":"a "' in body
+    assert body.endswith(last)
