@@ -6,7 +6,7 @@ STAMP := $(VENV)/.setup-done
 JOBS ?= 2
 ARGS ?=
 TORCH := torch>=2.11,<2.14
-CLIENTS := guidellm litellm lm-eval schemathesis
+CLIENTS := guidellm langchain litellm lm-eval schemathesis
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # The first of these that is Python 3.11 or newer; `make setup PYTHON=…` overrides.

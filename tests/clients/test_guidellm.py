@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ from tests.support.other_clients import (
     run_client,
     served,
 )
+from tests.support.waiting import until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 REQUESTS, PROMPT, OUTPUT = 12, 24, 16
 
@@ -41,13 +43,27 @@ def run(server: Served, home: Path, endpoint: str, model: str, profile: str) -> 
     return json.loads((home / "report.json").read_text())["benchmarks"]
 
 
+def answered(log: Path, endpoint: str, model: str) -> int:
+    """The requests that the server answered to their end, by its access log.
+
+    guidellm's own count may lack the last one on a machine that is busy.
+    """
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    whole = [one for one in lines if (one["route"], one["model"]) == (endpoint, model)]
+    assert all(one["status"] == 200 and one["is_whole"] for one in whole)
+    return len(whole)
+
+
 @pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 def test_all_requests_of_a_run_succeed(tmp_path: Path, endpoint: str) -> None:
     with served(tmp_path / "log", ("typed",)) as server:
         for model, profile in ((BASE, "kind=synchronous"), ("typed", "kind=concurrent,streams=8")):
             (benchmark,) = run(server, tmp_path, endpoint, model, profile)
             totals = benchmark["metrics"]["request_totals"]
-            assert totals["successful"] == REQUESTS
             assert totals["errored"] == totals["incomplete"] == 0
+            assert totals["successful"] > 0
+            whole = partial(answered, tmp_path / "log", endpoint, model)
+            until(lambda whole=whole: whole() >= REQUESTS)  # a thread writes the log
+            assert whole() == REQUESTS
             for request in benchmark["requests"]["successful"]:
                 assert request["output_metrics"]["text_tokens"] == OUTPUT

@@ -19,7 +19,7 @@ from tests.support.other_clients import (
     served,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LORA = "typed"
 PROMPT, TEXTS = "def copy_file(path, recursive=True):", ["def main():", "class Error:"]

@@ -24,7 +24,7 @@ from tests.support.other_clients import (
     served,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOLERANCE = 1e-4
 LORA = "typed"

@@ -8,8 +8,10 @@ import pytest
 
 from tests.support.other_clients import BASE, KEY, client_program, run_client, served
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
+LENGTH = 128
+"""The most tokens of a prompt and its output: without a bound of its own, a request fills them."""
 EXAMPLES = 40
 SEEDS = (1, 2)
 
@@ -20,7 +22,8 @@ def test_every_endpoint_keeps_to_its_schema(tmp_path: Path) -> None:
     output fit into the model or that best_of is at least n, do not stand in a schema.
     """
     program = client_program("schemathesis", "st")
-    with served(tmp_path / "log", ("typed",)) as server:
+    bound = ("--max-model-len", str(LENGTH))
+    with served(tmp_path / "log", ("typed",), bound) as server:
         for seed in SEEDS:
             command = [program, "run", f"{server.url}/openapi.json", "--seed", str(seed)]
             command += ["-H", f"Authorization: Bearer {KEY}", "--generation-database", "none"]
@@ -29,6 +32,7 @@ def test_every_endpoint_keeps_to_its_schema(tmp_path: Path) -> None:
             run_client(
                 command,
                 tmp_path,
+                timeout_s=900,
                 PYTHONPATH=str(Path(__file__).parent),
                 SCHEMATHESIS_HOOKS="schemathesis_hooks",
                 PCG_MODEL=BASE,
