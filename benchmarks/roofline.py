@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +62,23 @@ class Step:
 def of_layers(one: Sequence[Launch], two: Sequence[Launch], layers: int, recorded: bool) -> Step:
     """The step of a model, by its launches with one and with two layers.
 
+    A launch that is larger with two layers, as a copy of what all layers read, grows by as much
+    with each.
+
     Raises:
-        ValueError: a launch of the smaller one is not in the larger one.
+        ValueError: a launch of the smaller model is not in the larger one.
     """
     smaller, larger = Counter(one), Counter(two)
-    if smaller - larger:
-        missing = ", ".join(sorted({launch.kernel for launch in smaller - larger}))
-        raise ValueError(f"with two layers these launches are others than with one: {missing}")
-    layer = list((larger - smaller).elements())
-    return Step([*one, *layer * (layers - 1)], layer, recorded)
+    more = list((larger - smaller).elements())
+    every = list((smaller & larger).elements())
+    for launch in (smaller - larger).elements():
+        grown = next((other for other in more if other.kernel == launch.kernel), None)
+        if grown is None:
+            raise ValueError(f"{launch.kernel} is launched with one layer and not with two")
+        more.remove(grown)
+        growth = Work(grown.work.bytes - launch.work.bytes, grown.work.flops - launch.work.flops)
+        every.append(replace(grown, work=launch.work + growth.times(layers - 1)))
+    return Step([*every, *more * (layers - 1)], more, recorded)
 
 
 def launches(step: str, adapters: int, layers: int, gpu: Gpu) -> list[Launch]:
@@ -92,6 +100,7 @@ def launches(step: str, adapters: int, layers: int, gpu: Gpu) -> list[Launch]:
 
 
 def number(value: float, formula: str) -> dict[str, Any]:
+    """A number with the formula that it comes of."""
     return {"value": round(value, 3), "formula": formula}
 
 
@@ -199,6 +208,7 @@ def goals(steps: Mapping[str, Step], shape: LlamaShape, gpu: Gpu) -> list[Goal]:
 
 
 def tables(steps: Mapping[str, Step], found: Sequence[Goal], gpu: Gpu) -> list[Table]:
+    """The table of steps and that of goals."""
     counts = Table(title=f"Llama-3.1-8B on {gpu.name}, by count")
     for name in ("step", "launches", "a layer", "GB", "TFLOP", "floor ms", "expected ms"):
         counts.add_column(name, justify="left" if name == "step" else "right")

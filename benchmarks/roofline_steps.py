@@ -1,10 +1,10 @@
 """The steps whose launches the roofline counts, run on a GPU that is not there.
 
-    python benchmarks/roofline_steps.py CONFIG STEP LAYERS ARCHITECTURE     (a process of `roofline`)
+    python benchmarks/roofline_steps.py CONFIG STEP ADAPTERS LAYERS ARCHITECTURE
 
 The engine and the training runner run them as they would on a device: tensors are the tests'
 stand-in's (`tests/support/interpreter/stand_in.py`), each launch is specialised and compiled by
-Triton itself, and then not run. Weights are zeros that no memory is taken for until they are read.
+Triton itself, and then not run. Weights are zeros. `roofline.py` runs each step in a process.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,8 +25,9 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import roofline
 import roofline_steps
 from gpu_work import LlamaShape, Work, decode_work
-from roofline_counts import FORMULAS, Launch, counted
+from roofline_counts import Launch, counted
 from roofline_device import H200
+from roofline_formulas import FORMULAS
 from roofline_steps import Sizes
 
 bf16.install()
@@ -87,6 +89,7 @@ def touched() -> Iterator[list[tuple[str, int]]]:
         yield found
 
 
+@cache
 def counts_of(step: str, adapters: int) -> tuple[list[Launch], list[str], list[tuple[str, int]]]:
     """The launches of a step as they are counted; names of what ran, and the bytes of kernels."""
     ran: list[str] = []
@@ -105,13 +108,17 @@ def counts_of(step: str, adapters: int) -> tuple[list[Launch], list[str], list[t
 
 
 @pytest.mark.parametrize(
-    ("step", "adapters"), [("decode", 0), ("decode", 2), ("prefill", 2), ("finetune", 0)]
+    ("step", "adapters"),
+    [("decode", 2), ("prefill", 2), ("finetune", 0)],
 )
 def test_bytes_are_those_that_kernels_touch(step: str, adapters: int) -> None:
     launches, ran, kernels = counts_of(step, adapters)
     own = [launch for launch in launches if launch.programs]
     assert [launch.kernel for launch in own] == [name for name, _ in kernels]
-    assert len(launches) == len(ran)
+    # The stand-in also tells of the host's own copies, and of memory that is taken.
+    copies = ("aten._to_copy", "aten.copy_", "aten.to")
+    theirs = [name for name in ran if name != "a copy" and not name.startswith("aten.to.")]
+    assert sum(launch.kernel not in copies for launch in launches) == len(theirs)
     for launch, (name, size) in zip(own, kernels, strict=True):
         # Ids of rows beyond a rank, and such, are read too.
         assert launch.work.bytes == pytest.approx(size, rel=0.06, abs=256), name
@@ -147,9 +154,9 @@ def test_flops_of_products_are_those_that_torch_counts() -> None:
 
 
 def test_a_kernel_without_a_formula_is_named() -> None:
-    short = {name: work for name, work in FORMULAS.items() if name != "reduce_splits"}
-    with patch("roofline_counts.FORMULAS", short), pytest.raises(KeyError, match="reduce_splits"):
-        counts_of("decode", 0)
+    short = {name: work for name, work in FORMULAS.items() if name != "attend_tiles"}
+    with patch("roofline_counts.FORMULAS", short), pytest.raises(KeyError, match="attend_tiles"):
+        counts_of.__wrapped__("prefill", 0)
 
 
 # ------------------------------------------------------------------------------------------ times
@@ -160,6 +167,9 @@ def test_layers_are_the_difference_of_two_models() -> None:
     step = roofline.of_layers([head, norm], [head, norm, norm], 4, recorded=True)
     assert [launch.kernel for launch in step.layer] == ["norm"]
     assert step.work == Work(8 * 5)
+    lists = Launch("lists", Work(10)), Launch("lists", Work(16))
+    step = roofline.of_layers([lists[0], norm], [lists[1], norm, norm], 4, recorded=True)
+    assert step.work == Work(10 + 3 * 6 + 8 * 4)
     with pytest.raises(ValueError, match="product"):
         roofline.of_layers([product], [head, norm], 4, recorded=True)
 
