@@ -104,7 +104,7 @@ async def client_of(
 def post(
     service: Service, path: str, body: Any, headers: Mapping[str, str] = HEADERS
 ) -> httpx2.Response:
-    """The reply to a body, without a network, by Python's JSON, which writes any text and number."""
+    """The reply to a body, without a network; Python's JSON writes any text and number."""
     sent = {**headers, "content-type": "application/json"}
 
     async def send() -> httpx2.Response:
