@@ -1,4 +1,4 @@
-"""What `auto` stands for: by device, by what can be imported, and by model; and where it is said."""
+"""The backend that `auto` stands for, by device, by packages and by model; and where it is said."""
 
 from __future__ import annotations
 
