@@ -20,7 +20,7 @@ from pcg.ir.program.folder import load_program
 from pcg.ir.program.manifest import MANIFEST, read_manifest
 from pcg.ir.program.program import ModelGraph, Program, Serving, Training
 from pcg.ir.types import TORCH_NAMES
-from pcg.kernels.backend import choose_backend, interprets_kernels, machine_device
+from pcg.kernels.backend import check_device, choose_backend, machine_device
 from pcg.keywords import takes
 from pcg.options import Backend, CompileOptions, dtype_name
 from pcg.parallel.costs.catalog import costs_name, find_cost_model, own_sheet
@@ -341,7 +341,7 @@ def make_executor(
     from pcg.runtime.model.state import ModelState
 
     device = _device(device)
-    _check_device(program.options.backend, device)
+    check_device(program.options.backend, device)
     if ranks is None:
         device = own_device(device)
         ranks = join_group(program.options.tp, device)
@@ -362,16 +362,6 @@ def make_executor(
 def _device(device: str | torch.device | None) -> torch.device:
     """The device asked for; else the machine's."""
     return machine_device() if device is None else torch.device(device)
-
-
-def _check_device(backend: str, device: torch.device) -> None:
-    """Refuse a device that a backend's programs do not run on."""
-    if backend == "triton" and device.type != "cuda" and not interprets_kernels():
-        raise UnsupportedError(
-            "the program is compiled for Triton, which runs on NVIDIA GPUs, and its device is "
-            f"{device.type}; compile it for PyTorch (--backend torch), or set TRITON_INTERPRET=1 "
-            "to run its kernels on the CPU, slowly: it is meant for tests"
-        )
 
 
 def _eos_ids(program: Program, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -88,12 +88,22 @@ def device_obstacle(device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         least = ".".join(map(str, LEAST_CAPABILITY))
         return f"Triton's kernels need capability {least}, and there is {_device_text(device)}"
-    if interprets_kernels():
+    if _interprets():
         return "TRITON_INTERPRET is set, which runs Triton's kernels slowly, for tests"
     return _import_obstacle()
 
 
-def interprets_kernels() -> bool:
+def check_device(backend: Backend, device: torch.device) -> None:
+    """Check that programs for a backend run on a device. UnsupportedError: they do not."""
+    if backend == "triton" and device.type != "cuda" and not _interprets():
+        raise UnsupportedError(
+            "the program is compiled for Triton, which runs on NVIDIA GPUs, and its device is "
+            f"{device.type}; compile it for PyTorch (--backend torch), or set TRITON_INTERPRET=1 "
+            "to run its kernels on the CPU, slowly: it is meant for tests"
+        )
+
+
+def _interprets() -> bool:
     """Return whether Triton's kernels run in its interpreter, on any device."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
