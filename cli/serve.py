@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +11,7 @@ from pcg.options import CompileOptions
 from pcg.serve.options import ServeOptions
 
 from .console import err
-from .executors import PlaceOptions, open_executor, ranks_of
+from .executors import PlaceOptions, files_of, open_executor, ranks_of
 from .options.arguments import Runnable
 from .options.fields import Given, Only
 from .run import SERVING
@@ -39,5 +40,8 @@ def serve_command(
     def say(text: str) -> None:
         err().print(text, soft_wrap=True)
 
-    if not serve(options, load, say):
+    def files() -> Path | None:
+        return files_of(model, place)
+
+    if not serve(options, load, say, files=files):
         raise typer.Exit(1)

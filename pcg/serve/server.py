@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -23,6 +24,7 @@ from pcg.runtime.engine.engine import Engine
 from pcg.runtime.executor import Executor
 from pcg.serve.app import create_app
 from pcg.serve.errors import LOG
+from pcg.serve.generation_config import read_generation_config
 from pcg.serve.listening import check_certificate, listen, url_of
 from pcg.serve.options import ServeOptions
 from pcg.serve.security.connection import BoundedConnection, allow_connections
@@ -39,6 +41,7 @@ def serve(
     load: Callable[[], Executor],
     say: Callable[[str], None],
     ready: Callable[[Server], None] = lambda _: None,
+    files: Callable[[], Path | None] = lambda: None,
 ) -> bool:
     """Serve until a signal, and end in order.
 
@@ -46,6 +49,7 @@ def serve(
         load: what loads the executor, once it is sure that the server can listen.
         say: takes the text that is printed when requests are taken.
         ready: is called with the server when it takes requests.
+        files: finds the directory of the model's files; None where it has none.
     Returns:
         True if all that was begun ended, or was given up in time.
     Raises:
@@ -57,9 +61,10 @@ def serve(
         check_certificate(options.ssl_certfile, options.ssl_keyfile)
     with contextlib.closing(listen(options.host, options.port, options.stream_timeout_s)) as bound:
         allow_connections()
+        generation = read_generation_config(options.generation_config, files())
         executor = load()
         with Engine(executor.state, options.engine(keys.tenants)).start() as engine:
-            service = Service(executor, engine, keys, options)
+            service = Service(executor, engine, keys, options, generation)
             url = url_of(bound, is_secure=options.ssl_certfile is not None)
             text = announcement(service, url, made_key)
             server = Server(service, lambda: say(text), ready)
