@@ -59,7 +59,7 @@ def test_without_a_file_or_fields_there_are_none(tmp_path: Path) -> None:
         assert read_generation_config("auto", model).source is None
     write(tmp_path, {"eos_token_id": 2})
     assert read_generation_config("auto", tmp_path).source is None
-    with pytest.raises(ConfigError, match="no .*other.*generation_config.json; .*'auto'"):
+    with pytest.raises(ConfigError, match=r"no .*other.*generation_config.json; .*'auto'"):
         read_generation_config(str(tmp_path / "other"), tmp_path)
 
 
