@@ -18,8 +18,8 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from pcg.ir.program.program import Program
 from pcg.runtime.requests.request import Completion, Pooling, RequestFields
+from pcg.serve.engine.facts import ModelFacts
 from pcg.serve.errors import ApiError
 from pcg.serve.openai.event_stream import all_completions
 from pcg.serve.openai.sampling_fields import Truncation
@@ -99,7 +99,7 @@ async def create_embeddings(
 ) -> Response:
     """Embed prompts, given as texts or as token ids."""
     model = await service.catalog.find(caller, body.model)
-    check_dimensions(service.executor.program, body.dimensions)
+    check_dimensions(service.client.facts, body.dimensions)
     submitted = await service.submit(caller, model, body.input, body.fields(), new_id("embd"))
     groups = await all_completions(request, submitted)
     found = [completion for group in groups for completion in group]
@@ -107,13 +107,12 @@ async def create_embeddings(
     return Response(content, headers=model.headers, media_type="application/json")
 
 
-def check_dimensions(program: Program, asked: int | None) -> None:
+def check_dimensions(facts: ModelFacts, asked: int | None) -> None:
     """Raise an ApiError for a number of dimensions that the model's embeddings cannot have."""
-    width = width_of(program)
+    width, allowed = facts.width, facts.matryoshka_dimensions
     if asked is None or asked == width:
         return
-    allowed: Sequence[int] = program.config.get("matryoshka_dimensions") or ()
-    if not allowed and not program.config.get("is_matryoshka"):
+    if not allowed and not facts.is_matryoshka:
         raise ApiError(
             400,
             f"dimensions={asked}: the model's embeddings have {width}, and it was not trained so "
@@ -125,11 +124,6 @@ def check_dimensions(program: Program, asked: int | None) -> None:
         raise ApiError(
             400, f"dimensions={asked}: the model's embeddings have {which}.", param="dimensions"
         )
-
-
-def width_of(program: Program) -> int:
-    """Return the number of dimensions of the model's hidden states."""
-    return int(program.base.epilogue.inputs[0].type.shape[-1])
 
 
 def _reply(body: EmbeddingsBody, model: str, found: Sequence[Completion]) -> bytes:

@@ -70,7 +70,7 @@ async def submit_chat(
         if content is not None:
             fields["guided_json"] = content
     if "max_new_tokens" not in fields:
-        room, kept = service.room(model), fields.get("truncate_prompt_tokens")
+        room, kept = await service.room(model), fields.get("truncate_prompt_tokens")
         length = min(len(prompt), kept if isinstance(kept, int) and kept > 0 else room)
         fields["max_new_tokens"] = max(1, room - length)
     with explained(use):
