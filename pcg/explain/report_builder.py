@@ -30,6 +30,7 @@ from pcg.explain.step_memory import (
 )
 from pcg.ir.analysis.saved_memory import saved_memory, window_memory
 from pcg.ir.types import TORCH_NAMES
+from pcg.kernels.backend import backend_for
 from pcg.passes.compress import Compress
 from pcg.passes.differentiate import LayerKind
 from pcg.passes.memory.plan import MemoryPlan, save_all
@@ -91,6 +92,7 @@ def build_report(planned: PlannedModel) -> Report:
         optimizer=setup.optimizer.name,
         host_bytes=_host_bytes(planned),
         packed_bytes=packed_copies(planned),
+        backend=str(backend_for(setup.device, planned.base)),
         timeline=tuple(moments),
         graph=_graph(trained, at) if trained else (),
         layer_groups=tuple(_layer_groups(planned)),

@@ -30,7 +30,7 @@ from pcg.serve.openai.token_texts import TokenTexts
 from pcg.serve.options import ServeOptions
 from pcg.serve.record import note_requests
 from pcg.serve.security.caller import Caller
-from pcg.serve.security.keys import Keys
+from pcg.serve.security.keys import Keys, Scope
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,16 @@ class Service:
         self._threads.shutdown(cancel_futures=True)
         for observer in self.observers:
             observer.close()
+
+    def may_read_metrics(self, caller: Caller | None) -> bool:
+        """Return True if a caller may read /metrics; None is one without a key."""
+        if self.options.metrics_without_key:
+            return True
+        return caller is not None and not caller.scopes.isdisjoint((Scope.METRICS, Scope.ADMIN))
+
+    def shows_engine(self, caller: Caller) -> bool:
+        """Return True if a caller may know numbers of the whole engine, which tell of others."""
+        return self.keys.tenants == 1 or self.may_read_metrics(caller)
 
     async def beside(
         self,

@@ -168,7 +168,7 @@ def _status(service: Service, found: EngineStatus, caller: Caller) -> ServerStat
 def _engine_wide(service: Service, numbers: EngineNumbers) -> EngineWide:
     totals = numbers.totals
     return EngineWide(
-        requests=Counts(running=numbers.running, waiting=numbers.waiting + numbers.preparing),
+        requests=Counts(running=numbers.running, waiting=numbers.queued),
         tokens=Tokens(
             generated=totals.output_tokens,
             prompts=totals.prompt_tokens,
@@ -213,8 +213,7 @@ class _Seen:
         self._owned = service.catalog.owned
         self._tenant = caller.tenant
         self._is_admin = Scope.ADMIN in caller.scopes
-        is_alone = service.keys.tenants == 1
-        self.sees_all = self._is_admin or Scope.METRICS in caller.scopes or is_alone
+        self.sees_all = service.shows_engine(caller)
 
     def _sees(self, tenant: str) -> bool:
         return self._is_admin or tenant in ("", self._tenant)

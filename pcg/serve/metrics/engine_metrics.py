@@ -82,7 +82,7 @@ class EngineMetrics:
             if now_s - self._state.made_s >= _KEPT_S:
                 numbers = await asyncio.wrap_future(self._client.numbers())
                 self._state.make(now_s, lambda to: self._write_state(to, numbers))
-                is_idle = not (numbers.running or numbers.waiting or numbers.preparing)
+                is_idle = not (numbers.running or numbers.queued)
                 kept_s = _KEPT_S if is_idle else _COUNTS_KEPT_S
                 if now_s - self._counts.made_s >= kept_s:
                     jobs = await asyncio.wrap_future(self._client.jobs())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -21,7 +22,7 @@ from starlette.responses import Response
 from pcg.runtime.requests.request import Completion, Pooling, RequestFields
 from pcg.serve.engine.facts import ModelFacts
 from pcg.serve.errors import ApiError
-from pcg.serve.openai.event_stream import all_completions
+from pcg.serve.openai.call import Call
 from pcg.serve.openai.sampling_fields import Truncation
 from pcg.serve.openai.wire import Prompts, WireModel
 from pcg.serve.security.caller import Caller, requires
@@ -41,9 +42,9 @@ class EmbeddingsBody(WireModel):
     """
 
     input: Prompts
-    model: str
     dimensions: Annotated[int, Field(ge=1)] | None = None
     encoding_format: Encoding | None = None
+    model: str | None = None
     user: str | None = None
 
     add_special_tokens: bool | None = None
@@ -98,13 +99,12 @@ async def create_embeddings(
     caller: Annotated[Caller, Depends(requires(Scope.INFER))],
 ) -> Response:
     """Embed prompts, given as texts or as token ids."""
-    model = await service.catalog.find(caller, body.model)
+    call = await Call.of(service, request, caller, body.model)
     check_dimensions(service.client.facts, body.dimensions)
-    submitted = await service.submit(caller, model, body.input, body.fields(), new_id("embd"))
-    groups = await all_completions(request, submitted)
+    submitted = await call.submit(body.input, body.fields(), new_id("embd"))
+    groups = await call.completions(submitted)
     found = [completion for group in groups for completion in group]
-    content = await service.beside(caller, _reply, body, model.name, found)
-    return Response(content, headers=model.headers, media_type="application/json")
+    return await call.reply(partial(_reply, body, call.model.name, found))
 
 
 def check_dimensions(facts: ModelFacts, asked: int | None) -> None:

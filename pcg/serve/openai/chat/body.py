@@ -42,10 +42,10 @@ class ChatBody(SamplingBody, ChatFieldsWithoutEffect):
     """A request for the next message of a chat."""
 
     messages: Messages
-    model: str
     logprobs: bool | None = None
     max_completion_tokens: Whole | None = None
     max_tokens: Whole | None = None
+    model: str | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None

@@ -10,12 +10,11 @@ from typing import Any
 
 from pcg.errors import GenerationError
 from pcg.runtime.requests.request import RequestFields
-from pcg.serve.adapters.catalog import ServedModel
 from pcg.serve.errors import ApiError
+from pcg.serve.openai.call import Call
 from pcg.serve.openai.chat.messages import Message, template_messages
 from pcg.serve.openai.chat.template import ChatRequest, prompt_of
 from pcg.serve.openai.chat.tool_use import AskedTools, ToolUse
-from pcg.serve.security.caller import Caller
 from pcg.serve.service import Service, Submitted
 
 _GUIDES = (
@@ -44,9 +43,7 @@ class Chat:
     template: Mapping[str, Any] = field(default_factory=dict)
 
 
-async def submit_chat(
-    service: Service, caller: Caller, model: ServedModel, chat: Chat, reply_id: str
-) -> tuple[Submitted, ToolUse]:
+async def submit_chat(call: Call, chat: Chat, reply_id: str) -> tuple[Submitted, ToolUse]:
     """Submit a chat; returns the request, and how its output is read.
 
     Raises:
@@ -54,7 +51,7 @@ async def submit_chat(
         GenerationError: the template refuses the messages, or a field cannot be.
         EngineError: the engine takes no requests.
     """
-    prompt, use = await service.beside(caller, prepared, service, chat)
+    prompt, use = await call.service.beside(call.caller, prepared, call.service, chat)
     fields: RequestFields = {**chat.fields}
     for name in use.fields:
         if name in _GUIDES and (given := next((g for g in _GUIDES if g in fields), None)):
@@ -70,11 +67,12 @@ async def submit_chat(
         if content is not None:
             fields["guided_json"] = content
     if "max_new_tokens" not in fields:
-        room, kept = await service.room(model), fields.get("truncate_prompt_tokens")
+        room = await call.service.room(call.model)
+        kept = fields.get("truncate_prompt_tokens")
         length = min(len(prompt), kept if isinstance(kept, int) and kept > 0 else room)
         fields["max_new_tokens"] = max(1, room - length)
     with explained(use):
-        (submitted,) = await service.submit(caller, model, [prompt], fields, reply_id)
+        (submitted,) = await call.submit([prompt], fields, reply_id)
     return submitted, use
 
 

@@ -125,7 +125,6 @@ class ResponseBody(SamplingBody, ResponseFieldsWithoutEffect):
     """A request for a response. `background`, `conversation` and `prompt` are refused by name."""
 
     input: Input
-    model: str
     background: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     conversation: Any = None
@@ -134,6 +133,7 @@ class ResponseBody(SamplingBody, ResponseFieldsWithoutEffect):
     )
     instructions: str | None = None
     max_output_tokens: Whole | None = None
+    model: str | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
     prompt: Any = None

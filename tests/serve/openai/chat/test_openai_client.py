@@ -170,7 +170,7 @@ def test_usage_in_streams(client: openai.OpenAI) -> None:
     assert chunks[-1].usage == ask(client, max_tokens=3).usage
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(ask(client, stream=True, max_tokens=3, stream_options=options))
-    assert [chunk.usage.completion_tokens for chunk in chunks] == [1, 1, 2, 3, 3]
+    assert [chunk.usage.completion_tokens for chunk in chunks] == [0, 1, 2, 3, 3]
 
 
 def test_json_of_a_schema_is_parsed(client: openai.OpenAI, no_spaces: dict[str, int]) -> None:
