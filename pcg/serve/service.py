@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 from fastapi import Depends, Request
 
-from pcg.errors import PcgError
+from pcg.errors import GenerationError, PcgError
 from pcg.runtime.requests.request import Request as EngineRequest
 from pcg.runtime.requests.request import RequestFields
 from pcg.runtime.requests.stream import Stream
@@ -202,7 +202,7 @@ class Service:
             )
         for index, prompt in enumerate(prompts):
             if not prompt:
-                raise ApiError(400, f"prompt {index} is empty; give at least one token")
+                raise GenerationError(f"prompt {index} is empty; give at least one token")
             own: RequestFields = {
                 **fields,
                 "logprobs_mode": self.options.logprobs_mode,
@@ -236,7 +236,7 @@ class Service:
                 f"This model's maximum context length is {most} tokens. However, you requested "
                 f"{request.length + new} tokens ({request.length} in the prompt, {new} in the "
                 "output). Please reduce the length of one of them.",
-                param="max_tokens" if request.length < most else "prompt",
+                param="max_new_tokens" if request.length < most else "prompt",
                 code="context_length_exceeded",
             )
 

@@ -23,6 +23,7 @@ from pcg.runtime.requests.request import Completion, Pooling, RequestFields
 from pcg.serve.engine.facts import ModelFacts
 from pcg.serve.errors import ApiError
 from pcg.serve.openai.call import Call
+from pcg.serve.openai.field_names import FieldNames
 from pcg.serve.openai.sampling_fields import Truncation
 from pcg.serve.openai.wire import Prompts, WireModel
 from pcg.serve.security.caller import Caller, requires
@@ -52,6 +53,10 @@ class EmbeddingsBody(WireModel):
     pooling: Pooling | None = None
     priority: int | None = None
     truncate_prompt_tokens: Truncation | None = None
+
+    def names(self) -> FieldNames:
+        """Return the names of fields that the engine has others for."""
+        return FieldNames("input")
 
     def fields(self) -> RequestFields:
         """Return the fields of the engine's requests."""
@@ -99,7 +104,7 @@ async def create_embeddings(
     caller: Annotated[Caller, Depends(requires(Scope.INFER))],
 ) -> Response:
     """Embed prompts, given as texts or as token ids."""
-    call = await Call.of(service, request, caller, body.model)
+    call = await Call.of(service, request, caller, body)
     check_dimensions(service.client.facts, body.dimensions)
     submitted = await call.submit(body.input, body.fields(), new_id("embd"))
     groups = await call.completions(submitted)

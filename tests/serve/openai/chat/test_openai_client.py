@@ -338,7 +338,7 @@ NAMED: Any = {"type": "function", "function": {"name": "other"}}
         ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template", "--trust-request"),
         ({"extra_body": {"chat_template_kwargs": {"self": 1}}}, "chat_template_kwargs", "'self'"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs=true"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs", "20"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "differ"),
         ({"max_tokens": 2000}, "max_tokens", "maximum context length is 1024"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
@@ -356,7 +356,7 @@ NAMED: Any = {"type": "function", "function": {"name": "other"}}
                     },
                 }
             },
-            None,
+            "response_format",
             "unheard-of",
         ),
         (
@@ -373,7 +373,7 @@ NAMED: Any = {"type": "function", "function": {"name": "other"}}
                 "tool_choice": "required",
                 "extra_body": {"structured_outputs": {"regex": "a"}},
             },
-            "structured_outputs",
+            "structured_outputs.regex",
             "together",
         ),
     ],

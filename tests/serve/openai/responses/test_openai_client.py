@@ -278,7 +278,7 @@ def test_logprobs_of_a_response(client: openai.OpenAI) -> None:
         ({"extra_body": {"n": 2}}, "n", "not supported"),
         ({"extra_body": {"max_tokens": 2}}, "max_tokens", "Unrecognized"),
         ({"top_logprobs": 3}, "top_logprobs", "include"),
-        ({"max_output_tokens": 5000}, "max_tokens", "maximum context length"),
+        ({"max_output_tokens": 5000}, "max_output_tokens", "maximum context length"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]},
             "input[0].content[0]",
