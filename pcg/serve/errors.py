@@ -8,7 +8,6 @@ a traceback in the log.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,8 +58,6 @@ _STATUS: tuple[tuple[type[PcgError], int, str | None], ...] = (
 
 _RETRY_S = {429: 1, 503: 5}
 _LONGEST_MESSAGE = 4000
-_FIELD = re.compile(r"([a-z_]+)=")
-"""The beginning of a message that refuses a field's value."""
 
 
 class ErrorDetail(BaseModel):
@@ -158,9 +155,7 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(503, "The engine has ended; ask again later.", code="engine_ended")
     for kind, status, code in _STATUS:
         if isinstance(error, kind):
-            message = str(error).replace("max_new_tokens", "max_tokens")
-            field = _FIELD.match(message)
-            return ApiError(status, message, param=field[1] if field else None, code=code)
+            return ApiError(status, str(error), code=code)
     LOG.error("a request failed", exc_info=error)
     return ApiError(500, "The server had an error; its log says more.", code="internal_error")
 

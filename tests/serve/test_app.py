@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -161,6 +160,4 @@ def test_nobody_learns_how_many_prompts_came(service: Service) -> None:
     body = {"model": serving.MODEL, "prompt": [10**9]}
     for _ in range(2):
         message = ask(service, "POST", "/v1/completions", json=body).json()["error"]["message"]
-        name, _, fault = message.partition(" has token 1000000000;")
-        assert fault
-        assert re.fullmatch(r"request 'cmpl-[0-9a-f]{32}-0'", name)
+        assert message.startswith("prompt 0 has token 1000000000;")

@@ -38,7 +38,7 @@ def held(service: Service) -> Iterator[None]:
         is_there.set()
         gate.wait()
 
-    service.engine.call(wait)
+    service.client.engine.call(wait)
     assert is_there.wait(10)
     try:
         yield
@@ -48,7 +48,7 @@ def held(service: Service) -> Iterator[None]:
 
 def is_free(service: Service) -> bool:
     """Nothing runs or waits, and no page is held."""
-    numbers = service.engine.numbers()
+    numbers = service.client.engine.numbers()
     idle = numbers.running == numbers.waiting == 0
     return idle and numbers.free_pages == numbers.pages
 
@@ -60,7 +60,7 @@ def counted(service: Service) -> tuple[dict[Kind, int], Callable[[], None]]:
     def listen(event: Any) -> None:
         counts[event.kind] = counts.get(event.kind, 0) + 1
 
-    stop = service.engine.engine.log.listen(listen)
+    stop = service.client.engine.engine.log.listen(listen)
     return counts, stop
 
 
@@ -96,14 +96,14 @@ def test_who_leaves_is_served_for_a_step_at_most(served: serving.Served, stream:
     counts, stop = counted(service)
     connection = connect(served)
     connection.sendall(asking({**LONG, "n": 16, "stream": stream}))
-    until(lambda: service.engine.numbers().running == 16)
+    until(lambda: service.client.engine.numbers().running == 16)
     if stream:
         assert b"200 OK" in connection.recv(1000)
     with held(service):
         before = counts.get(Kind.TOKEN, 0)
-        calls = service.engine._calls.qsize()
+        calls = service.client.engine._calls.qsize()
         connection.close()
-        until(lambda: service.engine._calls.qsize() > calls)
+        until(lambda: service.client.engine._calls.qsize() > calls)
     until(lambda: is_free(service))
     stop()
     assert counts.get(Kind.TOKEN, 0) <= before + 16  # the step that was due
@@ -117,7 +117,7 @@ def test_who_does_not_read_is_ended(served: serving.Served) -> None:
     with connect(served, receive_bytes=4096) as connection:
         body = {**LONG, "n": 64, "stream": True, "logprobs": 20, "return_token_ids": True}
         connection.sendall(asking(body))
-        until(lambda: service.engine.numbers().running > 0)
+        until(lambda: service.client.engine.numbers().running > 0)
         until(lambda: is_free(service))
         until(lambda: not served.server.server_state.tasks)
         until(lambda: not served.server.server_state.connections)
@@ -246,11 +246,11 @@ def test_prompts_of_one_request_are_taken_together(stream: bool) -> None:
             with held(service):
                 first = {**body, "prompt": ["ab"] * 4}
                 before = asyncio.ensure_future(client.post("/v1/completions", json=first))
-                while service.engine._calls.qsize() < 4 + 1:  # one waits for what came
+                while service.client.engine._calls.qsize() < 4 + 1:  # one waits for what came
                     await asyncio.sleep(0.005)
                 second = {**body, "prompt": ["ab", "c", "d"], "stream": stream}
                 refused = asyncio.ensure_future(client.post("/v1/completions", json=second))
-                while service.engine._calls.qsize() < 5 + 1 + 1:
+                while service.client.engine._calls.qsize() < 5 + 1 + 1:
                     await asyncio.sleep(0.005)
             return await before, await refused
 
@@ -261,7 +261,7 @@ def test_prompts_of_one_request_are_taken_together(stream: bool) -> None:
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "queue_full"
         until(lambda: is_free(service))
-        assert service.engine.engine.totals.output_tokens < 4 * 40 + 40
+        assert service.client.engine.engine.totals.output_tokens < 4 * 40 + 40
 
 
 async def _ask_all(service: Service, count: int) -> dict[str, list[httpx2.Response]]:

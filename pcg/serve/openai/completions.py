@@ -16,6 +16,7 @@ from pcg.serve.openai.call import Call
 from pcg.serve.openai.chat.response_format import ResponseFormat, content_schema
 from pcg.serve.openai.completion_events import CompletionEvents, Wanted
 from pcg.serve.openai.completion_texts import ChoiceText
+from pcg.serve.openai.field_names import FieldNames
 from pcg.serve.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
 from pcg.serve.openai.sampling_fields import SamplingBody, Whole
 from pcg.serve.openai.usage import Usage, usage_of
@@ -44,6 +45,11 @@ class CompletionBody(SamplingBody):
     stream_options: StreamOptions | None = None
     suffix: str | None = None
     user: str | None = None
+
+    def names(self) -> FieldNames:
+        """Return the names of fields that the engine has others for."""
+        names = {"max_new_tokens": "max_tokens", "guided_json": "response_format"}
+        return FieldNames("prompt", {**names, **self.guide_names()})
 
     def fields(self, request: Request) -> RequestFields:
         """Return the fields of the engine's requests.
@@ -126,7 +132,7 @@ async def create_completion(
     caller: Annotated[Caller, Depends(requires(Scope.INFER))],
 ) -> Response:
     """Continue prompts, given as texts or as token ids."""
-    call = await Call.of(service, request, caller, body.model)
+    call = await Call.of(service, request, caller, body)
     reply_id = new_id("cmpl")
     submitted = await call.submit(body.prompt, body.fields(request), reply_id)
     head = call.head("text_completion", reply_id, body.request_id)
@@ -168,7 +174,7 @@ def _choice(
         "stop_reason": done.stop_reason,
     }
     if done.logprobs is not None:
-        text = ChoiceText(service.executor.tokenizer, asked.request)
+        text = ChoiceText(service.client.tokenizer, asked.request)
         choice["logprobs"] = text.logprobs(done, names)
     if body.prompt_logprobs is not None and done.prompt_logprobs is not None:
         choice["prompt_logprobs"] = prompt_logprobs(done.prompt_logprobs, service.token_texts)

@@ -13,7 +13,7 @@ from pcg.serve.json_bytes import json_bytes
 from pcg.serve.openai.call import Call
 from pcg.serve.openai.chat.body import ChatBody
 from pcg.serve.openai.chat.events import ChatEvents
-from pcg.serve.openai.chat.generation import explained, submit_chat
+from pcg.serve.openai.chat.generation import submit_chat
 from pcg.serve.openai.chat.logprobs import ChatLogprobs, LogprobWriter
 from pcg.serve.openai.chat.message_reader import ChatMessage
 from pcg.serve.openai.chat.tool_use import ToolUse
@@ -85,9 +85,9 @@ async def create_chat_completion(
     caller: Annotated[Caller, Depends(requires(Scope.INFER))],
 ) -> Response:
     """Generate the next message of a chat."""
-    call = await Call.of(service, request, caller, body.model)
+    call = await Call.of(service, request, caller, body)
     reply_id = new_id("chatcmpl")
-    submitted, use = await submit_chat(call, body.chat(request), reply_id)
+    call, submitted, use = await submit_chat(call, body.chat(request), reply_id)
     texts = service.token_texts
     logprobs = LogprobWriter(texts, bool(body.return_tokens_as_token_ids))
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
@@ -98,10 +98,8 @@ async def create_chat_completion(
         )
         writer = logprobs if body.logprobs else None
         events = ChatEvents(service, head, submitted, use, wanted, writer)
-        with explained(use):
-            return await call.stream([submitted], events)
-    with explained(use):
-        (group,) = await call.completions([submitted])
+        return await call.stream([submitted], events)
+    (group,) = await call.completions([submitted])
 
     def whole() -> bytes:
         content = {**head, "choices": [_choice(body, use, logprobs, done) for done in group]}

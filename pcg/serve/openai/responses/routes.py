@@ -15,7 +15,7 @@ from pcg.runtime.requests.request import Completion
 from pcg.serve.errors import ApiError
 from pcg.serve.json_bytes import json_bytes
 from pcg.serve.openai.call import Call
-from pcg.serve.openai.chat.generation import Chat, explained, submit_chat
+from pcg.serve.openai.chat.generation import Chat, submit_chat
 from pcg.serve.openai.chat.logprobs import LogprobWriter
 from pcg.serve.openai.chat.messages import Message
 from pcg.serve.openai.completions import STREAMED
@@ -93,24 +93,22 @@ async def create_response(
     body: ResponseBody, request: Request, service: ServiceDependency, caller: Infer
 ) -> Response:
     """Generate a response to items."""
-    call = await Call.of(service, request, caller, body.model)
+    call = await Call.of(service, request, caller, body)
     response_id = new_id("resp").replace("-", "_")
     turn = await service.beside(caller, _turn, service.responses, caller.tenant, body)
     messages = messages_of([*turn.before, *turn.input])
     if body.instructions is not None:
         messages.insert(0, Message(role="system", content=body.instructions))
     chat = Chat(messages, body.asked_tools(), body.fields(request), {"variables": body.variables()})
-    submitted, use = await submit_chat(call, chat, response_id)
+    call, submitted, use = await submit_chat(call, chat, response_id)
     response = begun_response(response_id, call.model.name, body)
     response["system_fingerprint"] = call.model.fingerprint
     logprobs = LogprobWriter(service.token_texts, bool(body.return_tokens_as_token_ids))
     output = OutputItems(use, logprobs if body.wants_logprobs else None)
     end: Callable[[Completion], dict[str, Any]] = partial(turn.end, response, output)
     if body.stream:
-        with explained(use):
-            return await call.stream([submitted], ResponseEvents(response, output, end))
-    with explained(use):
-        ((done,),) = await call.completions([submitted])
+        return await call.stream([submitted], ResponseEvents(response, output, end))
+    ((done,),) = await call.completions([submitted])
 
     def whole() -> bytes:
         output.push(done.text, done.logprobs or (), status_of(done))
