@@ -35,9 +35,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._lingering = LingeringTransport(
-            transport, self._awaits_body, self.flow.resume_reading
-        )
+        self._lingering = LingeringTransport(transport, self._awaits_body, self.flow.resume_reading)
         self.transport = self._lingering
         self._begin_head()
 
