@@ -213,6 +213,9 @@ class ReportData:
     served versions of the adapters, of which a GPU has copies. `packed_bytes` are
     those of oneDNN's packed copies, which `memory_bytes` counts among the weights.
 
+    `backend` is what `auto` stands for on such a device, and why; GPUs are of capability 8.0 or
+    later here.
+
     `gpus` are all known GPUs that a rank fits, `fits` says more of those that were asked for.
     """
 
@@ -241,6 +244,7 @@ class ReportData:
     optimizer: str = "adamw"
     host_bytes: Mapping[str, int] = field(default_factory=dict)
     packed_bytes: int = 0
+    backend: str = ""
     timeline: tuple[Moment, ...] = ()
     graph: tuple[GraphNode, ...] = ()
     layer_groups: tuple[LayerGroup, ...] = ()
