@@ -95,8 +95,10 @@ class RankPlan:
             if same is None:
                 planned = self._at(choice)
                 trained = planned.trained if self._trains else None
+                # Windows of the trained adapter, in fp32, are few beside requests' adapters.
+                serving = served_in_base(planned) if self._adapters else planned.serving
                 self._costs[key] = graph_costs(
-                    model, self.tp, served_in_base(planned), trained, host_bytes_per_s=1.0
+                    model, self.tp, serving, trained, host_bytes_per_s=1.0
                 )
             else:
                 self._costs[key] = same.on(model)
