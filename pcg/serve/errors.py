@@ -168,7 +168,7 @@ def of_validation(error: RequestValidationError) -> ApiError:
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"Unrecognized request argument supplied: {param}", param=param)
     if first["type"] == "json_invalid":
-        return ApiError(400, "The body is not valid JSON.", code="invalid_json")
+        return _no_json()
     if param is None and isinstance(error.body, bytes):
         return ApiError(400, "Send the body as content-type: application/json.")
     if first["type"] == "missing" and param is not None:
@@ -182,7 +182,13 @@ def _is_branch(part: object) -> bool:
     return isinstance(part, str) and ("[" in part or "-" in part)
 
 
+def _no_json() -> ApiError:
+    return ApiError(400, "The body is not valid JSON.", code="invalid_json")
+
+
 def _of_http(error: HTTPException) -> ApiError:
+    if error.status_code == 400:  # no UTF-8, or nested or with digits beyond what Python reads
+        return _no_json()
     messages = {404: "There is no such endpoint.", 405: "The endpoint has no such method."}
     message = messages.get(error.status_code, str(error.detail))
     return ApiError(error.status_code, message, headers=error.headers)

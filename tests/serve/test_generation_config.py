@@ -100,7 +100,7 @@ def test_they_are_the_librarys_fields_and_a_requests_own_come_first(service: Ser
     for given in fields:
         own = {name: value for name, value in given.items() if value is not None}
         sampling = {"temperature": 0, "repetition_penalty": 1.3, **own}
-        expected = service.executor.generate(
+        expected = service.client.executor.generate(
             "Hello, how", max_new_tokens=12, ignore_eos=True, **sampling
         )
         assert texts_of(service, **given) == [expected.text]

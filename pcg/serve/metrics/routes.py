@@ -34,7 +34,7 @@ class ReadsMetrics(RequiredScope):
 )
 async def metrics(service: ServiceDependency) -> PlainTextResponse:
     """Return the metrics in Prometheus' text format."""
-    return PlainTextResponse(service.metrics.page(), media_type=CONTENT_TYPE)
+    return PlainTextResponse(await service.metrics.page(), media_type=CONTENT_TYPE)
 
 
 class Scrapes:
@@ -53,7 +53,7 @@ class Scrapes:
             await self.app(scope, receive, send)
             return
         scope["route"] = self._route
-        page = service.metrics.page()
+        page = await service.metrics.page()
         headers = [
             (b"content-type", CONTENT_TYPE.encode()),
             (b"content-length", b"%d" % len(page)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -87,19 +88,20 @@ class Call:
             chunks = await begun(self.request, submitted)
         timeout_s = self.service.options.stream_timeout_s
         sending = Sending(self._beside, self.names.named, timeout_s)
-        return EventStream(chunks, events, sending, self._headers())
+        return EventStream(chunks, events, sending, await self._headers())
 
     async def reply(self, write: Callable[[], bytes]) -> Response:
         """Return a whole reply, which is written beside the event loop."""
         content = await self._beside(write)
-        return Response(content, headers=self._headers(), media_type="application/json")
+        return Response(content, headers=await self._headers(), media_type="application/json")
 
     async def _beside(self, write: Callable[[], bytes]) -> bytes:
         return await self.service.beside(self.caller, write)
 
-    def _headers(self) -> dict[str, str]:
+    async def _headers(self) -> dict[str, str]:
         """Return the headers that say which version answers, and the load if it is asked for."""
         asked = self.request.headers.get(ASKED)
         if asked is None or not self.service.shows_engine(self.caller):
             return self.model.headers
-        return {**self.model.headers, **load_headers(asked, self.service.engine.numbers())}
+        numbers = await asyncio.wrap_future(self.service.client.numbers())
+        return {**self.model.headers, **load_headers(asked, numbers)}

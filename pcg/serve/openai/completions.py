@@ -175,7 +175,7 @@ def _choice(
         "stop_reason": done.stop_reason,
     }
     if done.logprobs is not None:
-        text = ChoiceText(service.executor.tokenizer, asked.request)
+        text = ChoiceText(service.client.tokenizer, asked.request)
         choice["logprobs"] = text.logprobs(done, names)
     if body.prompt_logprobs is not None and done.prompt_logprobs is not None:
         choice["prompt_logprobs"] = prompt_logprobs(done.prompt_logprobs, service.token_texts)

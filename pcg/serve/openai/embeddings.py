@@ -19,8 +19,8 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from pcg.ir.program.program import Program
 from pcg.runtime.requests.request import Completion, Pooling, RequestFields
+from pcg.serve.engine.facts import ModelFacts
 from pcg.serve.errors import ApiError
 from pcg.serve.openai.call import Call
 from pcg.serve.openai.field_names import FieldNames
@@ -105,20 +105,19 @@ async def create_embeddings(
 ) -> Response:
     """Embed prompts, given as texts or as token ids."""
     call = await Call.of(service, request, caller, body)
-    check_dimensions(service.executor.program, body.dimensions)
+    check_dimensions(service.client.facts, body.dimensions)
     submitted = await call.submit(body.input, body.fields(), new_id("embd"))
     groups = await call.completions(submitted)
     found = [completion for group in groups for completion in group]
     return await call.reply(partial(_reply, body, call.model.name, found))
 
 
-def check_dimensions(program: Program, asked: int | None) -> None:
+def check_dimensions(facts: ModelFacts, asked: int | None) -> None:
     """Raise an ApiError for a number of dimensions that the model's embeddings cannot have."""
-    width = width_of(program)
+    width, allowed = facts.width, facts.matryoshka_dimensions
     if asked is None or asked == width:
         return
-    allowed: Sequence[int] = program.config.get("matryoshka_dimensions") or ()
-    if not allowed and not program.config.get("is_matryoshka"):
+    if not allowed and not facts.is_matryoshka:
         raise ApiError(
             400,
             f"dimensions={asked}: the model's embeddings have {width}, and it was not trained so "
@@ -130,11 +129,6 @@ def check_dimensions(program: Program, asked: int | None) -> None:
         raise ApiError(
             400, f"dimensions={asked}: the model's embeddings have {which}.", param="dimensions"
         )
-
-
-def width_of(program: Program) -> int:
-    """Return the number of dimensions of the model's hidden states."""
-    return int(program.base.epilogue.inputs[0].type.shape[-1])
 
 
 def _reply(body: EmbeddingsBody, model: str, found: Sequence[Completion]) -> bytes:

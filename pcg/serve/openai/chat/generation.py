@@ -67,7 +67,8 @@ async def submit_chat(call: Call, chat: Chat, reply_id: str) -> tuple[Call, Subm
         if content is not None:
             fields["guided_json"] = content
     if "max_new_tokens" not in fields:
-        room, kept = call.service.room(call.model), fields.get("truncate_prompt_tokens")
+        room = await call.service.room(call.model)
+        kept = fields.get("truncate_prompt_tokens")
         length = min(len(prompt), kept if isinstance(kept, int) and kept > 0 else room)
         most = call.service.generation.defaults.max_new_tokens or room
         fields["max_new_tokens"] = max(1, min(room - length, most))

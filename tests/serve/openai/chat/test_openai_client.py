@@ -55,7 +55,7 @@ def client_of(server: serving.Served, key: str = serving.KEY) -> openai.OpenAI:
 @pytest.fixture(scope="module")
 def no_spaces(server: serving.Served) -> dict[str, int]:
     """Biases without white space, which JSON could go on with for ever."""
-    tokenizer = server.service.executor.tokenizer
+    tokenizer = server.service.client.executor.tokenizer
     assert tokenizer is not None
     texts = ((index, tokenizer.decode([index])) for index in range(tokenizer.vocab_size))
     return {str(index): -100 for index, text in texts if text.isspace()}
@@ -88,7 +88,7 @@ def streamed(client: openai.OpenAI, **fields: Any) -> Any:
 
 
 def test_greedy_text_is_the_librarys(server: serving.Served, client: openai.OpenAI) -> None:
-    executor, tokenizer = server.service.executor, server.service.chat.tokenizer
+    executor, tokenizer = server.service.client.executor, server.service.chat.tokenizer
     assert tokenizer is not None
     messages = [{"role": "system", "content": "Be brief."}, *USER]
     prompt = tokenizer.encode_chat(messages)
@@ -149,7 +149,7 @@ def test_logprobs_of_a_chat(server: serving.Served, client: openai.OpenAI) -> No
     tokenizer = server.service.chat.tokenizer
     assert tokenizer is not None
     prompt = tokenizer.encode_chat(USER)
-    (expected,) = server.service.executor.generate([prompt], max_new_tokens=6, logprobs=3)
+    (expected,) = server.service.client.executor.generate([prompt], max_new_tokens=6, logprobs=3)
     assert expected.logprobs is not None
     found = whole.logprobs.content
     assert [one.logprob for one in found] == [one.logprob for one in expected.logprobs]
@@ -292,7 +292,8 @@ def test_vllms_extras(server: serving.Served, client: openai.OpenAI) -> None:
     prompt = tokenizer.encode_chat(USER)
     extra: dict[str, Any] = {"return_token_ids": True, "prompt_logprobs": 1, "top_k": 1}
     reply = ask(client, max_tokens=4, extra_body=extra)
-    (expected,) = server.service.executor.generate([prompt], max_new_tokens=4, prompt_logprobs=1)
+    generate = server.service.client.executor.generate
+    (expected,) = generate([prompt], max_new_tokens=4, prompt_logprobs=1)
     assert reply.prompt_token_ids == prompt
     assert reply.choices[0].token_ids == list(expected.token_ids)
     assert reply.prompt_logprobs[0] is None
