@@ -209,6 +209,9 @@ class ReportData:
     `host_bytes` has the bytes of offloaded kinds in host memory, beside a GPU's. `packed_bytes` are
     those of oneDNN's packed copies, which `memory_bytes` counts among the weights.
 
+    `backend` is what `auto` stands for on such a device, and why; GPUs are of capability 8.0 or
+    later here.
+
     `gpus` are all known GPUs that a rank fits, `fits` says more of those that were asked for.
     """
 
@@ -237,6 +240,7 @@ class ReportData:
     optimizer: str = "adamw"
     host_bytes: Mapping[str, int] = field(default_factory=dict)
     packed_bytes: int = 0
+    backend: str = ""
     timeline: tuple[Moment, ...] = ()
     graph: tuple[GraphNode, ...] = ()
     layer_groups: tuple[LayerGroup, ...] = ()

@@ -56,6 +56,7 @@ def _heading(report: ReportData) -> list[str]:
         f"{report.peft or 'no adapters'}  ·  {step}  ·  {ranks}",
         "",
         f"parameters   {rounded(base)} base, {rounded(trainable)} trainable{share}",
+        fill(f"backend      {report.backend}", 98, subsequent_indent=" " * 13),
     ]
 
 

@@ -41,6 +41,8 @@ _SAME = (
 _SLOS = {"ttft_slo_ms": "x-slo-ttft-ms", "tpot_slo_ms": "x-slo-tpot-ms"}
 """Fields of SLOs, and the headers that say the same, as llm-d's router sends them."""
 
+_MOST_MS = 1e12
+Milliseconds = Annotated[float, Field(gt=0, lt=_MOST_MS)]
 Whole = Annotated[int, Field(ge=0)]
 Truncation = Literal[-1] | Annotated[int, Field(ge=1)]
 """How many of a prompt's tokens are kept; -1 keeps as many as the model has room for."""
@@ -77,8 +79,8 @@ class SamplingBody(GuidedFields):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     truncate_prompt_tokens: Truncation | None = None
 
-    ttft_slo_ms: Annotated[float, Field(gt=0)] | None = None
-    tpot_slo_ms: Annotated[float, Field(gt=0)] | None = None
+    ttft_slo_ms: Milliseconds | None = None
+    tpot_slo_ms: Milliseconds | None = None
 
     def request_fields(self, request: Request) -> RequestFields:
         """Return the fields of the engine's requests, but for what the endpoint adds.
@@ -103,7 +105,10 @@ class SamplingBody(GuidedFields):
             milliseconds = getattr(self, name) or _header(request, header)
             if milliseconds is not None:
                 found[name.replace("_ms", "_s")] = milliseconds / 1e3
-        return {**found, **self.guide()}  # type: ignore[typeddict-item]
+        guide = self.guide()
+        if guide is not None:
+            found[guide.field] = guide.value
+        return found  # type: ignore[return-value]
 
 
 def _header(request: Request, name: str) -> float | None:
@@ -114,6 +119,6 @@ def _header(request: Request, name: str) -> float | None:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 0 < number < 1e12:
+    if not 0 < number < _MOST_MS:
         raise ApiError(400, f"The header {name} is {text[:64]!r}; use milliseconds above 0.")
     return number

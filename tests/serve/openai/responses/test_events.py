@@ -14,7 +14,7 @@ from starlette.types import Message
 from pcg.errors import GenerationError
 from pcg.runtime.requests.request import Chunk, Completion
 from pcg.serve.openai.chat.tool_use import ToolUse
-from pcg.serve.openai.event_stream import Chunks, EventStream
+from pcg.serve.openai.event_stream import Chunks, EventStream, Sending
 from pcg.serve.openai.responses.body import ResponseBody
 from pcg.serve.openai.responses.events import ResponseEvents
 from pcg.serve.openai.responses.output import OutputItems
@@ -90,7 +90,7 @@ def test_the_whole_output_is_written_beside_the_event_loop() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    reply = EventStream(cast(Chunks, Given()), made, beside, 60.0, {})
+    reply = EventStream(cast(Chunks, Given()), made, Sending(beside, lambda error: error, 60.0), {})
     asyncio.run(reply({"type": "http"}, never, send))
     body = b"".join(message.get("body", b"") for message in sent)
     (last,) = steps
