@@ -70,7 +70,8 @@ class RowMemory:
 
     @property
     def size_bytes(self) -> int:
-        return self._allocator.memory.nbytes
+        """Bytes of the adapters' rows, and of the tables that say where they lie."""
+        return self._allocator.used_bytes + self._rows.nbytes + self._ranks.nbytes
 
     @property
     def element_bytes(self) -> int:
