@@ -107,7 +107,7 @@ class StepRoom(NamedTuple):
 
 
 class StepSizes(NamedTuple):
-    """What rooms are chosen by.
+    """The sizes of a step, by which its room is chosen.
 
     Attributes:
         lengths: tokens of each sequence in the step.

@@ -182,6 +182,9 @@ class StepGraphs:
             spans: tokens of each sequence, and tokens before these, in the cache.
             read: places of the sequences after whose tokens logits are wanted, in order.
         """
+        if self.recorder is None:
+            self.eager["the device records nothing"] += 1
+            return None
         slots = self._tables.slots(adapters)
         if slots is None:
             self.eager["an adapter has more than rows of LoRA and virtual tokens"] += 1
@@ -222,8 +225,7 @@ class StepGraphs:
     def _is_time(self, room: StepRoom) -> bool:
         """Return whether a room is recorded now: a warm one, as what it reads has moved."""
         self._came[room] += 1
-        is_due = room in self._warm or self._came[room] > self.eager_steps
-        return is_due and self.recorder is not None
+        return room in self._warm or self._came[room] > self.eager_steps
 
     def _drop_moved(self) -> None:
         """Drop the graphs that read adapters where they lay before."""
