@@ -166,6 +166,13 @@ class RaggedTables(PaddedTables):
             for name in site.names:
                 setattr(part, name, rows)
 
+    @torch.inference_mode(False)
+    def reserve(self, count: int, adapters: Sequence[Adapter]) -> None:
+        """Make tables for so many adapters at once, of ranks as these have: none moves them."""
+        if self.lora is not None:
+            self.lora.reserve(count, adapters)
+            self._bound.clear()
+
     @property
     def layout(self) -> object:
         """The places of the rows' memory and tables, which changes when they move."""
