@@ -12,7 +12,8 @@ import torch
 import pcg.compiler as compiler
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.model.step_graphs import EAGER_STEPS, CudaRecorder
+from pcg.runtime.model.recorder import CudaRecorder
+from pcg.runtime.model.step_graphs import EAGER_STEPS
 from pcg.runtime.sampling.sampler import Sampler
 from pcg.runtime.sampling.sampling import UNDRAWN, sample
 from pcg.runtime.sampling.sampling_params import SamplingParams

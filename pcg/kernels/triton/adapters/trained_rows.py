@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pcg.kernels.sizes import RANK_STEP, ROW_ALIGNMENT
+from pcg.kernels.table_cache import table_cache
 from pcg.kernels.triton.adapters.rank_rows import RankRows, int32_on, rank_rows
 from pcg.kernels.triton.adapters.token_tiles import TokenTiles, tiles_on
 from pcg.kernels.uploads import uploaded
@@ -73,13 +73,13 @@ def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-@lru_cache(maxsize=256)
+@table_cache
 def _segments(spans: tuple[tuple[int, int], ...], device: torch.device, stream: int) -> TokenTiles:
     numbered = [(start, length, slot) for slot, (start, length) in enumerate(spans)]
     return tiles_on(numbered, device)
 
 
-@lru_cache(maxsize=256)
+@table_cache
 def _layout(
     ranks: tuple[int, ...], size: int, stride: int, device: torch.device, stream: int
 ) -> RankRows:
@@ -99,7 +99,7 @@ def vectors_of(each: Sequence[Tensor]) -> RankRows:
     return replace(_places_of(sizes, memory.device, _stream(memory.device)), memory=memory)
 
 
-@lru_cache(maxsize=256)
+@table_cache
 def _places_of(sizes: tuple[int, ...], device: torch.device, stream: int) -> RankRows:
     rows = torch.tensor([*accumulate(sizes[:-1], initial=0)]).view(1, -1, 1)
     ranks = int32_on([[1] * len(sizes)], device)
@@ -112,7 +112,7 @@ def scales_of(weights: Sequence[Any], device: torch.device) -> Tensor:
     return _scales(tuple(weight.scale for weight in weights), device, _stream(device))
 
 
-@lru_cache(maxsize=256)
+@table_cache
 def _scales(scales: tuple[float, ...], device: torch.device, stream: int) -> Tensor:
     return uploaded(torch.tensor([scales], dtype=torch.float32), device)
 
