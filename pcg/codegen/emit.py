@@ -48,4 +48,4 @@ def emit_module(
 
 def _quoted(title: str) -> str:
     """A title that cannot end its docstring: a model's name is a stranger's, and this file runs."""
-    return "".join(c if c.isprintable() and c not in "\"\\" else "_" for c in title)
+    return "".join(c if c.isprintable() and c not in '"\\' else "_" for c in title)

@@ -1,5 +1,4 @@
-"""The numbers of a configuration: a model is never traced with a default of transformers' for a
-size, nor with a number that is none."""
+"""The numbers of a configuration, which are its own: no size is a default of transformers'."""
 
 from __future__ import annotations
 
