@@ -345,6 +345,10 @@ def sampling_settings(bench: Bench) -> Iterator[Setting]:
     for rows in (32,) if bench.quick else (1, 32, 128):
         yield f"greedy, {rows} rows", lambda rows=rows: _greedy(bench, rows)
         yield f"draw, {rows} rows", lambda rows=rows: _draw(bench, rows)
+        yield (
+            f"draw of top-k, top-p, {rows} rows",
+            lambda rows=rows: _draw(bench, rows, top_k=50, top_p=0.9),
+        )
 
 
 def _greedy(bench: Bench, rows: int) -> Row:
@@ -363,27 +367,28 @@ def _greedy(bench: Bench, rows: int) -> Row:
     )
 
 
-def _draw(bench: Bench, rows: int) -> Row:
+def _draw(bench: Bench, rows: int, **cut: Any) -> Row:
     import torch
 
     from pcg.kernels.triton.sampling import draw
+    from pcg.runtime.sampling.drawing import PYTORCH
+    from pcg.runtime.sampling.filters import limits_of
+    from pcg.runtime.sampling.sampling_params import SamplingParams
 
     logits = 3 * torch.randn(rows, VOCABULARY, device=bench.device)
     uniform = torch.rand(rows, device=bench.device, dtype=torch.float64)
-    temperatures = torch.full((rows,), 0.8, device=bench.device)
-
-    def theirs() -> torch.Tensor:
-        sums = torch.softmax(logits / temperatures[:, None], -1).double().cumsum(-1)
-        return torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True).squeeze(1)
-
-    tokens, are_drawn = draw(logits, temperatures, uniform)
-    same = float((tokens == theirs()).double().mean())
+    params = [SamplingParams(temperature=0.8, **cut)] * rows
+    limits = limits_of(params, logits)
+    tokens, are_drawn = draw(logits, limits, uniform)
+    same = float((tokens == PYTORCH.draw(logits, params, uniform)[0]).double().mean())
     if not are_drawn.all() or same < 0.9:  # a point may lie within rounding of a border
         raise AssertionError(f"{same:.0%} of our tokens are torch's")
-    peers, wrong = bench.peers_us({"torch": theirs}, captured=True)
-    ours_us = bench.timer.median_us(lambda: draw(logits, temperatures, uniform), captured=True)
+    theirs = {"torch": lambda: PYTORCH.draw(logits, params, uniform)[0]}
+    peers, wrong = bench.peers_us(theirs, captured=False)  # it uploads the limits
+    ours_us = bench.timer.median_us(lambda: draw(logits, limits, uniform), captured=True)
     needed = work.Work(rows * (VOCABULARY * 4 + 8 + 4 + 8 + 1))
-    return bench.row("sampling", f"draw, {rows} rows", ours_us, needed, peers_us=peers, note=wrong)
+    name = f"draw of top-k, top-p, {rows} rows" if cut else f"draw, {rows} rows"
+    return bench.row("sampling", name, ours_us, needed, peers_us=peers, note=wrong)
 
 
 CASES = (

@@ -90,7 +90,8 @@ class ModelRunner:
         self.weights = weights
         self._functions = load_functions(serving.source, "serving")
         greedy, draw = (self._functions.get(name) for name in ("greedy", "draw"))
-        self.drawing = Drawing(greedy, draw) if greedy is not None and draw is not None else None
+        has_kernels = greedy is not None and draw is not None
+        self.drawing = Drawing.by_kernels(greedy, draw) if has_kernels else None
         room, lists = (self._functions.get(name) for name in ("decode_room", "decode_lists"))
         self.decoding = Decoding(room, lists) if room is not None and lists is not None else None
         self._inputs = LayerInputs(serving.model)
