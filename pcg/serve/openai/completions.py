@@ -18,7 +18,7 @@ from pcg.serve.openai.completion_events import CompletionEvents, Wanted
 from pcg.serve.openai.completion_texts import ChoiceText
 from pcg.serve.openai.field_names import FieldNames
 from pcg.serve.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
-from pcg.serve.openai.sampling_fields import SamplingBody, Whole
+from pcg.serve.openai.sampling_fields import SamplingBody, SamplingDefaults, Whole
 from pcg.serve.openai.usage import Usage, usage_of
 from pcg.serve.openai.wire import Prompts, StreamOptions
 from pcg.serve.security.caller import Caller, requires
@@ -51,7 +51,7 @@ class CompletionBody(SamplingBody):
         names = {"max_new_tokens": "max_tokens", "guided_json": "response_format"}
         return FieldNames("prompt", {**names, **self.guide_names()})
 
-    def fields(self, request: Request) -> RequestFields:
+    def fields(self, request: Request, defaults: SamplingDefaults) -> RequestFields:
         """Return the fields of the engine's requests.
 
         Raises:
@@ -74,7 +74,7 @@ class CompletionBody(SamplingBody):
                 "stream or best_of",
                 param="best_of",
             )
-        found: dict[str, Any] = {**self.request_fields(request)}
+        found: dict[str, Any] = {**self.request_fields(request, defaults)}
         found["max_new_tokens"] = _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
         if self.best_of is not None:
             found["best_of"] = self.best_of
@@ -134,7 +134,8 @@ async def create_completion(
     """Continue prompts, given as texts or as token ids."""
     call = await Call.of(service, request, caller, body)
     reply_id = new_id("cmpl")
-    submitted = await call.submit(body.prompt, body.fields(request), reply_id)
+    fields = body.fields(request, service.generation.defaults)
+    submitted = await call.submit(body.prompt, fields, reply_id)
     head = call.head("text_completion", reply_id, body.request_id)
     names = TokenNames(service.token_texts, bool(body.return_tokens_as_token_ids))
     if body.stream:

@@ -31,7 +31,7 @@ from pcg.serve.openai.chat.tools import (
 )
 from pcg.serve.openai.field_names import FieldNames
 from pcg.serve.openai.responses.items import Input
-from pcg.serve.openai.sampling_fields import SamplingBody, Whole
+from pcg.serve.openai.sampling_fields import SamplingBody, SamplingDefaults, Whole
 from pcg.serve.openai.wire import WireModel
 
 LOGPROBS = "message.output_text.logprobs"
@@ -161,7 +161,7 @@ class ResponseBody(SamplingBody, ResponseFieldsWithoutEffect):
         }
         return FieldNames("input", {**names, **self.guide_names()})
 
-    def fields(self, request: Request) -> RequestFields:
+    def fields(self, request: Request, defaults: SamplingDefaults) -> RequestFields:
         """Return the fields of the engine's request.
 
         Raises:
@@ -175,7 +175,7 @@ class ResponseBody(SamplingBody, ResponseFieldsWithoutEffect):
                 )
         if self.top_logprobs and not self.wants_logprobs:
             raise ApiError(400, f"top_logprobs needs {LOGPROBS!r} in include", param="top_logprobs")
-        found = self.request_fields(request)
+        found = self.request_fields(request, defaults)
         if self.max_output_tokens is not None:
             found["max_new_tokens"] = self.max_output_tokens
         if self.wants_logprobs:
