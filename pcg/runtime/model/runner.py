@@ -76,14 +76,8 @@ class ModelRunner:
         self.weights = weights
         self._functions = load_functions(serving.source, "serving")
         greedy, draw = (self._functions.get(name) for name in ("greedy", "draw"))
-<<<<<<< HEAD
         has_kernels = greedy is not None and draw is not None
         self.drawing = Drawing.by_kernels(greedy, draw) if has_kernels else None
-        room, lists = (self._functions.get(name) for name in ("decode_room", "decode_lists"))
-        self.decoding = Decoding(room, lists) if room is not None and lists is not None else None
-=======
-        self.drawing = Drawing(greedy, draw) if greedy is not None and draw is not None else None
->>>>>>> main
         self._inputs = LayerInputs(serving.model)
         self._blocks = [self._functions[block.name] for block in serving.model.blocks]
         self._is_sequence_parallel = is_sequence_parallel(serving.model)
