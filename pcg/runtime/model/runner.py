@@ -76,8 +76,7 @@ class ModelRunner:
         self.weights = weights
         self._functions = load_functions(serving.source, "serving")
         greedy, draw = (self._functions.get(name) for name in ("greedy", "draw"))
-        has_kernels = greedy is not None and draw is not None
-        self.drawing = Drawing.by_kernels(greedy, draw) if has_kernels else None
+        self.drawing = None if greedy is None or draw is None else Drawing.by_kernels(greedy, draw)
         self._inputs = LayerInputs(serving.model)
         self._blocks = [self._functions[block.name] for block in serving.model.blocks]
         self._is_sequence_parallel = is_sequence_parallel(serving.model)

@@ -85,5 +85,6 @@ def limits_of(params: Sequence[SamplingParams], logits: Tensor) -> TokenLimits:
         dtype=torch.float32,
     )
     numbers[2] = 1.0 - numbers[2]
+    temperatures, kept, tails, min_p = uploaded(numbers, logits.device).unbind()
     is_cut = any(top_k) or any(p < 1.0 for p in top_p)
-    return TokenLimits(*uploaded(numbers, logits.device), is_cut)
+    return TokenLimits(temperatures, kept, tails, min_p, is_cut)
