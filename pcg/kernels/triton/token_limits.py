@@ -59,7 +59,7 @@ def _lowest(row, V, top, temperature, BLOCK: tl.constexpr):
 
 @triton.jit
 def _above(row, V, top, temperature, middle, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
-    """How many x are above `middle`, or the sum of their p, and the two next to it.
+    """The number of x above `middle`, or the sum of their p, and the two next to it.
 
     These are the smallest x above `middle`, and the largest of the others.
     """
