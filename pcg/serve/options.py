@@ -41,6 +41,8 @@ class ServeOptions:
         max_logprobs: the most likeliest tokens that a request may ask for in each place.
         logprobs_mode: the distribution that logprobs of outputs are of: the model's own, or the one
             that the token was drawn from, behind temperature, penalties, masks and filters.
+        generation_config: where the defaults of sampling come from: `auto`, the model's
+            generation_config.json; `vllm`, none; or a folder with such a file.
         kv_cache_gib: memory of the KV cache and the adapters in it, GiB.
         enable_prefix_caching: share the KV blocks of a tenant's prompts that begin alike.
         warm_up: on a GPU, record steps as CUDA graphs and compile their kernels before the first
@@ -89,6 +91,7 @@ class ServeOptions:
     max_num_batched_tokens: int = 4096
     max_logprobs: int = 20
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    generation_config: str = "auto"
     kv_cache_gib: float = 4.0
     enable_prefix_caching: bool = True
     warm_up: bool = True

@@ -99,9 +99,11 @@ async def create_response(
     messages = messages_of([*turn.before, *turn.input])
     if body.instructions is not None:
         messages.insert(0, Message(role="system", content=body.instructions))
-    chat = Chat(messages, body.asked_tools(), body.fields(request), {"variables": body.variables()})
+    defaults = service.generation.defaults
+    fields = body.fields(request, defaults)
+    chat = Chat(messages, body.asked_tools(), fields, {"variables": body.variables()})
     call, submitted, use = await submit_chat(call, chat, response_id)
-    response = begun_response(response_id, call.model.name, body)
+    response = begun_response(response_id, call.model.name, body, defaults)
     response["system_fingerprint"] = call.model.fingerprint
     logprobs = LogprobWriter(service.token_texts, bool(body.return_tokens_as_token_ids))
     output = OutputItems(use, logprobs if body.wants_logprobs else None)
