@@ -31,6 +31,7 @@ from tests.support.prompts import prompts
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu_kernels
+import gpu_lora
 from gpu_case import Bench, CudaTimer
 from gpu_work import Ceilings
 
@@ -155,7 +156,7 @@ BENCH = Bench(Untimed(), Ceilings(1.0, 1.0), device=DEVICE)
 @pytest.mark.parametrize("popularity", ["distinct", "uniform", "skewed", "identical"])
 @pytest.mark.parametrize("batch", [1, 7, 64])
 def test_segmented_lora(popularity: str, batch: int) -> None:
-    gpu_kernels._lora(BENCH, popularity, batch)
+    gpu_lora._lora(BENCH, popularity, batch)
 
 
 @pytest.mark.parametrize(
