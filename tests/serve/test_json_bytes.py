@@ -1,4 +1,4 @@
-"""JSON as it is sent: what no JSON is, and what some readers of streams take for an end of a line."""
+"""JSON as it is sent: what JSON is not, and what some readers take for an end of a line."""
 
 from __future__ import annotations
 
