@@ -187,6 +187,7 @@ class _LoraLayer:
     def __init__(self, bench: Bench, popularity: str, batch: int) -> None:
         import torch
 
+        from pcg.kernels.adapter_batch import AdapterSlot
         from pcg.kernels.triton.adapters.rank_rows import rank_rows
         from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, token_tiles
 
@@ -195,12 +196,13 @@ class _LoraLayer:
         self.x, self.y = _random(bench, batch, HIDDEN), _random(bench, batch, HIDDEN)
         # Rows of A and of B, adapter by adapter, as pages of a pool hold them.
         self.a, self.b = (_random(bench, distinct, RANK, HIDDEN, scale=0.02) for _ in range(2))
-        first = torch.arange(distinct * RANK, device=bench.device).view(1, distinct, RANK) * HIDDEN
+        first = torch.arange(distinct * RANK, device=bench.device) * HIDDEN
         ranks = torch.full((1, distinct), RANK, dtype=torch.int32, device=bench.device)
         self.rows_a, self.rows_b = (
-            rank_rows(memory.flatten(), first, ranks, [0], [HIDDEN]) for memory in (self.a, self.b)
+            rank_rows(memory.flatten(), first, 0, ranks, [0], [HIDDEN])
+            for memory in (self.a, self.b)
         )
-        spans = [(i, 1, slot) for i, slot in enumerate(self.slots)]
+        spans = [(i, 1, AdapterSlot(s, s * RANK, RANK)) for i, s in enumerate(self.slots)]
         self.tiles = token_tiles(spans, DECODE_BLOCK).to(self.x.device)
         self.chosen = torch.tensor(self.slots, device=bench.device)
         counts = [self.slots.count(slot) for slot in range(distinct)]

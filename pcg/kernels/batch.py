@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from pcg.kernels.adapter_batch import AdapterSlot
 from pcg.parallel.ranks.group import Ranks
 
 
@@ -96,13 +97,13 @@ class DecodeTokens:
 
     Attributes:
         contexts: tokens before each, in the cache.
-        slots: slot of each one's adapter; -1 without one.
+        slots: slot of each one's adapter.
     """
 
     ids: Sequence[int]
     contexts: Sequence[int]
     tables: Sequence[BlockTable]
-    slots: Sequence[int]
+    slots: Sequence[AdapterSlot]
 
 
 class KvGradients:

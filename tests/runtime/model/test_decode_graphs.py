@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import pcg.compiler as compiler
+from pcg.kernels.adapter_batch import NO_SLOT, AdapterSlot
 from pcg.kernels.batch import DecodeTokens, Span
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, token_tiles
@@ -31,6 +32,7 @@ from tests.support.prompts import prompts
 bf16.install()
 CPU = torch.device("cpu")
 EXECUTOR = executor_of(1, "cpu")
+SLOTS = (NO_SLOT, AdapterSlot(0, 0, 16), AdapterSlot(2, 64, 16), AdapterSlot(3, 640, 48))
 TAPE = Tape()
 STEPS = Steps(EXECUTOR, TAPE)
 
@@ -75,7 +77,7 @@ def test_lists_are_those_of_a_batch(data: st.DataObject) -> None:
         contexts = [
             PAGE_TOKENS * len(one.pages) - data.draw(st.integers(1, PAGE_TOKENS)) for one in tables
         ]
-        slots = [data.draw(st.integers(-1, 3)) for _ in tables]
+        slots = [data.draw(st.sampled_from(SLOTS)) for _ in tables]
         tokens = DecodeTokens([7] * len(tables), contexts, tables, slots)
         room = decode_room(tokens)
         assert room is not None
@@ -94,12 +96,12 @@ def test_lists_are_those_of_a_batch(data: st.DataObject) -> None:
             assert torch.equal(getattr(ours.attention, name), getattr(work, name)), name
         for row, one in zip(ours.attention.pages, tables, strict=False):
             assert row[: len(one.pages)].tolist() == one.pages
-        assert (ours.tiles is None) == (max(slots) < 0)
+        assert (ours.tiles is None) == (set(slots) == {NO_SLOT})
         if ours.tiles is not None:
             assert torch.equal(ours.tiles.memory, tiles)
 
 
-def tokens_of(contexts: list[int], slots: list[int]) -> DecodeTokens:
+def tokens_of(contexts: list[int], slots: Sequence[AdapterSlot]) -> DecodeTokens:
     tables = []
     for context in contexts:
         tables.append(PageTable("some sequence"))
@@ -109,11 +111,17 @@ def tokens_of(contexts: list[int], slots: list[int]) -> DecodeTokens:
 
 
 def test_rooms_are_rounded_up() -> None:
-    assert decode_room(tokens_of([5], [-1])) == DecodeCapacity(1, 64, 1, 0)
-    assert decode_room(tokens_of([5] * 3, [0, 1, 2])) == DecodeCapacity(4, 64, 4, 4)
-    assert decode_room(tokens_of([1100] * 17, [0] * 17)) == DecodeCapacity(24, 256, 96, 2)
-    assert decode_room(tokens_of([5] * 256, list(range(256)))) == DecodeCapacity(256, 64, 256, 256)
-    assert decode_room(tokens_of([5] * 257, [0] * 257)) is None
+    narrow = [AdapterSlot(number, 0, 16) for number in range(256)]
+    wide = AdapterSlot(256, 0, 256)
+    assert decode_room(tokens_of([5], [NO_SLOT])) == DecodeCapacity(1, 64, 1, 0, 0, 0)
+    assert decode_room(tokens_of([5] * 3, narrow[:3])) == DecodeCapacity(4, 64, 4, 4, 0, 64)
+    many = tokens_of([1100] * 17, narrow[:1] * 17)
+    assert decode_room(many) == DecodeCapacity(24, 256, 96, 2, 0, 384)
+    # A wide adapter adds its own blocks of ranks to the others' tiles, and its own sums.
+    few = tokens_of([5] * 3, [*narrow[:2], wide])
+    assert decode_room(few) == DecodeCapacity(4, 64, 4, 4, 16, 512)
+    assert decode_room(tokens_of([5] * 256, narrow)) == DecodeCapacity(256, 64, 256, 256, 0, 4096)
+    assert decode_room(tokens_of([5] * 257, narrow[:1] * 257)) is None
 
 
 # ----------------------------------------------------------------------------------------- steps

@@ -24,8 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pcg.kernels.adapter_batch import AdapterSlot
 from pcg.kernels.batch import BlockTable, DecodeTokens
-from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.kernels.sizes import PAGE_TOKENS, RANK_STEP
 from pcg.kernels.triton.adapters import token_tiles
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles
 from pcg.kernels.triton.attention import work as attention_work
@@ -42,12 +43,21 @@ ALIGNMENT = 4
 
 
 class DecodeCapacity(NamedTuple):
-    """The sizes of a step's memory: tokens, pages of a sequence, splits of all keys, and tiles."""
+    """The sizes of a step's memory.
+
+    Attributes:
+        tokens: all of them; `pages` are those of a sequence.
+        splits: of the keys of all sequences.
+        tiles: of tokens by adapter; `wide` counts their blocks of ranks beyond the first 16.
+        sums: of the widths of all tokens' adapters.
+    """
 
     tokens: int
     pages: int
     splits: int
     tiles: int
+    wide: int
+    sums: int
 
     @property
     def attention(self) -> attention_work.WorkCapacity:
@@ -55,7 +65,10 @@ class DecodeCapacity(NamedTuple):
 
     @property
     def by_adapter(self) -> token_tiles.TileCapacity:
-        return token_tiles.TileCapacity(self.tokens if self.tiles else 0, self.tiles, self.tiles)
+        if not self.tiles:
+            return token_tiles.TileCapacity(0, 0, 0, 0, 0, 0, 0)
+        lists = (self.tiles, self.wide) * 2
+        return token_tiles.TileCapacity(self.tokens, *lists, self.tokens, self.sums)
 
 
 def decode_room(tokens: DecodeTokens) -> DecodeCapacity | None:
@@ -66,12 +79,17 @@ def decode_room(tokens: DecodeTokens) -> DecodeCapacity | None:
     most = TOKENS[bisect_left(TOKENS, count)]
     pages = max(len(table.pages) for table in tokens.tables)
     splits, _ = _splits(tokens)
-    tiles = sum(-(-length // DECODE_BLOCK) for _, length, slot in _spans(tokens) if slot >= 0)
+    own = [(length, slot.width) for _, length, slot in _spans(tokens) if slot.number >= 0]
+    counts = [-(-length // DECODE_BLOCK) for length, _ in own]
+    tiles, sums = sum(counts), sum(length * width for length, width in own)
+    wide = sum(n * (width // RANK_STEP - 1) for n, (_, width) in zip(counts, own, strict=True))
     return DecodeCapacity(
         most,
         _power(pages, LEAST_PAGES, 4),
         _power(len(splits), most, 2),
         min(_power(tiles, 1, 2), most) if tiles else 0,
+        _power(wide, 1, 2) if wide else 0,
+        _power(sums, RANK_STEP * most, 2) if tiles else 0,
     )
 
 
@@ -87,7 +105,7 @@ def _splits(tokens: DecodeTokens) -> tuple[attention_work.Rows, attention_work.R
     return split_lists(np.arange(len(contexts)), contexts + 1)
 
 
-def _spans(tokens: DecodeTokens) -> list[tuple[int, int, int]]:
+def _spans(tokens: DecodeTokens) -> list[tuple[int, int, AdapterSlot]]:
     """First token, tokens and slot of neighbours with one adapter."""
     spans, start = [], 0
     for slot, own in groupby(tokens.slots):
@@ -140,12 +158,13 @@ class DecodeLists:
         self._host = _Parts.of(self._on_host, capacity)
         found = _Parts.of(self._memory, capacity)
         self.input_ids, self.positions, self.rows, self.attention, tiles = found
-        by_adapter = TokenTiles(tiles, capacity.by_adapter, DECODE_BLOCK)
+        width = RANK_STEP * (2 if capacity.wide else 1)
+        by_adapter = TokenTiles(tiles, capacity.by_adapter, DECODE_BLOCK, width)
         self.tiles = by_adapter if capacity.tiles else None
         # For each row of the block tables: its sequence's table, how many of whose pages were
         # replaced by then, and how many pages of it are written.
         self._written: list[tuple[BlockTable | None, int, int]] = [(None, 0, 0)] * capacity.tokens
-        self._slots: list[int] = []
+        self._slots: list[AdapterSlot] = []
 
     def fill(self, tokens: DecodeTokens) -> None:
         """Put tokens there that `decode_room` gives this capacity for; the host does not wait."""
