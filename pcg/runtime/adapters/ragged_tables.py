@@ -17,6 +17,7 @@ from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.adapter_batch import NO_SLOT, AdapterSlot, TokenSpans
+from pcg.kernels.sizes import RANK_STEP
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.padded_tables import BoundAdapters, Namespace, PaddedTables
@@ -100,6 +101,11 @@ class RaggedTables(PaddedTables):
         others = max(adapter.size_bytes // self._stacker.ranks.size - in_rows * own_bytes, 0)
         return pages_of_rows(shapes, page_bytes // element_bytes) + -(-others // page_bytes)
 
+    @property
+    def size_bytes(self) -> int:
+        rows = 0 if self.lora is None else self.lora.size_bytes
+        return super().size_bytes + rows
+
     def _sites_of(self, graph: Graph) -> GraphSites:
         rows = {name for site in _rows(graph, 0, 0) for name in site.names}
         every = GraphSites.of(graph)
@@ -162,6 +168,17 @@ class RaggedTables(PaddedTables):
             part = bound.layers[site.part] if site.part < len(bound.layers) else bound.outer
             for name in site.names:
                 setattr(part, name, rows)
+
+    @torch.inference_mode(False)
+    def reserve(self, count: int, adapters: Sequence[Adapter]) -> None:
+        """Make tables for so many adapters at once, of ranks as these have: none moves them."""
+        if self.lora is not None:
+            self.lora.reserve(count, adapters)
+            self._bound.clear()
+
+    def widest(self, adapters: Sequence[Adapter]) -> int:
+        """Return the entries for each matrix of the widest of these adapters, 16 at least."""
+        return RANK_STEP if self.lora is None else self.lora.widest(adapters)
 
     @property
     def layout(self) -> object:

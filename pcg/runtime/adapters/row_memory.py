@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from pcg.kernels.adapter_batch import AdapterSlot, LoraRows, TokenSpans
-from pcg.kernels.sizes import ROW_ALIGNMENT
+from pcg.kernels.sizes import RANK_STEP, ROW_ALIGNMENT
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.copies import AdapterCopies
 from pcg.runtime.adapters.row_allocator import RowAllocator
-from pcg.runtime.adapters.row_table import RowTable
+from pcg.runtime.adapters.row_table import RowTable, width_of
 from pcg.runtime.adapters.sites import JoinedSite
 from pcg.runtime.adapters.weight_stacker import WeightStacker
 
@@ -66,7 +66,8 @@ class RowMemory:
 
     @property
     def size_bytes(self) -> int:
-        return self._allocator.memory.nbytes
+        """Bytes of the adapters' rows, and of the tables that say where they lie."""
+        return self._allocator.used_bytes + self._table.rows.nbytes + self._table.ranks.nbytes
 
     @property
     def element_bytes(self) -> int:
@@ -125,6 +126,21 @@ class RowMemory:
         for adapter in new:
             self._bring(adapter)
         return came or bool(new)
+
+    def reserve(self, slots: int, adapters: Sequence[Adapter]) -> None:
+        """Make tables for so many adapters at once, of the ranks that these have.
+
+        As long as no others come, the tables stay where they are.
+        """
+        self._finish_copies(wait=True)
+        self._table.reserve(slots, map(self._greatest_rank, adapters))
+
+    def widest(self, adapters: Sequence[Adapter]) -> int:
+        """Return the width of the widest of these adapters in the tables, at least RANK_STEP."""
+        return max(map(width_of, map(self._greatest_rank, adapters)), default=RANK_STEP)
+
+    def _greatest_rank(self, adapter: Adapter) -> int:
+        return max((rows for rows, _ in self.shapes(adapter)), default=0)
 
     def forget(self, adapter: Adapter) -> None:
         """Free an adapter's memory: it has changed, or is gone."""
@@ -198,7 +214,7 @@ class RowMemory:
     def _place(self, adapter: Adapter, kept: set[int], *, grows: bool) -> _Place | None:
         """Reserve memory for an adapter, evicting others but those kept; None if there is none."""
         shapes = self.shapes(adapter)
-        most = max((rows for rows, _ in shapes), default=0)
+        most = self._greatest_rank(adapter)
 
         def drop() -> bool:
             return self._drop_idle(kept)

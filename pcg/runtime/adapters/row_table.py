@@ -10,7 +10,7 @@ adapters together: a wide one adds its own entries, and gives them up when it le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class RowTable:
         self._unit = matrices * RANK_STEP
         self._free = FreeRuns()
         self._free_numbers: list[int] = []
+        self._reserved = 0
         self.rows = torch.zeros(0, dtype=torch.int64, device=device)
         self.ranks = torch.zeros((matrices, 0), dtype=torch.int32, device=device)
 
@@ -44,27 +45,40 @@ class RowTable:
             drop: frees another adapter's entries; returns False if none can be freed.
             grows: True if the tables may grow and move.
         """
-        units = max(-(-rank // RANK_STEP), 1)
+        units = width_of(rank) // RANK_STEP
         # A wide adapter does not drop many others for entries, which are few beside their rows.
         while not (self._free_numbers and (grows or self._free.longest >= units)) and drop():
             pass
         if not self._free_numbers:
             if not grows:
                 return None
-            count = self.ranks.shape[1]
-            more = max(count, _LEAST_SLOTS)
-            self.ranks = torch.nn.functional.pad(self.ranks, (0, more))
-            self._free_numbers += reversed(range(count, count + more))
+            self._add_numbers(max(self.ranks.shape[1], _LEAST_SLOTS))
         if self._free.longest < units:
             if not grows:
                 return None
-            held = len(self.rows) // self._unit
-            more = max(held, units, _LEAST_UNITS)
-            self.rows = torch.nn.functional.pad(self.rows, (0, more * self._unit))
-            self._free.add(held, more)
+            self._add_units(max(len(self.rows) // self._unit, units, _LEAST_UNITS))
         start = self._free.fitting(units)
         self._free.take(start, units)
         return AdapterSlot(self._free_numbers.pop(), start * self._unit, units * RANK_STEP)
+
+    def reserve(self, count: int, ranks: Iterable[int]) -> None:
+        """Make room for any `count` adapters of these greatest ranks, or of 16 and less."""
+        widths = sorted(map(width_of, ranks), reverse=True)[:count]
+        units = sum(widths) // RANK_STEP + count - len(widths)
+        self._add_numbers(max(0, count - self.ranks.shape[1]))
+        self._add_units(max(0, max(units, _LEAST_UNITS) - len(self.rows) // self._unit))
+        self._reserved = max(self._reserved, units)
+
+    def _add_numbers(self, more: int) -> None:
+        count = self.ranks.shape[1]
+        self.ranks = torch.nn.functional.pad(self.ranks, (0, more))
+        self._free_numbers += reversed(range(count, count + more))
+
+    def _add_units(self, more: int) -> None:
+        if more:
+            held = len(self.rows) // self._unit
+            self.rows = torch.nn.functional.pad(self.rows, (0, more * self._unit))
+            self._free.add(held, more)
 
     def give_back(self, slot: AdapterSlot) -> None:
         """Free an adapter's entries."""
@@ -84,11 +98,16 @@ class RowTable:
         self.ranks[:, slot.number] = ranks.to(self._device)
 
     def trim(self) -> None:
-        """Halve the table of rows as long as three quarters of it are free at its end."""
+        """Halve the table of rows as long as three quarters of it are free, and not reserved."""
         held = len(self.rows) // self._unit
-        kept = trimmed(self._free, held, _LEAST_UNITS)
+        kept = trimmed(self._free, held, max(_LEAST_UNITS, self._reserved))
         if kept < held:
             self.rows = self.rows[: kept * self._unit].clone()
+
+
+def width_of(rank: int) -> int:
+    """Return the entries of a matrix of an adapter whose greatest rank this is."""
+    return max(-(-rank // RANK_STEP), 1) * RANK_STEP
 
 
 def trimmed(free: FreeRuns, held: int, least: int) -> int:

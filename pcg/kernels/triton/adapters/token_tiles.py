@@ -65,19 +65,20 @@ class TileCapacity:
 
     Attributes:
         places: tokens that have an adapter.
-        segments: adapters that have tokens, and tiles of these.
+        segments: adapters that have tokens, and tiles of these. Without room for segments these are
+            left out, as no kernel of serving reads them.
         wide_segments: blocks of ranks beyond the first ones, of segments and of tiles.
         tokens: all tokens, where tiles are of DECODE_BLOCK; else 0.
         sums: numbers that shrink makes in a part of a slice.
     """
 
-    places: int
-    segments: int
-    wide_segments: int
-    tiles: int
-    wide_tiles: int
-    tokens: int
-    sums: int
+    places: int = 0
+    segments: int = 0
+    wide_segments: int = 0
+    tiles: int = 0
+    wide_tiles: int = 0
+    tokens: int = 0
+    sums: int = 0
 
     @property
     def size(self) -> int:
@@ -176,8 +177,12 @@ def token_tiles(
     order = _order(own)
     segments = _segments(own)
     step = rank_block(block)
-    firsts = [one.item(0, one.count, 0) for one in segments]
-    more = [item for one in segments for item in one.items(one.count, _ranks(one.slot, RANK_STEP))]
+    firsts, more = [], []
+    if capacity is None or capacity.segments:
+        firsts = [one.item(0, one.count, 0) for one in segments]
+        more = [
+            item for one in segments for item in one.items(one.count, _ranks(one.slot, RANK_STEP))
+        ]
     tiles = [item for one in segments for item in one.items(block, range(1))]
     wide = [item for one in segments for item in one.items(block, _ranks(one.slot, step))]
     has_tokens = bool(own) and block == DECODE_BLOCK

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from pcg.runtime.requests.request import RequestFields
 from pcg.serve.errors import ApiError
+from pcg.serve.openai.absent_fields import AbsentOfResponses
 from pcg.serve.openai.chat.response_format import (
     JsonObjectFormat,
     JsonSchema,
@@ -29,12 +30,13 @@ from pcg.serve.openai.chat.tools import (
     Tool,
     ToolChoice,
 )
+from pcg.serve.openai.field_names import FieldNames
 from pcg.serve.openai.responses.items import Input
-from pcg.serve.openai.sampling_fields import SamplingBody, Whole
+from pcg.serve.openai.sampling_fields import SamplingBody, SamplingDefaults, Whole
 from pcg.serve.openai.wire import WireModel
 
 LOGPROBS = "message.output_text.logprobs"
-_NOT_HERE = ("background", "conversation", "n", "prompt", "prompt_logprobs", "return_token_ids")
+_NOT_HERE = ("prompt_logprobs", "return_token_ids")
 
 
 class SchemaFormat(JsonSchema):
@@ -121,22 +123,19 @@ class ResponseFieldsWithoutEffect(WireModel):
     user: str | None = None
 
 
-class ResponseBody(SamplingBody, ResponseFieldsWithoutEffect):
-    """A request for a response. `background`, `conversation` and `prompt` are refused by name."""
+class ResponseBody(SamplingBody, ResponseFieldsWithoutEffect, AbsentOfResponses):
+    """A request for a response."""
 
     input: Input
-    model: str
-    background: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    conversation: Any = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
         None
     )
     instructions: str | None = None
     max_output_tokens: Whole | None = None
+    model: str | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
-    prompt: Any = None
     reasoning: Reasoning | None = None
     store: bool | None = None
     stream_options: ResponseStreamOptions | None = None
@@ -144,14 +143,22 @@ class ResponseBody(SamplingBody, ResponseFieldsWithoutEffect):
     tool_choice: Choice | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    truncation: Literal["disabled"] | None = None
 
     @property
     def wants_logprobs(self) -> bool:
         """True if the output has logprobs."""
         return LOGPROBS in (self.include or ())
 
-    def fields(self, request: Request) -> RequestFields:
+    def names(self) -> FieldNames:
+        """Return the names of fields that the engine has others for."""
+        names = {
+            "max_new_tokens": "max_output_tokens",
+            "logprobs": "top_logprobs",
+            "guided_json": "text.format",
+        }
+        return FieldNames("input", {**names, **self.guide_names()})
+
+    def fields(self, request: Request, defaults: SamplingDefaults) -> RequestFields:
         """Return the fields of the engine's request.
 
         Raises:
@@ -159,13 +166,13 @@ class ResponseBody(SamplingBody, ResponseFieldsWithoutEffect):
         """
         for name in _NOT_HERE:
             value = getattr(self, name)
-            if value and not (name == "n" and value == 1):
-                raise ApiError(
-                    400, f"{name} is not supported by /v1/responses; leave it out", param=name
-                )
+            if value is not None and value is not False:
+                raise ApiError(400, f"{name} is not supported; leave it out.", param=name)
+        if self.n not in (None, 1):
+            raise ApiError(400, "n is not supported; leave it out or send 1.", param="n")
         if self.top_logprobs and not self.wants_logprobs:
             raise ApiError(400, f"top_logprobs needs {LOGPROBS!r} in include", param="top_logprobs")
-        found = self.request_fields(request)
+        found = self.request_fields(request, defaults)
         if self.max_output_tokens is not None:
             found["max_new_tokens"] = self.max_output_tokens
         if self.wants_logprobs:
@@ -176,8 +183,10 @@ class ResponseBody(SamplingBody, ResponseFieldsWithoutEffect):
         """Return the tools, as chats have them."""
         tools = [tool.tool() for tool in self.tools or []]
         given = None if self.text is None else self.text.response_format()
-        content = content_schema(given, self.guide(), "text.format")
-        return AskedTools(tools, self._choice(), self.parallel_tool_calls is not False, content)
+        field = "text.format"
+        content = content_schema(given, self.guide(), field)
+        is_parallel = self.parallel_tool_calls is not False
+        return AskedTools(tools, self._choice(), is_parallel, content, field)
 
     def _choice(self) -> ToolChoice | None:
         match self.tool_choice:

@@ -1,8 +1,9 @@
-"""Recorded decode steps give what eager ones give: see `tests/support/interpreter/tape.py`."""
+"""Recorded steps give what eager ones give: see `tests/support/interpreter/tape.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -12,27 +13,27 @@ from hypothesis import strategies as st
 
 import pcg.compiler as compiler
 from pcg.kernels.adapter_batch import NO_SLOT, AdapterSlot
-from pcg.kernels.batch import DecodeTokens, Span
+from pcg.kernels.batch import Span, StepTokens
 from pcg.kernels.sizes import PAGE_TOKENS
-from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, token_tiles
-from pcg.kernels.triton.attention.decode_lists import DecodeCapacity, DecodeLists, decode_room
+from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TileCapacity, token_tiles
 from pcg.kernels.triton.attention.work import AttentionWork
+from pcg.kernels.triton.step_lists import StepLists, sizes_of
+from pcg.kernels.triton.step_rooms import MIXED_TOKENS, StepRoom, StepRooms, StepSizes
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.memory.pool import PageTable
-from pcg.runtime.model import decode_graphs
+from pcg.runtime.model import step_graphs
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support import oracle
-from tests.support.decode_steps import RANKS, Step, Steps, add_lora, executor_of
 from tests.support.families import BY_NAME, VOCABULARY
 from tests.support.interpreter import bf16
 from tests.support.interpreter.tape import Tape
 from tests.support.prompts import prompts
+from tests.support.recorded_steps import RANKS, Step, Steps, add_lora, executor_of
 
 bf16.install()
 CPU = torch.device("cpu")
 EXECUTOR = executor_of(1, "cpu")
-SLOTS = (NO_SLOT, AdapterSlot(0, 0, 16), AdapterSlot(2, 64, 16), AdapterSlot(3, 640, 48))
 TAPE = Tape()
 STEPS = Steps(EXECUTOR, TAPE)
 
@@ -45,21 +46,34 @@ def check(steps: Steps, step: Step) -> None:
 
 # ----------------------------------------------------------------------------------------- lists
 
+GROUP = 2
 
-def filled_anew(tokens: DecodeTokens, room: DecodeCapacity) -> tuple[torch.Tensor, torch.Tensor]:
+
+def filled_anew(
+    tokens: StepTokens, room: StepRoom
+) -> tuple[AttentionWork, torch.Tensor, torch.Tensor]:
     """The lists as a batch that is not recorded has them, in that room."""
-    columns = zip(tokens.contexts, tokens.tables, strict=True)
-    parts = [Span(i, 1, context, table) for i, (context, table) in enumerate(columns)]
-    spans = [(i, 1, slot) for i, slot in enumerate(tokens.slots)]
-    tiles = token_tiles(spans, DECODE_BLOCK, room.by_adapter)
-    return AttentionWork.build(parts, 1, CPU, capacity=room.attention).flat, tiles.memory
+    columns = zip(tokens.lengths, tokens.contexts, tokens.tables, strict=True)
+    starts = accumulate(tokens.lengths, initial=0)
+    parts = [Span(start, *one) for start, one in zip(starts, columns, strict=False)]
+    spans = [(p.start, p.length, slot) for p, slot in zip(parts, tokens.slots, strict=True)]
+    read = () if room.decodes else tokens.read
+    of_rows = [(i, 1, tokens.slots[place]) for i, place in enumerate(read)]
+    work = AttentionWork.build(parts, GROUP, CPU, capacity=room.attention(PAGES))
+    tiles = token_tiles(spans, room.block, room.by_adapter).memory
+    return work, tiles, token_tiles(of_rows, DECODE_BLOCK, room.rows_by_adapter).memory
+
+
+SLOTS = (NO_SLOT, AdapterSlot(0, 0, 16), AdapterSlot(2, 64, 16), AdapterSlot(3, 640, 48))
+PAGES = 300
+ROOMS = StepRooms(20, 300, PAGES, 10**6, GROUP, has_adapters=True)
 
 
 @given(data=st.data())
 def test_lists_are_those_of_a_batch(data: st.DataObject) -> None:
     """However tables have grown, changed and moved in the batch since they were filled last."""
     free = iter(range(10**6))
-    lists: dict[DecodeCapacity, DecodeLists] = {}
+    lists = StepLists(ROOMS.largest, PAGES, GROUP, CPU)
 
     def table() -> PageTable:
         found = PageTable("some sequence")
@@ -74,54 +88,101 @@ def test_lists_are_those_of_a_batch(data: st.DataObject) -> None:
             if data.draw(st.booleans()):
                 one.replace(data.draw(st.integers(0, len(one.pages) - 1)), next(free))
         tables = data.draw(st.permutations(tables))[: data.draw(st.integers(1, len(tables)))]
-        contexts = [
-            PAGE_TOKENS * len(one.pages) - data.draw(st.integers(1, PAGE_TOKENS)) for one in tables
-        ]
-        slots = [data.draw(st.sampled_from(SLOTS)) for _ in tables]
-        tokens = DecodeTokens([7] * len(tables), contexts, tables, slots)
-        room = decode_room(tokens)
-        assert room is not None
-        if room not in lists:
-            lists[room] = DecodeLists(room, CPU)
-        ours = lists[room]
-        ours.fill(tokens)
         count = len(tables)
-        assert ours.input_ids.tolist() == [7] * count + [0] * (room.tokens - count)
-        assert ours.positions[:count].tolist() == contexts
-        rows = [one.row(context) for one, context in zip(tables, contexts, strict=True)]
-        assert ours.rows.tolist() == rows + [-1] * (room.tokens - count)
-        flat, tiles = filled_anew(tokens, room)
-        work = AttentionWork.of(flat, room.attention)
-        for name in ("parts", "splits", "decodes"):
+        ends = [PAGE_TOKENS * len(one.pages) for one in tables]
+        ends = [end - data.draw(st.integers(0, PAGE_TOKENS - 1)) for end in ends]
+        longest = data.draw(st.sampled_from([1, 2, 40]))
+        lengths = [data.draw(st.integers(1, min(longest, end))) for end in ends]
+        lengths = lengths if sum(lengths) <= ROOMS.tokens else [1] * count
+        contexts = [end - length for end, length in zip(ends, lengths, strict=True)]
+        slots = [data.draw(st.sampled_from(SLOTS)) for _ in tables]
+        read = [i for i in range(count) if lengths[i] == 1 or data.draw(st.booleans())]
+        tokens = StepTokens([7] * sum(lengths), lengths, contexts, tables, slots, read)
+        room = ROOMS.of(sizes_of(tokens))
+        assert room is not None
+        assert room.decodes == (max(lengths) == 1)
+        lists.fill(tokens, room)
+        ours, total = lists.of(room), sum(lengths)
+        assert ours.input_ids.tolist() == [7] * total + [0] * (room.tokens - total)
+        places = [
+            (t, c + i) for t, c, n in zip(tables, contexts, lengths, strict=True) for i in range(n)
+        ]
+        assert ours.positions[:total].tolist() == [position for _, position in places]
+        rows = [one.row(position) for one, position in places]
+        assert ours.rows.tolist() == rows + [-1] * (room.tokens - total)
+        if not room.decodes:
+            last = [end - 1 for end in accumulate(lengths)]
+            chosen = [last[place] for place in read]
+            assert ours.read.tolist() == chosen + [0] * (room.sequences - len(read))
+        work, tiles, row_tiles = filled_anew(tokens, room)
+        for name in ("parts", "tiles", "splits", "decodes"):
             assert torch.equal(getattr(ours.attention, name), getattr(work, name)), name
         for row, one in zip(ours.attention.pages, tables, strict=False):
             assert row[: len(one.pages)].tolist() == one.pages
         assert (ours.tiles is None) == (set(slots) == {NO_SLOT})
         if ours.tiles is not None:
             assert torch.equal(ours.tiles.memory, tiles)
+            assert (ours.row_tiles is None) == room.decodes
+        if ours.row_tiles is not None:
+            assert torch.equal(ours.row_tiles.memory, row_tiles)
 
 
-def tokens_of(contexts: list[int], slots: Sequence[AdapterSlot]) -> DecodeTokens:
-    tables = []
-    for context in contexts:
-        tables.append(PageTable("some sequence"))
-        for page in range(context // PAGE_TOKENS + 1):
-            tables[-1].take(page)
-    return DecodeTokens([0] * len(contexts), contexts, tables, slots)
+def room_of(
+    lengths: list[int], contexts: list[int], adapter_tiles: int = 0, wide: tuple[int, int] = (0, 0)
+) -> StepRoom | None:
+    rooms = StepRooms(512, 4096, 600, 10**6, 4, has_adapters=True)
+    return rooms.of(StepSizes(lengths, contexts, adapter_tiles, wide))
 
 
 def test_rooms_are_rounded_up() -> None:
-    narrow = [AdapterSlot(number, 0, 16) for number in range(256)]
-    wide = AdapterSlot(256, 0, 256)
-    assert decode_room(tokens_of([5], [NO_SLOT])) == DecodeCapacity(1, 64, 1, 0, 0, 0)
-    assert decode_room(tokens_of([5] * 3, narrow[:3])) == DecodeCapacity(4, 64, 4, 4, 0, 64)
-    many = tokens_of([1100] * 17, narrow[:1] * 17)
-    assert decode_room(many) == DecodeCapacity(24, 256, 96, 2, 0, 384)
+    assert room_of([1], [5]) == StepRoom(1, 1, 1, 0, 0, 0)
+    assert room_of([1] * 3, [5] * 3, 3) == StepRoom(4, 4, 4, 0, 4, 0)
     # A wide adapter adds its own blocks of ranks to the others' tiles, and its own sums.
-    few = tokens_of([5] * 3, [*narrow[:2], wide])
-    assert decode_room(few) == DecodeCapacity(4, 64, 4, 4, 16, 512)
-    assert decode_room(tokens_of([5] * 256, narrow)) == DecodeCapacity(256, 64, 256, 256, 0, 4096)
-    assert decode_room(tokens_of([5] * 257, narrow[:1] * 257)) is None
+    room = room_of([1] * 3, [5] * 3, 3, (15, 15))
+    assert room == StepRoom(4, 4, 4, 0, 4, 16)
+    assert room.by_adapter == TileCapacity(4, 0, 0, 4, 16, 4, 16 * (4 + 16))
+    assert room_of([1] * 17, [1100] * 17, 2) == StepRoom(24, 24, 96, 0, 4, 0)
+    assert room_of([1] * 256, [5] * 256, 256) == StepRoom(256, 256, 256, 0, 256, 0)
+    # 512 tokens of 4 heads a KV head are 16 tiles, and each sequence may have one that is not full.
+    assert room_of([500], [0]) == StepRoom(512, 16, 16, 32, 0, 0)
+    assert room_of([1] * 17 + [800], [900] * 18, 5) == StepRoom(832, 256, 256, 282, 269, 0)
+    room = room_of([1] * 17 + [800], [900] * 18, 5, (9 * 800, 9))  # of rank 160
+    assert room == StepRoom(832, 256, 256, 282, 269, 15)
+    assert room.by_adapter == TileCapacity(832, 0, 0, 269, 3 * 269, 0, 832 * 256)
+    assert room_of([1] * 257, [5] * 257) == StepRoom(320, 512, 512, 522, 0, 0)
+    assert room_of([4097], [0]) is None
+
+
+@given(data=st.data())
+def test_every_step_has_a_warm_room(data: st.DataObject) -> None:
+    """One of those that are recorded before the first request holds any step within the limits."""
+    sequences, tokens = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 5000))
+    pages, pool = data.draw(st.integers(1, 9000)), data.draw(st.integers(1, 20000))
+    widest = data.draw(st.sampled_from([16, 48, 256]))
+    rooms = StepRooms(sequences, tokens, min(pages, pool), pool, 4, True, widest)
+    left, count = tokens, data.draw(st.integers(1, min(sequences, tokens)))
+    lengths, contexts, free = [], [], pool * PAGE_TOKENS
+    for i in range(count):
+        most = min(left - (count - i - 1), data.draw(st.sampled_from([1, 1, 1, 50, 5000])))
+        context = data.draw(st.integers(0, min(pages, pool) * PAGE_TOKENS - 1))
+        length = data.draw(st.integers(1, max(1, min(most, pages * PAGE_TOKENS - context))))
+        if context + length > free:
+            break
+        left, free = left - length, free - context - length
+        lengths.append(length)
+        contexts.append(context)
+    if not lengths:
+        return
+    more = [data.draw(st.sampled_from([0, widest // 16 - 1])) for _ in lengths]
+    wide = sum(n * blocks for n, blocks in zip(lengths, more, strict=True)), max(more)
+    sizes = data.draw(st.sampled_from([(0,), (len(lengths), wide)]))
+    own = rooms.of(StepSizes(lengths, contexts, *sizes))
+    if own is None:
+        assert sum(lengths) > MIXED_TOKENS[-1]
+        return
+    holding = min((room for room in rooms.all if room.holds(own)), default=None)
+    assert holding is not None
+    assert holding.tokens == own.tokens
 
 
 # ----------------------------------------------------------------------------------------- steps
@@ -145,8 +206,25 @@ def steps_of(count: int) -> st.SearchStrategy[Step]:
 def test_any_batch_of_a_room_is_replayed(step: Step) -> None:
     """Batches of other sizes, contexts and adapters than the one that was recorded."""
     check(STEPS, step)
-    assert TAPE.recorded == STEPS.graphs.recorded <= 4  # of none, 1, 2 and 4 tiles
+    # Of none, 1, 2 and 4 tiles, and of these with r20 among them.
+    assert TAPE.recorded == STEPS.graphs.recorded <= 7
     assert TAPE.replayed == STEPS.graphs.replayed
+
+
+MIXED = (
+    Step([[5, 6, 7, 8], 9, list(range(3, 20))], [3, 30, 0], [None, "r4", "r20"], [1, 2]),
+    Step([list(range(3, 30))], [16], ["r1"], []),
+    Step([8, [7, 9], 3, 4, [5, 1, 2]], [30, 0, 47, 0, 15], [None, "r20", "r4", "r20", None]),
+)
+"""Prompts beside sequences that decode, of which some end and some do not, and one alone."""
+
+
+def test_prompts_are_replayed_beside_tokens_that_decode() -> None:
+    tape = Tape()
+    steps = Steps(EXECUTOR, tape, limits=(5, 32))
+    for step in MIXED:
+        check(steps, step)
+    assert (tape.recorded, tape.replayed) == (2, 3)  # of 32 tokens, and of 16
 
 
 def test_many_splits() -> None:
@@ -171,6 +249,7 @@ def test_families(name: str) -> None:
     steps = Steps(executor, Tape())
     for contexts in ([3, 17], [30, 0]):
         check(steps, Step([5, 9], contexts, [None, None]))
+        check(steps, Step([5, [9, 4, 7]], contexts, [None, None]))
 
 
 @pytest.mark.slow
@@ -179,16 +258,18 @@ def test_adapters_that_come_to_lie_elsewhere_are_recorded_anew() -> None:
     tape = Tape()
     steps = Steps(executor, tape)
     check(steps, Step([5], [20], ["r4"]))
-    check(steps, Step([6], [30], ["r20"]))  # the tables grow with the rank
+    check(steps, Step([6], [30], ["r20"]))  # a room of its own
     assert (tape.recorded, tape.replayed) == (2, 2)
     check(steps, Step([7], [3], ["r4"]))
     assert (tape.recorded, tape.replayed) == (2, 3)
     check(steps, Step([7], [3], [None]))
-    add_lora(executor, "wide", 33)
+    add_lora(executor, "wide", 200)  # the memory of rows, which is no page's here, grows
     check(steps, Step([7], [3], ["wide"]))
     assert (tape.recorded, tape.replayed) == (4, 5)
     check(steps, Step([7], [3], [None]))  # reads no adapters
     assert (tape.recorded, tape.replayed) == (4, 6)
+    check(steps, Step([7], [3], ["r4"]))
+    assert (tape.recorded, tape.replayed) == (5, 7)
 
 
 def test_virtual_tokens_are_in_the_cache() -> None:
@@ -224,7 +305,7 @@ def test_where_nothing_is_recorded_steps_run_without() -> None:
 
 
 def test_the_latest_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_graphs, "MOST_GRAPHS", 1)
+    monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 1)
     tape = Tape()
     steps = Steps(EXECUTOR, tape)
     for ids, recorded in (([5], 1), ([7], 1), ([5, 6], 2), ([5], 3)):
@@ -274,11 +355,32 @@ def served(backend: str) -> tuple[list[list[int]], Any]:
 
 
 def test_an_engine_replays_its_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_graphs, "recorder_for", lambda device: Tape())
-    monkeypatch.setattr(decode_graphs, "EAGER_STEPS", 0)
+    monkeypatch.setattr(step_graphs, "recorder_for", lambda device: Tape())
+    monkeypatch.setattr(step_graphs, "EAGER_STEPS", 0)
     tokens, graphs = served("triton")
     expected, none = served("torch")
     assert tokens == expected
     assert none is None
-    assert graphs.replayed == 3  # of four steps one has prompts
-    assert graphs.recorded == 3  # of 3, 2 and 1 sequences
+    assert graphs.replayed == 4
+    assert graphs.recorded == 4  # of prompts, and of 3, 2 and 1 sequences
+
+
+def test_a_warm_engine_records_nothing_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever comes is replayed in one of the rooms that were recorded when it was made."""
+    tape = Tape()
+    monkeypatch.setattr(step_graphs, "recorder_for", lambda device: tape)
+    limits = Limits(running=2, tokens=16, least_chunk=4)
+    engine = EXECUTOR.engine(limits, kv_cache_bytes=2**21, warm_up=True)
+    graphs = engine.device.graphs
+    assert graphs is not None
+    assert tape.recorded == graphs.recorded == len(graphs.rooms.all)
+    assert not graphs.eager
+    steps = 0
+    for name, ids in zip([None, "r4", "r20", "r1", None], prompts((5, 21, 3, 1, 9)), strict=True):
+        engine.submit(EXECUTOR.request(ids, name, max_new_tokens=3, ignore_eos=True))
+    while not engine.is_idle:
+        assert all(chunk.error is None for chunk in engine.step())
+        steps += 1
+    assert tape.replayed == graphs.replayed == steps
+    assert tape.recorded == len(graphs.rooms.all)
+    assert not graphs.eager
