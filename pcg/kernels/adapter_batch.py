@@ -141,7 +141,7 @@ class JoinedLora:
 
 
 class AdapterSlot(NamedTuple):
-    """Where tables have an adapter.
+    """The place that an adapter has in tables.
 
     Attributes:
         number: its column in tables of ranks; -1 without an adapter.
