@@ -59,7 +59,7 @@ def paged_attention(
     strides = (*q.stride()[:2], *kv.strides, work.pages.shape[1], scoring.scale)
     size = max(sizes["BLOCK_D"], sizes["BLOCK_DV"])
     if len(work.tiles):
-        blocks = tile_blocks(size, q.dtype, keys.paged)
+        blocks = tile_blocks(size, q.dtype, keys.paged, architecture_of(q))
         attend_tiles[(len(work.tiles) * (TILE_ROWS // blocks.rows), keys.heads)](
             q, keys.base, values.base, out, lse, alibi, sinks, work.parts, work.pages, work.tiles,
             *strides, **sizes, **options,
