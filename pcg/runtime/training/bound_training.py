@@ -27,7 +27,8 @@ from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.recorder import recorder_for
 from pcg.runtime.model.runner import LayerInputs, is_sequence_parallel, load_functions
 from pcg.runtime.training.loss_chunks import LossChunk, LossChunks, WindowLoss
-from pcg.runtime.training.recorded.window_graphs import WindowGraphs, why_not_recorded
+from pcg.runtime.training.recorded.recorded_program import why_not_recorded
+from pcg.runtime.training.recorded.window_graphs import WindowGraphs
 
 _ALL_TOKENS = 2**31
 

@@ -22,17 +22,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pcg.ir.operators import OPERATORS
-from pcg.ir.program.program import ModelGraph, Training
 from pcg.ir.types import TOKENS
 from pcg.kernels.batch import KvGradients
 from pcg.kernels.table_cache import kept_tables
-from pcg.kernels.torch.products import ProductRequest
 from pcg.kernels.triton.attention.work import (
     KEY_BLOCK,
     SPLIT_KEYS,
@@ -45,26 +42,8 @@ from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.model.recorder import Recorder
+from pcg.runtime.training.recorded.recorded_program import RecordedProgram, groups_of
 from pcg.runtime.training.recorded.window_sizes import WindowSizes
-
-
-class RecordedProgram(Protocol):
-    """A training program with one adapter bound, as of `BoundTraining`."""
-
-    training: Training
-
-    def layer(
-        self, layer: int, batch: Batch, carried: Sequence[Tensor], shared: Sequence[Tensor | None]
-    ) -> ProductRequest[tuple[Sequence[Tensor], Sequence[Tensor]]]:
-        """Run a layer forward."""
-
-    def layer_backward(
-        self, layer: int, batch: Batch, saved: list[Any], gradients: list[Tensor]
-    ) -> ProductRequest[list[Tensor]]:
-        """Run a layer backward."""
-
-    def trained_in(self, layer: int) -> list[Tensor]:
-        """Return the tensors of a layer that are trained."""
 
 
 class PassSizes(NamedTuple):
@@ -251,7 +230,7 @@ class WindowGraphs:
         self.recorded = self.replayed = self.eager = 0
         self._recorder: Recorder | None = recorder
         self._cache = cache
-        self._groups = _groups_of(program.training.model)
+        self._groups = groups_of(program.training.model)
         self._training = program.training
         prologue = program.training.model.prologue
         self._by_token = [prologue.types[name].shape[0] == TOKENS for name in prologue.outputs]
@@ -374,29 +353,5 @@ class WindowGraphs:
                 weight.grad = own
 
 
-def why_not_recorded(program: RecordedProgram, virtual_tokens: int) -> str | None:
-    """Return why a job's windows run eagerly, whatever the device; None if they need not."""
-    training = program.training
-    if virtual_tokens:
-        return "its adapter has virtual tokens"
-    if training.restored:
-        return "its memory budget has layers' inputs recomputed"
-    for graph in training.model.graphs:
-        if any(OPERATORS[node.op].is_random for node in graph.nodes):
-            return "it has dropout"
-    return None
-
-
 def _like(x: Tensor, tokens: int) -> Tensor:
     return x.new_zeros((tokens, *x.shape[1:]))
-
-
-def _groups_of(model: ModelGraph) -> frozenset[int]:
-    """Return the numbers of heads that share a KV head."""
-    found = set()
-    for block in model.blocks:
-        for node in block.nodes:
-            if node.op == "attention":
-                q, k = (block.types[name].shape[1] for name in node.inputs[:2])
-                found.add(int(q) // int(k))
-    return frozenset(found)
