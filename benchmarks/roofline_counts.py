@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import torch
 from gpu_work import Work
-from roofline_formulas import FORMULAS, Arguments, size_of
+from roofline_formulas import FORMULAS, Arguments, deferred_work, size_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -172,8 +172,9 @@ def counted(device: type[Tensor], computes: bool = True) -> Iterator[list[Launch
             else:  # it stands for an input, which is not moved
                 skipped.add(output.given)
         read = [x for number, x in enumerate(inputs) if number not in skipped]
-        moved = written + sum(_distinct(x) * size_of(x) for x in read)
-        of_group.append(Work(moved + (0 if slots is None else 8 * tokens)))
+        lora = [deferred_work(x) for x in read if not isinstance(x, Tensor)]
+        moved = written + sum(_distinct(x) * size_of(x) for x in read if isinstance(x, Tensor))
+        of_group.append(sum(lora, Work(moved + (0 if slots is None else 8 * tokens))))
         launch(self, inputs, made, slots, tokens, programs)
         of_group.clear()
 

@@ -56,11 +56,16 @@ class TileCapacity:
 
 @dataclass(frozen=True)
 class TokenTiles:
-    """The tables of a step, one behind the other in `memory`; a tile has at most `block` places."""
+    """The tables of a step, one behind the other in `memory`; a tile has at most `block` places.
+
+    Attributes:
+        by_token: slot and place of each token (`token_places`), where a step's lists have them.
+    """
 
     memory: Tensor
     capacity: TileCapacity
     block: int
+    by_token: Tensor | None = None
 
     @property
     def order(self) -> Tensor:

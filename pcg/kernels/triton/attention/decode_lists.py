@@ -4,7 +4,8 @@ A CUDA graph keeps the addresses of its tensors and the numbers of its programs 
 that changes from step to step lies in one tensor, which one copy fills:
 
     attention                     the lists of `work`; each token is decoded
-    tiles                         tokens by adapter (`token_tiles`); none without adapters
+    tiles, places                 tokens by adapter (`token_tiles`), and adapters by token
+                                  (`token_places`); none without adapters
     input_ids, positions, rows    [tokens], int64; rows are the tokens' own in the cache
 
 Their sizes are a `DecodeCapacity`, rounded up, so that few graphs serve every batch. The rest of it
@@ -27,6 +28,7 @@ from torch import Tensor
 from pcg.kernels.batch import BlockTable, DecodeTokens
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.kernels.triton.adapters import token_tiles
+from pcg.kernels.triton.adapters.token_places import token_places
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles
 from pcg.kernels.triton.attention import work as attention_work
 from pcg.kernels.triton.attention.work import AttentionWork, put_rows, split_lists
@@ -105,19 +107,21 @@ class _Parts(NamedTuple):
     rows: Tensor
     attention: AttentionWork
     tiles: Tensor
+    places: Tensor
 
     @classmethod
     def of(cls, memory: Tensor, capacity: DecodeCapacity) -> _Parts:
         columns = [memory[start : start + size] for start, size in _places(capacity)]
         ids, positions, rows = (column.view(torch.int64) for column in columns[:3])
-        return cls(
-            ids, positions, rows, AttentionWork.of(columns[3], capacity.attention), columns[4]
-        )
+        attention = AttentionWork.of(columns[3], capacity.attention)
+        return cls(ids, positions, rows, attention, columns[4], columns[5].view(-1, 2))
 
 
 def _places(capacity: DecodeCapacity) -> list[tuple[int, int]]:
     """The first number and the size of each part, in int32."""
-    sizes = [2 * capacity.tokens] * 3 + [capacity.attention.size, capacity.by_adapter.size]
+    by_adapter = capacity.by_adapter
+    sizes = [2 * capacity.tokens] * 3
+    sizes += [capacity.attention.size, by_adapter.size, 2 * by_adapter.places]
     places, start = [], 0
     for size in sizes:
         places.append((start, size))
@@ -139,8 +143,8 @@ class DecodeLists:
         self._memory = self._on_host.to(device, copy=True)
         self._host = _Parts.of(self._on_host, capacity)
         found = _Parts.of(self._memory, capacity)
-        self.input_ids, self.positions, self.rows, self.attention, tiles = found
-        by_adapter = TokenTiles(tiles, capacity.by_adapter, DECODE_BLOCK)
+        self.input_ids, self.positions, self.rows, self.attention, tiles, places = found
+        by_adapter = TokenTiles(tiles, capacity.by_adapter, DECODE_BLOCK, places)
         self.tiles = by_adapter if capacity.tiles else None
         # For each row of the block tables: its sequence's table, how many of whose pages were
         # replaced by then, and how many pages of it are written.
@@ -175,8 +179,10 @@ class DecodeLists:
         slots = list(tokens.slots)
         if self.tiles is not None and slots != self._slots:
             self._slots = slots
-            found = token_tiles.token_tiles(_spans(tokens), DECODE_BLOCK, self.capacity.by_adapter)
+            spans, capacity = _spans(tokens), self.capacity.by_adapter
+            found = token_tiles.token_tiles(spans, DECODE_BLOCK, capacity)
             host.tiles.copy_(found.memory)
+            host.places.copy_(token_places(spans, capacity.places))
         # The host's memory is written again while the device may still read what was copied.
         on_host = self._on_host.pin_memory() if self._memory.is_cuda else self._on_host
         self._memory.copy_(on_host, non_blocking=True)

@@ -1,0 +1,137 @@
+"""LoRA that emitted kernels add to what they read of a product, for the few tokens of decoding.
+
+    begun_lora           s = x Aᵀ, beside the base's product where a step is recorded
+    with_deferred_lora   the product's outputs, and what is left to be added to each
+
+Where a batch has more tokens than `MOST_ROWS` allows, or adapters that are no rows, LoRA is added
+to the product as ever, and nothing is left. The choice is made by the tokens and the largest rank
+alone, so that a recorded step, whose tokens are rounded up, makes it as an eager one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from pcg.kernels.adapter_batch import LoraRows
+from pcg.kernels.triton.adapters import dispatch, segmented_lora
+from pcg.kernels.triton.adapters.rank_rows import RankRows
+from pcg.kernels.triton.adapters.token_places import token_places
+from pcg.kernels.uploads import uploaded
+
+MOST_ROWS = 4096
+"""Tokens times ranks up to which a token reads B by itself: of 4096 columns in bf16 32 MB, which
+the second-level cache gives in about the time of a launch."""
+
+
+@dataclass(frozen=True)
+class DeferredLora:
+    """LoRA's summand of one output of a product; of no tables there is none.
+
+    Attributes:
+        number: the output's among those with LoRA.
+        places: slot and place of each token, [T, 2].
+        s: [parts, outputs, places, most_rank], the partial sums of shrink.
+        up: the rows of Bᵀ.
+    """
+
+    number: int = 0
+    places: Tensor | None = None
+    s: Tensor | None = None
+    up: RankRows | None = None
+
+    def __getitem__(self, rows: Tensor) -> DeferredLora:
+        """The summand of some of the tokens."""
+        return self if self.places is None else replace(self, places=self.places[rows])
+
+    @property
+    def pointers(self) -> Sequence[Tensor] | None:
+        """What a kernel is given in place of a tensor; None where nothing is to be added."""
+        if self.places is None or self.s is None or self.up is None:
+            return None
+        return self.places, self.s, self.up.memory, self.up.rows, self.up.ranks
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The numbers that it is given, `DEFERRED_NUMBERS`."""
+        assert self.s is not None
+        assert self.up is not None
+        _, slices, places, most_rank = self.s.shape
+        return (
+            self.number * self.up.slots,
+            self.number * places,
+            most_rank,
+            slices * places * most_rank,
+        )
+
+    @property
+    def parts(self) -> int:
+        return 0 if self.s is None else len(self.s)
+
+
+_NOTHING = DeferredLora()
+
+
+def nothing_deferred() -> DeferredLora:
+    """A summand of nothing."""
+    return _NOTHING
+
+
+@dataclass
+class BegunLora:
+    """The LoRA of a product that is on its way: the input and the weights, or what is left of it.
+
+    Attributes:
+        left: the summands; None where LoRA has to be added to the product.
+        done: recorded where they are made beside the product.
+    """
+
+    x: Tensor
+    a: Sequence[Any]
+    b: Sequence[Any]
+    left: Sequence[DeferredLora] | None = None
+    done: torch.cuda.Event | None = None
+
+
+def begun_lora(x: Tensor, a: Sequence[Any], b: Sequence[Any]) -> BegunLora:
+    """Begin the LoRA of x [T, in]; `a` and `b` as `pcg.kernels.torch.lora.add_lora` takes them."""
+    begun, lora = BegunLora(x, a, b), a[0]
+    if lora is None:
+        begun.left = (_NOTHING,) * len(a)
+    elif isinstance(lora, LoraRows) and _is_deferred(x, lora):
+        down, up = dispatch.matrices_of(lora)
+        tiles, places = dispatch.tiles_of(lora, x), _places_of(lora, x)
+        s = segmented_lora.shrink(x, down, tiles)
+        begun.left = tuple(DeferredLora(number, places, s, up) for number in range(len(a)))
+    return begun
+
+
+def _is_deferred(x: Tensor, lora: LoraRows) -> bool:
+    most_rank = triton.next_power_of_2(max(1, lora.b_rows.shape[2]))
+    return len(x) * most_rank <= MOST_ROWS
+
+
+def _places_of(lora: LoraRows, x: Tensor) -> Tensor:
+    """Slot and place of each token, made once for all sites."""
+    known = lora.tokens.known
+    tiles = dispatch.tiles_of(lora, x)
+    if tiles.by_token is not None:
+        return tiles.by_token
+    if "places" not in known:
+        known["places"] = uploaded(token_places(lora.tokens.spans, len(x)), x.device)
+    found: Tensor = known["places"]
+    return found
+
+
+def with_deferred_lora(begun: BegunLora, y: Tensor, weight: Any) -> Sequence[Any]:
+    """The outputs of the joined product y [T, outs], and LoRA's summands of those that have one."""
+    if begun.left is None:
+        outputs = dispatch.add_lora(y, begun.x, weight, begun.a, begun.b)
+        return *outputs, *(_NOTHING,) * len(begun.a)
+    sizes = weight.group_sizes
+    return *(y.split(sizes, -1) if len(sizes) > 1 else (y,)), *begun.left
