@@ -98,7 +98,7 @@ def deferred_work(lora: Any) -> Work:
     slots = [slot for slot, _ in _numbers(lora.places).tolist() if slot >= 0 and ranks[slot]]
     columns = lora.up.sizes[lora.number]
     places, rows = (int(sum(ranks[slot] for slot in of)) for of in (slots, set(slots)))
-    read = rows * (columns * size_of(lora.up.memory) + 8) + 4 * places * lora.parts
+    read = rows * (columns * size_of(lora.up.memory) + 8) + 4 * places * len(lora.s)
     return Work(read + lora.places.nbytes + 4 * len(set(slots)), 2 * places * columns)
 
 

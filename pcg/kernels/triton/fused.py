@@ -28,10 +28,9 @@ from pcg.kernels.triton.adapters.deferred_lora import DeferredLora
 from pcg.kernels.triton.attention.cache_rows import CacheRows
 
 _DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-_MOST_WARPS = 32
-_DEFERRED_WARPS = 4
-"""Times as many warps for a kernel that adds LoRA: a thread has four columns of 16 ranks of B at
-once, 32 registers, and a tile of 4096 columns is under way as a whole."""
+_DEFERRED_WARPS = 2
+"""Times as many warps for a kernel that adds LoRA: a thread has 8 columns of 8 ranks of B under way
+at once, 32 registers, so that a tile of 4096 columns has 64 KiB."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ class Fused:
         )
         warps = self._warps
         if any(one.parts for one in lora):
-            warps = min(_MOST_WARPS, _DEFERRED_WARPS * warps)
+            warps = min(32, _DEFERRED_WARPS * warps)
         if self._appends:
             pointers.append(inputs[0] if slots is None else slots)
             constants["PAGE"] = 0 if slots is None else PAGE_TOKENS

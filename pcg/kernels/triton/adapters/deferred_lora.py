@@ -1,7 +1,12 @@
 """LoRA that emitted kernels add to what they read of a product, for the few tokens of decoding.
 
-    begun_lora           s = x Aᵀ, beside the base's product where a step is recorded
+    begun_lora           s = x Aᵀ
     with_deferred_lora   the product's outputs, and what is left to be added to each
+
+Where a step is recorded s is made on another stream, and so is a branch of the graph beside the
+base's product: small as it is, it begins and ends under that. What one fork gave back to the memory
+of that stream was read before the next fork, which waits for it. Eager steps have no second stream,
+as events would take the host as long as launches.
 
 Where a batch has more tokens than `MOST_ROWS` allows, or adapters that are no rows, LoRA is added
 to the product as ever, and nothing is left. The choice is made by the tokens and the largest rank
@@ -12,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,17 +67,19 @@ class DeferredLora:
         """The numbers that it is given, `DEFERRED_NUMBERS`."""
         assert self.s is not None
         assert self.up is not None
-        _, slices, places, most_rank = self.s.shape
+        parts, slices, places, most_rank = self.s.shape
         return (
             self.number * self.up.slots,
             self.number * places,
             most_rank,
             slices * places * most_rank,
+            parts,
         )
 
     @property
     def parts(self) -> int:
-        return 0 if self.s is None else len(self.s)
+        """The least power of two that is no less than the parts of s; 0 of nothing."""
+        return 0 if self.s is None else triton.next_power_of_2(len(self.s))
 
 
 _NOTHING = DeferredLora()
@@ -88,14 +96,14 @@ class BegunLora:
 
     Attributes:
         left: the summands; None where LoRA has to be added to the product.
-        done: recorded where they are made beside the product.
+        beside: the stream that makes s while another makes the product; None for the same one.
     """
 
     x: Tensor
     a: Sequence[Any]
     b: Sequence[Any]
     left: Sequence[DeferredLora] | None = None
-    done: torch.cuda.Event | None = None
+    beside: torch.cuda.Stream | None = None
 
 
 def begun_lora(x: Tensor, a: Sequence[Any], b: Sequence[Any]) -> BegunLora:
@@ -106,9 +114,26 @@ def begun_lora(x: Tensor, a: Sequence[Any], b: Sequence[Any]) -> BegunLora:
     elif isinstance(lora, LoraRows) and _is_deferred(x, lora):
         down, up = dispatch.matrices_of(lora)
         tiles, places = dispatch.tiles_of(lora, x), _places_of(lora, x)
-        s = segmented_lora.shrink(x, down, tiles)
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            begun.beside = _stream_beside(torch.cuda.current_stream(x.device))
+            with torch.cuda.stream(begun.beside):
+                s = segmented_lora.shrink(x, down, tiles)
+        else:
+            s = segmented_lora.shrink(x, down, tiles)
         begun.left = tuple(DeferredLora(number, places, s, up) for number in range(len(a)))
     return begun
+
+
+def _stream_beside(current: torch.cuda.Stream) -> torch.cuda.Stream:
+    """Another stream, which goes on where this one is."""
+    beside = _other_stream(current.device)
+    beside.wait_stream(current)
+    return beside
+
+
+@cache
+def _other_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _is_deferred(x: Tensor, lora: LoraRows) -> bool:
@@ -133,5 +158,7 @@ def with_deferred_lora(begun: BegunLora, y: Tensor, weight: Any) -> Sequence[Any
     if begun.left is None:
         outputs = dispatch.add_lora(y, begun.x, weight, begun.a, begun.b)
         return *outputs, *(_NOTHING,) * len(begun.a)
+    if begun.beside is not None:
+        torch.cuda.current_stream(y.device).wait_stream(begun.beside)
     sizes = weight.group_sizes
     return *(y.split(sizes, -1) if len(sizes) > 1 else (y,)), *begun.left

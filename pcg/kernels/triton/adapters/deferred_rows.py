@@ -3,7 +3,7 @@
     d[token, column] = Σ_k s[place, k] · Bᵀ[k, column],   s = Σ_part s_part
 
 Each token has an adapter of its own or none, and its products are its own: a program reads the
-columns of B that it needs for each of its tokens, 16 ranks at once, and multiplies in fp32 without
+columns of B that it needs for each of its tokens, 8 ranks at once, and multiplies in fp32 without
 tensor cores. For one token of an adapter that reads each byte of B once, as a kernel of tiles does;
 for many of the same adapter it reads B from the cache again and again, so it is for few tokens.
 
@@ -19,7 +19,7 @@ import triton.language as tl
 
 @triton.jit
 def deferred_rows(
-    places, s, memory, rows, ranks, matrix, place, most_rank, part_stride,
+    places, s, memory, rows, ranks, matrix, place, most_rank, part_stride, parts,
     token, column, in_rows, inside,
     PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -28,7 +28,7 @@ def deferred_rows(
     Args:
         places, s, memory, rows, ranks, matrix, place: see the module.
         most_rank: ranks of a matrix in the table of rows, and of a place in s.
-        part_stride: elements of a part of s.
+        part_stride: elements of a part of s, of which there are `parts`, at most PARTS.
         token: [R, 1], int64; `in_rows` says which are there.
         inside: the condition of elements, [R, 1] or [R, C].
     """
@@ -40,14 +40,14 @@ def deferred_rows(
     own_s = s + (place + tl.load(places + 2 * token + 1, has_adapter, 0)) * most_rank
     own_rows = rows + matrix * most_rank
     total = tl.zeros(inside.shape, tl.float32) * tl.zeros(column.shape, tl.float32)
-    for first in range(0, tl.max(rank), 16):
-        k = first + tl.arange(0, 16)[None, :]
+    part = tl.arange(0, PARTS)[None, :, None]
+    for first in range(0, tl.max(rank), 8):
+        k = first + tl.arange(0, 8)[None, :]
         kept = k < rank
         row = tl.multiple_of(tl.load(own_rows + k, kept, 0), [of_16_bytes, of_16_bytes])
         at = row[:, :, None] + column[:, None, :]
         b = tl.load(memory + at, kept[:, :, None] & inside[:, None, :], 0.0)
-        own = tl.load(own_s + k, kept, 0.0)
-        for part in tl.static_range(1, PARTS):
-            own += tl.load(own_s + k + part * part_stride, kept, 0.0)
+        each = (own_s + k)[:, None, :] + part * part_stride
+        own = tl.sum(tl.load(each, kept[:, None, :] & (part < parts), 0.0), 1)
         total += tl.sum(b.to(tl.float32) * own[:, :, None], 1)
     return total
