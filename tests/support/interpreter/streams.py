@@ -107,6 +107,7 @@ class Order:
         waits: names of its waits.
         may_wait: whether it may, as `torch.cuda.set_sync_debug_mode` says.
         captured: the streams that a graph is captured on: one, and those that waited for it.
+        first_captured: the one of them that it began on.
         is_watched: whether reads and writes are noted.
     """
 
@@ -116,6 +117,7 @@ class Order:
         self.waits: list[str] = []
         self.may_wait = True
         self.captured: set[Stream] = set()
+        self.first_captured: Stream | None = None
         self.is_watched = True
         self._of_thread = threading.local()
         self._sent: list[tuple[Tensor, Tensor, Clock]] = []
@@ -144,7 +146,7 @@ class Order:
         Raises:
             DeviceError: another stream runs what nothing waits for at the end.
         """
-        first = self.current
+        first = self.first_captured = self.current
         self.captured = {first}
         try:
             yield
@@ -157,7 +159,12 @@ class Order:
         finally:
             for stream in self.captured:
                 join(self.host, stream.clock)  # what is captured does not run
-            self.captured = set()
+            self.captured, self.first_captured = set(), None
+
+    @property
+    def is_on_branch(self) -> bool:
+        """True if a graph is captured, and what runs now is on a branch beside its first stream."""
+        return self.current in self.captured and self.current is not self.first_captured
 
     def wait(self, why: str, clock: Clock) -> None:
         """Have the host wait.
