@@ -139,7 +139,7 @@ def _engine(executor: Any, tokens: int) -> Any:
 def _decode(
     bench: Bench, executor: Any, batch: int, names: Sequence[str], base_us: dict[int, float]
 ) -> Row:
-    from pcg.runtime.model import decode_graphs
+    from pcg.runtime.model import step_graphs
 
     engine = _engine(executor, 8192)
     for i, prompt in enumerate(_prompts(batch, CONTEXT)):
@@ -149,7 +149,7 @@ def _decode(
     begun: set[int] = set()
     while len(begun) < batch:
         begun.update(chunk.index for chunk in engine.step())
-    warm = decode_graphs.EAGER_STEPS + 4
+    warm = step_graphs.EAGER_STEPS + 4
     for _ in range(warm):  # kernels are compiled, the graph is recorded
         engine.step()
     graphs = engine.device.graphs

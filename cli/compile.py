@@ -20,6 +20,7 @@ from .options.method import Method
 
 if TYPE_CHECKING:
     from pcg.ir.program.manifest import Manifest
+    from pcg.ir.program.program import Program
     from pcg.passes.stage import PassRecord
     from pcg.source import ModelSource
 
@@ -70,9 +71,11 @@ def compile_command(
         from pcg import compiler
         from pcg.explain import explain as explaining
         from pcg.ir.program.folder import save_program
+        from pcg.kernels.backend import choose_backend, machine_device
         from pcg.passes.pipeline import Settings, pipeline
         from pcg.passes.stage import dump_to
-    names = pipeline(Settings(asked, backend=asked.emitted_backend)).names
+    backend = choose_backend(asked.backend, machine_device())
+    names = pipeline(Settings(asked, backend=backend.name)).names
     unknown = sorted(set(to.print_after).difference(names))
     if unknown:
         raise typer.BadParameter(
@@ -103,9 +106,9 @@ def compile_command(
                 report=explaining.explain(model, peft, **planned).to_json(),
             )
     if json:
-        print_json(_summary(program.name, records, to.output, manifest))
+        print_json(_summary(program, records, to.output, manifest))
     else:
-        _print_passes(program.name, records, to.output, manifest)
+        _print_passes(program, records, to.output, manifest)
 
 
 def _weights(model: str, source: ModelSource) -> str | None:
@@ -116,11 +119,12 @@ def _weights(model: str, source: ModelSource) -> str | None:
 
 
 def _summary(
-    name: str, records: list[PassRecord], output: Path | None, manifest: Manifest | None
+    program: Program, records: list[PassRecord], output: Path | None, manifest: Manifest | None
 ) -> dict[str, object]:
     passes = [{"pass": r.name, "nodes": r.nodes, "seconds": round(r.seconds, 4)} for r in records]
     return {
-        "model": name,
+        "model": program.name,
+        "choices": dict(program.choices),
         "passes": passes,
         "output": None if output is None else str(output),
         "files": [] if manifest is None else sorted(manifest.files),
@@ -128,16 +132,19 @@ def _summary(
 
 
 def _print_passes(
-    name: str, records: list[PassRecord], output: Path | None, manifest: Manifest | None
+    program: Program, records: list[PassRecord], output: Path | None, manifest: Manifest | None
 ) -> None:
     console = err()
     rows = table("pass", "nodes", "time", right=("nodes", "time"))
     for record in records:
         rows.add_row(record.name, f"{record.nodes:,}", duration_text(record.seconds))
     console.print(rows)
+    console.print()
+    for what, choice in program.choices.items():
+        console.print(f"{what}  {choice}", soft_wrap=True, highlight=False)
     if output is None or manifest is None:
         return
     size_bytes = sum((output / file).stat().st_size for file in manifest.files)
     files = counted(len(manifest.files) + 1, "file")
-    console.print(f"\n{name} → {output}: {files}, {size_text(size_bytes)}", soft_wrap=True)
+    console.print(f"\n{program.name} → {output}: {files}, {size_text(size_bytes)}", soft_wrap=True)
     console.print(f'run it: pcg run {output} --prompt "…"', style="dim", soft_wrap=True)

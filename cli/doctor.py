@@ -95,7 +95,7 @@ def doctor_command(model: MaybeModel = None, json: Json = False) -> None:
     }
     report["problems"] = _problems(packages, machine, problem)
     if model is not None and machine:
-        report["model"] = weights = _weights(model, on_gpu=bool(machine["gpus"]))
+        report["model"] = weights = _weights(model, machine)
         report["problems"] += _too_large(weights, machine["gpus"], report["memory_bytes"])
     if json:
         print_json(report)
@@ -117,6 +117,7 @@ def _package(requirement: Requirement) -> dict[str, Any]:
 def _torch_machine() -> dict[str, Any]:
     import torch
 
+    from pcg.kernels.backend import choose_backend, machine_device
     from pcg.kernels.torch.products import has_onednn
     from pcg.options import DTYPES
 
@@ -135,6 +136,7 @@ def _torch_machine() -> dict[str, Any]:
             "packed_dtypes": [name for name in DTYPES if has_onednn(getattr(torch, name))],
         },
         "gpus": gpus,
+        "backend": str(choose_backend("auto", machine_device())),
         "cuda": torch.version.cuda,
         "distributed": {
             "gloo": there and torch.distributed.is_gloo_available(),
@@ -143,19 +145,25 @@ def _torch_machine() -> dict[str, Any]:
     }
 
 
-def _weights(model: str, *, on_gpu: bool) -> dict[str, Any]:
-    """The bytes of a model's weights on the device that it is loaded to by default."""
+def _weights(model: str, machine: dict[str, Any]) -> dict[str, Any]:
+    """The bytes of a model's weights on the default device, and the backend that it gets there."""
     with busy(f"tracing {model}"):
         from pcg.explain.explain import explain
 
-        found = explain(model, None, device="cuda" if on_gpu else "cpu")
+        found = explain(model, None, device="cuda" if machine["gpus"] else "cpu")
     packed = found.packed_bytes
     return {
         "name": found.model,
         "dtype": found.dtype,
         "weights_bytes": found.memory_bytes["weights"] - packed,
         "packed_bytes": packed,
+        "backend": _less(machine["backend"], found.backend),
     }
+
+
+def _less(of_machine: str, of_model: str) -> str:
+    """The backend that both a machine and a model allow."""
+    return of_model if of_model.startswith("torch") else of_machine
 
 
 def _too_large(
@@ -259,6 +267,8 @@ def _print(report: dict[str, Any]) -> None:
             rows.add_row("gpu", gpu["name"], f"{size}, capability {gpu['capability']}")
         if not report["gpus"]:
             rows.add_row("gpu", "none", "everything runs on the CPU")
+        name, _, reason = report["backend"].partition(": ")
+        rows.add_row("backend", name, plain(reason))
         backends = [name for name, is_there in report["distributed"].items() if is_there]
         rows.add_row("distributed", ", ".join(backends) or "none", "several processes")
     memory = report["memory_bytes"]
@@ -272,6 +282,8 @@ def _print(report: dict[str, Any]) -> None:
         if found["packed_bytes"]:
             copies = "in packed copies; --no-packed-weights"
             rows.add_row("", f"{size_text(found['packed_bytes'])} more", copies)
+        name, _, reason = found["backend"].partition(": ")
+        rows.add_row("", name, plain(reason))
     rows.add_row("disk", f"{size_text(report['disk_bytes']['free'])} free", "in this directory")
     console = out()
     console.print(rows)

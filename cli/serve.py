@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import Annotated
 
 import typer
 
@@ -10,13 +11,10 @@ from pcg.options import CompileOptions
 from pcg.serve.options import ServeOptions
 
 from .console import err
-from .executors import PlaceOptions, open_executor, ranks_of
+from .executors import PlaceOptions, files_of, open_executor, ranks_of
 from .options.arguments import Runnable
 from .options.fields import Given, Only
 from .run import SERVING
-
-if TYPE_CHECKING:
-    from pcg.runtime.executor import Executor
 
 
 def serve_command(
@@ -31,13 +29,14 @@ def serve_command(
         raise typer.BadParameter(
             f"a server runs on one rank, not on {degree}; leave it out", param_hint="--tp"
         )
+    from pcg.serve.engine.local import local_client
     from pcg.serve.server import serve
 
-    def load() -> Executor:
-        return open_executor(model, None, compiling.values, place)
+    load = partial(open_executor, model, None, compiling.values, place)
 
     def say(text: str) -> None:
         err().print(text, soft_wrap=True)
 
-    if not serve(options, load, say):
+    files = partial(files_of, model, place)
+    if not serve(options, partial(local_client, load), say, files=files):
         raise typer.Exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from pcg.ir.program.folder import load_program
 from pcg.ir.program.manifest import MANIFEST, read_manifest
 from pcg.ir.program.program import ModelGraph, Program, Serving, Training
 from pcg.ir.types import TORCH_NAMES
+from pcg.kernels.backend import check_device, choose_backend, machine_device
 from pcg.keywords import takes
 from pcg.options import Backend, CompileOptions, dtype_name
 from pcg.parallel.costs.catalog import costs_name, find_cost_model, own_sheet
@@ -41,6 +43,8 @@ from pcg.trace import trace as trace_config
 
 if TYPE_CHECKING:
     from pcg.runtime.executor import Executor
+
+_LOG = logging.getLogger("pcg.compiler")
 
 
 def _require_runnable(name: str, model: ModelGraph) -> None:
@@ -78,7 +82,7 @@ def compile_program(given: ProgramArguments) -> Program:
         PcgError: what cannot be read, traced or attached is named.
     """
     source, to_trace = source_of(given.model)
-    return _compiled(source, to_trace, given.peft, given, given.observe)
+    return _compiled(source, to_trace, given.peft, given, machine_device(), given.observe)
 
 
 def _compiled(
@@ -86,6 +90,7 @@ def _compiled(
     to_trace: Mapping[str, Any] | torch.nn.Module,
     peft: object,
     options: CompileOptions,
+    device: torch.device,
     observe: Callable[[PassRecord], None] | None = None,
     whole: bool = False,
 ) -> Program:
@@ -95,14 +100,19 @@ def _compiled(
     given["tp_plan"] = options.styles or None
     given["dtype"] = dtype_name(options.dtype)
     given["memory_budget"] = options.budget.written
-    given["backend"] = options.emitted_backend
+    given["backend"] = choose_backend(options.backend, device).name
     settled = CompileOptions(**given)
     settings = _settings(source.name, source.config, recipes.values(), settled)
     passes = pipeline(dataclasses.replace(settings, whole=whole))
     traced = passes.trace.run(to_trace, observe)
     base = passes.raise_operators.run(passes.fold.run(traced, observe), observe)
     _require_runnable(source.name, base.model)
-    emitted = passes.emitted(base, observe)
+    backend = choose_backend(options.backend, device, base.model)
+    if backend.name == "torch" and options.backend == "auto" and device.type == "cuda":
+        _LOG.warning("%s is compiled for %s", source.name, backend)
+    settled = dataclasses.replace(settled, backend=backend.name)
+    settings = _settings(source.name, source.config, recipes.values(), settled)
+    emitted = pipeline(settings).emitted(base, observe)
     return Program(
         source.name,
         source.config,
@@ -114,6 +124,7 @@ def _compiled(
         traced.trace.constants,
         traced.trace.base_prefix,
         traced.trace.dtype,
+        {"backend": str(backend)},
     )
 
 
@@ -172,7 +183,7 @@ def compile(given: CompileArguments) -> Executor:
     module = given.model
     if not isinstance(module, torch.nn.Module):
         source = resolve(module, weights=True)
-        program = _compiled(source, source.config, given.peft, options)
+        program = _compiled(source, source.config, given.peft, options, _device(device))
         checkpoint = Checkpoint.open(source, program.base_prefix)
         return make_executor(program, checkpoint, given.peft, source.directory, device)
     source, _ = source_of(module)
@@ -181,7 +192,7 @@ def compile(given: CompileArguments) -> Executor:
     verified = count <= VERIFIED_PARAMETERS if given.verify is None else given.verify
 
     def compiled(whole: bool) -> Executor:
-        program = _compiled(source, module, given.peft, options, whole=whole)
+        program = _compiled(source, module, given.peft, options, _device(device), whole=whole)
         weights = StateDictCheckpoint(module.state_dict(keep_vars=True), program.base_prefix)
         executor = make_executor(program, weights, given.peft, None, device)
         if verified:
@@ -198,7 +209,7 @@ def compile(given: CompileArguments) -> Executor:
 def compile_random(
     model: str | os.PathLike[str] | Mapping[str, Any],
     *,
-    backend: Backend = "torch",
+    backend: Backend = "auto",
     dtype: str | None = None,
     adapter_copies: Literal["bfloat16", "float32"] | None = None,
     device: str | torch.device | None = None,
@@ -215,8 +226,8 @@ def compile_random(
         PcgError: what cannot be read or traced is named.
     """
     source = resolve(model)
-    options: Any = {"backend": backend, "dtype": dtype, "adapter_copies": adapter_copies}
-    program = compile_program(model, None, **options)
+    options = CompileOptions(backend=backend, dtype=dtype, adapter_copies=adapter_copies)
+    program = _compiled(source, source.config, None, options, _device(device))
     weights = RandomWeights(float(source.config.get("initializer_range", 0.02)), seed)
     return make_executor(program, weights, None, source.directory, device)
 
@@ -330,7 +341,7 @@ def make_executor(
     from pcg.runtime.model.state import ModelState
 
     device = _device(device)
-    _check_device(program.options.backend, device)
+    check_device(program.options.backend, device)
     if ranks is None:
         device = own_device(device)
         ranks = join_group(program.options.tp, device)
@@ -349,19 +360,8 @@ def make_executor(
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    """The device asked for; else the GPU where there is one."""
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _check_device(backend: str, device: torch.device) -> None:
-    """Refuse a device that a backend's programs do not run on."""
-    interprets = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
-    if backend == "triton" and device.type != "cuda" and not interprets:
-        raise UnsupportedError(
-            "the program is compiled for Triton, which runs on NVIDIA GPUs, and its device is "
-            f"{device.type}; compile it for PyTorch (--backend torch), or set TRITON_INTERPRET=1 "
-            "to run its kernels on the CPU, slowly: it is meant for tests"
-        )
+    """The device asked for; else the machine's."""
+    return machine_device() if device is None else torch.device(device)
 
 
 def _eos_ids(program: Program, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -7,7 +7,6 @@ the command line makes its options of them. Importing this file costs next to no
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -147,7 +146,8 @@ class CompileOptions(PlanOptions):
 
     Attributes:
         backend: what source is emitted for: torch, which runs on any device; triton, fused for
-            NVIDIA GPUs; or auto, which is torch.
+            NVIDIA GPUs; or auto, triton where the device is such a GPU of capability 8.0 or later
+            and kernels know the model (docs/triton.md), else torch.
         adapter_copies: the dtype of the copies that LoRA is served from (docs/adapters.md), as a
             step is as fast as they are read: that of the base by default, for Triton and on CPUs
             with native bfloat16; bfloat16; or float32, the adapters' own, which training and saving
@@ -168,25 +168,11 @@ class CompileOptions(PlanOptions):
                 f"adapter_copies={self.adapter_copies!r}; use 'bfloat16' or 'float32', or leave it "
                 "out to serve them in the base's dtype where that is fast"
             )
-        if self.adapter_copies == "bfloat16" and self.backend != "triton" and self.tp > 1:
+        if self.adapter_copies == "bfloat16" and self.backend == "torch" and self.tp > 1:
             raise UnsupportedError(
                 f"adapter_copies='bfloat16' over ranks is for backend='triton', and not for "
                 f"backend={self.backend!r} with tp={self.tp}; leave it out"
             )
-
-    @property
-    def emitted_backend(self) -> Backend:
-        """The backend that `auto` stands for, or the one given.
-
-        Raises:
-            UnsupportedError: it is not installed.
-        """
-        if self.backend == "triton" and importlib.util.find_spec("triton") is None:
-            raise UnsupportedError(
-                "backend='triton' needs the package triton, which exists for Linux alone; install "
-                "it, or use backend='torch'"
-            )
-        return "torch" if self.backend == "auto" else self.backend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,13 +198,14 @@ class OptimizerChoice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExplainOptions(OptimizerChoice, PlanOptions):
+class ExplainOptions(OptimizerChoice, CompileOptions):
     """Options of a report.
 
     Attributes:
         gpus: names of GPUs to fit the step to, as H200, A100-80 or L40S.
-        serve_tokens: tokens of requests that are served beside the step, whose keys and values are
-            in the total; none by default, and those of the batch where nothing is finetuned.
+        serve_tokens: tokens of requests that are served beside the step: their keys and values, and
+            the copies that the adapters are served from, are in the total; none by default, and the
+            tokens of the batch where nothing is finetuned.
         device: where the base lies: cuda, or cpu, where oneDNN's packed copies of its weights are
             counted, too, unless `packed_weights` is False.
         find_region: give formulas in the rank, too, where there is one, and find for which sequence

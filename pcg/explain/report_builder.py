@@ -27,9 +27,12 @@ from pcg.explain.step_memory import (
     packed_copies,
     state_memory,
     step_memory,
+    version_bytes,
 )
 from pcg.ir.analysis.saved_memory import saved_memory, window_memory
 from pcg.ir.types import TORCH_NAMES
+from pcg.kernels.backend import backend_for
+from pcg.kernels.torch.attention_math import BLOCK_BYTES
 from pcg.passes.compress import Compress
 from pcg.passes.differentiate import LayerKind
 from pcg.passes.memory.plan import MemoryPlan, save_all
@@ -49,6 +52,12 @@ def build_report(planned: PlannedModel) -> Report:
     virtual = max((recipe.prompt_tokens for recipe in setup.recipes.values()), default=0)
     if virtual:
         notes.append(f"S counts the {virtual} virtual tokens that come before a sequence, too")
+    backend = backend_for(setup.device, planned.base)
+    if setup.device == "cuda" and backend.name == "torch":
+        notes.append(
+            "attention: where PyTorch's flash kernels do not know it, a GPU has scores of at most "
+            f"{BLOCK_BYTES // 2**20} MiB at once, which are not counted"
+        )
     stages: list[Stage] = []
     untrained: sympy.Expr = sympy.S.Zero
     eager = eager_account(planned, notes)
@@ -91,6 +100,7 @@ def build_report(planned: PlannedModel) -> Report:
         optimizer=setup.optimizer.name,
         host_bytes=_host_bytes(planned),
         packed_bytes=packed_copies(planned),
+        backend=str(backend),
         timeline=tuple(moments),
         graph=_graph(trained, at) if trained else (),
         layer_groups=tuple(_layer_groups(planned)),
@@ -99,8 +109,10 @@ def build_report(planned: PlannedModel) -> Report:
 
 def _host_bytes(planned: PlannedModel) -> dict[str, int]:
     """Return the bytes in host memory by kind; none of a step on a CPU, which has no other."""
-    size = state_memory(planned).host_bytes if planned.setup.device == "cuda" else 0
-    return {"optimizer": size} if size else {}
+    if planned.setup.device != "cuda":
+        return {}
+    sizes = {"adapters": version_bytes(planned), "optimizer": state_memory(planned).host_bytes}
+    return {kind: size for kind, size in sizes.items() if size}
 
 
 def _compressed(planned: PlannedModel) -> tuple[LayerKind, ...]:

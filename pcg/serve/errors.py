@@ -8,7 +8,6 @@ a traceback in the log.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,8 +58,6 @@ _STATUS: tuple[tuple[type[PcgError], int, str | None], ...] = (
 
 _RETRY_S = {429: 1, 503: 5}
 _LONGEST_MESSAGE = 4000
-_FIELD = re.compile(r"([a-z_]+)=")
-"""The beginning of a message that refuses a field's value."""
 
 
 class ErrorDetail(BaseModel):
@@ -158,9 +155,7 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(503, "The engine has ended; ask again later.", code="engine_ended")
     for kind, status, code in _STATUS:
         if isinstance(error, kind):
-            message = str(error).replace("max_new_tokens", "max_tokens")
-            field = _FIELD.match(message)
-            return ApiError(status, message, param=field[1] if field else None, code=code)
+            return ApiError(status, str(error), code=code)
     LOG.error("a request failed", exc_info=error)
     return ApiError(500, "The server had an error; its log says more.", code="internal_error")
 
@@ -173,7 +168,7 @@ def of_validation(error: RequestValidationError) -> ApiError:
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"Unrecognized request argument supplied: {param}", param=param)
     if first["type"] == "json_invalid":
-        return ApiError(400, "The body is not valid JSON.", code="invalid_json")
+        return _no_json()
     if param is None and isinstance(error.body, bytes):
         return ApiError(400, "Send the body as content-type: application/json.")
     if first["type"] == "missing" and param is not None:
@@ -187,7 +182,13 @@ def _is_branch(part: object) -> bool:
     return isinstance(part, str) and ("[" in part or "-" in part)
 
 
+def _no_json() -> ApiError:
+    return ApiError(400, "The body is not valid JSON.", code="invalid_json")
+
+
 def _of_http(error: HTTPException) -> ApiError:
+    if error.status_code == 400:  # no UTF-8, or nested or with digits beyond what Python reads
+        return _no_json()
     messages = {404: "There is no such endpoint.", 405: "The endpoint has no such method."}
     message = messages.get(error.status_code, str(error.detail))
     return ApiError(error.status_code, message, headers=error.headers)

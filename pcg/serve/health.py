@@ -33,7 +33,7 @@ class Version(BaseModel):
 @router.head("/health", include_in_schema=False)
 async def health(service: ServiceDependency) -> Status:
     """Answer 200 while requests are taken, else 503."""
-    found = service.engine.health()
+    found = service.client.health()
     if found.state is not EngineState.RUNNING:
         raise ApiError(503, f"The engine is {found.state.value}.", code=found.state.value)
     return Status(status=found.state.value)

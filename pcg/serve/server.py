@@ -14,15 +14,16 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import uvicorn
 
-from pcg.runtime.engine.engine import Engine
-from pcg.runtime.executor import Executor
 from pcg.serve.app import create_app
+from pcg.serve.engine.client import EngineClient
 from pcg.serve.errors import LOG
+from pcg.serve.generation_config import read_generation_config
 from pcg.serve.listening import check_certificate, listen, url_of
 from pcg.serve.options import ServeOptions
 from pcg.serve.security.connection import BoundedConnection, allow_connections
@@ -30,22 +31,27 @@ from pcg.serve.security.keys import open_keys
 from pcg.serve.service import Service
 from pcg.serve.startup import announcement
 
+Engine: TypeAlias = Callable[[ServeOptions, int], contextlib.AbstractContextManager[EngineClient]]
+"""Opens an engine for so many tenants, and closes it at the end of the `with`."""
+
 _CLOSING_S = 5
 """Time that connections have to send the ends of replies, seconds."""
 
 
 def serve(
     options: ServeOptions,
-    load: Callable[[], Executor],
+    engine: Engine,
     say: Callable[[str], None],
     ready: Callable[[Server], None] = lambda _: None,
+    files: Callable[[], Path | None] = lambda: None,
 ) -> bool:
     """Serve until a signal, and end in order.
 
     Args:
-        load: what loads the executor, once it is sure that the server can listen.
+        engine: opens the engine, once it is sure that the server can listen.
         say: takes the text that is printed when requests are taken.
         ready: is called with the server when it takes requests.
+        files: finds the directory of the model's files; None where it has none.
     Returns:
         True if all that was begun ended, or was given up in time.
     Raises:
@@ -57,9 +63,9 @@ def serve(
         check_certificate(options.ssl_certfile, options.ssl_keyfile)
     with contextlib.closing(listen(options.host, options.port, options.stream_timeout_s)) as bound:
         allow_connections()
-        executor = load()
-        with Engine(executor.state, options.engine(keys.tenants)).start() as engine:
-            service = Service(executor, engine, keys, options)
+        generation = read_generation_config(options.generation_config, files())
+        with engine(options, keys.tenants) as client:
+            service = Service(client, keys, options, generation)
             url = url_of(bound, is_secure=options.ssl_certfile is not None)
             text = announcement(service, url, made_key)
             server = Server(service, lambda: say(text), ready)
@@ -71,7 +77,7 @@ def serve(
             finally:
                 gc.unfreeze()
                 service.close()
-            return not server.force_exit and engine.ended is None
+            return not server.force_exit and client.ended is None
 
 
 class Server(uvicorn.Server):
@@ -107,6 +113,10 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drained: Future[None] | None = None
 
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        with self.service.client.listening():
+            await super().serve(sockets)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
@@ -122,7 +132,7 @@ class Server(uvicorn.Server):
         if self._drained is not None:
             self.force_exit = self.should_exit = True
             return
-        self._drained = self.service.engine.drain(self.service.options.shutdown_timeout_s)
+        self._drained = self.service.client.drain(self.service.options.shutdown_timeout_s)
         self._drained.add_done_callback(self._end)
 
     def _end(self, _: Future[None]) -> None:
@@ -130,7 +140,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Return True to end: also when the engine has, as nothing is served then."""
-        ended = self.service.engine.ended
+        ended = self.service.client.ended
         if ended is not None:
             LOG.error("%s", ended)
             return True

@@ -7,22 +7,21 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, ParamSpec, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 from fastapi import Depends, Request
 
-from pcg.errors import PcgError
-from pcg.runtime.engine.async_engine import AsyncEngine
-from pcg.runtime.executor import Executor
+from pcg.errors import GenerationError, PcgError
 from pcg.runtime.requests.request import Request as EngineRequest
 from pcg.runtime.requests.request import RequestFields
 from pcg.runtime.requests.stream import Stream
 from pcg.serve.adapters.catalog import Catalog, ServedModel
+from pcg.serve.engine.client import EngineClient
 from pcg.serve.errors import ApiError
-from pcg.serve.memory import serving_memory
+from pcg.serve.generation_config import GenerationConfig
 from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
 from pcg.serve.observers import open_observers
 from pcg.serve.openai.chat.support import ChatSupport
@@ -32,7 +31,7 @@ from pcg.serve.openai.token_texts import TokenTexts
 from pcg.serve.options import ServeOptions
 from pcg.serve.record import note_requests
 from pcg.serve.security.caller import Caller
-from pcg.serve.security.keys import Keys
+from pcg.serve.security.keys import Keys, Scope
 
 
 @dataclass(frozen=True)
@@ -54,30 +53,37 @@ _THREADS = 4
 
 
 class Service:
-    """A server's executor with its engine, catalog, keys and options.
+    """A server's engine with its catalog, keys and options.
 
     Attributes:
         created_s: when it was made, Unix seconds.
         max_model_len: the most tokens of a prompt and its output; None if the model has no bound.
+        generation: the defaults of sampling.
         memory: the memory that it takes at most.
         metrics: the page of metrics.
         observers: what is told of every request over HTTP.
     """
 
     def __init__(
-        self, executor: Executor, engine: AsyncEngine, keys: Keys, options: ServeOptions
+        self,
+        client: EngineClient,
+        keys: Keys,
+        options: ServeOptions,
+        generation: GenerationConfig | None = None,
     ) -> None:
-        self.executor = executor
-        self.engine = engine
+        self.client = client
+        facts, tokenizer = client.facts, client.tokenizer
         self.keys = keys
         self.options = options
+        self.generation = generation or GenerationConfig()
         self.created_s = int(time.time())
-        bounds = [n for n in (options.max_model_len, executor.max_positions) if n is not None]
+        bounds = [n for n in (options.max_model_len, facts.max_positions) if n is not None]
         self.max_model_len = min(bounds, default=None)
-        self.catalog = Catalog(executor, engine, options)
-        self.token_texts = TokenTexts(executor.tokenizer)
+        self.catalog = Catalog(client, options)
+        self.token_texts = TokenTexts(tokenizer)
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        self.memory = serving_memory(executor, engine, options.kv_cache_bytes)
+        sizes = [adapter.size_bytes for adapter in client.adapters.values()]
+        self.memory = replace(facts.memory, adapters=sum(sizes))
         served = Served(
             self.catalog.names[0],
             self.max_model_len,
@@ -85,9 +91,9 @@ class Service:
             self.memory.bytes,
             self.catalog.owned,
         )
-        self.metrics = EngineMetrics(engine, served)
+        self.metrics = EngineMetrics(client, served)
         self.chat = ChatSupport(
-            executor.tokenizer,
+            tokenizer,
             chat_template=options.chat_template,
             tool_call_parser=options.tool_call_parser,
             trusts_templates=options.trust_request_chat_template,
@@ -101,6 +107,16 @@ class Service:
         self._threads.shutdown(cancel_futures=True)
         for observer in self.observers:
             observer.close()
+
+    def may_read_metrics(self, caller: Caller | None) -> bool:
+        """Return True if a caller may read /metrics; None is one without a key."""
+        if self.options.metrics_without_key:
+            return True
+        return caller is not None and not caller.scopes.isdisjoint((Scope.METRICS, Scope.ADMIN))
+
+    def shows_engine(self, caller: Caller) -> bool:
+        """Return True if a caller may know numbers of the whole engine, which tell of others."""
+        return self.keys.tenants == 1 or self.may_read_metrics(caller)
 
     async def beside(
         self,
@@ -122,10 +138,11 @@ class Service:
 
     # ------------------------------------------------------------------------------- requests
 
-    def room(self, model: ServedModel) -> int:
+    async def room(self, model: ServedModel) -> int:
         """Return the most tokens that a prompt and its output may have together."""
         virtual = 0 if model.adapter is None else model.adapter.prompt_tokens
-        bounds = (self.engine.most_tokens(model.adapter), self.max_model_len)
+        pages = await asyncio.wrap_future(self.client.most_tokens(model.adapter))
+        bounds = (pages, self.max_model_len)
         return max(1, min(bound for bound in bounds if bound is not None) - virtual)
 
     async def submit(
@@ -150,17 +167,21 @@ class Service:
             QueueFullError: too much waits already.
             EngineError: the engine takes no requests.
         """
+        if fields.get("truncate_prompt_tokens") == -1:
+            new = fields.get("max_new_tokens", 0)
+            kept = max(1, await self.room(model) - (new if isinstance(new, int) else 0))
+            fields = {**fields, "truncate_prompt_tokens": kept}
         make = partial(self._requests, caller, model, prompts, fields, request_id)
         requests = await self.beside(caller, make)
-        made = [Submitted(request, self.engine.submit_request(request)) for request in requests]
+        made = [Submitted(request, self.client.submit(request)) for request in requests]
         if len(made) > 1:
             await self._all_begun(made)
         note_requests(model.name, [(one.request, one.stream) for one in made])
         return made
 
     async def _all_begun(self, made: Sequence[Submitted]) -> None:
-        """Wait until the engine has taken all requests; raises why it refuses one, and ends all."""
-        await asyncio.wrap_future(self.engine.call(lambda: None))  # calls come in their order
+        """Wait until the engine has all requests; raises why it refuses one, and ends all."""
+        await asyncio.wrap_future(self.client.taken())
         try:
             for one in made:
                 if one.stream.is_over:
@@ -188,13 +209,9 @@ class Service:
                 "send fewer prompts or a smaller n at a time",
                 param="prompt",
             )
-        if fields.get("truncate_prompt_tokens") == -1:
-            new = fields.get("max_new_tokens", 0)
-            kept = max(1, self.room(model) - (new if isinstance(new, int) else 0))
-            fields = {**fields, "truncate_prompt_tokens": kept}
         for index, prompt in enumerate(prompts):
             if not prompt:
-                raise ApiError(400, f"prompt {index} is empty; give at least one token")
+                raise GenerationError(f"prompt {index} is empty; give at least one token")
             own: RequestFields = {
                 **fields,
                 "logprobs_mode": self.options.logprobs_mode,
@@ -206,7 +223,7 @@ class Service:
             seed = fields.get("seed")
             if index and isinstance(seed, int):
                 own["seed"] = (seed + index * made[0].params.width) % 2**63
-            request = self.executor.request(prompt, model.adapter, **own)
+            request = self.client.request(prompt, model.adapter, own)
             self._check(request)
             made.append(request)
         _check_prompt_logprobs(made)
@@ -228,7 +245,7 @@ class Service:
                 f"This model's maximum context length is {most} tokens. However, you requested "
                 f"{request.length + new} tokens ({request.length} in the prompt, {new} in the "
                 "output). Please reduce the length of one of them.",
-                param="max_tokens" if request.length < most else "prompt",
+                param="max_new_tokens" if request.length < most else "prompt",
                 code="context_length_exceeded",
             )
 

@@ -15,14 +15,14 @@ def announcement(service: Service, url: str, made_key: str | None) -> str:
         url: its address.
         made_key: the key that was made for it; None if the operator gave keys.
     """
-    executor = service.executor
-    adapters = sorted(executor.adapters)
+    adapters = sorted(service.client.adapters)
     most = service.max_model_len
     length = "" if most is None else f", at most {most:,} tokens a request"
     memory = service.memory
     lines = [
-        f"serving {service.catalog.base.name} on {executor.device}{length}",
+        f"serving {service.catalog.base.name} on {service.client.facts.device}{length}",
         f"adapters: {', '.join(adapters) if adapters else 'none'}",
+        f"defaults of sampling: {service.generation}",
         f"memory: {size_text(memory.total)} = {size_text(memory.weights)} weights + "
         f"{size_text(memory.adapters)} adapters + {size_text(memory.kv_cache)} KV cache + "
         f"{size_text(memory.workspace)} workspace",

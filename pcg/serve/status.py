@@ -8,6 +8,7 @@ server that has no other.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Annotated
 
@@ -16,9 +17,10 @@ from pydantic import BaseModel
 
 from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.metrics.histogram import Histogram
-from pcg.runtime.metrics.status import AdapterStatus, JobStatus
+from pcg.runtime.metrics.status import AdapterStatus, EngineNumbers, JobStatus
 from pcg.runtime.metrics.totals import Promised, Totals
 from pcg.serve.adapters.owned import Owned
+from pcg.serve.engine.client import EngineStatus
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
 from pcg.serve.service import Service, ServiceDependency
@@ -139,33 +141,34 @@ async def status(
     service: ServiceDependency, caller: Annotated[Caller, Depends(requires(Scope.INFER))]
 ) -> ServerStatus:
     """Return the state of the server."""
-    return await service.beside(caller, _status, service, caller)
+    found = await asyncio.wrap_future(service.client.status())
+    return await service.beside(caller, _status, service, found, caller)
 
 
-def _status(service: Service, caller: Caller) -> ServerStatus:
-    tokenizer = service.executor.tokenizer
-    seen = _Seen(service, caller)
+def _status(service: Service, found: EngineStatus, caller: Caller) -> ServerStatus:
+    tokenizer = service.client.tokenizer
+    seen = _Seen(service, found, caller)
     return ServerStatus(
         version=__version__,
         model=service.catalog.base.name,
         max_model_len=service.max_model_len,
         has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
-        state=service.engine.health().state.value,
+        state=service.client.health().state.value,
         key=caller.key,
         started_s=service.created_s,
         time_s=time.monotonic(),
-        engine=_engine_wide(service) if seen.sees_all else None,
+        engine=_engine_wide(service, found.numbers) if seen.sees_all else None,
         memory_bytes=service.memory.bytes,
-        adapters=seen.adapters(service.engine.engine.totals),
+        adapters=seen.adapters(),
         running=seen.running(),
         jobs=seen.jobs(),
     )
 
 
-def _engine_wide(service: Service) -> EngineWide:
-    numbers, totals = service.engine.numbers(), service.engine.engine.totals
+def _engine_wide(service: Service, numbers: EngineNumbers) -> EngineWide:
+    totals = numbers.totals
     return EngineWide(
-        requests=Counts(running=numbers.running, waiting=numbers.waiting + numbers.preparing),
+        requests=Counts(running=numbers.running, waiting=numbers.queued),
         tokens=Tokens(
             generated=totals.output_tokens,
             prompts=totals.prompt_tokens,
@@ -179,10 +182,10 @@ def _engine_wide(service: Service) -> EngineWide:
 
 
 def _latencies(service: Service, totals: Totals) -> dict[str, Times]:
-    limits = service.engine.engine.scheduler.limits
+    facts = service.client.facts
     return {
-        "ttft": _times(totals.ttft, limits.ttft_slo_s, totals.promised_ttft),
-        "itl": _times(totals.itl, limits.tpot_slo_s, totals.promised_tpot),
+        "ttft": _times(totals.ttft, facts.ttft_slo_s, totals.promised_ttft),
+        "itl": _times(totals.itl, facts.tpot_slo_s, totals.promised_tpot),
         "e2el": _times(totals.e2el, None, Promised()),
     }
 
@@ -205,19 +208,19 @@ class _Seen:
         sees_all: True if it may see numbers of all tenants together.
     """
 
-    def __init__(self, service: Service, caller: Caller) -> None:
-        self._service = service
+    def __init__(self, service: Service, found: EngineStatus, caller: Caller) -> None:
+        self._found = found
+        self._owned = service.catalog.owned
         self._tenant = caller.tenant
         self._is_admin = Scope.ADMIN in caller.scopes
-        is_alone = service.keys.tenants == 1
-        self.sees_all = self._is_admin or Scope.METRICS in caller.scopes or is_alone
+        self.sees_all = service.shows_engine(caller)
 
     def _sees(self, tenant: str) -> bool:
         return self._is_admin or tenant in ("", self._tenant)
 
-    def adapters(self, totals: Totals) -> list[AdapterState]:
-        waiting, owned = totals.adapters.waiting.copy(), self._service.catalog.owned
-        found = ((owned(one.name), one) for one in self._service.engine.adapters())
+    def adapters(self) -> list[AdapterState]:
+        waiting = self._found.numbers.totals.adapters.waiting.copy()
+        found = ((self._owned(one.name), one) for one in self._found.adapters)
         seen = [pair for pair in found if self._sees(pair[0].tenant)]
         seen.sort(key=lambda pair: (-pair[1].running, pair[0].name, pair[0].tenant))
         return [
@@ -226,23 +229,21 @@ class _Seen:
         ]
 
     def running(self) -> list[RunningState]:
-        owned = self._service.catalog.owned
         return [
             RunningState(
                 id=one.id,
                 tenant=one.tenant,
-                adapter=None if one.adapter is None else owned(one.adapter).name,
+                adapter=None if one.adapter is None else self._owned(one.adapter).name,
                 prompt_tokens=one.prompt_tokens,
                 output_tokens=one.output_tokens,
                 age_s=one.age_s,
             )
-            for one in self._service.engine.running()
+            for one in self._found.running
             if self._is_admin or one.tenant == self._tenant
         ][:_MOST_LISTED]
 
     def jobs(self) -> list[JobInfo]:
-        owned = self._service.catalog.owned
-        found = [(owned(job.name), job) for job in self._service.engine.jobs()]
+        found = [(self._owned(job.name), job) for job in self._found.jobs]
         seen = [(one, job) for one, job in found if self._sees(one.tenant)]
         return [_job(one, job, self._is_admin) for one, job in seen[::-1][:_MOST_LISTED]]
 

@@ -164,16 +164,16 @@ def test_rows_of_adapters() -> None:
     on_device.rows_of_adapters()
 
 
-def test_recorded_decode_steps() -> None:
-    on_device.recorded_decode_steps()
+def test_recorded_steps() -> None:
+    on_device.recorded_steps()
 
 
-def test_a_decode_step_waits_for_nothing() -> None:
-    on_device.a_decode_step_waits_for_nothing()
+def test_a_step_waits_for_nothing() -> None:
+    on_device.a_step_waits_for_nothing()
 
 
-def test_an_engine_replays_its_decode_steps() -> None:
-    on_device.an_engine_replays_its_decode_steps()
+def test_an_engine_replays_its_steps() -> None:
+    on_device.an_engine_replays_its_steps()
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pcg.ir.types import TOKENS, tensor
 from pcg.kernels.batch import KvGradients, Span
@@ -17,6 +20,7 @@ from pcg.kernels.torch.attention import attention, attention_backward
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.model.batch import Batch, whole_sequences
+from tests.support.flash_stand_in import attention_of_a_gpu
 
 CPU = torch.device("cpu")
 
@@ -147,6 +151,27 @@ def check_whole(chosen: Options, lengths: Sequence[int]) -> None:
         torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-11)
 
 
+@pytest.fixture(params=["host", "blocks", "flash"])
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The way that attention takes: a CPU's, or a GPU's without and with flash kernels.
+
+    Blocks are of one row to some, by the number of keys.
+    """
+    if request.param == "host":
+        yield
+        return
+    with attention_of_a_gpu(has_flash=request.param == "flash", block_bytes=4000) as calls:
+        yield
+    assert bool(calls) == (
+        request.param == "flash" and request.node.callspec.params["name"] in FLASH
+    )
+
+
+FLASH = ("mha", "gqa", "mqa", "window", "sinks")
+"""Those of `NAMED` that flash kernels know."""
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("lengths", [(9, 2, 5, 1), (6, 6, 6)], ids=["ragged", "uniform"])
 def test_whole_sequences(name: str, lengths: Sequence[int]) -> None:
@@ -200,6 +225,7 @@ def check_cached(
         torch.testing.assert_close(out.double(), expected[rows], rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", NAMED)
 def test_chunked_prefill_then_decode(name: str) -> None:
     chunks = [[14, 3, 1, 1, 1], [20, 5, 1, 1], [7, 1, 1, 1], [1, 1, 1, 1, 1, 1]]
@@ -300,6 +326,7 @@ def check_windows(
                 torch.testing.assert_close(found, wanted[rows], rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", NAMED)
 def test_windows(name: str) -> None:
     check_windows(NAMED[name], [[4, 17, 1], [1, 1], [30]], [0, 0, 3], [0, 1, 3])
@@ -327,3 +354,33 @@ def test_bf16_rounds_once() -> None:
         assert lse.dtype == torch.float32
         torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(lse.double(), sums, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["mha", "everything"])
+def test_scores_of_a_long_sequence_never_exist(name: str) -> None:
+    """On a GPU without flash kernels no tensor is as large as the scores of one head."""
+    chosen, length, block_bytes = NAMED[name], 256, 2**18
+    q, k, v = (x.float() for x in chosen.tensors(length))
+    batch = whole_sequences([[0] * length], CPU, keeps=True)
+    with (
+        attention_of_a_gpu(has_flash=False, block_bytes=block_bytes),
+        LargestTensor() as largest,
+    ):
+        out, lse = attention(batch, q, k, v, **chosen.keywords())
+        attention_backward(batch, out, out, lse, q, k, v, **chosen.keywords())
+    assert largest.bytes <= max(block_bytes // 4, q.nbytes)
+    assert largest.bytes < 4 * length * length
+
+
+class LargestTensor(TorchDispatchMode):
+    """The bytes of the largest tensor that an operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, operator: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = operator(*args, **(kwargs or {}))
+        sizes = [x.nbytes for x in tree_leaves(found) if isinstance(x, Tensor)]
+        self.bytes = max(self.bytes, *sizes, 0)
+        return found

@@ -71,8 +71,8 @@ def test_a_line_says_who_asked_what_and_which_version_answered(tmp_path: Path) -
 def test_a_client_that_leaves_is_logged_with_what_it_had(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with serving.on_a_port(access_log=str(path)) as served, served.client() as client:
-        step = served.service.engine.engine.step
-        served.service.engine.engine.step = lambda: time.sleep(0.01) or step()  # type: ignore[func-returns-value]
+        step = served.service.client.engine.engine.step
+        served.service.client.engine.engine.step = lambda: time.sleep(0.01) or step()  # type: ignore[func-returns-value]
         body = {"model": serving.MODEL, "prompt": "a", "max_tokens": 100, "stream": True}
         with client.stream("POST", "/v1/completions", json={**body, "ignore_eos": True}) as reply:
             next(reply.iter_lines())

@@ -38,7 +38,7 @@ def held(service: Service) -> Iterator[None]:
         is_there.set()
         gate.wait()
 
-    service.engine.call(wait)
+    service.client.engine.call(wait)
     assert is_there.wait(10)
     try:
         yield
@@ -48,7 +48,7 @@ def held(service: Service) -> Iterator[None]:
 
 def is_free(service: Service) -> bool:
     """Nothing runs or waits, and no page is held."""
-    numbers = service.engine.numbers()
+    numbers = service.client.engine.numbers()
     idle = numbers.running == numbers.waiting == 0
     return idle and numbers.free_pages == numbers.pages
 
@@ -60,7 +60,7 @@ def counted(service: Service) -> tuple[dict[Kind, int], Callable[[], None]]:
     def listen(event: Any) -> None:
         counts[event.kind] = counts.get(event.kind, 0) + 1
 
-    stop = service.engine.engine.log.listen(listen)
+    stop = service.client.engine.engine.log.listen(listen)
     return counts, stop
 
 
@@ -96,14 +96,14 @@ def test_who_leaves_is_served_for_a_step_at_most(served: serving.Served, stream:
     counts, stop = counted(service)
     connection = connect(served)
     connection.sendall(asking({**LONG, "n": 16, "stream": stream}))
-    until(lambda: service.engine.numbers().running == 16)
+    until(lambda: service.client.engine.numbers().running == 16)
     if stream:
         assert b"200 OK" in connection.recv(1000)
     with held(service):
         before = counts.get(Kind.TOKEN, 0)
-        calls = service.engine._calls.qsize()
+        calls = service.client.engine._calls.qsize()
         connection.close()
-        until(lambda: service.engine._calls.qsize() > calls)
+        until(lambda: service.client.engine._calls.qsize() > calls)
     until(lambda: is_free(service))
     stop()
     assert counts.get(Kind.TOKEN, 0) <= before + 16  # the step that was due
@@ -117,7 +117,7 @@ def test_who_does_not_read_is_ended(served: serving.Served) -> None:
     with connect(served, receive_bytes=4096) as connection:
         body = {**LONG, "n": 64, "stream": True, "logprobs": 20, "return_token_ids": True}
         connection.sendall(asking(body))
-        until(lambda: service.engine.numbers().running > 0)
+        until(lambda: service.client.engine.numbers().running > 0)
         until(lambda: is_free(service))
         until(lambda: not served.server.server_state.tasks)
         until(lambda: not served.server.server_state.connections)
@@ -192,6 +192,32 @@ def test_strangers_bodies_are_not_read(served: serving.Served) -> None:
         assert connection.recv(1000).startswith(b"HTTP/1.1 401")
 
 
+@pytest.mark.parametrize("stranger", [False, True])
+def test_who_sends_too_much_reads_why(served: serving.Served, stranger: bool) -> None:
+    """Not a reset, which clients take for a broken connection, and ask again."""
+    body = b" " * 2**23
+    asked = post("/v1/completions", body, f"Content-Length: {len(body)}")
+    if stranger:
+        asked = asked.replace(serving.KEY.encode(), b"another")
+    with connect(served) as connection:
+        connection.sendall(asked)
+        found = b""
+        while part := connection.recv(2**16):
+            found += part
+    assert found.startswith(b"HTTP/1.1 401" if stranger else b"HTTP/1.1 413")
+    assert found.endswith(b"}}")
+
+
+def test_headers_behind_a_body_are_dropped(served: serving.Served) -> None:
+    """A proxy that looks at heads has not seen them."""
+    body = b"2\r\n{}\r\n0\r\nAuthorization: Bearer " + serving.KEY.encode() + b"\r\n\r\n"
+    asked = post("/v1/completions", body, "Transfer-Encoding: chunked")
+    header = f"Authorization: Bearer {serving.KEY}\r\n".encode()
+    with connect(served) as connection:
+        connection.sendall(asked.replace(header, b"", 1))
+        assert connection.recv(1000).startswith(b"HTTP/1.1 401")
+
+
 def test_ten_thousand_requests_of_two_tenants() -> None:
     """What is taken ends, the rest is told when to come again, and no page is lost."""
     keys = Keys([serving.key("a"), serving.key("b")])
@@ -220,11 +246,11 @@ def test_prompts_of_one_request_are_taken_together(stream: bool) -> None:
             with held(service):
                 first = {**body, "prompt": ["ab"] * 4}
                 before = asyncio.ensure_future(client.post("/v1/completions", json=first))
-                while service.engine._calls.qsize() < 4 + 1:  # one waits for what came
+                while service.client.engine._calls.qsize() < 4 + 1:  # one waits for what came
                     await asyncio.sleep(0.005)
                 second = {**body, "prompt": ["ab", "c", "d"], "stream": stream}
                 refused = asyncio.ensure_future(client.post("/v1/completions", json=second))
-                while service.engine._calls.qsize() < 5 + 1 + 1:
+                while service.client.engine._calls.qsize() < 5 + 1 + 1:
                     await asyncio.sleep(0.005)
             return await before, await refused
 
@@ -235,7 +261,7 @@ def test_prompts_of_one_request_are_taken_together(stream: bool) -> None:
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "queue_full"
         until(lambda: is_free(service))
-        assert service.engine.engine.totals.output_tokens < 4 * 40 + 40
+        assert service.client.engine.engine.totals.output_tokens < 4 * 40 + 40
 
 
 async def _ask_all(service: Service, count: int) -> dict[str, list[httpx2.Response]]:

@@ -72,7 +72,7 @@ def test_texts_are_the_librarys(
 ) -> None:
     found = asyncio.run(texts(server, fields, stream))
     alone: list[Completion] = [
-        server.service.executor.generate(prompt, adapter, max_new_tokens=TOKENS, **fields)
+        server.service.client.executor.generate(prompt, adapter, max_new_tokens=TOKENS, **fields)
         for adapter in (None, *NAMES)
         for prompt in PROMPTS
     ]

@@ -67,7 +67,7 @@ def test_a_full_queue_is_asked_again_after_the_time_that_the_server_says() -> No
         next(running)
         waiting = threading.Thread(target=lambda: list(hasty.completions.create(**asked)))
         waiting.start()
-        numbers = server.service.engine.numbers
+        numbers = server.service.client.engine.numbers
         while not numbers().waiting:
             pass
         with pytest.raises(openai.RateLimitError) as refused:
@@ -81,7 +81,7 @@ def test_a_full_queue_is_asked_again_after_the_time_that_the_server_says() -> No
 
 
 def test_a_timeout_ends_the_request(server: serving.Served) -> None:
-    numbers = server.service.engine.numbers
+    numbers = server.service.client.engine.numbers
     with (
         client_of(server, max_retries=0, timeout=0.05) as hasty,
         pytest.raises(openai.APITimeoutError),
@@ -90,7 +90,7 @@ def test_a_timeout_ends_the_request(server: serving.Served) -> None:
     for _ in range(2000):
         if not numbers().running + numbers().waiting:
             break
-        server.service.engine.call(lambda: None).result()
+        server.service.client.engine.call(lambda: None).result()
     assert numbers().running + numbers().waiting == 0
 
 
@@ -99,7 +99,7 @@ def test_many_at_once_get_their_own_texts(server: serving.Served) -> None:
     asked = [(PROMPTS[i % 4], names[i % 3]) for i in range(24)]
     adapters = [None if name == serving.MODEL else name for _, name in asked]
     texts = [prompt for prompt, _ in asked]
-    expected = server.service.executor.generate(texts, adapters, max_new_tokens=16)
+    expected = server.service.client.executor.generate(texts, adapters, max_new_tokens=16)
 
     async def ask_all() -> list[tuple[str, str]]:
         async with openai.AsyncOpenAI(

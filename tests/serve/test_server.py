@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from pcg.errors import ServeError
 from pcg.serve.listening import check_certificate, listen, url_of
 from pcg.serve.options import ServeOptions
 from tests.support import serving
+from tests.support.waiting import until
 
 
 def test_a_server_over_loopback() -> None:
@@ -44,10 +44,8 @@ def test_a_drain_gives_up_what_does_not_end_in_time() -> None:
         whole = thread.submit(other.post, "/v1/completions", json=body)
         lines = reply.iter_lines()
         next(lines)
-        while (
-            served.service.engine.numbers().waiting + served.service.engine.numbers().running < 65
-        ):
-            time.sleep(0.001)
+        numbers = served.service.client.engine.numbers
+        until(lambda: numbers().waiting + numbers().running == 65)
         served.server.drain()
         *_, error, _, done, _ = lines
         assert done == "data: [DONE]"

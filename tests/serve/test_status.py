@@ -79,7 +79,7 @@ def test_names_of_other_tenants_are_not_in_it(
     owners = {"lora-0": Owned("red", "mine"), "lora-1": Owned("blue", "mine")}
     monkeypatch.setattr(service.catalog, "owned", lambda name: owners.get(name, Owned("", name)))
     streams = [
-        service.engine.submit(
+        service.client.engine.submit(
             [1, 2], name, tenant=tenant, request_id=tenant, max_new_tokens=100, ignore_eos=True
         )
         for name, tenant in (("lora-0", "red"), ("lora-1", "blue"))

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import json
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import httpx2
 
 import pcg.compiler as compiler
-from pcg.runtime.engine.engine import Engine
 from pcg.runtime.executor import Executor
 from pcg.serve.app import create_app
+from pcg.serve.engine.local import local_client
 from pcg.serve.options import ServeOptions
 from pcg.serve.security.keys import Key, Keys, Scope, digest_of, open_keys
 from pcg.serve.server import Server, serve
@@ -42,7 +43,7 @@ OPTIONS: Mapping[str, Any] = {
 }
 
 
-@functools.cache
+@cache
 def model_directory() -> Path:
     """The small model, written once a process."""
     return save_text_model(Path(tempfile.mkdtemp()) / MODEL)
@@ -80,8 +81,8 @@ def service_of(
     executor = make_executor() if executor is None else executor
     asked = ServeOptions(**{**OPTIONS, **options})
     keys = open_keys(asked.api_key, asked.api_keys)[0] if keys is None else keys
-    with Engine(executor.state, asked.engine(keys.tenants)).start() as engine:
-        service = Service(executor, engine, keys, asked)
+    with local_client(lambda: executor, asked, keys.tenants) as client:
+        service = Service(client, keys, asked)
         try:
             yield service
         finally:
@@ -98,6 +99,19 @@ async def client_of(
         transport=transport, base_url="http://test", headers=dict(headers), timeout=60
     ) as client:
         yield client
+
+
+def post(
+    service: Service, path: str, body: Any, headers: Mapping[str, str] = HEADERS
+) -> httpx2.Response:
+    """The reply to a body, without a network; Python's JSON writes any text and number."""
+    sent = {**headers, "content-type": "application/json"}
+
+    async def send() -> httpx2.Response:
+        async with client_of(service, sent) as client:
+            return await client.post(path, content=json.dumps(body))
+
+    return asyncio.run(send())
 
 
 @dataclass(frozen=True)
@@ -133,7 +147,7 @@ def on_a_port(load: Callable[[], Executor] = make_executor, **options: Any) -> I
 
     def run() -> None:
         try:
-            serve(asked, load, said.append, ready)
+            serve(asked, partial(local_client, load), said.append, ready)
         except BaseException as error:
             failed.append(error)
             is_ready.set()

@@ -89,6 +89,7 @@ def program_from(files: Mapping[str, bytes], manifest: Manifest) -> Program:
             safetensors.torch.load(files[CONSTANTS]),
             manifest.base_prefix,
             manifest.dtype,
+            {name: str(text) for name, text in manifest.choices.items()},
         )
     except safetensors.SafetensorError as error:
         raise ProgramError(f"{CONSTANTS} is damaged: {error}; compile again") from error

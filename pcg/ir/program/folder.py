@@ -111,6 +111,7 @@ def save_program(
             None if weights is None else os.fspath(weights),
             program.recipes,
             {name: hashlib.sha256(files[name]).hexdigest() for name in sorted(files)},
+            program.choices,
         )
         files[MANIFEST] = json_text(dataclasses.asdict(manifest), "the manifest").encode()
         beside.mkdir(parents=True)

@@ -32,6 +32,7 @@ class Manifest:
         weights: directory or hub id that holds the weights; None when compiled without a source.
         recipes: the fields of each adapter's recipe, by its name; they are not checked here.
         files: SHA-256 of every other file, in hexadecimal, by its path in the folder.
+        choices: as of `Program`; older folders have none.
     """
 
     format: int
@@ -42,6 +43,7 @@ class Manifest:
     weights: str | None
     recipes: Mapping[str, Mapping[str, Any]]
     files: Mapping[str, str]
+    choices: Mapping[str, str]
 
 
 def is_program_folder(path: str | os.PathLike[str]) -> bool:
@@ -74,6 +76,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
             f"{folder} is of format {shown(version)}, written by pcg {writer or '(unknown)'}; this "
             f"is pcg {__version__}, which reads up to format {FORMAT}; update pcg, or compile again"
         )
+    content.setdefault("choices", {})
     for name, kind in _KINDS.items():
         if name not in content or not isinstance(content[name], kind):
             state = "damaged" if name in content else "missing"
@@ -97,6 +100,7 @@ _KINDS: Mapping[str, Any] = {
     "weights": str | None,
     "recipes": dict,
     "files": dict,
+    "choices": dict,
 }
 
 

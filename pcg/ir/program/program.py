@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import keyword
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -266,6 +266,7 @@ class Program:
         constants: tensors computed from the configuration, by name.
         base_prefix: name of the base model within the causal LM, for checkpoints that leave it out.
         dtype: the dtype of weights and activations, in the IR's names.
+        choices: what the compiler chose where it was free to, and why, by what it is of: "backend".
     """
 
     name: str
@@ -278,6 +279,7 @@ class Program:
     constants: Mapping[str, torch.Tensor]
     base_prefix: str
     dtype: str
+    choices: Mapping[str, str] = field(default_factory=dict)
 
 
 def python_name(name: str) -> str:

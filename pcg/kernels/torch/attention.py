@@ -21,7 +21,14 @@ from pcg.kernels.torch.attention_math import (
     attend_backward,
     flash,
     flash_backward,
+    is_host,
     lse_dtype,
+)
+from pcg.kernels.torch.varlen_attention import (
+    attend_flash,
+    attend_flash_backward,
+    ends_of,
+    is_flash,
 )
 
 _attend_fused = torch.nn.functional.scaled_dot_product_attention
@@ -38,10 +45,13 @@ def attention(
     scoring = Scoring(**scores)
     cache = batch.append(k, v)
     is_plain, length = scoring.is_plain(q, v), batch.uniform_length
-    if cache is None and is_plain and length and q.is_cpu:
+    if cache is None and is_plain and length and is_host(q):
         split = (x.unflatten(0, (-1, length)) for x in (q, k, v))
         out, lse = flash(*split, bias=scoring.bias(batch.spans[0], q), scale=scoring.scale)
         return out.flatten(0, 1), lse.flatten(0, 1)
+    by_flash = is_flash(q, v, scoring, trains=batch.keeps)
+    if cache is None and by_flash:
+        return attend_flash(q, k, v, ends_of(batch, batch.spans, cached=False), scoring)
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
     kept = q.new_empty(q.shape[:2], dtype=lse_dtype(q)) if batch.keeps else None
     spans = batch.spans
@@ -51,7 +61,11 @@ def attention(
     for span in spans:
         new = slice(span.start, span.start + span.length)
         keys, values = (k[new], v[new]) if cache is None else _seen(batch, span, cache)
-        out[new], lse = attend(q[new], keys, values, span, scoring)
+        if by_flash:
+            ends = ends_of(batch, [span], cached=True)
+            out[new], lse = attend_flash(q[new], keys, values, ends, scoring)
+        else:
+            out[new], lse = attend(q[new], keys, values, span, scoring)
         if kept is not None:
             kept[new] = lse
     return out, kept
@@ -79,12 +93,15 @@ def attention_backward(
     assert k is not None
     assert v is not None
     length = batch.uniform_length
-    if scoring.is_plain(q, v) and q.is_cpu and length:
+    if scoring.is_plain(q, v) and is_host(q) and length:
         split = [x.unflatten(0, (-1, length)) for x in (dout, out, lse, q, k, v)]
         bias = scoring.bias(batch.spans[0], q)
         grads = flash_backward(*split, bias=bias, scale=scoring.scale)
         dq, dk, dv = (gradient.flatten(0, 1) for gradient in grads)
         return dq, dk, dv
+    if is_flash(q, v, scoring, trains=True):
+        ends = ends_of(batch, batch.spans, cached=False)
+        return attend_flash_backward(dout, out, lse, q, k, v, ends=ends, scoring=scoring)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     for span in batch.spans:
         part = slice(span.start, span.start + span.length)
@@ -107,11 +124,17 @@ def _window_backward(
     sums = batch.gradients.keys, batch.gradients.values
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (x.new_empty((q.shape[0], *x.shape[1:]), dtype=q.dtype) for x in sums)
+    by_flash = is_flash(q, cache[1], scoring, trains=True)
     for span in batch.spans:
         part = slice(span.start, span.start + span.length)
         keys, values = _seen(batch, span, cache)
         arguments = (*(x[part] for x in (dout, out, lse, q)), keys, values)
-        dq[part], *of_seen = attend_backward(*arguments, span=span, scoring=scoring)
+        if by_flash:
+            ends = ends_of(batch, [span], cached=True)
+            found = attend_flash_backward(*arguments, ends=ends, scoring=scoring)
+        else:
+            found = attend_backward(*arguments, span=span, scoring=scoring)
+        dq[part], *of_seen = found
         end = span.origin + span.context + span.length
         for total, gradient, own in zip(sums, of_seen, (dk, dv), strict=True):
             total[span.origin : end] += gradient

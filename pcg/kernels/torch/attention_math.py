@@ -2,6 +2,9 @@
 
     s = scale · q kᵀ;  s = softcap · tanh(s / softcap);  s += bias;  out = softmax(s) v
 
+Scores of a long span never exist as a whole on a GPU: its tokens are taken in blocks, each of which
+sees no keys after its own.
+
 Shapes: H heads, K KV heads, D head size, n new tokens of a span, m keys that it sees.
 """
 
@@ -17,6 +20,11 @@ from pcg.kernels.batch import Span
 
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+BLOCK_BYTES = 256 * 2**20
+"""Bytes of the scores of a block on a GPU, all copies of them counted, but for those of one row."""
+_COPIES = 6
+"""Copies of scores that backward has at once, with a cap; see the operator's `temporaries`."""
 
 
 class Scores(TypedDict, total=False):
@@ -64,12 +72,51 @@ class Scoring:
         return bias.masked_fill(hidden, float("-inf")).view(1, -1, *hidden.shape)
 
 
+def blocks_of(span: Span, q: Tensor) -> list[Span]:
+    """The blocks of a span's tokens whose scores exist at once; their starts are in the span."""
+    rows = span.length
+    if not is_host(q):
+        row_bytes = _COPIES * lse_dtype(q).itemsize * q.shape[1] * (span.context + span.length)
+        rows = max(1, min(rows, BLOCK_BYTES // row_bytes))
+    return [
+        span._replace(start=first, length=min(rows, span.length - first), context=context)
+        for first in range(0, span.length, rows)
+        for context in (span.context + first,)
+    ]
+
+
+def is_host(q: Tensor) -> bool:
+    """Return whether q lies in the memory of the host."""
+    return q.is_cpu
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """out [n, H, Dv] and lse [n, H] of q [n, H, D], k [m, K, D] and v [m, K, Dv]."""
-    if scoring.is_plain(q, v) and q.is_cpu:
+    if scoring.is_plain(q, v) and is_host(q):
         bias = scoring.bias(span, q)
         out, lse = flash(q[None], k[None], v[None], bias=bias, scale=scoring.scale)
         return out[0], lse[0]
+    blocks = blocks_of(span, q)
+    if len(blocks) == 1:
+        return _attend_block(q, k, v, span, scoring)
+    out = q.new_empty((*q.shape[:2], v.shape[-1]))
+    lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q))
+    for block in blocks:
+        rows, seen = _places(block)
+        out[rows], lse[rows] = _attend_block(q[rows], k[seen], v[seen], block, scoring)
+    return out, lse
+
+
+def _places(block: Span) -> tuple[slice, slice]:
+    """The rows of a block, and the keys that they see."""
+    rows = slice(block.start, block.start + block.length)
+    return rows, slice(block.context + block.length)
+
+
+def _attend_block(
+    q: Tensor, k: Tensor, v: Tensor, span: Span, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    """`attend` with all scores at once."""
     scores, _ = _capped_scores(q, k, scoring)
     scores += scoring.mask(span, q)[0]
     if scoring.sinks is None:
@@ -87,11 +134,31 @@ def attend_backward(*saved: Tensor, span: Span, scoring: Scoring) -> tuple[Tenso
 
     ds = p (dout vᵀ - rowsum(dout out)), through the cap; dq = ds k, dk = dsᵀ q, dv = pᵀ dout.
     """
-    dout, out, lse, q, k, v = saved
-    if scoring.is_plain(q, v) and q.is_cpu:
+    q, k, v = saved[3:]
+    if scoring.is_plain(q, v) and is_host(q):
         bias = scoring.bias(span, q)
         dq, dk, dv = flash_backward(*(x[None] for x in saved), bias=bias, scale=scoring.scale)
         return dq[0], dk[0], dv[0]
+    blocks = blocks_of(span, q)
+    if len(blocks) == 1:
+        dq, dk, dv = _gradients_of_block(*saved, span=span, scoring=scoring)
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+    dtype = lse_dtype(q)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
+    for block in blocks:
+        rows, seen = _places(block)
+        own = (*(x[rows] for x in saved[:4]), k[seen], v[seen])
+        found = _gradients_of_block(*own, span=block, scoring=scoring)
+        for total, part, gradient in zip((dq, dk, dv), (rows, seen, seen), found, strict=True):
+            total[part] += gradient
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+
+def _gradients_of_block(
+    *saved: Tensor, span: Span, scoring: Scoring
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend_backward` with all scores at once, in their dtype."""
+    dout, out, lse, q, k, v = saved
     scores, tanh = _capped_scores(q, k, scoring)
     weights = torch.exp(scores + scoring.mask(span, q)[0] - lse.transpose(0, 1).unsqueeze(-1))
     d = dout.transpose(0, 1).to(scores.dtype)
@@ -105,7 +172,7 @@ def attend_backward(*saved: Tensor, span: Span, scoring: Scoring) -> tuple[Tenso
     dk = ds.transpose(1, 2) @ q.transpose(0, 1).to(d.dtype)
     dv = weights.transpose(1, 2) @ d
     dk, dv = (x.unflatten(0, (kv_heads, -1)).sum(1) for x in (dk, dv))
-    return tuple(x.transpose(0, 1).to(q.dtype) for x in (dq, dk, dv))  # type: ignore[return-value]
+    return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
 
 
 def flash(

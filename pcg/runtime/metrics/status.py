@@ -60,6 +60,16 @@ class EngineNumbers:
     shares_prefixes: bool
     totals: Totals
 
+    @property
+    def queued(self) -> int:
+        """Requests that do not run yet, those whose guides are being compiled included."""
+        return self.waiting + self.preparing
+
+    @property
+    def used_share(self) -> float:
+        """The share of the pool's pages that something uses, from 0 to 1."""
+        return (self.pages - self.free_pages) / self.pages
+
 
 @dataclass(frozen=True)
 class AdapterStatus:

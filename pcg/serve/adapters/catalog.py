@@ -12,16 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pcg.errors import AdapterError
-from pcg.peft.adapter import Adapter
+from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
-from pcg.runtime.engine.async_engine import AsyncEngine
-from pcg.runtime.executor import Executor
 from pcg.serve.adapters.engine_names import engine_name, owned
 from pcg.serve.adapters.loader import Loader, Origin
 from pcg.serve.adapters.modules import parse_modules
 from pcg.serve.adapters.owned import Owned
 from pcg.serve.adapters.resolver import Resolver
 from pcg.serve.adapters.roots import Roots
+from pcg.serve.engine.client import EngineClient
 from pcg.serve.errors import not_found
 from pcg.serve.options import ServeOptions
 from pcg.serve.security.caller import Caller
@@ -42,7 +41,7 @@ class ServedModel:
     """
 
     name: str
-    adapter: Adapter | None
+    adapter: ServedAdapter | None
     version: AdapterVersion | None
     root: str
     parent: str | None
@@ -71,13 +70,13 @@ class Catalog:
         PcgError: a static module cannot be loaded.
     """
 
-    def __init__(self, executor: Executor, engine: AsyncEngine, options: ServeOptions) -> None:
-        self._executor = executor
+    def __init__(self, client: EngineClient, options: ServeOptions) -> None:
+        self._client = client
         self._created_s = int(time.time())
-        self.names = tuple(options.served_model_name) or (executor.program.name,)
+        self.names = tuple(options.served_model_name) or (client.facts.name,)
         modules = parse_modules(options.lora_modules)
         self.roots = Roots(options.lora_roots, [module.path for module in modules])
-        self.loader = Loader(executor, engine, options.max_cpu_loras)
+        self.loader = Loader(client, options.max_cpu_loras)
         self._resolver = Resolver(self.loader, self.roots)
         for module in modules:
             self.check_free(module.name)
@@ -94,14 +93,14 @@ class Catalog:
 
     @property
     def base(self) -> ServedModel:
-        name = self._executor.program.name
+        name = self._client.facts.name
         return ServedModel(self.names[0], None, None, name, None, self._created_s)
 
     def owned(self, adapter: str) -> Owned:
         """Return whose an adapter or a job is, of the engine's name for it."""
         return owned(adapter)
 
-    def here(self, tenant: str, name: str) -> Adapter | None:
+    def here(self, tenant: str, name: str) -> ServedAdapter | None:
         """Return the adapter of a tenant's that has the name, or the operator's; None without."""
         there = self.loader.adapters
         try:
@@ -124,31 +123,37 @@ class Catalog:
             raise not_found(name)
         self.loader.used(adapter.name)
         model = self._model(caller, adapter)
-        await _hashed([model])
+        await self._hash([model])
         return model
 
     async def listed(self, caller: Caller) -> list[ServedModel]:
         """Return the models that a caller may use, with digests, the base first."""
         models = self.visible(caller)
-        await _hashed(models)
+        await self._hash(models)
         return models
 
     def visible(self, caller: Caller) -> list[ServedModel]:
         """Return the models that a caller may use, the base first."""
-        mine: dict[str, Adapter] = {}
+        mine: dict[str, ServedAdapter] = {}
         for one, adapter in self.loader.adapters.items():
             owner = owned(one)
             if owner.tenant == caller.tenant or (not owner.tenant and owner.name not in mine):
                 mine[owner.name] = adapter
         return [self.base, *(self._model(caller, mine[name]) for name in sorted(mine))]
 
-    def _model(self, caller: Caller, adapter: Adapter) -> ServedModel:
+    async def _hash(self, models: Sequence[ServedModel]) -> None:
+        """Have the digests of models computed, each once."""
+        versions = [model.version for model in models if model.version is not None]
+        if any(version.known_digest is None for version in versions):
+            await asyncio.wrap_future(self._client.hash(versions))
+
+    def _model(self, caller: Caller, adapter: ServedAdapter) -> ServedModel:
         owner, origin = owned(adapter.name), self.loader.origin(adapter.name)
         is_told = owner.tenant == caller.tenant or Scope.ADMIN in caller.scopes
         return ServedModel(
             owner.name,
             adapter,
-            self._executor.state.versions.of(adapter),
+            self._client.version_of(adapter),
             origin.path if origin is not None and is_told else owner.name,
             self.names[0] if origin is None or origin.parent is None else origin.parent,
             self._created_s if origin is None else origin.created_s,
@@ -160,11 +165,3 @@ def version_headers(version: AdapterVersion) -> dict[str, str]:
     digest = version.known_digest
     number = {"x-adapter-version": str(version.number)}
     return number if digest is None else {**number, "x-adapter-digest": digest}
-
-
-async def _hashed(models: Sequence[ServedModel]) -> None:
-    """Have the digests of models computed, each once."""
-    versions = [model.version for model in models if model.version is not None]
-    unknown = [version for version in versions if version.known_digest is None]
-    if unknown:
-        await asyncio.to_thread(lambda: [version.digest for version in unknown])

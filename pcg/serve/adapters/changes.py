@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from pcg.errors import AdapterConflictError, AdapterError, AdapterNotFoundError
-from pcg.peft.adapter import Adapter
+from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.serve.adapters.engine_names import engine_name, owned
 from pcg.serve.adapters.loader import Origin
@@ -79,13 +79,12 @@ async def load(service: Service, asked: Load) -> AdapterVersion:
         if not may_replace and of_engine in loader.adapters:  # somebody was faster
             raise _already(asked.name) from None
         raise _conflict(error, of_engine) from None
-    version = service.executor.state.versions.of(adapter)
-    assert version is not None
-    await asyncio.to_thread(getattr, version, "digest")
+    version = service.client.version_of(adapter)
+    await asyncio.wrap_future(service.client.hash([version]))
     return version
 
 
-async def unload(service: Service, name: str, owner: str) -> Adapter:
+async def unload(service: Service, name: str, owner: str) -> ServedAdapter:
     """Unload an owner's adapter, and return what it was.
 
     Raises:

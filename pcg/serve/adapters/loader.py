@@ -15,10 +15,9 @@ from pathlib import Path
 
 from pcg.errors import AdapterConflictError, AdapterError, AdapterNotFoundError, UnsupportedError
 from pcg.files import shown_path
-from pcg.peft.adapter import Adapter
 from pcg.peft.reader import CONFIG, WEIGHTS
-from pcg.runtime.engine.async_engine import AsyncEngine
-from pcg.runtime.executor import Executor
+from pcg.runtime.adapters.cache import ServedAdapter
+from pcg.serve.engine.client import EngineClient
 from pcg.serve.errors import ApiError
 
 
@@ -46,18 +45,17 @@ class Loader:
         most: the most adapters that are loaded at once.
     """
 
-    def __init__(self, executor: Executor, engine: AsyncEngine, most: int) -> None:
-        self._executor = executor
-        self._engine = engine
+    def __init__(self, client: EngineClient, most: int) -> None:
+        self._client = client
         self._most = most
         self._origins: dict[str, Origin] = {}
         self._used: OrderedDict[str, None] = OrderedDict()
         self._coming: set[str] = set()
 
     @property
-    def adapters(self) -> Mapping[str, Adapter]:
+    def adapters(self) -> Mapping[str, ServedAdapter]:
         """The adapters that are there, by the engine's names."""
-        return self._executor.adapters
+        return self._client.adapters
 
     def origin(self, name: str) -> Origin | None:
         """Return where an adapter came from; None for one that a job made, or the library."""
@@ -71,7 +69,7 @@ class Loader:
 
     def load_now(self, name: str, directory: Path, origin: Origin) -> None:
         """Load an adapter, and wait for it; before the event loop runs."""
-        self._engine.add_adapter(name, directory).result()
+        self._client.wait(self._client.add_adapter(name, directory))
         self._origins[name] = origin
 
     async def load(
@@ -82,7 +80,7 @@ class Loader:
         *,
         is_replacing: bool = False,
         expected_version: int | None = None,
-    ) -> Adapter:
+    ) -> ServedAdapter:
         """Load an adapter while steps go on.
 
         Raises:
@@ -92,7 +90,7 @@ class Loader:
         await self._make_room(name)
         self._coming.add(name)
         try:
-            end = self._engine.add_adapter(
+            end = self._client.add_adapter(
                 name, directory, replace=is_replacing, expected_version=expected_version
             )
             adapter = await asyncio.wrap_future(end)
@@ -111,7 +109,7 @@ class Loader:
 
         AdapterError: there is none, or a job trains it.
         """
-        await asyncio.wrap_future(self._engine.remove_adapter(name))
+        await asyncio.wrap_future(self._client.remove_adapter(name))
         self._used.pop(name, None)
         if name not in self.adapters:
             self._origins.pop(name, None)

@@ -10,7 +10,7 @@ import asyncio
 import time
 
 from pcg.errors import AdapterConflictError
-from pcg.peft.adapter import Adapter
+from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.serve.adapters.loader import Loader, Origin, refusal
 from pcg.serve.adapters.roots import Roots
 from pcg.serve.errors import ApiError
@@ -27,10 +27,10 @@ class Resolver:
     def __init__(self, loader: Loader, roots: Roots) -> None:
         self._loader = loader
         self._roots = roots
-        self._loading: dict[str, asyncio.Task[Adapter | None]] = {}
+        self._loading: dict[str, asyncio.Task[ServedAdapter | None]] = {}
         self._failed: dict[str, tuple[float, str]] = {}
 
-    async def resolve(self, name: str) -> Adapter | None:
+    async def resolve(self, name: str) -> ServedAdapter | None:
         """Return the adapter of that name; None if no root has one.
 
         Raises:
@@ -47,7 +47,7 @@ class Resolver:
             task.add_done_callback(lambda done: self._end(name, done))
         return await asyncio.shield(task)
 
-    async def _load(self, name: str) -> Adapter | None:
+    async def _load(self, name: str) -> ServedAdapter | None:
         directory = await asyncio.to_thread(self._roots.named, name)
         if directory is None:
             return None
@@ -57,7 +57,7 @@ class Resolver:
         except AdapterConflictError:  # somebody loaded it by hand meanwhile
             return self._loader.adapters.get(name)
 
-    def _end(self, name: str, done: asyncio.Task[Adapter | None]) -> None:
+    def _end(self, name: str, done: asyncio.Task[ServedAdapter | None]) -> None:
         del self._loading[name]
         error = None if done.cancelled() else done.exception()
         self._failed.pop(name, None)

@@ -8,16 +8,16 @@ older than this:
     counts      0.25 s, counters and histograms; 20 ms while there is nothing to serve
     process     1 s, what prometheus_client tells of it
 
-They are made on the thread that asks, from what the engine's thread counts anyway.
+They are made beside the engine, from what its thread counts anyway.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from threading import Lock
 
 from prometheus_client import (
     CollectorRegistry,
@@ -27,9 +27,9 @@ from prometheus_client import (
     generate_latest,
 )
 
-from pcg.runtime.engine.async_engine import AsyncEngine
-from pcg.runtime.metrics.status import EngineNumbers
+from pcg.runtime.metrics.status import EngineNumbers, JobStatus
 from pcg.serve.adapters.owned import Owned, OwnedName
+from pcg.serve.engine.client import EngineClient
 from pcg.serve.metrics import own_families, vllm_families
 from pcg.serve.metrics.exposition import Exposition
 
@@ -59,12 +59,12 @@ class Served:
 
 
 class EngineMetrics:
-    """The metrics of an engine as a page of text; for any thread."""
+    """The metrics of an engine as a page of text; for one event loop."""
 
-    def __init__(self, engine: AsyncEngine, served: Served) -> None:
-        self._engine = engine
+    def __init__(self, client: EngineClient, served: Served) -> None:
+        self._client = client
         self._served = served
-        self._lock = Lock()
+        self._lock = asyncio.Lock()
         common = {"model_name": served.model, "engine": "0"}
         self._state = _Part(Exposition(common))
         self._counts = _Part(Exposition(common))
@@ -75,17 +75,18 @@ class EngineMetrics:
         self._process_read_s = -_PROCESS_KEPT_S
         self._page = b""
 
-    def page(self) -> bytes:
+    async def page(self) -> bytes:
         """Return the page in Prometheus' text format 0.0.4."""
-        with self._lock:
+        async with self._lock:
             now_s = time.monotonic()
             if now_s - self._state.made_s >= _KEPT_S:
-                numbers = self._engine.numbers()
+                numbers = await asyncio.wrap_future(self._client.numbers())
                 self._state.make(now_s, lambda to: self._write_state(to, numbers))
-                is_idle = not (numbers.running or numbers.waiting or numbers.preparing)
+                is_idle = not (numbers.running or numbers.queued)
                 kept_s = _KEPT_S if is_idle else _COUNTS_KEPT_S
                 if now_s - self._counts.made_s >= kept_s:
-                    self._counts.make(now_s, lambda to: self._write_counts(to, numbers))
+                    jobs = await asyncio.wrap_future(self._client.jobs())
+                    self._counts.make(now_s, lambda to: self._write_counts(to, numbers, jobs))
                 self._page = self._state.text + self._counts.text + self._process_part(now_s)
             return self._page
 
@@ -96,13 +97,15 @@ class EngineMetrics:
             to, numbers.totals.adapters, served.most_adapters, served.owned
         )
 
-    def _write_counts(self, to: Exposition, numbers: EngineNumbers) -> None:
+    def _write_counts(
+        self, to: Exposition, numbers: EngineNumbers, jobs: Sequence[JobStatus]
+    ) -> None:
         served, totals = self._served, numbers.totals
         vllm_families.write_counts(to, totals)
         vllm_families.write_times(to, totals)
         vllm_families.write_sizes(to, totals, served.max_model_len)
         own_families.write_adapters(to, totals.adapters, served.owned)
-        own_families.write_jobs(to, totals, self._engine.jobs(), served.owned)
+        own_families.write_jobs(to, totals, jobs, served.owned)
         own_families.write_promises(to, totals)
         own_families.write_memory(to, numbers, served.memory_bytes)
 

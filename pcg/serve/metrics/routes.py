@@ -26,13 +26,7 @@ class ReadsMetrics(RequiredScope):
     async def __call__(self, request: Request) -> Caller | None:  # type: ignore[override]
         service: Service = request.app.state.service
         caller: Caller | None = request.scope["state"].get("caller")
-        return caller if _may_read(service, caller) else await super().__call__(request)
-
-
-def _may_read(service: Service, caller: Caller | None) -> bool:
-    if service.options.metrics_without_key:
-        return True
-    return caller is not None and not caller.scopes.isdisjoint((Scope.METRICS, Scope.ADMIN))
+        return caller if service.may_read_metrics(caller) else await super().__call__(request)
 
 
 @router.get(
@@ -40,7 +34,7 @@ def _may_read(service: Service, caller: Caller | None) -> bool:
 )
 async def metrics(service: ServiceDependency) -> PlainTextResponse:
     """Return the metrics in Prometheus' text format."""
-    return PlainTextResponse(service.metrics.page(), media_type=CONTENT_TYPE)
+    return PlainTextResponse(await service.metrics.page(), media_type=CONTENT_TYPE)
 
 
 class Scrapes:
@@ -54,13 +48,12 @@ class Scrapes:
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         asked = (scope["type"], scope.get("method"), scope.get("path"))
         service = self._service
-        if asked != ("http", "GET", PATH) or not _may_read(
-            service, scope.get("state", {}).get("caller")
-        ):
+        caller: Caller | None = scope.get("state", {}).get("caller")
+        if asked != ("http", "GET", PATH) or not service.may_read_metrics(caller):
             await self.app(scope, receive, send)
             return
         scope["route"] = self._route
-        page = service.metrics.page()
+        page = await service.metrics.page()
         headers = [
             (b"content-type", CONTENT_TYPE.encode()),
             (b"content-length", b"%d" % len(page)),

@@ -26,16 +26,15 @@ from pcg.serve.metrics.exposition import Exposition
 
 def write_state(to: Exposition, numbers: EngineNumbers) -> None:
     """Write what is there now: requests, and the use of the KV cache."""
-    waiting = numbers.waiting + numbers.preparing
     to.gauge("vllm:num_requests_running", "Requests that run.", numbers.running)
-    to.gauge("vllm:num_requests_waiting", "Requests that wait.", waiting)
+    to.gauge("vllm:num_requests_waiting", "Requests that wait.", numbers.queued)
     to.gauges(
         "vllm:num_requests_waiting_by_reason",
         "Requests that wait for room, or until their guides are compiled.",
         [({"reason": "capacity"}, numbers.waiting), ({"reason": "deferred"}, numbers.preparing)],
     )
-    used = (numbers.pages - numbers.free_pages) / numbers.pages
-    to.gauge("vllm:kv_cache_usage_perc", "Used share of the pool's pages, from 0 to 1.", used)
+    words = "Used share of the pool's pages, from 0 to 1."
+    to.gauge("vllm:kv_cache_usage_perc", words, numbers.used_share)
     sizes = {
         "block_size": str(PAGE_TOKENS),
         "num_gpu_blocks": str(numbers.pages),

@@ -65,7 +65,7 @@ class CompletionEvents(Events):
         wanted: Wanted,
     ) -> None:
         self._texts = service.token_texts
-        self._choices = [ChoiceText(service.executor.tokenizer, o.request) for o in submitted]
+        self._choices = [ChoiceText(service.client.tokenizer, o.request) for o in submitted]
         self._head = {**head, "choices": [], **({"usage": None} if wanted.usage else {})}
         self._submitted = submitted
         self._names = names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -13,12 +12,13 @@ from starlette.responses import Response
 from pcg.runtime.requests.request import Completion, RequestFields
 from pcg.serve.errors import ApiError
 from pcg.serve.json_bytes import json_bytes
+from pcg.serve.openai.call import Call
 from pcg.serve.openai.chat.response_format import ResponseFormat, content_schema
 from pcg.serve.openai.completion_events import CompletionEvents, Wanted
 from pcg.serve.openai.completion_texts import ChoiceText
-from pcg.serve.openai.event_stream import EventStream, all_completions, begun
+from pcg.serve.openai.field_names import FieldNames
 from pcg.serve.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
-from pcg.serve.openai.sampling_fields import SamplingBody, Whole
+from pcg.serve.openai.sampling_fields import SamplingBody, SamplingDefaults, Whole
 from pcg.serve.openai.usage import Usage, usage_of
 from pcg.serve.openai.wire import Prompts, StreamOptions
 from pcg.serve.security.caller import Caller, requires
@@ -34,19 +34,24 @@ _DEFAULT_TOKENS = 16
 class CompletionBody(SamplingBody):
     """A request for continuations; `user` has no effect, and `suffix` is refused."""
 
-    model: str
     prompt: Prompts
     add_special_tokens: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     echo: bool | None = None
     logprobs: Whole | None = None
     max_tokens: Whole | None = None
+    model: str | None = None
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
     suffix: str | None = None
     user: str | None = None
 
-    def fields(self, request: Request) -> RequestFields:
+    def names(self) -> FieldNames:
+        """Return the names of fields that the engine has others for."""
+        names = {"max_new_tokens": "max_tokens", "guided_json": "response_format"}
+        return FieldNames("prompt", {**names, **self.guide_names()})
+
+    def fields(self, request: Request, defaults: SamplingDefaults) -> RequestFields:
         """Return the fields of the engine's requests.
 
         Raises:
@@ -69,7 +74,7 @@ class CompletionBody(SamplingBody):
                 "stream or best_of",
                 param="best_of",
             )
-        found: dict[str, Any] = {**self.request_fields(request)}
+        found: dict[str, Any] = {**self.request_fields(request, defaults)}
         found["max_new_tokens"] = _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
         if self.best_of is not None:
             found["best_of"] = self.best_of
@@ -127,27 +132,20 @@ async def create_completion(
     caller: Annotated[Caller, Depends(requires(Scope.INFER))],
 ) -> Response:
     """Continue prompts, given as texts or as token ids."""
-    model = await service.catalog.find(caller, body.model)
+    call = await Call.of(service, request, caller, body)
     reply_id = new_id("cmpl")
-    submitted = await service.submit(caller, model, body.prompt, body.fields(request), reply_id)
-    shown_id = f"cmpl-{body.request_id}" if body.request_id else reply_id
-    head: dict[str, Any] = {
-        "id": shown_id,
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model.name,
-        "system_fingerprint": model.fingerprint,
-    }
+    fields = body.fields(request, service.generation.defaults)
+    submitted = await call.submit(body.prompt, fields, reply_id)
+    head = call.head("text_completion", reply_id, body.request_id)
     names = TokenNames(service.token_texts, bool(body.return_tokens_as_token_ids))
     if body.stream:
-        chunks = await begun(request, submitted)
         wanted = Wanted.of(
             bool(body.return_token_ids), body.prompt_logprobs is not None, body.stream_options
         )
-        events = CompletionEvents(service, head, submitted, names, wanted)
-        beside, timeout_s = partial(service.beside, caller), service.options.stream_timeout_s
-        return EventStream(chunks, events, beside, timeout_s, model.headers)
-    groups = await all_completions(request, submitted)
+        return await call.stream(
+            submitted, CompletionEvents(service, head, submitted, names, wanted)
+        )
+    groups = await call.completions(submitted)
     pairs = [
         (asked, done) for asked, group in zip(submitted, groups, strict=True) for done in group
     ]
@@ -157,8 +155,7 @@ async def create_completion(
         choices = [write(index, *pair) for index, pair in enumerate(pairs)]
         return json_bytes({**head, "choices": choices, "usage": usage_of(groups)})
 
-    whole = await service.beside(caller, content)
-    return Response(whole, headers=model.headers, media_type="application/json")
+    return await call.reply(content)
 
 
 def _choice(
@@ -178,7 +175,7 @@ def _choice(
         "stop_reason": done.stop_reason,
     }
     if done.logprobs is not None:
-        text = ChoiceText(service.executor.tokenizer, asked.request)
+        text = ChoiceText(service.client.tokenizer, asked.request)
         choice["logprobs"] = text.logprobs(done, names)
     if body.prompt_logprobs is not None and done.prompt_logprobs is not None:
         choice["prompt_logprobs"] = prompt_logprobs(done.prompt_logprobs, service.token_texts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -18,10 +19,11 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from pcg.ir.program.program import Program
 from pcg.runtime.requests.request import Completion, Pooling, RequestFields
+from pcg.serve.engine.facts import ModelFacts
 from pcg.serve.errors import ApiError
-from pcg.serve.openai.event_stream import all_completions
+from pcg.serve.openai.call import Call
+from pcg.serve.openai.field_names import FieldNames
 from pcg.serve.openai.sampling_fields import Truncation
 from pcg.serve.openai.wire import Prompts, WireModel
 from pcg.serve.security.caller import Caller, requires
@@ -41,9 +43,9 @@ class EmbeddingsBody(WireModel):
     """
 
     input: Prompts
-    model: str
     dimensions: Annotated[int, Field(ge=1)] | None = None
     encoding_format: Encoding | None = None
+    model: str | None = None
     user: str | None = None
 
     add_special_tokens: bool | None = None
@@ -51,6 +53,10 @@ class EmbeddingsBody(WireModel):
     pooling: Pooling | None = None
     priority: int | None = None
     truncate_prompt_tokens: Truncation | None = None
+
+    def names(self) -> FieldNames:
+        """Return the names of fields that the engine has others for."""
+        return FieldNames("input")
 
     def fields(self) -> RequestFields:
         """Return the fields of the engine's requests."""
@@ -98,22 +104,20 @@ async def create_embeddings(
     caller: Annotated[Caller, Depends(requires(Scope.INFER))],
 ) -> Response:
     """Embed prompts, given as texts or as token ids."""
-    model = await service.catalog.find(caller, body.model)
-    check_dimensions(service.executor.program, body.dimensions)
-    submitted = await service.submit(caller, model, body.input, body.fields(), new_id("embd"))
-    groups = await all_completions(request, submitted)
+    call = await Call.of(service, request, caller, body)
+    check_dimensions(service.client.facts, body.dimensions)
+    submitted = await call.submit(body.input, body.fields(), new_id("embd"))
+    groups = await call.completions(submitted)
     found = [completion for group in groups for completion in group]
-    content = await service.beside(caller, _reply, body, model.name, found)
-    return Response(content, headers=model.headers, media_type="application/json")
+    return await call.reply(partial(_reply, body, call.model.name, found))
 
 
-def check_dimensions(program: Program, asked: int | None) -> None:
+def check_dimensions(facts: ModelFacts, asked: int | None) -> None:
     """Raise an ApiError for a number of dimensions that the model's embeddings cannot have."""
-    width = width_of(program)
+    width, allowed = facts.width, facts.matryoshka_dimensions
     if asked is None or asked == width:
         return
-    allowed: Sequence[int] = program.config.get("matryoshka_dimensions") or ()
-    if not allowed and not program.config.get("is_matryoshka"):
+    if not allowed and not facts.is_matryoshka:
         raise ApiError(
             400,
             f"dimensions={asked}: the model's embeddings have {width}, and it was not trained so "
@@ -125,11 +129,6 @@ def check_dimensions(program: Program, asked: int | None) -> None:
         raise ApiError(
             400, f"dimensions={asked}: the model's embeddings have {which}.", param="dimensions"
         )
-
-
-def width_of(program: Program) -> int:
-    """Return the number of dimensions of the model's hidden states."""
-    return int(program.base.epilogue.inputs[0].type.shape[-1])
 
 
 def _reply(body: EmbeddingsBody, model: str, found: Sequence[Completion]) -> bytes:

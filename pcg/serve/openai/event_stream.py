@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from fastapi import Request
@@ -65,15 +66,28 @@ class Events(ABC):
         return event(as_api_error(error).content) + DONE
 
 
+@dataclass(frozen=True)
+class Sending:
+    """The ways of a stream.
+
+    Attributes:
+        beside: runs a function beside the event loop: what is asked of a prompt takes long, and so
+            does a whole output.
+        named: returns an error in the client's words.
+        timeout_s: the most time that a part may take to send, seconds.
+    """
+
+    beside: Callable[[Callable[[], bytes]], Awaitable[bytes]]
+    named: Callable[[Exception], Exception]
+    timeout_s: float
+
+
 class EventStream(Response):
     """A reply that is sent event by event, those of a step together.
 
     Args:
         chunks: what comes; it is cancelled when the client leaves.
         events: writes them.
-        beside: runs a function beside the event loop: what is asked of a prompt takes long, and so
-            does a whole output.
-        timeout_s: the most time that a part may take to send, seconds.
         headers: further ones.
     """
 
@@ -83,8 +97,7 @@ class EventStream(Response):
         self,
         chunks: Chunks,
         events: Events,
-        beside: Callable[[Callable[[], bytes]], Awaitable[bytes]],
-        timeout_s: float,
+        sending: Sending,
         headers: Mapping[str, str],
     ) -> None:
         fixed = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -92,12 +105,11 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._chunks = chunks
         self._events = events
-        self._beside = beside
-        self._timeout_s = timeout_s
+        self._sending = sending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.create_task(_until_left(receive, self._chunks.cancel))
-        unread = _Unread(self._timeout_s)
+        unread = _Unread(self._sending.timeout_s)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await self._send(send, direct_send(scope, send), unread)
@@ -106,7 +118,7 @@ class EventStream(Response):
                 raise
             # Without its end the server closes the connection.
             unread.task.uncancel()
-            LOG.warning("a client did not read its stream for %s s", self._timeout_s)
+            LOG.warning("a client did not read its stream for %s s", self._sending.timeout_s)
         finally:
             unread.close()
             watch.cancel()
@@ -121,7 +133,8 @@ class EventStream(Response):
                 is_last = found is None
                 part += self._events.end() if found is None else await self._step(*found)
             except Exception as error:
-                part, is_last = part + self._events.failed(error), True
+                failed = self._events.failed(self._sending.named(error))
+                part, is_last = part + failed, True
             if part or is_last:
                 message = {"type": "http.response.body", "body": part, "more_body": not is_last}
                 unread.since_s = unread.loop.time()
@@ -133,7 +146,7 @@ class EventStream(Response):
         for chunk in chunks:
             is_whole = self._events.repeats_output and chunk.completion is not None
             if chunk.prompt_logprobs or is_whole:  # as long as the prompt is, or the output
-                return await self._beside(partial(self._events.step, place, chunks))
+                return await self._sending.beside(partial(self._events.step, place, chunks))
         return self._events.step(place, chunks)
 
 

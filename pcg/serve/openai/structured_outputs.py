@@ -5,13 +5,14 @@ One constraint a request. What a schema, a regex or a grammar may have is `pcg.r
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from pcg.runtime.requests.request import RequestFields
 from pcg.serve.errors import ApiError
 from pcg.serve.openai.wire import WireModel
+
+Choices = Annotated[list[str], Field(min_length=1)]
 
 
 class StructuredOutputs(WireModel):
@@ -19,9 +20,17 @@ class StructuredOutputs(WireModel):
 
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
+
+
+class GivenGuide(NamedTuple):
+    """A constraint: the client's name of it, the engine's, and what it says."""
+
+    name: str
+    field: str
+    value: Any
 
 
 class GuidedFields(WireModel):
@@ -30,16 +39,16 @@ class GuidedFields(WireModel):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = None
 
-    def guide(self) -> RequestFields:
-        """Return the guide of the output, as fields of a request.
+    def guide(self) -> GivenGuide | None:
+        """Return the guide of the output; None without.
 
         ApiError: there are several, or `structured_outputs` has none.
         """
         new = self.structured_outputs or StructuredOutputs()
-        pairs: list[tuple[str, str, Any]] = [
+        pairs = [
             ("structured_outputs.json", "guided_json", new.json_schema),
             ("structured_outputs.regex", "guided_regex", new.regex),
             ("structured_outputs.choice", "guided_choice", new.choice),
@@ -50,7 +59,7 @@ class GuidedFields(WireModel):
             ("guided_choice", "guided_choice", self.guided_choice),
             ("guided_grammar", "guided_grammar", self.guided_grammar),
         ]
-        given = [(name, field, value) for name, field, value in pairs if value is not None]
+        given = [GivenGuide(*one) for one in pairs if one[2] is not None]
         if self.structured_outputs is not None and not given:
             raise ApiError(
                 400,
@@ -59,6 +68,14 @@ class GuidedFields(WireModel):
                 param="structured_outputs",
             )
         if len(given) > 1:
-            names = " and ".join(name for name, _, _ in given)
-            raise ApiError(400, f"{names} cannot be given together; give one", param=given[1][0])
-        return {field: value for _, field, value in given}  # type: ignore[return-value]
+            names = " and ".join(one.name for one in given)
+            raise ApiError(400, f"{names} cannot be given together; give one", param=given[1].name)
+        return given[0] if given else None
+
+    def guide_names(self) -> dict[str, str]:
+        """Return the client's name of the guide, by the engine's."""
+        guide = self.guide()
+        if guide is None:
+            return {}
+        kind = "guided_json" if guide.field == "guided_json_object" else guide.field
+        return {guide.field: guide.name, kind: guide.name}

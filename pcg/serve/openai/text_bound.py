@@ -26,5 +26,6 @@ def check_length(text: str, max_model_len: int | None) -> None:
             400,
             f"A text has {len(text)} characters, and this server takes at most {most}: the model's "
             f"context has {max_model_len} tokens. Send less.",
+            param="prompt",
             code="context_length_exceeded",
         )

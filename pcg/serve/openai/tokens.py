@@ -131,7 +131,7 @@ async def tokenize(body: TokenizeBody, service: ServiceDependency, caller: Infer
 async def detokenize(body: DetokenizeBody, service: ServiceDependency, caller: Infers) -> Response:
     """Return the text of tokens."""
     tokenizer = await _tokenizer(service, caller, body.model)
-    known = max(tokenizer.vocab_size, service.executor.program.base.vocabulary)
+    known = max(tokenizer.vocab_size, service.client.facts.vocabulary)
     unknown = next((token for token in body.tokens if token >= known), None)
     if unknown is not None:
         raise ApiError(
@@ -161,7 +161,7 @@ async def _tokenizer(service: Service, caller: Caller, model: str | None) -> Tok
     """Return the tokenizer of a model that the caller may use; adapters have the base's."""
     if model is not None:
         await service.catalog.find(caller, model)
-    tokenizer = service.executor.tokenizer
+    tokenizer = service.client.tokenizer
     if tokenizer is None:
         raise GenerationError(
             "the model came without a tokenizer.json; give prompts as lists of token ids"

@@ -344,13 +344,13 @@ def test_names_under_a_root_are_loaded_when_they_are_named(
 ) -> None:
     """Once for all requests that wait; nobody needs to be an administrator."""
     loads: list[str] = []
-    make = service.executor.state.make_adapter
+    make = service.client.executor.state.make_adapter
 
     def counted(name: str, *args: Any, **options: Any) -> Any:
         loads.append(name)
         return make(name, *args, **options)
 
-    service.executor.state.make_adapter = counted  # type: ignore[method-assign]
+    service.client.executor.state.make_adapter = counted  # type: ignore[method-assign]
 
     async def many() -> list[int]:
         async with serving.client_of(service, serving.headers_of("a-infer")) as client:
@@ -380,7 +380,7 @@ def test_the_least_recently_used_gives_way(root: Path, texts: Any) -> None:
         op, b = Caller(service, "op"), Caller(service, "b")
         for name in ("zero", "one", "zero", "two", "one", "zero", "two"):
             assert b.text(name) == texts[name]
-            assert len(service.executor.adapters) <= 2
+            assert len(service.client.executor.adapters) <= 2
         assert op.load("kept", "one", shared=True).status_code == 200
         for name in ("zero", "one", "two", "kept"):
             assert b.text(name) == texts["one" if name == "kept" else name]
@@ -409,7 +409,7 @@ def test_the_least_recently_used_gives_way(root: Path, texts: Any) -> None:
                 assert found["choices"][0]["text"] == right[found["model"]]
             else:
                 assert reply.status_code == 503
-        assert len(service.executor.adapters) <= 2
+        assert len(service.client.executor.adapters) <= 2
 
 
 def test_static_modules(root: Path, texts: Any) -> None:
@@ -472,7 +472,7 @@ def test_streams_that_are_open_end_on_their_version(root: Path) -> None:
         lora_modules=(f"sql={root / 'zero'}",),
         lora_roots=(str(root),),
     ) as server:
-        engine = server.service.engine.engine
+        engine = server.service.client.engine.engine
         step = engine.step
 
         def slow() -> Any:

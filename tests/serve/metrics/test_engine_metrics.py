@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
@@ -16,10 +17,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.limits import Limits
+from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.metrics import serving_report
 from pcg.serve.adapters.owned import Owned
+from pcg.serve.engine.local import LocalClient
 from pcg.serve.metrics import engine_metrics
 from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
+from pcg.serve.options import ServeOptions
 from tests.support.prompts import prompts
 from tests.support.small_engine import DATA, LORA, OPTIONS, make_engine, make_executor
 from tests.support.waiting import until
@@ -63,6 +67,14 @@ BOARD = [
 """The series of vLLM's own board, examples/observability/prometheus_grafana/grafana.json."""
 
 
+def metrics_of(engine: AsyncEngine, served: Served = SERVED) -> EngineMetrics:
+    return EngineMetrics(LocalClient(Executor(engine._state), engine, ServeOptions()), served)
+
+
+def page_of(metrics: EngineMetrics) -> bytes:
+    return asyncio.run(metrics.page())
+
+
 def parsed(page: bytes) -> dict[str, Metric]:
     """The families of a page, by prometheus_client's own parser; no family comes twice."""
     found = list(text_string_to_metric_families(page.decode()))
@@ -95,7 +107,7 @@ def running() -> Iterator[AsyncEngine]:
 
 
 def test_counts_are_those_of_the_log(running: AsyncEngine) -> None:
-    metrics = EngineMetrics(running, SERVED)
+    metrics = metrics_of(running)
     streams = [
         running.submit(ids, adapter, max_new_tokens=6, ignore_eos=True)
         for ids, adapter in zip(prompts((9, 21, 30, 9)), ("a", None, "a", "second"), strict=True)
@@ -110,7 +122,7 @@ def test_counts_are_those_of_the_log(running: AsyncEngine) -> None:
     job.wait(60)
     until(lambda: running.numbers().running == running.numbers().waiting == 0)
     report = serving_report(running.engine.log)
-    families = parsed(metrics.page())
+    families = parsed(page_of(metrics))
     for kind, names in VLLM.items():
         for name in names:
             family = families[f"vllm:{name}"]
@@ -218,8 +230,8 @@ def test_an_endpoint_picker_sees_what_is_resident_and_what_waits(
     running: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_down(running, monkeypatch, 0.02)
-    metrics = EngineMetrics(running, SERVED)
-    idle = picked(metrics.page())
+    metrics = metrics_of(running)
+    idle = picked(page_of(metrics))
     assert idle == {
         "waiting": 0, "running": 0, "kv_usage": 0.0, "block_size": 16, "blocks": 64,
         "active": set(), "queued": set(), "most": 8, "series": 1,
@@ -228,7 +240,7 @@ def test_an_endpoint_picker_sees_what_is_resident_and_what_waits(
     streams = [running.submit([1, 2, 3], name, **long) for name in ("a", "a", "second")]
     next(streams[1])
     time.sleep(0.03)
-    busy = picked(metrics.page())
+    busy = picked(page_of(metrics))
     assert (busy["running"], busy["waiting"]) == (2, 1)
     assert "a" in busy["active"]
     assert busy["queued"] == {"second"}
@@ -236,13 +248,13 @@ def test_an_endpoint_picker_sees_what_is_resident_and_what_waits(
     assert affinity(busy, "a") == 1.0
     for stream in streams:
         stream.cancel()
-    until(lambda: picked(metrics.page())["running"] == 0)
-    after = picked(metrics.page())
+    until(lambda: picked(page_of(metrics))["running"] == 0)
+    after = picked(page_of(metrics))
     assert "a" in after["active"]  # it has pages, though no request uses it
     assert after["queued"] == set()
     running.remove_adapter("a").result(60)
     time.sleep(0.03)  # a page is kept for 0.02
-    gone = picked(metrics.page())
+    gone = picked(page_of(metrics))
     assert "a" not in gone["active"]
     assert gone["series"] == 1
 
@@ -256,7 +268,7 @@ def test_names_of_tenants_are_told_apart_and_series_never_come_twice(running: As
     for name in owners:
         running.submit([1, 2, 3], name, max_new_tokens=4, ignore_eos=True).wait(60)
     until(lambda: running.numbers().running == 0)
-    families = parsed(EngineMetrics(running, served).page())
+    families = parsed(page_of(metrics_of(running, served)))
     red, blue = ({"adapter": "other", "tenant": tenant} for tenant in ("red", "blue"))
     assert value(families, "pcg:adapter_generation_tokens_total", **red) == 4
     assert value(families, "pcg:adapter_generation_tokens_total", **blue) == 8
@@ -268,16 +280,16 @@ def test_names_of_tenants_are_told_apart_and_series_never_come_twice(running: As
 def test_a_page_is_made_beside_a_step_and_kept_for_a_moment(
     running: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    metrics = EngineMetrics(running, SERVED)
+    metrics = metrics_of(running)
     began = slow_down(running, monkeypatch, 0.5)
     stream = running.submit([1, 2, 3], "a", max_new_tokens=2, ignore_eos=True)
     while not began:
         time.sleep(0.01)
     started = time.monotonic()
-    first = metrics.page()
-    assert metrics.page() is first
+    first = page_of(metrics)
+    assert page_of(metrics) is first
     time.sleep(0.03)
-    assert metrics.page() is not first
+    assert page_of(metrics) is not first
     assert time.monotonic() - started < 0.4
     stream.wait(60)
 
@@ -287,17 +299,17 @@ def test_counts_rest_while_requests_run_and_are_whole_behind_them(
 ) -> None:
     monkeypatch.setattr(engine_metrics, "_KEPT_S", 0.0)
     monkeypatch.setattr(engine_metrics, "_COUNTS_KEPT_S", 600.0)
-    metrics = EngineMetrics(running, SERVED)
-    assert value(parsed(metrics.page()), "vllm:prompt_tokens_total") == 0
+    metrics = metrics_of(running)
+    assert value(parsed(page_of(metrics)), "vllm:prompt_tokens_total") == 0
     slow_down(running, monkeypatch, 0.02)
     stream = running.submit([1, 2, 3], "a", max_new_tokens=90, ignore_eos=True)
     next(stream)
-    families = parsed(metrics.page())
+    families = parsed(page_of(metrics))
     assert value(families, "vllm:num_requests_running") == 1
     assert value(families, "vllm:prompt_tokens_total") == 0
     stream.cancel()
     until(lambda: running.numbers().running == 0)
-    assert value(parsed(metrics.page()), "vllm:prompt_tokens_total") == 3
+    assert value(parsed(page_of(metrics)), "vllm:prompt_tokens_total") == 3
 
 
 def test_the_board_asks_for_what_is_there() -> None:
@@ -307,7 +319,7 @@ def test_the_board_asks_for_what_is_there() -> None:
         job = engine.finetune(DATA, "mine", peft=LORA, **OPTIONS)
         engine.submit([1, 2, 3], "a", max_new_tokens=4, ignore_eos=True).wait(60)
         job.wait(60)
-        page = EngineMetrics(engine, SERVED).page()
+        page = page_of(metrics_of(engine))
     labels: dict[str, set[str]] = {}
     for family in parsed(page).values():
         for sample in family.samples:

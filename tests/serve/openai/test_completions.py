@@ -56,7 +56,7 @@ PROMPTS = ["Hello, how", "the quick brown fox"]
 def test_the_text_is_the_librarys(service: Service, model: str, temperature: float) -> None:
     sampling = {"temperature": temperature, "seed": 11, "n": 2}
     adapter = None if model == serving.MODEL else model
-    expected = service.executor.generate(PROMPTS, adapter, max_new_tokens=12, **sampling)
+    expected = service.client.executor.generate(PROMPTS, adapter, max_new_tokens=12, **sampling)
     body = {"model": model, "prompt": PROMPTS, "max_tokens": 12, **sampling}
     found = ask(service, body)["choices"]
     assert [choice["text"] for choice in found] == [one.text for one in expected]
@@ -100,7 +100,7 @@ def oracles(service: Service, tmp_path_factory: pytest.TempPathFactory) -> dict[
         serving.model_directory(), dtype=torch.float32
     ).eval()
     directory = tmp_path_factory.mktemp("adapter")
-    service.executor.save_adapter("lora-0", directory)
+    service.client.executor.save_adapter("lora-0", directory)
     return {serving.MODEL: base, "lora-0": oracle.load_saved(base, directory)}
 
 
@@ -221,7 +221,7 @@ def test_fields_reach_the_engine(service: Service) -> None:
     ]
     assert cut == ask(service, {**greedy, "prompt": [3, 4]})["choices"][0]
     best = ask(service, {**greedy, "temperature": 1, "seed": 1, "best_of": 4, "n": 2})["choices"]
-    expected = service.executor.generate(
+    expected = service.client.executor.generate(
         "Hello, how", max_new_tokens=12, ignore_eos=True, seed=1, best_of=4, n=2, temperature=1.0
     )
     assert [choice["text"] for choice in best] == [one.text for one in expected]
@@ -256,7 +256,7 @@ def test_a_response_format_is_a_guide(service: Service) -> None:
 
 def no_spaces(service: Service) -> dict[str, int]:
     """Biases without white space, which JSON could go on with for ever."""
-    tokenizer = service.executor.tokenizer
+    tokenizer = service.client.executor.tokenizer
     assert tokenizer is not None
     texts = ((index, tokenizer.decode([index])) for index in range(tokenizer.vocab_size))
     return {str(index): -100 for index, text in texts if text.isspace()}
@@ -288,23 +288,23 @@ def test_a_prompt_that_has_its_special_tokens_gets_no_further_ones(tmp_path: Pat
         ({"max_tokens": 128}, "max_tokens", "maximum context length is 128 tokens"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "max_tokens=3"),
         ({"logprobs": 21}, "logprobs", "at most 20"),
-        ({"prompt": [512]}, None, "-0' has token 512"),
-        ({"prompt": [-1]}, None, "-1"),
-        ({"prompt": [2**70]}, None, ""),
+        ({"prompt": [512]}, "prompt", "prompt 0 has token 512"),
+        ({"prompt": [-1]}, "prompt", "-1"),
+        ({"prompt": [2**70]}, "prompt", ""),
         ({"prompt": []}, "prompt", ""),
         ({"prompt": ["a"] * 100, "n": 128}, "prompt", "12800 sequences"),
-        ({"prompt": ["a", ""]}, None, "prompt 1 is empty"),
+        ({"prompt": ["a", ""]}, "prompt", "prompt 1 is empty"),
         ({"prompt": ["a", [1]]}, "prompt", ""),
         ({"prompt": None}, "prompt", ""),
-        ({"prompt": "\ud800"}, None, "surrogate"),
+        ({"prompt": "\ud800"}, "prompt", "surrogate"),
         ({"request_id": "\ud800"}, "request_id", ""),
         ({"\ud800": 1}, None, "unicode"),
-        ({"structured_outputs": {"json": {"const": "\ud800"}}}, None, ""),
+        ({"structured_outputs": {"json": {"const": "\ud800"}}}, "structured_outputs.json", ""),
         ({"stop": [""]}, "stop", "stop"),
-        ({"stop": ["a"] * 200}, None, "128"),
-        ({"logit_bias": {"a": 1}}, None, "logit_bias"),
-        ({"logit_bias": {"1": 101}}, None, "100"),
-        ({"structured_outputs": {"json": {"type": "nothing"}}}, None, ""),
+        ({"stop": ["a"] * 200}, "stop", "128"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "100"),
+        ({"structured_outputs": {"json": {"type": "nothing"}}}, "structured_outputs.json", ""),
         ({"structured_outputs": {}}, "structured_outputs", "no constraint"),
         ({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "guided_regex", "together"),
         ({"tpot_slo_ms": 0}, "tpot_slo_ms", "greater than 0"),
@@ -330,7 +330,7 @@ def test_what_cannot_be_is_refused_by_name(
 
 def test_slos_by_headers(service: Service) -> None:
     found: list[Any] = []
-    stop = service.engine.engine.log.listen(lambda event: found.append(event.details))
+    stop = service.client.engine.engine.log.listen(lambda event: found.append(event.details))
 
     async def post(headers: dict[str, str]) -> int:
         async with serving.client_of(service, {**serving.HEADERS, **headers}) as client:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import dataclasses
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from pcg.runtime.engine.limits import Limits
+from pcg.serve.engine.facts import facts_of
 from pcg.serve.errors import ApiError
-from pcg.serve.openai.embeddings import check_dimensions, width_of
+from pcg.serve.openai.embeddings import check_dimensions
+from pcg.serve.options import ServeOptions
 from pcg.serve.service import Service
 from tests.support import serving
 
@@ -39,7 +43,7 @@ def client(server: serving.Served) -> Iterator[openai.OpenAI]:
 def states(server: serving.Served, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What computes the last hidden states of a prompt, [tokens, hidden], by name of the model."""
     folder = tmp_path_factory.mktemp("adapter")
-    server.service.executor.save_adapter("lora-0", folder)
+    server.service.client.executor.save_adapter("lora-0", folder)
     loaded = AutoModelForCausalLM.from_pretrained(serving.model_directory(), dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(loaded, folder).eval()
 
@@ -120,8 +124,8 @@ def test_base64_is_the_bytes_of_the_same_numbers(server: serving.Served) -> None
 def test_a_part_of_an_embedding_needs_a_model_that_was_trained_for_it(
     client: openai.OpenAI, server: serving.Served
 ) -> None:
-    program = server.service.executor.program
-    width = width_of(program)
+    local = server.service.client
+    width = local.facts.width
     whole = client.embeddings.create(model=serving.MODEL, input=TEXTS[0], dimensions=width)
     assert len(whole.data[0].embedding) == width
     with pytest.raises(openai.BadRequestError, match="leave dimensions out") as refused:
@@ -129,7 +133,12 @@ def test_a_part_of_an_embedding_needs_a_model_that_was_trained_for_it(
     assert refused.value.param == "dimensions"
 
     def with_config(**fields: Any) -> Any:
-        return dataclasses.replace(program, config={**program.config, **fields})
+        program = local.executor.program
+        configured = dataclasses.replace(program, config={**program.config, **fields})
+        executor = SimpleNamespace(
+            program=configured, device=local.executor.device, max_positions=None
+        )
+        return facts_of(executor, Limits(), ServeOptions())  # type: ignore[arg-type]
 
     check_dimensions(with_config(is_matryoshka=True), 1)
     check_dimensions(with_config(matryoshka_dimensions=[4, 8]), 8)

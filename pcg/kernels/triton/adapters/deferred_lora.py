@@ -8,9 +8,9 @@ base's product: small as it is, it begins and ends under that. What one fork gav
 of that stream was read before the next fork, which waits for it. Eager steps have no second stream,
 as events would take the host as long as launches.
 
-Where a batch has more tokens than `MOST_ROWS` allows, or adapters that are no rows, LoRA is added
+Where a batch has more tokens than `DEFERRED_ROWS` allows, or adapters that are no rows, LoRA is added
 to the product as ever, and nothing is left. The choice is made by the tokens and the largest rank
-alone, so that a recorded step, whose tokens are rounded up, makes it as an eager one does.
+alone: a recorded step makes it for all steps of its room.
 """
 
 from __future__ import annotations
@@ -25,14 +25,11 @@ import triton
 from torch import Tensor
 
 from pcg.kernels.adapter_batch import LoraRows
+from pcg.kernels.sizes import DEFERRED_ROWS
 from pcg.kernels.triton.adapters import dispatch, segmented_lora
 from pcg.kernels.triton.adapters.rank_rows import RankRows
 from pcg.kernels.triton.adapters.token_places import token_places
 from pcg.kernels.uploads import uploaded
-
-MOST_ROWS = 4096
-"""Tokens times ranks up to which a token reads B by itself: of 4096 columns in bf16 32 MB, which
-the second-level cache gives in about the time of a launch."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,7 @@ def _other_stream(device: torch.device) -> torch.cuda.Stream:
 
 def _is_deferred(x: Tensor, lora: LoraRows) -> bool:
     most_rank = triton.next_power_of_2(max(1, lora.b_rows.shape[2]))
-    return len(x) * most_rank <= MOST_ROWS
+    return len(x) * most_rank <= DEFERRED_ROWS
 
 
 def _places_of(lora: LoraRows, x: Tensor) -> Tensor:

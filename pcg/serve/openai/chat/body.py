@@ -14,7 +14,8 @@ from pcg.serve.openai.chat.messages import Messages
 from pcg.serve.openai.chat.response_format import ResponseFormat, content_schema
 from pcg.serve.openai.chat.tool_use import AskedTools
 from pcg.serve.openai.chat.tools import ToolChoice, Tools
-from pcg.serve.openai.sampling_fields import SamplingBody, Whole
+from pcg.serve.openai.field_names import FieldNames
+from pcg.serve.openai.sampling_fields import SamplingBody, SamplingDefaults, Whole
 from pcg.serve.openai.wire import StreamOptions, WireModel
 
 
@@ -42,10 +43,10 @@ class ChatBody(SamplingBody, ChatFieldsWithoutEffect):
     """A request for the next message of a chat."""
 
     messages: Messages
-    model: str
     logprobs: bool | None = None
     max_completion_tokens: Whole | None = None
     max_tokens: Whole | None = None
+    model: str | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
@@ -63,14 +64,24 @@ class ChatBody(SamplingBody, ChatFieldsWithoutEffect):
     continue_final_message: bool | None = None
     documents: list[dict[str, Any]] | None = None
 
-    def chat(self, request: Request) -> Chat:
+    def names(self) -> FieldNames:
+        """Return the names of fields that the engine has others for."""
+        is_old = self.max_completion_tokens is None and self.max_tokens is not None
+        names = {
+            "max_new_tokens": "max_tokens" if is_old else "max_completion_tokens",
+            "logprobs": "top_logprobs",
+            "guided_json": "response_format",
+        }
+        return FieldNames("messages", {**names, **self.guide_names()})
+
+    def chat(self, request: Request, defaults: SamplingDefaults) -> Chat:
         """Return the chat that is asked for.
 
         Raises:
             ApiError: fields that do not go together.
         """
         self._check()
-        fields: dict[str, Any] = {**self.request_fields(request)}
+        fields: dict[str, Any] = {**self.request_fields(request, defaults)}
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if most is not None:
             fields["max_new_tokens"] = most

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
@@ -12,15 +10,15 @@ from starlette.responses import Response
 
 from pcg.runtime.requests.request import Completion
 from pcg.serve.json_bytes import json_bytes
+from pcg.serve.openai.call import Call
 from pcg.serve.openai.chat.body import ChatBody
 from pcg.serve.openai.chat.events import ChatEvents
-from pcg.serve.openai.chat.generation import explained, submit_chat
+from pcg.serve.openai.chat.generation import submit_chat
 from pcg.serve.openai.chat.logprobs import ChatLogprobs, LogprobWriter
 from pcg.serve.openai.chat.message_reader import ChatMessage
 from pcg.serve.openai.chat.tool_use import ToolUse
 from pcg.serve.openai.completion_events import Wanted
 from pcg.serve.openai.completions import STREAMED
-from pcg.serve.openai.event_stream import EventStream, all_completions, begun
 from pcg.serve.openai.logprobs import prompt_logprobs
 from pcg.serve.openai.usage import Usage, usage_of
 from pcg.serve.security.caller import Caller, requires
@@ -87,30 +85,22 @@ async def create_chat_completion(
     caller: Annotated[Caller, Depends(requires(Scope.INFER))],
 ) -> Response:
     """Generate the next message of a chat."""
-    model = await service.catalog.find(caller, body.model)
+    call = await Call.of(service, request, caller, body)
     reply_id = new_id("chatcmpl")
-    submitted, use = await submit_chat(service, caller, model, body.chat(request), reply_id)
+    chat = body.chat(request, service.generation.defaults)
+    call, submitted, use = await submit_chat(call, chat, reply_id)
     texts = service.token_texts
     logprobs = LogprobWriter(texts, bool(body.return_tokens_as_token_ids))
-    head: dict[str, Any] = {
-        "id": f"chatcmpl-{body.request_id}" if body.request_id else reply_id,
-        "object": "chat.completion.chunk" if body.stream else "chat.completion",
-        "created": int(time.time()),
-        "model": model.name,
-        "system_fingerprint": model.fingerprint,
-    }
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    head = call.head(kind, reply_id, body.request_id)
     if body.stream:
-        with explained(use):
-            chunks = await begun(request, [submitted])
         wanted = Wanted.of(
             bool(body.return_token_ids), body.prompt_logprobs is not None, body.stream_options
         )
         writer = logprobs if body.logprobs else None
         events = ChatEvents(service, head, submitted, use, wanted, writer)
-        beside, timeout_s = partial(service.beside, caller), service.options.stream_timeout_s
-        return EventStream(chunks, events, beside, timeout_s, model.headers)
-    with explained(use):
-        (group,) = await all_completions(request, [submitted])
+        return await call.stream([submitted], events)
+    (group,) = await call.completions([submitted])
 
     def whole() -> bytes:
         content = {**head, "choices": [_choice(body, use, logprobs, done) for done in group]}
@@ -122,8 +112,7 @@ async def create_chat_completion(
             content["prompt_token_ids"] = list(submitted.request.prompt_ids)
         return json_bytes(content)
 
-    reply = await service.beside(caller, whole)
-    return Response(reply, headers=model.headers, media_type="application/json")
+    return await call.reply(whole)
 
 
 def _choice(

@@ -68,11 +68,11 @@ class ChatEvents(Events):
         done, index = chunk.completion, chunk.choice
         message = self._messages.get(index)
         made = b""
-        if chunk.token_id is not None:
-            self._output += 1
         if message is None:
             message = self._messages[index] = ChatMessage(self._use)
-            made = self._first(index, chunk)
+            made = self._first(index, chunk)  # before its token is counted
+        if chunk.token_id is not None:
+            self._output += 1
         reason = None
         if done is not None:
             check_ended(done)

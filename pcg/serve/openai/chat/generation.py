@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pcg.errors import GenerationError
 from pcg.runtime.requests.request import RequestFields
-from pcg.serve.adapters.catalog import ServedModel
 from pcg.serve.errors import ApiError
+from pcg.serve.openai.call import Call
 from pcg.serve.openai.chat.messages import Message, template_messages
 from pcg.serve.openai.chat.template import ChatRequest, prompt_of
 from pcg.serve.openai.chat.tool_use import AskedTools, ToolUse
-from pcg.serve.security.caller import Caller
 from pcg.serve.service import Service, Submitted
 
 _GUIDES = (
@@ -25,8 +21,6 @@ _GUIDES = (
     "guided_choice",
     "guided_grammar",
 )
-_OF_SCHEMA = re.compile(r"failed to compile JSON schema: (.*?)(?= \d+ \||$)")
-"""The library's reason, before the lines of the grammar around it."""
 
 
 @dataclass(frozen=True)
@@ -44,54 +38,42 @@ class Chat:
     template: Mapping[str, Any] = field(default_factory=dict)
 
 
-async def submit_chat(
-    service: Service, caller: Caller, model: ServedModel, chat: Chat, reply_id: str
-) -> tuple[Submitted, ToolUse]:
-    """Submit a chat; returns the request, and how its output is read.
+async def submit_chat(call: Call, chat: Chat, reply_id: str) -> tuple[Call, Submitted, ToolUse]:
+    """Submit a chat; returns its call with all names, the request, and how its output is read.
 
     Raises:
         ApiError: the chat cannot be, or has no place.
         GenerationError: the template refuses the messages, or a field cannot be.
         EngineError: the engine takes no requests.
     """
-    prompt, use = await service.beside(caller, prepared, service, chat)
+    with call.names.naming():
+        prompt, use = await call.service.beside(call.caller, prepared, call.service, chat)
     fields: RequestFields = {**chat.fields}
     for name in use.fields:
         if name in _GUIDES and (given := next((g for g in _GUIDES if g in fields), None)):
             raise ApiError(
                 400,
-                f"{given.replace('guided_', 'structured_outputs.')} and these tools cannot be "
-                "given together; use response_format, or tool_choice='none'",
-                param="structured_outputs",
+                f"{call.names.names[given]} and these tools cannot be given together; use "
+                f"{chat.tools.content_field}, or tool_choice='none'",
+                param=call.names.names[given],
             )
     fields = {**fields, **use.fields}
+    if "guided_grammar" in use.fields:
+        of_content = "" if chat.tools.content is None else f" and of {chat.tools.content_field}"
+        names = call.names.with_tools(f"The schemas of the tools{of_content}")
+        call = replace(call, names=names)
     if use.names == () or "guided_grammar" not in use.fields:
         content = chat.tools.content
         if content is not None:
             fields["guided_json"] = content
     if "max_new_tokens" not in fields:
-        room, kept = service.room(model), fields.get("truncate_prompt_tokens")
+        room = await call.service.room(call.model)
+        kept = fields.get("truncate_prompt_tokens")
         length = min(len(prompt), kept if isinstance(kept, int) and kept > 0 else room)
-        fields["max_new_tokens"] = max(1, room - length)
-    with explained(use):
-        (submitted,) = await service.submit(caller, model, [prompt], fields, reply_id)
-    return submitted, use
-
-
-@contextlib.contextmanager
-def explained(use: ToolUse) -> Iterator[None]:
-    """Say what of the request a guide is made of, where one cannot be followed."""
-    try:
-        yield
-    except GenerationError as error:
-        of_tools = str(error).startswith("guided_grammar") and "guided_grammar" in use.fields
-        if not of_tools:
-            raise
-        found = _OF_SCHEMA.search(str(error))
-        said = found[1] if found else str(error).removeprefix("guided_grammar ")
-        raise ApiError(
-            400, f"The schemas of the tools cannot be followed: {said}", param="tools"
-        ) from error
+        most = call.service.generation.defaults.max_new_tokens or room
+        fields["max_new_tokens"] = max(1, min(room - length, most))
+    (submitted,) = await call.submit([prompt], fields, reply_id)
+    return call, submitted, use
 
 
 def prepared(service: Service, chat: Chat) -> tuple[list[int], ToolUse]:

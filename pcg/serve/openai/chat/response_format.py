@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
-from pcg.runtime.requests.request import RequestFields
 from pcg.serve.errors import ApiError
 from pcg.serve.openai.chat.schemas import bare
+from pcg.serve.openai.structured_outputs import GivenGuide
 from pcg.serve.openai.wire import WireModel
 
 
@@ -46,7 +46,7 @@ ResponseFormat: TypeAlias = Annotated[
 
 
 def content_schema(
-    given: ResponseFormat | None, guide: RequestFields, param: str = "response_format"
+    given: ResponseFormat | None, guide: GivenGuide | None, param: str = "response_format"
 ) -> dict[str, Any] | None:
     """Return the JSON schema of an output's content; None for any text.
 
@@ -56,20 +56,20 @@ def content_schema(
     Raises:
         ApiError: both are given, or the schema is nested too deeply.
     """
-    found = _schema(given)
-    if found is not None and guide:
+    found = _schema(given, param)
+    if found is not None and guide is not None:
         raise ApiError(
             400,
-            f"{param} and structured_outputs cannot be given together; give one",
+            f"{param} and {guide.name} cannot be given together; give one",
             param=param,
         )
     return found
 
 
-def _schema(given: ResponseFormat | None) -> dict[str, Any] | None:
+def _schema(given: ResponseFormat | None, param: str) -> dict[str, Any] | None:
     match given:
         case JsonSchemaFormat() if given.json_schema.schema_ is not None:
-            found: dict[str, Any] = bare(given.json_schema.schema_, "response_format")
+            found: dict[str, Any] = bare(given.json_schema.schema_, param)
             return found
         case JsonObjectFormat() | JsonSchemaFormat():
             return {"type": "object"}

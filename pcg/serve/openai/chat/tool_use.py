@@ -81,12 +81,14 @@ class AskedTools:
 
     Attributes:
         content: the JSON schema of the content beside calls; None for any text.
+        content_field: the field that it is given in.
     """
 
     tools: Sequence[Tool]
     choice: ToolChoice | None
     parallel: bool
     content: Mapping[str, Any] | None = None
+    content_field: str = "response_format"
 
     def use(self, support: ToolSupport) -> ToolUse:
         """Return how a model uses them.
@@ -117,8 +119,8 @@ class AskedTools:
             raise ApiError(
                 400,
                 f"In the format {found.name} a tool call cannot be told from other JSON; give "
-                "response_format with tool_choice='none', or tools without it.",
-                param="response_format",
+                f"{self.content_field} with tool_choice='none', or tools without it.",
+                param=self.content_field,
             )
         several = self.parallel and not is_named
         is_guided = (

@@ -29,8 +29,9 @@ from pcg.serve.openai.chat.tools import (
     Tool,
     ToolChoice,
 )
+from pcg.serve.openai.field_names import FieldNames
 from pcg.serve.openai.responses.items import Input
-from pcg.serve.openai.sampling_fields import SamplingBody, Whole
+from pcg.serve.openai.sampling_fields import SamplingBody, SamplingDefaults, Whole
 from pcg.serve.openai.wire import WireModel
 
 LOGPROBS = "message.output_text.logprobs"
@@ -125,7 +126,6 @@ class ResponseBody(SamplingBody, ResponseFieldsWithoutEffect):
     """A request for a response. `background`, `conversation` and `prompt` are refused by name."""
 
     input: Input
-    model: str
     background: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     conversation: Any = None
@@ -134,6 +134,7 @@ class ResponseBody(SamplingBody, ResponseFieldsWithoutEffect):
     )
     instructions: str | None = None
     max_output_tokens: Whole | None = None
+    model: str | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
     prompt: Any = None
@@ -151,7 +152,16 @@ class ResponseBody(SamplingBody, ResponseFieldsWithoutEffect):
         """True if the output has logprobs."""
         return LOGPROBS in (self.include or ())
 
-    def fields(self, request: Request) -> RequestFields:
+    def names(self) -> FieldNames:
+        """Return the names of fields that the engine has others for."""
+        names = {
+            "max_new_tokens": "max_output_tokens",
+            "logprobs": "top_logprobs",
+            "guided_json": "text.format",
+        }
+        return FieldNames("input", {**names, **self.guide_names()})
+
+    def fields(self, request: Request, defaults: SamplingDefaults) -> RequestFields:
         """Return the fields of the engine's request.
 
         Raises:
@@ -165,7 +175,7 @@ class ResponseBody(SamplingBody, ResponseFieldsWithoutEffect):
                 )
         if self.top_logprobs and not self.wants_logprobs:
             raise ApiError(400, f"top_logprobs needs {LOGPROBS!r} in include", param="top_logprobs")
-        found = self.request_fields(request)
+        found = self.request_fields(request, defaults)
         if self.max_output_tokens is not None:
             found["max_new_tokens"] = self.max_output_tokens
         if self.wants_logprobs:
@@ -176,8 +186,10 @@ class ResponseBody(SamplingBody, ResponseFieldsWithoutEffect):
         """Return the tools, as chats have them."""
         tools = [tool.tool() for tool in self.tools or []]
         given = None if self.text is None else self.text.response_format()
-        content = content_schema(given, self.guide(), "text.format")
-        return AskedTools(tools, self._choice(), self.parallel_tool_calls is not False, content)
+        field = "text.format"
+        content = content_schema(given, self.guide(), field)
+        is_parallel = self.parallel_tool_calls is not False
+        return AskedTools(tools, self._choice(), is_parallel, content, field)
 
     def _choice(self) -> ToolChoice | None:
         match self.tool_choice:

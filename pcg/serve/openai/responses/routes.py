@@ -14,11 +14,11 @@ from starlette.responses import Response
 from pcg.runtime.requests.request import Completion
 from pcg.serve.errors import ApiError
 from pcg.serve.json_bytes import json_bytes
-from pcg.serve.openai.chat.generation import Chat, explained, submit_chat
+from pcg.serve.openai.call import Call
+from pcg.serve.openai.chat.generation import Chat, submit_chat
 from pcg.serve.openai.chat.logprobs import LogprobWriter
 from pcg.serve.openai.chat.messages import Message
 from pcg.serve.openai.completions import STREAMED
-from pcg.serve.openai.event_stream import EventStream, all_completions, begun
 from pcg.serve.openai.responses.body import ResponseBody
 from pcg.serve.openai.responses.events import ResponseEvents
 from pcg.serve.openai.responses.items import InputItem, as_json, memory_of, messages_of
@@ -93,34 +93,30 @@ async def create_response(
     body: ResponseBody, request: Request, service: ServiceDependency, caller: Infer
 ) -> Response:
     """Generate a response to items."""
-    model = await service.catalog.find(caller, body.model)
+    call = await Call.of(service, request, caller, body)
     response_id = new_id("resp").replace("-", "_")
     turn = await service.beside(caller, _turn, service.responses, caller.tenant, body)
     messages = messages_of([*turn.before, *turn.input])
     if body.instructions is not None:
         messages.insert(0, Message(role="system", content=body.instructions))
-    chat = Chat(messages, body.asked_tools(), body.fields(request), {"variables": body.variables()})
-    submitted, use = await submit_chat(service, caller, model, chat, response_id)
-    response = begun_response(response_id, model.name, body)
-    response["system_fingerprint"] = model.fingerprint
+    defaults = service.generation.defaults
+    fields = body.fields(request, defaults)
+    chat = Chat(messages, body.asked_tools(), fields, {"variables": body.variables()})
+    call, submitted, use = await submit_chat(call, chat, response_id)
+    response = begun_response(response_id, call.model.name, body, defaults)
+    response["system_fingerprint"] = call.model.fingerprint
     logprobs = LogprobWriter(service.token_texts, bool(body.return_tokens_as_token_ids))
     output = OutputItems(use, logprobs if body.wants_logprobs else None)
     end: Callable[[Completion], dict[str, Any]] = partial(turn.end, response, output)
     if body.stream:
-        with explained(use):
-            chunks = await begun(request, [submitted])
-        events = ResponseEvents(response, output, end)
-        beside, timeout_s = partial(service.beside, caller), service.options.stream_timeout_s
-        return EventStream(chunks, events, beside, timeout_s, model.headers)
-    with explained(use):
-        ((done,),) = await all_completions(request, [submitted])
+        return await call.stream([submitted], ResponseEvents(response, output, end))
+    ((done,),) = await call.completions([submitted])
 
     def whole() -> bytes:
         output.push(done.text, done.logprobs or (), status_of(done))
         return json_bytes(end(done))
 
-    reply = await service.beside(caller, whole)
-    return Response(reply, headers=model.headers, media_type="application/json")
+    return await call.reply(whole)
 
 
 def _turn(store: ResponseStore, tenant: str, body: ResponseBody) -> _Turn:

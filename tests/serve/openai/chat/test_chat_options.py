@@ -37,7 +37,7 @@ def test_a_trusted_template_makes_the_prompt() -> None:
         body = {"chat_template": "{{ x }}: {{ messages[0].content }}", "max_tokens": 2}
         variables = {"chat_template_kwargs": {"x": "it is"}}
         reply = post(service, {**body, **variables, "return_token_ids": True})
-        tokenizer = service.executor.tokenizer
+        tokenizer = service.client.executor.tokenizer
         assert tokenizer is not None
         assert tokenizer.decode(reply["prompt_token_ids"]) == "it is: a dog"
         for template in (
@@ -54,12 +54,12 @@ def test_without_a_bound_outputs_fit_into_the_pages(tmp_path: Path) -> None:
     model = tiny_llama.save(tmp_path, max_position_embeddings=1024)
     executor = serving.make_executor(directory=model)
     with serving.service_of(executor, kv_cache_gib=1 / 2**14) as service:
-        pages = service.engine.numbers().pages
+        pages = service.client.engine.numbers().pages
         assert pages * 16 < 1024
         for name in (serving.MODEL, "lora-0"):
             reply = post(service, {"model": name, "ignore_eos": True, "temperature": 0})
             adapter = None if name == serving.MODEL else executor.adapters[name]
-            assert reply["usage"]["total_tokens"] == service.engine.most_tokens(adapter)
+            assert reply["usage"]["total_tokens"] == service.client.engine.most_tokens(adapter)
         short = {"truncate_prompt_tokens": 3, "ignore_eos": True}
         assert post(service, short)["usage"]["total_tokens"] == pages * 16 + 1
 
@@ -125,7 +125,7 @@ def test_a_schema_that_cannot_be_followed_is_named(tmp_path: Path) -> None:
 
 def test_models_without_a_template_or_a_tokenizer(tmp_path: Path) -> None:
     with serving.service_of() as service:
-        tokenizer = service.executor.tokenizer
+        tokenizer = service.client.executor.tokenizer
         assert tokenizer is not None
         for missing, code in (
             (replace(tokenizer, chat_template=None), "no_chat_template"),
@@ -148,7 +148,7 @@ def written(folder: Path, template: str) -> Path:
 def test_developers_keep_their_role_where_a_template_has_it() -> None:
     has_it = toy_tokenizers.CHATML + "{# developer #}"
     with serving.service_of() as service:
-        tokenizer = service.executor.tokenizer
+        tokenizer = service.client.executor.tokenizer
         assert tokenizer is not None
         messages = [{"role": "developer", "content": "Be brief."}]
         counts = {}

@@ -51,7 +51,7 @@ def client(server: serving.Served) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="module")
 def no_spaces(server: serving.Served) -> dict[str, Any]:
     """A body's biases without white space, which JSON could go on with for ever."""
-    tokenizer = server.service.executor.tokenizer
+    tokenizer = server.service.client.executor.tokenizer
     assert tokenizer is not None
     texts = ((index, tokenizer.decode([index])) for index in range(tokenizer.vocab_size))
     return {"logit_bias": {str(index): -100 for index, text in texts if text.isspace()}}
@@ -76,7 +76,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 def test_text_is_the_librarys(server: serving.Served, client: openai.OpenAI) -> None:
     prompt = prompt_of(server, [SYSTEM, USER])
     for model, adapter in ((serving.MODEL, None), ("lora-0", "lora-0")):
-        (expected,) = server.service.executor.generate([prompt], adapter, max_new_tokens=12)
+        (expected,) = server.service.client.executor.generate([prompt], adapter, max_new_tokens=12)
         reply = ask(client, model=model, instructions="Be brief.", metadata={"a": "b"})
         assert reply.output_text == expected.text
         assert (reply.status, reply.incomplete_details.reason) == (
@@ -197,7 +197,7 @@ def test_a_response_goes_on_from_another(server: serving.Served, client: openai.
     then = {"role": "user", "content": "and then?"}
     prompt = prompt_of(server, [USER, said, then])
     assert second.usage.input_tokens == len(prompt)
-    (expected,) = server.service.executor.generate([prompt], max_new_tokens=12)
+    (expected,) = server.service.client.executor.generate([prompt], max_new_tokens=12)
     assert second.output_text == expected.text
     by_items = ask(client, input=[USER, *first.output, then])
     assert by_items.output_text == expected.text
@@ -278,7 +278,7 @@ def test_logprobs_of_a_response(client: openai.OpenAI) -> None:
         ({"extra_body": {"n": 2}}, "n", "not supported"),
         ({"extra_body": {"max_tokens": 2}}, "max_tokens", "Unrecognized"),
         ({"top_logprobs": 3}, "top_logprobs", "include"),
-        ({"max_output_tokens": 5000}, "max_tokens", "maximum context length"),
+        ({"max_output_tokens": 5000}, "max_output_tokens", "maximum context length"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]},
             "input[0].content[0]",

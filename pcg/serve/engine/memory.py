@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 from pcg.explain.base_memory import base_bytes, packed_bytes
 from pcg.ir.analysis.saved_memory import transient
-from pcg.runtime.engine.async_engine import AsyncEngine
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 
 
@@ -36,9 +36,8 @@ class ServingMemory:
         return self.weights + self.adapters + self.kv_cache + self.workspace
 
 
-def serving_memory(executor: Executor, engine: AsyncEngine, kv_cache_bytes: int) -> ServingMemory:
-    """Return the memory that a server takes at most."""
-    limits = engine.engine.scheduler.limits
+def serving_memory(executor: Executor, limits: Limits, kv_cache_bytes: int) -> ServingMemory:
+    """Return the memory that a server takes at most, without adapters."""
     model, tokens, rows = executor.program.base, limits.tokens, limits.running
     seq = min(tokens, executor.max_positions or tokens)
     sizes = [transient(block, tokens, seq).size_bytes(tokens, seq) for block in model.blocks]
@@ -47,7 +46,7 @@ def serving_memory(executor: Executor, engine: AsyncEngine, kv_cache_bytes: int)
     sizes.append(transient(model.epilogue, rows, 1).size_bytes(rows, 1))
     return ServingMemory(
         weights=base_bytes(model) + packed,
-        adapters=sum(adapter.size_bytes for adapter in executor.adapters.values()),
+        adapters=0,
         kv_cache=kv_cache_bytes,
         workspace=max(sizes),
     )

@@ -1,0 +1,155 @@
+"""The backend that programs are compiled for: Triton where its kernels run all of a model.
+
+`auto` stands for triton on NVIDIA GPUs from capability 8.0 on, where triton can be imported and
+kernels know the model's heads and dtype; else for torch, and the reason says what is missing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from pcg.errors import UnsupportedError
+from pcg.ir.graph import Graph
+from pcg.ir.program.program import ModelGraph
+from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES
+from pcg.kernels.sizes import HEAD_SIZES, KERNEL_DTYPES, PAGE_TOKENS
+from pcg.options import Backend
+
+LEAST_CAPABILITY = (8, 0)
+"""That of Ampere, the first with bfloat16 in tensor cores and with copies to shared memory."""
+_KERNELS = "pcg.kernels.triton.ops"
+_NO_GPU = "the device is {}, not an NVIDIA GPU"
+_WIDEST_ROW_BYTES = 4
+"""Bytes of an element of an adapter's row, at most."""
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """A backend, "torch" or "triton", and in words why it was chosen."""
+
+    name: Backend
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+def machine_device() -> torch.device:
+    """Return the GPU where there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def choose_backend(
+    asked: Backend, device: torch.device, model: ModelGraph | None = None
+) -> BackendChoice:
+    """Choose what a program is compiled for.
+
+    Args:
+        asked: "torch", "triton" or "auto".
+        device: the device that it will run on.
+        model: the model without bypass networks; without one, only the device counts.
+    Raises:
+        UnsupportedError: triton is asked for, and is not installed.
+    """
+    if asked == "triton" and importlib.util.find_spec("triton") is None:
+        raise UnsupportedError(
+            "backend='triton' needs the package triton, which exists for Linux alone; install "
+            "it, or use backend='torch'"
+        )
+    if asked != "auto":
+        return BackendChoice(asked, "it was asked for")
+    obstacle = device_obstacle(device) or (model and model_obstacle(model))
+    if obstacle:
+        return BackendChoice("torch", obstacle)
+    return BackendChoice("triton", f"the device is {_device_text(device)}")
+
+
+def backend_for(device: str, model: ModelGraph) -> BackendChoice:
+    """Return what `auto` stands for on a kind of device, "cpu" or "cuda", be there one or not."""
+    obstacle = _NO_GPU.format(device) if device == "cpu" else model_obstacle(model)
+    if obstacle is not None:
+        return BackendChoice("torch", obstacle)
+    least = ".".join(map(str, LEAST_CAPABILITY))
+    return BackendChoice("triton", f"on NVIDIA GPUs of capability {least} or later")
+
+
+def device_obstacle(device: torch.device) -> str | None:
+    """Return why no program for Triton runs on a device here; None where one does."""
+    if device.type != "cuda":
+        return _NO_GPU.format(device.type)
+    if torch.version.hip is not None:
+        return "Triton's kernels are for NVIDIA GPUs, and this torch is built for AMD's"
+    if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        least = ".".join(map(str, LEAST_CAPABILITY))
+        return f"Triton's kernels need capability {least}, and there is {_device_text(device)}"
+    if _interprets():
+        return "TRITON_INTERPRET is set, which runs Triton's kernels slowly, for tests"
+    return _import_obstacle()
+
+
+def check_device(backend: Backend, device: torch.device) -> None:
+    """Check that programs for a backend run on a device. UnsupportedError: they do not."""
+    if backend == "triton" and device.type != "cuda" and not _interprets():
+        raise UnsupportedError(
+            "the program is compiled for Triton, which runs on NVIDIA GPUs, and its device is "
+            f"{device.type}; compile it for PyTorch (--backend torch), or set TRITON_INTERPRET=1 "
+            "to run its kernels on the CPU, slowly: it is meant for tests"
+        )
+
+
+def _interprets() -> bool:
+    """Return whether Triton's kernels run in its interpreter, on any device."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+def model_obstacle(model: ModelGraph) -> str | None:
+    """Return what of a model Triton's kernels do not know; None where they know all."""
+    layers = [model.blocks[block] for block in model.layers]
+    for block in model.blocks:
+        for inputs in _attentions(block):
+            q, _, v = (block.types[name] for name in inputs)
+            size = next((x.features[-1] for x in (q, v) if x.features[-1] not in HEAD_SIZES), None)
+            if size is not None:
+                sizes = ", ".join(map(str, HEAD_SIZES))
+                return f"attention kernels know no heads of {size}; their sizes are {sizes}"
+            if q.dtype not in KERNEL_DTYPES:
+                return f"attention kernels do not compute in {TORCH_NAMES[q.dtype]}"
+    page_bytes = PAGE_TOKENS * sum(map(_kv_bytes, layers))
+    widest = max((size for shape in model.linear_modules().values() for size in shape), default=0)
+    if page_bytes < widest * _WIDEST_ROW_BYTES:
+        return (
+            f"an adapter's row of {widest} elements is longer than a page of the KV cache, "
+            f"{page_bytes} bytes"
+        )
+    return None
+
+
+def _attentions(block: Graph) -> list[tuple[str, ...]]:
+    """The queries, keys and values of each attention of a layer."""
+    return [node.inputs[:3] for node in block.nodes if node.op == "attention"]
+
+
+def _kv_bytes(block: Graph) -> int:
+    """Bytes of a token's keys and values in one layer."""
+    kept = [block.types[name] for inputs in _attentions(block) for name in inputs[1:]]
+    return sum(int(prod(x.features)) * DTYPE_BYTES[x.dtype] for x in kept)
+
+
+def _device_text(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} of capability {major}.{minor}"
+
+
+def _import_obstacle() -> str | None:
+    """Why Triton's kernels cannot be imported here; None where they can."""
+    try:
+        importlib.import_module(_KERNELS)
+    except ImportError as error:
+        return f"{_KERNELS} cannot be imported ({error})"
+    return None

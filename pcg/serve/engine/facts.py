@@ -1,0 +1,62 @@
+"""Facts of a model that is served: all that a server needs to know of it beside its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pcg.ir.program.program import Program
+from pcg.runtime.engine.limits import Limits
+from pcg.runtime.executor import Executor
+from pcg.serve.engine.memory import ServingMemory, serving_memory
+from pcg.serve.options import ServeOptions
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The facts of a model and of the engine that serves it, which do not change.
+
+    Attributes:
+        name: the program's.
+        device: the device of the weights, as torch names it.
+        vocabulary: the number of tokens that the model has logits of.
+        width: the number of dimensions of its hidden states.
+        is_matryoshka: True if the first dimensions of an embedding are one, too;
+            `matryoshka_dimensions` are how many may be taken, and any if there are none.
+        max_positions: the number of positions; None if its configuration names no bound.
+        ttft_slo_s, tpot_slo_s: the engine's SLOs, seconds; None for none.
+        memory: the memory that it takes at most, without adapters.
+    """
+
+    name: str
+    device: str
+    vocabulary: int
+    width: int
+    is_matryoshka: bool
+    matryoshka_dimensions: tuple[int, ...]
+    max_positions: int | None
+    ttft_slo_s: float | None
+    tpot_slo_s: float | None
+    memory: ServingMemory
+
+
+def facts_of(executor: Executor, limits: Limits, options: ServeOptions) -> ModelFacts:
+    """Return the facts of an executor's model, which an engine with these limits serves."""
+    program = executor.program
+    dimensions = program.config.get("matryoshka_dimensions") or ()
+    return ModelFacts(
+        name=program.name,
+        device=str(executor.device),
+        vocabulary=program.base.vocabulary,
+        width=width_of(program),
+        is_matryoshka=bool(program.config.get("is_matryoshka")),
+        matryoshka_dimensions=tuple(map(int, dimensions)),
+        max_positions=executor.max_positions,
+        ttft_slo_s=limits.ttft_slo_s,
+        tpot_slo_s=limits.tpot_slo_s,
+        memory=serving_memory(executor, limits, options.kv_cache_bytes),
+    )
+
+
+def width_of(program: Program) -> int:
+    """Return the number of dimensions of a model's hidden states."""
+    return int(program.base.epilogue.inputs[0].type.shape[-1])

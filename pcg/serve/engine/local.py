@@ -1,0 +1,157 @@
+"""The client of an engine that runs on a thread of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TypeVar, cast
+
+from pcg.errors import EngineError
+from pcg.peft.adapter import Adapter
+from pcg.runtime.adapters.cache import ServedAdapter
+from pcg.runtime.adapters.versions import AdapterVersion
+from pcg.runtime.engine.async_engine import AsyncEngine
+from pcg.runtime.engine.engine import Engine
+from pcg.runtime.executor import Executor
+from pcg.runtime.metrics.status import EngineNumbers, Health, JobStatus
+from pcg.runtime.requests.request import Request, RequestFields
+from pcg.runtime.requests.stream import Stream
+from pcg.runtime.text.tokenizer import Tokenizer
+from pcg.serve.engine.client import EngineStatus
+from pcg.serve.engine.facts import ModelFacts, facts_of
+from pcg.serve.options import ServeOptions
+
+Result = TypeVar("Result")
+
+
+class LocalClient:
+    """An `EngineClient` that calls the engine.
+
+    Attributes:
+        executor, engine: those of the model.
+    """
+
+    def __init__(self, executor: Executor, engine: AsyncEngine, options: ServeOptions) -> None:
+        self.executor = executor
+        self.engine = engine
+        self._facts = facts_of(executor, engine.engine.scheduler.limits, options)
+        self._hashing = ThreadPoolExecutor(1, "pcg digests")
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._facts
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.executor.tokenizer
+
+    @property
+    def ended(self) -> EngineError | None:
+        return self.engine.ended
+
+    @property
+    def adapters(self) -> Mapping[str, ServedAdapter]:
+        return self.executor.adapters
+
+    def version_of(self, adapter: ServedAdapter) -> AdapterVersion:
+        version = self.executor.state.versions.of(cast(Adapter, adapter))
+        assert version is not None
+        return version
+
+    def hash(self, versions: Iterable[AdapterVersion]) -> Future[None]:
+        unknown = [version for version in versions if version.known_digest is None]
+        if not unknown:
+            return _done(None)
+
+        def compute() -> None:
+            for version in unknown:
+                _ = version.digest
+
+        return self._hashing.submit(compute)
+
+    # ------------------------------------------------------------------------------- requests
+
+    def request(
+        self, prompt: str | Sequence[int], adapter: ServedAdapter | None, fields: RequestFields
+    ) -> Request:
+        return self.executor.request(prompt, cast("Adapter | None", adapter), **fields)
+
+    def submit(self, request: Request) -> Stream:
+        return self.engine.submit_request(request)
+
+    def taken(self) -> Future[None]:
+        return self.engine.call(lambda: None)  # calls come in their order
+
+    def most_tokens(self, adapter: ServedAdapter | None) -> Future[int]:
+        return _done(self.engine.most_tokens(cast("Adapter | None", adapter)))
+
+    # ------------------------------------------------------------------------------- adapters
+
+    def add_adapter(
+        self, name: str, path: Path, *, replace: bool = False, expected_version: int | None = None
+    ) -> Future[ServedAdapter]:
+        found = self.engine.add_adapter(
+            name, path, replace=replace, expected_version=expected_version
+        )
+        return cast("Future[ServedAdapter]", found)
+
+    def remove_adapter(self, name: str) -> Future[None]:
+        return self.engine.remove_adapter(name)
+
+    # ------------------------------------------------------------------------------- status
+
+    def numbers(self) -> Future[EngineNumbers]:
+        return _done(self.engine.numbers())
+
+    def jobs(self) -> Future[list[JobStatus]]:
+        return _done(self.engine.jobs())
+
+    def status(self) -> Future[EngineStatus]:
+        engine = self.engine
+        found = (engine.numbers(), engine.adapters(), engine.running(), engine.jobs())
+        return _done(EngineStatus(*found))
+
+    def health(self) -> Health:
+        return self.engine.health()
+
+    # ------------------------------------------------------------------------------- its life
+
+    def wait(self, future: Future[Result]) -> Result:
+        return future.result()
+
+    def listening(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def drain(self, timeout_s: float) -> Future[None]:
+        return self.engine.drain(timeout_s)
+
+    def close(self) -> None:
+        """End its own thread, once nobody asks any more."""
+        self._hashing.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def local_client(
+    load: Callable[[], Executor], options: ServeOptions, tenants: int
+) -> Iterator[LocalClient]:
+    """Load a model and run its engine, on a thread, until the end of the `with`.
+
+    Args:
+        load: loads it.
+        tenants: the number of tenants that may ask.
+    """
+    executor = load()
+    with Engine(executor.state, options.engine(tenants)).start() as engine:
+        client = LocalClient(executor, engine, options)
+        try:
+            yield client
+        finally:
+            client.close()
+
+
+def _done(result: Result) -> Future[Result]:
+    future: Future[Result] = Future()
+    future.set_result(result)
+    return future
