@@ -213,7 +213,8 @@ def goals(steps: Mapping[str, Step], shape: LlamaShape, gpu: Gpu) -> list[Goal]:
         found += [
             Goal("finetuning step, ms", expected["finetuning"] / 1e3, 240,
                  "expected, forward and backward, without the optimizer"),
-            Goal("launches of a layer of finetuning", step.layer_launches, FIRST_TRAINED_LAUNCHES / 2,
+            Goal("launches of a layer of finetuning", step.layer_launches,
+                 FIRST_TRAINED_LAUNCHES / 2,
                  f"forward and backward; half of {FIRST_TRAINED_LAUNCHES}"),
         ]  # fmt: skip
     return found

@@ -9,12 +9,11 @@ token's row there, slots[token], unless that is negative.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from pcg.codegen.lines import filled, statement
+from pcg.codegen.lines import filled, statement, wrapped
 from pcg.codegen.tile_layout import TilePosition, TileShape, position_read
 from pcg.ir.graph import Node
 from pcg.ir.kernel_group import KernelGroup
@@ -81,7 +80,9 @@ def constants_of(group: KernelGroup) -> list[str]:
 
 def unspecialised(arguments: Sequence[str]) -> str:
     """The decorator of a kernel that is not compiled anew for values of some arguments."""
-    return statement(f"@triton.jit(do_not_specialize={json.dumps(arguments)})", 0)
+    names = [f'"{name}",' for name in arguments]
+    names[-1] = names[-1].removesuffix(",")
+    return "\n".join(wrapped(names, "@triton.jit(do_not_specialize=[", "])", 0))
 
 
 @dataclass

@@ -173,14 +173,18 @@ def kernels(model: str, peft: str | None = None) -> Iterator[Kernel]:
             )
 
 
-def check(model: str, architectures: tuple[int, ...]) -> list[Code]:
+def check(model: str, architectures: tuple[int, ...], peft: str | None = None) -> list[Code]:
     """Compile all; nothing spills, and rows are loaded and stored by 16 bytes."""
-    asked = list(kernels(model))
+    asked = list(kernels(model, peft))
     found = compiled(asked, architectures)
     for code, kernel in zip(found, (k for k in asked for _ in architectures), strict=True):
-        code.check_in_registers(128)
+        # Of two programs at a time; for few tokens a processor has one.
+        code.check_in_registers(128 if peft is None else 65536 // (32 * kernel.warps))
         assert code.shared_bytes <= 48 * 1024
-        if "rotary_emb" not in kernel.module:  # a few columns for each token
+        if peft is not None:
+            assert code.count("LDG", "128") >= 8 * kernel.module.count("= K.deferred_rows(")
+            assert code.count("STG") == code.count("STG", "128"), kernel.module
+        elif "rotary_emb" not in kernel.module:  # a few columns for each token
             assert code.count("STG") == code.count("STG", "128"), kernel.module
             # Tokens' rows of the cache are numbers; the weights of a head's norm are 256 bytes for
             # a whole tile.
@@ -192,6 +196,12 @@ def check(model: str, architectures: tuple[int, ...]) -> list[Code]:
 
 def test_machine_code_of_llama() -> None:
     assert len(check("meta-llama/Llama-3.1-8B", (90,))) > 8
+
+
+def test_machine_code_of_kernels_that_add_lora() -> None:
+    """Their loads of B are as wide as those of tokens."""
+    found = check("meta-llama/Llama-3.1-8B", (90,), "lora")
+    assert len(found) == 5  # two norms, rotation, activation; and the norm behind the layers
 
 
 @pytest.mark.slow

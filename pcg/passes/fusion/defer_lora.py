@@ -106,7 +106,8 @@ def _deferred(graph: Graph, returned: Collection[str]) -> _Deferred:
     nodes: list[Node] = []
     summands: dict[str, str] = {}
     for node in graph.nodes:
-        names = _adapted(node) if node.op == "lora_linear" else []
+        is_new = node.op == "lora_linear" and not node.get("deferred")
+        names = _adapted(node) if is_new else []
         if not names or not all(n in returned or _is_read_by_groups(graph, n) for n in names):
             nodes.append(node)
             continue

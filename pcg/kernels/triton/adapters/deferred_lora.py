@@ -8,9 +8,9 @@ base's product: small as it is, it begins and ends under that. What one fork gav
 of that stream was read before the next fork, which waits for it. Eager steps have no second stream,
 as events would take the host as long as launches.
 
-Where a batch has more tokens than `DEFERRED_ROWS` allows, or adapters that are no rows, LoRA is added
-to the product as ever, and nothing is left. The choice is made by the tokens and the largest rank
-alone: a recorded step makes it for all steps of its room.
+Where a batch has more tokens than `DEFERRED_ROWS` allows, or adapters that are no rows, LoRA is
+added to the product at once, and nothing is left. The choice is made by the tokens and the largest
+rank alone: a recorded step makes it for all steps of its room.
 """
 
 from __future__ import annotations
@@ -134,8 +134,7 @@ def _other_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _is_deferred(x: Tensor, lora: LoraRows) -> bool:
-    most_rank = triton.next_power_of_2(max(1, lora.b_rows.shape[2]))
-    return len(x) * most_rank <= DEFERRED_ROWS
+    return len(x) * int(lora.b_rows.shape[2]) <= DEFERRED_ROWS
 
 
 def _places_of(lora: LoraRows, x: Tensor) -> Tensor:
