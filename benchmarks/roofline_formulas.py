@@ -91,7 +91,7 @@ def size_of(x: Tensor) -> int:
 
 
 def deferred_work(lora: Any) -> Work:
-    """What a group's kernel reads and multiplies to add LoRA that was left to it."""
+    """The work of a group's kernel to add LoRA that was left to it."""
     if lora.pointers is None:
         return Work(0)
     ranks = _numbers(lora.up.ranks)[lora.number]

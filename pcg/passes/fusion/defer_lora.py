@@ -70,7 +70,7 @@ def _carried(model: ModelGraph) -> list[int]:
 
 
 def _of_one_lora(graph: Graph) -> Iterator[str]:
-    """What a graph returns once, and reads nowhere, of products by one weight with LoRA."""
+    """Names that a graph returns once, and reads nowhere, of products by one weight with LoRA."""
     for node in graph.nodes:
         if node.op == "lora_linear" and len(node.outputs) == 1:
             name = node.outputs[0].name

@@ -54,7 +54,7 @@ class DeferredLora:
 
     @property
     def pointers(self) -> Sequence[Tensor] | None:
-        """What a kernel is given in place of a tensor; None where nothing is to be added."""
+        """The tensors that a kernel is given in place of one; None where nothing is to be added."""
         if self.places is None or self.s is None or self.up is None:
             return None
         return self.places, self.s, self.up.memory, self.up.rows, self.up.ranks
