@@ -36,6 +36,8 @@ from pcg.serve.json_bytes import json_bytes
 LOG = logging.getLogger("pcg.serve")
 
 INVALID = "invalid_request_error"
+UNSUPPORTED = "unsupported"
+"""The code of an error of what this server does not have."""
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -48,7 +50,7 @@ _TYPES = {
 _STATUS: tuple[tuple[type[PcgError], int, str | None], ...] = (
     (DrainingError, 503, "shutting_down"),
     (GenerationError, 400, None),
-    (UnsupportedError, 400, "unsupported"),
+    (UnsupportedError, 400, UNSUPPORTED),
     (AdapterConflictError, 409, "conflict"),
     (AdapterError, 400, "invalid_adapter"),
     (DataError, 400, "invalid_data"),
@@ -171,6 +173,9 @@ def of_validation(error: RequestValidationError) -> ApiError:
         return _no_json()
     if param is None and isinstance(error.body, bytes):
         return ApiError(400, "Send the body as content-type: application/json.")
+    if first["type"] == UNSUPPORTED:
+        said = f"{param} is not supported; {first['msg']}."
+        return ApiError(400, said, param=param, code=UNSUPPORTED)
     if first["type"] == "missing" and param is not None:
         return ApiError(400, f"Missing required parameter: '{param}'.", param=param)
     where = f"Invalid value for '{param}': " if param else "Invalid body: "

@@ -235,6 +235,7 @@ def _special_texts(config: Json, special_tokens_map: Json) -> dict[str, str]:
     """Return the texts of the named special tokens; tokenizer_config.json takes precedence.
 
     A token is given as its text, or as an object with its text under "content".
+    ConfigError: a text has half of a character.
     """
     texts = {}
     for name in (f"{short}_token" for short in _NAMED):
@@ -242,6 +243,10 @@ def _special_texts(config: Json, special_tokens_map: Json) -> dict[str, str]:
         if isinstance(token, Mapping):
             token = token.get("content")
         if isinstance(token, str) and token:
+            try:
+                check_characters(token)
+            except GenerationError as error:
+                raise ConfigError(f"{name}={shown(token)}: {error}{_REPAIR}") from error
             texts[name] = token
     return texts
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from pcg.runtime.requests.request import Completion, RequestFields
 from pcg.serve.errors import ApiError
 from pcg.serve.json_bytes import json_bytes
+from pcg.serve.openai.absent_fields import AbsentOfCompletions
 from pcg.serve.openai.call import Call
 from pcg.serve.openai.chat.response_format import ResponseFormat, content_schema
 from pcg.serve.openai.completion_events import CompletionEvents, Wanted
@@ -31,8 +32,8 @@ _DEFAULT_TOKENS = 16
 """OpenAI's default of max_tokens here."""
 
 
-class CompletionBody(SamplingBody):
-    """A request for continuations; `user` has no effect, and `suffix` is refused."""
+class CompletionBody(SamplingBody, AbsentOfCompletions):
+    """A request for continuations; `user` has no effect."""
 
     prompt: Prompts
     add_special_tokens: bool | None = None
@@ -43,7 +44,6 @@ class CompletionBody(SamplingBody):
     model: str | None = None
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
-    suffix: str | None = None
     user: str | None = None
 
     def names(self) -> FieldNames:
@@ -57,8 +57,6 @@ class CompletionBody(SamplingBody):
         Raises:
             ApiError: fields that do not go together.
         """
-        if self.suffix:
-            raise ApiError(400, "suffix is not supported; leave it out", param="suffix")
         if self.stream_options is not None and not self.stream:
             raise ApiError(
                 400, "stream_options needs stream=true; leave it out", param="stream_options"

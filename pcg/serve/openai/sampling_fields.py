@@ -12,6 +12,7 @@ from pydantic import Field
 
 from pcg.runtime.requests.request import RequestFields
 from pcg.serve.errors import ApiError
+from pcg.serve.openai.absent_fields import AbsentFields
 from pcg.serve.openai.structured_outputs import GuidedFields
 from pcg.serve.openai.wire import WireModel
 
@@ -66,7 +67,7 @@ class SamplingDefaults(WireModel):
     max_new_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
-class SamplingBody(GuidedFields):
+class SamplingBody(GuidedFields, AbsentFields):
     """Fields of a body that say how tokens are chosen, and when the output ends."""
 
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from pcg.runtime.requests.request import RequestFields
 from pcg.serve.errors import ApiError
+from pcg.serve.openai.absent_fields import AbsentOfChats
 from pcg.serve.openai.chat.generation import Chat
 from pcg.serve.openai.chat.messages import Messages
 from pcg.serve.openai.chat.response_format import ResponseFormat, content_schema
@@ -39,7 +40,7 @@ class ChatFieldsWithoutEffect(WireModel):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ChatBody(SamplingBody, ChatFieldsWithoutEffect):
+class ChatBody(SamplingBody, ChatFieldsWithoutEffect, AbsentOfChats):
     """A request for the next message of a chat."""
 
     messages: Messages
