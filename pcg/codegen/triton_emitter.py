@@ -26,9 +26,9 @@ SERVING = (
     """Each row's most likely token, [R, V] to [R]; of equal ones the first."""
     return K.greedy(logits)
 ''',
-    '''def draw(logits, temperatures, uniform):
-    """A token of each row at its own number, and whether one could be drawn."""
-    return K.draw(logits, temperatures, uniform)
+    '''def draw(logits, limits, uniform):
+    """A token of each row within its limits, at its own number, and whether one could be drawn."""
+    return K.draw(logits, limits, uniform)
 ''',
 )
 """Functions of a serving program that choose tokens."""

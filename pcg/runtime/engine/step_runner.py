@@ -44,6 +44,13 @@ from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Forward, Part, Phase
 from pcg.units import shown
 
+_WAYS_TO_CHOOSE = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.0, top_p=0.9),
+)
+"""The parameters of which each runs other kernels."""
+
 
 class StepRunner:
     """Runs steps of the engine on one program.
@@ -96,11 +103,8 @@ class StepRunner:
         with torch.inference_mode():
             for dtype in {self._runner.logits_dtype, torch.float32}:
                 logits = torch.zeros((1, self._vocabulary), dtype=dtype, device=self._device)
-                samplers = [
-                    Sampler(SamplingParams(temperature=t), (ANY_TOKEN,)) for t in (0.0, 1.0)
-                ]
-                for sampler in samplers:
-                    sample(logits, [sampler], self._runner.drawing)
+                for params in _WAYS_TO_CHOOSE:
+                    sample(logits, [Sampler(params, (ANY_TOKEN,))], self._runner.drawing)
 
     def use(self, program: ServingProgram) -> None:
         """Serve by a program for other adapter sites."""

@@ -76,7 +76,7 @@ class ModelRunner:
         self.weights = weights
         self._functions = load_functions(serving.source, "serving")
         greedy, draw = (self._functions.get(name) for name in ("greedy", "draw"))
-        self.drawing = Drawing(greedy, draw) if greedy is not None and draw is not None else None
+        self.drawing = None if greedy is None or draw is None else Drawing.by_kernels(greedy, draw)
         self._inputs = LayerInputs(serving.model)
         self._blocks = [self._functions[block.name] for block in serving.model.blocks]
         self._is_sequence_parallel = is_sequence_parallel(serving.model)
