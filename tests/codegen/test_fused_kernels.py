@@ -120,7 +120,7 @@ from pcg.kernels.triton import ops as K
 POINTERS = {"bf16": "*bf16", "f32": "*fp32", "i64": "*i64", "u8": "*u8"}
 
 
-DEFERRED = {"places": "*i32", "s": "*fp32", "memory": "*bf16", "rows": "*i64", "ranks": "*i32"}
+DEFERRED = {"by_token": "*i32", "s": "*fp32", "memory": "*bf16", "rows": "*i64", "ranks": "*i32"}
 """Tables of LoRA that a kernel adds itself, and the types of what they hold."""
 PARTS = 16
 """The most parts of the sums that it reads."""

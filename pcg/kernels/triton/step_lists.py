@@ -7,7 +7,6 @@ entries are copied; the other all the rest, of which one copy fills what the ste
     read                          [sequences], int64; the tokens behind which logits are read
     attention                     the lists of `attention/work.py`
     tiles, row_tiles              tokens, and what is read, by adapter (`token_tiles`)
-    places                        adapters by token (`token_places`), for few tokens
 
 A room says how long they are (`step_rooms.py`), and all rooms begin at the same place, as one graph
 runs at a time. What a step does not fill is empty: tokens of no sequence have the id 0, no part, no
@@ -24,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pcg.kernels.adapter_batch import AdapterSlot
 from pcg.kernels.batch import BlockTable, StepTokens
-from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.kernels.sizes import PAGE_TOKENS, RANK_STEP
 from pcg.kernels.triton.adapters import token_tiles
-from pcg.kernels.triton.adapters.token_places import token_places
-from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles
+from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TileSpan, TokenTiles
 from pcg.kernels.triton.attention.work import (
     AttentionWork,
     Rows,
@@ -100,9 +99,8 @@ class StepLists:
         ids, positions, rows, read = (column.view(torch.int64) for column in columns[:4])
         tables = self._tables[: room.sequences]
         work = AttentionWork.beside(tables, columns[4], room.attention(0))
-        places = columns[7].view(-1, 2)
-        tiles = TokenTiles(columns[5], room.by_adapter, room.block, places)
-        of_rows = TokenTiles(columns[6], room.rows_by_adapter, DECODE_BLOCK)
+        tiles = TokenTiles(columns[5], room.by_adapter, room.block, room.width)
+        of_rows = TokenTiles(columns[6], room.rows_by_adapter, DECODE_BLOCK, room.width)
         return RoomLists(
             *(ids, positions, rows, read, work),
             tiles if room.by_adapter.places else None,
@@ -161,9 +159,6 @@ class StepLists:
         spans = spans_of(starts.tolist(), tokens.lengths, tokens.slots)
         found = token_tiles.token_tiles(spans, room.block, room.by_adapter)
         host.tiles.memory.copy_(found.memory)
-        if room.tokens == room.places_by_token:
-            assert host.tiles.by_token is not None
-            host.tiles.by_token.copy_(token_places(spans, room.tokens))
         if host.row_tiles is not None:
             slots = [tokens.slots[place] for place in tokens.read]
             spans = spans_of(range(len(slots)), [1] * len(slots), slots)
@@ -190,8 +185,8 @@ class StepLists:
 
 
 def spans_of(
-    starts: Sequence[int], lengths: Sequence[int], slots: Sequence[int]
-) -> list[tuple[int, int, int]]:
+    starts: Sequence[int], lengths: Sequence[int], slots: Sequence[AdapterSlot]
+) -> list[TileSpan]:
     """Return first token, tokens and slot of neighbours with one adapter."""
     spans = []
     for slot, own in groupby(zip(starts, lengths, slots, strict=True), key=lambda one: one[2]):
@@ -202,10 +197,13 @@ def spans_of(
 
 def sizes_of(tokens: StepTokens) -> StepSizes:
     """Return what the room of a step is chosen by."""
-    tiles = 0
+    tiles = wide = widest = 0
     for _, length, slot in spans_of(tokens.lengths, tokens.lengths, tokens.slots):
-        tiles += -(-length // DECODE_BLOCK) if slot >= 0 else 0
-    return StepSizes(tokens.lengths, tokens.contexts, tiles)
+        if slot.number >= 0:
+            tiles += -(-length // DECODE_BLOCK)
+            more = slot.width // RANK_STEP - 1
+            wide, widest = wide + length * more, max(widest, more)
+    return StepSizes(tokens.lengths, tokens.contexts, tiles, (wide, widest))
 
 
 def _rows(tokens: StepTokens, lengths: Rows, starts: Rows, positions: Rows) -> Rows:
@@ -225,7 +223,7 @@ def _rows(tokens: StepTokens, lengths: Rows, starts: Rows, positions: Rows) -> R
 def _places(room: StepRoom) -> list[tuple[int, int]]:
     """The first number and the size of each list, in int32."""
     work = room.attention(0).size
-    of_adapters = [room.by_adapter.size, room.rows_by_adapter.size, 2 * room.places_by_token]
+    of_adapters = [room.by_adapter.size, room.rows_by_adapter.size]
     read = 0 if room.decodes else 2 * room.sequences
     places, start = [], 0
     for size in (*[2 * room.tokens] * 3, read, work, *of_adapters):

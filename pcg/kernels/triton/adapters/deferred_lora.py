@@ -8,9 +8,9 @@ base's product: small as it is, it begins and ends under that. What one fork gav
 of that stream was read before the next fork, which waits for it. Eager steps have no second stream,
 as events would take the host as long as launches.
 
-Where a batch has more tokens than `DEFERRED_ROWS` allows, or adapters that are no rows, LoRA is
-added to the product at once, and nothing is left. The choice is made by the tokens and the largest
-rank alone: a recorded step makes it for all steps of its room.
+It is so where tokens decode (`token_tiles.DECODE_BLOCK`): as decode's expand, such a kernel reads B
+for each token by itself. For the many tokens of prompts, and for adapters that are no rows, LoRA is
+added to the product at once, and nothing is left.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ import triton
 from torch import Tensor
 
 from pcg.kernels.adapter_batch import LoraRows
-from pcg.kernels.sizes import DEFERRED_ROWS
 from pcg.kernels.triton.adapters import dispatch, segmented_lora
 from pcg.kernels.triton.adapters.rank_rows import RankRows
-from pcg.kernels.triton.adapters.token_places import token_places
-from pcg.kernels.uploads import uploaded
+from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles
 
 
 @dataclass(frozen=True)
@@ -38,40 +36,34 @@ class DeferredLora:
 
     Attributes:
         number: the output's among those with LoRA.
-        places: slot and place of each token, [T, 2].
-        s: [parts, outputs, places, most_rank], the partial sums of shrink.
+        by_token: the adapter of each token, [T, 4] (`token_tiles`).
+        s: [parts, outputs, sums], the partial sums of shrink.
         up: the rows of Bᵀ.
     """
 
     number: int = 0
-    places: Tensor | None = None
+    by_token: Tensor | None = None
     s: Tensor | None = None
     up: RankRows | None = None
 
     def __getitem__(self, rows: Tensor) -> DeferredLora:
         """The summand of some of the tokens."""
-        return self if self.places is None else replace(self, places=self.places[rows])
+        return self if self.by_token is None else replace(self, by_token=self.by_token[rows])
 
     @property
     def pointers(self) -> Sequence[Tensor] | None:
         """The tensors that a kernel is given in place of one; None where nothing is to be added."""
-        if self.places is None or self.s is None or self.up is None:
+        if self.by_token is None or self.s is None or self.up is None:
             return None
-        return self.places, self.s, self.up.memory, self.up.rows, self.up.ranks
+        return self.by_token, self.s, self.up.memory, self.up.rows, self.up.ranks
 
     @property
     def numbers(self) -> Sequence[int]:
         """The numbers that it is given, `DEFERRED_NUMBERS`."""
         assert self.s is not None
         assert self.up is not None
-        parts, slices, places, most_rank = self.s.shape
-        return (
-            self.number * self.up.slots,
-            self.number * places,
-            most_rank,
-            slices * places * most_rank,
-            parts,
-        )
+        (parts, slices, sums), j = self.s.shape, self.number
+        return self.up.first + j, j * self.up.slots, j * sums, slices * sums, parts
 
     @property
     def parts(self) -> int:
@@ -108,45 +100,31 @@ def begun_lora(x: Tensor, a: Sequence[Any], b: Sequence[Any]) -> BegunLora:
     begun, lora = BegunLora(x, a, b), a[0]
     if lora is None:
         begun.left = (_NOTHING,) * len(a)
-    elif isinstance(lora, LoraRows) and _is_deferred(x, lora):
-        down, up = dispatch.matrices_of(lora)
-        tiles, places = dispatch.tiles_of(lora, x), _places_of(lora, x)
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            begun.beside = _stream_beside(torch.cuda.current_stream(x.device))
-            with torch.cuda.stream(begun.beside):
-                s = segmented_lora.shrink(x, down, tiles)
-        else:
-            s = segmented_lora.shrink(x, down, tiles)
-        begun.left = tuple(DeferredLora(number, places, s, up) for number in range(len(a)))
+    elif isinstance(lora, LoraRows):
+        tiles = dispatch.tiles_of(lora, x)
+        if tiles.block == DECODE_BLOCK and tiles.capacity.tokens >= len(x):
+            down, up = dispatch.matrices_of(lora)
+            s, begun.beside = _shrunk(x, down, tiles)
+            left = (DeferredLora(number, tiles.by_token, s, up) for number in range(len(a)))
+            begun.left = tuple(left)
     return begun
 
 
-def _stream_beside(current: torch.cuda.Stream) -> torch.cuda.Stream:
-    """Another stream, which goes on where this one is."""
-    beside = _other_stream(current.device)
-    beside.wait_stream(current)
-    return beside
+def _shrunk(
+    x: Tensor, down: RankRows, tiles: TokenTiles
+) -> tuple[Tensor, torch.cuda.Stream | None]:
+    """s, and the stream that makes it."""
+    if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return segmented_lora.shrink(x, down, tiles), None
+    beside = _other_stream(x.device)
+    beside.wait_stream(torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(beside):
+        return segmented_lora.shrink(x, down, tiles), beside
 
 
 @cache
 def _other_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
-
-
-def _is_deferred(x: Tensor, lora: LoraRows) -> bool:
-    return len(x) * int(lora.b_rows.shape[2]) <= DEFERRED_ROWS
-
-
-def _places_of(lora: LoraRows, x: Tensor) -> Tensor:
-    """Slot and place of each token, made once for all sites."""
-    known = lora.tokens.known
-    tiles = dispatch.tiles_of(lora, x)
-    if tiles.by_token is not None:
-        return tiles.by_token
-    if "places" not in known:
-        known["places"] = uploaded(token_places(lora.tokens.spans, len(x)), x.device)
-    found: Tensor = known["places"]
-    return found
 
 
 def with_deferred_lora(begun: BegunLora, y: Tensor, weight: Any) -> Sequence[Any]:
