@@ -117,6 +117,7 @@ def _package(requirement: Requirement) -> dict[str, Any]:
 def _torch_machine() -> dict[str, Any]:
     import torch
 
+    from pcg.kernels.attention_libraries import LIBRARIES, choose_libraries, is_ready
     from pcg.kernels.backend import choose_backend, machine_device
     from pcg.kernels.torch.products import has_onednn
     from pcg.options import DTYPES
@@ -126,6 +127,7 @@ def _torch_machine() -> dict[str, Any]:
         gpu = torch.cuda.get_device_properties(index)
         capability = f"{gpu.major}.{gpu.minor}"
         gpus.append({"name": gpu.name, "memory_bytes": gpu.total_memory, "capability": capability})
+    backend = choose_backend("auto", machine_device())
     there = torch.distributed.is_available()
     affinity = getattr(os, "sched_getaffinity", None)  # Linux
     return {
@@ -136,7 +138,14 @@ def _torch_machine() -> dict[str, Any]:
             "packed_dtypes": [name for name in DTYPES if has_onednn(getattr(torch, name))],
         },
         "gpus": gpus,
-        "backend": str(choose_backend("auto", machine_device())),
+        "backend": str(backend),
+        "attention": {
+            "auto": choose_libraries("auto", backend.name, machine_device()),
+            "libraries": [
+                {"name": one.name, "use": one.use, "ok": is_ready(one), "extra": one.extra}
+                for one in LIBRARIES
+            ],
+        },
         "cuda": torch.version.cuda,
         "distributed": {
             "gloo": there and torch.distributed.is_gloo_available(),
@@ -269,6 +278,11 @@ def _print(report: dict[str, Any]) -> None:
             rows.add_row("gpu", "none", "everything runs on the CPU")
         name, _, reason = report["backend"].partition(": ")
         rows.add_row("backend", name, plain(reason))
+        attention = report["attention"]
+        missing = [f"pcg[{one['extra']}]" for one in attention["libraries"] if not one["ok"]]
+        rows.add_row(
+            "attention", attention["auto"], f"without {', '.join(missing)}" * bool(missing)
+        )
         backends = [name for name, is_there in report["distributed"].items() if is_there]
         rows.add_row("distributed", ", ".join(backends) or "none", "several processes")
     memory = report["memory_bytes"]

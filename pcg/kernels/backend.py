@@ -40,9 +40,9 @@ class BackendChoice:
         return f"{self.name}: {self.reason}"
 
 
-def machine_device() -> torch.device:
-    """Return the GPU where there is one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def machine_device(asked: str | torch.device | None = None) -> torch.device:
+    """Return the device asked for; else the GPU where there is one, else the CPU."""
+    return torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def choose_backend(

@@ -215,3 +215,8 @@ def test_adapters_are_copied_from_the_host_beside_steps(gpu: None, backend: str)
 @pytest.mark.slow
 def test_an_engine_replays_its_steps(gpu: None) -> None:
     on_device.an_engine_replays_its_steps()
+
+
+@pytest.mark.slow
+def test_windows_are_recorded(gpu: None) -> None:
+    on_device.windows_are_recorded()
