@@ -139,6 +139,7 @@ def _torch_machine() -> dict[str, Any]:
         },
         "gpus": gpus,
         "backend": str(backend),
+        "ptxas": _ptxas(gpus),
         "attention": {
             "auto": choose_libraries("auto", backend.name, machine_device()),
             "libraries": [
@@ -151,6 +152,29 @@ def _torch_machine() -> dict[str, Any]:
             "gloo": there and torch.distributed.is_gloo_available(),
             "nccl": there and torch.distributed.is_nccl_available(),
         },
+    }
+
+
+def _ptxas(gpus: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The assembler of Triton's kernels for Hopper, and how its self-test went, where one is there.
+
+    None where Triton cannot be imported.
+    """
+    try:
+        from pcg.kernels.triton.ptxas import failure, prefer_newest, used_ptxas
+    except ImportError:
+        return None
+    import torch
+
+    prefer_newest()
+    hopper = next((i for i, gpu in enumerate(gpus) if gpu["capability"] == "9.0"), None)
+    used = used_ptxas(90)
+    wrong = None if hopper is None else failure(torch.device("cuda", hopper))
+    return {
+        "path": used.path,
+        "version": ".".join(map(str, used.version)),
+        "is_fixed": used.is_fixed,
+        "self_test": "no Hopper GPU" if hopper is None else wrong or "passed",
     }
 
 
@@ -278,6 +302,11 @@ def _print(report: dict[str, Any]) -> None:
             rows.add_row("gpu", "none", "everything runs on the CPU")
         name, _, reason = report["backend"].partition(": ")
         rows.add_row("backend", name, plain(reason))
+        if (ptxas := report["ptxas"]) is not None:
+            fixed = "" if ptxas["is_fixed"] else "before 13.3, which is wrong on Hopper at times; "
+            rows.add_row(
+                "ptxas", ptxas["version"], plain(f"{fixed}self-test: {ptxas['self_test']}")
+            )
         attention = report["attention"]
         missing = [f"pcg[{one['extra']}]" for one in attention["libraries"] if not one["ok"]]
         rows.add_row(

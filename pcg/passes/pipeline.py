@@ -25,6 +25,7 @@ from pcg.passes.compress import Compress
 from pcg.passes.differentiate_model import AddLoss, DifferentiateModel
 from pcg.passes.emit import Emit, ListFunctions
 from pcg.passes.fusion.choose_attention import ChooseAttention
+from pcg.passes.fusion.defer_lora import DeferLora
 from pcg.passes.fusion.defer_residual_add import DeferResidualAdd
 from pcg.passes.fusion.fuse_gradients import FuseGradients
 from pcg.passes.fusion.fuse_linears import FuseLinears
@@ -216,7 +217,11 @@ def pipeline(given: Settings) -> Pipeline:
                 On(serving, FuseLora()),
                 On(serving, CoalesceCollectives()),
                 On(Trained.map_serving_prologue, Overlap()),
-                *when(triton, On(Trained.map_serving, DeferResidualAdd())),
+                *when(
+                    triton,
+                    On(Trained.map_serving, DeferResidualAdd()),
+                    On(Trained.map_serving, DeferLora()),
+                ),
             ),
             _stage(
                 "fuse_training",
