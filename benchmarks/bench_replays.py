@@ -1,6 +1,6 @@
 """The share of steps that a GPU replays, in simulated time, with jobs running.
 
-    python benchmarks/bench_replays.py [--rate 8 --rate 40] [--duration 60] [--device H200]
+    python benchmarks/bench_replays.py [--rate 8 --rate 40] [--duration 180] [--device H200]
 
 Llama-3.1-8B serves ShareGPT's single turns, each by one of 32 adapters of rank 16, and
 trains two jobs of LoRA on all linear operators, 4 sequences of 1,024 tokens a step, beside them.
@@ -10,6 +10,7 @@ device takes the time that a cost model predicts, and says of each step what a G
     served     what is served has a room among those that are recorded at warm-up
     whole      and so has each layer of a window that runs in the step, forward or back: its place
                in its pass was recorded, which takes one layer behind each that runs eagerly
+    later      as whole, of the steps of the second half, when the jobs have run for a while
     before     the step only decodes, which is all that was replayed before there were rooms for
                prompts and windows
 
@@ -88,7 +89,7 @@ class Watch:
     engine: SimulatedEngine
     rooms: StepRooms
     layers: int
-    served: int = 0
+    half_s: float
     counts: Counter[str] = field(default_factory=Counter)
     eager: Counter[str] = field(default_factory=Counter)
     _windows: dict[tuple[int, int], bool] = field(default_factory=dict)
@@ -151,7 +152,11 @@ class Watch:
         if now["steps"]:
             self.counts["steps"] += 1
             self.counts["served"] += now["served"]
-            self.counts["whole"] += now["served"] and not now["eager layers"]
+            whole = now["served"] and not now["eager layers"]
+            self.counts["whole"] += whole
+            if self.engine.clock.now_s() > self.half_s:
+                self.counts["later steps"] += 1
+                self.counts["later"] += whole
             self.counts["before"] += now["decodes"] and not now["layers"]
 
 
@@ -160,7 +165,7 @@ def measured(program: SimulatedProgram, rate: float, duration_s: float) -> dict[
     engine = program.engine(LIMITS)
     pool, layers = engine.pool.size, program.costs.layers
     rooms = StepRooms(LIMITS.running, LIMITS.tokens, LONGEST // 16, pool, GROUP, has_adapters=True)
-    watch = Watch(engine, rooms, layers)
+    watch = Watch(engine, rooms, layers, duration_s / 2)
     for job in range(JOBS):
         engine.finetune(f"job {job}", repeat(BATCH), sizes=JobWindows(layers))
     lengths = SHAREGPT_FIRST_PROMPTS, SHAREGPT_FIRST_OUTPUTS
@@ -175,6 +180,7 @@ def measured(program: SimulatedProgram, rate: float, duration_s: float) -> dict[
         "steps": found["steps"],
         "served": round(found["served"] / found["steps"], 4),
         "whole": round(found["whole"] / found["steps"], 4),
+        "later": round(found["later"] / found["later steps"], 4),
         "before": round(found["before"] / found["steps"], 4),
         "layers of jobs": found["layers"],
         "replayed layers": round(1 - found["eager layers"] / max(found["layers"], 1), 4),
@@ -186,7 +192,7 @@ def main() -> None:
     """Simulate and write the result file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rate", type=float, action="append")
-    parser.add_argument("--duration", type=float, default=60.0)
+    parser.add_argument("--duration", type=float, default=180.0)
     parser.add_argument("--device", default="H200")
     arguments = parser.parse_args()
     program = simulated_program(MODEL, arguments.device, finetuning_tokens=sum(BATCH))
