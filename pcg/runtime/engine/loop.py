@@ -8,6 +8,7 @@ stream of their own, beside the forward. Everything that happens is in the event
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from collections.abc import Sequence as List
 
 from pcg.errors import GenerationError, PcgError, as_pcg_error
@@ -40,6 +41,8 @@ class EngineLoop:
     Attributes:
         submitted: number of requests so far, which is the index of the next one's chunks.
         worked: True if the last step ran anything.
+        awaited: a function that tells if somebody waits for the end of a step, which ends one that
+            serves nothing between two parts; None where nobody can.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class EngineLoop:
         self.totals = Totals(self.log)
         self.sharing: Sharing = CoServing() if options.sharing is None else options.sharing
         self.worked = False
+        self.awaited: Callable[[], bool] | None = None
         self._latencies: Latencies | None = None
         if options.latencies is not None:
             self.learn(options.latencies)
@@ -179,6 +183,7 @@ class EngineLoop:
         for sequence in plan.admitted:
             self._note(Kind.ADMITTED, sequence.id)
         step = Step.of(plan, self.scheduler.limits, self._latencies)
+        step.yields = self.awaited is not None and not step.is_served
         self.sharing.begin(step)
         # How many parts fit beside a forward is known by latencies.
         is_beside = step.is_served and None not in (self.device.side, self._latencies)
@@ -317,6 +322,8 @@ class EngineLoop:
         ahead_s = step.ahead_s() if step.is_served else 0.0
         step.elapsed_s = self.clock.now_s() - started
         while group := self.jobs.next_group(self.sharing, step, ahead_s):
+            if step.yields and step.units and self.awaited is not None and self.awaited():
+                return
             try:
                 took = self._run(group.parts, started + step.elapsed_s)
             except Exception as error:

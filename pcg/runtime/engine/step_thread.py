@@ -55,6 +55,7 @@ class StepThread(ABC):
         self._refusal: EngineError | None = None
         self._closing = False
         self._calls: SimpleQueue[_Call] = SimpleQueue()
+        engine.awaited = self._is_called
         # A stream that is collected cancels its request, also while this thread holds the lock.
         self._lock = RLock()
         self._streams: dict[int, Stream] = {}
@@ -151,6 +152,9 @@ class StepThread(ABC):
         """Seconds since the step under way began; None between two steps."""
         began = self._step_began
         return None if began is None else time.monotonic() - began
+
+    def _is_called(self) -> bool:
+        return not self._calls.empty()
 
     def _check_open(self) -> None:
         error = self.ended or self._refusal

@@ -26,6 +26,7 @@ class Step:
         spent_s: the time that what ran in it took.
         trained_s: the part of it that finetuning took, as far as predictions tell.
         served: the load of what is served.
+        yields: True if it serves nothing, and ends when a request comes.
     """
 
     limits: Limits
@@ -42,6 +43,7 @@ class Step:
     spent_s: float = 0.0
     trained_s: float = 0.0
     served: Load = field(default_factory=Load)
+    yields: bool = False
 
     @classmethod
     def of(cls, plan: StepPlan, limits: Limits, latencies: Latencies | None) -> Step:
