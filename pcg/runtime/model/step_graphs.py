@@ -23,8 +23,8 @@ from __future__ import annotations
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable, pages_for
 from pcg.runtime.model.batch import Batch
+from pcg.runtime.model.recorder import Recorder, recorder_for
 from pcg.runtime.model.runner import ModelRunner
 
 EAGER_STEPS = 4
@@ -47,38 +48,6 @@ everything twice, and the driver then prepares the graph: about the time of so m
 worst doubles the time."""
 MOST_GRAPHS = 1024
 """The most graphs that are kept, those replayed last: a device keeps the launches of each."""
-
-
-class Recorder(Protocol):
-    """Makes functions that run again without the host's work."""
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record a function, which is called any number of times, and return one that repeats it.
-
-        It reads and writes memory that stays, and the repetition takes its present contents.
-        """
-
-
-class CudaRecorder:
-    """Records CUDA graphs; they share memory for intermediate tensors, as one runs at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        current = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            run()  # compiles kernels, and has libraries make their workspaces
-        current.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may read adapters or compile meanwhile.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            run()
-        return graph.replay
 
 
 class RecordedBatch(Batch):
@@ -155,10 +124,12 @@ class StepGraphs:
         A step is then replayed in the smallest of these rooms that holds it.
 
         Args:
-            adapters: those that may run; of larger ranks than theirs, others move the tables.
+            adapters: those that may run; wider ones that come have rooms of their own.
         """
         self._tables.reserve(self.rooms.sequences, adapters)
+        self.rooms = replace(self.rooms, widest=self._tables.widest(adapters))
         self._warm = self.rooms.all
+        self._serving.clear()
         self._drop_moved()
         for room in self._warm:
             if room not in self._graphs and self.recorder is not None:
@@ -214,12 +185,12 @@ class StepGraphs:
         return bool(self._warm) and self.recorder is not None
 
     def _room_for(self, own: StepRoom) -> StepRoom | None:
-        """Return the room that a step is replayed in, its own or a warm one; None without any."""
-        if not self._warm:
-            return own if self._lists_of_rooms.has_room(own) else None
+        """Return the room that a step is replayed in, a warm one or its own; None without any."""
         if own not in self._serving:
             holding = [room for room in self._warm if room.holds(own)]
-            self._serving[own] = min(holding, default=None)
+            # An adapter may have come that is wider than those of the warm rooms.
+            mine = own if self._lists_of_rooms.has_room(own) else None
+            self._serving[own] = min(holding, default=mine)
         return self._serving[own]
 
     def _is_time(self, room: StepRoom) -> bool:
@@ -290,11 +261,6 @@ class StepGraphs:
 
 _NOTHING = StepTokens((), (), (), (), (), ())
 """The tokens that rooms are recorded with at warm-up: none, so that nothing is written."""
-
-
-def recorder_for(device: torch.device) -> Recorder | None:
-    """Return the recorder of a device; None if it has none."""
-    return CudaRecorder(device) if device.type == "cuda" else None
 
 
 def step_graphs(
