@@ -89,8 +89,10 @@ class CoServing(Sharing):
         if latencies is None:
             # The first step that serves tells how long steps take.
             return 0 if step.is_served else unit.remaining
-        if step.yields or self._share_of(step) is not None:
-            return 0  # in layers, between which a step can end
+        if self._share_of(step) is not None:
+            return self._account.paid_whole(step, unit, latencies)
+        if step.yields:
+            return 0  # in layers, between which it can end
         there = self._window(step, unit, latencies, step.left_s(self.burst))
         if self._keeps_gaps(step):
             best = self._windows.best(step, unit, latencies)
@@ -122,7 +124,8 @@ class CoServing(Sharing):
         if step.latencies is None:
             return 0
         if self._share_of(step) is not None:
-            return self._account.window(step, unit, step.latencies)
+            is_whole = self._account.whole(step, unit, step.latencies) > 0
+            return 0 if is_whole else self._account.window(step, unit, step.latencies)
         if step.yields:
             tokens = self._window(step, unit, step.latencies, step.most_seconds(self.burst))
             return max(tokens, min(unit.remaining, step.limits.least_chunk))

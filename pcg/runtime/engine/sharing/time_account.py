@@ -15,7 +15,8 @@ class TimeAccount:
     are earned. It holds no more than an idle step may last, or what waits for it takes. A step
     spends no more than it earns, whatever was saved, but on one part of `least_chunk` tokens:
     every gap is so bounded by the share, and not their mean alone. Windows are so short that a
-    layer of them takes what a step earns in which requests only decode.
+    layer of them takes a part of what a step earns in which requests only decode; they go forward
+    in layers, or whole where a step has time for that.
 
     Attributes:
         has_share: True in a step in which finetuning has a share.
@@ -51,6 +52,30 @@ class TimeAccount:
             for latency in (latencies.layer, latencies.backward)
         )
         return min(unit.remaining, step.limits.tokens, max(fitting, step.limits.least_chunk))
+
+    def whole(self, step: Step, unit: Forward, latencies: Latencies) -> int:
+        """Return the tokens of a window that goes forward whole, by the products of what is served.
+
+        It is 0 where the step has time for less than half of one that goes in layers.
+        """
+        forward, window = latencies.forward, self.window(step, unit, latencies)
+        seconds = forward.seconds(step.load) + self._step_s - self._spent_s
+        beside = step.load + Load(windows=1)
+        fitting = forward.tokens_within(seconds, unit.context, beside, is_trained=True)
+        tokens = min(window, fitting, step.limits.tokens - step.load.tokens)
+        least = min(step.limits.least_chunk, unit.remaining)
+        return tokens if tokens >= max(least, window / 2) else 0
+
+    def paid_whole(self, step: Step, unit: Forward, latencies: Latencies) -> int:
+        """Return the tokens of such a window if they are earned, and pay them as predicted."""
+        tokens, forward = self.whole(step, unit, latencies), latencies.forward
+        load = step.load + Load.of_window(tokens, unit.context)
+        price_s = forward.seconds(load) - forward.seconds(step.load)
+        self._wanted_s = max(self._wanted_s, price_s)
+        if not tokens or price_s > self._earned_s:
+            return 0
+        self.spend(price_s)
+        return tokens
 
     def affords(self, seconds: float, least_s: float) -> bool:
         """Return True if so much is earned, and the step has time for it.
