@@ -13,7 +13,7 @@ A text over HTTP may differ from the engine's where two tokens are equally likel
 requests then run in other batches; wherever one does, transformers in fp64 has to say so.
 
 Each has one thread for tensors. Reported beside tokens a second: processor time of the serving
-process a token, its threads included, which other programs of the machine do not change as much;
+processes a token, their threads included, which other programs of the machine do not change as much;
 and the time to the first token, of all requests at once, and of one request at a time.
 """
 
@@ -85,7 +85,7 @@ class Round:
 
     Attributes:
         rate: tokens a second, from the first request to the end of the last output.
-        cpu_us: processor time of the serving process a token.
+        cpu_us: processor time of the serving processes a token.
         first_ms: mean time to the first token, of requests that come together.
         single_ms: the median time to the first token, of requests that come one at a time.
     """
@@ -167,9 +167,10 @@ def server(directory: Path) -> Iterator[tuple[int, int]]:
 
 
 def cpu_s(pid: int) -> float:
-    """Return the processor time of a process with its threads, seconds."""
+    """Return the processor time of a process and of those that it started, seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * TICK_S
+    started = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return (int(fields[11]) + int(fields[12])) * TICK_S + sum(map(cpu_s, map(int, started)))
 
 
 # --------------------------------------------------------------------------------- rounds

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from threading import RLock, Thread, current_thread
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 from pcg.errors import EngineError
 from pcg.runtime.admission.arrivals import Arrivals
@@ -28,6 +28,7 @@ from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.requests.stream import Stream, Wakes
 
 Result = TypeVar("Result")
+StreamMaker: TypeAlias = Callable[[Callable[[Stream], None], str | None], Stream]
 
 _BLOCKED_S = 0.01
 """Time between two steps that find nothing to run, as when a paused job holds the pages."""
@@ -66,17 +67,19 @@ class StepThread(ABC):
 
     # ------------------------------------------------------------------------------- for any thread
 
-    def submit_request(self, request: Request) -> Stream:
+    def submit_request(self, request: Request, make: StreamMaker = Stream) -> Stream:
         """Submit a request that `Executor.request` made.
 
+        Args:
+            make: makes its stream, of a function that cancels it and the request's id.
         Raises:
             EngineError: the thread has ended, or takes no requests any more.
         """
         self._check_open()
-        refused = self._refused(request.tenant)
+        refused = self._refused(request.tenant, make)
         if refused is not None:
             return refused
-        stream = Stream(self._cancel, request.request_id or None)
+        stream = make(self._cancel, request.request_id or None)
         call = _Call(functools.partial(self._begin, request, stream, self.engine.clock.now_s()))
         call.future.add_done_callback(functools.partial(_pass_error, stream))
         with self._lock:
@@ -87,14 +90,14 @@ class StepThread(ABC):
         stream.fail(self.ended)
         return stream
 
-    def _refused(self, tenant: str) -> Stream | None:
+    def _refused(self, tenant: str, make: StreamMaker = Stream) -> Stream | None:
         """Return the stream of a request that is refused, as too many wait; None to take it."""
         full = self._arrivals.why_full(tenant)
         if full is None:
             return None
         with self._lock:
             self.engine.totals.turned_away += 1
-        stream = Stream(self._cancel)
+        stream = make(self._cancel, None)
         stream.fail(full)
         return stream
 
@@ -123,6 +126,12 @@ class StepThread(ABC):
     def run(self, act: Callable[[], Result]) -> Result:
         """Run a function between two steps, and wait for it; on the engine's own thread now."""
         return act() if current_thread() is self._thread else self.call(act).result()
+
+    def join(self) -> EngineError:
+        """Wait until the thread has ended, and return why."""
+        self._thread.join()
+        assert self.ended is not None
+        return self.ended
 
     def close(self) -> None:
         """End the thread after its step, and cancel what is left."""
