@@ -12,8 +12,8 @@ words. Both contenders get the same prompts of 16 tokens each round, new ones ev
 A text over HTTP may differ from the engine's where two tokens are equally likely up to rounding, as
 requests then run in other batches; wherever one does, transformers in fp64 has to say so.
 
-Each has one thread for tensors. Reported beside tokens a second: processor time of the serving
-processes a token, their threads included, which other programs of the machine do not change as much;
+Each has one thread for tensors. Reported beside tokens a second: processor time of all serving
+processes a token, which other programs of the machine do not change as much;
 and the time to the first token, of all requests at once, and of one request at a time.
 """
 

@@ -2,103 +2,17 @@
 
 from __future__ import annotations
 
-import re
+import os
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import Any
 
-import httpx2
 import pytest
 
 from tests.support import serving
-
-LONG = {"model": serving.MODEL, "prompt": [1, 2, 3], "max_tokens": 100, "ignore_eos": True}
-WIDE = {**LONG, "n": 64, "stream": True}
-
-
-@dataclass
-class Running:
-    """A process that serves, and its address."""
-
-    process: subprocess.Popen[str]
-    url: str
-
-    @property
-    def port(self) -> str:
-        return self.url.rpartition(":")[2]
-
-    def client(self) -> httpx2.Client:
-        return httpx2.Client(base_url=self.url, headers=serving.HEADERS, timeout=60)
-
-
-@contextmanager
-def running(*options: str, port: str = "0") -> Iterator[Running]:
-    command = [sys.executable, "-m", "pcg_cli", "serve", str(serving.model_directory())]
-    given = ["--port", port, "--api-key", serving.KEY, "--kv-cache-gib", "0.1", *options]
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen([*command, *given], stderr=said, text=True)
-        try:
-            yield Running(process, address(process, said))
-        finally:
-            process.kill()
-            process.wait(30)
-
-
-def address(process: subprocess.Popen[str], said: IO[str]) -> str:
-    """Where a server listens, once it says so."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        said.seek(0)
-        text = said.read()
-        found = re.search(r"^listening at (\S+)$", text, re.MULTILINE)
-        if found:
-            return found[1]
-        assert process.poll() is None, text
-        time.sleep(0.05)
-    raise AssertionError(text)
-
-
-@dataclass
-class Load:
-    """Streams that were begun, each on a thread, and their lines."""
-
-    lines: list[list[str]] = field(default_factory=list)
-    threads: list[threading.Thread] = field(default_factory=list)
-
-    def begin(self, server: Running, count: int) -> None:
-        """Begin so many streams, and wait for the first line of each."""
-        for _ in range(count):
-            lines: list[str] = []
-            has_begun = threading.Event()
-            thread = threading.Thread(target=self._read, args=(server, lines, has_begun))
-            thread.start()
-            self.lines.append(lines)
-            self.threads.append(thread)
-            assert has_begun.wait(30)
-
-    @staticmethod
-    def _read(server: Running, lines: list[str], has_begun: threading.Event) -> None:
-        try:
-            with (
-                server.client() as client,
-                client.stream("POST", "/v1/completions", json=WIDE) as reply,
-            ):
-                for line in reply.iter_lines():
-                    lines.append(line)
-                    has_begun.set()
-        except httpx2.TransportError as error:
-            lines.append(f"broken: {type(error).__name__}")
-
-    def join(self) -> None:
-        for thread in self.threads:
-            thread.join(60)
+from tests.support.served_process import LONG, Load, Running, is_engine, running
+from tests.support.waiting import until
 
 
 def text_of(server: Running) -> Any:
@@ -108,10 +22,10 @@ def text_of(server: Running) -> Any:
 
 
 def test_sigterm_under_load_loses_nothing_that_was_begun() -> None:
-    with running("--served-model-name", serving.MODEL) as server:
+    with running() as server:
         load = Load()
         load.begin(server, 2)
-        server.process.send_signal(signal.SIGTERM)
+        os.killpg(server.process.pid, signal.SIGTERM)  # all processes, as a service manager does
         with server.client() as client:
             refused = client.post("/v1/completions", json=LONG)
         assert refused.status_code == 503
@@ -126,27 +40,31 @@ def test_sigterm_under_load_loses_nothing_that_was_begun() -> None:
 
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once() -> None:
-    with running("--served-model-name", serving.MODEL) as server:
+    with running() as server:
         load = Load()
         load.begin(server, 4)
-        server.process.send_signal(signal.SIGINT)
+        os.killpg(server.process.pid, signal.SIGINT)  # as Ctrl-C in a terminal
         with server.client() as client:
             assert client.get("/health").status_code == 503
-        server.process.send_signal(signal.SIGINT)
+        engine = server.engine_pid
+        os.killpg(server.process.pid, signal.SIGINT)
         assert server.process.wait(10) == 1
+        until(lambda: not is_engine(engine))
         load.join()
 
 
 @pytest.mark.slow
 def test_a_kill_under_load_and_a_start_at_the_same_port() -> None:
-    with running("--served-model-name", serving.MODEL) as server:
+    with running() as server:
         expected = text_of(server)
         load = Load()
         load.begin(server, 2)
+        engine = server.engine_pid
         server.process.kill()
         load.join()
+        until(lambda: not is_engine(engine))
         assert all("data: [DONE]" not in lines for lines in load.lines)
-        with running("--served-model-name", serving.MODEL, port=server.port) as again:
+        with running(port=server.port) as again:
             assert text_of(again) == expected
 
 
