@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from multiprocessing.context import SpawnProcess
 from typing import Any, TypeVar
 
+import msgspec
+
 from pcg.errors import EngineError
 from pcg.serve.engine.channel import Channel
 from pcg.serve.engine.messages import Answer, Call, Ended, ToServer, decoder, encode
@@ -137,7 +139,11 @@ class Connection:
         if found is None:
             self._end(EngineError(f"the engine's process ended{self._cause()}"))
             return
-        messages = [self._decode(one) for one in found]
+        try:
+            messages = [self._decode(one) for one in found]
+        except msgspec.MsgspecError as error:
+            self._end(EngineError(f"the engine's process sent what is no message: {error}"))
+            return
         last = messages[-1] if messages else None
         self._take([one for one in messages if not isinstance(one, Answer | Ended)])
         for one in messages:

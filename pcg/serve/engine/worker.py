@@ -151,9 +151,12 @@ class Worker:
 
     def read(self) -> None:
         """Do what messages say, until the server is gone."""
-        while (found := self._channel.read(waits=True)) is not None:
-            for message in found:
-                self._take(self._decode(message))
+        try:
+            while (found := self._channel.read(waits=True)) is not None:
+                for message in found:
+                    self._take(self._decode(message))
+        except BaseException:  # whose request it was is not known, so none may wait for ever
+            traceback.print_exc()
         os._exit(1)
 
     def _take(self, message: ToEngine) -> None:
