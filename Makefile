@@ -6,6 +6,11 @@ STAMP := $(VENV)/.setup-done
 JOBS ?= 2
 ARGS ?=
 TORCH := torch>=2.11,<2.14
+# The versions of a common image for GPUs, with peft's and all else that pcg imports.
+GPU_VERSIONS := torch==2.11.0 triton==3.6.0 transformers==5.17.0 peft bitsandbytes jinja2 matplotlib \
+	networkx numpy regex rich safetensors sympy tokenizers typer hypothesis pytest pytest-timeout pytest-xdist
+GPU_TESTS := tests/kernels tests/codegen tests/families tests/runtime/adapters tests/runtime/model \
+	tests/test_gpu_benchmark.py
 CLIENTS := guidellm langchain litellm lm-eval schemathesis
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
@@ -15,14 +20,14 @@ PYTHON ?= $(shell for name in python3.13 python3.12 python3.11 python3; do \
 	&& { echo "$$name"; break; }; done)
 
 # One thread a process: the tests run in $(JOBS) processes, and timings want no noise.
-test test-clients bench: export OMP_NUM_THREADS := 1
-test test-clients: export TOKENIZERS_PARALLELISM := false
+test test-clients test-gpu-versions bench: export OMP_NUM_THREADS := 1
+test test-clients test-gpu-versions: export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve-demo test test-clients lint check bench clean
+.PHONY: help setup demo serve-demo test test-clients test-gpu-versions lint check bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo '  ARGS="…" is passed on:  make test ARGS="tests/test_source.py -x"'
 
@@ -52,6 +57,14 @@ test: $(STAMP) ## run the tests; neither GPU nor network is needed
 
 test-clients: $(STAMP) $(CLIENTS:%=.venv-clients/%/.installed) ## other people's clients against `pcg serve`
 	$(BIN)/python -m pytest -m slow tests/clients $(ARGS)
+
+test-gpu-versions: .venv-gpu-versions/.installed ## tests under the versions of a GPU's image, on the CPU
+	PYTHONPATH=. .venv-gpu-versions/bin/python -m pytest -n $(JOBS) --dist worksteal $(GPU_TESTS) $(ARGS)
+
+.venv-gpu-versions/.installed: Makefile
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $(GPU_VERSIONS)
+	@touch $@
 
 # Each by itself, as their requirements exclude each other's; pip 25.1 is the first with groups.
 .venv-clients/%/.installed: pyproject.toml

@@ -137,7 +137,6 @@ class StubProgram:
 
     ranks = SINGLE_RANK
     drawing = None
-    decoding = None
 
     def hidden_requests(self, batch: Batch, adapters: Any) -> ProductRequest[list[torch.Tensor]]:
         batch.decode_groups(0)
@@ -175,7 +174,7 @@ def with_batches(pages: int) -> tuple[Device, PagePool, AdapterCache]:
     executor = pcg.compile(AutoModelForCausalLM.from_config(config).eval())
     cache = KvCache(kv_types(executor.serving.runner.model), pages, executor.device)
     adapters = adapter_pages(cache.pool)
-    device = StepRunner(executor.state, cache, adapters)
+    device = StepRunner(executor.state, cache, adapters, Limits())
     program: Any = StubProgram()
     device.use(dataclasses.replace(executor.serving, runner=program))
     return device, cache.pool, adapters

@@ -189,11 +189,13 @@ class Case:
     Attributes:
         seconds: the most that it may take, start and compilation included.
         settings: its measurements, the most important ones first, for time may run out.
+        environment: variables of its process.
     """
 
     name: str
     seconds: float
     settings: Callable[[Bench], Iterable[Setting]]
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def measured(bench: Bench, case: Case) -> Iterator[Row]:

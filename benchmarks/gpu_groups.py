@@ -146,4 +146,4 @@ def _group(bench: Bench, graph: Any) -> Row:
     return bench.aimed(row, "85 % of copy bandwidth", 0.85)
 
 
-CASES = (Case("groups", 60, group_settings),)
+CASES = (Case("groups", 55, group_settings),)

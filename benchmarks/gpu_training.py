@@ -5,7 +5,7 @@ What a case needs is imported within it: one whose kernel is not there is a fail
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +16,16 @@ HIDDEN, INTERMEDIATE = 4096, 14336
 RANK = 16
 BF16 = 2
 """Bytes of an element."""
+FORWARD = 4096
+"""Tokens of a forward."""
+BACKWARDS: tuple[tuple[int, ...], ...] = ((4096,), (64,) * 8, (512,) * 4)
+"""Tokens of each job that goes back."""
 
 
 def training_settings(bench: Bench) -> Iterator[Setting]:
     """LoRA of a gate projection: forward, and backward beside the base's product, of some jobs."""
-    yield "forward, 4096 tokens", lambda: _forward(bench, 4096)
-    for counts in ((4096,), (128,) * 4) if bench.quick else ((4096,), (512,) * 4, (64,) * 8):
+    yield f"forward, {FORWARD} tokens", lambda: _forward(bench, FORWARD)
+    for counts in BACKWARDS[:2] if bench.quick else BACKWARDS:
         tokens = f"{len(counts)} of {counts[0]}" if len(counts) > 1 else str(counts[0])
         yield f"backward, {tokens} tokens", lambda counts=counts: _backward(bench, counts)
 
@@ -43,13 +47,14 @@ class _Site:
         self.b = AdapterWeight(0.02 * drawn(out, RANK, dtype=torch.float32), 2.0)
 
 
-def _forward(bench: Bench, tokens: int, in_: int = HIDDEN, out: int = INTERMEDIATE) -> Row:
+def _forward(bench: Bench, tokens: int) -> Row:
     """Measure s = x Aᵀ and z = y + scale · s Bᵀ against the peers."""
     import torch
 
     from pcg.kernels.torch import ops as torch_ops
     from pcg.kernels.triton import ops as triton_ops
 
+    in_, out = HIDDEN, INTERMEDIATE
     site = _Site(bench, tokens, in_, out)
 
     def run(ops: Any) -> Any:
@@ -65,16 +70,22 @@ def _forward(bench: Bench, tokens: int, in_: int = HIDDEN, out: int = INTERMEDIA
     return bench.row("training", name, ours_us, needed, peers_us=peers, note=wrong)
 
 
-def _backward(
-    bench: Bench, counts: Sequence[int], in_: int = HIDDEN, out: int = INTERMEDIATE
-) -> Row:
-    """Measure ds, dB, dA and dx of some jobs; the base's product is once for all."""
+def check_backward(bench: Bench) -> None:
+    """AssertionError: gradients of two jobs are not PyTorch's."""
+    _gradients(bench, [count // 8 or 1 for count in BACKWARDS[1][:2]])
+
+
+def _gradients(
+    bench: Bench, counts: Sequence[int]
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Our ds, dB, dA and dx of some jobs, with the base's product once, and PyTorch's; compared."""
     import torch
 
     from pcg.kernels.torch import ops as torch_ops
     from pcg.kernels.triton import ops as triton_ops
     from pcg.runtime.model.merged_execution import run_merged
 
+    in_, out = HIDDEN, INTERMEDIATE
     sites = [_Site(bench, count, in_, out) for count in counts]
     weight = 0.02 * torch.randn(out, in_, device=bench.device, dtype=torch.bfloat16)
     batch = SimpleNamespace(layer=0)
@@ -100,6 +111,14 @@ def _backward(
     for mine, other in zip(ours(), theirs(), strict=True):
         for name, one, expected in zip(("dB", "dx", "dA"), mine, other, strict=True):
             check_close(name, one, expected, 1e-2)
+    return ours, theirs
+
+
+def _backward(bench: Bench, counts: Sequence[int]) -> Row:
+    import torch
+
+    in_, out = HIDDEN, INTERMEDIATE
+    ours, theirs = _gradients(bench, counts)
     compiled = torch.compile(theirs)
     peers, wrong = bench.peers_us({"torch": theirs, "torch.compile": compiled})
     ours_us = bench.timer.median_us(ours)

@@ -85,6 +85,17 @@ def lora_work(tokens: int, distinct: int, in_: int, out: int, rank: int, size: i
     return Work(moved * size, 2 * tokens * rank * (in_ + out))
 
 
+def ranks_work(ranks: Sequence[int], slots: Sequence[int], in_: int, out: int, size: int) -> Work:
+    """LoRA of tokens, y += x Aᵀ Bᵀ, whose adapters have ranks of their own.
+
+    Args:
+        ranks: of the adapters; each is read once.
+        slots: each token's adapter.
+    """
+    moved = sum(ranks) * (in_ + out) + len(slots) * (in_ + 2 * out)
+    return Work(moved * size, 2 * sum(ranks[slot] for slot in slots) * (in_ + out))
+
+
 def attention_work(
     parts: Sequence[tuple[int, int]], heads: int, kv_heads: int, head: int, size: int
 ) -> Work:

@@ -133,7 +133,7 @@ Count = Callable[[Callable[[], object]], list[Launch]]
 
 def decode(config: Mapping[str, Any], sizes: Sizes, adapters: int, count: Count) -> list[Launch]:
     """A recorded decode step, each sequence with an adapter of its own where there are any."""
-    from pcg.runtime.model.decode_graphs import EAGER_STEPS
+    from pcg.runtime.model.step_graphs import EAGER_STEPS
 
     executor = executor_of(config, sizes, "lora")
     names = _names(executor, sizes, adapters)

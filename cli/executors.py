@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 
-from pcg.ir.program.manifest import is_program_folder
+from pcg.files import expanded, is_file
+from pcg.ir.program.manifest import is_program_folder, read_manifest
 
 from .console import busy
 from .options.fields import flags_of
@@ -60,6 +62,23 @@ def open_executor(
         from pcg import compiler
 
         return compiler.compile(where, peft, device=place.device, **compiling)
+
+
+def files_of(where: str, place: PlaceOptions) -> Path | None:
+    """The directory with the tokenizer, and what else a model's files say of its use.
+
+    Raises:
+        PcgError: the model cannot be found.
+    """
+    from pcg.source import resolve
+
+    if not is_program_folder(where):
+        return resolve(where, weights=True).directory
+    folder = expanded(where)
+    if is_file(folder / "tokenizer.json"):
+        return folder
+    weights = place.weights or read_manifest(folder).weights
+    return None if weights is None else resolve(weights, weights=True).directory
 
 
 def ranks_of(where: str, compiling: Mapping[str, Any], place: PlaceOptions) -> int:

@@ -11,7 +11,7 @@ from pcg.options import CompileOptions
 from pcg.serve.options import ServeOptions
 
 from .console import err
-from .executors import PlaceOptions, open_executor, ranks_of
+from .executors import PlaceOptions, files_of, open_executor, ranks_of
 from .options.arguments import Runnable
 from .options.fields import Given, Only
 from .run import SERVING
@@ -37,5 +37,6 @@ def serve_command(
     def say(text: str) -> None:
         err().print(text, soft_wrap=True)
 
-    if not serve(options, partial(process_client, load), say):
+    files = partial(files_of, model, place)
+    if not serve(options, partial(process_client, load), say, files=files):
         raise typer.Exit(1)

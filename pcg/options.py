@@ -198,13 +198,14 @@ class OptimizerChoice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExplainOptions(OptimizerChoice, PlanOptions):
+class ExplainOptions(OptimizerChoice, CompileOptions):
     """Options of a report.
 
     Attributes:
         gpus: names of GPUs to fit the step to, as H200, A100-80 or L40S.
-        serve_tokens: tokens of requests that are served beside the step, whose keys and values are
-            in the total; none by default, and those of the batch where nothing is finetuned.
+        serve_tokens: tokens of requests that are served beside the step: their keys and values, and
+            the copies that the adapters are served from, are in the total; none by default, and the
+            tokens of the batch where nothing is finetuned.
         device: where the base lies: cuda, or cpu, where oneDNN's packed copies of its weights are
             counted, too, unless `packed_weights` is False.
         find_region: give formulas in the rank, too, where there is one, and find for which sequence

@@ -1,9 +1,7 @@
 """The GPU benchmark where there is none: what it counts, how it reports, and that its cases run.
 
-Cases run on the CPU in small sizes, their kernels in the interpreter, with a timer that calls what
-it is given and makes up the time.
-
-Long by a line or two: every case of the benchmark has one here.
+Every setting of every case runs in small sizes, with a timer that calls what it is given and makes
+up the time: kernels in the interpreter, decode steps on a GPU that is not there.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,14 +21,19 @@ import torch
 from rich.console import Console
 
 from pcg import compiler
+from pcg.runtime.model import step_graphs
 from tests.support import tiny_llama
 from tests.support.interpreter import bf16
+from tests.support.interpreter.stand_in import stand_in
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import gpu
+import gpu_correctness
+import gpu_decode
 import gpu_groups
 import gpu_kernels
+import gpu_lora
 import gpu_model
 import gpu_training
 import gpu_work
@@ -50,8 +54,8 @@ class MadeUp:
         return 10.0
 
 
-def bench(**options: Any) -> Bench:
-    return Bench(MadeUp(), CEILINGS, device="cpu", **options)
+def bench(device: str = "cpu", **options: Any) -> Bench:
+    return Bench(MadeUp(), CEILINGS, device=device, **options)
 
 
 # ------------------------------------------------------------------------------------- counting
@@ -65,8 +69,9 @@ def test_work_of_kernels() -> None:
     assert gpu_work.pack_work(16, 2) == Work(32 + 2)
     assert gpu_work.unpack_work(16, 2) == Work(64 + 2)
     # Punica's: two adapters of rank 16, h 4096, for three tokens.
-    expected = 2 * (2 * 16 * 8192 + 3 * 4096 + 2 * 3 * 4096)
-    assert gpu_work.lora_work(3, 2, 4096, 4096, 16, 2) == Work(expected, 2 * 3 * 16 * 8192)
+    expected = Work(2 * (2 * 16 * 8192 + 3 * 4096 + 2 * 3 * 4096), 2 * 3 * 16 * 8192)
+    assert gpu_work.ranks_work([16, 16], [0, 0, 1], 4096, 4096, 2) == expected
+    assert gpu_work.ranks_work([8, 64], [0, 0, 1], 10, 20, 2).flops == 2 * (8 + 8 + 64) * 30
 
 
 def test_work_of_attention() -> None:
@@ -108,7 +113,7 @@ def test_a_floor_is_the_larger_of_both() -> None:
     ],
 )
 def test_popularities_are_punicas(popularity: str, counts: list[int]) -> None:
-    slots = gpu_kernels.slots_of(popularity, 16)
+    slots = gpu_lora.slots_of(popularity, 16)
     assert [slots.count(slot) for slot in range(max(slots) + 1)] == counts
     assert slots == sorted(slots)
 
@@ -188,21 +193,56 @@ def test_a_process_that_fails_is_a_failed_row() -> None:
     assert row.note == "its process ended with status 3"
 
 
-def test_it_ends_in_nine_minutes() -> None:
+def test_each_part_ends_in_eight_minutes() -> None:
     names = [case.name for case in gpu.CASES]
     assert len(set(names)) == len(names)
-    assert sum(case.seconds for case in gpu.CASES) + gpu.START_S <= gpu.LIMIT_S < 9 * 60
+    for cases in gpu.PARTS.values():
+        assert sum(case.seconds for case in cases) + gpu.START_S <= gpu.LIMIT_S < 8 * 60
+
+
+def test_goals_pass_or_miss_or_were_not_measured() -> None:
+    good = Row("decode", "batch 32, 0 adapters", 10.0, target="of it", reached=1.2, met=True)
+    bad = Row("lora", "distinct, batch 64", 10.0, target="of copy", reached=0.5, met=False)
+    rows = [
+        Row("correctness, ptxas 12.8", "loss", met=True),
+        Row.failure("correctness, ptxas 12.8", "attention", "AssertionError: off"),
+        Row("correctness, ptxas 13.0 (ptxas)", "loss", met=True),
+        good,
+        bad,
+    ]
+    found = {name: (reached, is_met) for name, reached, is_met in gpu.goals(rows)}
+    assert found["correctness, ptxas 12.8"] == ("1 of 2 checks, attention", False)
+    assert found["correctness, ptxas 13.0 (ptxas)"] == ("1 of 1 checks", True)
+    assert found["decode, batch 32, 0 adapters: of it"] == ("1.20", True)
+    assert found["lora, distinct, batch 64: of copy"] == ("0.50", False)
+    assert found["finetune, against eager"] == ("", None)
+    console = Console(width=120, file=StringIO())
+    console.print(gpu.goal_table(rows))
+    text = console.file.getvalue()
+    assert [text.count(word) for word in ("pass", "MISS", "not measured")] == [2, 2, 4]
+
+
+def test_goals_are_settings_of_the_cases() -> None:
+    """At the sizes of the goals, without measuring anything."""
+    known = {("finetune", name) for name, _ in gpu_model.finetune_settings(bench())}
+    popularities = ("distinct", "identical", "uniform", "skewed")
+    known |= {("lora", f"{one}, batch {gpu_lora.BATCHES[0]}") for one in popularities}
+    for batch in (gpu_decode.BATCHES[0],):
+        known |= {("decode", f"batch {batch}, {count} adapters") for count in (0, 32)}
+    prompts = gpu_decode.PROMPTS[0]
+    known.add(("decode", gpu_decode._prefill_setting(prompts, ["a"] * prompts[0])))
+    assert set(gpu.GOALS) <= known
 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Row:
     """The command with two cases that give this row each, and what it asks of a GPU made up."""
-    row = Bench(MadeUp(), CEILINGS).row("some", "first", 20.0, Work(10**7))
+    row = Bench(MadeUp(), CEILINGS).row("one", "first", 20.0, Work(10**7))
     cases = [
         Case(
             name,
             5,
-            lambda bench: [("first", lambda: bench.row("some", "first", 20.0, Work(10**7)))],
+            lambda bench: [("first", lambda: bench.row("one", "first", 20.0, Work(10**7)))],
         )
         for name in ("one", "other")
     ]
@@ -212,36 +252,71 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Row:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(gpu, "CudaTimer", lambda **_: MadeUp())
     monkeypatch.setattr(gpu, "ceilings", lambda _: CEILINGS)
-    monkeypatch.setattr(gpu, "CASES", tuple(cases))
+    monkeypatch.setattr(gpu, "PARTS", {1: (gpu.CHECKS, cases[0]), 2: (cases[1],)})
+    monkeypatch.setattr(gpu, "CASES", (gpu.CHECKS, *cases))
     return row
 
 
-def test_the_command_runs_the_cases_asked_for_and_writes_what_they_gave(
+def test_parts_check_first_and_write_as_they_go(
     as_on_a_gpu: Row,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    program = f"print('noise'); print('gpu-row ' + {json.dumps(as_on_a_gpu.to_json())!r})"
-    asked: list[list[str]] = []
-
-    def command(case: Case, *numbers: Any) -> list[str]:
-        asked.append(command_of(case, *numbers))
-        return [sys.executable, "-c", program]
-
-    command_of = gpu.command_of
-    monkeypatch.setattr(gpu, "command_of", command)
+    """What is timed uses the first ptxas that is right; the second part keeps the first's rows."""
     output = tmp_path / "new" / "gpu.json"
-    assert gpu.main(["--only", "other", "--quick", "--output", str(output)]) == 0
-    ((_, file, *arguments),) = asked
-    assert Path(file).name == "gpu.py"
-    assert arguments == ["--case", "other", "1000000000000.0", "100000000000000.0", "5", "--quick"]
-    written = json.loads(output.read_text())
-    assert [Row.from_json(fields) for fields in written["rows"]] == [as_on_a_gpu]
-    assert written["environment"]["gpu"] == "H200"
+    asked: list[tuple[list[str], str | None]] = []
+    written: list[int] = []
+    newer = {"TRITON_PTXAS_PATH": "/newer"}
+    checks = [
+        Case("correctness, ptxas 1", 5, gpu.CHECKS.settings),
+        Case("correctness, ptxas 2 (newer)", 5, gpu.CHECKS.settings, newer),
+    ]
+    monkeypatch.setattr(gpu_correctness, "cases", lambda: checks)
+
+    def rows_of(command: list[str], case: str, seconds: float, variables: Any) -> Iterator[Row]:
+        asked.append((command, variables.get("TRITON_PTXAS_PATH")))
+        if case == checks[0].name:
+            yield Row.failure(case, "loss", "AssertionError: off")
+        yield replace(as_on_a_gpu, case=case)
+        written.append(len(json.loads(output.read_text())["rows"]))
+
+    monkeypatch.setattr(gpu, "rows_of", rows_of)
+    assert gpu.main(["--part", "1", "--output", str(output)]) == 1
+    names = [command[command.index("--case") + 1] for command, _ in asked]
+    assert names == ["correctness", "correctness", "one"]
+    assert [path for _, path in asked] == [None, "/newer", "/newer"]
+    assert written == [2, 3, 4]
+    assert gpu.main(["--part", "2", "--output", str(output)]) == 1
+    found = json.loads(output.read_text())
+    assert [row["case"] for row in found["rows"]] == [
+        checks[0].name, checks[0].name, checks[1].name, "one", "other",
+    ]  # fmt: skip
+    assert [one["passes"] for one in found["goals"][:2]] == [False, True]
+    assert found["environment"]["gpu"] == "H200"
     captured = capsys.readouterr()
-    assert "first" in captured.out
-    assert "noise" in captured.err
+    assert "MISS" in captured.out
+    assert "one, first" in captured.err
+
+
+def test_rows_of_another_device_are_not_kept(as_on_a_gpu: Row, tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    there = gpu.result([as_on_a_gpu], CEILINGS, 1.0)
+    output.write_text(json.dumps(there))
+    cases = gpu.PARTS[2]
+    assert gpu.Results.of(output, CEILINGS, 0.0, cases).rows == [as_on_a_gpu]
+    assert gpu.Results.of(output, CEILINGS, 0.0, gpu.PARTS[1]).rows == []
+    there["environment"]["gpu"] = "A100"
+    output.write_text(json.dumps(there))
+    assert gpu.Results.of(output, CEILINGS, 0.0, cases).rows == []
+
+
+def test_a_process_has_its_variables_and_its_rows_the_cases_name() -> None:
+    row = json.dumps(bench().row("some", "first", 20.0, Work(10**7)).to_json())
+    program = f"import os; print('noise'); print(os.environ['FIRST'] + {row!r})"
+    command = [sys.executable, "-c", program]
+    (found,) = gpu.rows_of(command, "other", 60.0, {"FIRST": "gpu-row "})
+    assert (found.case, found.setting) == ("other", "first")
 
 
 def test_a_case_in_its_process_prints_its_rows(
@@ -256,8 +331,8 @@ def test_a_case_in_its_process_prints_its_rows(
 def test_without_time_nothing_is_begun(
     as_on_a_gpu: Row, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(gpu, "LIMIT_S", 5.0)
-    assert gpu.main(["--output", str(tmp_path / "gpu.json")]) == 1
+    monkeypatch.setattr(gpu, "LIMIT_S", 2.0)
+    assert gpu.main(["--only", "one", "other", "--output", str(tmp_path / "gpu.json")]) == 1
     written = json.loads((tmp_path / "gpu.json").read_text())
     assert [row["failed"] for row in written["rows"]] == [True, True]
 
@@ -270,16 +345,71 @@ def test_it_is_refused_without_a_gpu(
     assert "error: benchmarks/gpu.py needs an NVIDIA GPU" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------------------------- cases
+# ------------------------------------------------------------------------------------ assemblers
+
+
+def test_assemblers_are_tritons_and_a_newer_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def ptxas(path: Path, release: str) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(
+            f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n"
+        )
+        path.chmod(0o755)
+        return path
+
+    own = ptxas(tmp_path / "own/ptxas", "12.8")
+    newer = ptxas(tmp_path / "home/bin/ptxas", "99.1")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(own))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    first, second = gpu_correctness.assemblers()
+    assert (first.name, first.environment) == ("ptxas 12.8", {})
+    assert second.name == "ptxas 99.1 (ptxas)"
+    assert second.environment == {"TRITON_PTXAS_PATH": str(newer)}
+    assert [case.name for case in gpu_correctness.cases()] == [
+        "correctness, ptxas 12.8", "correctness, ptxas 99.1 (ptxas)",
+    ]  # fmt: skip
+    ptxas(own, "99.5")
+    assert len(gpu_correctness.assemblers()) == 1
+    assert gpu_correctness.release_of(tmp_path / "none") == ()
+
+
+# ------------------------------------------------------------------------------ all cases, small
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes for the interpreter, and what only a GPU has."""
-    sizes = {"HIDDEN": 64, "VOCABULARY": 200, "LAYERS": 2, "HEADS": 4, "KV_HEADS": 2, "HEAD": 16}
-    for name, value in sizes.items():
-        monkeypatch.setattr(gpu_kernels, name, value)
+    sizes: dict[Any, dict[str, Any]] = {
+        gpu_kernels: {
+            "HIDDEN": 64, "VOCABULARY": 200, "HEADS": 4, "KV_HEADS": 2, "HEAD": 16,
+            "LOSSES": (5,), "SIGNS": (3, 64), "DECODES": ((2, 48),), "PREFILLS": ((1, 32),),
+            "DRAWN": (2,), "CHECKED_ATTENTION": ((2, 1, 48), (1, 32, 32)),
+        },
+        gpu_lora: {
+            "HIDDEN": 64, "LAYERS": 2, "BATCHES": (3, 1), "PAGE_ELEMENTS": 8 * 64, "RANK": 8,
+            "HIGH_RANKS": (4, 20), "CHECKED_RANKS": ((8,), (4, 20)),
+        },
+        gpu_training: {
+            "HIDDEN": 64, "INTERMEDIATE": 136, "FORWARD": 20, "BACKWARDS": ((9,), (8, 8)),
+        },
+        gpu_groups: {"TOKENS": 5, "LEAST_BYTES": 0, "config": tiny_llama.config},
+        gpu_decode: {
+            "CONTEXT": 5, "STEPS": 2, "EAGER_STEPS": 1, "BATCHES": (2,), "HIGH_RANK": 24,
+            "PROMPTS": ((1, 6),),
+        },
+        gpu_model: {
+            "ADAPTERS": 2, "KV_CACHE_BYTES": 2**21, "VOCABULARY": 500, "FINETUNED": (2, 12),
+            "SERVED_S": 0.5, "PROMPT_TOKENS": (8, 16), "NEW_TOKENS": (2, 4),
+            "config": tiny_llama.config,
+        },
+    }  # fmt: skip
+    for module, values in sizes.items():
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**20)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**21)
@@ -287,130 +417,122 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda: None)
 
 
-@pytest.mark.usefixtures("small")
-def test_cases_of_kernels() -> None:
-    there = bench()
-    rows = [
-        gpu_kernels._loss(there, 5),
-        gpu_kernels._signs(there, True, (3, 64)),
-        gpu_kernels._signs(there, False, (3, 64)),
-        gpu_kernels._greedy(there, 2),
-        gpu_kernels._draw(there, 2),
-    ]
-    for row in rows:
-        assert row.ours_us == 10.0
-        assert row.peers_us
-        assert set(row.peers_us.values()) == {10.0}
-        assert row.bytes
-        assert not row.note
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("popularity", ["distinct", "uniform", "skewed", "identical"])
-def test_case_of_lora(popularity: str) -> None:
-    row = gpu_kernels._lora(bench(), popularity, 5)
-    assert set(row.peers_us) == {"torch loop", "gather-bmm"}
-    assert not row.note
+KERNEL_CASES = [*gpu_kernels.CASES, *gpu_lora.CASES, *gpu_training.CASES, *gpu_groups.CASES]
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(("batch", "tokens", "keys"), [(2, 1, 48), (1, 32, 32)])
-def test_case_of_attention(batch: int, tokens: int, keys: int) -> None:
-    row = gpu_kernels._attention(bench(), batch, tokens, keys)
-    assert set(row.peers_us) == {"SDPA", "FlexAttention"}
-    assert not row.note
+@pytest.mark.parametrize("case", KERNEL_CASES, ids=lambda case: case.name)
+def test_cases_of_kernels(case: Case) -> None:
+    rows = list(measured(bench(), case))
+    assert rows
+    for row in rows:
+        assert not row.failed, row.note
+        assert not row.note
+        assert row.ours_us == 10.0
+        assert row.peers_us
+        assert set(row.peers_us.values()) == {10.0}
+        assert row.bytes
 
 
-def test_cases_of_adapters_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function: function)
-    row = gpu_training._forward(bench(), 20, 64, 136)
-    assert (row.setting, row.bytes) == ("forward, 20 tokens", 2 * 20 * 336 + 4 * 16 * 200)
-    row = gpu_training._backward(bench(), (20, 5), 64, 136)
-    assert row.setting == "backward, 2 of 20 tokens"
-    assert row.bytes == 2 * (25 * (136 + 128) + 64 * 136) + 8 * 2 * 16 * 200
-    assert row.peers_us.keys() == {"torch", "torch.compile"}
+@pytest.mark.usefixtures("small")
+def test_what_is_checked_first() -> None:
+    """Kernels, and a program in bf16; the other checks are those of `test_stand_in.py`."""
+    for _, check in gpu_correctness.kernel_checks(bench()):
+        check()
+    programs = dict(gpu_correctness.program_checks(bench()))
+    programs["a program in bf16"]()
+    assert len(programs) > 5
+    ((name, checked), *_) = gpu_correctness.settings(bench())
+    assert (checked().setting, checked().met) == (name, True)
+
+
+def test_rows_in_pages_are_those_of_the_matrices() -> None:
+    drawn = torch.randn(3000, gpu_lora.HIDDEN)
+    matrices = drawn.split((256, 8, 1500, 1236))
+    arena, firsts = gpu_lora.in_pages(matrices)
+    assert len(arena) % gpu_lora.PAGE_ELEMENTS == 0
+    found = [arena[first : first + gpu_lora.HIDDEN] for first in torch.cat(firsts).tolist()]
+    assert torch.equal(torch.stack(found), drawn)
+    assert torch.cat(firsts).diff().ne(gpu_lora.HIDDEN).sum() > 2
 
 
 def test_targets_of_lora() -> None:
     times = {("identical", 64): 11.0, ("identical", 1): 10.0}
     row = bench().row("lora", "", 10.0, Work(8 * 10**6))
-    assert gpu_kernels._lora_aimed(bench(), row, "distinct", 64, times).met
-    identical = gpu_kernels._lora_aimed(bench(), row, "identical", 1, times)
+    assert gpu_lora._lora_aimed(bench(), row, "distinct", 64, times).met
+    identical = gpu_lora._lora_aimed(bench(), row, "identical", 1, times)
     assert (identical.reached, identical.met) == (pytest.approx(1.1), True)
-    assert gpu_kernels._lora_aimed(bench(), row, "skewed", 64, times).met is None
+    assert gpu_lora._lora_aimed(bench(), row, "skewed", 64, times).met is None
 
 
-def test_cases_of_groups() -> None:
+def test_groups_have_names_of_their_own() -> None:
     graphs = gpu_groups.group_graphs(tiny_llama.config())
     names = [graph.name for graph in graphs]
     assert len(set(names)) == len(names) > 8
-    for graph in graphs:
-        inputs = gpu_groups.made_inputs(graph, 5, "cpu")
-        ours, theirs = (gpu_groups.emitted(graph, name) for name in ("triton", "torch"))
-        gpu_groups.check_same(graph, ours(*inputs), theirs(*inputs))
     (norm,) = (graph for graph in graphs if graph.name == "serving: rms_norm")
     assert gpu_groups.group_work(norm, 5) == Work(2 * (5 * 32 + 32 + 5 * 32))
 
 
-@pytest.fixture
-def small_model(monkeypatch: pytest.MonkeyPatch, small: None) -> dict[str, Any]:
-    """The cases of whole steps with a tiny Llama; kernels are PyTorch's, for the time it takes."""
-    config = tiny_llama.config()
-    made = compiler.compile_program
+@pytest.mark.slow
+@pytest.mark.usefixtures("small")
+def test_cases_of_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is not there, where steps are recorded and replayed."""
+    config = tiny_llama.config() | {"hidden_size": 64, "head_dim": 16, "num_hidden_layers": 1}
     monkeypatch.setattr(gpu_model, "config", lambda: config)
-    monkeypatch.setattr(
-        compiler, "compile_program", lambda *a, **k: made(*a, **{**k, "backend": "torch"})
-    )
-    monkeypatch.setattr(gpu_model, "KV_CACHE_BYTES", 2**20)
-    monkeypatch.setattr(gpu_model, "CONTEXT", 8)
-    monkeypatch.setattr(gpu_model, "STEPS", 3)
-    monkeypatch.setattr(gpu_model, "VOCABULARY", 500)
-    monkeypatch.setattr(gpu_model, "FINETUNED", (2, 12))
-    monkeypatch.setattr(gpu_model, "SERVED_S", 0.5)
-    monkeypatch.setattr(gpu_model, "PROMPT_TOKENS", (8, 16))
-    monkeypatch.setattr(gpu_model, "NEW_TOKENS", (2, 4))
-    return config
-
-
-@pytest.mark.usefixtures("small_model")
-def test_cases_of_decode() -> None:
-    there = bench()
-    executor = gpu_model.executor_of(there, "lora")
-    names = gpu_model.with_adapters(executor, 2)
-    base_us: dict[int, float] = {}
-    alone = gpu_model._decode(there, executor, 3, [], base_us)
-    mixed = gpu_model._decode(there, executor, 3, names, base_us)
-    assert base_us == {3: alone.ours_us}
-    assert mixed.setting == "batch 3, 2 adapters"
-    assert mixed.bytes > alone.bytes
-    assert gpu_model._prefill(there, executor, 2, 16).flops
+    monkeypatch.setattr(step_graphs, "EAGER_STEPS", 1)
+    with stand_in():
+        rows = list(measured(bench("cuda"), *gpu_decode.CASES))
+    assert not [row.note for row in rows if row.failed]
+    found = {row.setting: row for row in rows}
+    assert [(name, row.reached is not None) for name, row in found.items()] == [
+        ("batch 2, 0 adapters", True),
+        ("batch 2, 2 adapters", True),
+        ("batch 2, 1 adapters", False),
+        ("prefill, 1 of 6 tokens, 0 adapters", False),
+        ("prefill, 1 of 6 tokens, 1 adapters", True),
+        ("batch 2, one of rank 24", True),
+    ]
+    assert found["batch 2, 0 adapters"].peers_us["eager"] > 0
+    own = found["batch 2, 2 adapters"].bytes - found["batch 2, 0 adapters"].bytes
+    # In bf16, in which they are served.
+    assert own == 2 * 2 * LlamaShape.of(config).adapter_elements(gpu_model.RANK)
 
 
 def test_targets_of_decode() -> None:
-    row = bench().row("decode", "", 12.0, Work(10**7))
-    alone = gpu_model._decode_aimed(row, 32, 0, {})
+    there, row = bench(), bench().row("decode", "", 12.0, Work(10**7))
+    alone = gpu_decode._decode_aimed(there, row, None, None)
     assert (alone.reached, alone.met) == (pytest.approx(1.2), True)
-    mixed = gpu_model._decode_aimed(row, 32, 32, {32: 11.0})
-    assert (mixed.reached, mixed.met) == (pytest.approx(12 / 11), False)
-    assert gpu_model._decode_aimed(row, 8, 0, {}).met is None
+    mixed = gpu_decode._decode_aimed(there, row, Work(10**6), 11.0)
+    assert (mixed.reached, mixed.met) == (pytest.approx(1.0), True)
+    assert gpu_decode._decode_aimed(there, row, Work(10**6), 10.5).met is False
+    assert gpu_decode._decode_aimed(there, row, Work(10**6), None).met is None
 
 
-@pytest.mark.usefixtures("small_model")
-@pytest.mark.parametrize("peer", ["eager", pytest.param("checkpointing", marks=pytest.mark.slow)])
-def test_cases_of_finetuning(peer: str) -> None:
-    row = gpu_model._finetune(bench(), peer, {})
-    assert row.ours_us
-    assert row.peers_us[peer] > 0
-    assert row.reached is not None
+@pytest.fixture
+def by_pytorch(monkeypatch: pytest.MonkeyPatch, small: None) -> None:
+    """Programs with PyTorch's kernels, for the time it takes."""
+    made = compiler.compile_program
+    monkeypatch.setattr(
+        compiler, "compile_program", lambda *a, **k: made(*a, **{**k, "backend": "torch"})
+    )
 
 
-@pytest.mark.usefixtures("small_model")
-@pytest.mark.parametrize("trains", [False, True])
-def test_cases_of_serving(trains: bool) -> None:
-    executor = gpu_model.executor_of(bench(), "lora")
-    gpu_model.with_adapters(executor, 2)
-    row = gpu_model._serve(executor, trains, 2)
-    assert row.details["completed"] == row.details["submitted"] > 0
-    assert "tokens/s out, median TTFT" in row.note
-    assert row.setting == ("beside finetuning" if trains else "alone")
+@pytest.mark.usefixtures("by_pytorch")
+def test_cases_of_finetuning() -> None:
+    case = next(case for case in gpu_model.CASES if case.name == "finetune")
+    rows = list(measured(bench(), case))
+    assert not [row.note for row in rows if row.failed]
+    assert [*gpu_model.PEERS] == [peer for row in rows for peer in row.peers_us]
+    assert [row.reached is not None for row in rows] == [True, True, False]
+
+
+@pytest.mark.usefixtures("by_pytorch")
+def test_cases_of_serving() -> None:
+    case = next(case for case in gpu_model.CASES if case.name == "serve")
+    rows = list(measured(bench(), case))
+    assert not [row.note for row in rows if row.failed]
+    assert [row.setting for row in rows] == ["alone", "beside finetuning"]
+    for row in rows:
+        assert row.details["completed"] == row.details["submitted"] > 0
+        assert "tokens/s out, median TTFT" in row.note

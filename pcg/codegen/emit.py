@@ -42,5 +42,10 @@ def emit_module(
     else:
         imports, called = _TORCH_IMPORTS, "PyTorch"
         sources = map(function_emitter.emit_function, functions)
-    header = _HEADER.format(title=title, backend=called, note=note, imports=imports)
+    header = _HEADER.format(title=_quoted(title), backend=called, note=note, imports=imports)
     return "\n\n".join([header, *sources, *others])
+
+
+def _quoted(title: str) -> str:
+    """A title that cannot end its docstring: a model's name is a stranger's, and this file runs."""
+    return "".join(c if c.isprintable() and c not in '"\\' else "_" for c in title)

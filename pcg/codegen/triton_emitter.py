@@ -25,20 +25,12 @@ SERVING = (
     """Each row's most likely token, [R, V] to [R]; of equal ones the first."""
     return K.greedy(logits)
 ''',
-    '''def draw(logits, temperatures, uniform):
-    """A token of each row at its own number, and whether one could be drawn."""
-    return K.draw(logits, temperatures, uniform)
-''',
-    '''def decode_room(tokens):
-    """Room for the tokens of a decode step that is recorded, rounded up; None for too many."""
-    return K.decode_room(tokens)
-''',
-    '''def decode_lists(room, device):
-    """What a recorded decode step reads of its tokens, in memory that stays."""
-    return K.DecodeLists(room, device)
+    '''def draw(logits, limits, uniform):
+    """A token of each row within its limits, at its own number, and whether one could be drawn."""
+    return K.draw(logits, limits, uniform)
 ''',
 )
-"""Functions of a serving program that choose tokens, and that list those of a recorded step."""
+"""Functions of a serving program that choose tokens."""
 _MOST_NAMED = 3
 """The most operators that a kernel's name has."""
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.shapes import Shape, Shapes, elements
+from pcg.ir.types import TORCH_NAMES
 from pcg.passes.bypasses import Bypasses, bypasses_of
+from pcg.peft.adapter import Adapter, new_adapter
 from pcg.peft.recipe import Recipe
 
 
@@ -51,3 +55,32 @@ def adapter_use(
         trained += recipe.trained_shapes(found, shapes)
     bypasses = bypasses_of(model, recipes.values(), model_type, dtype)
     return AdapterUse(bypasses, tuple(trained))
+
+
+def shaped_adapters(
+    model: ModelGraph, recipes: Mapping[str, Recipe], model_type: str
+) -> list[Adapter]:
+    """Return adapters of some recipes over a model without bypass networks, on the meta device."""
+    shapes = model.module_shapes()
+    dtype = getattr(torch, TORCH_NAMES[model.adapter_dtype])
+    adapters = []
+    with torch.device("meta"):
+        base = {path: torch.empty(shape) for path, shape in shapes.items()}
+        for name, recipe in recipes.items():
+            fresh = new_adapter(
+                name,
+                recipe,
+                shapes,
+                dtype,
+                output_layer=model.output_module,
+                model_type=model_type,
+                base_weights=base,
+            )
+            biases = {
+                module: torch.empty(parameter.type.features, dtype=dtype)
+                for parameter, layer in model.parameters()
+                for module, _, kind in [parameter.source.format(layer=layer).rpartition(".")]
+                if kind == "bias" and recipe.trains_bias(module, fresh.weights)
+            }
+            adapters.append(replace(fresh, biases=biases))
+    return adapters

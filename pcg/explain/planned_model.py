@@ -9,19 +9,24 @@ from functools import cached_property
 from typing import Any
 
 import sympy
+import torch
 
 from pcg.errors import UnsupportedError
-from pcg.explain.adapter_use import AdapterUse, adapter_use
+from pcg.explain.adapter_use import AdapterUse, adapter_use, shaped_adapters
 from pcg.ir.analysis.saved_memory import SavedMemory, saved_memory
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import CONTEXT
-from pcg.options import PlanOptions
+from pcg.options import CompileOptions, PlanOptions
 from pcg.passes.differentiate import LayerKind
+from pcg.passes.fusion.fuse_linears import FuseLinears
+from pcg.passes.fusion.fuse_lora import FuseLora
 from pcg.passes.memory.plan import Frontiers, MemoryPlan
 from pcg.passes.pipeline import Pipeline, Settings, in_order, pipeline
 from pcg.passes.stages import Attached, Base, Sharded, Traced, TrainedModel
+from pcg.peft.adapter import Adapter
 from pcg.peft.recipe import Recipe
+from pcg.runtime.adapters.served_bytes import served_bytes
 from pcg.runtime.training.torch_optimizers import Optimizer
 
 
@@ -34,6 +39,7 @@ class Setup:
         served_tokens: the tokens of requests served beside, whose keys and values are in the total;
             a formula in B and S.
         device: where the base lies: cuda or cpu.
+        serves: options of the program that serves the adapters beside; None where none does.
     """
 
     config: Mapping[str, Any]
@@ -45,6 +51,7 @@ class Setup:
     optimizer: Optimizer
     served_tokens: sympy.Expr = sympy.S.Zero
     device: str = "cuda"
+    serves: CompileOptions | None = None
 
     @property
     def options(self) -> PlanOptions:
@@ -70,6 +77,10 @@ class Setup:
         """Return what the recipes train of a base."""
         return adapter_use(base, self.recipes, str(self.config["model_type"]), base.adapter_dtype)
 
+    def shaped_adapters(self) -> list[Adapter]:
+        """Return the recipes' adapters over the model, on the meta device."""
+        return shaped_adapters(self.folded.model, self.recipes, str(self.config["model_type"]))
+
     def attached(self) -> tuple[Pipeline, Base, Attached]:
         """Return the recipes' pipeline, and the model without and with bypass networks."""
         settings = dataclasses.replace(self.settings, bypasses=lambda base: self.use(base).bypasses)
@@ -94,6 +105,8 @@ class PlannedModel:
             it was not asked for.
         refusal: the reason why pcg cannot train the model; empty where it can.
         sharded: the model over ranks; None for one rank.
+        copies_bytes: bytes of one rank's copies that the adapters are served from; 0 where they are
+            not served.
     """
 
     setup: Setup
@@ -107,6 +120,7 @@ class PlannedModel:
     windowed: MemoryPlan | None
     refusal: str
     sharded: Sharded | None
+    copies_bytes: int
 
     @property
     def unraised(self) -> ModelGraph:
@@ -166,4 +180,20 @@ def plan_model(setup: Setup, windows: bool = False) -> PlannedModel:
         windowed,
         refusal,
         sharded if isinstance(sharded, Sharded) else None,
+        0 if setup.serves is None else _copies_bytes(setup, setup.serves, sharded.serving),
     )
+
+
+def _copies_bytes(setup: Setup, serves: CompileOptions, serving: ModelGraph) -> int:
+    return served_bytes(
+        fused_serving(serving),
+        setup.folded.model,
+        setup.shaped_adapters(),
+        serves,
+        torch.device(setup.device),
+    )
+
+
+def fused_serving(serving: ModelGraph) -> ModelGraph:
+    """Return a model that serves, with its products fused as tables of adapters have them."""
+    return serving.map(lambda graph: FuseLora().run(FuseLinears().run(graph)))

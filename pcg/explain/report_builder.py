@@ -27,6 +27,7 @@ from pcg.explain.step_memory import (
     packed_copies,
     state_memory,
     step_memory,
+    version_bytes,
 )
 from pcg.ir.analysis.saved_memory import saved_memory, window_memory
 from pcg.ir.types import TORCH_NAMES
@@ -108,8 +109,10 @@ def build_report(planned: PlannedModel) -> Report:
 
 def _host_bytes(planned: PlannedModel) -> dict[str, int]:
     """Return the bytes in host memory by kind; none of a step on a CPU, which has no other."""
-    size = state_memory(planned).host_bytes if planned.setup.device == "cuda" else 0
-    return {"optimizer": size} if size else {}
+    if planned.setup.device != "cuda":
+        return {}
+    sizes = {"adapters": version_bytes(planned), "optimizer": state_memory(planned).host_bytes}
+    return {kind: size for kind, size in sizes.items() if size}
 
 
 def _compressed(planned: PlannedModel) -> tuple[LayerKind, ...]:

@@ -13,6 +13,7 @@ KINDS = (
     "adapters",
     "gradients",
     "optimizer",
+    "served_adapters",
     "kv_cache",
     "activations",
     "workspace",
@@ -199,6 +200,8 @@ class ReportData:
     - gradients: one for each trainable parameter, in its dtype;
     - optimizer: the states of `optimizer`, for AdamW two moments and the count of steps; where they
       are offloaded, what stays of them on the device;
+    - served_adapters: where requests are served beside it, the copies that they read of all the
+      adapters; on a CPU also the tensors of the versions that are served while others are trained;
     - kv_cache: keys and values of requests that are served beside it; without adapters, those of
       batch · seq tokens;
     - activations: the bytes that pcg's training program saves for backward (stage `compressed`, or
@@ -206,7 +209,8 @@ class ReportData:
     - workspace: the other bytes of the step's peak, which is the loss over one chunk of tokens or
       one layer's forward or backward; less the saved bytes that were freed by then.
 
-    `host_bytes` has the bytes of offloaded kinds in host memory, beside a GPU's. `packed_bytes` are
+    `host_bytes` has the bytes of offloaded kinds in host memory, beside a GPU's, and those of the
+    served versions of the adapters, of which a GPU has copies. `packed_bytes` are
     those of oneDNN's packed copies, which `memory_bytes` counts among the weights.
 
     `backend` is what `auto` stands for on such a device, and why; GPUs are of capability 8.0 or

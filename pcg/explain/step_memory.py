@@ -1,6 +1,7 @@
 """The memory of a finetuning step by kind, and moment by moment: formulas in B and S.
 
-    total = weights + adapters + gradients + optimizer + KV cache + activations + workspace
+    total = weights + adapters + gradients + optimizer + served adapters + KV cache + activations
+            + workspace
 
 `pcg.explain.report_data.ReportData` defines each. Activations are the bytes saved for backward, the
 workspace the other bytes of the step's peak over its moments:
@@ -88,12 +89,20 @@ def step_memory(
         adapters,
         adapters,
         sympy.Integer(states.device_bytes + (0 if on_gpu else states.host_bytes)),
+        sympy.Integer(planned.copies_bytes + (0 if on_gpu else version_bytes(planned))),
         bytes_of_token(planned.base) * planned.setup.served_tokens,
         activations,
         workspace,
     )
     formulas = dict(zip(KINDS, kinds, strict=True))
     return formulas | {"total": sympy.Add(*kinds)}, moments
+
+
+def version_bytes(planned: PlannedModel) -> int:
+    """Return the bytes of the versions that are served beside those that train, in host memory."""
+    is_served = planned.setup.serves is not None
+    size = DTYPE_BYTES[planned.unraised.adapter_dtype]
+    return size * planned.use.trainable if is_served else 0
 
 
 def packed_copies(planned: PlannedModel) -> int:

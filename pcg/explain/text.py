@@ -65,13 +65,15 @@ def _memory(report: ReportData) -> list[str]:
     lines = ["memory of a rank       GiB"]
     for kind in (*KINDS, "total"):
         size = report.memory_bytes[kind]
-        line = f"  {kind.replace('kv_', 'KV '):<14}{gib(size):>10}  {bar(size, total)}"
-        lines.append(line.rstrip())
+        if size or kind != "served_adapters":
+            name = kind.replace("kv_", "KV ").replace("served_adapters", "served copies")
+            lines.append(f"  {name:<14}{gib(size):>10}  {bar(size, total)}".rstrip())
     if report.packed_bytes:
         copies = f"{gib(report.packed_bytes)} GiB are packed copies: --no-packed-weights"
         lines.append(f"  of the weights, {copies}")
     for kind, size in report.host_bytes.items():
-        lines.append(f"  and in host memory: {gib(size)} GiB of the {kind}'s states")
+        what = "the optimizer's states" if kind == "optimizer" else "versions of adapters"
+        lines.append(f"  and in host memory: {gib(size)} GiB of {what}")
     return lines
 
 

@@ -91,18 +91,23 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True)
-class DecodeTokens:
-    """The tokens of a decode step, one of each sequence; each attribute has one item a token.
+class StepTokens:
+    """The tokens of a step that may be recorded, by sequence.
 
     Attributes:
-        contexts: tokens before each, in the cache.
+        ids: the tokens of all sequences, one sequence's behind the other's.
+        lengths: tokens of each sequence in the step.
+        contexts: tokens of each before these, in the cache.
         slots: slot of each one's adapter; -1 without one.
+        read: places of the sequences behind whose last tokens logits are read.
     """
 
     ids: Sequence[int]
+    lengths: Sequence[int]
     contexts: Sequence[int]
     tables: Sequence[BlockTable]
     slots: Sequence[int]
+    read: Sequence[int]
 
 
 class KvGradients:

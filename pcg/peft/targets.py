@@ -18,6 +18,7 @@ from pcg.ir.module_paths import (
     did_you_mean,
     ends_in,
     first_match,
+    is_plain,
     match_start,
     matches_end,
     matches_whole,
@@ -42,6 +43,12 @@ FAMILY_TARGETS: Mapping[str, Names] = {
     "mpt": ("Wqkv",),
     "phi": ("q_proj", "v_proj", "fc1", "fc2"),
 }
+
+
+_MOST_ENTRIES = 16_384
+"""Names, patterns or layers in one field; more than a model has linear modules."""
+_MOST_REGEXES = 256
+"""Those of the patterns in one field that no plain path is: each is matched with all modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,6 +294,22 @@ def _check_regex(name: str, pattern: str) -> None:
         raise AdapterError(f"{name}: {error}") from error
 
 
+def _check_counts(recipe: TargetedRecipe) -> None:
+    """Refuse fields that take minutes to match."""
+    lists = ("target_modules", "exclude_modules", "layers_pattern", "layers_to_transform")
+    for name in (*lists, *recipe.patterns):
+        value = getattr(recipe, name)
+        if isinstance(value, tuple | Mapping) and len(value) > _MOST_ENTRIES:
+            raise AdapterError(f"{name} has {len(value)} entries; use at most {_MOST_ENTRIES}")
+    for name in ("layers_pattern", *recipe.patterns):
+        regexes = [one for one in getattr(recipe, name) or () if not is_plain(str(one))]
+        if len(regexes) > _MOST_REGEXES:
+            raise AdapterError(
+                f"{name} has {len(regexes)} regexes that are more than paths; use at most "
+                f"{_MOST_REGEXES}"
+            )
+
+
 def _check_targets(recipe: TargetedRecipe) -> None:
     check_modules("target_modules", recipe.target_modules)
     check_modules("exclude_modules", recipe.exclude_modules)
@@ -309,12 +332,14 @@ def _check_targets(recipe: TargetedRecipe) -> None:
             f"layers_pattern={recipe.layers_pattern!r} needs layers_to_transform, the layers it "
             "selects"
         )
+    _check_counts(recipe)
     for name in ("layers_pattern", *recipe.patterns):
         patterns = getattr(recipe, name)
         if name in recipe.patterns and not isinstance(patterns, Mapping):
             raise AdapterError(f"{name}={patterns!r}; use an object")
         for pattern in patterns or ():
-            _check_regex(name, pattern)
+            if not is_plain(pattern):
+                _check_regex(name, pattern)
 
 
 def _check_pattern(name: str, patterns: Mapping[str, object], adapted: Collection[str]) -> None:

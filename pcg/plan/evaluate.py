@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from pcg.explain.report_data import KINDS
 from pcg.parallel.costs.cost_model import CostModel
 from pcg.parallel.costs.step_costs import GraphCosts
 from pcg.plan.candidate import Candidate, Machine, Promise
-from pcg.plan.rank_plan import MEMORY_KINDS, RankPlan, TrainingChoice
+from pcg.plan.rank_plan import RankPlan, TrainingChoice
 from pcg.plan.serving_load import Load, Served, ServingSteps
 from pcg.plan.training_load import CoServed, CoServing, step_seconds
 from pcg.plan.workload import MachineWorkload, Serving, Training
@@ -227,6 +228,6 @@ class Replica:
 
 def too_large(machine: Machine, weights: int, usable_bytes: int) -> Candidate:
     """Return a candidate whose part of the weights alone is more than its memory."""
-    memory = {**dict.fromkeys(MEMORY_KINDS, 0), "weights": weights, "total": weights}
+    memory = {**dict.fromkeys(KINDS, 0), "weights": weights, "total": weights}
     promise = Promise("memory", usable_bytes / GIB, weights / GIB)
     return Candidate(machine, None, memory, usable_bytes, promises=(promise,))

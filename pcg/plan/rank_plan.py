@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import torch
 
 from pcg.errors import UnsupportedError
 from pcg.explain.graph_costs import graph_costs
-from pcg.explain.planned_model import PlannedModel, Setup, plan_model
+from pcg.explain.planned_model import PlannedModel, Setup, fused_serving, plan_model
 from pcg.explain.report_data import KINDS
 from pcg.explain.step_memory import memory_bytes
+from pcg.ir.graph import Graph, Parameter
+from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import DTYPE_BYTES
+from pcg.options import CompileOptions
 from pcg.parallel.costs.cost_model import CostModel
 from pcg.parallel.costs.step_costs import GraphCosts
 from pcg.passes.memory.plan import Frontiers
+from pcg.peft.registry import parameter_kind
+from pcg.runtime.adapters.served_bytes import bytes_in_pages
 from pcg.runtime.memory.kv_cache import bytes_of_token
-
-MEMORY_KINDS = (
-    *KINDS[: KINDS.index("kv_cache")],
-    "served_adapters",
-    *KINDS[KINDS.index("kv_cache") :],
-)
-"""The kinds of memory of a rank: those of `pcg.explain`, and adapters that requests use."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ class RankPlan:
         """
         if choice not in self._memory:
             self._memory[choice] = memory_bytes(self._at(choice))
-        found = {"served_adapters": 0, **self._memory[choice]}
+        found = dict(self._memory[choice])
         if self._adapters:
-            found["served_adapters"] = self._adapters * -(-self._adapter_bytes // self.tp)
+            found["served_adapters"] = self._adapters * self._adapter_bytes
         if choice is None:
             found |= dict.fromkeys(("adapters", "gradients", "optimizer"), 0)
         found["kv_cache"] = self.kv_bytes * served_tokens
-        kinds = {kind: found[kind] for kind in MEMORY_KINDS}
+        kinds = {kind: found[kind] for kind in KINDS}
         return {**kinds, "total": sum(kinds.values())}
 
     def costs(self, model: CostModel, choice: TrainingChoice | None) -> GraphCosts:
@@ -95,8 +95,10 @@ class RankPlan:
             if same is None:
                 planned = self._at(choice)
                 trained = planned.trained if self._trains else None
+                # Windows of the trained adapter, in fp32, are few beside requests' adapters.
+                serving = served_in_base(planned) if self._adapters else planned.serving
                 self._costs[key] = graph_costs(
-                    model, self.tp, planned.serving, trained, host_bytes_per_s=1.0
+                    model, self.tp, serving, trained, host_bytes_per_s=1.0
                 )
             else:
                 self._costs[key] = same.on(model)
@@ -104,8 +106,12 @@ class RankPlan:
 
     @cached_property
     def _adapter_bytes(self) -> int:
-        """Bytes of one adapter of the method on all ranks, in the base's precision."""
-        return self.planned.use.trainable * DTYPE_BYTES[self.planned.base.dtype]
+        """Bytes of the pages of one adapter of the method on the rank, in the served dtype."""
+        setup = self.planned.setup
+        serving, whole = fused_serving(self.planned.serving), setup.folded.model
+        serves = CompileOptions(backend="triton", tp=self.tp)
+        pages = partial(bytes_in_pages, options=serves, device=torch.device("cuda"))
+        return sum(pages(serving, whole, adapter) for adapter in setup.shaped_adapters())
 
     def _at(self, choice: TrainingChoice | None) -> PlannedModel:
         """Return the model as it is planned for a choice."""
@@ -124,6 +130,25 @@ class RankPlan:
             seq = self.planned.setup.options.seq
             self._frontiers[batch] = self.planned.training.frontiers.at(batch, seq)
         return self._frontiers[batch]
+
+
+def served_in_base(planned: PlannedModel) -> ModelGraph:
+    """Return the model that serves LoRA from copies in a base's 16 bits, as on Triton."""
+    dtype = planned.base.dtype
+
+    def copied(graph: Graph) -> Graph:
+        parameters = [
+            replace(one, value=replace(one.value, type=replace(one.type, dtype=dtype)))
+            if is_copied(one)
+            else one
+            for one in graph.parameters
+        ]
+        return graph.replace(parameters=tuple(parameters))
+
+    def is_copied(one: Parameter) -> bool:
+        return one.role == "adapter" and parameter_kind(one.source).is_factor
+
+    return planned.serving.map(copied) if DTYPE_BYTES[dtype] == 2 else planned.serving
 
 
 def check_trained(setup: Setup) -> None:

@@ -58,6 +58,7 @@ def create_app(service: Service) -> FastAPI:
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # the Host header would say where to
     )
     app.state.service = service
     app.state.public = PUBLIC

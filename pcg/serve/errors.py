@@ -36,6 +36,8 @@ from pcg.serve.json_bytes import json_bytes
 LOG = logging.getLogger("pcg.serve")
 
 INVALID = "invalid_request_error"
+UNSUPPORTED = "unsupported"
+"""The code of an error of what this server does not have."""
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -48,7 +50,7 @@ _TYPES = {
 _STATUS: tuple[tuple[type[PcgError], int, str | None], ...] = (
     (DrainingError, 503, "shutting_down"),
     (GenerationError, 400, None),
-    (UnsupportedError, 400, "unsupported"),
+    (UnsupportedError, 400, UNSUPPORTED),
     (AdapterConflictError, 409, "conflict"),
     (AdapterError, 400, "invalid_adapter"),
     (DataError, 400, "invalid_data"),
@@ -168,9 +170,12 @@ def of_validation(error: RequestValidationError) -> ApiError:
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"Unrecognized request argument supplied: {param}", param=param)
     if first["type"] == "json_invalid":
-        return ApiError(400, "The body is not valid JSON.", code="invalid_json")
+        return _no_json()
     if param is None and isinstance(error.body, bytes):
         return ApiError(400, "Send the body as content-type: application/json.")
+    if first["type"] == UNSUPPORTED:
+        said = f"{param} is not supported; {first['msg']}."
+        return ApiError(400, said, param=param, code=UNSUPPORTED)
     if first["type"] == "missing" and param is not None:
         return ApiError(400, f"Missing required parameter: '{param}'.", param=param)
     where = f"Invalid value for '{param}': " if param else "Invalid body: "
@@ -182,7 +187,13 @@ def _is_branch(part: object) -> bool:
     return isinstance(part, str) and ("[" in part or "-" in part)
 
 
+def _no_json() -> ApiError:
+    return ApiError(400, "The body is not valid JSON.", code="invalid_json")
+
+
 def _of_http(error: HTTPException) -> ApiError:
+    if error.status_code == 400:  # no UTF-8, or nested or with digits beyond what Python reads
+        return _no_json()
     messages = {404: "There is no such endpoint.", 405: "The endpoint has no such method."}
     message = messages.get(error.status_code, str(error.detail))
     return ApiError(error.status_code, message, headers=error.headers)

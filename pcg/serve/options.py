@@ -41,8 +41,12 @@ class ServeOptions:
         max_logprobs: the most likeliest tokens that a request may ask for in each place.
         logprobs_mode: the distribution that logprobs of outputs are of: the model's own, or the one
             that the token was drawn from, behind temperature, penalties, masks and filters.
+        generation_config: where the defaults of sampling come from: `auto`, the model's
+            generation_config.json; `vllm`, none; or a folder with such a file.
         kv_cache_gib: memory of the KV cache and the adapters in it, GiB.
         enable_prefix_caching: share the KV blocks of a tenant's prompts that begin alike.
+        warm_up: on a GPU, record steps as CUDA graphs and compile their kernels before the first
+            request.
         ttft_slo_ms: SLO of the time to the first token, ms.
         tpot_slo_ms: SLO of each gap between two output tokens, ms.
         tenant_seqs: the most sequences of one tenant at once; by default half of `max_num_seqs`
@@ -87,8 +91,10 @@ class ServeOptions:
     max_num_batched_tokens: int = 4096
     max_logprobs: int = 20
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    generation_config: str = "auto"
     kv_cache_gib: float = 4.0
     enable_prefix_caching: bool = True
+    warm_up: bool = True
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
     tenant_seqs: int | None = None
@@ -171,6 +177,7 @@ class ServeOptions:
             queue=QueueLimits(requests=self.max_queue, tenant_requests=self.queue_of(tenants)),
             kv_cache_bytes=self.kv_cache_bytes,
             prefix_caching=self.enable_prefix_caching,
+            warm_up=self.warm_up,
         )
 
 

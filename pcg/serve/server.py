@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias
 
@@ -22,6 +23,7 @@ import uvicorn
 from pcg.serve.app import create_app
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.errors import LOG
+from pcg.serve.generation_config import read_generation_config
 from pcg.serve.listening import check_certificate, listen, url_of
 from pcg.serve.options import ServeOptions
 from pcg.serve.security.connection import BoundedConnection, allow_connections
@@ -41,6 +43,7 @@ def serve(
     engine: Engine,
     say: Callable[[str], None],
     ready: Callable[[Server], None] = lambda _: None,
+    files: Callable[[], Path | None] = lambda: None,
 ) -> bool:
     """Serve until a signal, and end in order.
 
@@ -48,6 +51,7 @@ def serve(
         engine: opens the engine, once it is sure that the server can listen.
         say: takes the text that is printed when requests are taken.
         ready: is called with the server when it takes requests.
+        files: finds the directory of the model's files; None where it has none.
     Returns:
         True if all that was begun ended, or was given up in time.
     Raises:
@@ -59,8 +63,9 @@ def serve(
         check_certificate(options.ssl_certfile, options.ssl_keyfile)
     with contextlib.closing(listen(options.host, options.port, options.stream_timeout_s)) as bound:
         allow_connections()
+        generation = read_generation_config(options.generation_config, files())
         with engine(options, keys.tenants) as client:
-            service = Service(client, keys, options)
+            service = Service(client, keys, options, generation)
             url = url_of(bound, is_secure=options.ssl_certfile is not None)
             text = announcement(service, url, made_key)
             server = Server(service, lambda: say(text), ready)

@@ -21,6 +21,7 @@ from pcg.runtime.requests.stream import Stream
 from pcg.serve.adapters.catalog import Catalog, ServedModel
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.errors import ApiError
+from pcg.serve.generation_config import GenerationConfig
 from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
 from pcg.serve.observers import open_observers
 from pcg.serve.openai.chat.support import ChatSupport
@@ -57,16 +58,24 @@ class Service:
     Attributes:
         created_s: when it was made, Unix seconds.
         max_model_len: the most tokens of a prompt and its output; None if the model has no bound.
+        generation: the defaults of sampling.
         memory: the memory that it takes at most.
         metrics: the page of metrics.
         observers: what is told of every request over HTTP.
     """
 
-    def __init__(self, client: EngineClient, keys: Keys, options: ServeOptions) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        keys: Keys,
+        options: ServeOptions,
+        generation: GenerationConfig | None = None,
+    ) -> None:
         self.client = client
         facts, tokenizer = client.facts, client.tokenizer
         self.keys = keys
         self.options = options
+        self.generation = generation or GenerationConfig()
         self.created_s = int(time.time())
         bounds = [n for n in (options.max_model_len, facts.max_positions) if n is not None]
         self.max_model_len = min(bounds, default=None)

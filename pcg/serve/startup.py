@@ -22,6 +22,7 @@ def announcement(service: Service, url: str, made_key: str | None) -> str:
     lines = [
         f"serving {service.catalog.base.name} on {service.client.facts.device}{length}",
         f"adapters: {', '.join(adapters) if adapters else 'none'}",
+        f"defaults of sampling: {service.generation}",
         f"memory: {size_text(memory.total)} = {size_text(memory.weights)} weights + "
         f"{size_text(memory.adapters)} adapters + {size_text(memory.kv_cache)} KV cache + "
         f"{size_text(memory.workspace)} workspace",

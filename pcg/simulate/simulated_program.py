@@ -12,7 +12,7 @@ from pcg.ir.analysis.saved_memory import saved_memory
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
-from pcg.ir.types import CONTEXT
+from pcg.ir.types import CONTEXT, DTYPE_BYTES
 from pcg.options import PlanOptions
 from pcg.parallel.costs.accelerators import find_accelerator
 from pcg.parallel.costs.catalog import find_cost_model
@@ -33,6 +33,8 @@ from pcg.simulate.simulated_device import SimulatedAdapter
 from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.source import resolve
 
+_STATE_BYTES = 16
+"""Bytes of a trained number: it, its gradient and AdamW's two moments, all in fp32."""
 USED_MEMORY = 0.9
 """The share of a device's memory that is used, as vLLM's gpu_memory_utilization."""
 
@@ -44,8 +46,10 @@ class SimulatedProgram:
     Attributes:
         device: the name of the device that each rank has.
         page_bytes: the bytes of a page on one rank.
-        pages: the pages that fit beside weights and what finetuning saves for backward.
+        pages: the pages that fit beside weights, what is trained, and what finetuning saves for
+            backward.
         shapes: (out, in) of the linear modules that have adapters, of all layers.
+        element_bytes: the bytes of an element of the copies that adapters are served from.
     """
 
     name: str
@@ -55,6 +59,7 @@ class SimulatedProgram:
     page_bytes: int
     pages: int
     shapes: tuple[tuple[int, int], ...]
+    element_bytes: int
 
     def latencies(self) -> Latencies:
         """Return what an engine first plans by: five steps, as it measures them on a machine."""
@@ -66,8 +71,8 @@ class SimulatedProgram:
         return fitted_latencies(seconds, self.costs.layers, many=MANY)
 
     def adapter(self, name: str, rank: int) -> SimulatedAdapter:
-        """Return a LoRA adapter in half precision; each rank holds an equal share of it."""
-        size = sum(2 * rank * (out + in_) for out, in_ in self.shapes)
+        """Return a LoRA adapter in the base's precision; each rank holds an equal share of it."""
+        size = sum(self.element_bytes * rank * (out + in_) for out, in_ in self.shapes)
         return SimulatedAdapter(name, -(-size // self.tp), rank)
 
     def engine(
@@ -145,20 +150,23 @@ def simulated_program(
     weights = sum(_weights(graph) for graph in (serving.prologue, serving.epilogue))
     weights += sum(_weights(serving.blocks[index]) for index in serving.layers)
     page_bytes = bytes_of_page(kv_types(serving))
-    free = int(USED_MEMORY * memory_bytes) - weights - saved_bytes
+    steps = graph_costs(costs, tp, serving, graphs.training, host_bytes_per_s=host_bytes_per_s)
+    needed = weights + saved_bytes + _STATE_BYTES * steps.trained
+    free = int(USED_MEMORY * memory_bytes) - needed
     if free < page_bytes:
         raise OutOfMemoryError(
-            f"{source.name} needs {(weights + saved_bytes) / 2**30:.1f} GiB a rank for weights and "
+            f"{source.name} needs {needed / 2**30:.1f} GiB a rank for weights, what is trained and "
             f"what backward reads; {device} has {memory_bytes / 2**30:.1f}. Use a higher tp"
         )
     return SimulatedProgram(
         source.name,
         device,
         tp,
-        graph_costs(costs, tp, serving, graphs.training, host_bytes_per_s=host_bytes_per_s),
+        steps,
         page_bytes,
         free // page_bytes,
         tuple(_adapted(base.model, bypasses(base.model).at)),
+        DTYPE_BYTES[base.model.dtype],
     )
 
 

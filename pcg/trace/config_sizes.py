@@ -1,7 +1,8 @@
-"""The sizes of a configuration: a model is never traced with a default of transformers' for one."""
+"""The numbers of a configuration, which are its own: no size is a default of transformers'."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,21 @@ def check_sizes(fields: Mapping[str, Any], config_class: Any) -> None:
                     raise ConfigError(
                         f"config.json has {key}={shown(one)}; pcg takes at most {_MOST_LAYERS}"
                     )
+
+
+def check_finite(fields: Mapping[str, Any], within: str = "") -> None:
+    """Refuse infinite numbers and NaN, which JSON does not have and Python reads.
+
+    In lists they may stand: Mamba's `time_step_limit` ends in one.
+
+    Raises:
+        ConfigError: a field is such a number, also in an object as `rope_parameters`.
+    """
+    for key, value in fields.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"config.json has {within}{key}={value}; it has to be finite")
+        if isinstance(value, Mapping) and not within:
+            check_finite(value, f"{key}.")
 
 
 def check_named(fields: Mapping[str, Any], config: Any) -> None:

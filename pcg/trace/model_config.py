@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pcg.errors import TraceError, UnsupportedError
-from pcg.trace.config_sizes import check_named, check_sizes
+from pcg.errors import ConfigError, TraceError, UnsupportedError
+from pcg.trace.config_sizes import check_finite, check_named, check_sizes
+from pcg.units import shown
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """`dynamic_rope_update` in transformers' modeling_rope_utils.py handles these by length."""
@@ -19,7 +20,7 @@ def parse_config(config: Mapping[str, Any]) -> Any:
     """The transformers configuration of the contents of a config.json.
 
     Raises:
-        ConfigError: a size is missing, or is none that a model can have.
+        ConfigError: a size is missing, or a number or the dtype is none that a model can have.
         TraceError: transformers does not know or refuses it.
         UnsupportedError: pcg does not compile such a model; says why.
     """
@@ -35,6 +36,8 @@ def parse_config(config: Mapping[str, Any]) -> Any:
             )
         raise TraceError(f"transformers knows no model_type {model_type!r}; is it up to date?")
     check_sizes(fields, CONFIG_MAPPING[model_type])
+    check_finite(fields)
+    _check_dtype(fields)
     try:
         parsed = AutoConfig.for_model(model_type, **fields)
     except Exception as error:
@@ -50,6 +53,18 @@ def parse_config(config: Mapping[str, Any]) -> Any:
     _check_supported(parsed)
     check_named(fields, parsed)
     return parsed
+
+
+def _check_dtype(fields: Mapping[str, Any]) -> None:
+    for key in ("dtype", "torch_dtype"):
+        value = fields.get(key)
+        if value in (None, "auto"):
+            continue
+        found = getattr(torch, value.removeprefix("torch."), None) if type(value) is str else value
+        if not (isinstance(found, torch.dtype) and found.is_floating_point):
+            raise ConfigError(
+                f"config.json has {key}={shown(value)}; use a floating-point one, as 'bfloat16'"
+            )
 
 
 def positions_of(config: Any) -> int | None:

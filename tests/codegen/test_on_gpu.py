@@ -13,9 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import pcg.compiler as compiler
+from pcg.kernels.token_limits import TokenLimits
 from pcg.kernels.triton.linear_cross_entropy import linear_cross_entropy
 from pcg.kernels.triton.sampling import draw, greedy
 from pcg.kernels.triton.sign_bits import pack_signs, relu_backward_packed
+from pcg.runtime.sampling.drawing import Drawing
+from pcg.runtime.sampling.filters import filtered
+from pcg.runtime.sampling.sampler import Sampler
+from pcg.runtime.sampling.sampling import sample
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support import on_device, oracle
 from tests.support.append_cases import check_cache
 from tests.support.families import BY_NAME
@@ -25,6 +31,7 @@ from tests.support.prompts import prompts
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu_kernels
+import gpu_lora
 from gpu_case import Bench, CudaTimer
 from gpu_work import Ceilings
 
@@ -97,7 +104,8 @@ def test_drawn_tokens(vocabulary: int) -> None:
     uniform = torch.rand(64, device=DEVICE, dtype=torch.float64)
     temperatures = torch.linspace(0.3, 2, 64, device=DEVICE)
     logits[5, 7] = float("nan")
-    tokens, are_drawn = draw(logits, temperatures, uniform)
+    none = torch.zeros_like(temperatures)
+    tokens, are_drawn = draw(logits, TokenLimits(temperatures, none, none, none, False), uniform)
     assert are_drawn.tolist() == [row != 5 for row in range(64)]
     p = torch.softmax(logits.double() / temperatures[:, None], -1)[are_drawn]
     own = tokens[are_drawn, None]
@@ -105,6 +113,23 @@ def test_drawn_tokens(vocabulary: int) -> None:
     assert (at > 0).all()
     assert (after - at <= uniform[are_drawn] + 1e-6).all()
     assert (after >= uniform[are_drawn] - 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tokens_drawn_within_limits(dtype: torch.dtype) -> None:
+    """The tokens that sorting leaves; in bf16 many are equally likely."""
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(64, 128_256, device=DEVICE)).to(dtype).float()
+    params = [
+        SamplingParams(temperature=0.7, seed=row, top_k=(None, 50)[row % 2], top_p=0.9)
+        for row in range(64)
+    ]
+    kernels = Drawing.by_kernels(greedy, draw)
+    found = sample(logits, [Sampler(each) for each in params], kernels)
+    wanted = sample(logits, [Sampler(each) for each in params])
+    assert (found == wanted).double().mean() > 0.95  # a point may lie within rounding of a border
+    kept = filtered(logits, params).isfinite()
+    assert kept.gather(1, found[:, None]).double().mean() > 0.95
 
 
 @pytest.mark.parametrize(
@@ -131,7 +156,7 @@ BENCH = Bench(Untimed(), Ceilings(1.0, 1.0), device=DEVICE)
 @pytest.mark.parametrize("popularity", ["distinct", "uniform", "skewed", "identical"])
 @pytest.mark.parametrize("batch", [1, 7, 64])
 def test_segmented_lora(popularity: str, batch: int) -> None:
-    gpu_kernels._lora(BENCH, popularity, batch)
+    gpu_lora._lora(BENCH, popularity, batch)
 
 
 @pytest.mark.parametrize(
@@ -164,16 +189,16 @@ def test_rows_of_adapters() -> None:
     on_device.rows_of_adapters()
 
 
-def test_recorded_decode_steps() -> None:
-    on_device.recorded_decode_steps()
+def test_recorded_steps() -> None:
+    on_device.recorded_steps()
 
 
-def test_a_decode_step_waits_for_nothing() -> None:
-    on_device.a_decode_step_waits_for_nothing()
+def test_a_step_waits_for_nothing() -> None:
+    on_device.a_step_waits_for_nothing()
 
 
-def test_an_engine_replays_its_decode_steps() -> None:
-    on_device.an_engine_replays_its_decode_steps()
+def test_an_engine_replays_its_steps() -> None:
+    on_device.an_engine_replays_its_steps()
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -164,12 +164,12 @@ def test_rows_of_adapters(gpu: None) -> None:
 
 
 @pytest.mark.slow
-def test_recorded_decode_steps(gpu: None) -> None:
-    on_device.recorded_decode_steps()
+def test_recorded_steps(gpu: None) -> None:
+    on_device.recorded_steps()
 
 
-def test_a_decode_step_waits_for_nothing(gpu: None) -> None:
-    on_device.a_decode_step_waits_for_nothing()
+def test_a_step_waits_for_nothing(gpu: None) -> None:
+    on_device.a_step_waits_for_nothing()
 
 
 BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.slow)]
@@ -186,5 +186,5 @@ def test_adapters_are_copied_from_the_host_beside_steps(gpu: None, backend: str)
 
 
 @pytest.mark.slow
-def test_an_engine_replays_its_decode_steps(gpu: None) -> None:
-    on_device.an_engine_replays_its_decode_steps()
+def test_an_engine_replays_its_steps(gpu: None) -> None:
+    on_device.an_engine_replays_its_steps()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from itertools import product
 from typing import Any
 
 import peft
@@ -11,6 +13,7 @@ import pytest
 import pcg.compiler as compiler
 from pcg.errors import AdapterError
 from pcg.explain.explain import explain
+from pcg.ir.module_paths import matches_end
 from pcg.peft.registry import RECIPES, recipe_from
 from pcg.peft.targets import TargetedRecipe
 from pcg.runtime.executor import Executor
@@ -126,3 +129,29 @@ def test_a_regex_that_backtracks_for_ever_is_refused(fields: dict[str, Any]) -> 
 def test_a_regex_of_megabytes_is_refused() -> None:
     with pytest.raises(AdapterError, match="has 1000000 characters, and may have 10000"):
         recipe_from({"peft_type": "LORA", "target_modules": "q" * 10**6})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rank_pattern": dict.fromkeys(map(str, range(16_385)), 4)}, "rank_pattern has 16385"),
+        ({"alpha_pattern": {f"q|{i}": 1.0 for i in range(257)}}, "alpha_pattern has 257 regexes"),
+        ({"layers_to_transform": list(range(10**6))}, "layers_to_transform has 1000000 entries"),
+        ({"exclude_modules": ["x"] * 10**6}, "exclude_modules has 1000000 entries"),
+    ],
+)
+def test_fields_that_take_minutes_to_match_are_refused(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(AdapterError, match=message):
+        recipe_from({"peft_type": "LORA", "target_modules": ["q_proj"], **fields})
+
+
+def test_a_plain_pattern_matches_as_the_regex_that_it_is() -> None:
+    """As peft writes it; a dot is any character."""
+    parts = ["a", "b", ".", "ab", "a.b", ".b", "b."]
+    patterns = ["".join(some) for some in product(parts, repeat=2)]
+    paths = [*patterns, "a.b.a.b", "x.aab", "xaab", "a", ""]
+    for pattern, path in product([*parts, *patterns], paths):
+        expected = re.match(rf"(.*\.)?({pattern})$", path) is not None
+        assert matches_end(pattern, path) == expected, (pattern, path)

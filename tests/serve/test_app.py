@@ -61,6 +61,13 @@ def test_a_body_that_does_not_say_that_it_is_json(service: Service) -> None:
     assert "application/json" in reply.json()["error"]["message"]
 
 
+def test_no_reply_sends_a_client_elsewhere(service: Service) -> None:
+    """A redirect would be to what the client, or who stands before it, calls this server."""
+    headers = {**serving.headers_of("all"), "host": "elsewhere.test"}
+    for path in ("/version/", "/health/", "/v1/load_lora_adapter/"):
+        assert ask(service, "GET", path, headers=headers).status_code == 404
+
+
 def test_a_route_without_a_scope_is_refused() -> None:
     router = APIRouter()
     router.get("/open")(lambda: None)
@@ -95,9 +102,10 @@ def test_ids_of_requests(service: Service) -> None:
         ("GET", "/none", b"", 404, None),
         ("DELETE", "/v1/completions", b"", 405, None),
         ("POST", "/v1/completions", b"{", 400, "invalid_json"),
-        ("POST", "/v1/completions", b'{"a": ' * 100_000, 400, None),
-        ("POST", "/v1/completions", b"\xff", 400, None),
-        ("POST", "/v1/completions", b"[" + b"9" * 9000 + b"]", 400, None),
+        ("POST", "/v1/completions", b'{"a": ' * 10_000, 400, "invalid_json"),
+        ("POST", "/v1/completions", b'{"a": ' * 100_000, 400, "body_too_large"),
+        ("POST", "/v1/completions", b"\xff", 400, "invalid_json"),
+        ("POST", "/v1/completions", b"[" + b"9" * 9000 + b"]", 400, "invalid_json"),
         ("POST", "/v1/completions", b"null", 400, None),
         ("POST", "/v1/completions", b"", 400, None),
     ],

@@ -192,6 +192,32 @@ def test_strangers_bodies_are_not_read(served: serving.Served) -> None:
         assert connection.recv(1000).startswith(b"HTTP/1.1 401")
 
 
+@pytest.mark.parametrize("stranger", [False, True])
+def test_who_sends_too_much_reads_why(served: serving.Served, stranger: bool) -> None:
+    """Not a reset, which clients take for a broken connection, and ask again."""
+    body = b" " * 2**23
+    asked = post("/v1/completions", body, f"Content-Length: {len(body)}")
+    if stranger:
+        asked = asked.replace(serving.KEY.encode(), b"another")
+    with connect(served) as connection:
+        connection.sendall(asked)
+        found = b""
+        while part := connection.recv(2**16):
+            found += part
+    assert found.startswith(b"HTTP/1.1 401" if stranger else b"HTTP/1.1 413")
+    assert found.endswith(b"}}")
+
+
+def test_headers_behind_a_body_are_dropped(served: serving.Served) -> None:
+    """A proxy that looks at heads has not seen them."""
+    body = b"2\r\n{}\r\n0\r\nAuthorization: Bearer " + serving.KEY.encode() + b"\r\n\r\n"
+    asked = post("/v1/completions", body, "Transfer-Encoding: chunked")
+    header = f"Authorization: Bearer {serving.KEY}\r\n".encode()
+    with connect(served) as connection:
+        connection.sendall(asked.replace(header, b"", 1))
+        assert connection.recv(1000).startswith(b"HTTP/1.1 401")
+
+
 def test_ten_thousand_requests_of_two_tenants() -> None:
     """What is taken ends, the rest is told when to come again, and no page is lost."""
     keys = Keys([serving.key("a"), serving.key("b")])

@@ -12,14 +12,14 @@ import torch
 import pcg.compiler as compiler
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.model.decode_graphs import EAGER_STEPS, CudaRecorder
+from pcg.runtime.model.step_graphs import EAGER_STEPS, CudaRecorder
 from pcg.runtime.sampling.sampler import Sampler
 from pcg.runtime.sampling.sampling import UNDRAWN, sample
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support import oracle
-from tests.support.decode_steps import Step, Steps, executor_of
 from tests.support.families import BY_NAME
 from tests.support.prompts import prompts
+from tests.support.recorded_steps import Step, Steps, executor_of
 
 DEVICE = "cuda"
 
@@ -79,26 +79,31 @@ DECODED = [
     Step([9, 8, 5], [16, 0, 31], [None, None, None]),
     Step([1] * 19, list(range(0, 95, 5)), ["r4", "r20", "r1", None] * 4 + ["r1"] * 3),
 ]
+MIXED = [
+    Step([[5, 6, 7, 8], 9, list(range(3, 20))], [3, 530, 0], [None, "r4", "r20"], [1, 2]),
+    Step([list(range(3, 30))], [16], ["r1"]),
+]
+"""With chunks of prompts."""
 
 
-def recorded_decode_steps() -> None:
+def recorded_steps() -> None:
     """Each twice: as it is recorded, and replayed for what came between."""
     executor = executor_of(2, DEVICE)
     steps = Steps(executor, CudaRecorder(executor.device), pages=200)
-    for step in DECODED * 2:
+    for step in (*DECODED, *MIXED) * 2:
         expected, found = steps.both(step)
         assert found is not None
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert (steps.graphs.recorded, steps.graphs.replayed) == (4, 8)
+    assert (steps.graphs.recorded, steps.graphs.replayed) == (5, 12)
 
 
-def a_decode_step_waits_for_nothing() -> None:
+def a_step_waits_for_nothing() -> None:
     """Recorded or not, until the tokens are read; by any way of choosing them."""
     executor = executor_of(2, DEVICE)
     steps = Steps(executor, CudaRecorder(executor.device), pages=200)
-    steps.both(DECODED[0])  # compiles, records
-    ids, contexts, adapters = steps.in_order(DECODED[0])
-    tables = steps.tables(contexts)
+    for step in (MIXED[0], DECODED[0]):
+        steps.both(step)  # compiles, records
+    mixed, ordered = steps.in_order(MIXED[0]), steps.in_order(DECODED[0])
     params = [
         SamplingParams(temperature=0.7, top_k=20, min_p=0.01),
         SamplingParams(repetition_penalty=1.2),
@@ -108,9 +113,9 @@ def a_decode_step_waits_for_nothing() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        recorded = steps.graphs.run(ids, contexts, tables, adapters)
-        bound = steps.stacks.bind(adapters, [1] * 3)
-        logits = steps.runner.logits(steps.batch(ids, contexts, tables), bound)
+        assert steps.graphs.run(*mixed) is not None
+        recorded = steps.graphs.run(*ordered)
+        logits = steps.eager(ordered)
         chosen = sample(logits, samplers, steps.runner.drawing)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -119,7 +124,7 @@ def a_decode_step_waits_for_nothing() -> None:
     assert UNDRAWN not in chosen.tolist()
 
 
-def an_engine_replays_its_decode_steps() -> None:
+def an_engine_replays_its_steps() -> None:
     executor = executor_of(2, DEVICE)
     names = [None, "r4", "r20", "ia3"]
 

@@ -163,6 +163,27 @@ def test_a_size_that_no_model_has_is_refused(name: str, value: object) -> None:
         compiler.trace({**SMALL, "model_type": "llama", name: value})
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan; it has to be finite"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf; it has to be finite"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": float("inf")}},
+            "rope_parameters.rope_theta=inf; it has to be finite",
+        ),
+        ({"dtype": "int8"}, "dtype='int8'; use a floating-point one"),
+        ({"torch_dtype": [1]}, r"torch_dtype=\[1\]; use a floating-point one"),
+        ({"dtype": "load"}, "dtype='load'; use a floating-point one"),
+    ],
+)
+def test_a_number_or_dtype_that_no_model_has_is_refused(
+    fields: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compiler.trace({**SMALL, "model_type": "llama", **fields})
+
+
 @pytest.mark.parametrize("layers", [1025, 10**9, 10**100])
 def test_more_layers_than_any_model_has_are_refused(layers: int) -> None:
     """Each would be built before anything is known of it."""

@@ -24,6 +24,7 @@ KINDS = {
     "adapters": "trainable parameters",
     "gradients": "one for each of them",
     "optimizer": "what {optimizer} keeps of each",
+    "served_adapters": "copies that requests read",
     "kv_cache": "keys and values of served requests",
     "activations": "saved for backward",
     "workspace": "what the fullest moment needs beside",

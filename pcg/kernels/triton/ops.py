@@ -30,7 +30,6 @@ from pcg.kernels.triton.adapters.trained_vectors import (
     inner,
     sum_tokens,
 )
-from pcg.kernels.triton.attention.decode_lists import DecodeLists, decode_room
 from pcg.kernels.triton.attention.dispatch import attention, attention_backward
 from pcg.kernels.triton.fused import FusedPart, fused, side_by_side
 from pcg.kernels.triton.linear_cross_entropy import linear_cross_entropy

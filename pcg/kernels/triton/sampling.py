@@ -1,10 +1,12 @@
 """Next tokens from logits: the largest, or one drawn, without asking the host anything.
 
     greedy   the first v with l_v = max l
-    draw     p_v = exp((l_v - max l) / temperature);  the first v with Σ_{w ≤ v} p_w > u · Σ_w p_w
+    draw     p_v = exp((l_v - max l) / temperature) of tokens within the row's limits
+             the first v with Σ_{w ≤ v} p_w > u · Σ_w p_w
 
-Each is one launch in place of up to eight over fp32 and fp64 copies of [R, V]. Filters (top-k,
-top-p, min-p) and penalties come before; what they remove is -inf here.
+Each is one launch, and one more where rows have top-k or top-p (`token_limits`), in place of sorts
+and of up to eight launches over fp32 and fp64 copies of [R, V]. Masks and penalties come before;
+what they remove is -inf here.
 
 Shapes: R rows, V vocabulary. Sums are in fp64, in a fixed order.
 Grid: a program a row; several for one would take a second launch.
@@ -17,14 +19,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pcg.kernels.token_limits import TokenLimits
+from pcg.kernels.triton.token_limits import highest, limited, scaled
+
 GREEDY_BLOCK = 16384
 """Columns at a time: of 1,024 threads each has two loads of 16 bytes in bf16, four in fp32, for a
 processor that has a row to itself needs some 32 KiB on the way."""
 DRAW_BLOCK = 8192
 """Likewise: two loads of fp32. With more a thread's 64 registers do not hold the sums in fp64."""
 THREADS = 1024
-_LOWEST = tl.constexpr(-1.0e30)
-"""Below all logits that count, and finite, so that a row of -inf alone has a maximum."""
 
 
 @triton.jit
@@ -53,17 +56,22 @@ def greedy_rows(logits, tokens, V, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _probabilities(row, start, V, top, temperature, BLOCK: tl.constexpr):
-    """p of a block, times a number that all of a row's share."""
-    v, value = _load(row, start, V, tl.float32, BLOCK)
-    # The maximum goes before the division, so that no temperature divides to infinity.
-    return v, tl.exp((value - top) / temperature).to(tl.float64)
+def _probabilities(
+    row, start, V, top, temperature, least, last, min_p, LIMITED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """p of a block, times a number that all of a row's share; 0 of tokens beyond the limits."""
+    v, x = scaled(row, start, V, top, temperature, BLOCK)
+    p = tl.exp(x)
+    if LIMITED:
+        # NaN is within all limits, so that the row's sum is NaN.
+        p = tl.where((x < least) | ((x == least) & (v <= last)), 0.0, p)
+    return v, tl.where(p < min_p, 0.0, p).to(tl.float64)
 
 
 @triton.jit
 def draw_rows(
-    logits, temperatures, uniform, tokens, are_drawn, V, stride,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, temperatures, min_ps, leasts, lasts, uniform, tokens, are_drawn, V, stride,
+    LIMITED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A token of a row; 0 and false where the sum is no number, or 0.
 
@@ -72,26 +80,30 @@ def draw_rows(
     r = tl.program_id(0)
     row = logits + r.to(tl.int64) * stride
     temperature = tl.load(temperatures + r)
-    top = tl.full((), _LOWEST, tl.float32)
-    for start in range(0, V, BLOCK):
-        _, value = _load(row, start, V, tl.float32, BLOCK)
-        top = tl.maximum(top, tl.max(value, 0))
+    min_p = tl.load(min_ps + r)
+    least = 0.0
+    last = 0
+    if LIMITED:
+        least = tl.load(leasts + r)
+        last = tl.load(lasts + r)
+    top = highest(row, V, BLOCK)
     block = tl.arange(0, BLOCKS)
     sums = tl.zeros((BLOCKS,), tl.float64)
     for start in range(0, V, BLOCK):
-        _, p = _probabilities(row, start, V, top, temperature, BLOCK)
+        _, p = _probabilities(row, start, V, top, temperature, least, last, min_p, LIMITED, BLOCK)
         sums = tl.where(block == start // BLOCK, tl.sum(p, 0), sums)
     total = tl.sum(sums, 0)
     point = tl.load(uniform + r) * total
     before = tl.cumsum(sums, 0) - sums
     chosen = tl.max(tl.where((before <= point) & (sums > 0.0), block, 0), 0)
     passed = tl.sum(tl.where(block == chosen, before, 0.0), 0)
-    v, p = _probabilities(row, chosen * BLOCK, V, top, temperature, BLOCK)
+    start = chosen * BLOCK
+    v, p = _probabilities(row, start, V, top, temperature, least, last, min_p, LIMITED, BLOCK)
     token = tl.min(tl.where((passed + tl.cumsum(p, 0) > point) & (p > 0.0), v, V), 0)
     # Rounding can put the point behind the block's last token that has a probability.
-    last = tl.max(tl.where(p > 0.0, v, 0), 0)
+    final = tl.max(tl.where(p > 0.0, v, 0), 0)
     is_drawn = (total > 0.0) & (total < float("inf"))
-    tl.store(tokens + r, tl.where(is_drawn, tl.minimum(token, last), 0).to(tl.int64))
+    tl.store(tokens + r, tl.where(is_drawn, tl.minimum(token, final), 0).to(tl.int64))
     tl.store(are_drawn + r, is_drawn)
 
 
@@ -105,12 +117,12 @@ def greedy(logits: Tensor) -> Tensor:
     return tokens
 
 
-def draw(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, limits: TokenLimits, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """A token of each row, at its own number u of the cumulative distribution.
 
     Args:
         logits: [R, V], rows contiguous; taken in fp32.
-        temperatures: [R], fp32, above 0; 1 where filters have divided by it.
+        limits: temperatures, and the tokens that may be drawn.
         uniform: u, [R], fp64, at least 0 and less than 1.
     Returns:
         Tokens [R], int64, and a mask [R]; false, and the token 0, where the logits hold NaN or no
@@ -119,11 +131,13 @@ def draw(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> tuple[Tensor,
     rows, vocabulary = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     are_drawn = torch.empty(rows, dtype=torch.bool, device=logits.device)
+    least, last = limited(logits, limits) if limits.is_cut else (None, None)
     if rows:
         options = _options(DRAW_BLOCK, vocabulary)
         blocks = triton.cdiv(vocabulary, options["BLOCK"])
         draw_rows[(rows,)](
-            logits, temperatures, uniform, tokens, are_drawn, vocabulary, logits.stride(0),
+            logits, limits.temperatures, limits.min_p, least, last, uniform, tokens, are_drawn,
+            vocabulary, logits.stride(0), LIMITED=limits.is_cut,
             BLOCKS=max(2, triton.next_power_of_2(blocks)), **options,
         )  # fmt: skip
     return tokens, are_drawn

@@ -159,7 +159,7 @@ class GraphCosts:
         serving: the model with bypass networks whose rank is open.
         backward: each layer's backward; empty where nothing is trained.
         loss: graph of the loss and its gradient; None where nothing is trained.
-        trained: count of numbers that an optimizer updates on the rank.
+        trained: count of numbers that an optimizer updates on the rank, an attribute as well.
         host_bytes_per_s: bandwidth of copies from the host's memory.
     Raises:
         CostModelError: an operator has no cost.
@@ -191,7 +191,7 @@ class GraphCosts:
         self._head = seconds_of(serving.epilogue)
         self._loss = None if loss is None else seconds_of(loss)
         self._backward = [None if graph is None else seconds_of(graph) for graph in backward]
-        self._trained = trained
+        self.trained = trained
         self._update_s = model.work_seconds(_update(trained)) if trained else 0.0
         self._host_bytes_per_s = host_bytes_per_s
 
@@ -210,7 +210,7 @@ class GraphCosts:
         found._head = moved(self._head)
         found._loss = None if self._loss is None else moved(self._loss)
         found._backward = [None if graph is None else moved(graph) for graph in self._backward]
-        found._update_s = model.work_seconds(_update(self._trained)) if self._trained else 0.0
+        found._update_s = model.work_seconds(_update(self.trained)) if self.trained else 0.0
         return found
 
     def step_seconds(self, shape: StepShape) -> float:

@@ -78,6 +78,11 @@ class PaddedTables:
         self._bound: dict[object, BoundAdapters] = {}
         self._ordered: tuple[_Versions, list[int]] = (), []
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of what serving reads of adapters, and of the tables that say where it lies."""
+        return sum(slots.size_bytes for slots in self._by_width.values())
+
     def _sites_of(self, graph: Graph) -> GraphSites:
         """Return the sites of a graph whose adapters lie in stacks."""
         return GraphSites.of(graph)

@@ -100,6 +100,11 @@ class RaggedTables(PaddedTables):
         others = max(adapter.size_bytes // self._stacker.ranks.size - in_rows * own_bytes, 0)
         return pages_of_rows(shapes, page_bytes // element_bytes) + -(-others // page_bytes)
 
+    @property
+    def size_bytes(self) -> int:
+        rows = 0 if self.lora is None else self.lora.size_bytes
+        return super().size_bytes + rows
+
     def _sites_of(self, graph: Graph) -> GraphSites:
         rows = {name for site in _rows(graph, 0, 0) for name in site.names}
         every = GraphSites.of(graph)
@@ -160,6 +165,13 @@ class RaggedTables(PaddedTables):
             part = bound.layers[site.part] if site.part < len(bound.layers) else bound.outer
             for name in site.names:
                 setattr(part, name, rows)
+
+    @torch.inference_mode(False)
+    def reserve(self, count: int, adapters: Sequence[Adapter]) -> None:
+        """Make tables for so many adapters at once, of ranks as these have: none moves them."""
+        if self.lora is not None:
+            self.lora.reserve(count, adapters)
+            self._bound.clear()
 
     @property
     def layout(self) -> object:

@@ -28,6 +28,10 @@ class RowAllocator(Protocol):
 
     memory: Tensor
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that nothing else can have while these adapters are there."""
+
     def reserve(
         self, adapter: Adapter, shapes: Shapes, drop: Callable[[], bool], *, grows: bool
     ) -> list[Tensor] | None:
@@ -55,6 +59,10 @@ class OwnRowAllocator:
         self.memory = torch.empty(0, dtype=dtype, device=device)
         self._free = FreeRuns()
         self._runs: dict[int, tuple[int, int]] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        return self.memory.nbytes
 
     def reserve(
         self, adapter: Adapter, shapes: Shapes, drop: Callable[[], bool], *, grows: bool
@@ -106,6 +114,11 @@ class PagedRowAllocator:
         self.memory = self._pages.view(-1)
         self._table = table
         self._tables: dict[int, PageTable] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        pages = sum(len(table.pages) for table in self._tables.values())
+        return pages * self._pages.shape[1] * self._pages.itemsize
 
     def reserve(
         self, adapter: Adapter, shapes: Shapes, drop: Callable[[], bool], *, grows: bool

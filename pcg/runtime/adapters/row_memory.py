@@ -70,7 +70,8 @@ class RowMemory:
 
     @property
     def size_bytes(self) -> int:
-        return self._allocator.memory.nbytes
+        """Bytes of the adapters' rows, and of the tables that say where they lie."""
+        return self._allocator.used_bytes + self._rows.nbytes + self._ranks.nbytes
 
     @property
     def element_bytes(self) -> int:
@@ -124,6 +125,16 @@ class RowMemory:
         for adapter in new:
             self._bring(adapter)
         return came or bool(new)
+
+    def reserve(self, slots: int, adapters: Sequence[Adapter]) -> None:
+        """Make tables for so many adapters at once, of the ranks that these have.
+
+        As long as no others come, the tables stay where they are.
+        """
+        self._finish_copies(wait=True)
+        self._add_slots(max(0, slots - self._rows.shape[1]))
+        shapes = (self.shapes(adapter) for adapter in adapters)
+        self._widen(max((rows for own in shapes for rows, _ in own), default=0))
 
     def forget(self, adapter: Adapter) -> None:
         """Free an adapter's memory: it has changed, or is gone."""
@@ -263,12 +274,14 @@ class RowMemory:
         if not self._free_slots and not self._drop_idle(kept):
             if not grows:
                 return None
-            count = self._rows.shape[1]
-            more = max(count, _LEAST_SLOTS)
-            self._rows = torch.nn.functional.pad(self._rows, (0, 0, 0, more))
-            self._ranks = torch.nn.functional.pad(self._ranks, (0, more))
-            self._free_slots += reversed(range(count, count + more))
+            self._add_slots(max(self._rows.shape[1], _LEAST_SLOTS))
         return self._free_slots.pop()
+
+    def _add_slots(self, more: int) -> None:
+        count = self._rows.shape[1]
+        self._rows = torch.nn.functional.pad(self._rows, (0, 0, 0, more))
+        self._ranks = torch.nn.functional.pad(self._ranks, (0, more))
+        self._free_slots += reversed(range(count, count + more))
 
     def _widen(self, rank: int) -> None:
         most = self._rows.shape[2]

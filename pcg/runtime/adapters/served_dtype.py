@@ -9,22 +9,24 @@ from __future__ import annotations
 import torch
 
 from pcg.errors import UnsupportedError
-from pcg.ir.program.program import Program
+from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.native.sgmv import check_native, is_native
 from pcg.kernels.torch.products import has_onednn
+from pcg.options import CompileOptions
 
 
-def served_dtype(program: Program, device: torch.device) -> torch.dtype | None:
+def served_dtype(
+    options: CompileOptions, base: ModelGraph, device: torch.device
+) -> torch.dtype | None:
     """Return the dtype of the copies; None for the adapters' own dtype.
 
     By default it is the base's, where the kernels that serve read 16 bits: those for Triton, and
     the native one on CPUs with native bfloat16.
 
     Raises:
-        UnsupportedError: the program's `adapter_copies` cannot be had.
+        UnsupportedError: the `adapter_copies` that were asked for cannot be had.
     """
-    options, base = program.options, program.base
     given, is_triton = options.adapter_copies, options.backend == "triton"
     dtype: torch.dtype = getattr(torch, TORCH_NAMES[base.dtype])
     if given is not None and base.adapter_dtype != "f32":

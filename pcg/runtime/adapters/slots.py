@@ -37,6 +37,11 @@ class AdapterSlots:
         self._running: set[int] = set()
         self._stacks: list[dict[str, StackedWeight]] = []
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the stacks, empty slots and padding included."""
+        return sum(stack.size_bytes for stacks in self._stacks for stack in stacks.values())
+
     def prefetch(self, wanted: Sequence[Adapter]) -> bool:
         """Begin to copy adapters that run next, in turn, into slots that no running one needs.
 

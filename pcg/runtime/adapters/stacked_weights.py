@@ -53,6 +53,10 @@ class _StackedParameter:
             self._stack = _turned(self._stack)
         self._is_a = kind.is_down
 
+    @property
+    def size_bytes(self) -> int:
+        return 0 if self._stack is None else self._stack.nbytes
+
     def put(self, slot: int, adapter: Adapter, layer: int, stacker: WeightStacker) -> bool:
         """Write an adapter's weights into a slot; returns False if they do not fit."""
         view = None if self._stack is None else self._stack[slot]
@@ -111,6 +115,10 @@ class _StackedLora:
         for view, (_, (b, _)) in zip(self._views(), parts, strict=True):
             if view is not None and b is not None:
                 view.copy_(b)
+
+    @property
+    def size_bytes(self) -> int:
+        return 0 if self._a is None else self._a.nbytes + sum(b.nbytes for b in self._b)
 
     def _views(self) -> list[Tensor | None]:
         """Return each module's B in all slots, [slots, rank, out]; None for those without."""

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from pcg.errors import AdapterError
 from pcg.ir.graph import Parameter
 from pcg.parallel.ranks.group import Ranks
 from pcg.parallel.ranks.shards import has_zeros, is_sharded
@@ -49,10 +50,35 @@ class ServedWeights:
             kept[kind] = make(around)
         return kept[kind]
 
+    def check_range(self, adapter: Adapter, dtype: torch.dtype) -> None:
+        """Refuse an adapter whose copies in a dtype of 16 bits would be infinite.
+
+        Raises:
+            AdapterError: the matrix, its largest number and the dtype's.
+        """
+        most = torch.finfo(dtype).max
+        for module, weights in adapter.weights.items():
+            for kind in weights.served:
+                if parameter_kind(kind).is_factor:
+                    part = self.part(adapter, f"{module}.{kind}")
+                    largest = 0.0 if part is None or not part.numel() else _largest(part)
+                    if largest > most:
+                        name = str(dtype).removeprefix("torch.")
+                        raise AdapterError(
+                            f"{kind} of {module} in adapter {adapter.name!r} reaches {largest:.3g} "
+                            f"with its scale, and adapters are served in {name}, up to {most:.3g}; "
+                            "serve them in float32: adapter_copies='float32', --adapter-copies "
+                            "float32"
+                        )
+
     def changed(self, adapter: Adapter) -> None:
         """Forget what was computed of an adapter, after its tensors were changed in place."""
         for weights in adapter.weights.values():
             self._kept.pop(weights, None)
+
+
+def _largest(part: Tensor) -> float:
+    return max(abs(extreme.item()) for extreme in part.aminmax())
 
 
 @dataclass(frozen=True)

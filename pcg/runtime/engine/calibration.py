@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -28,6 +29,7 @@ from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.model.batch import ANY_TOKEN, Batch
 from pcg.runtime.model.load import Load, keys_of
 from pcg.runtime.model.state import ModelState
+from pcg.runtime.model.step_graphs import StepGraphs
 
 _SHORT, _LONG = 16, 256
 """Numbers of tokens of the measured steps."""
@@ -44,32 +46,57 @@ _SAVED = 0.05
 """The time of a window beside requests that is its own, relative to its tokens' and a step's."""
 
 
-def calibrated(state: ModelState, clock: Clock) -> Latencies:
-    """Measure the latencies of a model's base, without adapters, by a clock."""
+def calibrated(state: ModelState, clock: Clock, graphs: StepGraphs | None = None) -> Latencies:
+    """Measure the latencies of a model's base, without adapters, by a clock.
+
+    Args:
+        graphs: recorded steps; those that were warmed up are measured as they will run.
+    """
     runner, tables, device = state.serving.runner, state.serving.tables, state.device
     long = min(_LONG, state.max_positions or _LONG)
     many = min(MANY, state.max_positions or MANY) if device.type == "cuda" else 0
-    cache = KvCache(kv_types(runner.model), pages_for(max(long, many)), device)
+    pages = pages_for(max(long, many))
+    if graphs is not None and not (graphs.is_warm and graphs.cache.pool.free >= pages):
+        graphs = None
+    cache = KvCache(kv_types(runner.model), pages, device) if graphs is None else graphs.cache
     table = cache.pool.open("calibration")
-    cache.pool.extend(table, pages_for(max(long, many)))
+    cache.pool.extend(table, pages)
 
-    def seconds(tokens: int, context: int, rows: int) -> float:
-        ids = torch.full((tokens,), ANY_TOKEN, device=device)
+    def median_s(run: Callable[[], object]) -> float:
         took = []
         for _ in range(_ROUNDS + 1):
-            batch = Batch(ids, [Span(0, tokens, context, table)], cache)
-            bound = tables.bind([None], [tokens])
             started = clock.now_s()
-            hidden = runner.hidden(batch, bound)
-            if rows:
-                last = torch.arange(tokens - rows, tokens, device=device)
-                runner.logits_of(hidden, batch, bound, last, tables.bind([None], [rows]))
+            run()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             took.append(clock.now_s() - started)
         return statistics.median(took[1:])
 
+    def eager_s(tokens: int, context: int, rows: int) -> float:
+        ids = torch.full((tokens,), ANY_TOKEN, device=device)
+
+        def run() -> None:
+            batch = Batch(ids, [Span(0, tokens, context, table)], cache)
+            bound = tables.bind([None], [tokens])
+            hidden = runner.hidden(batch, bound)
+            if rows:
+                last = torch.arange(tokens - rows, tokens, device=device)
+                runner.logits_of(hidden, batch, bound, last, tables.bind([None], [rows]))
+
+        return median_s(run)
+
+    def seconds(tokens: int, context: int, rows: int) -> float:
+        if graphs is None:
+            return eager_s(tokens, context, rows)
+        run = partial(graphs.run, [ANY_TOKEN] * tokens, [(tokens, context)], [table], [None], [0])
+        recorded_s = median_s(run)
+        if rows == 1:
+            return recorded_s
+        # Other rows of logits are told by steps that are not recorded, whose rest is alike.
+        return recorded_s + eager_s(tokens, context, rows) - eager_s(tokens, context, 1)
+
     found = fitted_latencies(seconds, len(runner.model.layers), long, many)
+    cache.pool.close(table)
     # Fits may round differently on other ranks, and all must plan alike.
     if device.type == "cpu":  # the head is cut, and read as often for many parts as for few
         found.loss = Latency(0.0, found.loss.coefficients_s[1], 0.0)

@@ -66,8 +66,10 @@ class Engine(EngineLoop):
             prefixes = Prefixes(cache.pool, between_tenants=given.prefixes_between_tenants)
         queue = given.queue or QueueLimits()
         scheduler = Scheduler(cache.pool, adapters, limits, given.policy, prefixes, queue)
-        runner = StepRunner(state, cache, adapters)
+        runner = StepRunner(state, cache, adapters, limits)
         super().__init__(runner, scheduler, MachineClock(state.ranks), given)
+        if given.warm_up:
+            runner.warm_up(list(state.adapters.values()))
         has_slo = limits.tpot_slo_s or limits.ttft_slo_s
         if given.latencies is None and has_slo:
             self.calibrate()
@@ -134,7 +136,7 @@ class Engine(EngineLoop):
 
     def calibrate(self) -> None:
         """Measure how long steps take here, to keep SLOs from the first step on."""
-        self.learn(calibrated(self.state, self.clock))
+        self.learn(calibrated(self.state, self.clock, self.device.graphs))
 
     def use_program(self, program: ServingProgram) -> None:
         self.device.use(program)

@@ -53,10 +53,13 @@ class EngineArguments(EngineOptions):
         limits: the limits of a step, and the SLOs; those of `Limits()` by default.
         kv_cache_bytes: memory of the pool for the KV cache and adapters; pages that nothing uses
             are not touched.
+        warm_up: record the steps that may come, and compile their kernels, when the engine is made,
+            so that no request waits for that; only where steps are recorded (docs/triton.md).
         data_limits: the most that the data of a job may have that runs on the engine's thread, and
             the most jobs that are prepared at once; those of `DataLimits()` by default.
     """
 
     limits: Limits | None = None
     kv_cache_bytes: int = field(default=KV_CACHE_BYTES, kw_only=True)
+    warm_up: bool = field(default=False, kw_only=True)
     data_limits: DataLimits | None = field(default=None, kw_only=True)

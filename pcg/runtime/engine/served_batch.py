@@ -13,7 +13,9 @@ from pcg.kernels.uploads import uploaded_list
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables
 from pcg.runtime.memory.kv_cache import KvCache
+from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.batch import Batch
+from pcg.runtime.model.step_graphs import StepGraphs, StepOutputs
 from pcg.runtime.requests.sequence import Sequence
 
 
@@ -45,25 +47,25 @@ class ServedBatch:
     """The sequences of a step, in the order of their adapters' slots.
 
     Attributes:
+        ids: the tokens of all.
+        spans: each one's tokens.
         ready: those that are sampled, by place.
         scored: rows of prompts whose logprobs are computed.
         pooled: rows of prompts whose last hidden states are.
+        batch, bound: the batch and its adapters on the device, once they are `put` there.
     """
 
-    def __init__(
-        self,
-        chunks: List[tuple[Sequence, int]],
-        adapters: List[Adapter | None],
-        tables: PaddedTables,
-        cache: KvCache,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, chunks: List[tuple[Sequence, int]], adapters: List[Adapter | None]) -> None:
         self.chunks = chunks
+        self.adapters = adapters
         self.ready: list[int] = []
         self.scored: list[ReadRows] = []
         self.pooled: list[ReadRows] = []
-        ids: list[int] = []
-        spans = []
+        self.ids: list[int] = []
+        self.spans: list[Span] = []
+        self.batch: Batch
+        self.bound: BoundAdapters
+        ids = self.ids
         for place, (sequence, count) in enumerate(chunks):
             start, virtual, generated = sequence.cached, 0, sequence.generated
             end = start + count
@@ -78,16 +80,34 @@ class ServedBatch:
             else:
                 ids += sequence.ids(start, end)
                 virtual = max(0, min(end, sequence.request.virtual_tokens) - start)
-            spans.append(Span(first, count, start, sequence.table, virtual))
-        self.batch = Batch(uploaded_list(ids, torch.int64, device), spans, cache)
-        self._adapters = adapters
-        self.bound = tables.bind(self._adapters, [span.length for span in spans])
+            self.spans.append(Span(first, count, start, sequence.table, virtual))
+
+    def put(self, tables: PaddedTables, cache: KvCache, device: torch.device) -> None:
+        """Make the batch on the device, and bind the adapters."""
+        self.batch = Batch(uploaded_list(self.ids, torch.int64, device), self.spans, cache)
+        self.bound = tables.bind(self.adapters, [span.length for span in self.spans])
+
+    def run_recorded(self, graphs: StepGraphs) -> StepOutputs | None:
+        """Replay the step; returns None, having done nothing, if no graph serves it."""
+        if self.scored or self.pooled:
+            graphs.eager["rows of prompts are read"] += 1
+            return None
+        if any(span.virtual for span in self.spans):
+            graphs.eager["a prompt has virtual tokens"] += 1
+            return None
+        return graphs.run(
+            self.ids,
+            [(span.length, span.context) for span in self.spans],
+            [cast(PageTable, span.table) for span in self.spans],
+            self.adapters,
+            self.ready,
+        )
 
     def sampled_rows(self, tables: PaddedTables) -> tuple[Tensor | None, BoundAdapters | None]:
         """Return the tokens that are sampled after, and their adapters; None for all tokens."""
         if len(self.batch.input_ids) == len(self.ready):
             return None, None
-        adapters = [self._adapters[i] for i in self.ready]
+        adapters = [self.adapters[i] for i in self.ready]
         return self.batch.last_tokens(self.ready), tables.bind_epilogue(adapters)
 
 

@@ -18,15 +18,15 @@ from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.engine.device import SideStream
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.served_batch import ServedBatch, rows_of
 from pcg.runtime.guided.grammar import Grammar
 from pcg.runtime.memory.kv_cache import KvCache
-from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.batch import ANY_TOKEN, whole_sequences
-from pcg.runtime.model.decode_graphs import decode_graphs
 from pcg.runtime.model.merged_execution import run_merged, run_single
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
+from pcg.runtime.model.step_graphs import step_graphs
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.requests.step_results import (
@@ -44,6 +44,13 @@ from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Forward, Part, Phase
 from pcg.units import shown
 
+_WAYS_TO_CHOOSE = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.0, top_p=0.9),
+)
+"""The parameters of which each runs other kernels."""
+
 
 class StepRunner:
     """Runs steps of the engine on one program.
@@ -51,11 +58,14 @@ class StepRunner:
     Attributes:
         side: runs parts of jobs on a GPU; None on other devices, and over ranks, where the
             collectives of both would need one order.
-        graphs: recorded decode steps; None if the program has none.
+        graphs: recorded steps; None if the program has none.
     """
 
-    def __init__(self, state: ModelState, cache: KvCache, adapters: AdapterCache) -> None:
+    def __init__(
+        self, state: ModelState, cache: KvCache, adapters: AdapterCache, limits: Limits
+    ) -> None:
         self.cache = cache
+        self._limits = limits
         self._adapters = adapters
         self._tokenizer = state.tokenizer
         self._eos_ids = state.eos_ids
@@ -72,7 +82,29 @@ class StepRunner:
     def _bind(self, program: ServingProgram) -> None:
         self._runner = program.runner
         self._tables = program.tables.in_pages(self.cache.pages, self._adapters.table)
-        self.graphs = decode_graphs(self._runner, self._tables, self.cache, self._device)
+        self.graphs = step_graphs(
+            self._runner,
+            self._tables,
+            self.cache,
+            self._limits.running,
+            self._limits.tokens,
+            self._max_positions,
+        )
+
+    def warm_up(self, adapters: List[Adapter]) -> None:
+        """Record the steps that may come, and compile the kernels that choose tokens.
+
+        Args:
+            adapters: those that may run; of larger ranks than theirs, others move the tables.
+        """
+        if self.graphs is None:
+            return
+        self.graphs.warm_up(adapters)
+        with torch.inference_mode():
+            for dtype in {self._runner.logits_dtype, torch.float32}:
+                logits = torch.zeros((1, self._vocabulary), dtype=dtype, device=self._device)
+                for params in _WAYS_TO_CHOOSE:
+                    sample(logits, [Sampler(params, (ANY_TOKEN,))], self._runner.drawing)
 
     def use(self, program: ServingProgram) -> None:
         """Serve by a program for other adapter sites."""
@@ -195,36 +227,27 @@ class StepRunner:
         guided = [each.grammar for one in drawn for each in (one, *one.followers) if each.grammar]
         if guided:
             self._grammars.begin_masks(guided)
-        decoded = None if windows else self._decoded(chunks, adapters)
-        if decoded is None:
-            return partial(_read, self._eager(chunks, adapters, windows))
-        return partial(_read, [decoded])
+        served = ServedBatch(chunks, adapters)
+        recorded = self._recorded(served) if chunks else None
+        if recorded is None:
+            return partial(_read, self._eager(served, windows))
+        if windows:
+            # Graphs have products of their own: those of windows run after them.
+            self._eager(ServedBatch((), ()), windows)
+        return partial(_read, [recorded])
 
-    def _decoded(
-        self, chunks: List[tuple[Sequence, int]], adapters: List[Adapter | None]
-    ) -> DrawnTokens | None:
+    def _recorded(self, served: ServedBatch) -> DrawnTokens | None:
         """Return the token after each sequence by a recorded step; None if no graph serves it."""
-        sequences = [sequence for sequence, _ in chunks]
-        if self.graphs is None or not all(s.generated and s.pending == 1 for s in sequences):
+        found = None if self.graphs is None else served.run_recorded(self.graphs)
+        if found is None:
             return None
-        found = self.graphs.run(
-            [sequence.generated[-1] for sequence in sequences],
-            [sequence.cached for sequence in sequences],
-            [cast(PageTable, sequence.table) for sequence in sequences],
-            adapters,
-        )
-        return None if found is None else self._chosen(sequences, found.logits, found.tokens)
+        return self._drawn(served, found.logits, found.tokens)
 
-    def _eager(
-        self,
-        chunks: List[tuple[Sequence, int]],
-        adapters: List[Adapter | None],
-        windows: List[tuple[Forward, int]],
-    ) -> List[Computed]:
+    def _eager(self, served: ServedBatch, windows: List[tuple[Forward, int]]) -> List[Computed]:
         """Run a step eagerly; returns what it computed, on the device."""
         functions: list[ProductRequest[Any]] = []
-        served = ServedBatch(chunks, adapters, self._tables, self.cache, self._device)
-        if chunks:
+        if served.chunks:
+            served.put(self._tables, self.cache, self._device)
             functions.append(self._runner.hidden_requests(served.batch, served.bound))
         for unit, count in windows:
             assert isinstance(unit.whole, TrainingPass)
@@ -248,12 +271,18 @@ class StepRunner:
     def _sampled(self, served: ServedBatch, hidden: List[Tensor]) -> DrawnTokens:
         rows, last = served.sampled_rows(self._tables)
         logits = self._runner.logits_of(hidden, served.batch, served.bound, rows, last)
+        return self._drawn(served, logits)
+
+    def _drawn(
+        self, served: ServedBatch, logits: Tensor, likeliest: Tensor | None = None
+    ) -> DrawnTokens:
+        """Choose the token after each sequence that is ready, and those of its followers."""
         sequences = [served.chunks[i][0] for i in served.ready]
         if any(sequence.followers for sequence in sequences):
             copies = [i for i, one in enumerate(sequences) for _ in (one, *one.followers)]
-            logits = logits[uploaded_list(copies, torch.int64, self._device)]
+            logits, likeliest = logits[uploaded_list(copies, torch.int64, self._device)], None
             sequences = [each for one in sequences for each in (one, *one.followers)]
-        return self._chosen(sequences, logits)
+        return self._chosen(sequences, logits, likeliest)
 
     def _scored(self, served: ServedBatch, hidden: List[Tensor]) -> PromptLogprobs:
         """Return the logprobs of prompts' tokens, whose logits exist for some at a time."""

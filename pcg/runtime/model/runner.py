@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import linecache
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from pcg.errors import ProgramError
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph, Serving
-from pcg.ir.types import TOKENS
+from pcg.ir.types import TOKENS, TORCH_NAMES
 from pcg.kernels.torch.products import ProductRequest
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.parallel.ranks.token_shards import chosen_rows, rows_of_rank
@@ -62,19 +61,6 @@ def is_sequence_parallel(model: ModelGraph) -> bool:
     return bool(model.epilogue.inputs[0].type.shape[0] != TOKENS)
 
 
-@dataclass(frozen=True)
-class Decoding:
-    """A program's functions for recorded decode steps.
-
-    Attributes:
-        room: rounds the sizes of a step's tokens up; returns None if they are too many.
-        lists: allocates the lists of a room on a device.
-    """
-
-    room: Callable[[Any], Any]
-    lists: Callable[[Any, torch.device], Any]
-
-
 class ModelRunner:
     """The serving program with weights bound: tokens in, hidden states and logits out.
 
@@ -90,12 +76,17 @@ class ModelRunner:
         self.weights = weights
         self._functions = load_functions(serving.source, "serving")
         greedy, draw = (self._functions.get(name) for name in ("greedy", "draw"))
-        self.drawing = Drawing(greedy, draw) if greedy is not None and draw is not None else None
-        room, lists = (self._functions.get(name) for name in ("decode_room", "decode_lists"))
-        self.decoding = Decoding(room, lists) if room is not None and lists is not None else None
+        self.drawing = None if greedy is None or draw is None else Drawing.by_kernels(greedy, draw)
         self._inputs = LayerInputs(serving.model)
         self._blocks = [self._functions[block.name] for block in serving.model.blocks]
         self._is_sequence_parallel = is_sequence_parallel(serving.model)
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """The dtype of logits."""
+        epilogue = self.model.epilogue
+        found: torch.dtype = getattr(torch, TORCH_NAMES[epilogue.types[epilogue.outputs[0]].dtype])
+        return found
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, adapters: BoundAdapters) -> list[Tensor]:

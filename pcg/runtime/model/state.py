@@ -112,6 +112,7 @@ class ModelState:
         self._linear = self.weight_store.linear()
         self._served = ServedWeights(self._linear, program.base.module_shapes())
         self._trainings = TrainingPrograms(program, specialiser, ranks)
+        self._copies_dtype = served_dtype(program.options, program.base, device)
         self.serving = self._bind(program.serving)
 
     def _bind(self, serving: Serving) -> ServingProgram:
@@ -119,7 +120,7 @@ class ModelState:
         weights = self.weight_store.bind(model, serves=True)
         runner = ModelRunner(serving, weights, self.ranks)
         kind = RaggedTables if self.program.options.backend == "triton" else PaddedTables
-        dtype = served_dtype(self.program, self.device)
+        dtype = self._copies_dtype
         tables = kind(model, self._served, self.device, self.ranks, lora_dtype=dtype)
         return ServingProgram(serving, model_sources(model), runner, tables)
 
@@ -247,6 +248,7 @@ class ModelState:
             adapter = with_shared(adapter, modules)
             check_biases(adapter, self._base_biases(adapter))
             check_finite(self.on_host(adapter), path_or_config)
+            self.check_copies(adapter)
         else:
             fresh = new_adapter(
                 name,
@@ -297,6 +299,11 @@ class ModelState:
             self._tell_changed(before, is_gone=True)
         return adapter
 
+    def check_copies(self, adapter: Adapter) -> None:
+        """Refuse an adapter that the dtype of its copies cannot hold. AdapterError: it names it."""
+        if self._copies_dtype is not None:
+            self._served.check_range(adapter, self._copies_dtype)
+
     def program_for(self, adapter: Adapter) -> ServingProgram:
         """Return a program that serves an adapter and those of requests here, on any thread.
 
@@ -328,6 +335,8 @@ class ModelState:
         if settle is not None and self.ranks.size > 1:
             self._unsettled[name] = settle
         adapter = self._adapters[name]
+        if name not in self._unsettled:
+            self.check_copies(adapter)
         self._served.changed(adapter)
         self.versions.begin(adapter)
         self.serving.tables.forget(adapter)

@@ -2,8 +2,11 @@
 
     temperature          l / T
     top-k                keep l >= the k-th largest
-    top-p                keep the smallest set of most likely tokens whose probability reaches p
+    top-p                keep the smallest set of most likely tokens whose probability reaches p;
+                         of equally likely ones the last
     min-p                keep p >= min_p * max p
+
+`filtered` sorts rows; a program's kernels find the same tokens without (`limits_of`).
 
 Source: transformers `generation/logits_process.py`, which the tests compare against.
 """
@@ -16,7 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pcg.kernels.uploads import uploaded_list
+from pcg.kernels.token_limits import TokenLimits
+from pcg.kernels.uploads import uploaded, uploaded_list
 from pcg.runtime.sampling.sampling_params import SamplingParams
 
 _LEAST_TEMPERATURE = 1e-30
@@ -64,3 +68,23 @@ def filtered(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         # p / max p = exp(l - max l), and max l is 0.
         logits_SV[rows] = part.masked_fill(part.exp() < column(list(min_p.values())), -math.inf)
     return logits_SV
+
+
+def limits_of(params: Sequence[SamplingParams], logits: Tensor) -> TokenLimits:
+    """Return the limits of each row of logits [S, V], for kernels; one copy to their device."""
+    vocab = logits.shape[-1]
+    top_k = [p.top_k if p.top_k and p.top_k < vocab else 0 for p in params]
+    top_p = [1.0 if p.top_p is None else p.top_p for p in params]
+    numbers = torch.tensor(
+        [
+            [max(p.temperature, _LEAST_TEMPERATURE) for p in params],
+            top_k,
+            top_p,
+            [p.min_p or 0.0 for p in params],
+        ],
+        dtype=torch.float32,
+    )
+    numbers[2] = 1.0 - numbers[2]
+    temperatures, kept, tails, min_p = uploaded(numbers, logits.device).unbind()
+    is_cut = any(top_k) or any(p < 1.0 for p in top_p)
+    return TokenLimits(temperatures, kept, tails, min_p, is_cut)

@@ -129,9 +129,8 @@ def undrawn_error(sampler: Sampler | None, adapter: str | None) -> GenerationErr
 
 def _draw(logits_SV: Tensor, samplers: Sequence[Sampler], drawing: Drawing) -> Tensor:
     """Draw each row's token from its distribution at one uniform number; returns [S] int64."""
-    logits_SV = filtered(logits_SV, [sampler.params for sampler in samplers])
     numbers = [sampler.uniform() for sampler in samplers]
     uniform = uploaded_list(numbers, torch.float64, logits_SV.device)
-    # The filters have divided by the temperatures.
-    drawn_S, are_drawn_S = drawing.draw(logits_SV, torch.ones_like(logits_SV[:, 0]), uniform)
+    params = [sampler.params for sampler in samplers]
+    drawn_S, are_drawn_S = drawing.draw(logits_SV, params, uniform)
     return drawn_S.masked_fill_(~are_drawn_S, UNDRAWN)

@@ -28,7 +28,8 @@ Json = Mapping[str, Any]
 _NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _REPAIR = "; repair or download it again"
 _LONG = 10_000
-"""Characters of a text whose encoding takes more than some milliseconds."""
+"""Characters of a text, or tokens, that take more than some milliseconds: the library lets go of
+Python's lock for batches alone."""
 _ID_FILES = ("generation_config.json", "config.json")
 
 
@@ -121,12 +122,15 @@ class Tokenizer:
 
     def _encoded(self, text: str, add_special_tokens: bool) -> Any:
         check_characters(text)
-        if len(text) > _LONG:  # the library encodes a batch alone without Python's lock
+        if len(text) > _LONG:
             return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         return self.backend.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decode tokens; bytes that are not UTF-8 become U+FFFD."""
+        if len(ids) > _LONG:
+            found = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+            return str(found[0])
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def stream(
@@ -231,6 +235,7 @@ def _special_texts(config: Json, special_tokens_map: Json) -> dict[str, str]:
     """Return the texts of the named special tokens; tokenizer_config.json takes precedence.
 
     A token is given as its text, or as an object with its text under "content".
+    ConfigError: a text has half of a character.
     """
     texts = {}
     for name in (f"{short}_token" for short in _NAMED):
@@ -238,6 +243,10 @@ def _special_texts(config: Json, special_tokens_map: Json) -> dict[str, str]:
         if isinstance(token, Mapping):
             token = token.get("content")
         if isinstance(token, str) and token:
+            try:
+                check_characters(token)
+            except GenerationError as error:
+                raise ConfigError(f"{name}={shown(token)}: {error}{_REPAIR}") from error
             texts[name] = token
     return texts
 

@@ -111,6 +111,7 @@ class VersionPublisher(Publisher):
         self._publish(adapter)
 
     def _publish(self, adapter: Adapter) -> None:
+        self.state.check_copies(adapter)
         served = self.state.put_adapter(self.state.on_host(adapter))
         version = self.state.versions.of(served)
         assert version is not None

@@ -12,13 +12,14 @@ from starlette.responses import Response
 from pcg.runtime.requests.request import Completion, RequestFields
 from pcg.serve.errors import ApiError
 from pcg.serve.json_bytes import json_bytes
+from pcg.serve.openai.absent_fields import AbsentOfCompletions
 from pcg.serve.openai.call import Call
 from pcg.serve.openai.chat.response_format import ResponseFormat, content_schema
 from pcg.serve.openai.completion_events import CompletionEvents, Wanted
 from pcg.serve.openai.completion_texts import ChoiceText
 from pcg.serve.openai.field_names import FieldNames
 from pcg.serve.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
-from pcg.serve.openai.sampling_fields import SamplingBody, Whole
+from pcg.serve.openai.sampling_fields import SamplingBody, SamplingDefaults, Whole
 from pcg.serve.openai.usage import Usage, usage_of
 from pcg.serve.openai.wire import Prompts, StreamOptions
 from pcg.serve.security.caller import Caller, requires
@@ -31,8 +32,8 @@ _DEFAULT_TOKENS = 16
 """OpenAI's default of max_tokens here."""
 
 
-class CompletionBody(SamplingBody):
-    """A request for continuations; `user` has no effect, and `suffix` is refused."""
+class CompletionBody(SamplingBody, AbsentOfCompletions):
+    """A request for continuations; `user` has no effect."""
 
     prompt: Prompts
     add_special_tokens: bool | None = None
@@ -43,7 +44,6 @@ class CompletionBody(SamplingBody):
     model: str | None = None
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
-    suffix: str | None = None
     user: str | None = None
 
     def names(self) -> FieldNames:
@@ -51,14 +51,12 @@ class CompletionBody(SamplingBody):
         names = {"max_new_tokens": "max_tokens", "guided_json": "response_format"}
         return FieldNames("prompt", {**names, **self.guide_names()})
 
-    def fields(self, request: Request) -> RequestFields:
+    def fields(self, request: Request, defaults: SamplingDefaults) -> RequestFields:
         """Return the fields of the engine's requests.
 
         Raises:
             ApiError: fields that do not go together.
         """
-        if self.suffix:
-            raise ApiError(400, "suffix is not supported; leave it out", param="suffix")
         if self.stream_options is not None and not self.stream:
             raise ApiError(
                 400, "stream_options needs stream=true; leave it out", param="stream_options"
@@ -74,7 +72,7 @@ class CompletionBody(SamplingBody):
                 "stream or best_of",
                 param="best_of",
             )
-        found: dict[str, Any] = {**self.request_fields(request)}
+        found: dict[str, Any] = {**self.request_fields(request, defaults)}
         found["max_new_tokens"] = _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
         if self.best_of is not None:
             found["best_of"] = self.best_of
@@ -134,7 +132,8 @@ async def create_completion(
     """Continue prompts, given as texts or as token ids."""
     call = await Call.of(service, request, caller, body)
     reply_id = new_id("cmpl")
-    submitted = await call.submit(body.prompt, body.fields(request), reply_id)
+    fields = body.fields(request, service.generation.defaults)
+    submitted = await call.submit(body.prompt, fields, reply_id)
     head = call.head("text_completion", reply_id, body.request_id)
     names = TokenNames(service.token_texts, bool(body.return_tokens_as_token_ids))
     if body.stream:

@@ -22,10 +22,11 @@ from starlette.responses import Response
 from pcg.runtime.requests.request import Completion, Pooling, RequestFields
 from pcg.serve.engine.facts import ModelFacts
 from pcg.serve.errors import ApiError
+from pcg.serve.openai.absent_fields import AbsentOfEmbeddings
 from pcg.serve.openai.call import Call
 from pcg.serve.openai.field_names import FieldNames
 from pcg.serve.openai.sampling_fields import Truncation
-from pcg.serve.openai.wire import Prompts, WireModel
+from pcg.serve.openai.wire import Prompts
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
 from pcg.serve.service import ServiceDependency, new_id
@@ -35,11 +36,11 @@ router = APIRouter(prefix="/v1", tags=["embeddings"])
 Encoding = Literal["float", "base64"]
 
 
-class EmbeddingsBody(WireModel):
-    """Prompts to embed; `user` has no effect.
+class EmbeddingsBody(AbsentOfEmbeddings):
+    """Prompts to embed; `user`, `request_id` and `session_id` have no effect.
 
-    `add_special_tokens`, `pooling`, `normalize`, `truncate_prompt_tokens` and `priority` are not
-    OpenAI's.
+    `add_special_tokens`, `cache_salt`, `pooling`, `normalize`, `truncate_prompt_tokens` and
+    `priority` are not OpenAI's.
     """
 
     input: Prompts
@@ -49,6 +50,7 @@ class EmbeddingsBody(WireModel):
     user: str | None = None
 
     add_special_tokens: bool | None = None
+    cache_salt: str | None = None
     normalize: bool | None = None
     pooling: Pooling | None = None
     priority: int | None = None
@@ -65,6 +67,8 @@ class EmbeddingsBody(WireModel):
             "normalize": self.normalize is not False,
             "add_special_tokens": self.add_special_tokens is not False,
         }
+        if self.cache_salt is not None:
+            found["cache_salt"] = self.cache_salt
         if self.priority is not None:
             found["priority"] = self.priority
         if self.truncate_prompt_tokens is not None:

@@ -12,7 +12,9 @@ from pydantic import Field
 
 from pcg.runtime.requests.request import RequestFields
 from pcg.serve.errors import ApiError
+from pcg.serve.openai.absent_fields import AbsentFields
 from pcg.serve.openai.structured_outputs import GuidedFields
+from pcg.serve.openai.wire import WireModel
 
 _SAME = (
     "bad_words",
@@ -48,7 +50,24 @@ Truncation = Literal[-1] | Annotated[int, Field(ge=1)]
 """How many of a prompt's tokens are kept; -1 keeps as many as the model has room for."""
 
 
-class SamplingBody(GuidedFields):
+Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
+TopK = Annotated[int, Field(ge=-1)]
+
+
+class SamplingDefaults(WireModel):
+    """Values of fields that a request does not give."""
+
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
+
+
+class SamplingBody(GuidedFields, AbsentFields):
     """Fields of a body that say how tokens are chosen, and when the output ends."""
 
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -58,47 +77,55 @@ class SamplingBody(GuidedFields):
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
 
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     cache_salt: str | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_p: Share | None = None
     min_tokens: Whole | None = None
     priority: int | None = None
     prompt_logprobs: Whole | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     request_id: Annotated[str, Field(max_length=128)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     stop_token_ids: list[int] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: TopK | None = None
     truncate_prompt_tokens: Truncation | None = None
 
     ttft_slo_ms: Milliseconds | None = None
     tpot_slo_ms: Milliseconds | None = None
 
-    def request_fields(self, request: Request) -> RequestFields:
+    def given(self, name: str, defaults: SamplingDefaults) -> Any:
+        """Return a field's value; the server's default where there is none."""
+        value = getattr(self, name)
+        return getattr(defaults, name, None) if value is None else value
+
+    def request_fields(self, request: Request, defaults: SamplingDefaults) -> RequestFields:
         """Return the fields of the engine's requests, but for what the endpoint adds.
 
         Args:
             request: the HTTP request, whose headers may have SLOs.
+            defaults: the server's.
         Raises:
             ApiError: fields that do not go together, or a header that is no number.
         """
         found: dict[str, Any] = {
-            name: getattr(self, name) for name in _SAME if getattr(self, name) is not None
+            name: value for name in _SAME if (value := self.given(name, defaults)) is not None
         }
-        found["temperature"] = 1.0 if self.temperature is None else self.temperature
+        temperature = self.given("temperature", defaults)
+        found["temperature"] = 1.0 if temperature is None else temperature
         if found.get("top_p") == 0:  # OpenAI's least: the likeliest token alone
             del found["top_p"]
             found["temperature"] = 0.0
-        if self.top_k is not None and self.top_k > 0:
-            found["top_k"] = self.top_k
+        top_k = self.given("top_k", defaults)
+        if top_k is not None and top_k > 0:
+            found["top_k"] = top_k
         if isinstance(self.seed, int):
             found["seed"] = self.seed % 2**63
         for name, header in _SLOS.items():

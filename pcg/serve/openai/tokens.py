@@ -5,6 +5,7 @@ lm-eval counts the tokens of its contexts with them (`tokenizer_backend=remote`)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import APIRouter, Depends
@@ -132,12 +133,7 @@ async def detokenize(body: DetokenizeBody, service: ServiceDependency, caller: I
     """Return the text of tokens."""
     tokenizer = await _tokenizer(service, caller, body.model)
     known = max(tokenizer.vocab_size, service.client.facts.vocabulary)
-    unknown = next((token for token in body.tokens if token >= known), None)
-    if unknown is not None:
-        raise ApiError(
-            400, f"token {unknown} is not in the vocabulary of {known} tokens.", param="tokens"
-        )
-    return _json({"prompt": await service.beside(caller, tokenizer.decode, body.tokens, False)})
+    return _json({"prompt": await service.beside(caller, _text, tokenizer, body.tokens, known)})
 
 
 @router.get("/tokenizer_info", response_model=TokenizerInfo)
@@ -185,6 +181,15 @@ def _tokens(
         "tokens": ids,
         "token_strs": names if body.return_token_strs else None,
     }
+
+
+def _text(tokenizer: Tokenizer, tokens: Sequence[int], known: int) -> str:
+    unknown = max(tokens, default=0)
+    if unknown >= known:
+        raise ApiError(
+            400, f"token {unknown} is not in the vocabulary of {known} tokens.", param="tokens"
+        )
+    return tokenizer.decode(tokens, False)
 
 
 def _json(content: dict[str, Any]) -> Response:

@@ -2,7 +2,8 @@
 
 uvicorn's protocol bounds neither, and goes on to read a body that nobody wants. Here a head beyond
 `HEAD_BYTES`, or one that is not there after `HEAD_S`, ends its connection, and so does a reply that
-ends before its request.
+ends before its request. Headers behind a body are dropped: what a request may do is decided by its
+head.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import resource
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from pcg.serve.security.lingering import LingeringTransport
 
 HEAD_BYTES = 64 * 2**10
 HEAD_S = 30.0
@@ -28,14 +31,21 @@ class BoundedConnection(HttpToolsProtocol):
         self._headers_bytes = 0
         self._in_head = True
         self._timer: asyncio.TimerHandle | None = None
+        self._lingering: LingeringTransport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._lingering = LingeringTransport(transport, self._awaits_body, self.flow.resume_reading)
+        self.transport = self._lingering
         self._begin_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_timer()
+        self._lingering.lost()
         super().connection_lost(exc)
+
+    def _awaits_body(self) -> bool:
+        return self.cycle is not None and self.cycle.more_body
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -52,6 +62,8 @@ class BoundedConnection(HttpToolsProtocol):
             self._timer = None
 
     def data_received(self, data: bytes) -> None:
+        if self._lingering.forgets(data):
+            return
         super().data_received(data)
         if self._in_head:
             self._head_bytes += len(data)
@@ -63,7 +75,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._headers_bytes += len(name) + len(value)
         if self._headers_bytes > HEAD_BYTES:
             raise ValueError("the head is too long")
-        super().on_header(name, value)
+        if self._in_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -71,7 +84,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:
-        if self.cycle.more_body:
+        if self._awaits_body():
             self.transport.close()
         super().on_response_complete()
 

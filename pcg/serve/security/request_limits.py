@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pcg.serve.errors import ApiError
 from pcg.serve.options import ServeOptions
+from pcg.serve.security.json_containers import MOST_CONTAINERS, has_too_many
 
 _BODIES = 8
 """The bodies of the largest size that a tenant may have in the server at once, by their bytes."""
@@ -109,6 +110,7 @@ class _Body:
         self._tenant = tenant
         self._receive = receive
         self._is_whole = False
+        self._parts: list[bytes] = []
 
     async def receive(self) -> Message:
         if self._is_whole:  # then it waits for the client to leave
@@ -121,8 +123,17 @@ class _Body:
             raise ApiError(
                 408, "The body did not come in time.", code="body_timeout", headers=headers
             ) from None
-        part = len(message.get("body", b""))
-        self.size_bytes += part
+        part = message.get("body", b"")
+        self.size_bytes += len(part)
         self._is_whole = not message.get("more_body", False)
-        self._limits.take(self._tenant, part, self.size_bytes)
+        self._limits.take(self._tenant, len(part), self.size_bytes)
+        self._parts.append(part)
+        if self._is_whole:
+            parts, self._parts = self._parts, []
+            if self.size_bytes > MOST_CONTAINERS and has_too_many(parts):
+                raise ApiError(
+                    400,
+                    f"The body has more than {MOST_CONTAINERS} lists and objects; send fewer.",
+                    code="body_too_large",
+                )
         return message

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 import pcg
 from pcg.compiler import compile_program
-from pcg.errors import UnsupportedError
+from pcg.errors import AdapterError, UnsupportedError
 from pcg.ir.program.folder import save_program
 from pcg.kernels.native import sgmv
 from pcg.kernels.torch.products import has_onednn
@@ -21,6 +21,8 @@ from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.adapters.stacked_weights import _StackedLora
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
+from tests.support import oracle
+from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16
 from tests.support.lora_pair import lora_pair, small_llama
 
@@ -106,13 +108,22 @@ def test_a_step_trains_what_is_not_rounded() -> None:
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("copies", [None, "float32"])
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_over_bfloat16_adapters_are_served_as_well_as_pefts(
-    backend: str, copies: str | None
+@pytest.mark.parametrize(
+    ("backend", "dtype", "copies"),
+    [
+        ("torch", torch.bfloat16, None),
+        ("torch", torch.bfloat16, "float32"),
+        ("triton", torch.bfloat16, None),
+        ("triton", torch.bfloat16, "float32"),
+        ("triton", torch.float16, None),
+        ("triton", torch.float16, "float32"),
+    ],
+)
+def test_over_16_bits_adapters_are_served_as_well_as_pefts(
+    backend: str, dtype: torch.dtype, copies: str | None
 ) -> None:
-    """Against peft in fp64, ours are no further off than peft's own in bf16 with fp32 adapters."""
-    base = small_llama(torch.bfloat16, positions=256)
+    """Against peft in fp64, ours are no further off than peft's own with fp32 adapters."""
+    base = small_llama(dtype, positions=256)
     exact = small_llama(torch.float64, positions=256)
     exact.load_state_dict(base.state_dict())
     recipes = RECIPES | {"dora": {**RECIPES["all"], "use_dora": True}}
@@ -124,7 +135,8 @@ def test_over_bfloat16_adapters_are_served_as_well_as_pefts(
     torch.manual_seed(1)
     prompts = [torch.randint(1, 96, (length,)).tolist() for length in (1, 40, 80)]
     ours = executor.logits(prompts, names)
-    assert copied_dtypes(executor) == {torch.float32 if copies else expected_copies(backend)}
+    expected = torch.float32 if copies else expected_copies(backend, dtype)
+    assert copied_dtypes(executor) == {expected}
     for prompt, name, found in zip(prompts, names, ours, strict=True):
         ids = torch.tensor([prompt])
         for one in (peft, oracle):
@@ -132,12 +144,51 @@ def test_over_bfloat16_adapters_are_served_as_well_as_pefts(
         with torch.inference_mode():
             theirs, right = peft(input_ids=ids).logits[0], oracle(input_ids=ids).logits[0]
         errors = [(one.double() - right).norm() / right.norm() for one in (found, theirs)]
-        assert errors[0] < max(1.2 * errors[1], 2**-7)
+        assert errors[0] < max(1.2 * errors[1], torch.finfo(dtype).eps)
 
 
-def expected_copies(backend: str) -> torch.dtype:
-    is_fast = backend == "triton" or has_onednn(torch.bfloat16)
-    return torch.bfloat16 if is_fast else torch.float32
+def expected_copies(backend: str, dtype: torch.dtype) -> torch.dtype:
+    return dtype if backend == "triton" or has_onednn(dtype) else torch.float32
+
+
+def test_a_weight_that_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
+    """In a file, with its scale; after training in place; and by a job that publishes."""
+    recipe = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    base = small_llama(torch.float16)
+    refused = r"lora_B of model\.layers\.1\.self_attn\.q_proj in adapter 'a' reaches 8e\+04"
+    exact, halves = (
+        pcg.compile(base, backend="triton", adapter_copies=copies, device="cpu")
+        for copies in ("float32", None)
+    )
+    adapter = exact.add_adapter("a", recipe)
+    b = adapter.weights["model.layers.1.self_attn.q_proj"].b
+    b[3, 2] = 32_000.0  # and 64,000 with its scale
+    exact.save_adapter("a", tmp_path / "fits")
+    b[3, 2] = -40_000.0
+    exact.save_adapter("a", tmp_path / "large")
+    with pytest.raises(AdapterError, match=refused):
+        halves.add_adapter("a", str(tmp_path / "large"))
+    mine = halves.add_adapter("a", str(tmp_path / "fits"))
+    before = halves.logits([[3, 4, 5]], ["a"])[0]
+    assert before.isfinite().all()
+    mine.weights["model.layers.1.self_attn.q_proj"].b[3, 2] = 40_000.0
+    with pytest.raises(AdapterError, match=refused):
+        halves.refresh_adapter("a")
+    assert torch.equal(halves.logits([[3, 4, 5]], ["a"])[0], before)
+
+
+def test_a_job_fails_alone_whose_result_float16_cannot_hold() -> None:
+    recipe = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}
+    base = oracle.random_model(BY_NAME["qwen2"].config(1), torch.float16)
+    executor = pcg.compile(base, backend="triton", device="cpu")
+    engine = executor.engine(kv_cache_bytes=2**20)
+    rows = [Example(tuple(range(3, 9)), tuple(range(3, 9)))]
+    job = engine.finetune(rows, "mine", peft=recipe, epochs=1, learning_rate=1e9, optimizer="sgd")
+    while not job.is_over:
+        engine.step()
+    assert isinstance(job.error, AdapterError)
+    assert "served in float16" in str(job.error)
+    assert "mine" not in executor.adapters
 
 
 def copied_dtypes(executor: Executor) -> set[torch.dtype]:

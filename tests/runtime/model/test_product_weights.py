@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -20,7 +17,6 @@ from pcg.explain import explain as explaining
 from pcg.ir.program.folder import save_program
 from pcg.kernels.torch import rope
 from pcg.kernels.torch.products import has_onednn
-from pcg.kernels.triton.adapters import trained_rows
 from pcg.options import CompileOptions
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.data.example import Example
@@ -30,6 +26,7 @@ from pcg.source import resolve
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.live_memory import peak_of
+from tests.support.live_tensors import REMEMBERED, live_bytes, memory_of, new_tensors, reached
 
 TIED = {**BY_NAME["llama3"].config(3), "tie_word_embeddings": True}
 IA3: dict[str, Any] = {"peft_type": "IA3", "target_modules": ["k_proj", "down_proj"]}
@@ -37,36 +34,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tied": TIED,
     **{name: BY_NAME[name].config(3) for name in ("gpt2", "qwen2", "falcon-mha", "mpt")},
 }
-REMEMBERED = [one for one in vars(trained_rows).values() if hasattr(one, "cache_info")]
-"""Functions of kernels that keep small tables of tokens."""
-
-
-@contextmanager
-def new_tensors() -> Iterator[Callable[[], list[Tensor]]]:
-    """Yield a function that returns the CPU's live tensors that were made within the context."""
-
-    def live() -> list[Tensor]:
-        gc.collect()
-        found = [one for one in gc.get_objects() if type(one) in (Tensor, torch.nn.Parameter)]
-        return [one for one in found if one.device.type == "cpu"]
-
-    gc.collect()
-    gc.freeze()  # what there is already is not looked at again: that takes seconds
-    try:
-        yield live
-    finally:
-        gc.unfreeze()
-
-
-def live_bytes(tensors: list[Tensor]) -> int:
-    """The bytes of memory that tensors take, where they overlap once."""
-    total = sum(tensor.nbytes for tensor in tensors if tensor.is_mkldnn)
-    plain = [tensor for tensor in tensors if not tensor.is_mkldnn and tensor.nbytes]
-    end = 0
-    for start, stop in sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in plain):
-        total += max(0, stop - max(start, end))
-        end = max(end, stop)
-    return total
 
 
 class Loaded:
@@ -99,27 +66,6 @@ class Loaded:
     def serve(self, *adapters: str | None) -> None:
         prompts = [[3, 4, 5]] * len(adapters)
         self.executor.generate(prompts, list(adapters), max_new_tokens=2, ignore_eos=True)
-
-
-def memory_of(tensor: Tensor) -> int:
-    """What tensors of the same memory have alike."""
-    return id(tensor) if tensor.is_mkldnn else tensor.untyped_storage().data_ptr()
-
-
-def reached(roots: Sequence[object], stop: Sequence[object]) -> list[Tensor]:
-    """The tensors that objects hold, through others but those of `stop`, classes and functions."""
-    seen = {id(one) for one in stop}
-    found, queue = [], list(roots)
-    while queue:
-        one = queue.pop()
-        if id(one) in seen or isinstance(one, type | ModuleType | FunctionType):
-            continue
-        seen.add(id(one))
-        if isinstance(one, Tensor):
-            found.append(one)
-        else:
-            queue += gc.get_referents(one)
-    return found
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from transformers import (
 
 from pcg.errors import GenerationError
 from pcg.runtime.sampling.drawing import Drawing
+from pcg.runtime.sampling.filters import filtered
 from pcg.runtime.sampling.sampler import Sampler
 from pcg.runtime.sampling.sampling import UNDRAWN, sample
 from pcg.runtime.sampling.sampling_params import SamplingParams
@@ -42,8 +43,8 @@ def probabilities(logits, params, history):
     """The distributions that rows are drawn from."""
     found = []
 
-    def draw(filtered, temperatures, numbers):
-        found.append((filtered / temperatures[:, None]).softmax(dim=-1))
+    def draw(logits, params, numbers):
+        found.append(filtered(logits, params).softmax(dim=-1))
         return numbers.long(), numbers >= 0
 
     samplers = [Sampler(*each) for each in zip(params, history, strict=True)]

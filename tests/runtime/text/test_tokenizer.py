@@ -109,6 +109,11 @@ def test_a_named_token_that_is_plain_in_the_file_becomes_special(tmp_path):
             "config.json has pad_token_id='x'; expected an id",
         ),
         (
+            lambda d: (d / "tokenizer_config.json").write_text('{"eos_token": "\\ud800"}'),
+            ConfigError,
+            "eos_token=.*lone surrogate",
+        ),
+        (
             lambda d: (d / "chat_template.jinja").write_text("{% if %}"),
             ConfigError,
             "chat template 'default', line 1",
@@ -120,6 +125,13 @@ def test_broken_files(tmp_path, break_it, error, words):
     break_it(tmp_path)
     with pytest.raises(error, match=words.replace("[", r"\[")):
         Tokenizer.load(tmp_path)
+
+
+def test_many_tokens_are_decoded_as_few(tmp_path):
+    toys.save(tmp_path, toys.byte_level(), {})
+    tokenizer = Tokenizer.load(tmp_path)
+    ids = tokenizer.encode("a schöner Tag 😀 ")
+    assert tokenizer.decode(ids * 2_000) == tokenizer.decode(ids) * 2_000
 
 
 def test_the_template_file_goes_before_the_config(tmp_path):

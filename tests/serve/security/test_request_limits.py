@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx2
 
+from pcg.serve.security.json_containers import MOST_CONTAINERS
 from pcg.serve.security.keys import Keys
+from pcg.serve.service import Service
 from tests.support import serving
 
 
@@ -45,3 +48,28 @@ def test_bodies_are_counted_by_tenant_whatever_keys_they_come_with() -> None:
     assert statuses.count(429) == 2
     assert statuses.count(400) == 8
     assert other == 400
+
+
+def test_lists_and_objects_in_a_body_have_a_bound() -> None:
+    """Those that are parsed, and not brackets within texts."""
+    many = MOST_CONTAINERS + 1
+
+    async def ask(client: httpx2.AsyncClient, body: dict[str, Any]) -> httpx2.Response:
+        return await client.post("/tokenize", json=body)
+
+    async def ask_all(service: Service) -> list[httpx2.Response]:
+        async with serving.client_of(service) as client:
+            bodies: list[dict[str, Any]] = [
+                {"prompt": "a", "x": [[]] * many},
+                {"prompt": "a", "x": [{}] * many, "y": '"' * 101},
+                {"prompt": "a", "x": "\\", "y": [[]] * many, "z": "\\"},
+                {"prompt": "[" * many},
+                {"prompt": '\\"[{' * many},
+            ]
+            return [await ask(client, body) for body in bodies]
+
+    with serving.service_of() as service:
+        *refused, first, second = asyncio.run(ask_all(service))
+    assert [one.status_code for one in refused] == [400] * 3
+    assert {one.json()["error"]["code"] for one in refused} == {"body_too_large"}
+    assert [first.status_code, second.status_code] == [200, 200]

@@ -122,6 +122,7 @@ _TORCH_CUDA: dict[str, Any] = {
     "CUDAGraph": Graph,
     "graph": _captured,
     "graph_pool_handle": lambda: (0, 0),
+    "is_current_stream_capturing": lambda: ORDER.capturing is not None,
 }
 
 

@@ -85,7 +85,7 @@ def _seen(batch: ProgramBatch, k: Tensor | None, v: Tensor | None) -> KvRows:
 
 def _work(batch: ProgramBatch, group: int, backward: bool) -> AttentionWork:
     """The batch's lists, made once for all layers of so many heads a KV head."""
-    recorded: AttentionWork | None = batch.known.get("decoding")
+    recorded: AttentionWork | None = batch.known.get("recorded")
     if recorded is not None:
         return recorded
     key = ("attention", group, backward)

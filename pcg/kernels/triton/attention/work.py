@@ -10,13 +10,13 @@ So a tile of rows is full for any group, and a short chunk of many heads is as g
 
 How a part is cut depends on that part alone, so what a token gets does not depend on who else is in
 the batch. Lists may be padded with empty items, whose programs leave at once: a CUDA graph that is
-recorded with some `WorkCapacity` runs every batch that fits into it (`decode_lists.py`).
+recorded with some `WorkCapacity` runs every batch that fits into it (`step_lists.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self, TypeAlias
 
 import numpy as np
@@ -123,6 +123,11 @@ class AttentionWork:
         views = (some.view(shape) for some, shape in zip(found, capacity.shapes, strict=True))
         return cls(flat, capacity, *views)
 
+    @classmethod
+    def beside(cls, pages: Tensor, flat: Tensor, capacity: WorkCapacity) -> Self:
+        """The lists that lie in a tensor, but for block tables elsewhere, [parts, columns]."""
+        return replace(cls.of(flat, capacity), pages=pages)
+
 
 def split_lists(numbers: Rows, keys: Rows) -> tuple[Rows, Rows]:
     """Splits [splits, 3] and decodes [n, 3] of parts of one token, from their numbers and keys."""
@@ -131,6 +136,17 @@ def split_lists(numbers: Rows, keys: Rows) -> tuple[Rows, Rows]:
     which = np.arange(counts.sum()) - firsts.repeat(counts)
     splits = np.stack([numbers.repeat(counts), which, counts.repeat(counts)], 1)
     return splits, np.stack([numbers, firsts, counts], 1)
+
+
+def row_tiles(longer: Sequence[tuple[int, int, int]], group: int) -> list[tuple[int, ...]]:
+    """Tiles of parts, of each its number, length and context: part, first row, rows."""
+    tiles = [
+        (context + (tile[1] + tile[2] - 1) // group, tile)
+        for number, length, context in longer
+        for tile in _pieces(number, length * group, TILE_ROWS)
+    ]
+    tiles.sort(key=lambda seen: -seen[0])
+    return [tile for _, tile in tiles]
 
 
 @dataclass(frozen=True)
@@ -146,17 +162,17 @@ class _Lists:
 
     @classmethod
     def of(cls, parts: Sequence[Span], group: int, backward: bool) -> Self:
-        tiles: list[tuple[int, ...]] = []
+        longer: list[tuple[int, int, int]] = []
         decoding: list[int] = []
         key_blocks: list[tuple[int, ...]] = []
         for number, part in enumerate(parts):
             if part.length == 1 and part.table is not None and not backward:
                 decoding.append(number)
             else:
-                tiles += _pieces(number, part.length * group, TILE_ROWS)
+                longer.append((number, part.length, part.context))
             if backward:
                 key_blocks += _pieces(number, part.context + part.length, KEY_BLOCK)
-        tiles.sort(key=lambda tile: -(parts[tile[0]].context + (tile[1] + tile[2] - 1) // group))
+        tiles = row_tiles(longer, group)
         keys = np.array([parts[number].context + 1 for number in decoding], np.int64)
         splits, decodes = split_lists(np.array(decoding, np.int64), keys)
         rows: list[tuple[int, ...]] = [(p.start, p.length, p.context, p.origin) for p in parts]

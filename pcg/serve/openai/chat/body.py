@@ -9,13 +9,14 @@ from pydantic import Field
 
 from pcg.runtime.requests.request import RequestFields
 from pcg.serve.errors import ApiError
+from pcg.serve.openai.absent_fields import AbsentOfChats
 from pcg.serve.openai.chat.generation import Chat
 from pcg.serve.openai.chat.messages import Messages
 from pcg.serve.openai.chat.response_format import ResponseFormat, content_schema
 from pcg.serve.openai.chat.tool_use import AskedTools
 from pcg.serve.openai.chat.tools import ToolChoice, Tools
 from pcg.serve.openai.field_names import FieldNames
-from pcg.serve.openai.sampling_fields import SamplingBody, Whole
+from pcg.serve.openai.sampling_fields import SamplingBody, SamplingDefaults, Whole
 from pcg.serve.openai.wire import StreamOptions, WireModel
 
 
@@ -39,7 +40,7 @@ class ChatFieldsWithoutEffect(WireModel):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ChatBody(SamplingBody, ChatFieldsWithoutEffect):
+class ChatBody(SamplingBody, ChatFieldsWithoutEffect, AbsentOfChats):
     """A request for the next message of a chat."""
 
     messages: Messages
@@ -74,14 +75,14 @@ class ChatBody(SamplingBody, ChatFieldsWithoutEffect):
         }
         return FieldNames("messages", {**names, **self.guide_names()})
 
-    def chat(self, request: Request) -> Chat:
+    def chat(self, request: Request, defaults: SamplingDefaults) -> Chat:
         """Return the chat that is asked for.
 
         Raises:
             ApiError: fields that do not go together.
         """
         self._check()
-        fields: dict[str, Any] = {**self.request_fields(request)}
+        fields: dict[str, Any] = {**self.request_fields(request, defaults)}
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if most is not None:
             fields["max_new_tokens"] = most

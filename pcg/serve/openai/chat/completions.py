@@ -87,7 +87,8 @@ async def create_chat_completion(
     """Generate the next message of a chat."""
     call = await Call.of(service, request, caller, body)
     reply_id = new_id("chatcmpl")
-    call, submitted, use = await submit_chat(call, body.chat(request), reply_id)
+    chat = body.chat(request, service.generation.defaults)
+    call, submitted, use = await submit_chat(call, chat, reply_id)
     texts = service.token_texts
     logprobs = LogprobWriter(texts, bool(body.return_tokens_as_token_ids))
     kind = "chat.completion.chunk" if body.stream else "chat.completion"

@@ -70,7 +70,8 @@ async def submit_chat(call: Call, chat: Chat, reply_id: str) -> tuple[Call, Subm
         room = await call.service.room(call.model)
         kept = fields.get("truncate_prompt_tokens")
         length = min(len(prompt), kept if isinstance(kept, int) and kept > 0 else room)
-        fields["max_new_tokens"] = max(1, room - length)
+        most = call.service.generation.defaults.max_new_tokens or room
+        fields["max_new_tokens"] = max(1, min(room - length, most))
     (submitted,) = await call.submit([prompt], fields, reply_id)
     return call, submitted, use
 

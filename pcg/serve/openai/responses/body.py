@@ -9,6 +9,7 @@ from pydantic import Field
 
 from pcg.runtime.requests.request import RequestFields
 from pcg.serve.errors import ApiError
+from pcg.serve.openai.absent_fields import AbsentOfResponses
 from pcg.serve.openai.chat.response_format import (
     JsonObjectFormat,
     JsonSchema,
@@ -31,11 +32,11 @@ from pcg.serve.openai.chat.tools import (
 )
 from pcg.serve.openai.field_names import FieldNames
 from pcg.serve.openai.responses.items import Input
-from pcg.serve.openai.sampling_fields import SamplingBody, Whole
+from pcg.serve.openai.sampling_fields import SamplingBody, SamplingDefaults, Whole
 from pcg.serve.openai.wire import WireModel
 
 LOGPROBS = "message.output_text.logprobs"
-_NOT_HERE = ("background", "conversation", "n", "prompt", "prompt_logprobs", "return_token_ids")
+_NOT_HERE = ("prompt_logprobs", "return_token_ids")
 
 
 class SchemaFormat(JsonSchema):
@@ -122,13 +123,11 @@ class ResponseFieldsWithoutEffect(WireModel):
     user: str | None = None
 
 
-class ResponseBody(SamplingBody, ResponseFieldsWithoutEffect):
-    """A request for a response. `background`, `conversation` and `prompt` are refused by name."""
+class ResponseBody(SamplingBody, ResponseFieldsWithoutEffect, AbsentOfResponses):
+    """A request for a response."""
 
     input: Input
-    background: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    conversation: Any = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
         None
     )
@@ -137,7 +136,6 @@ class ResponseBody(SamplingBody, ResponseFieldsWithoutEffect):
     model: str | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
-    prompt: Any = None
     reasoning: Reasoning | None = None
     store: bool | None = None
     stream_options: ResponseStreamOptions | None = None
@@ -145,7 +143,6 @@ class ResponseBody(SamplingBody, ResponseFieldsWithoutEffect):
     tool_choice: Choice | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    truncation: Literal["disabled"] | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -161,7 +158,7 @@ class ResponseBody(SamplingBody, ResponseFieldsWithoutEffect):
         }
         return FieldNames("input", {**names, **self.guide_names()})
 
-    def fields(self, request: Request) -> RequestFields:
+    def fields(self, request: Request, defaults: SamplingDefaults) -> RequestFields:
         """Return the fields of the engine's request.
 
         Raises:
@@ -169,13 +166,13 @@ class ResponseBody(SamplingBody, ResponseFieldsWithoutEffect):
         """
         for name in _NOT_HERE:
             value = getattr(self, name)
-            if value and not (name == "n" and value == 1):
-                raise ApiError(
-                    400, f"{name} is not supported by /v1/responses; leave it out", param=name
-                )
+            if value is not None and value is not False:
+                raise ApiError(400, f"{name} is not supported; leave it out.", param=name)
+        if self.n not in (None, 1):
+            raise ApiError(400, "n is not supported; leave it out or send 1.", param="n")
         if self.top_logprobs and not self.wants_logprobs:
             raise ApiError(400, f"top_logprobs needs {LOGPROBS!r} in include", param="top_logprobs")
-        found = self.request_fields(request)
+        found = self.request_fields(request, defaults)
         if self.max_output_tokens is not None:
             found["max_new_tokens"] = self.max_output_tokens
         if self.wants_logprobs:

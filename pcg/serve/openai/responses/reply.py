@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from pcg.runtime.requests.request import Completion
 from pcg.serve.openai.responses.body import ResponseBody
+from pcg.serve.openai.sampling_fields import SamplingDefaults
 
 
 class ResponseReply(BaseModel):
@@ -45,8 +46,11 @@ class ResponseReply(BaseModel):
     system_fingerprint: str
 
 
-def begun_response(response_id: str, model: str, body: ResponseBody) -> dict[str, Any]:
+def begun_response(
+    response_id: str, model: str, body: ResponseBody, defaults: SamplingDefaults
+) -> dict[str, Any]:
     """Return the response object of a request that has begun."""
+    temperature, top_p = (body.given(name, defaults) for name in ("temperature", "top_p"))
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
     choice = body.tool_choice
     effort = None if body.reasoning is None else body.reasoning.effort
@@ -71,12 +75,12 @@ def begun_response(response_id: str, model: str, body: ResponseBody) -> dict[str
         "reasoning": {"effort": effort, "summary": None},
         "service_tier": "default",
         "store": body.store is not False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": 1.0 if temperature is None else temperature,
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": choice.model_dump() if isinstance(choice, BaseModel) else choice or "auto",
         "tools": [_tool(tool.model_dump()) for tool in body.tools or []],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": 1.0 if top_p is None else top_p,
         "truncation": "disabled",
         "user": body.user,
     }

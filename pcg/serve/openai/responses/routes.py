@@ -63,6 +63,7 @@ class _Turn:
 
     Attributes:
         history_bytes: the memory of the items before the output.
+        messages: what the model reads.
     """
 
     store: ResponseStore
@@ -70,6 +71,7 @@ class _Turn:
     input: Sequence[InputItem]
     before: Sequence[InputItem]
     history_bytes: int
+    messages: Sequence[Message]
 
     def end(
         self, response: dict[str, Any], output: OutputItems, done: Completion
@@ -96,12 +98,11 @@ async def create_response(
     call = await Call.of(service, request, caller, body)
     response_id = new_id("resp").replace("-", "_")
     turn = await service.beside(caller, _turn, service.responses, caller.tenant, body)
-    messages = messages_of([*turn.before, *turn.input])
-    if body.instructions is not None:
-        messages.insert(0, Message(role="system", content=body.instructions))
-    chat = Chat(messages, body.asked_tools(), body.fields(request), {"variables": body.variables()})
+    defaults = service.generation.defaults
+    fields = body.fields(request, defaults)
+    chat = Chat(turn.messages, body.asked_tools(), fields, {"variables": body.variables()})
     call, submitted, use = await submit_chat(call, chat, response_id)
-    response = begun_response(response_id, call.model.name, body)
+    response = begun_response(response_id, call.model.name, body, defaults)
     response["system_fingerprint"] = call.model.fingerprint
     logprobs = LogprobWriter(service.token_texts, bool(body.return_tokens_as_token_ids))
     output = OutputItems(use, logprobs if body.wants_logprobs else None)
@@ -118,9 +119,9 @@ async def create_response(
 
 
 def _turn(store: ResponseStore, tenant: str, body: ResponseBody) -> _Turn:
-    """Return a request's items with those before it.
+    """Return a request's items with those before it; these may be thousands, so it is for a thread.
 
-    ApiError: the response before it is not kept, or is another tenant's.
+    ApiError: the response before it is not kept, or is another tenant's; or an item is no message.
     """
     given = body.input
     items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
@@ -133,7 +134,10 @@ def _turn(store: ResponseStore, tenant: str, body: ResponseBody) -> _Turn:
     if body.previous_response_id is not None:
         kept = _kept(store, tenant, body.previous_response_id, "previous_response_id")
         before, size = kept.history, size + kept.history_bytes
-    return _Turn(store, tenant, items, before, size)
+    messages = messages_of([*before, *items])
+    if body.instructions is not None:
+        messages.insert(0, Message(role="system", content=body.instructions))
+    return _Turn(store, tenant, items, before, size, messages)
 
 
 @router.get("/responses/{response_id}", response_model=ResponseReply)

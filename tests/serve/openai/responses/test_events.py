@@ -19,13 +19,14 @@ from pcg.serve.openai.responses.body import ResponseBody
 from pcg.serve.openai.responses.events import ResponseEvents
 from pcg.serve.openai.responses.output import OutputItems
 from pcg.serve.openai.responses.reply import begun_response
+from pcg.serve.openai.sampling_fields import SamplingDefaults
 
 GIVEN_UP = Completion("a dog", (1, 2), "timed_out", None, 3)
 
 
 def events(*chunks: Chunk | Exception) -> list[dict[str, Any]]:
     """The events of chunks, of which an exception is raised."""
-    response = begun_response("resp_1", "tiny", ResponseBody(input="a", model="tiny"))
+    response = begun_response("resp_1", "tiny", ResponseBody(input="a"), SamplingDefaults())
     made = ResponseEvents(response, OutputItems(ToolUse(), None), lambda done: {})
     sent = made.begin()
     try:
@@ -64,7 +65,7 @@ def test_what_fails_is_the_last_event(last: Chunk | Exception, code: str) -> Non
 def test_the_whole_output_is_written_beside_the_event_loop() -> None:
     """Its last event repeats all of it; those of tokens are written at once."""
     done = Completion("a dog", (1, 2), "stop", None, 3)
-    response = begun_response("resp_1", "tiny", ResponseBody(input="a", model="tiny"))
+    response = begun_response("resp_1", "tiny", ResponseBody(input="a"), SamplingDefaults())
     whole = {**response, "status": "completed"}
     made = ResponseEvents(response, OutputItems(ToolUse(), None), lambda done: whole)
     steps: list[bytes] = []

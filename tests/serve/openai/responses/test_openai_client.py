@@ -267,7 +267,7 @@ def test_logprobs_of_a_response(client: openai.OpenAI) -> None:
         ({"background": True}, "background", "not supported"),
         ({"conversation": "conv_1"}, "conversation", "not supported"),
         ({"prompt": {"id": "a"}}, "prompt", "not supported"),
-        ({"truncation": "auto"}, "truncation", "'disabled'"),
+        ({"truncation": "auto"}, "truncation", '"disabled"'),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
         ({"input": []}, "input", "at least 1"),
         ({"input": 5}, "input", "valid string"),

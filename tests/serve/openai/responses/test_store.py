@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import tracemalloc
+from collections.abc import Iterable
 from typing import Any
 
-from pcg.serve.openai.responses.items import InputItem, memory_of
+import pytest
+
+from pcg.serve.openai.chat.messages import Message
+from pcg.serve.openai.responses import routes
+from pcg.serve.openai.responses.items import InputItem, memory_of, messages_of
 from pcg.serve.openai.responses.store import KeptResponse, ResponseStore
 from pcg.serve.security.keys import Keys
 from tests.support import serving
@@ -46,6 +52,27 @@ def test_empty_parts_count_by_their_memory() -> None:
     finally:
         tracemalloc.stop()
     assert taken / 2 < memory_of(copies) < taken * 4
+
+
+def test_a_history_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request of 100 bytes may go on from thousands of items."""
+    threads: list[threading.Thread] = []
+
+    def reading(items: Iterable[InputItem]) -> list[Message]:
+        threads.append(threading.current_thread())
+        return messages_of(items)
+
+    monkeypatch.setattr(routes, "messages_of", reading)
+
+    async def run() -> None:
+        with serving.service_of() as service:
+            body = {"model": serving.MODEL, "input": "a", "max_output_tokens": 2}
+            async with serving.client_of(service) as client:
+                assert (await client.post("/v1/responses", json=body)).is_success
+
+    asyncio.run(run())
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 def test_nobody_elses_response_is_there() -> None:

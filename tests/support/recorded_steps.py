@@ -1,11 +1,12 @@
-"""Decode steps over a cache of random keys and values, recorded and not."""
+"""Steps over a cache of random keys and values, recorded and not."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.batch import Batch
-from pcg.runtime.model.decode_graphs import DecodeGraphs, Recorder
+from pcg.runtime.model.step_graphs import Recorder, step_graphs
 from tests.support import oracle
 from tests.support.families import BY_NAME
 
@@ -53,24 +54,42 @@ def add_lora(executor: Executor, name: str, rank: int) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """Tokens of a step.
+    """Sequences of a step.
 
     Attributes:
-        ids: of the tokens.
-        contexts: tokens before each.
+        ids: the tokens of each, or its only one.
+        contexts: tokens before these.
         adapters: name of each one's, or None.
+        read: places of those after which logits are read; None for all.
     """
 
-    ids: Sequence[int]
+    ids: Sequence[int | Sequence[int]]
     contexts: Sequence[int]
     adapters: Sequence[str | None]
+    read: Sequence[int] | None = None
+
+
+class Ordered(NamedTuple):
+    """What graphs run: ids, tokens of each sequence and before these, its pages and adapter, and
+    the places of those that are read."""
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+    tables: list[PageTable]
+    adapters: list[Any]
+    read: list[int]
 
 
 class Steps:
     """Runs steps of one program both ways, over one cache."""
 
     def __init__(
-        self, executor: Executor, recorder: Recorder | None, pages: int = 60, eager_steps: int = 0
+        self,
+        executor: Executor,
+        recorder: Recorder | None,
+        pages: int = 60,
+        eager_steps: int = 0,
+        limits: tuple[int, int] = (256, 256),
     ) -> None:
         self._executor = executor
         self._device = executor.device
@@ -81,52 +100,64 @@ class Steps:
             rows.copy_(torch.randn(rows.shape, generator=generator))
         # The adapters' rows lie in a memory of their own, which grows as they come.
         self.stacks: Any = executor.serving.tables
-        self.graphs = DecodeGraphs(
-            self.runner, self.stacks, self.cache, self._device, recorder, eager_steps
-        )
+        graphs = step_graphs(self.runner, self.stacks, self.cache, *limits, None)
+        assert graphs is not None
+        self.graphs = graphs
+        graphs.recorder, graphs.eager_steps = recorder, eager_steps
         self._random = Random(0)
 
-    def tables(self, contexts: Sequence[int]) -> list[PageTable]:
+    def tables(self, ends: Sequence[int]) -> list[PageTable]:
         """Pages for so many tokens and the next, anywhere in the cache."""
         pages = self._random.sample(range(self.cache.pool.size), self.cache.pool.size)
         tables = []
-        for number, context in enumerate(contexts):
+        for number, end in enumerate(ends):
             table = PageTable(f"sequence {number}")
-            for _ in range(context // PAGE_TOKENS + 1):
+            for _ in range(end // PAGE_TOKENS + 1):
                 table.take(pages.pop())
             tables.append(table)
         return tables
 
-    def in_order(self, step: Step) -> tuple[list[int], list[int], list[Any]]:
-        """Ids, contexts and adapters, which have come into memory, in the order they run."""
+    def in_order(self, step: Step) -> Ordered:
+        """The step, whose adapters have come into memory, in the order that it runs in."""
         adapters = [None if n is None else self._executor.adapters[n] for n in step.adapters]
         order = self.stacks.order(adapters)
-        return (
-            [step.ids[i] for i in order],
-            [step.contexts[i] for i in order],
+        read = range(len(order)) if step.read is None else step.read
+        tokens = [[own] if isinstance(own, int) else list(own) for own in step.ids]
+        spans = [(len(tokens[i]), step.contexts[i]) for i in order]
+        return Ordered(
+            [token for i in order for token in tokens[i]],
+            spans,
+            self.tables([context + length - 1 for length, context in spans]),
             [adapters[i] for i in order],
+            [place for place, i in enumerate(order) if i in read],
         )
 
-    def batch(self, ids: Sequence[int], contexts: Sequence[int], tables: list[PageTable]) -> Batch:
-        """As it runs without a graph."""
-        places = enumerate(zip(contexts, tables, strict=True))
-        spans = [Span(i, 1, context, table) for i, (context, table) in places]
-        return Batch(uploaded_list(ids, torch.int64, self._device), spans, self.cache)
+    def eager(self, ordered: Ordered) -> Tensor:
+        """Logits as they are computed without a graph."""
+        lengths = [length for length, _ in ordered.spans]
+        places = zip(
+            accumulate(lengths[:-1], initial=0), ordered.spans, ordered.tables, strict=True
+        )
+        spans = [Span(start, *own, table) for start, own, table in places]
+        batch = Batch(uploaded_list(ordered.ids, torch.int64, self._device), spans, self.cache)
+        bound = self.stacks.bind(ordered.adapters, lengths)
+        if len(ordered.read) == len(ordered.ids):
+            return self.runner.logits(batch, bound)
+        of_rows = self.stacks.bind_epilogue([ordered.adapters[place] for place in ordered.read])
+        return self.runner.logits(batch, bound, batch.last_tokens(ordered.read), of_rows)
 
     def both(self, step: Step) -> tuple[Tensor, Tensor | None]:
         """Logits without a graph, and of a graph where one serves the step.
 
         What is written to the cache is the same both times.
         """
-        ids, contexts, adapters = self.in_order(step)
-        tables = self.tables(contexts)
+        ordered = self.in_order(step)
         assert self.cache.pages is not None
         before = self.cache.pages.clone()
-        bound = self.stacks.bind(adapters, [1] * len(ids))
-        expected = self.runner.logits(self.batch(ids, contexts, tables), bound)
+        expected = self.eager(ordered)
         after = self.cache.pages.clone()
         self.cache.pages.copy_(before)
-        found = self.graphs.run(ids, contexts, tables, adapters)
+        found = self.graphs.run(*ordered)
         if found is None:
             assert torch.equal(self.cache.pages, before)
             return expected, None

@@ -1,8 +1,9 @@
-"""Recorded decode steps give what eager ones give: see `tests/support/interpreter/tape.py`."""
+"""Recorded steps give what eager ones give: see `tests/support/interpreter/tape.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -11,22 +12,23 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import pcg.compiler as compiler
-from pcg.kernels.batch import DecodeTokens, Span
+from pcg.kernels.batch import Span, StepTokens
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, token_tiles
-from pcg.kernels.triton.attention.decode_lists import DecodeCapacity, DecodeLists, decode_room
 from pcg.kernels.triton.attention.work import AttentionWork
+from pcg.kernels.triton.step_lists import StepLists, sizes_of
+from pcg.kernels.triton.step_rooms import MIXED_TOKENS, StepRoom, StepRooms, StepSizes
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.memory.pool import PageTable
-from pcg.runtime.model import decode_graphs
+from pcg.runtime.model import step_graphs
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support import oracle
-from tests.support.decode_steps import RANKS, Step, Steps, add_lora, executor_of
 from tests.support.families import BY_NAME, VOCABULARY
 from tests.support.interpreter import bf16
 from tests.support.interpreter.tape import Tape
 from tests.support.prompts import prompts
+from tests.support.recorded_steps import RANKS, Step, Steps, add_lora, executor_of
 
 bf16.install()
 CPU = torch.device("cpu")
@@ -43,21 +45,33 @@ def check(steps: Steps, step: Step) -> None:
 
 # ----------------------------------------------------------------------------------------- lists
 
+GROUP = 2
 
-def filled_anew(tokens: DecodeTokens, room: DecodeCapacity) -> tuple[torch.Tensor, torch.Tensor]:
+
+def filled_anew(
+    tokens: StepTokens, room: StepRoom
+) -> tuple[AttentionWork, torch.Tensor, torch.Tensor]:
     """The lists as a batch that is not recorded has them, in that room."""
-    columns = zip(tokens.contexts, tokens.tables, strict=True)
-    parts = [Span(i, 1, context, table) for i, (context, table) in enumerate(columns)]
-    spans = [(i, 1, slot) for i, slot in enumerate(tokens.slots)]
-    tiles = token_tiles(spans, DECODE_BLOCK, room.by_adapter)
-    return AttentionWork.build(parts, 1, CPU, capacity=room.attention).flat, tiles.memory
+    columns = zip(tokens.lengths, tokens.contexts, tokens.tables, strict=True)
+    starts = accumulate(tokens.lengths, initial=0)
+    parts = [Span(start, *one) for start, one in zip(starts, columns, strict=False)]
+    spans = [(p.start, p.length, slot) for p, slot in zip(parts, tokens.slots, strict=True)]
+    read = () if room.decodes else tokens.read
+    of_rows = [(i, 1, tokens.slots[place]) for i, place in enumerate(read)]
+    work = AttentionWork.build(parts, GROUP, CPU, capacity=room.attention(PAGES))
+    tiles = token_tiles(spans, room.block, room.by_adapter).memory
+    return work, tiles, token_tiles(of_rows, DECODE_BLOCK, room.rows_by_adapter).memory
+
+
+PAGES = 300
+ROOMS = StepRooms(20, 300, PAGES, 10**6, GROUP, has_adapters=True)
 
 
 @given(data=st.data())
 def test_lists_are_those_of_a_batch(data: st.DataObject) -> None:
     """However tables have grown, changed and moved in the batch since they were filled last."""
     free = iter(range(10**6))
-    lists: dict[DecodeCapacity, DecodeLists] = {}
+    lists = StepLists(ROOMS.largest, PAGES, GROUP, CPU)
 
     def table() -> PageTable:
         found = PageTable("some sequence")
@@ -72,48 +86,88 @@ def test_lists_are_those_of_a_batch(data: st.DataObject) -> None:
             if data.draw(st.booleans()):
                 one.replace(data.draw(st.integers(0, len(one.pages) - 1)), next(free))
         tables = data.draw(st.permutations(tables))[: data.draw(st.integers(1, len(tables)))]
-        contexts = [
-            PAGE_TOKENS * len(one.pages) - data.draw(st.integers(1, PAGE_TOKENS)) for one in tables
-        ]
-        slots = [data.draw(st.integers(-1, 3)) for _ in tables]
-        tokens = DecodeTokens([7] * len(tables), contexts, tables, slots)
-        room = decode_room(tokens)
-        assert room is not None
-        if room not in lists:
-            lists[room] = DecodeLists(room, CPU)
-        ours = lists[room]
-        ours.fill(tokens)
         count = len(tables)
-        assert ours.input_ids.tolist() == [7] * count + [0] * (room.tokens - count)
-        assert ours.positions[:count].tolist() == contexts
-        rows = [one.row(context) for one, context in zip(tables, contexts, strict=True)]
-        assert ours.rows.tolist() == rows + [-1] * (room.tokens - count)
-        flat, tiles = filled_anew(tokens, room)
-        work = AttentionWork.of(flat, room.attention)
-        for name in ("parts", "splits", "decodes"):
+        ends = [PAGE_TOKENS * len(one.pages) for one in tables]
+        ends = [end - data.draw(st.integers(0, PAGE_TOKENS - 1)) for end in ends]
+        longest = data.draw(st.sampled_from([1, 2, 40]))
+        lengths = [data.draw(st.integers(1, min(longest, end))) for end in ends]
+        lengths = lengths if sum(lengths) <= ROOMS.tokens else [1] * count
+        contexts = [end - length for end, length in zip(ends, lengths, strict=True)]
+        slots = [data.draw(st.integers(-1, 3)) for _ in tables]
+        read = [i for i in range(count) if lengths[i] == 1 or data.draw(st.booleans())]
+        tokens = StepTokens([7] * sum(lengths), lengths, contexts, tables, slots, read)
+        room = ROOMS.of(sizes_of(tokens))
+        assert room is not None
+        assert room.decodes == (max(lengths) == 1)
+        lists.fill(tokens, room)
+        ours, total = lists.of(room), sum(lengths)
+        assert ours.input_ids.tolist() == [7] * total + [0] * (room.tokens - total)
+        places = [
+            (t, c + i) for t, c, n in zip(tables, contexts, lengths, strict=True) for i in range(n)
+        ]
+        assert ours.positions[:total].tolist() == [position for _, position in places]
+        rows = [one.row(position) for one, position in places]
+        assert ours.rows.tolist() == rows + [-1] * (room.tokens - total)
+        if not room.decodes:
+            last = [end - 1 for end in accumulate(lengths)]
+            chosen = [last[place] for place in read]
+            assert ours.read.tolist() == chosen + [0] * (room.sequences - len(read))
+        work, tiles, row_tiles = filled_anew(tokens, room)
+        for name in ("parts", "tiles", "splits", "decodes"):
             assert torch.equal(getattr(ours.attention, name), getattr(work, name)), name
         for row, one in zip(ours.attention.pages, tables, strict=False):
             assert row[: len(one.pages)].tolist() == one.pages
         assert (ours.tiles is None) == (max(slots) < 0)
         if ours.tiles is not None:
             assert torch.equal(ours.tiles.memory, tiles)
+            assert (ours.row_tiles is None) == room.decodes
+        if ours.row_tiles is not None:
+            assert torch.equal(ours.row_tiles.memory, row_tiles)
 
 
-def tokens_of(contexts: list[int], slots: list[int]) -> DecodeTokens:
-    tables = []
-    for context in contexts:
-        tables.append(PageTable("some sequence"))
-        for page in range(context // PAGE_TOKENS + 1):
-            tables[-1].take(page)
-    return DecodeTokens([0] * len(contexts), contexts, tables, slots)
+def room_of(lengths: list[int], contexts: list[int], adapter_tiles: int = 0) -> StepRoom | None:
+    rooms = StepRooms(512, 4096, 600, 10**6, 4, has_adapters=True)
+    return rooms.of(StepSizes(lengths, contexts, adapter_tiles))
 
 
 def test_rooms_are_rounded_up() -> None:
-    assert decode_room(tokens_of([5], [-1])) == DecodeCapacity(1, 64, 1, 0)
-    assert decode_room(tokens_of([5] * 3, [0, 1, 2])) == DecodeCapacity(4, 64, 4, 4)
-    assert decode_room(tokens_of([1100] * 17, [0] * 17)) == DecodeCapacity(24, 256, 96, 2)
-    assert decode_room(tokens_of([5] * 256, list(range(256)))) == DecodeCapacity(256, 64, 256, 256)
-    assert decode_room(tokens_of([5] * 257, [0] * 257)) is None
+    assert room_of([1], [5]) == StepRoom(1, 1, 1, 0, 0)
+    assert room_of([1] * 3, [5] * 3, 3) == StepRoom(4, 4, 4, 0, 4)
+    assert room_of([1] * 17, [1100] * 17, 2) == StepRoom(24, 24, 96, 0, 4)
+    assert room_of([1] * 256, [5] * 256, 256) == StepRoom(256, 256, 256, 0, 256)
+    # 512 tokens of 4 heads a KV head are 16 tiles, and each sequence may have one that is not full.
+    assert room_of([500], [0]) == StepRoom(512, 16, 16, 32, 0)
+    assert room_of([1] * 17 + [800], [900] * 18, 5) == StepRoom(832, 256, 256, 282, 269)
+    assert room_of([1] * 257, [5] * 257) == StepRoom(320, 512, 512, 522, 0)
+    assert room_of([4097], [0]) is None
+
+
+@given(data=st.data())
+def test_every_step_has_a_warm_room(data: st.DataObject) -> None:
+    """One of those that are recorded before the first request holds any step within the limits."""
+    sequences, tokens = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 5000))
+    pages, pool = data.draw(st.integers(1, 9000)), data.draw(st.integers(1, 20000))
+    rooms = StepRooms(sequences, tokens, min(pages, pool), pool, 4, has_adapters=True)
+    left, count = tokens, data.draw(st.integers(1, min(sequences, tokens)))
+    lengths, contexts, free = [], [], pool * PAGE_TOKENS
+    for i in range(count):
+        most = min(left - (count - i - 1), data.draw(st.sampled_from([1, 1, 1, 50, 5000])))
+        context = data.draw(st.integers(0, min(pages, pool) * PAGE_TOKENS - 1))
+        length = data.draw(st.integers(1, max(1, min(most, pages * PAGE_TOKENS - context))))
+        if context + length > free:
+            break
+        left, free = left - length, free - context - length
+        lengths.append(length)
+        contexts.append(context)
+    if not lengths:
+        return
+    own = rooms.of(StepSizes(lengths, contexts, data.draw(st.sampled_from([0, len(lengths)]))))
+    if own is None:
+        assert sum(lengths) > MIXED_TOKENS[-1]
+        return
+    holding = min((room for room in rooms.all if room.holds(own)), default=None)
+    assert holding is not None
+    assert holding.tokens == own.tokens
 
 
 # ----------------------------------------------------------------------------------------- steps
@@ -141,6 +195,22 @@ def test_any_batch_of_a_room_is_replayed(step: Step) -> None:
     assert TAPE.replayed == STEPS.graphs.replayed
 
 
+MIXED = (
+    Step([[5, 6, 7, 8], 9, list(range(3, 20))], [3, 30, 0], [None, "r4", "r20"], [1, 2]),
+    Step([list(range(3, 30))], [16], ["r1"], []),
+    Step([8, [7, 9], 3, 4, [5, 1, 2]], [30, 0, 47, 0, 15], [None, "r20", "r4", "r20", None]),
+)
+"""Prompts beside sequences that decode, of which some end and some do not, and one alone."""
+
+
+def test_prompts_are_replayed_beside_tokens_that_decode() -> None:
+    tape = Tape()
+    steps = Steps(EXECUTOR, tape, limits=(5, 32))
+    for step in MIXED:
+        check(steps, step)
+    assert (tape.recorded, tape.replayed) == (2, 3)  # of 32 tokens, and of 16
+
+
 def test_many_splits() -> None:
     """Replayed steps have other sequences than the recorded one, with more splits."""
     tape = Tape()
@@ -163,6 +233,7 @@ def test_families(name: str) -> None:
     steps = Steps(executor, Tape())
     for contexts in ([3, 17], [30, 0]):
         check(steps, Step([5, 9], contexts, [None, None]))
+        check(steps, Step([5, [9, 4, 7]], contexts, [None, None]))
 
 
 @pytest.mark.slow
@@ -216,7 +287,7 @@ def test_where_nothing_is_recorded_steps_run_without() -> None:
 
 
 def test_the_latest_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_graphs, "MOST_GRAPHS", 1)
+    monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 1)
     tape = Tape()
     steps = Steps(EXECUTOR, tape)
     for ids, recorded in (([5], 1), ([7], 1), ([5, 6], 2), ([5], 3)):
@@ -266,11 +337,32 @@ def served(backend: str) -> tuple[list[list[int]], Any]:
 
 
 def test_an_engine_replays_its_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_graphs, "recorder_for", lambda device: Tape())
-    monkeypatch.setattr(decode_graphs, "EAGER_STEPS", 0)
+    monkeypatch.setattr(step_graphs, "recorder_for", lambda device: Tape())
+    monkeypatch.setattr(step_graphs, "EAGER_STEPS", 0)
     tokens, graphs = served("triton")
     expected, none = served("torch")
     assert tokens == expected
     assert none is None
-    assert graphs.replayed == 3  # of four steps one has prompts
-    assert graphs.recorded == 3  # of 3, 2 and 1 sequences
+    assert graphs.replayed == 4
+    assert graphs.recorded == 4  # of prompts, and of 3, 2 and 1 sequences
+
+
+def test_a_warm_engine_records_nothing_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever comes is replayed in one of the rooms that were recorded when it was made."""
+    tape = Tape()
+    monkeypatch.setattr(step_graphs, "recorder_for", lambda device: tape)
+    limits = Limits(running=2, tokens=16, least_chunk=4)
+    engine = EXECUTOR.engine(limits, kv_cache_bytes=2**21, warm_up=True)
+    graphs = engine.device.graphs
+    assert graphs is not None
+    assert tape.recorded == graphs.recorded == len(graphs.rooms.all)
+    assert not graphs.eager
+    steps = 0
+    for name, ids in zip([None, "r4", "r20", "r1", None], prompts((5, 21, 3, 1, 9)), strict=True):
+        engine.submit(EXECUTOR.request(ids, name, max_new_tokens=3, ignore_eos=True))
+    while not engine.is_idle:
+        assert all(chunk.error is None for chunk in engine.step())
+        steps += 1
+    assert tape.replayed == graphs.replayed == steps
+    assert tape.recorded == len(graphs.rooms.all)
+    assert not graphs.eager

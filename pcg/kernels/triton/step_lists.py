@@ -1,0 +1,228 @@
+"""The tokens of recorded steps, in memory that stays and is filled for each step.
+
+All that changes from step to step lies in two tensors. One holds block tables, of which only new
+entries are copied; the other all the rest, of which one copy fills what the step's room has:
+
+    input_ids, positions, rows    [tokens], int64; rows are the tokens' own in the cache
+    read                          [sequences], int64; the tokens behind which logits are read
+    attention                     the lists of `attention/work.py`
+    tiles, row_tiles              tokens, and what is read, by adapter (`token_tiles`)
+
+A room says how long they are (`step_rooms.py`), and all rooms begin at the same place, as one graph
+runs at a time. What a step does not fill is empty: tokens of no sequence have the id 0, no part, no
+place in the tiles and the row -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pcg.kernels.batch import BlockTable, StepTokens
+from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.kernels.triton.adapters import token_tiles
+from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles
+from pcg.kernels.triton.attention.work import (
+    AttentionWork,
+    Rows,
+    put_rows,
+    row_tiles,
+    split_lists,
+)
+from pcg.kernels.triton.step_rooms import StepRoom, StepSizes
+from pcg.kernels.uploads import uploaded
+
+ALIGNMENT = 4
+"""Numbers that a part of the memory is a multiple of: 16 bytes, as kernels expect."""
+
+
+class RoomLists(NamedTuple):
+    """The lists of a room, on the host or the device; `attention` has the block tables, too."""
+
+    input_ids: Tensor
+    positions: Tensor
+    rows: Tensor
+    read: Tensor
+    attention: AttentionWork
+    tiles: TokenTiles | None
+    row_tiles: TokenTiles | None
+
+
+class StepLists:
+    """The memory of recorded steps, on the host and the device.
+
+    Args:
+        room: the largest room, or one that is as large as any in each of its sizes.
+        pages: the most pages of a sequence.
+        group: heads that share a KV head.
+    """
+
+    def __init__(self, room: StepRoom, pages: int, group: int, device: torch.device) -> None:
+        self._group = group
+        start, size = _places(room)[-1]
+        self._on_host = torch.zeros(start + size, dtype=torch.int32)
+        self._memory = self._on_host.to(device, copy=True)
+        columns = -(-pages // 16) * 16  # as kernels are compiled for
+        self._tables = torch.zeros((room.sequences, columns), dtype=torch.int32, device=device)
+        # For each row of the block tables: its sequence's table, how many of whose pages were
+        # replaced by then, and how many pages of it are written.
+        self._written: list[tuple[BlockTable | None, int, int]] = [(None, 0, 0)] * room.sequences
+        self._segments: object = None
+
+    @property
+    def sequences(self) -> int:
+        """The most sequences of a room."""
+        return len(self._tables)
+
+    @property
+    def size(self) -> int:
+        """The numbers that a room may have."""
+        return len(self._memory)
+
+    def has_room(self, room: StepRoom) -> bool:
+        """Return whether the lists of a room fit."""
+        start, size = _places(room)[-1]
+        return room.sequences <= self.sequences and start + size <= self.size
+
+    def of(self, room: StepRoom) -> RoomLists:
+        """Return the lists of a room on the device."""
+        return self._views(self._memory, room)
+
+    def _views(self, memory: Tensor, room: StepRoom) -> RoomLists:
+        columns = [memory[start : start + size] for start, size in _places(room)]
+        ids, positions, rows, read = (column.view(torch.int64) for column in columns[:4])
+        tables = self._tables[: room.sequences]
+        work = AttentionWork.beside(tables, columns[4], room.attention(0))
+        tiles = TokenTiles(columns[5], room.by_adapter, room.block)
+        of_rows = TokenTiles(columns[6], room.rows_by_adapter, DECODE_BLOCK)
+        return RoomLists(
+            *(ids, positions, rows, read, work),
+            tiles if room.by_adapter.places else None,
+            of_rows if room.rows_by_adapter.places else None,
+        )
+
+    def fill(self, tokens: StepTokens, room: StepRoom) -> None:
+        """Put tokens there that the room holds; the host does not wait."""
+        host = self._views(self._on_host, room)
+        lengths, contexts = (np.array(x, np.int64) for x in (tokens.lengths, tokens.contexts))
+        starts = lengths.cumsum() - lengths
+        count = len(tokens.ids)
+        positions = np.arange(count) + (contexts - starts).repeat(lengths)
+        for to, values, rest in (
+            (host.input_ids, tokens.ids, 0),
+            (host.positions, positions, 0),
+            (host.rows, _rows(tokens, lengths, starts, positions), -1),
+            (host.read, [] if room.decodes else (starts + lengths - 1)[list(tokens.read)], 0),
+        ):
+            numbers = to.numpy()
+            filled = len(values)
+            numbers[:filled], numbers[filled:] = values, rest
+        self._fill_work(host.attention, lengths, contexts, starts)
+        self._fill_tiles(host, tokens, starts, room)
+        self._write_tables(tokens.tables)
+        # The host's memory is written again while the device may still read what was copied.
+        start, size = _places(room)[-1]
+        on_host = self._on_host[: start + size]
+        on_host = on_host.pin_memory() if self._memory.is_cuda else on_host
+        self._memory[: start + size].copy_(on_host, non_blocking=True)
+
+    def _fill_work(self, work: AttentionWork, lengths: Rows, contexts: Rows, starts: Rows) -> None:
+        singles, longer = np.flatnonzero(lengths == 1), np.flatnonzero(lengths > 1)
+        tiles = row_tiles(
+            [(i, int(lengths[i]), int(contexts[i])) for i in longer.tolist()], self._group
+        )
+        splits, decodes = split_lists(singles, contexts[singles] + 1)
+        lists: tuple[tuple[Tensor, Rows | list[tuple[int, ...]]], ...] = (
+            (work.parts, np.stack([starts, lengths, contexts], 1)),
+            (work.tiles, tiles),
+            (work.splits, splits),
+            (work.decodes, decodes),
+        )
+        for to, rows in lists:
+            to.zero_()
+            put_rows(to.numpy(), rows)
+
+    def _fill_tiles(
+        self, host: RoomLists, tokens: StepTokens, starts: Rows, room: StepRoom
+    ) -> None:
+        """Write tokens by adapter, unless they are those of the step before."""
+        segments = room, tuple(tokens.slots), tuple(tokens.lengths), tuple(tokens.read)
+        known, self._segments = self._segments, segments
+        if host.tiles is None or segments == known:
+            return
+        spans = spans_of(starts.tolist(), tokens.lengths, tokens.slots)
+        found = token_tiles.token_tiles(spans, room.block, room.by_adapter)
+        host.tiles.memory.copy_(found.memory)
+        if host.row_tiles is not None:
+            slots = [tokens.slots[place] for place in tokens.read]
+            spans = spans_of(range(len(slots)), [1] * len(slots), slots)
+            found = token_tiles.token_tiles(spans, DECODE_BLOCK, room.rows_by_adapter)
+            host.row_tiles.memory.copy_(found.memory)
+
+    def _write_tables(self, tables: Sequence[BlockTable]) -> None:
+        """Copy the pages that sequences have and their rows of the block tables have not."""
+        columns = self._tables.shape[1]
+        places: list[int] = []
+        pages: list[int] = []
+        for number, table in enumerate(tables):
+            known, replaced, start = self._written[number]
+            if known is not table or replaced != table.replaced:
+                start = 0
+            stop = len(table.pages)
+            if start < stop:
+                places += range(number * columns + start, number * columns + stop)
+                pages += table.pages[start:stop]
+                self._written[number] = table, table.replaced, stop
+        if places:
+            numbers = uploaded(torch.tensor([places, pages]), self._tables.device)
+            self._tables.view(-1).index_copy_(0, numbers[0], numbers[1].to(torch.int32))
+
+
+def spans_of(
+    starts: Sequence[int], lengths: Sequence[int], slots: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """Return first token, tokens and slot of neighbours with one adapter."""
+    spans = []
+    for slot, own in groupby(zip(starts, lengths, slots, strict=True), key=lambda one: one[2]):
+        neighbours = list(own)
+        spans.append((neighbours[0][0], sum(length for _, length, _ in neighbours), slot))
+    return spans
+
+
+def sizes_of(tokens: StepTokens) -> StepSizes:
+    """Return what the room of a step is chosen by."""
+    tiles = 0
+    for _, length, slot in spans_of(tokens.lengths, tokens.lengths, tokens.slots):
+        tiles += -(-length // DECODE_BLOCK) if slot >= 0 else 0
+    return StepSizes(tokens.lengths, tokens.contexts, tiles)
+
+
+def _rows(tokens: StepTokens, lengths: Rows, starts: Rows, positions: Rows) -> Rows:
+    """Return the row of each token in the cache."""
+    first = [
+        table.pages[context // PAGE_TOKENS]
+        for table, context in zip(tokens.tables, tokens.contexts, strict=True)
+    ]
+    pages = np.array(first, np.int64).repeat(lengths)
+    for place in np.flatnonzero(lengths > 1).tolist():
+        start, stop = int(starts[place]), int(starts[place] + lengths[place])
+        own = np.array(tokens.tables[place].pages, np.int64)
+        pages[start:stop] = own[positions[start:stop] // PAGE_TOKENS]
+    return PAGE_TOKENS * pages + positions % PAGE_TOKENS
+
+
+def _places(room: StepRoom) -> list[tuple[int, int]]:
+    """The first number and the size of each list, in int32."""
+    work = room.attention(0).size
+    of_adapters = [room.by_adapter.size, room.rows_by_adapter.size]
+    read = 0 if room.decodes else 2 * room.sequences
+    places, start = [], 0
+    for size in (*[2 * room.tokens] * 3, read, work, *of_adapters):
+        places.append((start, size))
+        start += -(-size // ALIGNMENT) * ALIGNMENT
+    return places

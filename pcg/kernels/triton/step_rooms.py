@@ -1,0 +1,235 @@
+"""Rooms: the sizes of recorded steps, rounded up so that few graphs serve every step.
+
+A CUDA graph keeps the addresses of its tensors and the numbers of its programs for good. So a graph
+is recorded for a room, and serves each step that the room holds: what a step does not fill is
+tokens that no kernel writes, and programs that end at once.
+
+    decode    one token of each sequence; logits of all
+    mixed     chunks of prompts beside such tokens, or alone; logits after some sequences
+
+Rooms of mixed steps are fewer and rounded up further: their products take longer than empty
+programs. Which rooms an engine's steps can need is known before the first one (`StepRooms.all`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, PREFILL_BLOCK, TileCapacity
+from pcg.kernels.triton.attention.work import (
+    MOST_SPLITS,
+    SPLIT_KEYS,
+    TILE_ROWS,
+    Rows,
+    WorkCapacity,
+)
+
+DECODE_TOKENS = (1, 2, 4, *range(8, 257, 8))
+"""Tokens of decode rooms. From 8 on in steps of 8: products of so few tokens take as long as
+weights take to be read, so that what is padded costs next to nothing."""
+MIXED_TOKENS = (
+    *range(16, 65, 16),
+    *range(96, 257, 32),
+    *range(320, 513, 64),
+    *(octave * eighth // 8 for octave in (512, 1024, 2048, 4096) for eighth in range(9, 17)),
+)
+"""Tokens of mixed rooms. From 512 on, where products take what they compute, 8 to an octave: at
+most 12 % more than are needed, and 6 % in the mean."""
+_LEAST_SEQUENCES = 16
+_SEQUENCES_FACTOR = 16
+"""Sequences of mixed rooms are 16, 256, …: an empty part costs a program that ends at once."""
+_DECODE_SPLITS_FACTOR, _MIXED_SPLITS_FACTOR = 4, 16
+"""Splits of a room to those of the next smaller one."""
+_TILES_FACTOR = 4
+"""Tiles of a decode room with adapters to those of the next smaller one."""
+
+
+class StepRoom(NamedTuple):
+    """The sizes of a recorded step's memory.
+
+    Attributes:
+        tokens: tokens of all sequences.
+        sequences: sequences; as many as tokens in a decode step.
+        splits: splits of the keys of sequences that have one token.
+        tiles: tiles of the rows of sequences that have more; 0 in a decode step.
+        adapter_tiles: tiles of tokens by adapter; 0 for steps without adapters.
+    """
+
+    tokens: int
+    sequences: int
+    splits: int
+    tiles: int
+    adapter_tiles: int
+
+    @property
+    def decodes(self) -> bool:
+        """True if each sequence has one token."""
+        return not self.tiles
+
+    def attention(self, pages: int) -> WorkCapacity:
+        """The sizes of attention's lists, for block tables of so many pages."""
+        return WorkCapacity(
+            self.sequences, pages, self.tiles, self.splits, self.sequences, key_blocks=0
+        )
+
+    @property
+    def block(self) -> int:
+        """Places of a tile of tokens by adapter."""
+        return DECODE_BLOCK if self.decodes else PREFILL_BLOCK
+
+    @property
+    def by_adapter(self) -> TileCapacity:
+        """The sizes of the tables of tokens by adapter."""
+        if not self.adapter_tiles:
+            return TileCapacity(0, 0, 0)
+        segments = min(self.adapter_tiles, self.sequences)
+        return TileCapacity(self.tokens, segments, self.adapter_tiles)
+
+    @property
+    def rows_by_adapter(self) -> TileCapacity:
+        """The sizes of those of the rows whose logits a mixed step gives."""
+        count = self.sequences if self.adapter_tiles and not self.decodes else 0
+        return TileCapacity(count, count, count)
+
+    def holds(self, other: Self) -> bool:
+        """Return whether the graph of this room serves the steps of another one."""
+        return self.decodes == other.decodes and all(
+            size >= needed for size, needed in zip(self, other, strict=True)
+        )
+
+
+class StepSizes(NamedTuple):
+    """The sizes of a step, by which its room is chosen.
+
+    Attributes:
+        lengths: tokens of each sequence in the step.
+        contexts: tokens of each before these, in the cache.
+        adapter_tiles: tiles of `DECODE_BLOCK` tokens by adapter; 0 without adapters.
+    """
+
+    lengths: Sequence[int]
+    contexts: Sequence[int]
+    adapter_tiles: int
+
+
+@dataclass(frozen=True)
+class StepRooms:
+    """The rooms of an engine's steps.
+
+    Attributes:
+        sequences: the most sequences of a step.
+        tokens: the most tokens of a step.
+        pages: the most pages of a sequence.
+        pool_pages: pages of the cache.
+        group: heads that share a KV head; 0 if they differ by layer, and only decode steps have
+            rooms.
+        has_adapters: True if steps may have adapters in rows.
+    """
+
+    sequences: int
+    tokens: int
+    pages: int
+    pool_pages: int
+    group: int
+    has_adapters: bool
+
+    def of(self, sizes: StepSizes) -> StepRoom | None:
+        """Return the room of a step; None for a step without tokens or with too many."""
+        lengths, contexts = (np.array(one, np.int64) for one in (sizes.lengths, sizes.contexts))
+        tokens, sequences = int(lengths.sum()), len(lengths)
+        if not 0 < tokens <= self.tokens or sequences > self.sequences:
+            return None
+        splits = splits_of(contexts[lengths == 1] + 1)
+        if tokens == sequences and tokens <= DECODE_TOKENS[-1]:
+            most = DECODE_TOKENS[bisect_left(DECODE_TOKENS, tokens)]
+            tiles = 0
+            if sizes.adapter_tiles:
+                tiles = min(_power(sizes.adapter_tiles, max(1, most // 16), _TILES_FACTOR), most)
+            return StepRoom(most, most, _power(splits, most, _DECODE_SPLITS_FACTOR), 0, tiles)
+        if not self.group or tokens > MIXED_TOKENS[-1]:
+            return None
+        most = MIXED_TOKENS[bisect_left(MIXED_TOKENS, tokens)]
+        count = min(_power(sequences, _LEAST_SEQUENCES, _SEQUENCES_FACTOR), self.sequences)
+        splits = _power(splits, count, _MIXED_SPLITS_FACTOR)
+        return self._mixed(most, count, splits, bool(sizes.adapter_tiles))
+
+    def _mixed(self, tokens: int, sequences: int, splits: int, has_adapters: bool) -> StepRoom:
+        # However the tokens are cut into sequences, each may end in a tile that is not full.
+        tiles = -(-tokens * self.group // TILE_ROWS) + sequences
+        adapter_tiles = sequences + tokens // PREFILL_BLOCK if has_adapters else 0
+        return StepRoom(tokens, sequences, splits, tiles, adapter_tiles)
+
+    @cached_property
+    def all(self) -> tuple[StepRoom, ...]:
+        """Rooms that hold every step, the largest first.
+
+        Each step is held by one that is little larger than its own: of tokens all are there, of
+        sequences, splits and tiles those that are worth a graph.
+        """
+        return *self._mixed_rooms(), *self._decode_rooms()
+
+    def _mixed_rooms(self) -> Iterator[StepRoom]:
+        for most in reversed(_up_to(MIXED_TOKENS, self.tokens)) if self.group else ():
+            running = min(self.sequences, most)
+            counts = _powers(_LEAST_SEQUENCES, running, _SEQUENCES_FACTOR)
+            for count in dict.fromkeys(min(count, self.sequences) for count in counts):
+                splits = _powers(count, self._most_splits(count), _MIXED_SPLITS_FACTOR)
+                for split, has_adapters in product(splits, self._with_adapters):
+                    yield self._mixed(most, count, split, has_adapters)
+
+    def _decode_rooms(self) -> Iterator[StepRoom]:
+        for most in reversed(_up_to(DECODE_TOKENS, min(self.sequences, self.tokens))):
+            splits = _powers(most, self._most_splits(most), _DECODE_SPLITS_FACTOR)
+            for split, has_adapters in product(splits, self._with_adapters):
+                yield StepRoom(most, most, split, 0, most if has_adapters else 0)
+
+    @property
+    def largest(self) -> StepRoom:
+        """A room that is as large as any in each of its sizes."""
+        return StepRoom(*map(max, zip(*self.all, strict=True)))
+
+    @property
+    def _with_adapters(self) -> tuple[bool, ...]:
+        return (True, False) if self.has_adapters else (False,)
+
+    def _most_splits(self, sequences: int) -> int:
+        """Return the most splits of so many sequences: of long ones, or of all that the cache has.
+
+        Sequences that share pages may have more; their steps run eagerly.
+        """
+        sequences = min(sequences, self.sequences)
+        longest = min(-(-self.pages * PAGE_TOKENS // SPLIT_KEYS), MOST_SPLITS)
+        return min(sequences * longest, sequences + self.pool_pages * PAGE_TOKENS // SPLIT_KEYS)
+
+
+def splits_of(keys: Rows) -> int:
+    """Return the splits of sequences that have one token and see so many keys each."""
+    return int(np.minimum(-(-keys // SPLIT_KEYS), MOST_SPLITS).sum())
+
+
+def _power(needed: int, least: int, factor: int) -> int:
+    """Return the least of `least`, `least · factor`, … that is enough."""
+    while least < needed:
+        least *= factor
+    return least
+
+
+def _powers(least: int, most: int, factor: int) -> list[int]:
+    """Return `least`, `least · factor`, … up to the first that is enough, the largest first."""
+    found = [least]
+    while found[-1] < most:
+        found.append(found[-1] * factor)
+    return found[::-1]
+
+
+def _up_to(sizes: Sequence[int], most: int) -> Sequence[int]:
+    """Return the sizes up to the first that is enough, or all."""
+    return sizes[: bisect_left(sizes, most) + 1]

@@ -1,0 +1,118 @@
+"""The bytes of what serving reads of adapters, beside the adapters' own tensors.
+
+They are found by laying the adapters out as an engine does, on the meta device, where tensors have
+shapes and no memory: rows in pages of the KV cache and the tables of where they lie, or stacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pcg.ir.program.program import ModelGraph
+from pcg.ir.types import TORCH_NAMES
+from pcg.options import CompileOptions
+from pcg.parallel.ranks.group import Ranks
+from pcg.peft.adapter import Adapter
+from pcg.peft.method import Shape
+from pcg.runtime.adapters.padded_tables import PaddedTables
+from pcg.runtime.adapters.ragged_tables import RaggedTables
+from pcg.runtime.adapters.served_dtype import served_dtype
+from pcg.runtime.adapters.weight_stacker import ServedWeights
+from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
+from pcg.runtime.memory.pool import PageTable
+
+META = torch.device("meta")
+
+
+def served_bytes(
+    serving: ModelGraph,
+    whole: ModelGraph,
+    adapters: Sequence[Adapter],
+    options: CompileOptions,
+    device: torch.device,
+) -> int:
+    """Return the bytes of one rank's copies of adapters that run at once, and came at once.
+
+    On Triton whole pages count, as nothing else can have the rest of one. On PyTorch stacks have a
+    few empty slots, and matrices are padded to the largest rank of their width.
+
+    Args:
+        serving: one rank's part of the model as it serves, its products fused.
+        whole: the model without bypass networks.
+        adapters: on the meta device, whole.
+        device: where it serves.
+    Raises:
+        UnsupportedError: the `adapter_copies` that were asked for cannot be had.
+    """
+    if not adapters:
+        return 0
+    with META:
+        tables = _tables(serving, whole, adapters, options, device)
+        tables.order(adapters)
+        return tables.size_bytes
+
+
+def bytes_in_pages(
+    serving: ModelGraph,
+    whole: ModelGraph,
+    adapter: Adapter,
+    options: CompileOptions,
+    device: torch.device,
+) -> int:
+    """Return the bytes of the pages that an engine gives an adapter, whether it runs or not."""
+    page_bytes = bytes_of_page(kv_types(serving))
+    with META:
+        return _empty(serving, whole, options, device).pages_of(adapter, page_bytes) * page_bytes
+
+
+def _tables(
+    serving: ModelGraph,
+    whole: ModelGraph,
+    adapters: Sequence[Adapter],
+    options: CompileOptions,
+    device: torch.device,
+) -> PaddedTables:
+    """Return tables in pages where an engine has them there, with as many as adapters need."""
+    tables = _empty(serving, whole, options, device)
+    if options.backend != "triton":
+        return tables
+    page_bytes = bytes_of_page(kv_types(serving))
+    page_tables: dict[int, PageTable] = {}
+    most = 0
+    for adapter in adapters:
+        first, most = most, most + tables.pages_of(adapter, page_bytes)
+        page_tables[adapter.version] = PageTable(adapter.name, [*range(first, most)])
+    pages = torch.empty((most, page_bytes), dtype=torch.uint8)
+    return tables.in_pages(pages, lambda adapter: page_tables[adapter.version])
+
+
+def _empty(
+    serving: ModelGraph, whole: ModelGraph, options: CompileOptions, device: torch.device
+) -> PaddedTables:
+    shapes = whole.module_shapes()
+    weights = ServedWeights(_Shaped(shapes, whole.dtype), shapes)
+    ranks = Ranks()
+    ranks.size = options.tp
+    kind = RaggedTables if options.backend == "triton" else PaddedTables
+    dtype = served_dtype(options, whole, device)
+    return kind(serving, weights, META, ranks, lora_dtype=dtype)
+
+
+class _Shaped(Mapping[str, Tensor]):
+    """The base's weights [out, in] on the meta device, by the paths of their modules."""
+
+    def __init__(self, shapes: Mapping[str, Shape], dtype: str) -> None:
+        self._shapes = shapes
+        self._dtype: torch.dtype = getattr(torch, TORCH_NAMES[dtype])
+
+    def __getitem__(self, path: str) -> Tensor:
+        return torch.empty(self._shapes[path], dtype=self._dtype, device=META)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)

@@ -1,0 +1,334 @@
+"""Step graphs: steps of the engine as CUDA graphs, recorded once for a room, then replayed.
+
+A step is hundreds of launches of a few microseconds each, which the host issues more slowly than
+the device runs them. Recorded, they are one launch. A graph fixes addresses and numbers, and reads
+memory that stays: the base's weights, the cache, tables of adapters' rows
+(`adapters/row_memory.py`), and the step's tokens in lists (`kernels/triton/step_lists.py`). It runs
+from the prologue to the logits and the likeliest token of each.
+
+    tokens ──▶ room, rounded up ──▶ its graph ──▶ fill lists ──▶ replay ──▶ logits, tokens
+
+A room has so many tokens, sequences, splits of keys, and tiles
+(`kernels/triton/step_rooms.py`). `warm_up` records all rooms that steps can need, and compiles
+their kernels on the way; a step then runs in the smallest room that holds it, and none records.
+Without, a room is recorded when its steps have come a few times, as recording takes about as long
+as so many. When the adapters' memory has moved, graphs that read it are recorded again, each when
+a step needs it.
+
+A step without a graph runs eagerly, and `eager` counts why.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pcg.kernels.batch import StepTokens
+from pcg.kernels.triton.step_lists import StepLists, sizes_of
+from pcg.kernels.triton.step_rooms import StepRoom, StepRooms
+from pcg.parallel.ranks.group import SINGLE_RANK
+from pcg.peft.adapter import Adapter
+from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables
+from pcg.runtime.adapters.ragged_tables import RaggedTables
+from pcg.runtime.memory.kv_cache import KvCache
+from pcg.runtime.memory.pool import PageTable, pages_for
+from pcg.runtime.model.batch import Batch
+from pcg.runtime.model.runner import ModelRunner
+
+EAGER_STEPS = 4
+"""Steps of a room before its graph is recorded, where none was warmed up. Recording launches
+everything twice, and the driver then prepares the graph: about the time of so many steps, so it at
+worst doubles the time."""
+MOST_GRAPHS = 1024
+"""The most graphs that are kept, those replayed last: a device keeps the launches of each."""
+
+
+class Recorder(Protocol):
+    """Makes functions that run again without the host's work."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Record a function, which is called any number of times, and return one that repeats it.
+
+        It reads and writes memory that stays, and the repetition takes its present contents.
+        """
+
+
+class CudaRecorder:
+    """Records CUDA graphs; they share memory for intermediate tensors, as one runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            run()  # compiles kernels, and has libraries make their workspaces
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may read adapters or compile meanwhile.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            run()
+        return graph.replay
+
+
+class RecordedBatch(Batch):
+    """A batch whose tokens are on the device only, in the lists of a room."""
+
+    def __init__(self, lists: Any, cache: KvCache) -> None:
+        self.input_ids, self.positions, self.rows = lists.input_ids, lists.positions, lists.rows
+        self.known = {"recorded": lists.attention}
+        self.layer = 0
+        self.ranks = SINGLE_RANK
+        self.dropout_seed = self.chosen = self.gradients = None
+        self.virtual_rows = self.virtual_places = None
+        self.keeps = False
+        self._cache = cache
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """The results of a step, which the next overwrites: logits [n, V], likeliest tokens [n]."""
+
+    logits: Tensor
+    tokens: Tensor
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A recorded step, and the memory that it writes to and reads, kept alive."""
+
+    replay: Callable[[], None]
+    outputs: StepOutputs
+    bound: Sequence[BoundAdapters]
+
+
+class StepGraphs:
+    """Recorded steps of one program over one cache; a `recorder` of None uses none.
+
+    Attributes:
+        cache: the cache that it reads and writes.
+        rooms: the rooms of the engine's steps.
+        recorded: number of graphs that were recorded, at warm-up and later.
+        replayed: number of steps that were replayed.
+        eager: number of steps that were not, by the reason.
+        eager_steps: steps of a room before it is recorded, without a warm-up.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        tables: RaggedTables,
+        cache: KvCache,
+        rooms: StepRooms,
+        recorder: Recorder | None,
+    ) -> None:
+        assert runner.drawing is not None
+        self.rooms = rooms
+        self.recorder = recorder
+        self.recorded = self.replayed = 0
+        self.eager: Counter[str] = Counter()
+        self._runner, self._drawing = runner, runner.drawing
+        self._tables, self.cache = tables, cache
+        self.eager_steps = EAGER_STEPS
+        self._warm: Sequence[StepRoom] = ()
+        self._graphs: OrderedDict[StepRoom, _Graph] = OrderedDict()
+        self._came: Counter[StepRoom] = Counter()
+        self._serving: dict[StepRoom, StepRoom | None] = {}
+        self._layout: object = None
+        self._lists: StepLists | None = None
+        self._outputs: StepOutputs | None = None
+
+    @torch.inference_mode()
+    def warm_up(self, adapters: Sequence[Adapter]) -> None:
+        """Record all rooms that steps can need; from then on they record none.
+
+        A step is then replayed in the smallest of these rooms that holds it.
+
+        Args:
+            adapters: those that may run; of larger ranks than theirs, others move the tables.
+        """
+        self._tables.reserve(self.rooms.sequences, adapters)
+        self._warm = self.rooms.all
+        self._drop_moved()
+        for room in self._warm:
+            if room not in self._graphs and self.recorder is not None:
+                self._record(room, _NOTHING)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        ids: Sequence[int],
+        spans: Sequence[tuple[int, int]],
+        tables: Sequence[PageTable],
+        adapters: Sequence[Adapter | None],
+        read: Sequence[int],
+    ) -> StepOutputs | None:
+        """Run a step; returns None, having done nothing, if no graph serves it.
+
+        The adapters' rows are in memory.
+
+        Args:
+            ids: the tokens of all sequences.
+            spans: tokens of each sequence, and tokens before these, in the cache.
+            read: places of the sequences after whose tokens logits are wanted, in order.
+        """
+        if self.recorder is None:
+            self.eager["the device records nothing"] += 1
+            return None
+        slots = self._tables.slots(adapters)
+        if slots is None:
+            self.eager["an adapter has more than rows of LoRA and virtual tokens"] += 1
+            return None
+        lengths, contexts = zip(*spans, strict=True)
+        tokens = StepTokens(ids, lengths, contexts, tables, slots, read)
+        own = self.rooms.of(sizes_of(tokens))
+        self._drop_moved()
+        room = None if own is None else self._room_for(own)
+        if room is None:
+            self.eager["no room holds it"] += 1
+            return None
+        if room not in self._graphs and not (self._is_time(room) and self._record(room, tokens)):
+            self.eager["its room is not recorded"] += 1
+            return None
+        self._graphs.move_to_end(room)
+        graph = self._graphs[room]
+        self._lists_of_rooms.fill(tokens, room)
+        graph.replay()
+        self.replayed += 1
+        count = len(read)
+        return StepOutputs(graph.outputs.logits[:count], graph.outputs.tokens[:count])
+
+    @property
+    def is_warm(self) -> bool:
+        """True if the rooms of all steps were recorded before the first."""
+        return bool(self._warm) and self.recorder is not None
+
+    def _room_for(self, own: StepRoom) -> StepRoom | None:
+        """Return the room that a step is replayed in, its own or a warm one; None without any."""
+        if not self._warm:
+            return own if self._lists_of_rooms.has_room(own) else None
+        if own not in self._serving:
+            holding = [room for room in self._warm if room.holds(own)]
+            self._serving[own] = min(holding, default=None)
+        return self._serving[own]
+
+    def _is_time(self, room: StepRoom) -> bool:
+        """Return whether a room is recorded now: a warm one, as what it reads has moved."""
+        self._came[room] += 1
+        return room in self._warm or self._came[room] > self.eager_steps
+
+    def _drop_moved(self) -> None:
+        """Drop the graphs that read adapters where they lay before."""
+        layout = self._tables.layout
+        if layout != self._layout:
+            self._layout = layout
+            for room in [room for room in self._graphs if room.adapter_tiles]:
+                del self._graphs[room]
+
+    def _record(self, room: StepRoom, tokens: StepTokens) -> bool:
+        """Record a room while it has these tokens; returns False if the device does not."""
+        assert self.recorder is not None
+        if len(self._graphs) == MOST_GRAPHS:
+            gone, _ = self._graphs.popitem(last=False)
+            del self._came[gone]
+        self._lists_of_rooms.fill(tokens, room)
+        lists, outputs = self._lists_of_rooms.of(room), self._outputs_for(room.sequences)
+        batch, bound = RecordedBatch(lists, self.cache), self._tables.bind_tiles(lists.tiles)
+        rows, of_rows = None, None
+        if not room.decodes:
+            rows, of_rows = lists.read, self._tables.bind_tiles(lists.row_tiles)
+        runner, greedy = self._runner, self._drawing.greedy
+
+        def run() -> None:
+            logits = runner.logits(batch, bound, rows, of_rows)
+            outputs.logits[: len(logits)].copy_(logits)
+            outputs.tokens[: len(logits)].copy_(greedy(logits))
+
+        try:
+            replay = self.recorder.record(run)
+        except RuntimeError as error:
+            # Without graphs every step runs eagerly: slower, but right.
+            self.recorder = None
+            warnings.warn(
+                f"a step could not be recorded as a CUDA graph, and steps run without from here "
+                f"on: {error}",
+                stacklevel=2,
+            )
+            return False
+        self.recorded += 1
+        self._graphs[room] = _Graph(replay, outputs, (bound, of_rows or bound))
+        return True
+
+    @property
+    def _lists_of_rooms(self) -> StepLists:
+        """The lists that all rooms share."""
+        if self._lists is None:
+            rooms, device = self.rooms, self.cache.keys[0].device
+            self._lists = StepLists(rooms.largest, rooms.pages, rooms.group, device)
+        return self._lists
+
+    def _outputs_for(self, rows: int) -> StepOutputs:
+        """Return memory that graphs share: results are read before the next one runs."""
+        if self._outputs is None or len(self._outputs.tokens) < rows:
+            epilogue, dtype = self._runner.model.epilogue, self._runner.logits_dtype
+            vocabulary = int(epilogue.types[epilogue.outputs[0]].features[0])
+            shape = (max(rows, self.rooms.largest.sequences), vocabulary)
+            logits = torch.empty(shape, dtype=dtype, device=self.cache.keys[0].device)
+            self._outputs = StepOutputs(logits, logits.new_empty(shape[0], dtype=torch.int64))
+        return self._outputs
+
+
+_NOTHING = StepTokens((), (), (), (), (), ())
+"""The tokens that rooms are recorded with at warm-up: none, so that nothing is written."""
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """Return the recorder of a device; None if it has none."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
+def step_graphs(
+    runner: ModelRunner,
+    tables: PaddedTables,
+    cache: KvCache,
+    sequences: int,
+    tokens: int,
+    longest: int | None,
+) -> StepGraphs | None:
+    """Return the step graphs of a program; None over ranks, and of other backends.
+
+    Args:
+        sequences: the most sequences of a step.
+        tokens: the most tokens of a step.
+        longest: the most tokens of a sequence; None for as many as the cache has.
+    """
+    if runner.ranks.size > 1 or runner.drawing is None:
+        return None
+    if cache.pages is None or not isinstance(tables, RaggedTables):
+        return None
+    pool = cache.pool.size
+    pages = pool if longest is None else min(pool, pages_for(longest))
+    group, has_adapters = _group_of(runner), tables.lora is not None
+    rooms = StepRooms(sequences, tokens, pages, pool, group, has_adapters)
+    return StepGraphs(runner, tables, cache, rooms, recorder_for(cache.keys[0].device))
+
+
+def _group_of(runner: ModelRunner) -> int:
+    """Return the heads that share a KV head; 0 if they differ by layer."""
+    groups = set()
+    for block in runner.model.blocks:
+        for node in block.nodes:
+            if node.op == "attention":
+                q, k = (block.types[name].shape[1] for name in node.inputs[:2])
+                groups.add(int(q) // int(k))
+    return groups.pop() if len(groups) == 1 else 0
