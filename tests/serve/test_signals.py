@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support import serving
-from tests.support.served_process import LONG, Load, Running, is_engine, running
-from tests.support.waiting import until
+from tests.support.served_process import LONG, Load, Running, running
 
 
 def text_of(server: Running) -> Any:
@@ -46,10 +45,8 @@ def test_a_second_signal_ends_at_once() -> None:
         os.killpg(server.process.pid, signal.SIGINT)  # as Ctrl-C in a terminal
         with server.client() as client:
             assert client.get("/health").status_code == 503
-        engine = server.engine_pid
         os.killpg(server.process.pid, signal.SIGINT)
         assert server.process.wait(10) == 1
-        until(lambda: not is_engine(engine))
         load.join()
 
 
@@ -59,10 +56,8 @@ def test_a_kill_under_load_and_a_start_at_the_same_port() -> None:
         expected = text_of(server)
         load = Load()
         load.begin(server, 2)
-        engine = server.engine_pid
         server.process.kill()
         load.join()
-        until(lambda: not is_engine(engine))
         assert all("data: [DONE]" not in lines for lines in load.lines)
         with running(port=server.port) as again:
             assert text_of(again) == expected

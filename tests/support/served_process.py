@@ -15,6 +15,8 @@ from typing import IO
 
 import httpx2
 
+from pcg.runtime.engine.async_engine import AsyncEngine
+from pcg.runtime.executor import Executor
 from tests.support import serving
 from tests.support.waiting import until
 
@@ -59,6 +61,16 @@ def is_engine(pid: int) -> bool:
     return b"spawn_main" in command
 
 
+def load_broken() -> Executor:
+    """Load the small model, in a process whose engine ends by an error after its first step."""
+
+    def fail(_: AsyncEngine) -> None:
+        raise RuntimeError("broken on purpose")
+
+    AsyncEngine._settle = fail  # type: ignore[method-assign]
+    return serving.make_executor()
+
+
 @contextmanager
 def running(*options: str, port: str = "0", model: Path | None = None) -> Iterator[Running]:
     """A server of the small model, at the head of its own process group."""
@@ -69,7 +81,11 @@ def running(*options: str, port: str = "0", model: Path | None = None) -> Iterat
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(command, stderr=said, text=True, start_new_session=True)
         try:
-            yield Running(process, address(process, said), said)
+            server = Running(process, address(process, said), said)
+            engine = server.engine_pid
+            yield server
+            process.kill()
+            until(lambda: not is_engine(engine))  # it never outlives the server
         finally:
             process.kill()
             process.wait(30)

@@ -8,15 +8,20 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
+from pcg.errors import EngineError
 from pcg.runtime.executor import Executor
+from pcg.runtime.metrics.status import EngineState
+from pcg.serve.engine.process import process_client
+from pcg.serve.options import ServeOptions
 from tests.support import serving
-from tests.support.served_process import LONG, WIDE, Load, Running, is_engine, running
+from tests.support.served_process import LONG, WIDE, Load, Running, load_broken, running
 from tests.support.waiting import until
 
 NAMES = ("lora-0", "lora-1")
@@ -239,9 +244,16 @@ def test_a_killed_engine_ends_requests_and_the_server() -> None:
     assert (error["type"], error["code"]) == ("server_error", "engine_ended")
 
 
-def test_an_engine_ends_with_its_server() -> None:
-    with running() as server:
-        engine = server.engine_pid
-        assert is_engine(engine)
-        server.process.kill()
-        until(lambda: not is_engine(engine))
+def test_an_engine_that_breaks_is_not_served_any_more() -> None:
+    options = ServeOptions(**serving.OPTIONS)
+    with process_client(load_broken, options, tenants=1) as client:
+        assert client.health().state is EngineState.RUNNING
+        stream = client.submit(client.request("Hello", None, {"max_new_tokens": 4}))
+        while client.ended is None:
+            with suppress(EngineError):
+                client.wait(client.taken())
+        with pytest.raises(EngineError, match="broken on purpose"):
+            stream.wait(0)
+        assert client.health().state is EngineState.ENDED
+        with pytest.raises(EngineError):
+            client.submit(client.request("Hello", None, {}))
