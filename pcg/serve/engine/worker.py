@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from threading import Thread
+from types import FrameType
 from typing import Any, TypeVar
 
 import msgspec
@@ -99,10 +100,14 @@ def run(
 def _follow_parent() -> None:
     """Leave signals to the server, and end when it ends."""
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, _pass)  # and not SIG_IGN, which processes of jobs would inherit
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     if sys.platform == "linux":  # also where the reader cannot run, as in a kernel that hangs
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _pass(_: int, __: FrameType | None) -> None:
+    """Leave a signal to the server."""
 
 
 class Worker:

@@ -231,14 +231,18 @@ def test_metrics_and_status_are_those_of_the_engine(served: Running) -> None:
 
 
 def test_a_killed_engine_ends_requests_and_the_server() -> None:
-    with running() as server:
-        load = Load()
-        load.begin(server, 1)
-        os.kill(server.engine_pid, signal.SIGKILL)
+    with running() as server, server.client() as client, ThreadPoolExecutor(1) as thread:
+        engine, load = server.engine_pid, Load()
+        load.begin(server, 4)
+        os.kill(engine, signal.SIGSTOP)
+        whole = thread.submit(client.post, "/v1/completions", json=LONG)
+        os.kill(engine, signal.SIGKILL)
         load.join()
         assert server.process.wait(30) == 1
         assert "the engine's process ended by SIGKILL" in server.errors()
-    (lines,) = load.lines
+        if whole.exception() is None:  # else it came when nobody listened any more
+            assert whole.result().status_code == 503
+    (_, _, _, lines) = load.lines
     assert lines[-2:] == ["data: [DONE]", ""]
     error = json.loads(lines[-4].removeprefix("data: "))["error"]
     assert (error["type"], error["code"]) == ("server_error", "engine_ended")
