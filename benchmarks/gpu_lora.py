@@ -135,10 +135,11 @@ class LoraLayer:
         arena, firsts = in_pages([one for pair in zip(self.a, self.b, strict=True) for one in pair])
         counts = torch.tensor([self.ranks], dtype=torch.int32, device=bench.device)
         self.rows_a, self.rows_b = (
-            rank_rows(arena, _table(own).to(bench.device), counts, [0], [HIDDEN])
+            rank_rows(arena, _table(own).to(bench.device), 0, counts, [0], [HIDDEN])
             for own in (firsts[::2], firsts[1::2])
         )
-        spans = [(i, 1, slot) for i, slot in enumerate(self.slots)]
+        slots = _slots(self.ranks)
+        spans = [(i, 1, slots[slot]) for i, slot in enumerate(self.slots)]
         self.tiles = token_tiles(spans, DECODE_BLOCK).to(self.x.device)
         many = [self.slots.count(slot) for slot in range(distinct)]
         ends = list(accumulate(many))
@@ -181,13 +182,24 @@ class LoraLayer:
 
 
 def _table(firsts: Sequence[Any]) -> Any:
-    """The rows' first elements, [1, adapters, most rows]."""
+    """The rows' first elements, one adapter's behind the other's."""
     import torch
 
     from pcg.kernels.sizes import RANK_STEP
 
-    table = torch.nn.utils.rnn.pad_sequence(list(firsts), batch_first=True)[None]
-    return torch.nn.functional.pad(table, (0, -table.shape[2] % RANK_STEP))
+    pad = torch.nn.functional.pad
+    return torch.cat([pad(own, (0, -len(own) % RANK_STEP)) for own in firsts])
+
+
+def _slots(ranks: Sequence[int]) -> Sequence[Any]:
+    """Where that table has each adapter."""
+    from pcg.kernels.adapter_batch import AdapterSlot
+    from pcg.kernels.sizes import RANK_STEP
+
+    widths = [-(-rank // RANK_STEP) * RANK_STEP for rank in ranks]
+    firsts = accumulate(widths[:-1], initial=0)
+    columns = enumerate(zip(firsts, widths, strict=True))
+    return [AdapterSlot(number, first, width) for number, (first, width) in columns]
 
 
 CASES = (Case("lora", 50, lora_settings),)

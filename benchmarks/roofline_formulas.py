@@ -39,7 +39,11 @@ class _Segmented:
     @classmethod
     def of(cls, arguments: Arguments, items: str) -> _Segmented:
         ranks, columns = (_numbers(arguments[name]) for name in ("ranks", "columns"))
-        own = [(slot, count) for slot, _, count in _numbers(arguments[items]).tolist() if count]
+        list_ = _numbers(arguments[items]).tolist()
+        if items == "by_token":
+            own = [(slot, 1) for slot, *_ in list_ if slot >= 0]
+        else:  # of each block of ranks, the first one has them all
+            own = [(item[0], item[2]) for item in list_ if item[2] and not item[6]]
         parts = [
             (j, slot, count) for j in range(len(ranks)) for slot, count in own if ranks[j, slot]
         ]
@@ -81,8 +85,9 @@ class _Segmented:
         places = sum(count for j, _, count in self.parts if j == 0)
         rows = sum(int(self.ranks[matrix]) for matrix in self.matrices)
         scales = 4 * len(self.matrices) if self.arguments["HAS_SCALES"] else 0
-        lists = 12 * len(_numbers(self.arguments[items])) + 4 * places + self.columns.nbytes
-        return lists + 8 * rows + 4 * len(self.matrices) + scales
+        lists = _numbers(self.arguments[items]).nbytes + self.columns.nbytes
+        order = 4 * places if "order" in self.arguments else 0
+        return lists + order + 8 * rows + 4 * len(self.matrices) + scales
 
 
 def size_of(x: Tensor) -> int:
@@ -98,10 +103,11 @@ def _shrink(a: Arguments) -> Work:
 
 
 def _expand(a: Arguments) -> Work:
-    found = _Segmented.of(a, "tiles")
+    items = "tiles" if "tiles" in a else "by_token"
+    found = _Segmented.of(a, items)
     moved = found.token_elements() * (size_of(a["y"]) + size_of(a["z"]))
     read = found.row_elements * size_of(a["memory"]) + a["PARTS"] * found.s_bytes
-    return Work(moved + read + found.list_bytes("tiles"), found.flops)
+    return Work(moved + read + found.list_bytes(items), found.flops)
 
 
 def _outer(a: Arguments) -> Work:
@@ -209,6 +215,7 @@ def _greedy_rows(a: Arguments) -> Work:
 FORMULAS: Mapping[str, Callable[[Arguments], Work]] = {
     "shrink_kernel": _shrink,
     "expand_kernel": _expand,
+    "expand_tokens_kernel": _expand,
     "outer_kernel": _outer,
     "attend_tiles": _attend_tiles,
     "attend_splits": _attend_splits,

@@ -123,7 +123,8 @@ def test_bytes_are_those_that_kernels_touch(step: str, adapters: int) -> None:
         # Ids of rows beyond a rank, and such, are read too.
         assert launch.work.bytes == pytest.approx(size, rel=0.06, abs=256), name
     template = {name for name, _ in kernels} & {*FORMULAS}
-    assert ({"shrink_kernel", "expand_kernel"} <= template) == (step == "finetune" or adapters > 0)
+    expand = "expand_kernel" if step == "finetune" else "expand_tokens_kernel"
+    assert ({"shrink_kernel", expand} <= template) == (step == "finetune" or adapters > 0)
 
 
 def test_work_of_a_decode_step_is_that_of_the_models_formula() -> None:

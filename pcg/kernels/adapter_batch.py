@@ -140,11 +140,29 @@ class JoinedLora:
     segments: Segments
 
 
+class AdapterSlot(NamedTuple):
+    """The place that an adapter has in tables.
+
+    Attributes:
+        number: its column in tables of ranks; -1 without an adapter.
+        first: its first entry in the table of rows.
+        width: entries of each of its matrices: its greatest rank anywhere, rounded up.
+    """
+
+    number: int
+    first: int
+    width: int
+
+
+NO_SLOT = AdapterSlot(-1, 0, 0)
+"""The slot of tokens without an adapter."""
+
+
 @dataclass(frozen=True)
 class TokenSpans:
     """First token, tokens and slot of neighbours with one adapter; `known` holds tables."""
 
-    spans: tuple[tuple[int, int, int], ...]
+    spans: tuple[tuple[int, int, AdapterSlot], ...]
     known: dict[str, Any] = field(default_factory=dict)
 
 
@@ -152,27 +170,28 @@ class TokenSpans:
 class LoraRows:
     """The LoRA of a batch's adapters at linear operators of one input, or bottlenecks, in rows.
 
+    An adapter's entries in `rows` are as many for each of its matrices in the model, one after the
+    other (`AdapterSlot`). A site's matrices are A of each output, scaled Bᵀ of each, and the bias.
+
     Attributes:
         memory: flat, of the adapters' dtype.
-        a_rows: first element of each row of A, [outputs, slots, most_rank].
-        b_rows: first element of each row of scaled Bᵀ, likewise.
-        ranks: rank of each output and slot, [outputs, slots].
+        rows: first element of each row of each matrix, int64.
+        first: number of the site's first matrix, among all.
+        ranks: rank of each output and slot, [outputs, slots], int32; 0 where there is none.
         in_size: columns of the input.
         out_starts: first column of each output in the product with those that have no LoRA.
         out_sizes: columns of each output.
-        bias_rows: first element of a bottleneck's bias, [1, slots, most_rank]; of LoRA [0, …].
-        biases: number of a bottleneck's biases, [1, slots].
+        biases: 1 for a slot whose bottleneck has a bias, [1, slots]; of LoRA [0, slots].
         known: tables that kernels make of these, for all steps.
     """
 
     memory: Tensor
-    a_rows: Tensor
-    b_rows: Tensor
+    rows: Tensor
+    first: int
     ranks: Tensor
     in_size: int
     out_starts: tuple[int, ...]
     out_sizes: tuple[int, ...]
-    bias_rows: Tensor
     biases: Tensor
     tokens: TokenSpans
     known: dict[str, Any]

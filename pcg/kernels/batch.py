@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from pcg.kernels.adapter_batch import AdapterSlot
 from pcg.parallel.ranks.group import Ranks
 
 
@@ -98,7 +99,7 @@ class StepTokens:
         ids: the tokens of all sequences, one sequence's behind the other's.
         lengths: tokens of each sequence in the step.
         contexts: tokens of each before these, in the cache.
-        slots: slot of each one's adapter; -1 without one.
+        slots: slot of each one's adapter.
         read: places of the sequences behind whose last tokens logits are read.
     """
 
@@ -106,7 +107,7 @@ class StepTokens:
     lengths: Sequence[int]
     contexts: Sequence[int]
     tables: Sequence[BlockTable]
-    slots: Sequence[int]
+    slots: Sequence[AdapterSlot]
     read: Sequence[int]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcg.errors import CodegenError
+from pcg.kernels.adapter_batch import NO_SLOT, AdapterSlot
 from pcg.kernels.triton.adapters.rank_rows import RankRows, rank_rows
 from pcg.kernels.triton.adapters.segmented_lora import expand_add, segment_outer, shrink
 from pcg.kernels.triton.adapters.token_tiles import TileCapacity, TokenTiles, token_tiles
@@ -26,7 +27,9 @@ from tests.support.segmented_batches import (
     check_close,
     columns,
     drawn,
+    firsts_of,
     matrix,
+    padded,
     scales_of,
     scattered,
 )
@@ -46,13 +49,13 @@ dtypes = st.sampled_from(DTYPES)
 
 
 def reference_shrink(x: Tensor, a: RankRows, case: Case, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """s and the sum of magnitudes of what it adds up, [slices, tokens, most_rank]."""
-    s = torch.zeros(a.slices, x.shape[0], a.most_rank, dtype=torch.float64)
+    """s and the sum of magnitudes of what it adds up, [slices, tokens, greatest rank]."""
+    s = torch.zeros(a.slices, x.shape[0], most_rank(case), dtype=torch.float64)
     magnitude = s.clone()
     for j in range(a.slices):
         for token, slot in enumerate(case.slots):
             if slot >= 0:
-                rows, own = matrix(a, j, slot), columns(x, a, j)[token]
+                rows, own = matrix(a, j, case.adapters[slot]), columns(x, a, j)[token]
                 s[j, token, : len(rows)] = scales[j, slot] * (rows @ own)
                 magnitude[j, token, : len(rows)] = scales[j, slot].abs() * (rows.abs() @ own.abs())
     return s, magnitude
@@ -67,23 +70,47 @@ def reference_expand(
         own = slice(b.starts[j], b.starts[j] + b.sizes[j])
         for token, slot in enumerate(case.slots):
             if slot >= 0:
-                rows = matrix(b, j, slot)
+                rows = matrix(b, j, case.adapters[slot])
                 of_token = scales[j, slot] * s[j, token, : len(rows)].double()
                 after[token, own] += of_token @ rows
                 magnitude[token, own] += of_token.abs() @ rows.abs()
     return after, magnitude
 
 
+def most_rank(case: Case) -> int:
+    return max(adapter.width for adapter in case.adapters)
+
+
+def segments(tiles: TokenTiles) -> Iterator[tuple[int, int, int, slice]]:
+    """Slot, first place, places and sums of each segment, without what blocks of ranks repeat."""
+    for slot, first, count, width, _, start, _, _ in tiles.segments.tolist()[
+        : tiles.capacity.segments
+    ]:
+        yield slot, first, count, slice(start, start + count * width)
+
+
 def by_token(s: Tensor, case: Case, tiles: TokenTiles) -> Tensor:
-    """s of shrink summed over parts, [slices, tokens, most_rank], 0 beyond what it defines."""
-    found = torch.zeros(s.shape[1], len(case.slots), s.shape[3])
-    for slot, first, count in tiles.tiles.tolist():
-        places = slice(first, first + count)
-        tokens = tiles.order[places].long()
+    """s of shrink summed over parts, [slices, tokens, greatest rank], 0 beyond its definition."""
+    found = torch.zeros(s.shape[1], len(case.slots), most_rank(case))
+    for slot, first, count, sums in segments(tiles):
+        tokens = tiles.order[first : first + count].long()
         for j in range(s.shape[1]):
-            defined = -(-case.ranks[j][slot] // 16) * 16
-            found[j, tokens, :defined] = s[:, j, places, :defined].sum(0)
+            defined = padded(case.ranks[j][slot])
+            own = s[:, j, sums].sum(0).view(count, case.adapters[slot].width if count else 1)
+            found[j, tokens, :defined] = own[:, :defined]
     return found
+
+
+def drawn_sums(parts: int, case: Case) -> Tensor:
+    """Partial sums for the kernels that read them, 0 beyond ranks."""
+    tiles = case.tiles
+    shape = (parts, len(case.ranks), tiles.capacity.sums)
+    s = torch.randn(shape, generator=case.generator)
+    for j, ranks in enumerate(case.ranks):
+        for slot, _, count, sums in segments(tiles):
+            if count:
+                s[:, j, sums].view(parts, count, -1)[..., ranks[slot] :] = 0
+    return s
 
 
 # ----------------------------------------------------------------------------------------- tests
@@ -95,7 +122,7 @@ def test_shrink(
     case: Case, x_dtype: torch.dtype, dtype: torch.dtype, in_: int, parts: int | None
 ) -> None:
     slices = len(case.ranks)
-    a = scattered(case.ranks, [0] * slices, [in_] * slices, case.most_rank, dtype, case.generator)
+    a = scattered(case.ranks, [0] * slices, [in_] * slices, case.adapters, dtype, case.generator)
     x, tiles, scales = drawn(case, x_dtype, in_), case.tiles, scales_of(case)
     x[[token for token, slot in enumerate(case.slots) if slot < 0]] = torch.nan  # nobody's
     with sanitized():
@@ -108,13 +135,10 @@ def test_shrink(
 @settings(max_examples=25)
 @given(cases(), dtypes, dtypes, st.booleans())
 def test_expand_add(case: Case, y_dtype: torch.dtype, dtype: torch.dtype, in_place: bool) -> None:
-    b = scattered(case.ranks, case.starts, case.sizes, case.most_rank, dtype, case.generator)
+    b = scattered(case.ranks, case.starts, case.sizes, case.adapters, dtype, case.generator)
     y, tiles, scales = drawn(case, y_dtype, sum(case.sizes)), case.tiles, scales_of(case)
     before = y.clone()
-    parts = torch.randn(2, len(case.ranks), tiles.capacity.places, case.most_rank)
-    for j, ranks in enumerate(case.ranks):
-        for slot, first, count in tiles.tiles.tolist():
-            parts[:, j, first : first + count, ranks[slot] :] = 0
+    parts = drawn_sums(2, case)
     with sanitized():
         found = expand_add(y, parts, b, tiles, scales, in_place)
     s = by_token(parts, case, tiles)
@@ -139,8 +163,8 @@ def test_the_inputs_gradient_of_many_jobs(
     case: Case, x_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
     generator, ranks, slices = case.generator, case.ranks, len(case.ranks)
-    a = scattered(ranks, [0] * slices, [24] * slices, case.most_rank, dtype, generator)
-    b = scattered(ranks, case.starts, case.sizes, case.most_rank, dtype, generator)
+    a = scattered(ranks, [0] * slices, [24] * slices, case.adapters, dtype, generator)
+    b = scattered(ranks, case.starts, case.sizes, case.adapters, dtype, generator)
     dy, dx, scales = (
         drawn(case, x_dtype, sum(case.sizes)),
         drawn(case, x_dtype, 24),
@@ -163,27 +187,26 @@ def test_the_inputs_gradient_of_many_jobs(
 def test_the_weights_gradient_of_many_jobs(case: Case, dtype: torch.dtype, is_scaled: bool) -> None:
     generator = case.generator
     wide = torch.float32
-    rows = scattered(case.ranks, case.starts, case.sizes, case.most_rank, wide, generator)
+    rows = scattered(case.ranks, case.starts, case.sizes, case.adapters, wide, generator)
     x, tiles = drawn(case, dtype, sum(case.sizes)), case.tiles
-    s = torch.randn(2, len(case.ranks), tiles.capacity.places, case.most_rank, generator=generator)
+    s = drawn_sums(2, case)
     scales = scales_of(case) if is_scaled else None
     before = replace(rows, memory=rows.memory.clone())
     with sanitized():
         segment_outer(s, x, rows, tiles, scales)
     untouched = torch.ones_like(rows.memory, dtype=torch.bool)
-    for j, slot, first, count in (
-        (j, *segment) for j in range(rows.slices) for segment in tiles.segments.tolist()
+    for j, slot, first, count, sums in (
+        (j, *segment) for j in range(rows.slices) for segment in segments(tiles) if segment[2]
     ):
         tokens = tiles.order[first : first + count].long()
-        own = s[:, j, first : first + count, : case.ranks[j][slot]].sum(0).double()
+        own = s[:, j, sums].sum(0).view(count, -1)[:, : case.ranks[j][slot]].double()
         if scales is not None:
             own = own * scales[j, slot]
         expected, of_tokens = own.T @ columns(x, rows, j)[tokens], columns(x, rows, j)[tokens]
         magnitude = own.abs().T @ of_tokens.abs()
-        if count:
-            check_close(matrix(rows, j, slot), expected, magnitude, WIDE + SUMS)
-            for start in rows.rows[j, slot, : case.ranks[j][slot]].tolist():
-                untouched[start : start + rows.sizes[j]] = False
+        check_close(matrix(rows, j, case.adapters[slot]), expected, magnitude, WIDE + SUMS)
+        for start in firsts_of(rows, j, case.adapters[slot]):
+            untouched[start : start + rows.sizes[j]] = False
     # Slots without tokens, and what lies between rows.
     bits, bits_before = rows.memory.view(torch.int32), before.memory.view(torch.int32)
     assert torch.equal(bits[untouched], bits_before[untouched])
@@ -193,7 +216,7 @@ def test_the_weights_gradient_of_many_jobs(case: Case, dtype: torch.dtype, is_sc
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_a_batch_without_adapters(runs: tuple[tuple[int, int], ...], is_padded: bool) -> None:
     case = Case(runs, ((8, 64),), (24,), 16, is_padded, 0)
-    a = scattered(case.ranks, [0], [24], 64, torch.float32, case.generator)
+    a = scattered(case.ranks, [0], [24], case.adapters, torch.float32, case.generator)
     x, tiles = drawn(case, torch.bfloat16, 24), case.tiles
     y, memory = x.clone(), a.memory.clone()
     with sanitized():
@@ -205,14 +228,15 @@ def test_a_batch_without_adapters(runs: tuple[tuple[int, int], ...], is_padded: 
 
 
 @pytest.mark.parametrize("magnitude", [2.0**-60, 2.0**-20, 1.0, 2.0**20])
-def test_products_of_fp16_keep_what_fp16_has_no_range_for(magnitude: float) -> None:
-    case = Case(((3, 0), (2, 1)), ((16, 5),), (24,), 16, False, 0)
-    b = scattered(case.ranks, [0], [24], 16, torch.float16, case.generator)
+@pytest.mark.parametrize("block", [16, 64])
+def test_products_of_fp16_keep_what_fp16_has_no_range_for(magnitude: float, block: int) -> None:
+    case = Case(((3, 0), (2, 1)), ((16, 5),), (24,), block, False, 0)
+    b = scattered(case.ranks, [0], [24], case.adapters, torch.float16, case.generator)
     s = torch.randn(1, 1, 5, 16, generator=case.generator) * magnitude
     s[..., 3:, 5:] = 0
     # Each token's has a range of its own.
     s *= torch.tensor([1.0, 2.0**-10, 0.0, 2.0**10, 1.0])[:, None]
-    found = expand_add(torch.zeros(5, 24), s, b, case.tiles)
+    found = expand_add(torch.zeros(5, 24), s.view(1, 1, -1), b, case.tiles)
     expected, total = reference_expand(
         torch.zeros(5, 24), s[0], b, case, torch.ones(1, 2, dtype=torch.float64)
     )
@@ -223,8 +247,8 @@ def test_products_of_fp16_keep_what_fp16_has_no_range_for(magnitude: float) -> N
 @given(cases(1, 17), dtypes)
 def test_a_tokens_bits_do_not_depend_on_the_batch(case: Case, dtype: torch.dtype) -> None:
     case = replace(case, runs=((2, 0), (1, 1), (18, 2), *case.runs), block=16)
-    a = scattered(case.ranks, [0], [264], 32, dtype, case.generator)
-    b = scattered(case.ranks, [0], [72], 32, dtype, case.generator)
+    a = scattered(case.ranks, [0], [264], case.adapters, dtype, case.generator)
+    b = scattered(case.ranks, [0], [72], case.adapters, dtype, case.generator)
     scales, x, y = scales_of(case), drawn(case, dtype, 264), drawn(case, dtype, 72)
 
     def run(tokens: slice, tiles: TokenTiles) -> Tensor:
@@ -233,7 +257,7 @@ def test_a_tokens_bits_do_not_depend_on_the_batch(case: Case, dtype: torch.dtype
     whole = run(slice(None), case.tiles)
     for first, count, slot in ((0, 2, 0), (1, 1, 0), (2, 1, 1), (3, 18, 2), (20, 1, 2)):
         tokens = slice(first, first + count)
-        alone = run(tokens, token_tiles([(0, count, slot)], 16))
+        alone = run(tokens, token_tiles([(0, count, case.adapters[slot])], 16))
         assert torch.equal(alone, whole[tokens])
 
 
@@ -241,39 +265,59 @@ def test_a_tokens_bits_do_not_depend_on_the_batch(case: Case, dtype: torch.dtype
 
 
 def test_tokens_are_sorted_by_slot() -> None:
-    tiles = token_tiles([(0, 2, 1), (2, 3, -1), (5, 17, 0), (22, 1, 1), (23, 0, 2)], 16)
+    slots = [AdapterSlot(0, 100, 16), AdapterSlot(1, 0, 48), AdapterSlot(2, 200, 16)]
+    runs = [(0, 2, slots[1]), (2, 3, NO_SLOT), (5, 17, slots[0]), (22, 1, slots[1])]
+    tiles = token_tiles([*runs, (23, 0, slots[2])], 16)
     assert tiles.order.tolist() == [*range(5, 22), 0, 1, 22]
-    assert tiles.segments.tolist() == [[0, 0, 17], [1, 17, 3]]
-    assert tiles.tiles.tolist() == [[0, 0, 16], [0, 16, 1], [1, 17, 3]]
+    # Slot, first place, places, width, first row, first sum, first rank.
+    of_first, of_second = [0, 0, 17, 16, 100, 0, 0, 0], [1, 17, 3, 48, 0, 272, 0, 0]
+    blocks = [[*of_second[:6], rank, 0] for rank in (16, 32)]
+    assert tiles.segments.tolist() == [of_first, of_second, *blocks]
+    halves = [0, 0, 16, 16, 100, 0, 0, 0], [0, 16, 1, 16, 100, 256, 0, 0]
+    assert tiles.tiles.tolist() == [*halves, of_second, *blocks]
+    assert tiles.by_token[:6].tolist() == [
+        [1, 48, 0, 272], [1, 48, 0, 320], *[[-1, 0, 0, 0]] * 3, [0, 16, 100, 0]
+    ]  # fmt: skip
+    assert tiles.by_token[22].tolist() == [1, 48, 0, 368]
     assert tiles.memory.dtype == torch.int32
-    nothing = token_tiles([(0, 4, -1)], 64)
+    of_prompts = token_tiles(runs, 64)  # whose tiles have 64 ranks at once
+    assert of_prompts.tiles.tolist() == [of_first, of_second]
+    nothing = token_tiles([(0, 4, NO_SLOT)], 64)
     assert not nothing.memory.numel()
 
 
 @given(cases(1))
 def test_a_room_takes_every_batch_of_as_many_tokens(case: Case) -> None:
     tiles, needed = replace(case, is_padded=True).tiles, replace(case, is_padded=False).tiles
-    count = len(needed.tiles)
-    assert torch.equal(tiles.tiles[:count], needed.tiles)
-    assert not tiles.tiles[count:].any()
-    assert not tiles.segments[len(needed.segments) :].any()
+    for kind in ("segments", "tiles"):
+        ours, theirs = getattr(tiles, kind), getattr(needed, kind)
+        before, count = getattr(tiles.capacity, kind), getattr(needed.capacity, kind)
+        assert torch.equal(ours[:count], theirs[:count])
+        assert not ours[count:before].any()
+        wide = len(theirs) - count
+        assert torch.equal(ours[before : before + wide], theirs[count:])
+        assert not ours[before + wide :].any()
+    assert torch.equal(tiles.by_token, needed.by_token)
 
 
 def test_what_kernels_cannot_take_is_refused() -> None:
     with pytest.raises(CodegenError, match="begin before the span in front of them ends, at 4"):
-        token_tiles([(0, 4, 1), (3, 2, 0)], 16)
+        token_tiles([(0, 4, AdapterSlot(1, 0, 16)), (3, 2, AdapterSlot(0, 0, 16))], 16)
     with pytest.raises(
         CodegenError, match="33 places of tokens with adapters, and capacity for 32"
     ):
-        token_tiles([(0, 33, 1)], 16, TileCapacity.of(32, 2, 16))
+        token_tiles([(0, 33, AdapterSlot(1, 0, 16))], 16, TileCapacity.of(32, 2, 16))
+    with pytest.raises(CodegenError, match=r"1 wide_segments of tokens.* and capacity for 0"):
+        token_tiles([(0, 2, AdapterSlot(1, 0, 32))], 16, TileCapacity.of(32, 2, 16))
     with pytest.raises(CodegenError, match="a tile of 20 places"):
         token_tiles([], 20)
-    rows, ranks = torch.zeros(1, 2, 16, dtype=torch.int64), torch.ones(1, 2, dtype=torch.int32)
+    rows, ranks = torch.zeros(32, dtype=torch.int64), torch.ones(1, 2, dtype=torch.int32)
     with pytest.raises(CodegenError, match="12 columns from 0 are no multiples of 8"):
-        rank_rows(torch.zeros(64), rows, ranks, [0], [12])
-    with pytest.raises(CodegenError, match=r"take ranks \(1, 2\) and 1 starts"):
-        rank_rows(torch.zeros(64), rows, ranks[:, :1], [0], [16])
-    a, tiles = rank_rows(torch.zeros(64), rows, ranks, [0], [16]), token_tiles([(0, 2, 0)], 16)
+        rank_rows(torch.zeros(64), rows, 0, ranks, [0], [12])
+    with pytest.raises(CodegenError, match=r"ranks \(1, 2\) take rows \[n\] and 1 starts"):
+        rank_rows(torch.zeros(64), rows.view(2, 16), 0, ranks, [0], [16])
+    a = rank_rows(torch.zeros(64), rows, 0, ranks, [0], [16])
+    tiles = token_tiles([(0, 2, AdapterSlot(0, 0, 16))], 16)
     with pytest.raises(CodegenError, match=r"is no \[tokens, 16 columns or more"):
         shrink(torch.zeros(2, 8), a, tiles)
     with pytest.raises(CodegenError, match=r"x in torch\.float64"):
@@ -281,14 +325,12 @@ def test_what_kernels_cannot_take_is_refused() -> None:
     with pytest.raises(CodegenError, match="rows must be contiguous"):
         shrink(torch.zeros(2, 20)[:, :16], a, tiles)
     with pytest.raises(CodegenError, match="make it by shrink with the same tiles"):
-        expand_add(torch.zeros(2, 16), torch.zeros(1, 1, 3, 16), a, tiles)
-    with pytest.raises(CodegenError, match="most_rank is a multiple of 16"):
-        shrink(
-            torch.zeros(2, 16), rank_rows(torch.zeros(64), rows[..., :8], ranks, [0], [16]), tiles
-        )
+        expand_add(torch.zeros(2, 16), torch.zeros(1, 1, 48), a, tiles)
+    with pytest.raises(CodegenError, match="of adapters 8 wide: widths are multiples of 16"):
+        shrink(torch.zeros(2, 16), a, token_tiles([(0, 2, AdapterSlot(0, 0, 8))], 16))
     of_16_bits = replace(a, memory=a.memory.bfloat16())
     with pytest.raises(CodegenError, match=r"gradients in torch\.bfloat16"):
-        segment_outer(torch.zeros(1, 1, 2, 16), torch.zeros(2, 16), of_16_bits, tiles)
+        segment_outer(torch.zeros(1, 1, 32), torch.zeros(2, 16), of_16_bits, tiles)
 
 
 # ----------------------------------------------------------------------------------- machine code
@@ -302,12 +344,12 @@ _TYPES = {
     "columns": "*i32",
     "scales": "*fp32",
     "s": "*fp32",
+    "first": "i32",
     "slices": "i32",
     "slots": "i32",
-    "places": "i32",
-    "most_rank": "i32",
+    "sums": "i32",
 }
-_ODD = ("order", "segments", "tiles", "slices", "slots", "places")
+_ODD = ("order", "segments", "tiles", "by_token", "first", "slices", "slots", "sums")
 
 
 def _shrink(block: int, ranks: int, dtype: str = "bf16", x: str = "bf16") -> Kernel:
@@ -320,15 +362,24 @@ def _shrink(block: int, ranks: int, dtype: str = "bf16", x: str = "bf16") -> Ker
     return Kernel(_MODULE, "shrink_kernel", _TYPES | types, constants, _ODD, warps, stages)
 
 
-def _expand(block: int, parts: int, summed: int = 1, dtype: str = "bf16") -> Kernel:
-    is_decode, is_wide = block == 16, dtype == "fp32"
+def _expand(parts: int, summed: int = 1, dtype: str = "bf16") -> Kernel:
+    is_wide = dtype == "fp32"
     types = {"y": "*bf16", "z": "*bf16", "z_stride": "i32", "tiles": "*i32", "memory": f"*{dtype}"}
-    block_n = (256 if is_decode else 128) // (2 if is_wide else 1)
-    constants = {
-        "HAS_SCALES": True, "SUMMED": summed, "PARTS": parts, "BLOCK_M": block, "BLOCK_N": block_n
-    }  # fmt: skip
-    warps, stages = 8 if is_wide and not is_decode else 4, 1 if is_decode else 2
-    return Kernel(_MODULE, "expand_kernel", _TYPES | types, constants, _ODD, warps, stages)
+    blocks = {"BLOCK_M": 64, "BLOCK_N": 128 // (2 if is_wide else 1)}
+    constants = {"HAS_SCALES": True, "SUMMED": summed, "PARTS": parts, **blocks}
+    warps = 8 if is_wide else 4
+    return Kernel(_MODULE, "expand_kernel", _TYPES | types, constants, _ODD, warps, 2)
+
+
+def _expand_tokens(parts: int, stages: int = 1, summed: int = 1, dtype: str = "bf16") -> Kernel:
+    types = {"y": "*bf16", "z": "*bf16", "z_stride": "i32", "memory": f"*{dtype}"}
+    types["by_token"] = "*i32"
+    block_n = 512 // (2 if dtype == "fp32" else 1)
+    of_parts = {"PARTS": parts, "PART_BLOCK": 1 << (parts - 1).bit_length()}
+    constants = {"HAS_SCALES": True, "SUMMED": summed, **of_parts, "BLOCK_N": block_n}
+    constants["STAGES"] = stages
+    name = "expand_tokens_kernel"
+    return Kernel(_MODULE, name, _TYPES | types, constants, _ODD, 2, 3)
 
 
 def _outer(dtype: str) -> Kernel:
@@ -341,23 +392,26 @@ def _outer(dtype: str) -> Kernel:
 _KERNELS = {
     "decode shrink": _shrink(16, 16),
     "prefill shrink": _shrink(64, 64),
-    "decode expand": _expand(16, 16),
-    "prefill expand": _expand(64, 1),
+    "decode expand": _expand_tokens(16),
+    "prefill expand": _expand(1),
     "outer": _outer("bf16"),
 }
 
 _RARE_KERNELS = {
-    "prefill expand of parts": _expand(64, 8),
-    "prefill expand of parts and slices": _expand(64, 8, 3),
+    "decode expand of wide adapters": _expand_tokens(14, 4),
+    "decode expand of slices": _expand_tokens(16, 1, 3),
+    "prefill expand of parts": _expand(8),
+    "prefill expand of parts and slices": _expand(8, 3),
     "fp16 outer": _outer("fp16"),
-    "fp16 expand": _expand(64, 1, 1, "fp16"),
+    "fp16 expand": _expand(1, 1, "fp16"),
+    "fp16 decode expand": _expand_tokens(16, 1, 1, "fp16"),
     "fp32 shrink": _shrink(64, 64, "fp32", "fp32"),
     "fp32 shrink of bf16": _shrink(64, 64, "fp32"),
     "fp32 decode shrink": _shrink(16, 16, "fp32", "fp32"),
     "fp32 decode shrink of bf16": _shrink(16, 16, "fp32"),
     "fp32 shrink of bf16, rank 16": _shrink(64, 16, "fp32"),
-    "fp32 expand": _expand(64, 1, 1, "fp32"),
-    "fp32 decode expand": _expand(16, 16, 1, "fp32"),
+    "fp32 expand": _expand(1, 1, "fp32"),
+    "fp32 decode expand": _expand_tokens(16, 1, 1, "fp32"),
     "fp32 outer": _outer("fp32"),
 }
 
@@ -366,7 +420,7 @@ def check_code(kernels: Mapping[str, Kernel]) -> None:
     """AssertionError: code that spills, loads too little at once, or takes no tensor cores."""
     found = compiled(list(kernels.values()))
     for name, ampere, hopper in zip(kernels, found[::2], found[1::2], strict=True):
-        if "fp32" not in name or "of bf16" in name:
+        if ("fp32" not in name or "of bf16" in name) and "decode expand" not in name:
             assert ampere.count("HMMA"), name
             # 16 ranks by 16 tokens are too few for a wgmma.
             assert hopper.count("HMMA" if "decode shrink" in name else "HGMMA"), name

@@ -6,18 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-from typing import Any
+from pathlib import Path
 
 import pytest
 
 from tests.support import serving
-from tests.support.served_process import LONG, Load, Running, running
-
-
-def text_of(server: Running) -> Any:
-    with server.client() as client:
-        body = {**LONG, "temperature": 0, "max_tokens": 20}
-        return client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+from tests.support.server_process import LONG, Load, Running, running
+from tests.support.waiting import until
 
 
 def test_sigterm_under_load_loses_nothing_that_was_begun() -> None:
@@ -32,9 +27,7 @@ def test_sigterm_under_load_loses_nothing_that_was_begun() -> None:
         assert int(refused.headers["retry-after"]) > 0
         load.join()
         assert server.process.wait(30) == 0
-    for lines in load.lines:
-        assert lines[-2:] == ["data: [DONE]", ""]
-        assert sum('"finish_reason":"length"' in line for line in lines) == 64
+    load.assert_whole()
 
 
 @pytest.mark.slow
@@ -51,16 +44,35 @@ def test_a_second_signal_ends_at_once() -> None:
 
 
 @pytest.mark.slow
-def test_a_kill_under_load_and_a_start_at_the_same_port() -> None:
-    with running() as server:
-        expected = text_of(server)
+def test_a_kill_under_load_and_a_start_at_the_same_port(tmp_path: Path) -> None:
+    """The models are there again with their texts and versions, and every page is free."""
+    serving.make_executor().save_adapter("lora-0", tmp_path / "lora")
+    module = ["--lora-modules", f"mine={tmp_path / 'lora'}"]
+    with running(*module) as server:
+        before = served(server)
         load = Load()
         load.begin(server, 2)
+        load.begin(server, 1, model="mine")
         server.process.kill()
         load.join()
         assert all("data: [DONE]" not in lines for lines in load.lines)
-        with running(port=server.port) as again:
-            assert text_of(again) == expected
+        with running(*module, port=server.port) as again:
+            assert served(again) == before
+            until(lambda: free_pages(again) == before["free_pages"])
+
+
+def served(server: Running) -> dict[str, object]:
+    """What the server serves: texts, versions with digests, and its pages."""
+    status = server.status()
+    assert status["engine"]["free_pages"] == status["engine"]["pages"]
+    found = {name: server.text(name) for name in (serving.MODEL, "mine")}
+    assert found["mine"] != found[serving.MODEL]
+    versions = [(one["name"], one["version"], one["digest"]) for one in status["adapters"]]
+    return {**found, "versions": versions, "free_pages": status["engine"]["free_pages"]}
+
+
+def free_pages(server: Running) -> int:
+    return int(server.status()["engine"]["free_pages"])
 
 
 @pytest.mark.slow

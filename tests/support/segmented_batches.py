@@ -9,6 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pcg.kernels.adapter_batch import NO_SLOT, AdapterSlot
 from pcg.kernels.triton.adapters.rank_rows import RankRows, rank_rows
 from pcg.kernels.triton.adapters.token_tiles import TileCapacity, TokenTiles, token_tiles
 
@@ -45,11 +46,24 @@ class Case:
         return [slot for count, slot in self.runs for _ in range(count)]
 
     @property
+    def adapters(self) -> list[AdapterSlot]:
+        """Of each slot; there is a matrix before those of the site."""
+        found, first = [], 0
+        for number, ranks in enumerate(zip(*self.ranks, strict=True)):
+            width = padded(max(1, *ranks))
+            found.append(AdapterSlot(number, first, width))
+            first += (1 + len(self.ranks)) * width
+        return found
+
+    @property
     def tiles(self) -> TokenTiles:
         starts = [sum(count for count, _ in self.runs[:i]) for i in range(len(self.runs))]
-        spans = [(start, *run) for start, run in zip(starts, self.runs, strict=True)]
+        adapters = [*self.adapters, NO_SLOT]
+        runs = zip(starts, self.runs, strict=True)
+        spans = [(start, count, adapters[slot]) for start, (count, slot) in runs]
+        most = max(slot.width for slot in adapters)
         capacity = (
-            TileCapacity.of(len(self.slots), len(self.ranks[0]), self.block)
+            TileCapacity.of(len(self.slots), len(self.ranks[0]), self.block, most)
             if self.is_padded
             else None
         )
@@ -60,12 +74,13 @@ class Case:
         return [sum(self.sizes[:j]) for j in range(len(self.sizes))]
 
     @property
-    def most_rank(self) -> int:
-        return -(-max(map(max, self.ranks)) // 16) * 16 or 16
-
-    @property
     def generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)
+
+
+def padded(rank: int) -> int:
+    """The sums of a place for so many ranks."""
+    return -(-rank // 16) * 16
 
 
 def cases(most_slices: int = 2, most_rank: int = 64) -> st.SearchStrategy[Case]:
@@ -93,7 +108,7 @@ def scattered(
     ranks: Sequence[Sequence[int]],
     starts: Sequence[int],
     sizes: Sequence[int],
-    most_rank: int,
+    adapters: Sequence[AdapterSlot],
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> RankRows:
@@ -103,14 +118,20 @@ def scattered(
     ]
     pages = max(sizes) + 8
     memory = torch.full((pages * (len(count) + 1),), torch.nan, dtype=dtype)
-    shape = (len(ranks), len(ranks[0]), most_rank)
-    rows = torch.full(shape, -(2**40), dtype=torch.int64)
+    entries = max(one.first + (1 + len(ranks)) * one.width for one in adapters)
+    rows = torch.full((entries,), -(2**40), dtype=torch.int64)
     order = torch.randperm(len(count), generator=generator).tolist()
     for (j, slot, k), page in zip(count, order, strict=True):
-        rows[j, slot, k] = page * pages + 8
+        rows[entry(adapters[slot], 1 + j) + k] = page * pages + 8
         numbers = torch.randn(sizes[j], generator=generator)
         memory[page * pages + 8 : page * pages + 8 + sizes[j]] = numbers.to(dtype)
-    return rank_rows(memory, rows, torch.tensor(ranks, dtype=torch.int32), starts, sizes)
+    there = torch.tensor(ranks, dtype=torch.int32)
+    return rank_rows(memory, rows, 1, there, starts, sizes)
+
+
+def entry(adapter: AdapterSlot, matrix: int) -> int:
+    """An adapter's first entry of a matrix."""
+    return adapter.first + matrix * adapter.width
 
 
 def drawn(case: Case, x_dtype: torch.dtype, size: int) -> Tensor:
@@ -122,9 +143,16 @@ def scales_of(case: Case) -> Tensor:
     return torch.rand(len(case.ranks), len(case.ranks[0]), generator=case.generator) * 2 - 1
 
 
-def matrix(rows: RankRows, j: int, slot: int) -> Tensor:
+def firsts_of(rows: RankRows, j: int, adapter: AdapterSlot) -> list[int]:
+    """The first element of each row of a matrix."""
+    start = entry(adapter, rows.first + j)
+    found: list[int] = rows.rows[start : start + int(rows.ranks[j, adapter.number])].tolist()
+    return found
+
+
+def matrix(rows: RankRows, j: int, adapter: AdapterSlot) -> Tensor:
     """The rows of one matrix, [rank, size], in float64."""
-    firsts = rows.rows[j, slot, : int(rows.ranks[j, slot])].tolist()
+    firsts = firsts_of(rows, j, adapter)
     own = [rows.memory[first : first + rows.sizes[j]] for first in firsts]
     return torch.stack(own).double() if own else torch.zeros(0, rows.sizes[j], dtype=torch.float64)
 

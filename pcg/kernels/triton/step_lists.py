@@ -23,10 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pcg.kernels.adapter_batch import AdapterSlot
 from pcg.kernels.batch import BlockTable, StepTokens
-from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.kernels.sizes import PAGE_TOKENS, RANK_STEP
 from pcg.kernels.triton.adapters import token_tiles
-from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles
+from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TileSpan, TokenTiles
 from pcg.kernels.triton.attention.work import (
     AttentionWork,
     Rows,
@@ -98,8 +99,8 @@ class StepLists:
         ids, positions, rows, read = (column.view(torch.int64) for column in columns[:4])
         tables = self._tables[: room.sequences]
         work = AttentionWork.beside(tables, columns[4], room.attention(0))
-        tiles = TokenTiles(columns[5], room.by_adapter, room.block)
-        of_rows = TokenTiles(columns[6], room.rows_by_adapter, DECODE_BLOCK)
+        tiles = TokenTiles(columns[5], room.by_adapter, room.block, room.width)
+        of_rows = TokenTiles(columns[6], room.rows_by_adapter, DECODE_BLOCK, room.width)
         return RoomLists(
             *(ids, positions, rows, read, work),
             tiles if room.by_adapter.places else None,
@@ -184,8 +185,8 @@ class StepLists:
 
 
 def spans_of(
-    starts: Sequence[int], lengths: Sequence[int], slots: Sequence[int]
-) -> list[tuple[int, int, int]]:
+    starts: Sequence[int], lengths: Sequence[int], slots: Sequence[AdapterSlot]
+) -> list[TileSpan]:
     """Return first token, tokens and slot of neighbours with one adapter."""
     spans = []
     for slot, own in groupby(zip(starts, lengths, slots, strict=True), key=lambda one: one[2]):
@@ -196,10 +197,13 @@ def spans_of(
 
 def sizes_of(tokens: StepTokens) -> StepSizes:
     """Return what the room of a step is chosen by."""
-    tiles = 0
+    tiles = wide = widest = 0
     for _, length, slot in spans_of(tokens.lengths, tokens.lengths, tokens.slots):
-        tiles += -(-length // DECODE_BLOCK) if slot >= 0 else 0
-    return StepSizes(tokens.lengths, tokens.contexts, tiles)
+        if slot.number >= 0:
+            tiles += -(-length // DECODE_BLOCK)
+            more = slot.width // RANK_STEP - 1
+            wide, widest = wide + length * more, max(widest, more)
+    return StepSizes(tokens.lengths, tokens.contexts, tiles, (wide, widest))
 
 
 def _rows(tokens: StepTokens, lengths: Rows, starts: Rows, positions: Rows) -> Rows:

@@ -14,16 +14,21 @@ programs. Which rooms an engine's steps can need is known before the first one (
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import NamedTuple, Self
 
 import numpy as np
 
-from pcg.kernels.sizes import PAGE_TOKENS
-from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, PREFILL_BLOCK, TileCapacity
+from pcg.kernels.sizes import PAGE_TOKENS, RANK_STEP
+from pcg.kernels.triton.adapters.token_tiles import (
+    DECODE_BLOCK,
+    PREFILL_BLOCK,
+    TileCapacity,
+    rank_block,
+)
 from pcg.kernels.triton.attention.work import (
     MOST_SPLITS,
     SPLIT_KEYS,
@@ -50,6 +55,10 @@ _DECODE_SPLITS_FACTOR, _MIXED_SPLITS_FACTOR = 4, 16
 """Splits of a room to those of the next smaller one."""
 _TILES_FACTOR = 4
 """Tiles of a decode room with adapters to those of the next smaller one."""
+_LEAST_WIDE, _WIDE_FACTOR = 16, 4
+"""Blocks of ranks beyond the first of a decode room's wide adapters: 16, 64, …"""
+_MOST_WIDTH = 256
+"""Width of adapters that lists have room for before any has come."""
 
 
 class StepRoom(NamedTuple):
@@ -61,6 +70,8 @@ class StepRoom(NamedTuple):
         splits: splits of the keys of sequences that have one token.
         tiles: tiles of the rows of sequences that have more; 0 in a decode step.
         adapter_tiles: tiles of tokens by adapter; 0 for steps without adapters.
+        wide: blocks of 16 ranks beyond the first that adapters have: in a decode step those of all
+            tokens' adapters, in a mixed one those of the widest.
     """
 
     tokens: int
@@ -68,6 +79,7 @@ class StepRoom(NamedTuple):
     splits: int
     tiles: int
     adapter_tiles: int
+    wide: int
 
     @property
     def decodes(self) -> bool:
@@ -87,17 +99,29 @@ class StepRoom(NamedTuple):
 
     @property
     def by_adapter(self) -> TileCapacity:
-        """The sizes of the tables of tokens by adapter."""
+        """The sizes of the lists of tokens by adapter."""
         if not self.adapter_tiles:
-            return TileCapacity(0, 0, 0)
-        segments = min(self.adapter_tiles, self.sequences)
-        return TileCapacity(self.tokens, segments, self.adapter_tiles)
+            return TileCapacity()
+        tokens, tiles = self.tokens, self.adapter_tiles
+        if self.decodes:
+            sums = RANK_STEP * (tokens + self.wide)
+            return TileCapacity(tokens, tiles=tiles, wide_tiles=self.wide, tokens=tokens, sums=sums)
+        wide = tiles * (-(-self.width // rank_block(self.block)) - 1)
+        return TileCapacity(tokens, tiles=tiles, wide_tiles=wide, sums=tokens * self.width)
 
     @property
     def rows_by_adapter(self) -> TileCapacity:
         """The sizes of those of the rows whose logits a mixed step gives."""
-        count = self.sequences if self.adapter_tiles and not self.decodes else 0
-        return TileCapacity(count, count, count)
+        if self.decodes or not self.adapter_tiles:
+            return TileCapacity()
+        count, wide = self.sequences, self.sequences * self.wide
+        sums = count * self.width
+        return TileCapacity(count, tiles=count, wide_tiles=wide, tokens=count, sums=sums)
+
+    @property
+    def width(self) -> int:
+        """The greatest width of adapters; of a decode step RANK_STEP or more than that."""
+        return RANK_STEP * (1 + self.wide)
 
     def holds(self, other: Self) -> bool:
         """Return whether the graph of this room serves the steps of another one."""
@@ -113,11 +137,13 @@ class StepSizes(NamedTuple):
         lengths: tokens of each sequence in the step.
         contexts: tokens of each before these, in the cache.
         adapter_tiles: tiles of `DECODE_BLOCK` tokens by adapter; 0 without adapters.
+        wide: blocks of ranks beyond the first of all tokens' adapters, and of the widest.
     """
 
     lengths: Sequence[int]
     contexts: Sequence[int]
     adapter_tiles: int
+    wide: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -132,6 +158,8 @@ class StepRooms:
         group: heads that share a KV head; 0 if they differ by layer, and only decode steps have
             rooms.
         has_adapters: True if steps may have adapters in rows.
+        widest: the greatest width of adapters that are known; wider ones have rooms, too, which are
+            not among `all`.
     """
 
     sequences: int
@@ -140,6 +168,7 @@ class StepRooms:
     pool_pages: int
     group: int
     has_adapters: bool
+    widest: int = RANK_STEP
 
     def of(self, sizes: StepSizes) -> StepRoom | None:
         """Return the room of a step; None for a step without tokens or with too many."""
@@ -153,19 +182,24 @@ class StepRooms:
             tiles = 0
             if sizes.adapter_tiles:
                 tiles = min(_power(sizes.adapter_tiles, max(1, most // 16), _TILES_FACTOR), most)
-            return StepRoom(most, most, _power(splits, most, _DECODE_SPLITS_FACTOR), 0, tiles)
+            splits = _power(splits, most, _DECODE_SPLITS_FACTOR)
+            wide = _power(sizes.wide[0], _LEAST_WIDE, _WIDE_FACTOR) if sizes.wide[0] else 0
+            return StepRoom(most, most, splits, 0, tiles, wide)
         if not self.group or tokens > MIXED_TOKENS[-1]:
             return None
         most = MIXED_TOKENS[bisect_left(MIXED_TOKENS, tokens)]
         count = min(_power(sequences, _LEAST_SEQUENCES, _SEQUENCES_FACTOR), self.sequences)
         splits = _power(splits, count, _MIXED_SPLITS_FACTOR)
-        return self._mixed(most, count, splits, bool(sizes.adapter_tiles))
+        return self._mixed(most, count, splits, bool(sizes.adapter_tiles), sizes.wide[1])
 
-    def _mixed(self, tokens: int, sequences: int, splits: int, has_adapters: bool) -> StepRoom:
+    def _mixed(
+        self, tokens: int, sequences: int, splits: int, has_adapters: bool, wide: int
+    ) -> StepRoom:
         # However the tokens are cut into sequences, each may end in a tile that is not full.
         tiles = -(-tokens * self.group // TILE_ROWS) + sequences
         adapter_tiles = sequences + tokens // PREFILL_BLOCK if has_adapters else 0
-        return StepRoom(tokens, sequences, splits, tiles, adapter_tiles)
+        wide = _power(1 + wide, 1, 2) - 1  # widths are rounded up to powers of two
+        return StepRoom(tokens, sequences, splits, tiles, adapter_tiles, wide)
 
     @cached_property
     def all(self) -> tuple[StepRoom, ...]:
@@ -182,23 +216,28 @@ class StepRooms:
             counts = _powers(_LEAST_SEQUENCES, running, _SEQUENCES_FACTOR)
             for count in dict.fromkeys(min(count, self.sequences) for count in counts):
                 splits = _powers(count, self._most_splits(count), _MIXED_SPLITS_FACTOR)
-                for split, has_adapters in product(splits, self._with_adapters):
-                    yield self._mixed(most, count, split, has_adapters)
+                wides = dict.fromkeys((self.widest // RANK_STEP - 1, 0))
+                for split, (has_adapters, wide) in product(splits, self._of_adapters(wides)):
+                    yield self._mixed(most, count, split, has_adapters, wide)
 
     def _decode_rooms(self) -> Iterator[StepRoom]:
         for most in reversed(_up_to(DECODE_TOKENS, min(self.sequences, self.tokens))):
             splits = _powers(most, self._most_splits(most), _DECODE_SPLITS_FACTOR)
-            for split, has_adapters in product(splits, self._with_adapters):
-                yield StepRoom(most, most, split, 0, most if has_adapters else 0)
+            of_all, wides = most * (self.widest // RANK_STEP - 1), [0]
+            if of_all:
+                wides = [*_powers(_LEAST_WIDE, of_all, _WIDE_FACTOR), 0]
+            for split, (has_adapters, wide) in product(splits, self._of_adapters(wides)):
+                yield StepRoom(most, most, split, 0, most if has_adapters else 0, wide)
 
     @property
     def largest(self) -> StepRoom:
-        """A room that is as large as any in each of its sizes."""
-        return StepRoom(*map(max, zip(*self.all, strict=True)))
+        """A room that is as large as any in each of its sizes, with adapters of rank 256."""
+        rooms = replace(self, widest=max(self.widest, _MOST_WIDTH))
+        return StepRoom(*map(max, zip(*rooms.all, strict=True)))
 
-    @property
-    def _with_adapters(self) -> tuple[bool, ...]:
-        return (True, False) if self.has_adapters else (False,)
+    def _of_adapters(self, wides: Iterable[int]) -> list[tuple[bool, int]]:
+        """Return whether rooms have adapters, and how wide ones."""
+        return [*((True, wide) for wide in wides if self.has_adapters), (False, 0)]
 
     def _most_splits(self, sequences: int) -> int:
         """Return the most splits of so many sequences: of long ones, or of all that the cache has.

@@ -16,7 +16,8 @@ from torch import Tensor
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TORCH_NAMES
-from pcg.kernels.adapter_batch import TokenSpans
+from pcg.kernels.adapter_batch import NO_SLOT, AdapterSlot, TokenSpans
+from pcg.kernels.sizes import RANK_STEP
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.padded_tables import BoundAdapters, Namespace, PaddedTables
@@ -127,6 +128,7 @@ class RaggedTables(PaddedTables):
         if self.lora is not None:
             self.lora.close()
 
+    @torch.inference_mode(False)
     def evict(self, adapter: Adapter) -> None:
         if self.lora is not None:
             self.lora.forget(adapter)
@@ -139,6 +141,7 @@ class RaggedTables(PaddedTables):
             self._bound.clear()
         return super().order(adapters)
 
+    @torch.inference_mode(False)
     def forget(self, adapter: Adapter) -> None:
         super().forget(adapter)
         self._has_rows_alone.pop(adapter, None)
@@ -152,7 +155,7 @@ class RaggedTables(PaddedTables):
         bound = super()._bind(start, chosen, merged)
         if self.lora is None:
             return bound
-        spans = []
+        spans: list[tuple[int, int, AdapterSlot]] = []
         for adapter, size in zip(chosen, merged, strict=True):
             spans.append((start, size, self.lora.slot(adapter)))
             start += size
@@ -173,19 +176,23 @@ class RaggedTables(PaddedTables):
             self.lora.reserve(count, adapters)
             self._bound.clear()
 
+    def widest(self, adapters: Sequence[Adapter]) -> int:
+        """Return the entries for each matrix of the widest of these adapters, 16 at least."""
+        return RANK_STEP if self.lora is None else self.lora.widest(adapters)
+
     @property
     def layout(self) -> object:
         """The places of the rows' memory and tables, which changes when they move."""
         return None if self.lora is None else self.lora.layout
 
-    def slots(self, adapters: Sequence[Adapter | None]) -> list[int] | None:
-        """Return each token's slot, -1 without an adapter; None if one has more than rows."""
+    def slots(self, adapters: Sequence[Adapter | None]) -> list[AdapterSlot] | None:
+        """Return the slot of each token's adapter; None if one has more than rows."""
         found = []
         for adapter in adapters:
             if adapter is None:
-                found.append(-1)
+                found.append(NO_SLOT)
             elif self._is_in_rows(adapter):
-                found.append(-1 if self.lora is None else self.lora.slot(adapter))
+                found.append(NO_SLOT if self.lora is None else self.lora.slot(adapter))
             else:
                 return None
         return found

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pcg.errors import UnsupportedError
 from pcg.peft.adapter import Adapter
+from pcg.runtime.adapters.row_table import trimmed
 from pcg.runtime.memory.free_runs import FreeRuns
 from pcg.runtime.memory.pool import PageTable
 
@@ -50,6 +51,12 @@ class RowAllocator(Protocol):
 
     def drop(self, key: int) -> None:
         """Free an adapter's memory, by the adapter's id."""
+
+    def trim(self) -> None:
+        """Give up memory that adapters which left do not use; nothing reads or writes it meanwhile.
+
+        Rows stay where they are in it.
+        """
 
 
 class OwnRowAllocator:
@@ -100,6 +107,12 @@ class OwnRowAllocator:
         if run is not None:
             self._free.add(*run)
 
+    def trim(self) -> None:
+        held = len(self.memory) // _UNIT
+        kept = trimmed(self._free, held, _LEAST_UNITS)
+        if kept < held:
+            self.memory = self.memory[: kept * _UNIT].clone()
+
 
 class PagedRowAllocator:
     """Pages of the KV cache's memory, u8, of which each adapter was given some.
@@ -146,6 +159,9 @@ class PagedRowAllocator:
 
     def drop(self, key: int) -> None:
         self._tables.pop(key, None)
+
+    def trim(self) -> None:
+        """Do nothing: the pages are the cache's."""
 
 
 def pages_of_rows(shapes: Shapes, page_elements: int) -> int:

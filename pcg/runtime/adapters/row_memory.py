@@ -1,17 +1,16 @@
 """Row memory: rows of the running adapters' LoRA matrices, each adapter at its true rank.
 
 Each row k of A [r, in] and of scaled Bᵀ [r, out] lies contiguous, wherever there is room. Segmented
-kernels find them by tables of their first elements:
-
-    rows   [matrices, slots, most_rank]   A of each output of a site, then B of each, and the bias
-    ranks  [matrices, slots]              0 if an adapter has nothing there
+kernels find them by tables of their first elements (`row_table.py`), for each site A of each
+output, then B of each, and the bias.
 
 The matrices of a bottleneck adapter are stored alike, with the bias between them as a matrix of one
 row. Over ranks the rows are those of the rank's shards, of as many ranks on each
 (`WeightStacker.part`).
 
-An adapter takes a slot of the tables and memory for its rows before it first runs, and gives them
-up when others need them and it does not run (`row_allocator.py`).
+An adapter takes entries of the tables and memory for its rows before it first runs, and gives them
+up when others need them and it does not run (`row_allocator.py`). Both get smaller as adapters
+leave.
 """
 
 from __future__ import annotations
@@ -24,22 +23,21 @@ from itertools import accumulate, zip_longest
 import torch
 from torch import Tensor
 
-from pcg.kernels.adapter_batch import LoraRows, TokenSpans
+from pcg.kernels.adapter_batch import AdapterSlot, LoraRows, TokenSpans
 from pcg.kernels.sizes import RANK_STEP, ROW_ALIGNMENT
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.copies import AdapterCopies
 from pcg.runtime.adapters.row_allocator import RowAllocator
+from pcg.runtime.adapters.row_table import RowTable, width_of
 from pcg.runtime.adapters.sites import JoinedSite
 from pcg.runtime.adapters.weight_stacker import WeightStacker
-
-_LEAST_SLOTS = 16
 
 
 @dataclass(frozen=True)
 class _Place:
     """An adapter's slot of the tables, and the first elements of its matrices' rows."""
 
-    slot: int
+    slot: AdapterSlot
     firsts: Sequence[Tensor]
 
 
@@ -54,30 +52,33 @@ class RowMemory:
     ) -> None:
         self.sites = tuple(sites)
         self._stacker = stacker
-        self._device = device = stacker.device
+        device = stacker.device
         self._allocator = allocator
         counts = [len(site.matrices) for site in self.sites]
         *self._first, matrices = accumulate(counts, initial=0)
         self._copies = AdapterCopies(device)
-        self._slots: dict[int, int] = {}
-        self._copying: dict[int, int] = {}
+        self._slots: dict[int, AdapterSlot] = {}
+        self._copying: dict[int, AdapterSlot] = {}
         self._running: set[int] = set()
-        self._free_slots: list[int] = []
-        self._rows = torch.zeros((matrices, 0, RANK_STEP), dtype=torch.int64, device=device)
-        self._ranks = torch.zeros((matrices, 0), dtype=torch.int32, device=device)
+        self._table = RowTable(matrices, device)
         self._views: list[LoraRows] = []
         self._views_of: object = None
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the adapters' rows, and of the tables that say where they lie."""
-        return self._allocator.used_bytes + self._rows.nbytes + self._ranks.nbytes
+        return self._allocator.used_bytes + self._table.rows.nbytes + self._table.ranks.nbytes
 
     @property
     def element_bytes(self) -> int:
         return self._allocator.memory.itemsize
 
-    def slot(self, adapter: Adapter) -> int:
+    @property
+    def entries(self) -> int:
+        """Entries of the table of rows, those that are free included."""
+        return len(self._table.rows)
+
+    def slot(self, adapter: Adapter) -> AdapterSlot:
         return self._slots[adapter.version]
 
     def prefetch(self, wanted: Sequence[Adapter]) -> bool:
@@ -132,13 +133,21 @@ class RowMemory:
         As long as no others come, the tables stay where they are.
         """
         self._finish_copies(wait=True)
-        self._add_slots(max(0, slots - self._rows.shape[1]))
-        shapes = (self.shapes(adapter) for adapter in adapters)
-        self._widen(max((rows for own in shapes for rows, _ in own), default=0))
+        self._table.reserve(slots, map(self._greatest_rank, adapters))
+
+    def widest(self, adapters: Sequence[Adapter]) -> int:
+        """Return the width of the widest of these adapters in the tables, at least RANK_STEP."""
+        return max(map(width_of, map(self._greatest_rank, adapters)), default=RANK_STEP)
+
+    def _greatest_rank(self, adapter: Adapter) -> int:
+        return max((rows for rows, _ in self.shapes(adapter)), default=0)
 
     def forget(self, adapter: Adapter) -> None:
         """Free an adapter's memory: it has changed, or is gone."""
         self._drop(adapter.version)
+        if not self._copying:  # nothing writes to what may move
+            self._table.trim()
+            self._allocator.trim()
 
     def shapes(self, adapter: Adapter) -> list[tuple[int, int]]:
         """Return rows and elements of an adapter's matrices, in the order of the tables.
@@ -160,7 +169,7 @@ class RowMemory:
     @property
     def layout(self) -> object:
         """The places and shapes of memory and tables."""
-        tensors = (self._allocator.memory, self._rows, self._ranks)
+        tensors = (self._allocator.memory, self._table.rows, self._table.ranks)
         return tuple((tensor.data_ptr(), tensor.shape) for tensor in tensors)
 
     def bound(self, tokens: TokenSpans) -> list[tuple[JoinedSite, LoraRows]]:
@@ -176,18 +185,16 @@ class RowMemory:
     def _view_at(self, site: JoinedSite, first: int) -> LoraRows:
         """Return a site's part of the tables, without tokens."""
         modules = site.modules
-        middle, end = first + len(modules), first + 2 * len(modules)
-        bias = slice(end, first + len(site.matrices))
+        bias = slice(first + 2 * len(modules), first + len(site.matrices))
         return LoraRows(
             self._allocator.memory,
-            self._rows[first:middle],
-            self._rows[middle:end],
-            self._ranks[first:middle],
+            self._table.rows,
+            first,
+            self._table.ranks[first : first + len(modules)],
             site.in_size,
             tuple(one.column for one in modules),
             tuple(one.size for one in modules),
-            self._rows[bias],
-            self._ranks[bias],
+            self._table.ranks[bias],
             _NO_TOKENS,
             {},
         )
@@ -207,19 +214,18 @@ class RowMemory:
     def _place(self, adapter: Adapter, kept: set[int], *, grows: bool) -> _Place | None:
         """Reserve memory for an adapter, evicting others but those kept; None if there is none."""
         shapes = self.shapes(adapter)
-        most = max((rows for rows, _ in shapes), default=0)
-        if most > self._rows.shape[2] and not grows:
-            return None
-        slot = self._free_slot(kept, grows)
+        most = self._greatest_rank(adapter)
+
+        def drop() -> bool:
+            return self._drop_idle(kept)
+
+        slot = self._table.take(most, drop, grows=grows)
         if slot is None:
             return None
-        firsts = self._allocator.reserve(
-            adapter, shapes, lambda: self._drop_idle(kept), grows=grows
-        )
+        firsts = self._allocator.reserve(adapter, shapes, drop, grows=grows)
         if firsts is None:
-            self._free_slots.append(slot)
+            self._table.give_back(slot)
             return None
-        self._widen(most)
         return _Place(slot, firsts)
 
     def _write(self, adapter: Adapter, place: _Place) -> bool:
@@ -230,15 +236,8 @@ class RowMemory:
             for parameter in site.matrices
         ]
         self._allocator.write(adapter, [part for part in parts if part is not None])
-        rows = torch.zeros(self._rows.shape[::2], dtype=torch.int64)
-        ranks = torch.zeros(len(parts), dtype=torch.int32)
         firsts = iter(place.firsts)
-        for matrix, part in enumerate(parts):
-            if part is not None:
-                rows[matrix, : len(part)] = next(firsts)
-                ranks[matrix] = len(part)
-        self._rows[:, place.slot] = rows.to(self._device)
-        self._ranks[:, place.slot] = ranks.to(self._device)
+        self._table.write(place.slot, [None if part is None else next(firsts) for part in parts])
         return True
 
     def _finish_copies(self, *, wait: bool = False) -> bool:
@@ -260,7 +259,7 @@ class RowMemory:
             self._copies.take(key)
         if slot is not None:
             self._allocator.drop(key)
-            self._free_slots.append(slot)
+            self._table.give_back(slot)
 
     def _drop_idle(self, kept: set[int]) -> bool:
         """Evict the least recently used adapter that is not in `kept`; False if there is none."""
@@ -269,25 +268,6 @@ class RowMemory:
             return False
         self._drop(key)
         return True
-
-    def _free_slot(self, kept: set[int], grows: bool) -> int | None:
-        if not self._free_slots and not self._drop_idle(kept):
-            if not grows:
-                return None
-            self._add_slots(max(self._rows.shape[1], _LEAST_SLOTS))
-        return self._free_slots.pop()
-
-    def _add_slots(self, more: int) -> None:
-        count = self._rows.shape[1]
-        self._rows = torch.nn.functional.pad(self._rows, (0, 0, 0, more))
-        self._ranks = torch.nn.functional.pad(self._ranks, (0, more))
-        self._free_slots += reversed(range(count, count + more))
-
-    def _widen(self, rank: int) -> None:
-        most = self._rows.shape[2]
-        if rank > most:
-            more = -(-rank // RANK_STEP) * RANK_STEP - most
-            self._rows = torch.nn.functional.pad(self._rows, (0, more))
 
 
 def _aligned(part: Tensor | None) -> Tensor | None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -155,10 +155,12 @@ class StepGraphs:
         A step is then replayed in the smallest of these rooms that holds it.
 
         Args:
-            adapters: those that may run; of larger ranks than theirs, others move the tables.
+            adapters: those that may run; wider ones that come have rooms of their own.
         """
         self._tables.reserve(self.rooms.sequences, adapters)
+        self.rooms = replace(self.rooms, widest=self._tables.widest(adapters))
         self._warm = self.rooms.all
+        self._serving.clear()
         self._drop_moved()
         for room in self._warm:
             if room not in self._graphs and self.recorder is not None:
@@ -214,12 +216,12 @@ class StepGraphs:
         return bool(self._warm) and self.recorder is not None
 
     def _room_for(self, own: StepRoom) -> StepRoom | None:
-        """Return the room that a step is replayed in, its own or a warm one; None without any."""
-        if not self._warm:
-            return own if self._lists_of_rooms.has_room(own) else None
+        """Return the room that a step is replayed in, a warm one or its own; None without any."""
         if own not in self._serving:
             holding = [room for room in self._warm if room.holds(own)]
-            self._serving[own] = min(holding, default=None)
+            # An adapter may have come that is wider than those of the warm rooms.
+            mine = own if self._lists_of_rooms.has_room(own) else None
+            self._serving[own] = min(holding, default=mine)
         return self._serving[own]
 
     def _is_time(self, room: StepRoom) -> bool:

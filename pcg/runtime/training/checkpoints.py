@@ -12,17 +12,21 @@
                                             and its encoder
 
 A checkpoint is written beside its place and renamed; then `latest` is replaced; then older ones are
-removed. So at any moment `latest` names a complete checkpoint.
+removed. So at any moment `latest` names a complete checkpoint. As a job removes what others left,
+one job has the directory at a time, by a lock that ends with its process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import re
 import secrets
 import shutil
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,16 +113,43 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one job in a directory, of which the last `keep_last` stay."""
+    """The checkpoints of one job in a directory, of which the last `keep_last` stay.
+
+    Attributes:
+        unlock: lets other jobs save there, if `lock` was called.
+    """
 
     def __init__(self, directory: str | os.PathLike[str], keep_last: int = 2) -> None:
         self.directory = expanded(directory)
         self._keep_last = keep_last
         self._kept: list[Path] = []
+        self.unlock: Callable[[], object] = lambda: None
 
     def check_writable(self) -> None:
         """Raise a FinetuneError if checkpoints cannot be saved; nothing is left there."""
         check_writable(self.directory, "checkpoints", FinetuneError)
+
+    def lock(self) -> None:
+        """Keep other jobs, of any process, from saving here until `unlock` is called.
+
+        Raises:
+            FinetuneError: one does.
+        """
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.directory, os.O_RDONLY)
+        except OSError as error:
+            raise FinetuneError(f"{self.directory} cannot be used: {error.strerror}") from error
+        self.unlock = weakref.finalize(self, os.close, handle)
+        with contextlib.suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.unlock()
+                raise FinetuneError(
+                    f"another job saves its checkpoints in {self.directory} now; wait for its end, "
+                    "or give another checkpoint_dir"
+                ) from None
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint, or None.

@@ -113,6 +113,8 @@ class FinetuneJob:
                 fix = "; use an older one, or start anew with resume=False"
                 with damage_of(f"the checkpoint {self._checkpoint}", FinetuneError, fix):
                     self._resume(checkpoint)
+            if self._store is not None:
+                run_on_first(self._ranks, self._store.lock)
         except BaseException:
             self._publisher.undo()
             raise
@@ -161,6 +163,8 @@ class FinetuneJob:
             self._interrupted(interrupt)
         finally:
             bar.close()
+            if self._store is not None:
+                self._store.unlock()
             self._steps.drop_gradients()
             self._publisher.changed(self._adapter)
 

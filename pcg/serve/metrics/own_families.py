@@ -7,7 +7,8 @@ Series of single adapters are of those that are used most, and `other` is the re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from pcg.runtime.metrics.adapter_totals import AdapterSums, AdapterTotals
 from pcg.runtime.metrics.status import EngineNumbers, JobStatus
@@ -20,8 +21,14 @@ _OTHERS = {"adapter": "other", "tenant": "*"}
 """The labels of all adapters without series of their own; no tenant is called so."""
 
 
-def write_adapters(to: Exposition, found: AdapterTotals, owned: OwnedName) -> None:
-    """Write the series of adapters; versions that have one name are one."""
+def write_adapters(
+    to: Exposition, found: AdapterTotals, in_host: Iterable[str], owned: OwnedName
+) -> None:
+    """Write the series of adapters; versions that have one name are one.
+
+    Args:
+        in_host: the names of the adapters that requests may name, which the host's memory has.
+    """
     own = found.own
     groups: dict[Owned, list[str]] = {}
     for name in own:
@@ -34,13 +41,18 @@ def write_adapters(to: Exposition, found: AdapterTotals, owned: OwnedName) -> No
     for field, words, now in (
         ("requests_running", "Requests of an adapter that run.", found.running.copy()),
         ("requests_waiting", "Requests of an adapter that wait.", found.waiting.copy()),
-        ("resident", "Versions of an adapter that have pages.", found.resident.copy()),
     ):
-        shown = [
-            (_labels("adapter", one), sum(now.pop(name, 0) for name in names))
-            for one, names in groups.items()
-        ]
-        to.gauges(f"pcg:adapter_{field}", words, [*shown, (_OTHERS, sum(now.values()))])
+        to.gauges(f"pcg:adapter_{field}", words, _counted(groups, now))
+    tiers = {"device": found.resident.copy(), "host": Counter(in_host)}
+    to.gauges(
+        "pcg:adapter_resident",
+        "Versions of an adapter in the pool's pages, and in the host's memory.",
+        [
+            ({**labels, "tier": tier}, count)
+            for tier, now in tiers.items()
+            for labels, count in _counted(groups, now)
+        ],
+    )
     for series, words, field in (
         ("requests", "Requests of an adapter that came.", "requests"),
         ("prompt_tokens", "Tokens of its prompts that were read.", "prompt_tokens"),
@@ -57,6 +69,17 @@ def write_adapters(to: Exposition, found: AdapterTotals, owned: OwnedName) -> No
     to.histograms("pcg:adapter_time_to_first_token_seconds", words, times)
     to.counter("pcg:adapter_loads", "How often an adapter was given pages.", found.paged_in)
     to.counter("pcg:adapter_evictions", "How often an adapter gave its pages up.", found.evicted)
+
+
+def _counted(
+    groups: Mapping[Owned, Sequence[str]], now: Counter[str]
+) -> list[tuple[dict[str, str], int]]:
+    """Return the samples of a count that there is now, which is used up."""
+    shown = [
+        (_labels("adapter", one), sum(now.pop(name, 0) for name in names))
+        for one, names in groups.items()
+    ]
+    return [*shown, (_OTHERS, sum(now.values()))]
 
 
 def write_jobs(to: Exposition, totals: Totals, jobs: Sequence[JobStatus], owned: OwnedName) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import pcg.compiler as compiler
 from pcg.ir.parser import parse_graph
 from pcg.ir.verifier import verify
-from pcg.kernels.adapter_batch import LoraRows, TokenSpans
+from pcg.kernels.adapter_batch import AdapterSlot, LoraRows, TokenSpans
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.adapters.row_memory import RowMemory
@@ -52,9 +52,11 @@ def memory() -> RowMemory:
     return found
 
 
-def read(rows: LoraRows, table: torch.Tensor, output: int, slot: int, size: int) -> torch.Tensor:
-    rank = int(rows.ranks[output, slot])
-    starts = table[output, slot, :rank]
+def read(rows: LoraRows, matrix: int, output: int, slot: AdapterSlot, size: int) -> torch.Tensor:
+    rank = int(rows.ranks[output, slot.number])
+    first = slot.first + (rows.first + matrix) * slot.width
+    assert rank <= slot.width
+    starts = rows.rows[first : first + rank]
     return rows.memory[starts[:, None] + torch.arange(size)]
 
 
@@ -65,8 +67,8 @@ def check(lora: RowMemory, adapters: list[Adapter]) -> None:
             for output, one in enumerate(site.modules):
                 module = one.a.source.format(layer=site.layer).rpartition(".")[0]
                 weights = adapter.weights.get(module)
-                own = read(rows, rows.a_rows, output, slot, site.in_size)
-                other = read(rows, rows.b_rows, output, slot, one.size)
+                own = read(rows, output, output, slot, site.in_size)
+                other = read(rows, len(site.modules) + output, output, slot, one.size)
                 if weights is None:
                     assert not len(own)
                     continue

@@ -12,9 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import pcg.compiler as compiler
+from pcg.kernels.adapter_batch import NO_SLOT, AdapterSlot
 from pcg.kernels.batch import Span, StepTokens
 from pcg.kernels.sizes import PAGE_TOKENS
-from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, token_tiles
+from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TileCapacity, token_tiles
 from pcg.kernels.triton.attention.work import AttentionWork
 from pcg.kernels.triton.step_lists import StepLists, sizes_of
 from pcg.kernels.triton.step_rooms import MIXED_TOKENS, StepRoom, StepRooms, StepSizes
@@ -63,6 +64,7 @@ def filled_anew(
     return work, tiles, token_tiles(of_rows, DECODE_BLOCK, room.rows_by_adapter).memory
 
 
+SLOTS = (NO_SLOT, AdapterSlot(0, 0, 16), AdapterSlot(2, 64, 16), AdapterSlot(3, 640, 48))
 PAGES = 300
 ROOMS = StepRooms(20, 300, PAGES, 10**6, GROUP, has_adapters=True)
 
@@ -93,7 +95,7 @@ def test_lists_are_those_of_a_batch(data: st.DataObject) -> None:
         lengths = [data.draw(st.integers(1, min(longest, end))) for end in ends]
         lengths = lengths if sum(lengths) <= ROOMS.tokens else [1] * count
         contexts = [end - length for end, length in zip(ends, lengths, strict=True)]
-        slots = [data.draw(st.integers(-1, 3)) for _ in tables]
+        slots = [data.draw(st.sampled_from(SLOTS)) for _ in tables]
         read = [i for i in range(count) if lengths[i] == 1 or data.draw(st.booleans())]
         tokens = StepTokens([7] * sum(lengths), lengths, contexts, tables, slots, read)
         room = ROOMS.of(sizes_of(tokens))
@@ -117,7 +119,7 @@ def test_lists_are_those_of_a_batch(data: st.DataObject) -> None:
             assert torch.equal(getattr(ours.attention, name), getattr(work, name)), name
         for row, one in zip(ours.attention.pages, tables, strict=False):
             assert row[: len(one.pages)].tolist() == one.pages
-        assert (ours.tiles is None) == (max(slots) < 0)
+        assert (ours.tiles is None) == (set(slots) == {NO_SLOT})
         if ours.tiles is not None:
             assert torch.equal(ours.tiles.memory, tiles)
             assert (ours.row_tiles is None) == room.decodes
@@ -125,20 +127,29 @@ def test_lists_are_those_of_a_batch(data: st.DataObject) -> None:
             assert torch.equal(ours.row_tiles.memory, row_tiles)
 
 
-def room_of(lengths: list[int], contexts: list[int], adapter_tiles: int = 0) -> StepRoom | None:
+def room_of(
+    lengths: list[int], contexts: list[int], adapter_tiles: int = 0, wide: tuple[int, int] = (0, 0)
+) -> StepRoom | None:
     rooms = StepRooms(512, 4096, 600, 10**6, 4, has_adapters=True)
-    return rooms.of(StepSizes(lengths, contexts, adapter_tiles))
+    return rooms.of(StepSizes(lengths, contexts, adapter_tiles, wide))
 
 
 def test_rooms_are_rounded_up() -> None:
-    assert room_of([1], [5]) == StepRoom(1, 1, 1, 0, 0)
-    assert room_of([1] * 3, [5] * 3, 3) == StepRoom(4, 4, 4, 0, 4)
-    assert room_of([1] * 17, [1100] * 17, 2) == StepRoom(24, 24, 96, 0, 4)
-    assert room_of([1] * 256, [5] * 256, 256) == StepRoom(256, 256, 256, 0, 256)
+    assert room_of([1], [5]) == StepRoom(1, 1, 1, 0, 0, 0)
+    assert room_of([1] * 3, [5] * 3, 3) == StepRoom(4, 4, 4, 0, 4, 0)
+    # A wide adapter adds its own blocks of ranks to the others' tiles, and its own sums.
+    room = room_of([1] * 3, [5] * 3, 3, (15, 15))
+    assert room == StepRoom(4, 4, 4, 0, 4, 16)
+    assert room.by_adapter == TileCapacity(4, 0, 0, 4, 16, 4, 16 * (4 + 16))
+    assert room_of([1] * 17, [1100] * 17, 2) == StepRoom(24, 24, 96, 0, 4, 0)
+    assert room_of([1] * 256, [5] * 256, 256) == StepRoom(256, 256, 256, 0, 256, 0)
     # 512 tokens of 4 heads a KV head are 16 tiles, and each sequence may have one that is not full.
-    assert room_of([500], [0]) == StepRoom(512, 16, 16, 32, 0)
-    assert room_of([1] * 17 + [800], [900] * 18, 5) == StepRoom(832, 256, 256, 282, 269)
-    assert room_of([1] * 257, [5] * 257) == StepRoom(320, 512, 512, 522, 0)
+    assert room_of([500], [0]) == StepRoom(512, 16, 16, 32, 0, 0)
+    assert room_of([1] * 17 + [800], [900] * 18, 5) == StepRoom(832, 256, 256, 282, 269, 0)
+    room = room_of([1] * 17 + [800], [900] * 18, 5, (9 * 800, 9))  # of rank 160
+    assert room == StepRoom(832, 256, 256, 282, 269, 15)
+    assert room.by_adapter == TileCapacity(832, 0, 0, 269, 3 * 269, 0, 832 * 256)
+    assert room_of([1] * 257, [5] * 257) == StepRoom(320, 512, 512, 522, 0, 0)
     assert room_of([4097], [0]) is None
 
 
@@ -147,7 +158,8 @@ def test_every_step_has_a_warm_room(data: st.DataObject) -> None:
     """One of those that are recorded before the first request holds any step within the limits."""
     sequences, tokens = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 5000))
     pages, pool = data.draw(st.integers(1, 9000)), data.draw(st.integers(1, 20000))
-    rooms = StepRooms(sequences, tokens, min(pages, pool), pool, 4, has_adapters=True)
+    widest = data.draw(st.sampled_from([16, 48, 256]))
+    rooms = StepRooms(sequences, tokens, min(pages, pool), pool, 4, True, widest)
     left, count = tokens, data.draw(st.integers(1, min(sequences, tokens)))
     lengths, contexts, free = [], [], pool * PAGE_TOKENS
     for i in range(count):
@@ -161,7 +173,10 @@ def test_every_step_has_a_warm_room(data: st.DataObject) -> None:
         contexts.append(context)
     if not lengths:
         return
-    own = rooms.of(StepSizes(lengths, contexts, data.draw(st.sampled_from([0, len(lengths)]))))
+    more = [data.draw(st.sampled_from([0, widest // 16 - 1])) for _ in lengths]
+    wide = sum(n * blocks for n, blocks in zip(lengths, more, strict=True)), max(more)
+    sizes = data.draw(st.sampled_from([(0,), (len(lengths), wide)]))
+    own = rooms.of(StepSizes(lengths, contexts, *sizes))
     if own is None:
         assert sum(lengths) > MIXED_TOKENS[-1]
         return
@@ -191,7 +206,8 @@ def steps_of(count: int) -> st.SearchStrategy[Step]:
 def test_any_batch_of_a_room_is_replayed(step: Step) -> None:
     """Batches of other sizes, contexts and adapters than the one that was recorded."""
     check(STEPS, step)
-    assert TAPE.recorded == STEPS.graphs.recorded <= 4  # of none, 1, 2 and 4 tiles
+    # Of none, 1, 2 and 4 tiles, and of these with r20 among them.
+    assert TAPE.recorded == STEPS.graphs.recorded <= 7
     assert TAPE.replayed == STEPS.graphs.replayed
 
 
@@ -208,7 +224,7 @@ def test_prompts_are_replayed_beside_tokens_that_decode() -> None:
     steps = Steps(EXECUTOR, tape, limits=(5, 32))
     for step in MIXED:
         check(steps, step)
-    assert (tape.recorded, tape.replayed) == (2, 3)  # of 32 tokens, and of 16
+    assert (tape.recorded, tape.replayed) == (3, 3)  # of 32 tokens, of 32 without r20, of 16
 
 
 def test_many_splits() -> None:
@@ -242,16 +258,18 @@ def test_adapters_that_come_to_lie_elsewhere_are_recorded_anew() -> None:
     tape = Tape()
     steps = Steps(executor, tape)
     check(steps, Step([5], [20], ["r4"]))
-    check(steps, Step([6], [30], ["r20"]))  # the tables grow with the rank
+    check(steps, Step([6], [30], ["r20"]))  # a room of its own
     assert (tape.recorded, tape.replayed) == (2, 2)
     check(steps, Step([7], [3], ["r4"]))
     assert (tape.recorded, tape.replayed) == (2, 3)
     check(steps, Step([7], [3], [None]))
-    add_lora(executor, "wide", 33)
+    add_lora(executor, "wide", 200)  # the memory of rows, which is no page's here, grows
     check(steps, Step([7], [3], ["wide"]))
     assert (tape.recorded, tape.replayed) == (4, 5)
     check(steps, Step([7], [3], [None]))  # reads no adapters
     assert (tape.recorded, tape.replayed) == (4, 6)
+    check(steps, Step([7], [3], ["r4"]))
+    assert (tape.recorded, tape.replayed) == (5, 7)
 
 
 def test_virtual_tokens_are_in_the_cache() -> None:

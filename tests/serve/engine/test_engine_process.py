@@ -21,7 +21,7 @@ from pcg.runtime.metrics.status import EngineState
 from pcg.serve.engine.process import process_client
 from pcg.serve.options import ServeOptions
 from tests.support import serving
-from tests.support.served_process import LONG, WIDE, Load, Running, load_broken, running
+from tests.support.server_process import LONG, WIDE, Load, Running, load_broken, running
 from tests.support.waiting import until
 
 NAMES = ("lora-0", "lora-1")
@@ -232,7 +232,7 @@ def test_metrics_and_status_are_those_of_the_engine(served: Running) -> None:
 
 def test_a_killed_engine_ends_requests_and_the_server() -> None:
     with running() as server, server.client() as client, ThreadPoolExecutor(1) as thread:
-        engine, load = server.engine_pid, Load()
+        (engine,), load = server.engine_pids, Load()
         load.begin(server, 4)
         os.kill(engine, signal.SIGSTOP)
         whole = thread.submit(client.post, "/v1/completions", json=LONG)

@@ -226,6 +226,12 @@ def affinity(found: dict[str, Any], adapter: str) -> float:
     return 0.6 if adapter in found["queued"] else 0.0
 
 
+def tiers(page: bytes, adapter: str) -> dict[str, float]:
+    """The versions of an adapter on the device and in the host's memory."""
+    samples = parsed(page)["pcg:adapter_resident"].samples
+    return {s.labels["tier"]: s.value for s in samples if s.labels["adapter"] == adapter}
+
+
 def test_an_endpoint_picker_sees_what_is_resident_and_what_waits(
     running: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,9 +258,12 @@ def test_an_endpoint_picker_sees_what_is_resident_and_what_waits(
     after = picked(page_of(metrics))
     assert "a" in after["active"]  # it has pages, though no request uses it
     assert after["queued"] == set()
+    assert tiers(page_of(metrics), "a") == {"device": 1, "host": 1}
     running.remove_adapter("a").result(60)
     time.sleep(0.03)  # a page is kept for 0.02
     gone = picked(page_of(metrics))
+    assert tiers(page_of(metrics), "a") == {"device": 0, "host": 0}
+    assert tiers(page_of(metrics), "other")["host"] == 0
     assert "a" not in gone["active"]
     assert gone["series"] == 1
 

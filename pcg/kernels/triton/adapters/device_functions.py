@@ -18,16 +18,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-COUNTS = ["slices", "slots", "places"]
+COUNTS = ["slices", "slots", "first", "sums"]
 """Arguments of any value: kernels are not compiled anew for those that 16 divides, or for 1."""
 
 
 @triton.jit
-def segment_of(segments, slots, ranks, j):
-    """Matrix of slice j, its rank, first place and places of the program's segment or tile."""
-    segment = segments + 3 * tl.program_id(0)
-    matrix = j * slots + tl.load(segment)
-    return matrix, tl.load(ranks + matrix), tl.load(segment + 1), tl.load(segment + 2)
+def item_of(items, slots, ranks, j):
+    """Place of slice j in `ranks`, its rank, first place and places of the program's item."""
+    item = items + 8 * tl.program_id(0)
+    matrix = j * slots + tl.load(item)
+    return matrix, tl.load(ranks + matrix), tl.load(item + 1), tl.load(item + 2)
+
+
+@triton.jit
+def entries_of(items, rows, matrix):
+    """The program's item: its width, and where `rows` have its entries of a matrix."""
+    item = items + 8 * tl.program_id(0)
+    width = tl.load(item + 3)
+    return width, rows + tl.load(item + 4) + matrix * width
+
+
+@triton.jit
+def sums_of(items, s, part_or_slice, sums):
+    """The program's item: its first sum of a part's slice, and the first of its block of ranks.
+
+    It is a multiple of 16, as widths of what has sums are.
+    """
+    item = items + 8 * tl.program_id(0)
+    at = tl.multiple_of(part_or_slice * sums + tl.load(item + 5), 16)
+    return s + at, tl.multiple_of(tl.load(item + 6), 16)
 
 
 @triton.jit
@@ -76,6 +95,43 @@ def wide_product(w, s, total):
         low = (s - high.to(tl.float32)).to(tl.float16)
         zero = tl.zeros(total.shape, tl.float32)
         total += tl.dot(w, low, tl.dot(w, high, zero)) * power[None, :]
+    return total
+
+
+@triton.jit
+def token_of(by_token, rows, slots, ranks, matrix, j):
+    """A token's adapter: place of slice j in `ranks`, rank, entries of a matrix, and first sum.
+
+    `by_token` is at the token's numbers; the rank is 0 where it has no adapter.
+    """
+    slot = tl.load(by_token)
+    at = j * slots + slot
+    rank = tl.load(ranks + at, slot >= 0, 0)
+    entries = rows + tl.load(by_token + 2) + matrix * tl.load(by_token + 1)
+    return at, rank, entries, tl.multiple_of(tl.load(by_token + 3), 16)
+
+
+@triton.jit
+def expand_token(
+    total, memory, entries, rank, n, inside, s, part_stride, scale,
+    PARTS: tl.constexpr, PART_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """total [N] + scale · Σ_k s[k] · B[k, n] of one token and one matrix, in fp32.
+
+    `entries` are the matrix's in the table of rows, `s` the token's sums of it, of the first part.
+    A program so needs no other token's adapter, and no tensor cores: B is read once either way.
+    PART_BLOCK is the power of two that holds PARTS; rows of STAGES steps of 16 ranks are under way
+    together: more than one takes a detour through shared memory, which wide adapters repay.
+    """
+    part = tl.arange(0, PART_BLOCK)
+    at = (part * part_stride)[:, None]
+    for first_rank in tl.range(0, rank, 16, num_stages=STAGES):
+        k = first_rank + tl.arange(0, 16)
+        row = rows_at(entries + k, memory, k < rank)
+        chosen = (part < PARTS)[:, None] & (k < rank)[None, :]
+        own = tl.sum(tl.load(s + at + k[None, :], chosen, 0.0), 0) * scale
+        b = tl.load(memory + row[:, None] + n[None, :], (k < rank)[:, None] & inside[None, :], 0.0)
+        total += tl.sum(b.to(tl.float32) * own[:, None], 0)
     return total
 
 

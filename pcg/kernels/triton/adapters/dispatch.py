@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pcg.kernels.adapter_batch import LoraRows, SegmentedWeight
+from pcg.kernels.adapter_batch import AdapterSlot, LoraRows, SegmentedWeight
 from pcg.kernels.sizes import ROW_ALIGNMENT
 from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.torch.lora import by_width
@@ -39,8 +39,9 @@ def activate(s: Any, bias: Any, function: str) -> Any:
     if not isinstance(bias, LoraRows):
         return torch_ops.activate(s, bias, function)
     if "biases" not in bias.known:
-        most = bias.bias_rows.shape[2]
-        bias.known["biases"] = rank_rows(bias.memory, bias.bias_rows, bias.biases, (0,), (most,))
+        third = bias.first + 2 * len(bias.out_sizes)
+        rows = rank_rows(bias.memory, bias.rows, third, bias.biases, (0,), (ROW_ALIGNMENT,))
+        bias.known["biases"] = rows
     return segmented_activate(s, bias.known["biases"], bias.ranks, _tiles(bias, s), function)
 
 
@@ -84,8 +85,22 @@ def _matrices(lora: LoraRows) -> tuple[RankRows, RankRows]:
     if "matrices" not in lora.known:
         count = len(lora.out_sizes)
         lora.known["matrices"] = (
-            rank_rows(lora.memory, lora.a_rows, lora.ranks, (0,) * count, (lora.in_size,) * count),
-            rank_rows(lora.memory, lora.b_rows, lora.ranks, lora.out_starts, lora.out_sizes),
+            rank_rows(
+                lora.memory,
+                lora.rows,
+                lora.first,
+                lora.ranks,
+                (0,) * count,
+                (lora.in_size,) * count,
+            ),
+            rank_rows(
+                lora.memory,
+                lora.rows,
+                lora.first + count,
+                lora.ranks,
+                lora.out_starts,
+                lora.out_sizes,
+            ),
         )
     found: tuple[RankRows, RankRows] = lora.known["matrices"]
     return found
@@ -124,11 +139,12 @@ def _vectors(y: Tensor, vector: SegmentedWeight) -> tuple[RankRows, TokenTiles]:
     known, key = segments.known, ("vectors", vector.present, size)
     memory = vector.weight.view(-1)
     if key not in known:
-        rows = (size * torch.arange(count, device=y.device)).view(1, count, 1)
+        rows = size * torch.arange(count, device=y.device)
         ranks = int32_on([vector.present], y.device)
-        known[key] = rank_rows(memory, rows, ranks, (0,), (size,))
+        known[key] = rank_rows(memory, rows, 0, ranks, (0,), (size,))
     if "tiles" not in known:
         starts = accumulate(segments.sizes[:-1], initial=segments.start)
-        spans = zip(starts, segments.sizes, range(count), strict=True)
+        slots = (AdapterSlot(number, number, 1) for number in range(count))
+        spans = zip(starts, segments.sizes, slots, strict=True)
         known["tiles"] = tiles_on(list(spans), y.device)
     return replace(known[key], memory=memory), known["tiles"]

@@ -1,11 +1,10 @@
 """The kernels of LoRA of many adapters in one launch, each token by its own; see `segmented_lora`.
 
-Grids: shrink (tiles, parts, slices · blocks of ranks), expand (tiles, blocks of columns, slices),
-outer (segments, blocks of columns, slices · blocks of ranks).
+Grids: shrink (blocks of ranks of tiles, parts, slices), expand (tiles or, in decode, tokens; blocks
+of columns; slices), outer (blocks of ranks of segments, blocks of columns, slices).
 
-Decode has no form of its own for segments of one token, as a product of matrix and vector: rows of
-absent tokens are not loaded, so it would read no byte less, and a token's bits would depend on
-whether its adapter has others in the batch.
+Decode's expand takes a token a program, for any number of tokens that an adapter has: B is read
+again for each of them, from the L2 cache, and a token's bits do not depend on the others.
 """
 
 from __future__ import annotations
@@ -16,9 +15,13 @@ import triton.language as tl
 from pcg.kernels.triton.adapters.device_functions import (
     COUNTS,
     columns_of,
+    entries_of,
+    expand_token,
+    item_of,
     rows_at,
-    segment_of,
     sum_of_parts,
+    sums_of,
+    token_of,
     tokens_at,
     wide_product,
 )
@@ -26,13 +29,13 @@ from pcg.kernels.triton.adapters.device_functions import (
 
 @triton.jit
 def shrink_width(
-    x, token, place, taken, start, size, memory, row, k, rank, low, high, scale, s, most_rank,
+    x, token, m, taken, start, size, memory, row, k, rank, low, high, scale, s, width,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """s for places [M] and ranks k [R], summed over the columns low to high of a slice.
+    """s for places m [M] of a tile and ranks k [R], summed over columns low to high of a slice.
 
     `token` is the first element of each place's token in x, `row` that of each row in the memory;
-    `s` is that of the part, the slice and place 0.
+    `s` is the tile's first sum.
     """
     kept = (k < rank)[:, None]
     total = tl.zeros((token.shape[0], k.shape[0]), tl.float32)
@@ -45,24 +48,26 @@ def shrink_width(
             total = tl.dot(own, tl.trans(a), total, input_precision="ieee")
         else:
             total = wide_product(own, tl.trans(a), total)
-    at = place[:, None] * most_rank + k[None, :]
-    tl.store(s + at, total * scale, taken[:, None] & (k < most_rank)[None, :])
+    at = m[:, None] * width + k[None, :]
+    tl.store(s + at, total * scale, taken[:, None] & (k < width)[None, :])
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["tiles"])
 def shrink_kernel(
     x, stride, order, tiles, memory, rows, ranks, columns, scales, s,
-    slices, slots, places, most_rank, part_columns,
+    first, slices, slots, sums, part_columns,
     HAS_SCALES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One part of s for a tile, a slice and up to BLOCK_R of its ranks."""
     part = tl.program_id(1)
-    j = tl.program_id(2) % slices
-    first_rank = tl.program_id(2) // slices * BLOCK_R
-    matrix, rank, first_place, count = segment_of(tiles, slots, ranks, j)
+    j = tl.program_id(2)
+    matrix, rank, first_place, count = item_of(tiles, slots, ranks, j)
     if count == 0:
         return
+    width, entries = entries_of(tiles, rows, first + j)
+    width = tl.multiple_of(width, 16)
+    s, first_rank = sums_of(tiles, s, part * slices + j, sums)
     scale = 1.0
     if HAS_SCALES:
         scale = tl.load(scales + matrix)
@@ -71,55 +76,53 @@ def shrink_kernel(
     place = first_place + m
     taken = m < count
     token = tokens_at(order, place, taken, stride)
-    rows += matrix * most_rank
     k = first_rank + tl.arange(0, 16)
-    row = rows_at(rows + k, memory)
+    row = rows_at(entries + k, memory)
     if first_rank >= rank:
         return
-    s += (part * slices + j) * places * most_rank
     low = part * part_columns
     high = tl.minimum(low + part_columns, size)
-    width = tl.minimum(rank - first_rank, BLOCK_R)
-    if width <= 16:
+    own = tl.minimum(rank - first_rank, BLOCK_R)
+    if own <= 16:
         shrink_width(
-            x, token, place, taken, start, size, memory, row, k, rank, low, high, scale, s,
-            most_rank, BLOCK_K,
+            x, token, m, taken, start, size, memory, row, k, rank, low, high, scale, s, width,
+            BLOCK_K,
         )  # fmt: skip
     if BLOCK_R >= 32:
-        is_middle = (width > 16) & (width <= 32)
+        is_middle = (own > 16) & (own <= 32)
         if is_middle:
             middle = first_rank + tl.arange(0, 32)
-            of_middle = rows_at(rows + middle, memory, middle < most_rank)
+            of_middle = rows_at(entries + middle, memory, middle < width)
             shrink_width(
-                x, token, place, taken, start, size, memory, of_middle, middle, rank, low, high,
-                scale, s, most_rank, BLOCK_K,
+                x, token, m, taken, start, size, memory, of_middle, middle, rank, low, high,
+                scale, s, width, BLOCK_K,
             )  # fmt: skip
     if BLOCK_R == 64:
-        is_widest = width > 32
+        is_widest = own > 32
         if is_widest:
             widest = first_rank + tl.arange(0, 64)
-            of_widest = rows_at(rows + widest, memory, widest < most_rank)
+            of_widest = rows_at(entries + widest, memory, widest < width)
             shrink_width(
-                x, token, place, taken, start, size, memory, of_widest, widest, rank, low, high,
-                scale, s, most_rank, BLOCK_K,
+                x, token, m, taken, start, size, memory, of_widest, widest, rank, low, high,
+                scale, s, width, BLOCK_K,
             )  # fmt: skip
 
 
 @triton.jit
 def expand_matrix(
-    total, memory, rows, row, rank, n, inside, s, at, part_stride, taken, scale, most_rank,
+    total, memory, entries, row, rank, n, inside, s, at, part_stride, taken, scale, width,
     PARTS: tl.constexpr,
 ):  # fmt: skip
     """total + scale · Bᵀ sᵀ of one matrix, [N, M].
 
-    `row` is the first element of the first 16 rows, `at` the element of s of each place's rank 0.
+    `row` is the first element of the first 16 rows, `at` the place in s of each place's rank 0.
     """
     for first_rank in range(0, rank, 16):
         k = first_rank + tl.arange(0, 16)
         b = tl.load(memory + row[:, None] + n[None, :], (k < rank)[:, None] & inside, 0.0)
         part = sum_of_parts(s, at + k[:, None], part_stride, taken, PARTS)
         # Under way while the product is made.
-        row = rows_at(rows + k + 16, memory, k + 16 < most_rank)
+        row = rows_at(entries + k + 16, memory, k + 16 < width)
         total = wide_product(tl.trans(b), part * scale, total)
     return total
 
@@ -127,7 +130,7 @@ def expand_matrix(
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["tiles"])
 def expand_kernel(
     y, stride, z, z_stride, order, tiles, memory, rows, ranks, columns, scales, s,
-    slices, slots, places, most_rank,
+    first, slices, slots, sums,
     HAS_SCALES: tl.constexpr, SUMMED: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -136,56 +139,98 @@ def expand_kernel(
     The product is turned, columns by tokens: see `wide_product` for why s is the second factor.
     """
     j = tl.program_id(2) * SUMMED
-    matrix, rank, first_place, count = segment_of(tiles, slots, ranks, j)
+    matrix, rank, first_place, count = item_of(tiles, slots, ranks, j)
     start, size = columns_of(columns, j)
-    first = tl.program_id(1) * BLOCK_N
-    if (count == 0) | (first >= size):
+    low = tl.program_id(1) * BLOCK_N
+    if (count == 0) | (low >= size):
         return
-    row = rows_at(rows + matrix * most_rank + tl.arange(0, 16), memory)
+    width, entries = entries_of(tiles, rows, first + j)
+    width = tl.multiple_of(width, 16)
+    row = rows_at(entries + tl.arange(0, 16), memory)
     scale = 1.0
     if HAS_SCALES:
         scale = tl.load(scales + matrix)
     m = tl.arange(0, BLOCK_M)
-    place = first_place + m
     taken = (m < count)[None, :]
-    token = tl.load(order + place, m < count, 0).to(tl.int64)
+    token = tl.load(order + first_place + m, m < count, 0).to(tl.int64)
     if SUMMED == 1:
         is_absent = rank == 0
         if is_absent:
             return
-    n = first + tl.arange(0, BLOCK_N)
+    n = low + tl.arange(0, BLOCK_N)
     inside = n < size
-    y += tl.multiple_of(token * stride, [8])[None, :] + (start + n)[:, None]
-    if BLOCK_M == 16:  # under way while the product waits; in prefill it would cost registers
-        before = tl.load(y, inside[:, None] & taken, 0.0)
-    part_stride = slices * places * most_rank
-    at = (j * places + place)[None, :] * most_rank
+    s, _ = sums_of(tiles, s, j, sums)
+    part_stride = tl.multiple_of(slices * sums, 16)
+    at = (m * width)[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     total = expand_matrix(
-        total, memory, rows + matrix * most_rank, row, rank, n, inside[None, :],
-        s, at, part_stride, taken, scale, most_rank, PARTS,
+        total, memory, entries, row, rank, n, inside[None, :],
+        s, at, part_stride, taken, scale, width, PARTS,
     )  # fmt: skip
     for _ in range(1, SUMMED):
         matrix += slots
-        at += places * most_rank
+        s += sums
+        entries += width
         rank = tl.load(ranks + matrix)
-        row = rows_at(rows + matrix * most_rank + tl.arange(0, 16), memory)
+        row = rows_at(entries + tl.arange(0, 16), memory)
         if HAS_SCALES:
             scale = tl.load(scales + matrix)
         total = expand_matrix(
-            total, memory, rows + matrix * most_rank, row, rank, n, inside[None, :],
-            s, at, part_stride, taken, scale, most_rank, PARTS,
+            total, memory, entries, row, rank, n, inside[None, :],
+            s, at, part_stride, taken, scale, width, PARTS,
         )  # fmt: skip
-    if BLOCK_M != 16:
-        before = tl.load(y, inside[:, None] & taken, 0.0)
+    y += tl.multiple_of(token * stride, [8])[None, :] + (start + n)[:, None]
+    before = tl.load(y, inside[:, None] & taken, 0.0)
     z += tl.multiple_of(token * z_stride, [8])[None, :] + (start + n)[:, None]
     tl.store(z, (before.to(tl.float32) + total).to(before.dtype), inside[:, None] & taken)
+
+
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["by_token"])
+def expand_tokens_kernel(
+    y, stride, z, z_stride, by_token, memory, rows, ranks, columns, scales, s,
+    first, slices, slots, sums,
+    HAS_SCALES: tl.constexpr, SUMMED: tl.constexpr,
+    PARTS: tl.constexpr, PART_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """z for a token and BLOCK_N columns of a slice, or of SUMMED slices that have the same ones."""
+    token = tl.program_id(0)
+    j = tl.program_id(2) * SUMMED
+    by_token += 4 * token
+    at, rank, entries, first_sum = token_of(by_token, rows, slots, ranks, first + j, j)
+    start, size = columns_of(columns, j)
+    low = tl.program_id(1) * BLOCK_N
+    if (tl.load(by_token) < 0) | (low >= size):
+        return
+    if SUMMED == 1:
+        is_absent = rank == 0
+        if is_absent:
+            return
+    n = low + tl.arange(0, BLOCK_N)
+    inside = n < size
+    own = token.to(tl.int64)
+    before = tl.load(y + tl.multiple_of(own * stride, 8) + start + n, inside, 0.0)
+    s += j * sums + first_sum
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for summed in tl.static_range(SUMMED):
+        if summed > 0:
+            at, rank, entries, _ = token_of(
+                by_token, rows, slots, ranks, first + j + summed, j + summed
+            )
+        scale = 1.0
+        if HAS_SCALES:
+            scale = tl.load(scales + at)
+        total = expand_token(
+            total, memory, entries, rank, n, inside, s + summed * sums, slices * sums, scale,
+            PARTS, PART_BLOCK, STAGES,
+        )  # fmt: skip
+    z += tl.multiple_of(own * z_stride, 8) + start + n
+    tl.store(z, (before.to(tl.float32) + total).to(before.dtype), inside)
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["segments"])
 def outer_kernel(
     x, stride, order, segments, s, memory, rows, ranks, columns, scales,
-    slices, slots, places, most_rank,
+    first, slots, sums,
     HAS_SCALES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -193,17 +238,18 @@ def outer_kernel(
 
     The product is turned, columns by ranks: see `wide_product` for why s is the second factor.
     """
-    j = tl.program_id(2) % slices
-    first_rank = tl.program_id(2) // slices * BLOCK_R
-    matrix, rank, first_place, count = segment_of(segments, slots, ranks, j)
+    j = tl.program_id(2)
+    matrix, rank, first_place, count = item_of(segments, slots, ranks, j)
+    s, first_rank = sums_of(segments, s, j, sums)
     start, size = columns_of(columns, j)
-    first = tl.program_id(1) * BLOCK_N
-    if (count == 0) | (first_rank >= rank) | (first >= size):
+    low = tl.program_id(1) * BLOCK_N
+    if (count == 0) | (first_rank >= rank) | (low >= size):
         return
-    n = first + tl.arange(0, BLOCK_N)
+    width, entries = entries_of(segments, rows, first + j)
+    width = tl.multiple_of(width, 16)
+    n = low + tl.arange(0, BLOCK_N)
     k = first_rank + tl.arange(0, BLOCK_R)
     inside = n < size
-    s += j * places * most_rank
     total = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
     for done in range(0, count, BLOCK_T):
         t = done + tl.arange(0, BLOCK_T)
@@ -211,11 +257,11 @@ def outer_kernel(
         token = tokens_at(order, first_place + t, taken, stride)
         at = token[:, None] + (start + n)[None, :]
         own = tl.load(x + at, taken[:, None] & inside[None, :], 0.0)
-        of_place = (first_place + t)[:, None] * most_rank + k[None, :]
+        of_place = t[:, None] * width + k[None, :]
         of_token = tl.load(s + of_place, taken[:, None], 0.0)
         total = wide_product(tl.trans(own), of_token, total)
     if HAS_SCALES:
         total *= tl.load(scales + matrix)
-    row = rows_at(rows + matrix * most_rank + k, memory, k < rank)
+    row = rows_at(entries + k, memory, k < rank)
     at = memory + row[None, :] + n[:, None]
     tl.store(at, total, inside[:, None] & (k < rank)[None, :])

@@ -1,9 +1,14 @@
 """The rows of adapters' matrices in one memory: paged, of any rank.
 
 A matrix of rank r is r rows, each of them contiguous: row k of A [r, in], column k of B [out, r].
-Row k of a slot's matrix of a slice begins at element `rows[slice, slot, k]` of the memory; a slice
-is one of several sites that read the same input or write to neighbouring columns of one output, as
-q, k and v. A vector is a matrix of one row.
+A slice is one of several sites that read the same input or write to neighbouring columns of one
+output, as q, k and v. A vector is a matrix of one row. Row k of slice j begins at element
+
+    rows[first row + (first + j) · width + k]
+
+of the memory: an adapter has `width` entries for each matrix, its own greatest rank, from `first
+row` on, which the step's lists say of each tile (`token_tiles`). So no adapter's rank is in the
+tables of others.
 """
 
 from __future__ import annotations
@@ -25,8 +30,9 @@ class RankRows:
 
     Attributes:
         memory: flat, of the matrices' dtype.
-        rows: first element of each row, [slices, slots, most_rank], int64, multiples of 16 bytes;
-            what stands beyond a rank is not read.
+        rows: first element of each row, int64, multiples of 16 bytes; what stands beyond a rank
+            is not read.
+        first: number of the first slice's matrix among the matrices of each adapter.
         ranks: rows of each matrix, [slices, slots], int32; 0 where a slot has none.
         starts: the first column of each slice in the tokens' tensor that it reads or writes.
         sizes: columns of each slice, elements of a row.
@@ -35,6 +41,7 @@ class RankRows:
 
     memory: Tensor
     rows: Tensor
+    first: int
     ranks: Tensor
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -42,15 +49,11 @@ class RankRows:
 
     @property
     def slices(self) -> int:
-        return self.rows.shape[0]
+        return self.ranks.shape[0]
 
     @property
     def slots(self) -> int:
-        return self.rows.shape[1]
-
-    @property
-    def most_rank(self) -> int:
-        return self.rows.shape[2]
+        return self.ranks.shape[1]
 
     @property
     def is_shared(self) -> bool:
@@ -59,7 +62,12 @@ class RankRows:
 
 
 def rank_rows(
-    memory: Tensor, rows: Tensor, ranks: Tensor, starts: Sequence[int], sizes: Sequence[int]
+    memory: Tensor,
+    rows: Tensor,
+    first: int,
+    ranks: Tensor,
+    starts: Sequence[int],
+    sizes: Sequence[int],
 ) -> RankRows:
     """Describe matrices in a memory; see `RankRows` for the arguments.
 
@@ -69,11 +77,10 @@ def rank_rows(
     Raises:
         CodegenError: columns that the kernels cannot take, or shapes that do not fit each other.
     """
-    slices, slots, _ = rows.shape
-    if ranks.shape != (slices, slots) or {len(starts), len(sizes)} != {slices}:
+    if rows.dim() != 1 or {len(starts), len(sizes)} != {len(ranks)}:
         raise CodegenError(
-            f"rows {tuple(rows.shape)} take ranks ({slices}, {slots}) and {slices} starts and "
-            f"sizes; there are {tuple(ranks.shape)}, {len(starts)} and {len(sizes)}"
+            f"ranks {tuple(ranks.shape)} take rows [n] and {len(ranks)} starts and sizes; there "
+            f"are {tuple(rows.shape)}, {len(starts)} and {len(sizes)}"
         )
     for start, size in zip(starts, sizes, strict=True):
         if start % ROW_ALIGNMENT or size % ROW_ALIGNMENT:
@@ -82,7 +89,7 @@ def rank_rows(
                 "kernels load that many at once: use the torch backend"
             )
     columns = int32_on([*zip(starts, sizes, strict=True)], memory.device)
-    return RankRows(memory, rows, ranks, tuple(starts), tuple(sizes), columns)
+    return RankRows(memory, rows, first, ranks, tuple(starts), tuple(sizes), columns)
 
 
 def int32_on(numbers: Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -4,12 +4,12 @@
                         ds[j, p, k] = dz[j, p, k] · σ'(s[j, p, k] + scale b[j, k])
     segment_sum:        db[j, k] = scale Σ_p ds[j, p, k]
 
-s and dz are partial sums, [parts, slices, places, most_rank] in fp32, as `shrink` makes them; z and
-ds are such of one part. A slot has as many k as its width says, the ranks of its matrices; behind
+s and dz are partial sums, [parts, slices, sums] in fp32, as `shrink` makes them; z and ds are such
+of one part. A slot has as many k as its width says, the ranks of its matrices; behind
 them z and ds are 0 up to the next multiple of 16, as s is. b is the one row that the place's slot
 has in `rank_rows`, or 0 where it has none. All is in fp32.
 
-Grids: (tiles, blocks of k, slices); segment_sum (segments, blocks of k, slices).
+Grids: (blocks of k of tiles, slices); segment_sum (blocks of k of segments, slices).
 """
 
 from __future__ import annotations
@@ -20,15 +20,22 @@ import triton.language as tl
 from torch import Tensor
 
 from pcg.errors import CodegenError
-from pcg.kernels.triton.adapters.device_functions import COUNTS, segment_of, sum_of_parts
+from pcg.kernels.sizes import RANK_STEP
+from pcg.kernels.triton.adapters.device_functions import (
+    COUNTS,
+    entries_of,
+    item_of,
+    sum_of_parts,
+    sums_of,
+)
 from pcg.kernels.triton.adapters.rank_rows import RankRows
-from pcg.kernels.triton.adapters.token_tiles import TokenTiles
+from pcg.kernels.triton.adapters.token_tiles import TokenTiles, rank_block
 
 FUNCTIONS = {"gelu": 0, "gelu_new": 1, "relu": 2, "silu": 3, "tanh": 4}
 """The kernels' numbers of the functions that `pcg.kernels.torch.bypass` knows by name."""
 
 _BLOCK = 32
-"""k of a program: 16 elements a thread of a prefill's tile, some eight registers for each."""
+"""k at once: 16 elements a thread of a prefill's tile, some eight registers for each."""
 
 
 @triton.jit
@@ -70,33 +77,35 @@ def activation(x, FUNCTION: tl.constexpr):
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["tiles"])
 def activate_kernel(
-    s, dz, out, tiles, widths, memory, rows, ranks, scales, slices, slots, places, most_rank,
-    row_stride,
+    s, dz, out, tiles, widths, memory, rows, ranks, scales, first, slices, slots, sums,
     FUNCTION: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_GRADIENT: tl.constexpr,
     PARTS: tl.constexpr, GRADIENT_PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """z, or ds with HAS_GRADIENT, for a tile and BLOCK_R of a slice's k."""
-    j = tl.program_id(2)
-    matrix, width, first_place, count = segment_of(tiles, slots, widths, j)
-    first = tl.program_id(1) * BLOCK_R
-    if (count == 0) | (first >= width):
+    """z, or ds with HAS_GRADIENT, for a tile and up to RANKS of a slice's k, BLOCK_R at once."""
+    j = tl.program_id(1)
+    matrix, width, _, count = item_of(tiles, slots, widths, j)
+    if count == 0:
         return
-    m = tl.arange(0, BLOCK_M)
-    k = first + tl.arange(0, BLOCK_R)
+    stride, entries = entries_of(tiles, rows, first + j)
+    stride = tl.multiple_of(stride, 16)
+    of_tile, first_k = sums_of(tiles, 0, j, sums)
     bias_width = width * tl.load(ranks + matrix)
-    row = tl.load(rows + matrix * row_stride)
-    bias = tl.load(memory + row + k, k < bias_width, 0.0).to(tl.float32)
-    if HAS_SCALES:
-        bias *= tl.load(scales + matrix)
-    at = (j * places + first_place + m)[:, None] * most_rank + k[None, :]
-    # Up to where s is defined: a multiple of 16, so that loads are of 16 bytes.
-    chosen = (m < count)[:, None] & (k < (width + 15) // 16 * 16)[None, :]
-    stride = slices * places * most_rank
-    value, slope = activation(sum_of_parts(s, at, stride, chosen, PARTS) + bias, FUNCTION)
-    if HAS_GRADIENT:
-        value = sum_of_parts(dz, at, stride, chosen, GRADIENT_PARTS) * slope
-    tl.store(out + at, tl.where((k < width)[None, :], value, 0.0), chosen)
+    row = tl.load(entries)
+    m = tl.arange(0, BLOCK_M)
+    for low in range(first_k, tl.minimum(width, first_k + RANKS), BLOCK_R):
+        k = low + tl.arange(0, BLOCK_R)
+        bias = tl.load(memory + row + k, k < bias_width, 0.0).to(tl.float32)
+        if HAS_SCALES:
+            bias *= tl.load(scales + matrix)
+        at = (of_tile + m * stride)[:, None] + k[None, :]
+        # Up to where s is defined: a multiple of 16, so that loads are of 16 bytes.
+        chosen = (m < count)[:, None] & (k < (width + 15) // 16 * 16)[None, :]
+        parts = tl.multiple_of(slices * sums, 16)
+        value, slope = activation(sum_of_parts(s, at, parts, chosen, PARTS) + bias, FUNCTION)
+        if HAS_GRADIENT:
+            value = sum_of_parts(dz, at, parts, chosen, GRADIENT_PARTS) * slope
+        tl.store(out + at, tl.where((k < width)[None, :], value, 0.0), chosen)
 
 
 def segmented_activate(
@@ -111,7 +120,7 @@ def segmented_activate(
     """σ(s + scale · b) of each token's own adapter; with dz, ds = dz · σ'(s + scale · b).
 
     Args:
-        s: the partial sums of `shrink`, [parts, slices, places, most_rank], fp32; dz likewise.
+        s: the partial sums of `shrink`, [parts, slices, sums], fp32; dz likewise.
         biases: one row of `width` elements for each slot that has one; their sizes are not read.
         widths: ranks of the matrices that made s, [slices, slots], int32.
         tiles: those that s was made with.
@@ -123,44 +132,46 @@ def segmented_activate(
     """
     if function not in FUNCTIONS:
         raise CodegenError(f"activation {function!r}; there are {', '.join(FUNCTIONS)}")
-    _, slices, places, most_rank = s.shape
+    _, slices, sums = s.shape
     out = torch.empty((1, *s.shape[1:]), dtype=torch.float32, device=s.device)
-    if tiles.capacity.tiles:
-        activate_kernel[(tiles.capacity.tiles, triton.cdiv(most_rank, _BLOCK), slices)](
+    items, ranks = len(tiles.tiles), rank_block(tiles.block)
+    if items:
+        activate_kernel[(items, slices)](
             s, dz, out, tiles.tiles, widths, biases.memory, biases.rows, biases.ranks, scales,
-            slices, biases.slots, places, most_rank, biases.most_rank,
+            biases.first, slices, biases.slots, sums,
             FUNCTION=FUNCTIONS[function], HAS_SCALES=scales is not None,
             HAS_GRADIENT=dz is not None,
             PARTS=s.shape[0], GRADIENT_PARTS=1 if dz is None else dz.shape[0],
-            BLOCK_M=tiles.block, BLOCK_R=_BLOCK, num_warps=4,
+            BLOCK_M=tiles.block, BLOCK_R=min(_BLOCK, ranks), RANKS=ranks, num_warps=4,
         )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["slots", "places"], do_not_specialize_on_alignment=["segments"])
+@triton.jit(do_not_specialize=COUNTS[1:], do_not_specialize_on_alignment=["segments"])
 def sum_kernel(
-    ds, segments, widths, memory, rows, ranks, scales, slots, places, most_rank, row_stride,
+    ds, segments, widths, memory, rows, ranks, scales, first, slots, sums,
     HAS_SCALES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_R k of a segment's db of a slice; lines of places as `inner_kernel` adds them up."""
-    j = tl.program_id(2)
-    matrix, width, first_place, count = segment_of(segments, slots, widths, j)
-    first = tl.program_id(1) * BLOCK_R
-    if (count == 0) | (tl.load(ranks + matrix) == 0) | (first >= width):
+    j = tl.program_id(1)
+    matrix, width, _, count = item_of(segments, slots, widths, j)
+    ds, first_k = sums_of(segments, ds, j, sums)
+    if (count == 0) | (tl.load(ranks + matrix) == 0) | (first_k >= width):
         return
-    k = first + tl.arange(0, BLOCK_R)
-    first_place += j * places
+    stride, entries = entries_of(segments, rows, first + j)
+    stride = tl.multiple_of(stride, 16)
+    k = first_k + tl.arange(0, BLOCK_R)
     defined = (k < (width + 15) // 16 * 16)[None, :]
     lines = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
     for done in range(0, count, BLOCK_T):
         t = done + tl.arange(0, BLOCK_T)
-        at = (first_place + t)[:, None] * most_rank + k[None, :]
+        at = t[:, None] * stride + k[None, :]
         lines += tl.load(ds + at, (t < count)[:, None] & defined, 0.0)
     total = tl.sum(lines, 0)
     if HAS_SCALES:
         total *= tl.load(scales + matrix)
-    tl.store(memory + tl.load(rows + matrix * row_stride) + k, total, k < width)
+    tl.store(memory + tl.load(entries) + k, total, k < width)
 
 
 def segment_sum(
@@ -174,16 +185,17 @@ def segment_sum(
     Raises:
         CodegenError: ds is of several parts, or gradients are not fp32.
     """
-    parts, slices, places, most_rank = ds.shape
+    parts, slices, sums = ds.shape
     if parts != 1 or gradients.memory.dtype != torch.float32:
         raise CodegenError(
             f"ds of {parts} parts and gradients in {gradients.memory.dtype}; one part and "
             "torch.float32 can be added up"
         )
-    if tiles.capacity.segments:
-        sum_kernel[(tiles.capacity.segments, triton.cdiv(most_rank, _BLOCK), slices)](
+    items = len(tiles.segments)
+    if items:
+        sum_kernel[(items, slices)](
             ds, tiles.segments, widths, gradients.memory, gradients.rows, gradients.ranks, scales,
-            gradients.slots, places, most_rank, gradients.most_rank,
+            gradients.first, gradients.slots, sums,
             HAS_SCALES=scales is not None,
-            BLOCK_T=32, BLOCK_R=_BLOCK, num_warps=4, num_stages=2,
+            BLOCK_T=32, BLOCK_R=RANK_STEP, num_warps=4, num_stages=2,
         )  # fmt: skip

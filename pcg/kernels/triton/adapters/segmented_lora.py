@@ -10,13 +10,15 @@ ds is shrink over B's rows with scale, dx is expand_add over A's without; and dA
 ds and x, dB that of s and dy with scale, as dB lies by its rows, like B.
 
     x, y, z: [tokens, columns], fp32, bf16 or fp16, of their own dtypes
-    s:       [parts, slices, places, most_rank], fp32: partial sums, whose sum over parts is s
+    s:       [parts, slices, sums], fp32: partial sums, whose sum over parts is s; a place has as
+             many as its adapter is wide, one behind the other
 
 Sums are in fp32 and in a fixed order, and y is rounded once. Products run on tensor cores where one
 factor has 16 bits: x is converted to the dtype of rows of 16 bits, and where the other factor, s or
-a row, is fp32, it keeps 16 bits at least (`wide_product`). A rank costs what it needs, in steps of
-16, whatever the others' are. s is zero from a rank to the next multiple of 16, and undefined
-beyond; most_rank is a multiple of 16, so that s is loaded 16 bytes at once.
+a row, is fp32, it keeps 16 bits at least (`wide_product`); decode's expand takes none. A rank costs
+what it needs, in steps of 16, whatever the others' are: programs, sums and entries of tables are an
+adapter's own. s is zero from a rank to the next multiple of 16, and undefined beyond; widths are
+multiples of 16, so that s is loaded 16 bytes at once.
 
 A token's bits depend on its own x and adapter, on the sizes of the tensors, on the tiles' block and
 the number of parts, and on nothing else in the batch: each row of a product adds up by itself. In
@@ -33,15 +35,27 @@ import triton
 from torch import Tensor
 
 from pcg.errors import CodegenError
-from pcg.kernels.sizes import ROW_ALIGNMENT
-from pcg.kernels.triton.adapters.lora_kernels import expand_kernel, outer_kernel, shrink_kernel
+from pcg.kernels.sizes import RANK_STEP, ROW_ALIGNMENT
+from pcg.kernels.triton.adapters.lora_kernels import (
+    expand_kernel,
+    expand_tokens_kernel,
+    outer_kernel,
+    shrink_kernel,
+)
 from pcg.kernels.triton.adapters.rank_rows import RankRows
-from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles
+from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles, rank_block
 
 DECODE_COLUMNS = 256
 """Columns that a decode program of shrink takes at once: 8 KiB of an adapter of rank 16 in bf16, so
 that 64 adapters of 4096 columns are 1024 programs, 8 for each SM of an H200: their loads are all
 under way together, which is what hides the memory's latency."""
+
+DECODE_EXPANDED = 512
+"""Columns of a decode program of expand: 16 KiB of an adapter of rank 16 in bf16, 16 loads of 16
+bytes for each thread of two warps, all under way at once."""
+
+WIDE_STAGES = 4
+"""Steps of 16 ranks of a wide adapter that decode's expand has under way: 64 KiB of its rows."""
 
 DECODE_PARTS = 16
 """Parts of a sum in decode, at most: expand reads them all for each block of columns."""
@@ -75,7 +89,7 @@ def shrink(
         scales: factors on s, [slices, slots], fp32.
         parts: the number of parts of each sum; by default as many as fill the device.
     Returns:
-        s [parts, slices, places, most_rank], fp32.
+        s [parts, slices, sums], fp32.
     Raises:
         CodegenError: x cannot be loaded 16 bytes at once, or has too few columns.
     """
@@ -85,28 +99,28 @@ def shrink(
         # Not in the kernel, where tensor cores would read what is converted from registers.
         x = x.to(a.memory.dtype)
         check_tokens(x, a)
-    block_r = 16 if is_decode else min(64, max(16, triton.next_power_of_2(a.most_rank)))
+    block_r = min(rank_block(tiles.block), triton.next_power_of_2(tiles.width))
     is_large = is_wide and block_r > 16  # tiles of fp32 rows
     # Of fp32 rows fewer at once: they take twice the registers, and more beside 16-bit tokens.
     if is_decode:
         block_k = DECODE_COLUMNS // (2 if is_wide else 1)
     else:
         block_k = PREFILL_COLUMNS // (2 if is_large else 1)
-    rank_blocks = triton.cdiv(a.most_rank, block_r)
+    items = len(tiles.tiles)
     steps = triton.cdiv(max(a.sizes), block_k)
     if parts is None:
-        programs = max(1, tiles.capacity.tiles * a.slices * rank_blocks)
+        programs = max(1, items * a.slices)
         wanted = triton.next_power_of_2(triton.cdiv(PREFILL_PROGRAMS, programs))
         parts = DECODE_PARTS if is_decode else min(PREFILL_PARTS, wanted)
     part_steps = triton.cdiv(steps, min(parts, steps))
     parts = triton.cdiv(steps, part_steps)
-    shape = (parts, a.slices, tiles.capacity.places, a.most_rank)
+    shape = (parts, a.slices, tiles.capacity.sums)
     s = torch.empty(shape, dtype=torch.float32, device=x.device)
     check_partial_sums(s, a, tiles)
-    if tiles.capacity.tiles:
-        shrink_kernel[(tiles.capacity.tiles, parts, a.slices * rank_blocks)](
+    if items:
+        shrink_kernel[(items, parts, a.slices)](
             x, x.stride(0), tiles.order, tiles.tiles, a.memory, a.rows, a.ranks, a.columns,
-            scales, s, a.slices, a.slots, tiles.capacity.places, a.most_rank, part_steps * block_k,
+            scales, s, a.first, a.slices, a.slots, tiles.capacity.sums, part_steps * block_k,
             HAS_SCALES=scales is not None,
             BLOCK_M=tiles.block, BLOCK_R=block_r, BLOCK_K=block_k,
             num_warps=8 if is_large else 4, num_stages=2 if is_decode else 3,
@@ -138,19 +152,29 @@ def expand_add(
     check_tokens(y, b)
     check_partial_sums(s, b, tiles)
     is_decode, is_wide = tiles.block == DECODE_BLOCK, b.memory.dtype == torch.float32
-    # y of 256 by 16 and 128 by 64 is 32 and 64 registers a thread; fp32 factors take registers too.
-    block_n = (256 if is_decode else 128) // (2 if is_wide else 1)
     summed = b.slices if b.is_shared else 1
     z = y if in_place else torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    if tiles.capacity.tiles:
+    has_scales, parts = scales is not None, s.shape[0]
+    if is_decode and tiles.capacity.tiles:
+        block_n = DECODE_EXPANDED // (2 if is_wide else 1)
+        columns = triton.cdiv(max(b.sizes), block_n)
+        expand_tokens_kernel[(tiles.capacity.tokens, columns, b.slices // summed)](
+            y, y.stride(0), z, z.stride(0), tiles.by_token, b.memory, b.rows, b.ranks,
+            b.columns, scales, s, b.first, b.slices, b.slots, tiles.capacity.sums,
+            HAS_SCALES=has_scales, SUMMED=summed,
+            PARTS=parts, PART_BLOCK=triton.next_power_of_2(parts), BLOCK_N=block_n,
+            STAGES=1 if tiles.width == RANK_STEP else WIDE_STAGES, num_warps=2,
+        )  # fmt: skip
+    elif tiles.capacity.tiles:
+        # y of 128 by 64 is 64 registers a thread; fp32 factors take registers too.
+        block_n = 128 // (2 if is_wide else 1)
         columns = triton.cdiv(max(b.sizes), block_n)
         expand_kernel[(tiles.capacity.tiles, columns, b.slices // summed)](
             y, y.stride(0), z, z.stride(0), tiles.order, tiles.tiles, b.memory, b.rows, b.ranks,
-            b.columns, scales, s, b.slices, b.slots, tiles.capacity.places, b.most_rank,
-            HAS_SCALES=scales is not None, SUMMED=summed, PARTS=s.shape[0],
+            b.columns, scales, s, b.first, b.slices, b.slots, tiles.capacity.sums,
+            HAS_SCALES=has_scales, SUMMED=summed, PARTS=parts,
             BLOCK_M=tiles.block, BLOCK_N=block_n,
-            # Loads of decode's one step of most ranks go to registers, without a detour.
-            num_warps=8 if is_wide and not is_decode else 4, num_stages=1 if is_decode else 2,
+            num_warps=8 if is_wide else 4, num_stages=2,
         )  # fmt: skip
     return z
 
@@ -172,12 +196,12 @@ def segment_outer(
     if s.shape[0] > 1:
         s = s.sum(0)  # once, as every block of columns reads it
     columns = triton.cdiv(max(gradients.sizes), OUTER_COLUMNS)
-    ranks = gradients.most_rank // 16
-    if tiles.capacity.segments:
-        outer_kernel[(tiles.capacity.segments, columns, gradients.slices * ranks)](
+    items = len(tiles.segments)
+    if items:
+        outer_kernel[(items, columns, gradients.slices)](
             x, x.stride(0), tiles.order, tiles.segments, s, gradients.memory, gradients.rows,
             gradients.ranks, gradients.columns, scales,
-            gradients.slices, gradients.slots, tiles.capacity.places, gradients.most_rank,
+            gradients.first, gradients.slots, tiles.capacity.sums,
             HAS_SCALES=scales is not None, BLOCK_T=32 if x.dtype == torch.float32 else 64,
             BLOCK_N=OUTER_COLUMNS, BLOCK_R=16, num_warps=4, num_stages=3,
         )  # fmt: skip
@@ -208,14 +232,14 @@ def check_gradients(gradients: RankRows) -> None:
 
 def check_partial_sums(s: Tensor, rows: RankRows, tiles: TokenTiles) -> None:
     """CodegenError: s is not of these matrices and places, or not what kernels index."""
-    expected = (rows.slices, tiles.capacity.places, rows.most_rank)
+    expected = (rows.slices, tiles.capacity.sums)
     if s.shape[1:] != expected or s.dtype != torch.float32 or not s.is_contiguous():
         raise CodegenError(
-            f"s {tuple(s.shape)} in {s.dtype} is not [parts, slices, places, ranks] of "
-            f"{expected} in torch.float32, contiguous; make it by shrink with the same tiles"
+            f"s {tuple(s.shape)} in {s.dtype} is not [parts, slices, sums] of {expected} in "
+            "torch.float32, contiguous; make it by shrink with the same tiles"
         )
-    if s.shape[3] % 16 or s.numel() >= 2**31:
+    if s.shape[2] % RANK_STEP or tiles.width % RANK_STEP or s.numel() >= 2**31:
         raise CodegenError(
-            f"s {tuple(s.shape)}: most_rank is a multiple of 16, and there are fewer than 2**31 "
-            "elements, which kernels index by 32 bits"
+            f"s {tuple(s.shape)} of adapters {tiles.width} wide: widths are multiples of "
+            f"{RANK_STEP}, and there are fewer than 2**31 elements, which kernels index by 32 bits"
         )

@@ -20,27 +20,37 @@ import triton.language as tl
 from torch import Tensor
 
 from pcg.errors import CodegenError
-from pcg.kernels.triton.adapters.device_functions import columns_of, rows_at, segment_of, tokens_at
+from pcg.kernels.triton.adapters.device_functions import (
+    COUNTS,
+    columns_of,
+    entries_of,
+    item_of,
+    rows_at,
+    tokens_at,
+)
 from pcg.kernels.triton.adapters.rank_rows import RankRows
 from pcg.kernels.triton.adapters.segmented_lora import check_gradients, check_tokens
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles
 
+_NUMBERS = [name for name in COUNTS if name in ("first", "slots")]
 
-@triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=["tiles"])
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["tiles"])
 def vector_kernel(
-    y, stride, order, tiles, memory, rows, ranks, columns, base, slots, most_rank,
+    y, stride, order, tiles, memory, rows, ranks, columns, base, first, slots,
     ADDS: tl.constexpr, HAS_BASE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """y for a tile and BLOCK_N columns of a slice: v is added where it ADDS, else it scales."""
     j = tl.program_id(2)
-    matrix, rank, first_place, count = segment_of(tiles, slots, ranks, j)
+    _, rank, first_place, count = item_of(tiles, slots, ranks, j)
     start, size = columns_of(columns, j)
-    first = tl.program_id(1) * BLOCK_N
-    if (count == 0) | (rank == 0) | (first >= size):
+    low = tl.program_id(1) * BLOCK_N
+    if (count == 0) | (rank == 0) | (low >= size):
         return
-    n = first + tl.arange(0, BLOCK_N)
+    n = low + tl.arange(0, BLOCK_N)
     inside = n < size
-    row = rows_at(rows + matrix * most_rank, memory)
+    _, entries = entries_of(tiles, rows, first + j)
+    row = rows_at(entries, memory)
     v = tl.load(memory + row + n, inside, 0.0).to(tl.float32)
     c = start + n
     m = tl.arange(0, BLOCK_M)
@@ -92,17 +102,17 @@ def _change(
         columns = triton.cdiv(max(vectors.sizes), block_n)
         vector_kernel[(tiles.capacity.tiles, columns, vectors.slices)](
             y, y.stride(0), tiles.order, tiles.tiles, vectors.memory, vectors.rows, vectors.ranks,
-            vectors.columns, base, vectors.slots, vectors.most_rank,
+            vectors.columns, base, vectors.first, vectors.slots,
             ADDS=adds, HAS_BASE=base is not None,
             BLOCK_M=tiles.block, BLOCK_N=block_n, num_warps=4,
         )  # fmt: skip
     return y
 
 
-@triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=["segments"])
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["segments"])
 def inner_kernel(
     dy, dy_stride, y, y_stride, order, segments, memory, rows, ranks, columns, base, scales,
-    slots, most_rank,
+    first, slots,
     HAS_Y: tl.constexpr, HAS_BASE: tl.constexpr, HAS_SCALES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -111,12 +121,12 @@ def inner_kernel(
     Each of BLOCK_T lines adds up every BLOCK_T-th token, and then the lines are added.
     """
     j = tl.program_id(2)
-    matrix, rank, first_place, count = segment_of(segments, slots, ranks, j)
+    matrix, rank, first_place, count = item_of(segments, slots, ranks, j)
     start, size = columns_of(columns, j)
-    first = tl.program_id(1) * BLOCK_N
-    if (count == 0) | (rank == 0) | (first >= size):
+    low = tl.program_id(1) * BLOCK_N
+    if (count == 0) | (rank == 0) | (low >= size):
         return
-    n = first + tl.arange(0, BLOCK_N)
+    n = low + tl.arange(0, BLOCK_N)
     inside = n < size
     c = start + n
     own = tl.zeros((BLOCK_N,), tl.float32)
@@ -138,7 +148,8 @@ def inner_kernel(
     total = tl.sum(lines, 0)
     if HAS_SCALES:
         total *= tl.load(scales + matrix)
-    row = rows_at(rows + matrix * most_rank, memory)
+    _, entries = entries_of(segments, rows, first + j)
+    row = rows_at(entries, memory)
     tl.store(memory + row + n, total, inside)
 
 
@@ -167,7 +178,7 @@ def segment_inner(
         inner_kernel[grid](
             dy, dy.stride(0), y, 0 if y is None else y.stride(0), tiles.order, tiles.segments,
             gradients.memory, gradients.rows, gradients.ranks, gradients.columns, base, scales,
-            gradients.slots, gradients.most_rank,
+            gradients.first, gradients.slots,
             HAS_Y=y is not None, HAS_BASE=base is not None, HAS_SCALES=scales is not None,
             BLOCK_T=32, BLOCK_N=_COLUMNS, num_warps=4, num_stages=2,
         )  # fmt: skip

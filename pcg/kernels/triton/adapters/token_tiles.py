@@ -1,29 +1,41 @@
-"""The tokens of a step by adapter, as the segmented kernels read them.
+"""The work lists of a step: its tokens by adapter, as the segmented kernels read them.
 
 Tokens are sorted by their adapters' slots, stably, so a slot's tokens are a segment of consecutive
 places; those without an adapter have no place. A segment is cut into tiles of at most `block`
-places: one program of a kernel takes one tile, and so reads one adapter (SGMV: Punica §4).
+places (SGMV: Punica §4), and the ranks of its adapter into blocks. A program takes one block of a
+tile, so a rank costs programs to nobody but its own adapter:
 
-    order    [places]         the token at each place
-    segments [segments, 3]    slot, first place, places
-    tiles    [tiles, 3]       the same of each tile
+    order     [places]    the token at each place
+    segments  [n, 8]      of each segment and block of 16 ranks: ITEM's numbers
+    tiles     [n, 8]      the same of each tile, of blocks of 64 ranks where tiles are of 64
+    by_token  [tokens, 4] where tokens decode: slot of each or -1, width, first row, first sum
+
+The first blocks come before all others, so that what needs no blocks reads a list's beginning. An
+item is 8 numbers:
+
+    slot, first place, places, width, first row, first sum, first rank, 0
+
+Its adapter has `width` entries in the table of rows for each matrix, from `first row` on
+(`RankRows`); what shrink makes of its tokens, `width` sums of each, begins at `first sum`.
 
 All lie in one int32 tensor on the CPU, so a step copies once. Sizes can be given as `TileCapacity`:
-then one captured CUDA graph serves every step of that many tokens, whatever their adapters. The
-rest of a capacity is empty: places that nothing reads, segments and tiles of no places.
+then one captured CUDA graph serves every step that fits. The rest of a capacity is empty: items of
+no places and tokens of slot -1, whose programs end at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pcg.errors import CodegenError
+from pcg.kernels.adapter_batch import AdapterSlot
+from pcg.kernels.sizes import RANK_STEP
 from pcg.kernels.uploads import uploaded
 
 DECODE_BLOCK = 16
@@ -32,35 +44,70 @@ DECODE_BLOCK = 16
 PREFILL_BLOCK = 64
 """Places of a tile where segments are long: the rows of one wgmma."""
 
+ITEM = 8
+"""Numbers of an item."""
+
+OF_TOKEN = 4
+"""Numbers of a token in `by_token`."""
+
+TileSpan: TypeAlias = tuple[int, int, AdapterSlot]
+"""Neighbouring tokens with one adapter: first token, tokens, slot."""
+
+
+def rank_block(block: int) -> int:
+    """Ranks of a program whose tiles have so many places."""
+    return RANK_STEP if block == DECODE_BLOCK else 4 * RANK_STEP
+
 
 @dataclass(frozen=True)
 class TileCapacity:
-    """The sizes of the tables: tokens that have an adapter, adapters, and tiles of their tokens."""
+    """The sizes of the lists.
 
-    places: int
-    segments: int
-    tiles: int
+    Attributes:
+        places: tokens that have an adapter.
+        segments: adapters that have tokens, and tiles of these. Without room for segments these are
+            left out, as no kernel of serving reads them.
+        wide_segments: blocks of ranks beyond the first ones, of segments and of tiles.
+        tokens: all tokens, where tiles are of DECODE_BLOCK; else 0.
+        sums: numbers that shrink makes in a part of a slice.
+    """
+
+    places: int = 0
+    segments: int = 0
+    wide_segments: int = 0
+    tiles: int = 0
+    wide_tiles: int = 0
+    tokens: int = 0
+    sums: int = 0
 
     @property
     def size(self) -> int:
         """Numbers in all of them together."""
-        return self.places + 3 * (self.segments + self.tiles)
+        items = self.segments + self.wide_segments + self.tiles + self.wide_tiles
+        return self.places + ITEM * items + OF_TOKEN * self.tokens
 
     @classmethod
-    def of(cls, tokens: int, slots: int, block: int) -> TileCapacity:
+    def of(cls, tokens: int, slots: int, block: int, width: int = RANK_STEP) -> TileCapacity:
         """The most that so many tokens can need, whichever of the slots each one has."""
         segments = min(tokens, slots)
         # Every segment may end in a tile that is not full.
-        return cls(tokens, segments, segments + (tokens - segments) // block)
+        tiles = segments + (tokens - segments) // block
+        more, wide = (-(-width // step) - 1 for step in (RANK_STEP, rank_block(block)))
+        known = tokens if block == DECODE_BLOCK else 0
+        return cls(tokens, segments, more * segments, tiles, wide * tiles, known, width * tokens)
 
 
 @dataclass(frozen=True)
 class TokenTiles:
-    """The tables of a step, one behind the other in `memory`; a tile has at most `block` places."""
+    """The lists of a step, one behind the other in `memory`; a tile has at most `block` places.
+
+    `width` is the greatest of the adapters that have tokens, where it is known, else RANK_STEP.
+    """
 
     memory: Tensor
     capacity: TileCapacity
     block: int
+    width: int = RANK_STEP
 
     @property
     def order(self) -> Tensor:
@@ -68,25 +115,57 @@ class TokenTiles:
 
     @property
     def segments(self) -> Tensor:
-        start = self.capacity.places
-        return self.memory[start : start + 3 * self.capacity.segments].view(-1, 3)
+        count = self.capacity.segments + self.capacity.wide_segments
+        return self._items(self.capacity.places, count)
 
     @property
     def tiles(self) -> Tensor:
-        return self.memory[self.capacity.places + 3 * self.capacity.segments :].view(-1, 3)
+        capacity = self.capacity
+        before = capacity.segments + capacity.wide_segments
+        return self._items(capacity.places + ITEM * before, capacity.tiles + capacity.wide_tiles)
+
+    @property
+    def by_token(self) -> Tensor:
+        start = self.capacity.size - OF_TOKEN * self.capacity.tokens
+        return self.memory[start:].view(-1, OF_TOKEN)
+
+    def _items(self, start: int, count: int) -> Tensor:
+        return self.memory[start : start + ITEM * count].view(-1, ITEM)
 
     def to(self, device: torch.device) -> TokenTiles:
         """The same on a device."""
         return replace(self, memory=uploaded(self.memory, device))
 
 
+@dataclass(frozen=True)
+class _Segment:
+    """Places of one slot; its sums begin at `sum_`."""
+
+    slot: AdapterSlot
+    place: int
+    count: int
+    sum_: int
+
+    def item(self, done: int, count: int, first_rank: int) -> list[int]:
+        number, first, width = self.slot
+        start = self.sum_ + done * width
+        return [number, self.place + done, count, width, first, start, first_rank, 0]
+
+    def items(self, block: int, ranks: range) -> Iterator[list[int]]:
+        """The items of its tiles, for blocks of ranks that begin at these."""
+        for done in range(0, self.count, block):
+            count = min(block, self.count - done)
+            for first_rank in ranks:
+                yield self.item(done, count, first_rank)
+
+
 def token_tiles(
-    spans: Sequence[tuple[int, int, int]], block: int, capacity: TileCapacity | None = None
+    spans: Sequence[TileSpan], block: int, capacity: TileCapacity | None = None
 ) -> TokenTiles:
     """Sort the tokens of a step by slot, on the host.
 
     Args:
-        spans: neighbouring tokens with one adapter: first token, tokens, slot; -1 for none.
+        spans: neighbouring tokens with one adapter, or with NO_SLOT.
         block: places of a tile, at most: DECODE_BLOCK or PREFILL_BLOCK.
         capacity: sizes to fill up to; by default the sizes that are needed.
     Raises:
@@ -94,52 +173,86 @@ def token_tiles(
     """
     if block not in (DECODE_BLOCK, PREFILL_BLOCK):
         raise CodegenError(f"a tile of {block} places; {DECODE_BLOCK} or {PREFILL_BLOCK} can be")
-    own = sorted((slot, start, length) for start, length, slot in spans if slot >= 0 and length)
+    own = sorted((slot, start, length) for start, length, slot in spans if slot[0] >= 0 and length)
     order = _order(own)
-    segments: list[list[int]] = []
-    places = accumulate((length for _, _, length in own), initial=0)
-    for place, (slot, _, length) in zip(places, own, strict=False):
-        if segments and segments[-1][0] == slot:
-            segments[-1][2] += length
-        else:
-            segments.append([slot, place, length])
-    tiles = [
-        [slot, first + done, min(block, count - done)]
-        for slot, first, count in segments
-        for done in range(0, count, block)
-    ]
-    needed = TileCapacity(len(order), len(segments), len(tiles))
+    segments = _segments(own)
+    step = rank_block(block)
+    firsts, more = [], []
+    if capacity is None or capacity.segments:
+        firsts = [one.item(0, one.count, 0) for one in segments]
+        more = [
+            item for one in segments for item in one.items(one.count, _ranks(one.slot, RANK_STEP))
+        ]
+    tiles = [item for one in segments for item in one.items(block, range(1))]
+    wide = [item for one in segments for item in one.items(block, _ranks(one.slot, step))]
+    has_tokens = bool(own) and block == DECODE_BLOCK
+    tokens = max((start + length for start, length, _ in spans), default=0) if has_tokens else 0
+    sums = sum(one.count * one.slot.width for one in segments)
+    needed = TileCapacity(len(order), len(firsts), len(more), len(tiles), len(wide), tokens, sums)
     capacity = capacity or needed
-    for kind in ("places", "segments", "tiles"):
-        if getattr(needed, kind) > getattr(capacity, kind):
+    for field, need, room in zip(fields(needed), astuple(needed), astuple(capacity), strict=True):
+        if need > room:
             raise CodegenError(
-                f"{getattr(needed, kind)} {kind} of tokens with adapters, and capacity for "
-                f"{getattr(capacity, kind)}; make that by TileCapacity.of as many tokens and slots"
+                f"{need} {field.name} of tokens with adapters, and capacity for {room}; make that "
+                "by TileCapacity.of as many tokens, slots and ranks"
             )
-    memory = np.zeros(capacity.size, np.int32)
-    memory[: len(order)] = order
-    start = capacity.places
-    memory[start : start + 3 * len(segments)] = np.ravel(segments)
-    start += 3 * capacity.segments
-    memory[start : start + 3 * len(tiles)] = np.ravel(tiles)
-    return TokenTiles(torch.from_numpy(memory), capacity, block)
+    width = max((one.slot.width for one in segments), default=RANK_STEP)
+    found = TokenTiles(torch.zeros(capacity.size, dtype=torch.int32), capacity, block, width)
+    found.order.numpy()[: len(order)] = order
+    for list_, beginning, first, rest in (
+        (found.segments, capacity.segments, firsts, more),
+        (found.tiles, capacity.tiles, tiles, wide),
+    ):
+        for start, items in ((0, first), (beginning, rest)):
+            if items:
+                list_.numpy()[start : start + len(items)] = items
+    if has_tokens:
+        _write_tokens(found.by_token.numpy(), segments, order)
+    return found
 
 
-def tiles_on(spans: Sequence[tuple[int, int, int]], device: torch.device) -> TokenTiles:
-    """The tables on a device, of tiles that fit the tokens; see `token_tiles`."""
+def tiles_on(spans: Sequence[TileSpan], device: torch.device) -> TokenTiles:
+    """The lists on a device, of tiles that fit the tokens; see `token_tiles`."""
     slots = len({slot for _, _, slot in spans})
     is_decode = sum(length for _, length, _ in spans) <= DECODE_BLOCK * slots
     return token_tiles(spans, DECODE_BLOCK if is_decode else PREFILL_BLOCK).to(device)
 
 
-def _order(own: Sequence[tuple[int, int, int]]) -> np.ndarray:
+def _ranks(slot: AdapterSlot, step: int) -> range:
+    """The first ranks of an adapter's blocks but the first."""
+    return range(step, slot.width, step)
+
+
+def _segments(own: Sequence[tuple[AdapterSlot, int, int]]) -> list[_Segment]:
+    """The segments of slot, first token and length of sorted spans."""
+    segments: list[_Segment] = []
+    place = sum_ = 0
+    for slot, _, length in own:
+        if segments and segments[-1].slot == slot:
+            segments[-1] = replace(segments[-1], count=segments[-1].count + length)
+        else:
+            segments.append(_Segment(slot, place, length, sum_))
+        place, sum_ = place + length, sum_ + length * slot.width
+    return segments
+
+
+def _write_tokens(by_token: np.ndarray, segments: Sequence[_Segment], order: np.ndarray) -> None:
+    by_token[:, 0] = -1
+    for one in segments:
+        number, first, width = one.slot
+        tokens = order[one.place : one.place + one.count]
+        by_token[tokens, :3] = number, width, first
+        by_token[tokens, 3] = one.sum_ + width * np.arange(one.count)
+
+
+def _order(own: Sequence[tuple[AdapterSlot, int, int]]) -> np.ndarray:
     """The tokens of the spans one behind the other. CodegenError: two spans share a token."""
     end = 0
     for start, length, slot in sorted((start, length, slot) for slot, start, length in own):
         if start < end:
             raise CodegenError(
-                f"{length} tokens from {start} with slot {slot} begin before the span in front of "
-                f"them ends, at {end}; a token has one adapter at most"
+                f"{length} tokens from {start} with slot {slot.number} begin before the span in "
+                f"front of them ends, at {end}; a token has one adapter at most"
             )
         end = start + length
     ranges = [np.arange(start, start + length, dtype=np.int32) for _, start, length in own]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pcg.kernels.batch import ProgramBatch
-from pcg.kernels.sizes import RANK_STEP, ROW_ALIGNMENT
+from pcg.kernels.sizes import ROW_ALIGNMENT
 from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.torch.lora import as_weight
 from pcg.kernels.torch.products import (
@@ -37,12 +37,11 @@ from pcg.kernels.triton.adapters.segmented_activate import segment_sum, segmente
 from pcg.kernels.triton.adapters.token_tiles import TokenTiles
 from pcg.kernels.triton.adapters.trained_rows import (
     are_few,
-    as_places,
+    as_sums,
+    by_job,
     is_matrix,
     is_summand,
     is_tokens,
-    of_rank,
-    padded_to,
     rows_of,
     scales_of,
     segments_at,
@@ -57,8 +56,10 @@ def shrink(x: Tensor, a: Any) -> Tensor:
     matrix = as_weight(a).weight
     if not (is_tokens(x) and is_matrix(matrix, x.shape[1])):
         return torch_ops.shrink(x, a)  # type: ignore[no-any-return]
-    s = segmented_lora.shrink(x, rows_of([matrix]), segments_of([len(x)], x.device))
-    return of_rank(whole_sum(s), len(matrix)).contiguous()  # kept for backward
+    counts, ranks = [len(x)], [len(matrix)]
+    s = segmented_lora.shrink(x, rows_of([matrix]), segments_of(counts, ranks, x.device))
+    (own,) = by_job(whole_sum(s), counts, ranks)
+    return own.contiguous()  # kept for backward
 
 
 def expand_add(y: Tensor, s: Tensor, b: Any) -> Tensor:
@@ -67,9 +68,8 @@ def expand_add(y: Tensor, s: Tensor, b: Any) -> Tensor:
     if not (is_tokens(y) and is_summand(s) and is_matrix(b.weight.t(), y.shape[1])):
         return torch_ops.expand_add(y, s, b)
     up = rows_of([b.weight.t()])
-    tiles = segments_of([len(y)], y.device)
-    s = as_places([s], up)
-    return segmented_lora.expand_add(y, s, up, tiles, scales_of([b], y.device), in_place=False)
+    tiles, scales = segments_of([len(y)], [s.shape[1]], y.device), scales_of([b], y.device)
+    return segmented_lora.expand_add(y, as_sums([s]), up, tiles, scales, in_place=False)
 
 
 def expand_backward(dz: Tensor, b: Any) -> Tensor:
@@ -77,16 +77,20 @@ def expand_backward(dz: Tensor, b: Any) -> Tensor:
     b = as_weight(b)
     if not (is_tokens(dz) and is_matrix(b.weight.t(), dz.shape[1])):
         return torch_ops.expand_backward(dz, b)
-    up, tiles = rows_of([b.weight.t()]), segments_of([len(dz)], dz.device)
+    counts, ranks = [len(dz)], [b.weight.shape[1]]
+    up, tiles = rows_of([b.weight.t()]), segments_of(counts, ranks, dz.device)
     ds = segmented_lora.shrink(dz, up, tiles, scales_of([b], dz.device))
-    return of_rank(whole_sum(ds), b.weight.shape[1])
+    (own,) = by_job(whole_sum(ds), counts, ranks)
+    return own
 
 
 def outer(ds: Tensor, x: Tensor) -> Tensor:
     """dA = dsᵀ x, [r, in] in the dtype of ds."""
     if not (is_tokens(x) and is_summand(ds)):
         return torch_ops.outer(ds, x)
-    (gradient,) = _outers(ds.unsqueeze(0), x, [ds.shape[1]], segments_of([len(x)], x.device), None)
+    ranks = [ds.shape[1]]
+    tiles = segments_of([len(x)], ranks, x.device)
+    (gradient,) = _outers(as_sums([ds]), x, ranks, tiles, None)
     return gradient
 
 
@@ -94,8 +98,9 @@ def scaled_outer(dz: Tensor, s: Tensor, b: Any) -> Tensor:
     """dB = scale · dzᵀ s, [out, r] in the dtype of s."""
     if not (is_tokens(dz) and is_summand(s)):
         return torch_ops.scaled_outer(dz, s, b)
-    tiles, scales = segments_of([len(dz)], dz.device), scales_of([as_weight(b)], dz.device)
-    (gradient,) = _outers(s.unsqueeze(0), dz, [s.shape[1]], tiles, scales)
+    ranks, scales = [s.shape[1]], scales_of([as_weight(b)], dz.device)
+    tiles = segments_of([len(dz)], ranks, dz.device)
+    (gradient,) = _outers(as_sums([s]), dz, ranks, tiles, scales)
     return gradient.t().contiguous()
 
 
@@ -138,16 +143,15 @@ class LoraGradients(InputGradientTerm):
     ) -> None:
         up = rows_of([job._b.weight.t() for job in jobs])
         down = rows_of([job._a.weight for job in jobs])
-        tiles = segments_at(spans, dz.device)
-        scales = scales_of([job._b for job in jobs], dz.device)
         ranks = [job._s.shape[1] for job in jobs]
+        tiles = segments_at(spans, ranks, dz.device)
+        scales = scales_of([job._b for job in jobs], dz.device)
         ds = whole_sum(segmented_lora.shrink(dz, up, tiles, scales))
-        s = as_places([job._s for job in jobs], up)[0]
-        gradients = _outers(s, dz, ranks, tiles, scales)
-        segmented_lora.expand_add(dx, ds.unsqueeze(0), down, tiles)
-        of_job = ds[0].split([count for _, count in spans])
-        for job, rank, own, gradient in zip(jobs, ranks, of_job, gradients, strict=True):
-            job.ds, job.db = of_rank(own.unsqueeze(0), rank), gradient.t().contiguous()
+        gradients = _outers(as_sums([job._s for job in jobs]), dz, ranks, tiles, scales)
+        segmented_lora.expand_add(dx, ds, down, tiles)
+        of_job = by_job(ds, [count for _, count in spans], ranks)
+        for job, own, gradient in zip(jobs, of_job, gradients, strict=True):
+            job.ds, job.db = own, gradient.t().contiguous()
 
 
 def asked_outer(batch: ProgramBatch, name: str, ds: Tensor, x: Tensor) -> ProductRequest[Any]:
@@ -176,9 +180,8 @@ class OuterProduct(Product):
             return
         x, counts = joined_tokens(every)
         widths = [one._ds.shape[1] for one in every]
-        most = -(-max(widths) // RANK_STEP) * RANK_STEP
-        ds = torch.cat([padded_to(one._ds, most) for one in every]).unsqueeze(0)
-        gradients = _outers(ds, x, widths, segments_of(counts, x.device), None)
+        tiles = segments_of(counts, widths, x.device)
+        gradients = _outers(as_sums([one._ds for one in every]), x, widths, tiles, None)
         for one, gradient in zip(every, gradients, strict=True):
             one._outputs = gradient.clone()
 
@@ -220,33 +223,33 @@ class BottleneckGradients(Product):
         function = str(self.key[-1])
         dz, counts = joined_tokens(every)
         device, widths = dz.device, [one._s.shape[1] for one in every]
-        tiles, up = segments_of(counts, device), rows_of([one._up.weight.t() for one in every])
+        up = rows_of([one._up.weight.t() for one in every])
+        tiles = segments_of(counts, widths, device)
         of_up = scales_of([one._up for one in every], device)
         of_bias = scales_of([one._bias for one in every], device)
         biases = vectors_of([one._bias.weight for one in every])
-        s = as_places([one._s for one in every], up)
+        s = as_sums([one._s for one in every])
         dh = segmented_lora.shrink(dz, up, tiles, of_up)
         h = segmented_activate(s, biases, up.ranks, tiles, function, of_bias)
         ds = segmented_activate(s, biases, up.ranks, tiles, function, of_bias, dh)
         sums = replace(biases, memory=torch.empty_like(biases.memory, dtype=torch.float32))
         segment_sum(ds, sums, up.ranks, tiles, of_bias)
         gradients = zip(
-            ds[0, 0].split(counts),
-            _outers(h[0], dz, widths, tiles, of_up),
+            by_job(ds, counts, widths),
+            _outers(h, dz, widths, tiles, of_up),
             sums.memory.split(widths),
             strict=True,
         )
-        for one, width, (own, of_rows, of_vector) in zip(every, widths, gradients, strict=True):
-            one._outputs = own[:, :width], of_rows.t().contiguous(), of_vector
+        for one, (own, of_rows, of_vector) in zip(every, gradients, strict=True):
+            one._outputs = own, of_rows.t().contiguous(), of_vector
 
 
 def _outers(
     s: Tensor, x: Tensor, ranks: Sequence[int], tiles: TokenTiles, scales: Tensor | None
 ) -> Sequence[Tensor]:
-    """scale · Σ s ⊗ x of each segment, [r, columns] each; s is [1, places, ranks]."""
+    """scale · Σ s ⊗ x of each segment, [r, columns] each; s is [1, 1, sums]."""
     memory = torch.empty((sum(ranks), x.shape[1]), dtype=torch.float32, device=x.device)
     gradients = rows_of(memory.split([*ranks]), memory)
-    padded = padded_to(s, gradients.most_rank).unsqueeze(0)
-    segmented_lora.segment_outer(padded, x, gradients, tiles, scales)
+    segmented_lora.segment_outer(s, x, gradients, tiles, scales)
     own: Sequence[Tensor] = memory.split(list(ranks))
     return own

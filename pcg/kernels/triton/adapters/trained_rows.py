@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pcg.kernels.adapter_batch import AdapterSlot
 from pcg.kernels.sizes import RANK_STEP, ROW_ALIGNMENT
 from pcg.kernels.triton.adapters.rank_rows import RankRows, int32_on, rank_rows
 from pcg.kernels.triton.adapters.token_tiles import TokenTiles, tiles_on
@@ -57,15 +58,17 @@ def rows_of(matrices: Sequence[Tensor], memory: Tensor | None = None) -> RankRow
     )
 
 
-def segments_of(counts: Sequence[int], device: torch.device) -> TokenTiles:
-    """Tokens one behind the other, so many of each slot."""
+def segments_of(counts: Sequence[int], ranks: Sequence[int], device: torch.device) -> TokenTiles:
+    """Tokens one behind the other, so many of each slot, whose matrices have these ranks."""
     starts = accumulate(counts[:-1], initial=0)
-    return segments_at(tuple(zip(starts, counts, strict=True)), device)
+    return segments_at(tuple(zip(starts, counts, strict=True)), ranks, device)
 
 
-def segments_at(spans: Sequence[tuple[int, int]], device: torch.device) -> TokenTiles:
-    """First token and tokens of each slot."""
-    return _segments(tuple(spans), device, _stream(device))
+def segments_at(
+    spans: Sequence[tuple[int, int]], ranks: Sequence[int], device: torch.device
+) -> TokenTiles:
+    """First token and tokens of each slot, whose matrices have these ranks."""
+    return _segments(tuple(spans), tuple(ranks), device, _stream(device))
 
 
 def _stream(device: torch.device) -> int:
@@ -74,9 +77,27 @@ def _stream(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=256)
-def _segments(spans: tuple[tuple[int, int], ...], device: torch.device, stream: int) -> TokenTiles:
-    numbered = [(start, length, slot) for slot, (start, length) in enumerate(spans)]
-    return tiles_on(numbered, device)
+def _segments(
+    spans: tuple[tuple[int, int], ...],
+    ranks: tuple[int, ...],
+    device: torch.device,
+    stream: int,
+) -> TokenTiles:
+    pairs = zip(spans, _slots(ranks), strict=True)
+    return tiles_on([(*span, slot) for span, slot in pairs], device)
+
+
+def _slots(ranks: Sequence[int]) -> Sequence[AdapterSlot]:
+    """A slot for each matrix, whose entries in tables of rows follow one another."""
+    widths = [padded_rank(rank) for rank in ranks]
+    firsts = accumulate(widths[:-1], initial=0)
+    columns = enumerate(zip(firsts, widths, strict=True))
+    return [AdapterSlot(number, first, width) for number, (first, width) in columns]
+
+
+def padded_rank(rank: int) -> int:
+    """Sums that shrink makes of a token for so many ranks."""
+    return -(-rank // RANK_STEP) * RANK_STEP
 
 
 @lru_cache(maxsize=256)
@@ -84,16 +105,16 @@ def _layout(
     ranks: tuple[int, ...], size: int, stride: int, device: torch.device, stream: int
 ) -> RankRows:
     """Matrices of these ranks, whose rows are `stride` elements apart in a memory."""
-    most = -(-max(ranks) // RANK_STEP) * RANK_STEP
-    rows = torch.zeros((1, len(ranks), most), dtype=torch.int64)
-    for slot, first in enumerate(accumulate(ranks[:-1], initial=0)):
-        rows[0, slot, : ranks[slot]] = stride * torch.arange(first, first + ranks[slot])
-    there = int32_on([ranks], device)
-    return rank_rows(torch.empty(0, device=device), uploaded(rows, device), there, (0,), (size,))
+    rows = torch.zeros(sum(map(padded_rank, ranks)), dtype=torch.int64)
+    befores = accumulate(ranks[:-1], initial=0)
+    for rank, slot, before in zip(ranks, _slots(ranks), befores, strict=True):
+        rows[slot.first : slot.first + rank] = stride * torch.arange(before, before + rank)
+    there, nowhere = int32_on([ranks], device), torch.empty(0, device=device)
+    return rank_rows(nowhere, uploaded(rows, device), 0, there, (0,), (size,))
 
 
 def vectors_of(each: Sequence[Tensor]) -> RankRows:
-    """Vectors, each of a slot, as one row of one memory; kernels are told elsewhere how long."""
+    """Vectors, each of a slot as wide, as one row of one memory."""
     sizes = tuple(len(vector) for vector in each)
     memory = torch.cat([*each]) if len(each) > 1 else each[0].contiguous()
     return replace(_places_of(sizes, memory.device, _stream(memory.device)), memory=memory)
@@ -101,10 +122,12 @@ def vectors_of(each: Sequence[Tensor]) -> RankRows:
 
 @lru_cache(maxsize=256)
 def _places_of(sizes: tuple[int, ...], device: torch.device, stream: int) -> RankRows:
-    rows = torch.tensor([*accumulate(sizes[:-1], initial=0)]).view(1, -1, 1)
+    rows = torch.zeros(sum(map(padded_rank, sizes)), dtype=torch.int64)
+    for slot, before in zip(_slots(sizes), accumulate(sizes[:-1], initial=0), strict=True):
+        rows[slot.first] = before
     ranks = int32_on([[1] * len(sizes)], device)
     nowhere = torch.empty(0, device=device)
-    return rank_rows(nowhere, uploaded(rows, device), ranks, (0,), (ROW_ALIGNMENT,))
+    return rank_rows(nowhere, uploaded(rows, device), 0, ranks, (0,), (ROW_ALIGNMENT,))
 
 
 def scales_of(weights: Sequence[Any], device: torch.device) -> Tensor:
@@ -137,22 +160,25 @@ def is_summand(s: Tensor) -> bool:
 
 
 def whole_sum(s: Tensor) -> Tensor:
-    """The sum over the parts of `shrink`'s s of one slice, [1, places, ranks]."""
-    return s[0] if len(s) == 1 else s.sum(0)
+    """The sum over the parts of `shrink`'s s, [1, slices, sums]."""
+    return s if len(s) == 1 else s.sum(0, keepdim=True)
 
 
-def of_rank(s: Tensor, rank: int) -> Tensor:
-    """[T, r] of one slice."""
-    return s[0, :, :rank]
+def by_job(s: Tensor, counts: Sequence[int], ranks: Sequence[int]) -> Sequence[Tensor]:
+    """[T, r] of each slot, of s [1, 1, sums] of segments one behind the other."""
+    widths = [padded_rank(rank) for rank in ranks]
+    sizes = [count * width for count, width in zip(counts, widths, strict=True)]
+    each = zip(s.view(-1).split(sizes), widths, ranks, strict=True)
+    return [own.view(-1, width)[:, :rank] for own, width, rank in each]
 
 
-def as_places(each: Sequence[Tensor], rows: RankRows) -> Tensor:
-    """s [T, r] of each slot as the kernels read it, [1, 1, places, most_rank]."""
-    padded = [padded_to(s, rows.most_rank) for s in each]
-    return (torch.cat(padded) if len(padded) > 1 else padded[0]).unsqueeze(0).unsqueeze(0)
+def as_sums(each: Sequence[Tensor]) -> Tensor:
+    """s [T, r] of each slot as the kernels read it, [1, 1, sums]."""
+    padded = [_padded(s).view(-1) for s in each]
+    return (torch.cat(padded) if len(padded) > 1 else padded[0]).view(1, 1, -1)
 
 
-def padded_to(s: Tensor, ranks: int) -> Tensor:
-    """s with zeros up to so many ranks."""
-    missing = ranks - s.shape[-1]
+def _padded(s: Tensor) -> Tensor:
+    """s [T, r] with zeros up to as many ranks as it takes."""
+    missing = padded_rank(s.shape[1]) - s.shape[1]
     return F.pad(s, (0, missing)) if missing else s.contiguous()
