@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -60,6 +61,8 @@ def page_of(numbers: EngineNumbers, jobs: list[JobStatus]) -> list[str]:
     """The page of such numbers, but for what tells of this process and of the time."""
 
     class Client:
+        adapters: ClassVar = {"a": None}
+
         def numbers(self) -> Future[EngineNumbers]:
             return done(numbers)
 
