@@ -4,6 +4,8 @@ Only this thread touches the engine. It sleeps while there is nothing to do, and
 when it ends itself. Calls take at most a millisecond between two steps that serve, and 3 % of a
 step's time where several tenants are served; what is left of them waits for the next ones.
 
+On a GPU the chunks of a step are delivered while the next one runs.
+
 While such a thread runs, Python's threads take turns every 20 µs and not every 5 ms: each operation
 of a step gives the interpreter's lock away, and gets it back after a turn of another thread.
 """
@@ -63,6 +65,7 @@ class StepThread(ABC):
         self._wakes = Wakes()
         self._step_began: float | None = None
         self._latest_step_s = 0.0
+        self._undelivered: Sequence[Chunk] = ()
         self._thread = Thread(target=self._run, name="pcg engine", daemon=True)
 
     # ------------------------------------------------------------------------------- for any thread
@@ -198,10 +201,13 @@ class StepThread(ABC):
         interval_s = sys.getswitchinterval()
         sys.setswitchinterval(min(_SWITCH_S, interval_s))
         ended = EngineError("the engine was closed; start it again")
+        self.engine.meanwhile = self._deliver
         try:
             while not self._closing:
                 self._run_calls()
-                if not self._closing and not self.engine.is_idle:
+                if self._closing or self.engine.is_idle:
+                    self._deliver()
+                else:
                     self._step()
                 self._settle()
             for stream in self._streams.values():
@@ -213,6 +219,8 @@ class StepThread(ABC):
         except BaseException as error:
             ended = EngineError(f"the engine's thread ended by {type(error).__name__}: {error}")
             ended.__cause__ = error
+        self.engine.meanwhile = None
+        self._deliver()
         sys.setswitchinterval(interval_s)
         self._end(ended)
 
@@ -253,9 +261,23 @@ class StepThread(ABC):
         chunks = self.engine.step()
         self._latest_step_s = time.monotonic() - began
         self._step_began = None
-        self._deliver(chunks)
+        self._deliver()  # if the step ran nothing
+        self._undelivered = chunks
+        if not self._runs_ahead:
+            self._deliver()
 
-    def _deliver(self, chunks: Sequence[Chunk]) -> None:
+    @property
+    def _runs_ahead(self) -> bool:
+        """True if the next step begins at once, on a device that works beside this thread.
+
+        Chunks are then delivered while it runs.
+        """
+        engine = self.engine
+        is_next = engine.worked and not (engine.is_idle or self._closing)
+        return is_next and engine.device.side is not None
+
+    def _deliver(self) -> None:
+        chunks, self._undelivered = self._undelivered, ()
         for chunk in chunks:
             stream = self._streams.get(chunk.index)
             if stream is not None:
