@@ -270,7 +270,7 @@ class _Waiting(CoServing):
     """Co-serving where requests wait for the ends of steps that serve nothing."""
 
     def begin(self, step: Step) -> None:
-        step.yields = False
+        step.awaited = None
         super().begin(step)
 
 
