@@ -58,7 +58,15 @@ class Step:
 
     @property
     def work(self) -> Work:
-        return sum((launch.work for launch in self.every), Work(0))
+        return sum((launch.whole_work for launch in self.every), Work(0))
+
+    @property
+    def launches(self) -> int:
+        return sum(launch.count for launch in self.every)
+
+    @property
+    def layer_launches(self) -> int:
+        return sum(launch.count for launch in self.layer)
 
 
 def of_layers(one: Sequence[Launch], two: Sequence[Launch], layers: int, recorded: bool) -> Step:
@@ -95,7 +103,7 @@ def launches(step: str, adapters: int, layers: int, gpu: Gpu) -> list[Launch]:
     if ran.returncode:
         raise SystemExit(f"error: {step} of {layers} layers was not counted: {ran.stderr}")
     found = json.loads(ran.stdout.splitlines()[-1])
-    return [Launch(**{**fields, "work": Work(**fields["work"])}) for fields in found]
+    return [Launch.of_json(fields) for fields in found]
 
 
 # ---------------------------------------------------------------------------------------- numbers
@@ -111,8 +119,8 @@ def numbers(step: Step, gpu: Gpu) -> dict[str, Any]:
     work = step.work
     bound = "" if step.recorded else f", at least {gpu.host_us} us of the host a launch"
     return {
-        "launches": number(len(step.every), "with one layer + 31 times (with two - with one)"),
-        "launches_a_layer": number(len(step.layer), "with two layers - with one"),
+        "launches": number(step.launches, "with one layer + 31 times (with two - with one)"),
+        "launches_a_layer": number(step.layer_launches, "with two layers - with one"),
         "bytes": number(work.bytes, "sum over launches of what they read and write once"),
         "flops": number(work.flops, "sum over launches of 2 a multiplication and its sum"),
         "floor_us": number(
@@ -121,7 +129,8 @@ def numbers(step: Step, gpu: Gpu) -> dict[str, Any]:
         "expected_us": number(
             gpu.step_us(step.every, step.recorded),
             f"sum over launches of {gpu.launch_us} + {gpu.fill_us} us + max(bytes / (bandwidth "
-            f"hidden), FLOPs / (rate busy)){bound}",
+            f"hidden), FLOPs / (rate busy)){bound}; of two side by side once that of the longer "
+            f"one, at least bytes of both / bandwidth, and {gpu.launch_us} us to join",
         ),
         "layer": [_kernel(one, count, gpu) for one, count in Counter(step.layer).items()],
     }
@@ -135,6 +144,8 @@ def _kernel(launch: Launch, count: int, gpu: Gpu) -> dict[str, Any]:
         "flops": launch.work.flops,
         "expected_us": round(gpu.expected_us(launch), 2),
     }
+    if launch.beside:
+        found["beside"] = _kernel(launch.beside, count, gpu)
     if launch.programs:
         found |= {
             "programs": launch.programs,
@@ -182,7 +193,7 @@ def goals(steps: Mapping[str, Step], shape: LlamaShape, gpu: Gpu) -> list[Goal]:
         found += [
             Goal("bytes of decode with adapters", step.work.bytes / needed.bytes, 1.17,
                  "bytes / (weights + keys and values, by gpu_work.decode_work)"),
-            Goal("launches of a layer of decode with adapters", len(step.layer), 14,
+            Goal("launches of a layer of decode with adapters", step.layer_launches, 14,
                  "with two layers - with one"),
             Goal("expected decode step with adapters",
                  expected["decode, adapters"] / gpu.floor_us(step.work), 1.35,
@@ -202,7 +213,8 @@ def goals(steps: Mapping[str, Step], shape: LlamaShape, gpu: Gpu) -> list[Goal]:
         found += [
             Goal("finetuning step, ms", expected["finetuning"] / 1e3, 240,
                  "expected, forward and backward, without the optimizer"),
-            Goal("launches of a layer of finetuning", len(step.layer), FIRST_TRAINED_LAUNCHES / 2,
+            Goal("launches of a layer of finetuning", step.layer_launches,
+                 FIRST_TRAINED_LAUNCHES / 2,
                  f"forward and backward; half of {FIRST_TRAINED_LAUNCHES}"),
         ]  # fmt: skip
     return found
@@ -219,7 +231,7 @@ def tables(steps: Mapping[str, Step], found: Sequence[Goal], gpu: Gpu) -> list[T
     for name, step in steps.items():
         work = step.work
         counts.add_row(
-            name, f"{len(step.every):,}", f"{len(step.layer)}", f"{work.bytes / 1e9:,.2f}",
+            name, f"{step.launches:,}", f"{step.layer_launches}", f"{work.bytes / 1e9:,.2f}",
             f"{work.flops / 1e12:,.2f}", f"{gpu.floor_us(work) / 1e3:,.2f}",
             f"{gpu.step_us(step.every, step.recorded) / 1e3:,.2f}",
         )  # fmt: skip

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from gpu_work import Work
-from roofline_formulas import FORMULAS, Arguments, size_of
+from roofline_formulas import FORMULAS, Arguments, deferred_work, size_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -39,6 +39,7 @@ class Launch:
         warps: warps of a program.
         registers: registers of a thread; 0 where it was not compiled.
         shared_bytes: shared memory of a program.
+        beside: the launch of a branch that runs while this one does.
     """
 
     kernel: str
@@ -47,6 +48,38 @@ class Launch:
     warps: int = 0
     registers: int = 0
     shared_bytes: int = 0
+    beside: Launch | None = None
+
+    @property
+    def count(self) -> int:
+        """Launches: itself, and those beside it."""
+        return 1 + (self.beside.count if self.beside else 0)
+
+    @property
+    def whole_work(self) -> Work:
+        """The work of all of them."""
+        return self.work + self.beside.whole_work if self.beside else self.work
+
+    @classmethod
+    def of_json(cls, fields: Mapping[str, Any]) -> Launch:
+        """A launch from what `dataclasses.asdict` made of it."""
+        beside = fields["beside"] and cls.of_json(fields["beside"])
+        return cls(**{**fields, "work": Work(**fields["work"]), "beside": beside})
+
+
+class _Notes(list[Launch]):
+    """Launches in order; those of a branch are put beside the next one that is on none."""
+
+    def __init__(self, is_on_branch: Callable[[], bool]) -> None:
+        super().__init__()
+        self._is_on_branch = is_on_branch
+        self._branch: Launch | None = None
+
+    def append(self, launch: Launch) -> None:
+        launch = replace(launch, beside=self._branch)
+        self._branch = launch if self._is_on_branch() else None
+        if self._branch is None:
+            super().append(launch)
 
 
 # --------------------------------------------------------------------------------------- operators
@@ -148,18 +181,21 @@ class _Operators(TorchDispatchMode):
 
 
 @contextmanager
-def counted(device: type[Tensor], computes: bool = True) -> Iterator[list[Launch]]:
+def counted(
+    device: type[Tensor], computes: bool = True, is_on_branch: Callable[[], bool] = lambda: False
+) -> Iterator[list[Launch]]:
     """Note the launches of what runs within.
 
     Args:
         device: the class of tensors on the device.
         computes: False if kernels are compiled and not run; products are zeros then.
+        is_on_branch: whether what is launched now is on a branch of a graph that is recorded.
     Raises:
         KeyError: a kernel that is counted by no formula; the message names it.
     """
     from pcg.kernels.triton.fused import Fused
 
-    notes: list[Launch] = []
+    notes = _Notes(is_on_branch)
     of_group: list[Work] = []
     unknown: set[str] = set()
     launch = Fused._launch
@@ -172,8 +208,9 @@ def counted(device: type[Tensor], computes: bool = True) -> Iterator[list[Launch
             else:  # it stands for an input, which is not moved
                 skipped.add(output.given)
         read = [x for number, x in enumerate(inputs) if number not in skipped]
-        moved = written + sum(_distinct(x) * size_of(x) for x in read)
-        of_group.append(Work(moved + (0 if slots is None else 8 * tokens)))
+        lora = [deferred_work(x) for x in read if not isinstance(x, Tensor)]
+        moved = written + sum(_distinct(x) * size_of(x) for x in read if isinstance(x, Tensor))
+        of_group.append(sum(lora, Work(moved + (0 if slots is None else 8 * tokens))))
         launch(self, inputs, made, slots, tokens, programs)
         of_group.clear()
 

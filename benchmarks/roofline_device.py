@@ -3,10 +3,13 @@
     floor      max(bytes / bandwidth, FLOPs / product rate) of the whole step
     resident   programs that a processor holds: by registers, shared memory, threads and its limit
     in flight  resident programs · max(64 bytes a thread, shared memory), at most what they read
-    expected   Σ over launches of  launch + fill + max(bytes / (bandwidth · hidden),
-                                                       FLOPs / (products · busy))
+    busy time  max(bytes / (bandwidth · hidden), FLOPs / (products · busy))
+    expected   Σ over launches of  launch + fill + busy time
     hidden     min(1, in flight · processors / (bandwidth · memory latency))      (Little's law)
     busy       min(1, resident warps / 8) · programs / (waves · resident · processors)
+
+Two launches on branches of a recorded step take launch + fill once, and launch for the branch; then
+the longer one's busy time, and no less than the bytes of both take.
 
 A step that the host launches is expected to take no less than its launches take the host. Rates of
 a library's products have no occupancy: hidden = busy = 1.
@@ -70,7 +73,18 @@ class Gpu:
         return 1e6 * max(work.bytes / self.bytes_per_s, work.flops / self.flops_per_s)
 
     def expected_us(self, launch: Launch) -> float:
-        """The device's time for a launch; see the module."""
+        """The device's time for a launch, and what runs beside it; see the module."""
+        busy_us = self._busy_us(launch)
+        branches_us, beside = 0.0, launch.beside
+        while beside is not None:
+            branches_us += self.launch_us
+            busy_us = max(busy_us, self._busy_us(beside))
+            beside = beside.beside
+        shared_us = 1e6 * launch.whole_work.bytes / self.bytes_per_s
+        return self.launch_us + self.fill_us + branches_us + max(busy_us, shared_us)
+
+    def _busy_us(self, launch: Launch) -> float:
+        """The time in which a launch moves its bytes and does its products."""
         hidden = busy = 1.0
         if launch.programs:
             resident = self.resident(launch)
@@ -84,7 +98,7 @@ class Gpu:
             busy = min(1.0, resident * launch.warps / BUSY_WARPS) * share
         bytes_us = 1e6 * launch.work.bytes / (self.bytes_per_s * hidden)
         flops_us = 1e6 * launch.work.flops / (self.flops_per_s * busy)
-        return self.launch_us + self.fill_us + max(bytes_us, flops_us)
+        return max(bytes_us, flops_us)
 
     def step_us(self, launches: Sequence[Launch], recorded: bool) -> float:
         """The time of a step."""

@@ -95,6 +95,18 @@ def size_of(x: Tensor) -> int:
     return int(x.element_size())
 
 
+def deferred_work(lora: Any) -> Work:
+    """The work of a group's kernel to add LoRA that was left to it."""
+    if lora.pointers is None:
+        return Work(0)
+    ranks = _numbers(lora.up.ranks)[lora.number]
+    slots = [slot for slot, *_ in _numbers(lora.by_token).tolist() if slot >= 0 and ranks[slot]]
+    columns = lora.up.sizes[lora.number]
+    places, rows = (int(sum(ranks[slot] for slot in of)) for of in (slots, set(slots)))
+    read = rows * (columns * size_of(lora.up.memory) + 8) + 4 * places * len(lora.s)
+    return Work(read + lora.by_token.nbytes + 4 * len(set(slots)), 2 * places * columns)
+
+
 def _shrink(a: Arguments) -> Work:
     found = _Segmented.of(a, "tiles")
     read = found.token_elements() * size_of(a["x"]) + found.row_elements * size_of(a["memory"])

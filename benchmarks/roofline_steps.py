@@ -89,8 +89,11 @@ class _Recorder:
         self.launches: list[Launch] | None = None
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        from tests.support.interpreter.streams import ORDER
+
         run()
-        self.launches = self._count(run)
+        with ORDER.capture():
+            self.launches = self._count(run)
         return lambda: None
 
 
@@ -233,7 +236,7 @@ def _main(config: str, step: str, adapters: str, layers: str, architecture: str)
         tensors_on_cuda(),
         patch.object(torch.cuda, "get_device_capability", lambda device=None: (major, minor)),
         patch.object(torch.cuda, "get_device_properties", lambda device=None: properties),
-        counted(DeviceTensor, computes=False) as notes,
+        counted(DeviceTensor, False, lambda: ORDER.is_on_branch) as notes,
     ):
         found = STEPS[step](fields, Sizes(), int(adapters), count)
     print(json.dumps([asdict(launch) for launch in found]))

@@ -117,6 +117,7 @@ def _package(requirement: Requirement) -> dict[str, Any]:
 def _torch_machine() -> dict[str, Any]:
     import torch
 
+    from pcg.kernels.attention_libraries import LIBRARIES, choose_libraries, is_ready
     from pcg.kernels.backend import choose_backend, machine_device
     from pcg.kernels.torch.products import has_onednn
     from pcg.options import DTYPES
@@ -126,6 +127,7 @@ def _torch_machine() -> dict[str, Any]:
         gpu = torch.cuda.get_device_properties(index)
         capability = f"{gpu.major}.{gpu.minor}"
         gpus.append({"name": gpu.name, "memory_bytes": gpu.total_memory, "capability": capability})
+    backend = choose_backend("auto", machine_device())
     there = torch.distributed.is_available()
     affinity = getattr(os, "sched_getaffinity", None)  # Linux
     return {
@@ -136,12 +138,43 @@ def _torch_machine() -> dict[str, Any]:
             "packed_dtypes": [name for name in DTYPES if has_onednn(getattr(torch, name))],
         },
         "gpus": gpus,
-        "backend": str(choose_backend("auto", machine_device())),
+        "backend": str(backend),
+        "ptxas": _ptxas(gpus),
+        "attention": {
+            "auto": choose_libraries("auto", backend.name, machine_device()),
+            "libraries": [
+                {"name": one.name, "use": one.use, "ok": is_ready(one), "extra": one.extra}
+                for one in LIBRARIES
+            ],
+        },
         "cuda": torch.version.cuda,
         "distributed": {
             "gloo": there and torch.distributed.is_gloo_available(),
             "nccl": there and torch.distributed.is_nccl_available(),
         },
+    }
+
+
+def _ptxas(gpus: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The assembler of Triton's kernels for Hopper, and how its self-test went, where one is there.
+
+    None where Triton cannot be imported.
+    """
+    try:
+        from pcg.kernels.triton.ptxas import failure, prefer_newest, used_ptxas
+    except ImportError:
+        return None
+    import torch
+
+    prefer_newest()
+    hopper = next((i for i, gpu in enumerate(gpus) if gpu["capability"] == "9.0"), None)
+    used = used_ptxas(90)
+    wrong = None if hopper is None else failure(torch.device("cuda", hopper))
+    return {
+        "path": used.path,
+        "version": ".".join(map(str, used.version)),
+        "is_fixed": used.is_fixed,
+        "self_test": "no Hopper GPU" if hopper is None else wrong or "passed",
     }
 
 
@@ -269,6 +302,16 @@ def _print(report: dict[str, Any]) -> None:
             rows.add_row("gpu", "none", "everything runs on the CPU")
         name, _, reason = report["backend"].partition(": ")
         rows.add_row("backend", name, plain(reason))
+        if (ptxas := report["ptxas"]) is not None:
+            fixed = "" if ptxas["is_fixed"] else "before 13.3, which is wrong on Hopper at times; "
+            rows.add_row(
+                "ptxas", ptxas["version"], plain(f"{fixed}self-test: {ptxas['self_test']}")
+            )
+        attention = report["attention"]
+        missing = [f"pcg[{one['extra']}]" for one in attention["libraries"] if not one["ok"]]
+        rows.add_row(
+            "attention", attention["auto"], f"without {', '.join(missing)}" * bool(missing)
+        )
         backends = [name for name, is_there in report["distributed"].items() if is_there]
         rows.add_row("distributed", ", ".join(backends) or "none", "several processes")
     memory = report["memory_bytes"]

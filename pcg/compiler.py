@@ -20,6 +20,7 @@ from pcg.ir.program.folder import load_program
 from pcg.ir.program.manifest import MANIFEST, read_manifest
 from pcg.ir.program.program import ModelGraph, Program, Serving, Training
 from pcg.ir.types import TORCH_NAMES
+from pcg.kernels import attention_libraries
 from pcg.kernels.backend import check_device, choose_backend, machine_device
 from pcg.keywords import takes
 from pcg.options import Backend, CompileOptions, dtype_name
@@ -101,7 +102,7 @@ def _compiled(
     given["dtype"] = dtype_name(options.dtype)
     given["memory_budget"] = options.budget.written
     given["backend"] = choose_backend(options.backend, device).name
-    settled = CompileOptions(**given)
+    settled = CompileOptions(**{**given, "attention": attention_libraries.OWN})
     settings = _settings(source.name, source.config, recipes.values(), settled)
     passes = pipeline(dataclasses.replace(settings, whole=whole))
     traced = passes.trace.run(to_trace, observe)
@@ -110,9 +111,11 @@ def _compiled(
     backend = choose_backend(options.backend, device, base.model)
     if backend.name == "torch" and options.backend == "auto" and device.type == "cuda":
         _LOG.warning("%s is compiled for %s", source.name, backend)
-    settled = dataclasses.replace(settled, backend=backend.name)
+    attention = attention_libraries.choose_libraries(options.attention, backend.name, device)
+    settled = dataclasses.replace(settled, backend=backend.name, attention=attention)
     settings = _settings(source.name, source.config, recipes.values(), settled)
     emitted = pipeline(settings).emitted(base, observe)
+    attention = attention_libraries.choice_text(attention, emitted.graphs.values())
     return Program(
         source.name,
         source.config,
@@ -124,7 +127,7 @@ def _compiled(
         traced.trace.constants,
         traced.trace.base_prefix,
         traced.trace.dtype,
-        {"backend": str(backend)},
+        {"backend": str(backend), "attention": attention},
     )
 
 
@@ -138,7 +141,8 @@ def _settings(
         return bypasses_of(base, recipes, model_type, base.adapter_dtype)
 
     costs = None if options.costs is None else find_cost_model(options.costs)
-    return Settings(options, name, bypasses, costs, options.backend)
+    libraries = attention_libraries.libraries_of(options.attention)
+    return Settings(options, name, bypasses, costs, options.backend, libraries)
 
 
 @dataclass(frozen=True)
@@ -177,13 +181,13 @@ def compile(given: CompileArguments) -> Executor:
     if given.tp > 1:
         check_started(given.tp)
         # A rank's own GPU comes first: torch's current one is the same on all of them.
-        device = own_device(_device(device))
+        device = own_device(machine_device(device))
         if given.costs is None:
             options = dataclasses.replace(given, costs=own_sheet(device))
     module = given.model
     if not isinstance(module, torch.nn.Module):
         source = resolve(module, weights=True)
-        program = _compiled(source, source.config, given.peft, options, _device(device))
+        program = _compiled(source, source.config, given.peft, options, machine_device(device))
         checkpoint = Checkpoint.open(source, program.base_prefix)
         return make_executor(program, checkpoint, given.peft, source.directory, device)
     source, _ = source_of(module)
@@ -192,7 +196,9 @@ def compile(given: CompileArguments) -> Executor:
     verified = count <= VERIFIED_PARAMETERS if given.verify is None else given.verify
 
     def compiled(whole: bool) -> Executor:
-        program = _compiled(source, module, given.peft, options, _device(device), whole=whole)
+        program = _compiled(
+            source, module, given.peft, options, machine_device(device), whole=whole
+        )
         weights = StateDictCheckpoint(module.state_dict(keep_vars=True), program.base_prefix)
         executor = make_executor(program, weights, given.peft, None, device)
         if verified:
@@ -227,7 +233,7 @@ def compile_random(
     """
     source = resolve(model)
     options = CompileOptions(backend=backend, dtype=dtype, adapter_copies=adapter_copies)
-    program = _compiled(source, source.config, None, options, _device(device))
+    program = _compiled(source, source.config, None, options, machine_device(device))
     weights = RandomWeights(float(source.config.get("initializer_range", 0.02)), seed)
     return make_executor(program, weights, None, source.directory, device)
 
@@ -340,8 +346,9 @@ def make_executor(
     from pcg.runtime.executor import Executor
     from pcg.runtime.model.state import ModelState
 
-    device = _device(device)
+    device = machine_device(device)
     check_device(program.options.backend, device)
+    attention_libraries.check_libraries(program.options.attention)
     if ranks is None:
         device = own_device(device)
         ranks = join_group(program.options.tp, device)
@@ -357,11 +364,6 @@ def make_executor(
         for name, value in peft.items():
             executor.add_adapter(str(name), value)
     return executor
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    """The device asked for; else the machine's."""
-    return machine_device() if device is None else torch.device(device)
 
 
 def _eos_ids(program: Program, tokenizer: Tokenizer | None) -> frozenset[int]:

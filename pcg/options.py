@@ -152,15 +152,23 @@ class CompileOptions(PlanOptions):
             step is as fast as they are read: that of the base by default, for Triton and on CPUs
             with native bfloat16; bfloat16; or float32, the adapters' own, which training and saving
             keep in any case.
+        attention: who computes attention in a program for Triton: own, for its own kernels; names
+            of libraries, with commas, as flashinfer for prompts and flash_attn for training, where
+            they know the heads (docs/triton.md); or auto, those that are installed.
     """
 
     title: ClassVar[str] = PlanOptions.title
 
     backend: Backend = "auto"
     adapter_copies: Literal["bfloat16", "float32"] | None = None
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.attention, str):
+            raise UnsupportedError(
+                f"attention={self.attention!r}; use 'auto', 'own' or names of libraries"
+            )
         if self.backend not in ("auto", *BACKENDS):
             raise UnsupportedError(f"backend={self.backend!r}; use one of {', '.join(BACKENDS)}")
         if self.adapter_copies not in (None, "bfloat16", "float32"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -89,6 +89,13 @@ def touched() -> Iterator[list[tuple[str, int]]]:
         yield found
 
 
+def flat(launches: Sequence[Launch]) -> Iterator[Launch]:
+    """The launches in order, those of branches before the ones that they run beside."""
+    for launch in launches:
+        yield from flat([launch.beside] if launch.beside else [])
+        yield launch
+
+
 @cache
 def counts_of(step: str, adapters: int) -> tuple[list[Launch], list[str], list[tuple[str, int]]]:
     """The launches of a step as they are counted; names of what ran, and the bytes of kernels."""
@@ -96,13 +103,17 @@ def counts_of(step: str, adapters: int) -> tuple[list[Launch], list[str], list[t
     kernels: list[tuple[str, int]] = []
 
     def count(run: Any) -> list[Launch]:
-        before = len(notes), len(ORDER.current.ran), len(bytes_)
+        first, touches = len(notes), len(bytes_)
+        before = {stream.number: len(stream.ran) for stream in ORDER.streams}
         run()
-        ran.extend(name for name in ORDER.current.ran[before[1] :] if "empty" not in name)
-        kernels.extend(bytes_[before[2] :])
-        return notes[before[0] :]
+        for stream in ORDER.streams:
+            own = stream.ran[before.get(stream.number, 0) :]
+            ran.extend(name for name in own if "empty" not in name)
+        kernels.extend(bytes_[touches:])
+        return [*flat(notes[first:])]
 
-    with stand_in.stand_in(), touched() as bytes_, counted(DeviceTensor) as notes:
+    counting = counted(DeviceTensor, is_on_branch=lambda: ORDER.is_on_branch)
+    with stand_in.stand_in(), touched() as bytes_, counting as notes:
         launches = roofline_steps.STEPS[step](CONFIG, SIZES, adapters, count)
     return launches, ran, kernels
 
@@ -123,8 +134,9 @@ def test_bytes_are_those_that_kernels_touch(step: str, adapters: int) -> None:
         # Ids of rows beyond a rank, and such, are read too.
         assert launch.work.bytes == pytest.approx(size, rel=0.06, abs=256), name
     template = {name for name, _ in kernels} & {*FORMULAS}
-    expand = "expand_kernel" if step == "finetune" else "expand_tokens_kernel"
-    assert ({"shrink_kernel", expand} <= template) == (step == "finetune" or adapters > 0)
+    assert ("shrink_kernel" in template) == (step == "finetune" or adapters > 0)
+    assert ("expand_kernel" in template) == (step == "finetune")  # few tokens need none
+    assert any(launch.beside for launch in launches) == (step == "decode")
 
 
 def test_work_of_a_decode_step_is_that_of_the_models_formula() -> None:
@@ -185,6 +197,10 @@ def test_occupancy_and_time() -> None:
     narrow = Launch("narrow", Work(43 * 10**6), 132, 1, 32, 0)
     assert H200.expected_us(narrow) > 3 * 13.5
     # The host launches more slowly than the device runs what is small.
+    # A branch costs no time to begin and to end, if that of what it runs beside hides its own.
+    product = Launch("product", Work(43 * 10**6), beside=Launch("shrink", Work(43 * 10**5)))
+    assert H200.expected_us(product) == pytest.approx(13.5 + 1.0 + 0.5)
+    assert (product.count, product.whole_work) == (2, Work(473 * 10**5))
     small = [Launch("small", Work(1))] * 10
     assert H200.step_us(small, recorded=True) == pytest.approx(35.0)
     assert H200.step_us(small, recorded=False) == 10 * H200.host_us

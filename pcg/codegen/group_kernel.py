@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from pcg.codegen.lines import filled
-from pcg.codegen.tile_kernel import TileWriter, arguments_of
+from pcg.codegen.tile_kernel import (
+    TileWriter,
+    arguments_of,
+    constants_of,
+    deferred_numbers,
+    unspecialised,
+)
 from pcg.codegen.tile_layout import TileShape
 from pcg.ir.kernel_group import KernelGroup
 from pcg.ir.program.program import python_name
@@ -70,9 +76,8 @@ def _side_by_side(group: KernelGroup, name: str) -> str:
         for part, own, shape in zip(group.parts, names, shapes, strict=True)
     ]
     firsts = [f"first_{i}" for i in range(1, len(group.parts))]
-    page = ["PAGE: tl.constexpr"] * _appends(group)
-    arguments = [*arguments_of(group), "tokens", *firsts, *page]
-    unspecialised = ", ".join(f'"{name}"' for name in ("tokens", *firsts))
+    constants = [f"{name}: tl.constexpr" for name in constants_of(group)]
+    arguments = [*arguments_of(group), "tokens", *firsts, *constants]
     kernel = [
         "@K.side_by_side(",
         f"    {_inputs(group)}, warps={max(shape.warps for shape in shapes)},",
@@ -80,7 +85,7 @@ def _side_by_side(group: KernelGroup, name: str) -> str:
         *_parts(group, shapes),
         "    ),",
         ")",
-        f"@triton.jit(do_not_specialize=[{unspecialised}])",
+        unspecialised(["tokens", *firsts, *deferred_numbers(group)]),
         f"def {name}(",
         *filled([f"{argument}," for argument in arguments]),
         "):",
@@ -95,8 +100,11 @@ def _side_by_side(group: KernelGroup, name: str) -> str:
 
 def _inputs(group: KernelGroup) -> str:
     flags = ", ".join(str(group.graph.types[name].is_token_wise) for name in group.inputs)
-    apart = ", ".join(str(group.inputs.index(name)) for name in group.apart)
-    return f"token_wise=({flags},)" + (f", apart=({apart},)" if apart else "")
+    found = f"token_wise=({flags},)"
+    for kind, names in (("apart", group.apart), ("deferred", group.deferred)):
+        if names:
+            found += f", {kind}=({', '.join(str(group.inputs.index(n)) for n in names)},)"
+    return found
 
 
 def _cut(shape: TileShape) -> str:
@@ -142,7 +150,6 @@ def _condition(number: int, count: int) -> str:
 def _call(part: KernelGroup, name: str, shape: TileShape, program: str) -> list[str]:
     rows = "tokens" if shape.rows_a_token == 1 else f"tokens * {shape.rows_a_token}"
     constants = [f"ROWS={shape.row_block}", f"COLUMNS={shape.column_block}"]
-    if _appends(part):
-        constants.append("PAGE=PAGE")
+    constants += [f"{name}={name}" for name in constants_of(part)]
     words = [f"{word}," for word in (program, *arguments_of(part), rows, *constants)]
     return [f"        {name}(", *filled(words, 12), "        )"]

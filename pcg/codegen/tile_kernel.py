@@ -9,11 +9,11 @@ token's row there, slots[token], unless that is negative.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from pcg.codegen.lines import filled, statement
+from pcg.codegen.lines import filled, statement, wrapped
 from pcg.codegen.tile_layout import TilePosition, TileShape, position_read
 from pcg.ir.graph import Node
 from pcg.ir.kernel_group import KernelGroup
@@ -21,6 +21,7 @@ from pcg.ir.operators import operator
 from pcg.ir.operators.base import Tile
 from pcg.ir.program.program import python_name
 from pcg.ir.types import TensorType
+from pcg.kernels.sizes import DEFERRED_NUMBERS, DEFERRED_POINTERS
 
 _WIDE = {"f16": "f32", "bf16": "f32"}
 _TRITON_NAMES = {
@@ -40,17 +41,48 @@ _OWN_NAMES = (
 
 
 def arguments_of(group: KernelGroup) -> list[str]:
-    """The arguments of a group's kernel: pointers, and strides of tokens, heads and the cache."""
-    names = [python_name(name) for name in (*group.inputs, *group.outputs)]
-    token_wise = [name for name in group.inputs if group.graph.types[name].is_token_wise]
+    """The arguments of a group's kernel: pointers, then strides of tokens, heads and the cache.
+
+    In place of its pointer and strides a deferred LoRA has those of `DEFERRED_POINTERS`, and the
+    numbers of `DEFERRED_NUMBERS`.
+    """
+    types, deferred = group.graph.types, set(group.deferred)
+    pointers: list[str] = []
+    for name in (*group.inputs, *group.outputs):
+        parts = DEFERRED_POINTERS if name in deferred else ("ptr",)
+        pointers += (f"{python_name(name)}_{part}" for part in parts)
+    token_wise = [n for n in group.inputs if types[n].is_token_wise and n not in deferred]
     appended = [python_name(name) for name in group.outputs if group.appended(name)]
     return [
-        *(f"{name}_ptr" for name in names),
+        *pointers,
         *(["slots_ptr"] if appended else []),
         *(f"{python_name(name)}_stride" for name in token_wise),
         *(f"{python_name(name)}_head" for name in group.apart),
+        *deferred_numbers(group),
         *(f"{name}_{step}" for name in appended for step in ("page", "head", "token")),
     ]
+
+
+def deferred_numbers(group: KernelGroup) -> list[str]:
+    """The numbers of a group's deferred LoRA, for which kernels are not compiled anew."""
+    names = map(python_name, group.deferred)
+    return [f"{name}_{number}" for name in names for number in DEFERRED_NUMBERS]
+
+
+def constants_of(group: KernelGroup) -> list[str]:
+    """The constants that a group's kernel is given: the cache's page, and parts of deferred LoRA.
+
+    Of 0 parts there is none.
+    """
+    page = ["PAGE"] * any(group.appended(name) for name in group.outputs)
+    return [*page, *(f"{python_name(name)}_PARTS" for name in group.deferred)]
+
+
+def unspecialised(arguments: Sequence[str]) -> str:
+    """The decorator of a kernel that is not compiled anew for values of some arguments."""
+    names = [f'"{name}",' for name in arguments]
+    names[-1] = names[-1].removesuffix(",")
+    return "\n".join(wrapped(names, "@triton.jit(do_not_specialize=[", "])", 0))
 
 
 @dataclass
@@ -62,6 +94,7 @@ class TileWriter:
         lines: lines of its body so far.
         variables: variables by what they hold: a value at a position, or an expression.
         taken: names in use.
+        flat: columns of a token by expressions of a row's number and a place in it.
     """
 
     group: KernelGroup
@@ -71,11 +104,13 @@ class TileWriter:
     lines: list[str] = field(default_factory=list)
     variables: dict[object, str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=lambda: set(_OWN_NAMES))
+    flat: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.types = self.group.graph.types
         self.makers = {node.name: node for node in self.group.nodes}
         self.apart = set(self.group.apart)
+        self.deferred = set(self.group.deferred)
 
     def written(self) -> str:
         """The function's Triton source, from its decorator on."""
@@ -85,11 +120,9 @@ class TileWriter:
     def _head(self) -> list[str]:
         shape = self.shape
         arguments = [*arguments_of(self.group), "rows"]
-        constants = ["ROWS", "COLUMNS"]
-        if any(self.group.appended(name) for name in self.group.outputs):
-            constants.append("PAGE")
+        constants = ["ROWS", "COLUMNS", *constants_of(self.group)]
         arguments += [f"{name}: tl.constexpr" for name in constants]
-        lines = ['@triton.jit(do_not_specialize=["rows"])']
+        lines = [unspecialised(["rows", *deferred_numbers(self.group)])]
         rows, columns = "tl.program_id(0)", "tl.program_id(1)"
         if self.is_part:
             lines, blocks = ["@triton.jit"], shape.column_blocks
@@ -170,10 +203,14 @@ class TileWriter:
         if rows == 1:
             return TilePosition("0", "column")
         which = self.let("which", f"column // {size}")
-        return TilePosition(which, self.let("within", f"column % {size}"))
+        within = self.let("within", f"column % {size}")
+        # Loads are wide where addresses are seen to be side by side.
+        self.flat[f"({which} * {size} + {within})"] = "column"
+        return TilePosition(which, within)
 
     def value(self, name: str, place: TilePosition) -> str:
         """A variable with a value at a position."""
+        place = replace(place, column=self.flat.get(place.column, place.column))
         key = (name, place)
         if key not in self.variables:
             node = self.makers.get(name)
@@ -187,24 +224,46 @@ class TileWriter:
         return self.variables[key]
 
     def _loaded(self, name: str, place: TilePosition) -> str:
-        type_, padded = self.types[name], self.shape.is_padded
-        has_rows, is_flat = place.group != "0", self.shape.rows_a_token == 1
+        if name in self.deferred:
+            return self._added_by_lora(name, place)
+        type_ = self.types[name]
         terms = [f"{python_name(name)}_ptr"]
+        mask = self._mask(type_, place)
         if type_.is_token_wise:
             terms.append(f"token * {python_name(name)}_stride")
         if name in self.apart:
             terms += [f"{place.group} * {python_name(name)}_head", place.column]
         elif (offset := self._offset(place, type_)) != "0":
             terms.append(offset)
-        by_row = type_.is_token_wise or (has_rows and not is_flat)
-        by_column = padded and (place.column != "0" or (has_rows and is_flat))
-        masks = {(True, True): "inside", (True, False): "in_rows", (False, True): "in_row"}
-        found = (masks.get((by_row, by_column), ""), place.mask)
-        mask = " & ".join(one for one in found if one)
         guard = f", {mask}, other=0.0" if mask else ""
         wide = _WIDE.get(type_.dtype)
         cast = f".to({_TRITON_NAMES[wide]})" if wide else ""
         return self.assign(name, f"tl.load({' + '.join(terms)}{guard}){cast}")
+
+    def _added_by_lora(self, name: str, place: TilePosition) -> str:
+        """A variable with a deferred LoRA's summand at a position."""
+        type_, stem = self.types[name], python_name(name)
+        variable = self._taken(stem)
+        pointers = [f"{stem}_{pointer}" for pointer in DEFERRED_POINTERS]
+        numbers = [f"{stem}_{number}" for number in DEFERRED_NUMBERS]
+        at = ["token", self._offset(place, type_), "in_rows", self._mask(type_, place)]
+        call = f"K.deferred_rows({', '.join([*pointers, *numbers, *at, f'{stem}_PARTS'])})"
+        self.lines += [
+            f"    if {stem}_PARTS:",
+            statement(f"{variable} = {call}", 8),
+            "    else:",
+            f"        {variable} = 0.0",
+        ]
+        return variable
+
+    def _mask(self, type_: TensorType, place: TilePosition) -> str:
+        """The condition of elements that are there at a position; empty where all are."""
+        has_rows, is_flat = place.group != "0", self.shape.rows_a_token == 1
+        by_row = type_.is_token_wise or (has_rows and not is_flat)
+        by_column = self.shape.is_padded and (place.column != "0" or (has_rows and is_flat))
+        masks = {(True, True): "inside", (True, False): "in_rows", (False, True): "in_row"}
+        found = (masks.get((by_row, by_column), ""), place.mask)
+        return " & ".join(one for one in found if one)
 
     def _offset(self, place: TilePosition, type_: TensorType) -> str:
         """A value's element among its features."""
@@ -216,12 +275,16 @@ class TileWriter:
 
     def assign(self, name: str, expression: str) -> str:
         """A new variable whose name begins with `name`."""
-        stem = python_name(name)
+        variable = self._taken(python_name(name))
+        self.lines.append(statement(f"{variable} = {expression}"))
+        return variable
+
+    def _taken(self, stem: str) -> str:
+        """A name that begins with a stem and is in use from now on."""
         variable, count = stem, 1
         while variable in self.taken:
             variable, count = f"{stem}_{count}", count + 1
         self.taken.add(variable)
-        self.lines.append(statement(f"{variable} = {expression}"))
         return variable
 
     def let(self, name: str, expression: str) -> str:

@@ -13,6 +13,7 @@ from pcg.codegen.program_functions import Function
 from pcg.errors import CodegenError
 from pcg.ir.graph import KernelGraph
 from pcg.ir.kernel_group import KernelGroup, items_of
+from pcg.ir.operators import operator
 
 IMPORTS = """import torch
 import torch.nn.functional as F
@@ -56,5 +57,8 @@ def emit_function(function: Function) -> str:
 
 
 def _operators(group: KernelGroup) -> list[str]:
-    every = list(dict.fromkeys(node.op for node in group.nodes))
+    """The operators that a kernel is named by; what reads and adds for them is left out."""
+    found = dict.fromkeys(node.op for node in group.nodes)
+    named = [op for op in found if op != "add_deferred" and not operator(op).is_view]
+    every = named or list(found)
     return every if len(every) <= _MOST_NAMED else [*every[: _MOST_NAMED - 1], "and_more"]

@@ -53,6 +53,12 @@ class KernelGroup:
         node = self.graph.producers[name]
         return node if node.op == "append" else None
 
+    @cached_property
+    def deferred(self) -> tuple[str, ...]:
+        """Inputs that are LoRA's summands, which do not lie in memory."""
+        summands = {node.inputs[1] for node in self.nodes if node.op == "add_deferred"}
+        return tuple(name for name in self.inputs if name in summands)
+
     @property
     def apart(self) -> tuple[str, ...]:
         """Inputs [T, heads, d] whose heads may not lie side by side: slices of a joined product."""

@@ -40,9 +40,9 @@ class BackendChoice:
         return f"{self.name}: {self.reason}"
 
 
-def machine_device() -> torch.device:
-    """Return the GPU where there is one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def machine_device(asked: str | torch.device | None = None) -> torch.device:
+    """Return the device asked for; else the GPU where there is one, else the CPU."""
+    return torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def choose_backend(
@@ -90,17 +90,30 @@ def device_obstacle(device: torch.device) -> str | None:
         return f"Triton's kernels need capability {least}, and there is {_device_text(device)}"
     if _interprets():
         return "TRITON_INTERPRET is set, which runs Triton's kernels slowly, for tests"
-    return _import_obstacle()
+    return _import_obstacle() or product_failure(device)
+
+
+def product_failure(device: torch.device) -> str | None:
+    """Return why a GPU's products are wrong, and the fix; see `pcg.kernels.triton.ptxas`."""
+    from pcg.kernels.triton.ptxas import failure
+
+    return failure(device)
 
 
 def check_device(backend: Backend, device: torch.device) -> None:
-    """Check that programs for a backend run on a device. UnsupportedError: they do not."""
+    """Check that programs for a backend run on a device, and right.
+
+    Raises:
+        UnsupportedError: they do not; says the fix.
+    """
     if backend == "triton" and device.type != "cuda" and not _interprets():
         raise UnsupportedError(
             "the program is compiled for Triton, which runs on NVIDIA GPUs, and its device is "
             f"{device.type}; compile it for PyTorch (--backend torch), or set TRITON_INTERPRET=1 "
             "to run its kernels on the CPU, slowly: it is meant for tests"
         )
+    if backend == "triton" and not _interprets() and (wrong := product_failure(device)):
+        raise UnsupportedError(f"{wrong}; or compile the program for PyTorch (--backend torch)")
 
 
 def _interprets() -> bool:

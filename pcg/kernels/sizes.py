@@ -13,3 +13,8 @@ ROW_ALIGNMENT = 8
 or in none."""
 RANK_STEP = 16
 """Ranks in tables of adapters' rows are multiples of it, as kernels take so many at once."""
+DEFERRED_POINTERS = ("by_token_ptr", "s_ptr", "memory_ptr", "rows_ptr", "ranks_ptr")
+"""What an emitted kernel is given of LoRA that it adds itself, in place of a tensor."""
+DEFERRED_NUMBERS = ("matrix", "first_rank", "first_sum", "part_stride", "parts")
+"""The numbers that it is given of it; `pcg.kernels.triton.adapters.deferred_rows` says what they
+are."""

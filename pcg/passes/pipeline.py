@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pcg.ir.program.program import ModelGraph
+from pcg.kernels.attention_libraries import AttentionLibrary
 from pcg.options import MemoryBudget, PlanOptions, dtype_name
 from pcg.parallel.costs.cost_model import CostModel
 from pcg.parallel.costs.layer_costs import DeviceCosts
@@ -23,6 +24,8 @@ from pcg.passes.bypasses import Bypasses
 from pcg.passes.compress import Compress
 from pcg.passes.differentiate_model import AddLoss, DifferentiateModel
 from pcg.passes.emit import Emit, ListFunctions
+from pcg.passes.fusion.choose_attention import ChooseAttention
+from pcg.passes.fusion.defer_lora import DeferLora
 from pcg.passes.fusion.defer_residual_add import DeferResidualAdd
 from pcg.passes.fusion.fuse_gradients import FuseGradients
 from pcg.passes.fusion.fuse_linears import FuseLinears
@@ -70,6 +73,7 @@ class Settings:
         bypasses: the bypass networks of a base; none by default.
         costs: the device and links that bypass networks are parallelized for; None if not known.
         backend: the backend that source is emitted for: "torch" or "triton".
+        libraries: those that may compute attention.
         trains: True to make a model to train, where there are any bypass networks.
         windows: True if finetuning takes sequences window by window, through the KV cache.
         whole: True to trace every layer, not one of each kind.
@@ -82,6 +86,7 @@ class Settings:
     bypasses: Callable[[ModelGraph], Bypasses] = lambda base: Bypasses()
     costs: CostModel | None = None
     backend: str = "torch"
+    libraries: tuple[AttentionLibrary, ...] = ()
     trains: bool = True
     windows: bool = False
     whole: bool = False
@@ -212,7 +217,11 @@ def pipeline(given: Settings) -> Pipeline:
                 On(serving, FuseLora()),
                 On(serving, CoalesceCollectives()),
                 On(Trained.map_serving_prologue, Overlap()),
-                *when(triton, On(Trained.map_serving, DeferResidualAdd())),
+                *when(
+                    triton,
+                    On(Trained.map_serving, DeferResidualAdd()),
+                    On(Trained.map_serving, DeferLora()),
+                ),
             ),
             _stage(
                 "fuse_training",
@@ -234,6 +243,7 @@ def pipeline(given: Settings) -> Pipeline:
                 On(functions, SideBySide()),
                 On(functions, OrderKernels()),
             ),
+            *when(bool(given.libraries), ChooseAttention(given.libraries)),
             Emit(given.model, given.backend),
         ),
     )

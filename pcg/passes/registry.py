@@ -30,6 +30,7 @@ from pcg.ir.verifier import verify
 from pcg.passes.compress import Compress
 from pcg.passes.differentiate import Differentiate, Differentiated, GradientPass
 from pcg.passes.fold import Fold
+from pcg.passes.fusion.defer_lora import DeferLora
 from pcg.passes.fusion.defer_residual_add import DeferResidualAdd
 from pcg.passes.fusion.fuse_gradients import FuseGradients
 from pcg.passes.fusion.fuse_linears import FuseLinears
@@ -54,6 +55,7 @@ from pcg.passes.window_attention import WindowAttention
 PASSES: tuple[type[Pass[Any, Any]], ...] = (
     CoalesceCollectives,
     Compress,
+    DeferLora,
     DeferResidualAdd,
     Differentiate,
     Fold,

@@ -14,7 +14,7 @@ import torch
 
 import pcg.compiler as compiler
 from pcg.codegen.group_kernel import group_kernel
-from pcg.codegen.tile_kernel import arguments_of
+from pcg.codegen.tile_kernel import arguments_of, deferred_numbers
 from pcg.ir.kernel_group import KernelGroup, items_of
 from pcg.ir.program.program import python_name
 from pcg.runtime.data.example import Example
@@ -120,11 +120,20 @@ from pcg.kernels.triton import ops as K
 POINTERS = {"bf16": "*bf16", "f32": "*fp32", "i64": "*i64", "u8": "*u8"}
 
 
-def kernels(model: str) -> Iterator[Kernel]:
-    """The different kernels of a model's programs, with a cache in pages."""
-    program = compiler.compile_program(model, dtype="bfloat16")
+DEFERRED = {"by_token": "*i32", "s": "*fp32", "memory": "*bf16", "rows": "*i64", "ranks": "*i32"}
+"""Tables of LoRA that a kernel adds itself, and the types of what they hold."""
+PARTS = 16
+"""The most parts of the sums that it reads."""
+
+
+def kernels(model: str, peft: str | None = None) -> Iterator[Kernel]:
+    """The different kernels of a model's programs, with a cache in pages.
+
+    With `peft`, those of serving that add its LoRA.
+    """
+    program = compiler.compile_program(model, peft, dtype="bfloat16", backend="triton")
     seen = set()
-    for graph in graphs(program):
+    for graph in graphs(program) if peft is None else program.serving.model.graphs:
         for item in items_of(lowered(graph)):
             if not isinstance(item, KernelGroup):
                 continue
@@ -132,11 +141,17 @@ def kernels(model: str) -> Iterator[Kernel]:
             if made.source in seen:
                 continue
             seen.add(made.source)
+            if peft is not None and not item.deferred:
+                continue
             signature = dict.fromkeys(arguments_of(item), "i32")
+            constants: dict[str, object] = {"PAGE": 16} if made.appends else {}
             for value in (*made.inputs, *made.outputs):
-                type_ = item.graph.types[value]
-                signature[f"{python_name(value)}_ptr"] = POINTERS[type_.dtype]
-            constants = {"PAGE": 16} if made.appends else {}
+                type_, name = item.graph.types[value], python_name(value)
+                if value in item.deferred:
+                    signature |= {f"{name}_{key}_ptr": of for key, of in DEFERRED.items()}
+                    constants[f"{name}_PARTS"] = PARTS
+                else:
+                    signature[f"{name}_ptr"] = POINTERS[type_.dtype]
             if made.appends:
                 signature["slots_ptr"] = "*i64"
             warps = re.search(r"warps=(\d+)", made.source)
@@ -153,19 +168,23 @@ def kernels(model: str) -> Iterator[Kernel]:
                 made.name,
                 {**signature, **dict.fromkeys(counts, "i32")},
                 constants,
-                odd=counts,
-                warps=int(warps[1]),
+                odd=[*counts, *deferred_numbers(item)],
+                warps=int(warps[1]) if peft is None else min(32, 2 * int(warps[1])),
             )
 
 
-def check(model: str, architectures: tuple[int, ...]) -> list[Code]:
+def check(model: str, architectures: tuple[int, ...], peft: str | None = None) -> list[Code]:
     """Compile all; nothing spills, and rows are loaded and stored by 16 bytes."""
-    asked = list(kernels(model))
+    asked = list(kernels(model, peft))
     found = compiled(asked, architectures)
     for code, kernel in zip(found, (k for k in asked for _ in architectures), strict=True):
-        code.check_in_registers(128)
+        # Of two programs at a time; for few tokens a processor has one.
+        code.check_in_registers(128 if peft is None else 65536 // (32 * kernel.warps))
         assert code.shared_bytes <= 48 * 1024
-        if "rotary_emb" not in kernel.module:  # a few columns for each token
+        if peft is not None:
+            assert code.count("LDG", "128") >= 8 * kernel.module.count("= K.deferred_rows(")
+            assert code.count("STG") == code.count("STG", "128"), kernel.module
+        elif "rotary_emb" not in kernel.module:  # a few columns for each token
             assert code.count("STG") == code.count("STG", "128"), kernel.module
             # Tokens' rows of the cache are numbers; the weights of a head's norm are 256 bytes for
             # a whole tile.
@@ -177,6 +196,12 @@ def check(model: str, architectures: tuple[int, ...]) -> list[Code]:
 
 def test_machine_code_of_llama() -> None:
     assert len(check("meta-llama/Llama-3.1-8B", (90,))) > 8
+
+
+def test_machine_code_of_kernels_that_add_lora() -> None:
+    """Their loads of B are as wide as those of tokens."""
+    found = check("meta-llama/Llama-3.1-8B", (90,), "lora")
+    assert len(found) == 5  # two norms, rotation, activation; and the norm behind the layers
 
 
 @pytest.mark.slow

@@ -209,3 +209,7 @@ def test_backward_units_run_beside_the_forward(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_adapters_are_copied_from_the_host_beside_steps(backend: str) -> None:
     on_device.adapters_are_copied_from_the_host_beside_steps(backend)
+
+
+def test_windows_are_recorded() -> None:
+    on_device.windows_are_recorded()

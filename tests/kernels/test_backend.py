@@ -15,7 +15,7 @@ from pcg.compiler import compile_program
 from pcg.errors import UnsupportedError
 from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.program.manifest import read_manifest
-from pcg.kernels.backend import choose_backend, machine_device
+from pcg.kernels.backend import check_device, choose_backend, machine_device
 from tests.support.families import BY_NAME
 
 CUDA = torch.device("cuda")
@@ -28,6 +28,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("pcg.kernels.triton.ptxas.failure", lambda device: None)
     return monkeypatch
 
 
@@ -62,6 +63,17 @@ def test_amd_gets_pytorch(gpu: pytest.MonkeyPatch) -> None:
 def test_the_interpreter_is_no_choice(gpu: pytest.MonkeyPatch) -> None:
     gpu.setenv("TRITON_INTERPRET", "1")
     assert "TRITON_INTERPRET is set" in choose_backend("auto", CUDA).reason
+
+
+def test_products_that_are_wrong(gpu: pytest.MonkeyPatch) -> None:
+    """The self-test's failure is the reason for PyTorch, and refuses a program for Triton."""
+    gpu.setattr("pcg.kernels.triton.ptxas.failure", lambda device: "ptxas 12.8 is wrong")
+    assert str(choose_backend("auto", CUDA)) == "torch: ptxas 12.8 is wrong"
+    with pytest.raises(
+        UnsupportedError, match=r"ptxas 12\.8 is wrong; or compile the program for PyTorch"
+    ):
+        check_device("triton", CUDA)
+    check_device("torch", CUDA)
 
 
 def test_kernels_that_cannot_be_imported(gpu: pytest.MonkeyPatch) -> None:
@@ -104,10 +116,13 @@ def test_the_choice_is_in_the_manifest(gpu: pytest.MonkeyPatch, tmp_path: Path) 
     assert compiled.options.backend == "triton"
     assert "pcg.kernels.triton" in compiled.serving.source
     save_program(compiled, tmp_path / "program")
-    chosen = {"backend": "triton: the device is H100 of capability 9.0"}
+    chosen = {
+        "backend": "triton: the device is H100 of capability 9.0",
+        "attention": "own kernels",
+    }
     assert read_manifest(tmp_path / "program").choices == chosen
     assert load_program(tmp_path / "program").choices == chosen
-    assert program(backend="torch").choices == {"backend": "torch: it was asked for"}
+    assert program(backend="torch").choices["backend"] == "torch: it was asked for"
 
 
 def test_explain_says_it() -> None:

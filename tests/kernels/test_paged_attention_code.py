@@ -90,7 +90,8 @@ def kernels(
 
     backward = {"dout_token": "i32", "dout_head": "i32", **STRIDES}
     simple = Blocks(0, 0, 4, 3)
-    tiled, split = tile_blocks(largest, dtype, paged), split_blocks(largest, dtype, group)
+    tiled = tile_blocks(largest, dtype, paged, architecture)
+    split = split_blocks(largest, dtype, group)
     queries = query_blocks(largest, dtype, paged, architecture)
     keyed = key_blocks(largest, dtype, architecture)
     found = [
@@ -203,6 +204,12 @@ def test_machine_code(architecture: int) -> None:
     check(found, 128)
     by_name = {code.kernel: code for code in found}
     assert len(by_name) == 7
+    # Two programs of a prompt on a processor, each of which waits for both of its products: in the
+    # loop over keys that all rows see, and in the one over the last.
+    prompt = by_name["attend_tiles"]
+    assert prompt.programs(warps=4) == 2
+    if architecture == 90:
+        assert prompt.count("WARPGROUP", "DEPBAR") == 4
     # Of 227 KiB and 65,536 registers: four programs on a processor, as decoding wants.
     decoding = by_name["attend_splits"]
     assert decoding.shared_bytes <= 40 * 1024

@@ -148,6 +148,33 @@ def test_a_graph_runs_again(gpu: None) -> None:
     assert y.tolist() == [7] * 4
 
 
+def test_a_branch_of_a_graph(gpu: None) -> None:
+    x, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    assert not torch.cuda.is_current_stream_capturing()
+    with torch.cuda.graph(graph):
+        first = torch.cuda.current_stream()
+        side.wait_stream(first)
+        with torch.cuda.stream(side):
+            assert torch.cuda.is_current_stream_capturing()
+            y = x + 1
+        z = x * 3
+        first.wait_stream(side)
+        z += y
+    x.fill_(2)
+    graph.replay()
+    assert z.tolist() == [9] * 4
+
+    def without_an_end() -> None:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                x.neg()
+
+    with pytest.raises(DeviceError, match="nothing waits for"):
+        without_an_end()
+
+
 # ---------------------------------------------------------------------------- the tests of a GPU
 
 
@@ -188,3 +215,8 @@ def test_adapters_are_copied_from_the_host_beside_steps(gpu: None, backend: str)
 @pytest.mark.slow
 def test_an_engine_replays_its_steps(gpu: None) -> None:
     on_device.an_engine_replays_its_steps()
+
+
+@pytest.mark.slow
+def test_windows_are_recorded(gpu: None) -> None:
+    on_device.windows_are_recorded()

@@ -54,6 +54,7 @@ def test_the_list_shows_all_that_runs() -> None:
             [
                 *("fuse_linears", "fuse_lora", "coalesce_collectives", "overlap"),
                 "defer_residual_add",
+                "defer_lora",
             ],
             ["fuse_linears", "fuse_gradients", "fuse_loss"],
         ],

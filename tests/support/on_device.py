@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ import torch
 import pcg.compiler as compiler
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.model.step_graphs import EAGER_STEPS, CudaRecorder
+from pcg.runtime.model.recorder import CudaRecorder
+from pcg.runtime.model.step_graphs import EAGER_STEPS
 from pcg.runtime.sampling.sampler import Sampler
 from pcg.runtime.sampling.sampling import UNDRAWN, sample
 from pcg.runtime.sampling.sampling_params import SamplingParams
+from pcg.runtime.training.bound_training import BoundTraining
+from pcg.runtime.training.recorded.window_graphs import WindowGraphs
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import prompts
@@ -183,6 +187,35 @@ def backward_units_run_beside_the_forward(backend: str) -> None:
         assert job.error is None
         assert beside
         assert all(seconds > 0 for seconds in beside)
+        found.append([tensor.cpu() for tensor in executor.adapters["trained"].tensors])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def windows_are_recorded() -> None:
+    """The adapter is that of a run whose windows are eager."""
+    base = oracle.random_model(BY_NAME["llama3"].config(1, max_position_embeddings=128))
+    recipe = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
+    data = [Example(s, s) for s in prompts((19, 9))]
+    found, made = [], BoundTraining.window_graphs
+    for is_recorded in (False, True):
+        executor = compiler.compile(base, backend="triton", device=DEVICE)
+        engine = executor.engine(Limits(tokens=20, tpot_slo_s=0.5), kv_cache_bytes=2**20)
+        job = engine.finetune(
+            data, "trained", peft=recipe, max_steps=3, batch_size=2, learning_rate=0.01
+        )
+        seen: list[WindowGraphs | None] = []
+
+        def graphs(*of: Any, is_recorded: bool = is_recorded, seen: Any = seen) -> Any:
+            seen.append(made(*of))
+            return seen[-1] if is_recorded else None
+
+        with patch.object(BoundTraining, "window_graphs", graphs):
+            while not engine.is_idle:
+                engine.step()
+        assert job.error is None
+        assert seen[0] is not None
+        assert (seen[0].recorded > 0) == is_recorded
         found.append([tensor.cpu() for tensor in executor.adapters["trained"].tensors])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)

@@ -291,7 +291,14 @@ def linear_group(make: Maker, op: str) -> Sequence[str]:
         ranks = [make.sizes(1)[0] for _ in adapted]
         inputs += [make.of("f32", rank, size) for rank in ranks]
         inputs += [make.of("f32", outs[i], r) for i, r in zip(adapted, ranks, strict=True)]
+        if make.coin():
+            attributes["deferred"] = True
     return make.add(op, x, *inputs, **attributes)
+
+
+def add_deferred(make: Maker, op: str) -> Sequence[str]:
+    y = make.matrix()
+    return make.add(op, y, make.of(make.type(y).dtype, *make.type(y).shape))
 
 
 def lora_linear_backward(make: Maker, op: str) -> Sequence[str]:
@@ -595,6 +602,7 @@ RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(UNARIES, unary),
     **dict.fromkeys(("gelu", "gelu_backward"), gelu),
     **dict.fromkeys(("clamp", "clamp_backward"), clamp),
+    "add_deferred": add_deferred,
     **dict.fromkeys(("add", "sub", "mul", "div"), binary),
     **dict.fromkeys(
         ("silu_backward", "tanh_backward", "sigmoid_backward", "relu_backward"), unary_backward
@@ -644,6 +652,7 @@ RECIPES: dict[str, Recipe] = {
     "linear_cross_entropy": linear_cross_entropy,
     "lora_linear": linear_group,
     "lora_linear_backward": lora_linear_backward,
+    "nothing_deferred": unary,
     **dict.fromkeys(("asked_outer", "outer"), outer),
     **dict.fromkeys(("khatri_rao", "khatri_rao_backward"), khatri_rao),
     "permute": permute,

@@ -12,6 +12,7 @@ from pcg.ir.operators import (
     attention,
     bypass,
     collectives,
+    deferred,
     linear,
     lora,
     lora_variants,
@@ -32,8 +33,8 @@ __all__ = ["OPERATORS", "Gradient", "Operator", "operator"]
 def _entries() -> Iterator[Operator]:
     """An entry for each class of these modules that has a name of its own, and the transitions."""
     for module in (
-        *(activations, arithmetic, attention, bypass, collectives, linear, lora),
-        *(lora_variants, lossy, norms, reductions, rope, shape, vectors, virtual_tokens),
+        *(activations, arithmetic, attention, bypass, collectives, deferred, linear),
+        *(lora, lora_variants, lossy, norms, reductions, rope, shape, vectors, virtual_tokens),
         *(vocabulary,),
     ):
         for found in vars(module).values():

@@ -55,7 +55,7 @@ class Attention(Operator):
     one, where `sinks`, is a logit of each head that takes weight from the softmax.
 
     Attributes: `scale`; `window`: keys seen, the token's own included, 0 for all; `softcap`: 0 for
-    none.
+    none; `library`, where one computes it: see `pcg.kernels.attention_libraries`.
     """
 
     name = "attention"
@@ -210,4 +210,6 @@ def _attention_arguments(inputs: Sequence[str], tensors: int, attributes: Attrib
         f"{name}={attributes[name]!r}" for name in ("window", "softcap") if attributes[name]
     ]
     arguments += [f"{name}={rest.pop(0)}" for name in ("alibi", "sinks") if attributes.get(name)]
+    if attributes.get("library"):
+        arguments.append(f"library={attributes['library']!r}")
     return ", ".join(arguments)

@@ -195,6 +195,8 @@ class LoraLinear(Product):
 
     Inputs: x, the `count` weights, their biases where `bias`, then all A, then all B. Where some
     outputs have no LoRA, `adapted` are the indices of those that have, and A and B are theirs.
+    With `deferred`, LoRA's summands of these are outputs of their own, behind the others; see
+    `pcg.ir.operators.deferred`.
     """
 
     name = "lora_linear"
@@ -226,17 +228,31 @@ class LoraLinear(Product):
         for i, own_a, own_b in zip(adapted, a, b, strict=True):
             (s,) = Shrink().infer((x, own_a), {})
             (outs[i],) = ExpandAdd().infer((outs[i], s, own_b), {})
+        if attributes.get("deferred"):
+            outs += [outs[i] for i in adapted]
         return tuple(outs)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        if attributes.get("deferred"):
+            (weight, *_), _, a, b = self._groups(inputs, attributes)
+            product = f"K.linear({inputs[0]}, {weight}, {weight}.group_bias)"
+            return self._deferred(inputs[0], product, weight, a, b)
         groups = ", ".join(tuple_source(group) for group in self._groups(inputs, attributes))
         return f"K.lora_linear({inputs[0]}, {groups})"
 
     def request_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
         weights, biases, a, b = self._groups(inputs, attributes)
         y = product_request(inputs[0], weights, biases, "whole=True")
+        if attributes.get("deferred"):
+            return self._deferred(inputs[0], f"({y})", weights[0], a, b)
         lora = f"{tuple_source(a)}, {tuple_source(b)}"
         return f"K.add_lora(({y}), {inputs[0]}, {weights[0]}, {lora})"
+
+    @staticmethod
+    def _deferred(x: str, product: str, weight: str, a: Sequence[str], b: Sequence[str]) -> str:
+        # Python evaluates the arguments in order: shrink begins before the base's product.
+        begun = f"K.begun_lora({x}, {tuple_source(a)}, {tuple_source(b)})"
+        return f"K.with_deferred_lora({begun}, {product}, {weight})"
 
     def _groups(self, inputs: Sequence[str], attributes: Attributes) -> list[Sequence[str]]:
         """Weights, biases, A and B."""

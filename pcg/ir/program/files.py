@@ -204,7 +204,8 @@ def options_from(plan: Mapping[str, Any], dtype: str) -> CompileOptions:
     if isinstance(plan.get("memory_budget"), dict):
         budget = MemoryBudget(**plan["memory_budget"])
         given |= {"memory_budget": budget.written, "batch": budget.batch, "seq": budget.seq}
-    return CompileOptions(**{"dtype": TORCH_NAMES.get(dtype, dtype), "backend": "torch", **given})
+    older = {"dtype": TORCH_NAMES.get(dtype, dtype), "backend": "torch", "attention": "own"}
+    return CompileOptions(**{**older, **given})
 
 
 def _training_plan(training: Training) -> dict[str, Any]:

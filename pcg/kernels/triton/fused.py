@@ -5,6 +5,9 @@ to what it reads and makes, then the distance between tokens of each token-wise 
 heads of those whose heads may lie apart, then the number of rows. Where groups stand side by side
 it is given the number of tokens instead, and the first program of each part but the first.
 
+LoRA that is left to a kernel (`pcg.kernels.triton.adapters.deferred_lora`) is several pointers and
+numbers in place of one; where nothing is left the kernel is compiled without it.
+
 Keys and values go to the layer's cache, to the rows of the batch's tokens, where the batch has one:
 the kernel is given these rows behind its pointers, and the cache's distances behind the inputs'.
 """
@@ -20,10 +23,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.kernels.sizes import DEFERRED_NUMBERS, DEFERRED_POINTERS, PAGE_TOKENS
+from pcg.kernels.triton.adapters.deferred_lora import DeferredLora
 from pcg.kernels.triton.attention.cache_rows import CacheRows
 
 _DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+_DEFERRED_WARPS = 2
+"""Times as many warps for a kernel that adds LoRA: a thread has 8 columns of 8 ranks of B under way
+at once, 32 registers, so that a tile of 4096 columns has 64 KiB."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ class Fused:
         parts: Sequence[FusedPart],
         warps: int,
         apart: Sequence[int] = (),
+        deferred: Sequence[int] = (),
     ) -> None:
         """Keep a jitted kernel.
 
@@ -88,16 +96,21 @@ class Fused:
             parts: parts that stand side by side; most kernels have one.
             warps: warps of a program.
             apart: indices of inputs [T, heads, d] whose heads may lie apart.
+            deferred: indices of inputs that are `DeferredLora`.
         """
         self.kernel = kernel
         self._apart = tuple(apart)
-        self._token_wise = tuple(token_wise)
+        self._deferred = tuple(deferred)
+        self._token_wise = tuple(
+            is_of and number not in deferred for number, is_of in enumerate(token_wise)
+        )
         self._first = self._token_wise.index(True)
         self._parts = tuple(parts)
         self._by_part = [tuple(map(_Output.parsed, part.outputs)) for part in parts]
         self._outputs = [output for outputs in self._by_part for output in outputs]
         self._appends = any(output.to for output in self._outputs)
         self._warps = warps
+        self._parts_names = [name for name in kernel.arg_names if name.endswith("_PARTS")]
 
     def __call__(self, *arguments: Any) -> Any:
         """Run it on its inputs, after the batch where it writes to the cache."""
@@ -116,7 +129,7 @@ class Fused:
         slots: Tensor | None = None if batch is None or cached is None else batch.rows
         programs = [self._programs(i, tokens, slots) for i in range(len(self._parts))]
         if any(map(all, programs)):
-            given = [x if self._has_heads(i, x) else _dense(x) for i, x in enumerate(inputs)]
+            given = [x if self._is_taken(i, x) else _dense(x) for i, x in enumerate(inputs)]
             self._launch(given, made, slots, tokens, programs)
         return tuple(made) if len(made) > 1 else made[0]
 
@@ -128,22 +141,37 @@ class Fused:
         row_block, column_block = part.block
         return -(-tokens * part.rows_a_token // row_block), -(-part.columns // column_block)
 
-    def _has_heads(self, number: int, x: Tensor) -> bool:
+    def _is_taken(self, number: int, x: Any) -> bool:
         """Return whether the kernel reads an input's heads one by one, and these are dense."""
-        return number in self._apart and x.stride(-1) == 1
+        return number in self._deferred or (number in self._apart and x.stride(-1) == 1)
 
     def _launch(
         self,
-        inputs: Sequence[Tensor],
+        inputs: Sequence[Any],
         made: Sequence[Made],
         slots: Tensor | None,
         tokens: int,
         programs: Sequence[tuple[int, int]],
     ) -> None:
-        pointers = [*inputs, *(x.base if isinstance(x, CacheRows) else x for x in made)]
+        pointers: list[Any] = []
+        for number, x in enumerate(inputs):
+            if number in self._deferred:
+                # Of what is not there the kernel reads nothing.
+                pointers += x.pointers or [inputs[self._first]] * len(DEFERRED_POINTERS)
+            else:
+                pointers.append(x)
+        pointers += (x.base if isinstance(x, CacheRows) else x for x in made)
         strides = [x.stride(0) for x, is_of in zip(inputs, self._token_wise, strict=True) if is_of]
         strides += [inputs[number].stride(1) for number in self._apart]
-        constants: dict[str, int] = {}
+        lora: Sequence[DeferredLora] = [inputs[number] for number in self._deferred]
+        for one in lora:
+            strides += one.numbers if one.parts else [0] * len(DEFERRED_NUMBERS)
+        constants: dict[str, int] = dict(
+            zip(self._parts_names, (one.parts for one in lora), strict=True)
+        )
+        warps = self._warps
+        if any(one.parts for one in lora):
+            warps = min(32, _DEFERRED_WARPS * warps)
         if self._appends:
             pointers.append(inputs[0] if slots is None else slots)
             constants["PAGE"] = 0 if slots is None else PAGE_TOKENS
@@ -157,7 +185,7 @@ class Fused:
         else:
             *firsts, end = accumulate(rows * columns for rows, columns in programs)
             grid, counts = (end, 1), [tokens, *firsts]
-        self.kernel[grid](*pointers, *strides, *counts, **constants, num_warps=self._warps)
+        self.kernel[grid](*pointers, *strides, *counts, **constants, num_warps=warps)
 
 
 def fused(
@@ -169,17 +197,23 @@ def fused(
     block: tuple[int, int],
     warps: int,
     apart: Sequence[int] = (),
+    deferred: Sequence[int] = (),
 ) -> Callable[[Any], Fused]:
     """Decorate a jitted kernel of one part; the arguments are those of `Fused` and `FusedPart`."""
     part = FusedPart(rows_a_token, columns, block, outputs)
-    return lambda kernel: Fused(kernel, token_wise, (part,), warps, apart)
+    return lambda kernel: Fused(kernel, token_wise, (part,), warps, apart, deferred)
 
 
 def side_by_side(
-    *, token_wise: Sequence[bool], parts: Sequence[FusedPart], warps: int, apart: Sequence[int] = ()
+    *,
+    token_wise: Sequence[bool],
+    parts: Sequence[FusedPart],
+    warps: int,
+    apart: Sequence[int] = (),
+    deferred: Sequence[int] = (),
 ) -> Callable[[Any], Fused]:
     """Decorate a jitted kernel of several parts; the arguments are those of `Fused`."""
-    return lambda kernel: Fused(kernel, token_wise, parts, warps, apart)
+    return lambda kernel: Fused(kernel, token_wise, parts, warps, apart, deferred)
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -8,6 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from pcg.kernels.torch import ops as torch_ops
+from pcg.kernels.triton.adapters.deferred_lora import (
+    begun_lora,
+    nothing_deferred,
+    with_deferred_lora,
+)
+from pcg.kernels.triton.adapters.deferred_rows import deferred_rows
 from pcg.kernels.triton.adapters.dispatch import (
     activate,
     add_lora,

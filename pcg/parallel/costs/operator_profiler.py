@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 from pcg.errors import CostModelError
 from pcg.ir.operators import operator
 from pcg.ir.types import CONTEXT, TOKENS, TORCH_NAMES, TensorType
+from pcg.kernels.batch import DroppedPart, Span
 from pcg.kernels.torch import ops as torch_ops
 from pcg.parallel.costs.device_profile import OperatorTime
 from pcg.parallel.costs.profile_cases import CPU_GRID, GPU_GRID, QUICK, Case, Grid, cases
@@ -55,14 +55,14 @@ class _Step:
     ranks: Ranks = field(default_factory=_OneOfTwo)
 
     def __post_init__(self) -> None:
-        self.spans = (SimpleNamespace(length=self.tokens, start=0, context=0, origin=0),)
+        self.spans = (Span(0, self.tokens),)
         self.uniform_length = self.tokens
         rows = torch.arange(min(self.virtual, self.tokens), device=self.device)
         self.virtual_rows, self.virtual_places = rows, rows
 
-    def dropped_parts(self, key: int) -> list[SimpleNamespace]:
+    def dropped_parts(self, key: int) -> list[DroppedPart]:
         generator, n = torch.Generator(self.device).manual_seed(key), self.tokens
-        return [SimpleNamespace(start=0, count=n, skipped=0, whole=n, generator=generator)]
+        return [DroppedPart(0, n, 0, n, generator)]
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Keep no cache."""

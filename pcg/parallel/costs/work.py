@@ -114,7 +114,7 @@ def kernel_of(op: str, attributes: Attributes) -> str:
 
 @lru_cache(maxsize=16384)
 def is_free(op: str) -> bool:
-    """Return whether PyTorch gives a view of a tensor that is there already.
+    """Return whether PyTorch gives a view of a tensor that is there already, or others' work.
 
     Raises:
         CostModelError: no operator of a rank's graph that is computed.
@@ -126,7 +126,7 @@ def is_free(op: str) -> bool:
         raise CostModelError(f"{op} is no work of one rank; ask collective_seconds for its cost")
     if isinstance(entry, Transition):
         raise CostModelError(f"{op} has no cost before the graph is that of one rank: localize it")
-    return op in ("own_part", "taken_part")
+    return op in ("own_part", "taken_part", "add_deferred", "nothing_deferred")
 
 
 def parts_of(
@@ -153,10 +153,10 @@ def parts_of(
         case "lora_linear_backward" | "bottleneck_backward":
             yield from _parts_of_gradients(op, inputs, outputs, attributes)
         case "lora_linear":
-            count, x = len(outputs), inputs[0]
+            count, x = int(attributes["count"]), inputs[0]
             adapted = LoraLinear.adapted(attributes)
             bases = len(inputs) - 2 * len(adapted)
-            for i, out in enumerate(outputs):
+            for i, out in enumerate(outputs[:count]):
                 yield "linear", (x, *inputs[1 + i : bases : count]), (out,), {}
             for i, a, b in zip(
                 adapted, inputs[bases:], inputs[bases + len(adapted) :], strict=False

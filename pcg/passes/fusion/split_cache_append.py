@@ -38,7 +38,7 @@ class SplitCacheAppend(GraphPass):
         names = {python_name(name) for name in before.types}
         nodes: list[Node] = []
         for node in before.nodes:
-            if node.op != "attention" or not self._is_split(before, node):
+            if node.op != "attention" or not self.splits(before, node):
                 nodes.append(node)
                 continue
             q, k, v, *rest = node.inputs
@@ -52,7 +52,8 @@ class SplitCacheAppend(GraphPass):
             nodes.append(dataclasses.replace(node, inputs=(q, *appended, *rest)))
         return before.replace(nodes=tuple(nodes))
 
-    def _is_split(self, graph: Graph, node: Node) -> bool:
+    def splits(self, graph: Graph, node: Node) -> bool:
+        """Return whether the kernel that makes an attention's keys appends for it."""
         q, k, v = (graph.types[name] for name in node.inputs[:3])
         sizes = {q.features[-1], v.features[-1]}
         known = sizes.issubset(self.sizes) and q.dtype in self.dtypes

@@ -53,7 +53,7 @@ class JoinedSite:
         """Return the site of an operator, by the parameters of its graph."""
         adapted = LoraLinear.adapted(dict(node.attributes))
         a, b = node.inputs[-2 * len(adapted) : -len(adapted)], node.inputs[-len(adapted) :]
-        sizes = [value.type.features[0] for value in node.outputs]
+        sizes = [value.type.features[0] for value in node.outputs[: int(node.get("count", 1))]]  # type: ignore[arg-type]
         columns = [*accumulate(sizes, initial=0)]
         modules = tuple(
             LoraModule(parameters[own_a], parameters[own_b], sizes[i], columns[i])

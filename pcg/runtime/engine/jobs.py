@@ -302,7 +302,7 @@ class Jobs:
         for job, unit in self.forward():
             if job in busy:
                 continue
-            tokens = sharing.in_layers(step, unit, ahead_s)
+            tokens = unit.whole.fitting(sharing.in_layers(step, unit, ahead_s))
             if tokens:
                 unit.whole.begin_window(tokens)
                 self.settle(job)

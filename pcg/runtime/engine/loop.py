@@ -305,7 +305,7 @@ class EngineLoop:
         for job, unit in self.jobs.forward():
             if suspect not in (None, job):
                 continue
-            tokens = min(unit.remaining, self.sharing.forward(step, unit))
+            tokens = unit.whole.fitting(min(unit.remaining, self.sharing.forward(step, unit)))
             if tokens > 0:
                 found.append((job, unit, tokens))
                 step.load += Load.of_window(tokens, unit.context)

@@ -24,7 +24,7 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable, pages_for
 from pcg.runtime.model.batch import Batch
+from pcg.runtime.model.recorder import Recorder, recorder_for
 from pcg.runtime.model.runner import ModelRunner
 
 EAGER_STEPS = 4
@@ -47,38 +48,6 @@ everything twice, and the driver then prepares the graph: about the time of so m
 worst doubles the time."""
 MOST_GRAPHS = 1024
 """The most graphs that are kept, those replayed last: a device keeps the launches of each."""
-
-
-class Recorder(Protocol):
-    """Makes functions that run again without the host's work."""
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record a function, which is called any number of times, and return one that repeats it.
-
-        It reads and writes memory that stays, and the repetition takes its present contents.
-        """
-
-
-class CudaRecorder:
-    """Records CUDA graphs; they share memory for intermediate tensors, as one runs at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        current = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            run()  # compiles kernels, and has libraries make their workspaces
-        current.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may read adapters or compile meanwhile.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            run()
-        return graph.replay
 
 
 class RecordedBatch(Batch):
@@ -292,11 +261,6 @@ class StepGraphs:
 
 _NOTHING = StepTokens((), (), (), (), (), ())
 """The tokens that rooms are recorded with at warm-up: none, so that nothing is written."""
-
-
-def recorder_for(device: torch.device) -> Recorder | None:
-    """Return the recorder of a device; None if it has none."""
-    return CudaRecorder(device) if device.type == "cuda" else None
 
 
 def step_graphs(

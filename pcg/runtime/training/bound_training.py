@@ -21,10 +21,14 @@ from pcg.peft.prompt_encoder import EncodedTraining
 from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.memory.host_allocator import FreedMemory
+from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
+from pcg.runtime.model.recorder import recorder_for
 from pcg.runtime.model.runner import LayerInputs, is_sequence_parallel, load_functions
 from pcg.runtime.training.loss_chunks import LossChunk, LossChunks, WindowLoss
+from pcg.runtime.training.recorded.recorded_program import why_not_recorded
+from pcg.runtime.training.recorded.window_graphs import WindowGraphs
 
 _ALL_TOKENS = 2**31
 
@@ -83,6 +87,8 @@ class BoundTraining:
         is_fused = any(node.op == "linear_cross_entropy" for node in training.epilogue.nodes)
         self.loss_chunk = _ALL_TOKENS if is_fused else model.loss_chunk
         self.head_rows = self._head_rows() if self.device.type == "cpu" else 0
+        self._graphs: WindowGraphs | None = None
+        self._graphs_of: KvCache | None = None
 
     def plan_for(self, sequences: int, tokens: int) -> None:
         """Train by a plan that holds the memory budget for so many sequences and tokens of all.
@@ -222,6 +228,26 @@ class BoundTraining:
         below, trained = yield from self._watched(requests)
         self._accumulate(self._layers[layer], plan.trained, trained)
         return list(below)
+
+    def trained_in(self, layer: int) -> list[Tensor]:
+        """Return the tensors of a layer that its backward gives gradients of."""
+        plan, bound = self.training.plans[self.training.layers[layer]], self._layers[layer]
+        if plan.backward is None:
+            return []
+        weights = (getattr(bound, python_name(name)).weight for name in plan.trained)
+        return [weight for weight in weights if id(weight) in self._trained]
+
+    def window_graphs(self, cache: KvCache) -> WindowGraphs | None:
+        """Return the recorded windows of the adapter over a cache; None where none can be."""
+        if self._graphs_of is not cache:
+            recorder = None
+            if self.ranks.size == 1 and cache.pages is not None:
+                recorder = recorder_for(self.device)
+            if why_not_recorded(self, self.adapter.prompt_tokens) is not None:
+                recorder = None
+            self._graphs = None if recorder is None else WindowGraphs(self, cache, recorder)
+            self._graphs_of = cache
+        return self._graphs
 
     def prologue_backward(self, batch: Batch, gradients: list[Tensor]) -> None:
         """Run the prologue backward, if something in it is trained."""

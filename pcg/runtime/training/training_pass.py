@@ -34,6 +34,7 @@ from pcg.runtime.model.load import Load
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.loss_chunks import PassLoss, WindowLoss
+from pcg.runtime.training.recorded.window_graphs import PassSizes, WindowSlot
 from pcg.runtime.training.work_units import (
     Forward,
     Pages,
@@ -67,6 +68,7 @@ class Window:
         shared: the prologue's outputs that all layers may read.
         saved: the tensors that each layer has saved for backward.
         gradients: gradients of the outputs of the layer whose backward comes next.
+        slot: the graphs that it runs by; None if it runs eagerly.
     """
 
     batch: Batch
@@ -76,6 +78,7 @@ class Window:
     shared: Sequence[Tensor | None] = ()
     saved: list[Any] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
+    slot: WindowSlot | None = None
 
 
 class TrainingPass(WindowedPass):
@@ -127,6 +130,12 @@ class TrainingPass(WindowedPass):
         if self.trains:
             runner.plan_for(len(examples), self.tokens)
         self._restored = frozenset(runner.training.restored)
+        self._graphs = None
+        if self.trains and cache is not None:
+            self._graphs = runner.window_graphs(cache)
+        if self._graphs is not None:
+            pages = max(len(table.pages) for table in tables)
+            self._graphs.begin_pass(PassSizes(self.tokens, len(examples), pages))
         self.targets = sum(target >= 0 for s in self._sequences for target in s.targets)
         self.forwarded = 0
         self.is_done = False
@@ -204,6 +213,11 @@ class TrainingPass(WindowedPass):
     def remaining(self) -> int:
         return self.tokens - self.forwarded
 
+    def fitting(self, tokens: int) -> int:
+        if self._graphs is None or not tokens:
+            return tokens
+        return self._graphs.sizes.fitting(tokens, self.remaining)
+
     @property
     def context(self) -> int:
         return min(self.forwarded - s.origin for s in self._sequences if s.origin <= self.forwarded)
@@ -232,10 +246,17 @@ class TrainingPass(WindowedPass):
         batch.dropout_seed = self._dropout_seed
         window = Window(batch, torch.tensor(targets, dtype=torch.long, device=device), end)
         window.carried, window.shared = self._runner.prologue(batch)
+        if self._graphs is not None:
+            window.slot = self._graphs.slot(
+                len(self._windows), batch, window.carried, window.shared
+            )
         return window
 
     def layer_requests(self, layer: int, window: Window) -> ProductRequest[None]:
         """Take a window through one layer."""
+        if window.slot is not None:
+            window.slot.forward(layer)
+            return
         window.carried, saved = yield from self._runner.layer(
             layer, window.batch, window.carried, window.shared
         )
@@ -244,9 +265,13 @@ class TrainingPass(WindowedPass):
         window.saved.append(list(saved))
         if layer in self._restored:
             self._put_inputs(layer, window, (None,) * len(window.carried))
+        if self._graphs is not None:
+            self._graphs.record_next()
 
     def end(self, window: Window) -> None:
         """Note that a window has gone through its last layer."""
+        if window.slot is not None:
+            window.carried = window.slot.outputs
         self._windows.append(window)
         self.forwarded = window.end
 
@@ -279,15 +304,19 @@ class TrainingPass(WindowedPass):
         """Take the next window back through the next layer."""
         window, layer = self._windows[self._window], self.layer
         if self._window == -1 and self._cache is not None:
-            keys, values = self._cache.keys[layer], self._cache.values[layer]
-            self._sums = KvGradients(keys, values, self.tokens)
+            self._sums = self._no_gradients(self._cache, layer)
         window.batch.gradients = self._sums
         if layer in self._restored and window.saved[layer][self._input_places(layer)[0]] is None:
             self._restore(layer, window)
         gradients, window.gradients = window.gradients, []
-        window.gradients = yield from self._runner.layer_backward(
-            layer, window.batch, window.saved.pop(), gradients
-        )
+        if window.slot is not None:
+            window.gradients = window.slot.back(layer, gradients)
+        else:
+            window.gradients = yield from self._runner.layer_backward(
+                layer, window.batch, window.saved.pop(), gradients
+            )
+            if self._graphs is not None:
+                self._graphs.record_next()
         self._window -= 1
         if -self._window > len(self._windows):
             self._window = -1
@@ -295,6 +324,12 @@ class TrainingPass(WindowedPass):
             # Layers below all trained weights have no backward.
             if self.layer < 0 or not any(window.gradients for window in self._windows):
                 self._end_backward()
+
+    def _no_gradients(self, cache: KvCache, layer: int) -> KvGradients:
+        """Return zeros for the gradients of a layer's keys and values."""
+        if self._graphs is not None:
+            return self._graphs.no_sums(layer)
+        return KvGradients(cache.keys[layer], cache.values[layer], self.tokens)
 
     def _end_backward(self) -> None:
         for window in self._windows:

@@ -69,6 +69,10 @@ class WindowedPass(ABC):
         `ends` is 1 in the backward of a window through the last layer.
         """
 
+    def fitting(self, tokens: int) -> int:
+        """Return the tokens of the next window, of which there may be so many."""
+        return tokens
+
     @abstractmethod
     def forward(self, tokens: int) -> None:
         """Take up to `tokens` next tokens forward, through all layers."""

@@ -23,6 +23,8 @@ from typing import Any
 
 ARCHITECTURES = (80, 90)
 """Ampere and Hopper."""
+_SHARED_KIB = {80: 164, 90: 228}
+"""Shared memory of a processor, of which each program takes 1 KiB beside its own."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,13 @@ class Code:
         """Instructions whose names have all these as parts, as ("LDG", "128")."""
         wanted = set(names)
         return sum(n for name, n in self.instructions.items() if wanted <= set(name.split(".")))
+
+    def programs(self, warps: int) -> int:
+        """How many programs of so many warps a processor runs at once."""
+        by_registers = 65_536 // (32 * warps * -(-self.registers // 8) * 8)
+        return min(
+            by_registers, _SHARED_KIB[self.architecture] * 1024 // (self.shared_bytes + 1024)
+        )
 
     def check_in_registers(self, most: int = 255) -> None:
         """AssertionError: it spills, uses local memory, or takes more registers than that."""

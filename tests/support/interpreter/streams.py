@@ -15,6 +15,8 @@ import threading
 import time
 import weakref
 from bisect import bisect_right, insort
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +59,8 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         join(self.clock, event.clock)
+        if event.stream in ORDER.captured:
+            ORDER.captured.add(self)
 
     def wait_stream(self, stream: Stream) -> None:
         self.wait_event(stream.record_event())
@@ -75,11 +79,13 @@ class Event:
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.clock: Clock = {}
+        self.stream: Stream | None = None
         self._at: float | None = None
         self._is_timed = enable_timing
 
     def record(self, stream: Stream | None = None) -> None:
-        self.clock = dict((stream or ORDER.current).clock)
+        self.stream = stream or ORDER.current
+        self.clock = dict(self.stream.clock)
         self._at = time.perf_counter()
 
     def synchronize(self) -> None:
@@ -100,7 +106,8 @@ class Order:
         host: the operators that the host waited for.
         waits: names of its waits.
         may_wait: whether it may, as `torch.cuda.set_sync_debug_mode` says.
-        capturing: the stream that a graph is captured on.
+        captured: the streams that a graph is captured on: one, and those that waited for it.
+        first_captured: the one of them that it began on.
         is_watched: whether reads and writes are noted.
     """
 
@@ -109,7 +116,8 @@ class Order:
         self.host: Clock = {}
         self.waits: list[str] = []
         self.may_wait = True
-        self.capturing: Stream | None = None
+        self.captured: set[Stream] = set()
+        self.first_captured: Stream | None = None
         self.is_watched = True
         self._of_thread = threading.local()
         self._sent: list[tuple[Tensor, Tensor, Clock]] = []
@@ -131,6 +139,33 @@ class Order:
         stream.clock[stream.number] = len(stream.ran)
         return stream, len(stream.ran)
 
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Have a graph captured on the current stream.
+
+        Raises:
+            DeviceError: another stream runs what nothing waits for at the end.
+        """
+        first = self.first_captured = self.current
+        self.captured = {first}
+        try:
+            yield
+            for stream in self.captured:
+                if first.clock.get(stream.number, 0) < stream.clock.get(stream.number, 0):
+                    raise DeviceError(
+                        f"the capture ends while nothing waits for {stream.ran[-1]} on stream "
+                        f"{stream.number}"
+                    )
+        finally:
+            for stream in self.captured:
+                join(self.host, stream.clock)  # what is captured does not run
+            self.captured, self.first_captured = set(), None
+
+    @property
+    def is_on_branch(self) -> bool:
+        """True if a graph is captured, and what runs now is on a branch beside its first stream."""
+        return self.current in self.captured and self.current is not self.first_captured
+
     def wait(self, why: str, clock: Clock) -> None:
         """Have the host wait.
 
@@ -138,7 +173,7 @@ class Order:
             DeviceError: it may not; or memory that it gave the device was changed too soon.
         """
         self.waits.append(why)
-        if self.current is self.capturing:
+        if self.current in self.captured:
             raise DeviceError(f"{why} waits for the device while a graph is captured")
         if not self.may_wait:
             raise DeviceError(f"{why} waits for the device")
@@ -250,7 +285,7 @@ class Memory:
             self._blocks[start] = Block(start, storage.nbytes(), stream.number)
             insort(self._starts, start)
             # A graph's own memory is no other's.
-            is_captured = stream is ORDER.capturing
+            is_captured = stream in ORDER.captured
             weakref.finalize(storage, self._remove, start, is_captured)
             freed = [] if is_captured else self._freed.pop(stream.number, [])
         join(stream.clock, ORDER.host)

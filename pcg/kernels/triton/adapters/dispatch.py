@@ -29,8 +29,8 @@ from pcg.peft.weights import AdapterWeight
 def shrink(x: Tensor, a: Any) -> Any:
     """s = x Aᵀ, each token by its own adapter; of rows, as the segmented kernels have it."""
     if isinstance(a, LoraRows):
-        down, _ = _matrices(a)
-        return segmented_lora.shrink(x, down, _tiles(a, x))
+        down, _ = matrices_of(a)
+        return segmented_lora.shrink(x, down, tiles_of(a, x))
     return trained_adapters.shrink(x, a) if _is_trained(a) else torch_ops.shrink(x, a)
 
 
@@ -42,14 +42,14 @@ def activate(s: Any, bias: Any, function: str) -> Any:
         third = bias.first + 2 * len(bias.out_sizes)
         rows = rank_rows(bias.memory, bias.rows, third, bias.biases, (0,), (ROW_ALIGNMENT,))
         bias.known["biases"] = rows
-    return segmented_activate(s, bias.known["biases"], bias.ranks, _tiles(bias, s), function)
+    return segmented_activate(s, bias.known["biases"], bias.ranks, tiles_of(bias, s), function)
 
 
 def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
     """y + scale · s Bᵀ, each token by its own adapter; may be written over y."""
     if isinstance(b, LoraRows):
-        _, up = _matrices(b)
-        return segmented_lora.expand_add(y, s, up, _tiles(b, y))
+        _, up = matrices_of(b)
+        return segmented_lora.expand_add(y, s, up, tiles_of(b, y))
     function = trained_adapters.expand_add if _is_trained(b) else torch_ops.expand_add
     return function(y, s, b)
 
@@ -71,7 +71,7 @@ def _is_trained(weight: Any) -> bool:
     return isinstance(weight, Tensor | AdapterWeight)
 
 
-def _tiles(lora: LoraRows, x: Tensor) -> TokenTiles:
+def tiles_of(lora: LoraRows, x: Tensor) -> TokenTiles:
     """Tokens by adapter, made once for all sites."""
     known = lora.tokens.known
     if "tiles" not in known:
@@ -80,7 +80,7 @@ def _tiles(lora: LoraRows, x: Tensor) -> TokenTiles:
     return found
 
 
-def _matrices(lora: LoraRows) -> tuple[RankRows, RankRows]:
+def matrices_of(lora: LoraRows) -> tuple[RankRows, RankRows]:
     """A and B of the site, made once for as long as the tables lie where they are."""
     if "matrices" not in lora.known:
         count = len(lora.out_sizes)

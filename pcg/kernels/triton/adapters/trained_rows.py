@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from pcg.kernels.adapter_batch import AdapterSlot
 from pcg.kernels.sizes import RANK_STEP, ROW_ALIGNMENT
+from pcg.kernels.table_cache import table_cache
 from pcg.kernels.triton.adapters.rank_rows import RankRows, int32_on, rank_rows
 from pcg.kernels.triton.adapters.token_tiles import TokenTiles, tiles_on
 from pcg.kernels.uploads import uploaded
@@ -76,7 +76,7 @@ def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-@lru_cache(maxsize=256)
+@table_cache
 def _segments(
     spans: tuple[tuple[int, int], ...],
     ranks: tuple[int, ...],
@@ -100,7 +100,7 @@ def padded_rank(rank: int) -> int:
     return -(-rank // RANK_STEP) * RANK_STEP
 
 
-@lru_cache(maxsize=256)
+@table_cache
 def _layout(
     ranks: tuple[int, ...], size: int, stride: int, device: torch.device, stream: int
 ) -> RankRows:
@@ -120,7 +120,7 @@ def vectors_of(each: Sequence[Tensor]) -> RankRows:
     return replace(_places_of(sizes, memory.device, _stream(memory.device)), memory=memory)
 
 
-@lru_cache(maxsize=256)
+@table_cache
 def _places_of(sizes: tuple[int, ...], device: torch.device, stream: int) -> RankRows:
     rows = torch.zeros(sum(map(padded_rank, sizes)), dtype=torch.int64)
     for slot, before in zip(_slots(sizes), accumulate(sizes[:-1], initial=0), strict=True):
@@ -135,7 +135,7 @@ def scales_of(weights: Sequence[Any], device: torch.device) -> Tensor:
     return _scales(tuple(weight.scale for weight in weights), device, _stream(device))
 
 
-@lru_cache(maxsize=256)
+@table_cache
 def _scales(scales: tuple[float, ...], device: torch.device, stream: int) -> Tensor:
     return uploaded(torch.tensor([scales], dtype=torch.float32), device)
 

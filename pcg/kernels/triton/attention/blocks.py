@@ -20,8 +20,11 @@ class Blocks(NamedTuple):
     stages: int
 
 
-def tile_blocks(size: int, dtype: torch.dtype, paged: bool) -> Blocks:
-    """The blocks of `attend_tiles`.
+def tile_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) -> Blocks:
+    """The blocks of `attend_tiles` on an architecture, such as 80.
+
+    Of heads up to 128 two programs of 64 rows share a processor, so that one's products run while
+    the other one waits for its softmax, or for all of its own products.
 
     Args:
         size: elements of a head, the larger of keys' and values', a power of two.
@@ -31,7 +34,10 @@ def tile_blocks(size: int, dtype: torch.dtype, paged: bool) -> Blocks:
     if dtype == torch.float32:
         return Blocks(32, 32 if size <= 128 else 16, 4 if size <= 64 else 8, 1)
     stages = 3 if paged else 2
-    return Blocks(128, 64, 8, stages) if size <= 128 else Blocks(64, 32, 8, stages)
+    if size > 128:
+        return Blocks(64, 32, 8, stages)
+    # Ampere's products read weights and values from registers, which 64 keys of 128 would fill.
+    return Blocks(64, 64 if size <= 64 or architecture >= 90 else 32, 4, stages)
 
 
 def split_blocks(size: int, dtype: torch.dtype, group: int) -> Blocks:
@@ -47,7 +53,7 @@ def split_blocks(size: int, dtype: torch.dtype, group: int) -> Blocks:
 
 
 def query_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) -> Blocks:
-    """The blocks of `query_gradients` on an architecture, such as 80; the rest as of `tile_blocks`.
+    """The blocks of `query_gradients`; arguments as of `tile_blocks`.
 
     Hopper's products read both sides from shared memory, Ampere's from registers.
     """

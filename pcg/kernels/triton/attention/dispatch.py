@@ -13,6 +13,12 @@ from pcg.kernels.sizes import HEAD_SIZES
 from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.torch.attention_math import Scores, Scoring
 from pcg.kernels.triton.attention.cache_rows import CacheRows, KvRows, append
+from pcg.kernels.triton.attention.library_attention import (
+    attend_prompts,
+    attend_whole,
+    attend_whole_backward,
+    takes_prompts,
+)
 from pcg.kernels.triton.attention.paged_attention import paged_attention, paged_attention_backward
 from pcg.kernels.triton.attention.work import AttentionWork
 
@@ -22,11 +28,14 @@ def attention(
     q: Tensor,
     k: Tensor | CacheRows,
     v: Tensor | CacheRows,
+    *,
+    library: str | None = None,
     **scores: Unpack[Scores],
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of every token to its own sequence, past ones in the cache included.
 
-    k and v are the tokens' own, or the cache that these were appended to already.
+    k and v are the tokens' own, or the cache that these were appended to already. `library` is the
+    one that computes what it can of it.
     """
     if isinstance(k, CacheRows) and isinstance(v, CacheRows):
         kv = KvRows(k, v)
@@ -39,8 +48,15 @@ def attention(
         if kv.keys.paged:
             assert batch.rows is not None
             append(k, v, batch.rows, kv)
-    work = _work(batch, q.shape[1] // kv.keys.heads, backward=False)
-    return paged_attention(q, kv, work, Scoring(**scores), batch.keeps)
+    scoring, group = Scoring(**scores), q.shape[1] // kv.keys.heads
+    if library == "flash_attn" and not kv.keys.paged:
+        return attend_whole(batch, q, kv.keys.base, kv.values.base, scoring)
+    if library == "flashinfer" and takes_prompts(batch, kv):
+        singles = _work(batch, group, backward=False, has_prompts=False)
+        out, _ = paged_attention(q, kv, singles, scoring)
+        attend_prompts(batch, q, kv, scoring, out)
+        return out, None
+    return paged_attention(q, kv, _work(batch, group, backward=False), scoring, batch.keeps)
 
 
 def attention_backward(
@@ -51,12 +67,17 @@ def attention_backward(
     q: Tensor,
     k: Tensor | None,
     v: Tensor | None,
+    *,
+    library: str | None = None,
     **scores: Unpack[Scores],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of attention; of a window of sequences in the cache, dk and dv are final."""
     if not _has_kernels(batch, q, dout.shape[-1]):
         return torch_ops.attention_backward(batch, dout, out, lse, q, k, v, **scores)
     kv, scoring = _seen(batch, k, v), Scoring(**scores)
+    if library == "flash_attn" and not kv.keys.paged:
+        saved = (dout, out, lse, q, kv.keys.base, kv.values.base)
+        return attend_whole_backward(batch, *saved, scoring=scoring)
     work = _work(batch, q.shape[1] // kv.keys.heads, backward=True)
     return paged_attention_backward(dout, out, lse, q, kv, work, scoring, batch.gradients)
 
@@ -83,14 +104,20 @@ def _seen(batch: ProgramBatch, k: Tensor | None, v: Tensor | None) -> KvRows:
     return KvRows(CacheRows.of_batch(k), CacheRows.of_batch(v))
 
 
-def _work(batch: ProgramBatch, group: int, backward: bool) -> AttentionWork:
-    """The batch's lists, made once for all layers of so many heads a KV head."""
+def _work(
+    batch: ProgramBatch, group: int, backward: bool, has_prompts: bool = True
+) -> AttentionWork:
+    """The batch's lists, made once for all layers of so many heads a KV head.
+
+    Without prompts they are of the tokens that decode.
+    """
     recorded: AttentionWork | None = batch.known.get("recorded")
     if recorded is not None:
         return recorded
-    key = ("attention", group, backward)
+    key = ("attention", group, backward, has_prompts)
     if key not in batch.known:
         device = batch.input_ids.device
-        batch.known[key] = AttentionWork.build(batch.spans, group, device, backward=backward)
+        spans = [span for span in batch.spans if has_prompts or span.length == 1]
+        batch.known[key] = AttentionWork.build(spans, group, device, backward=backward)
     found: AttentionWork = batch.known[key]
     return found

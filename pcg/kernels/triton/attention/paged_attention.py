@@ -38,8 +38,8 @@ def paged_attention(
         scoring: the options of scores.
         keeps: True if backward will want the log-sum-exp.
     Returns:
-        out [T, H, Dv] in q's dtype, undefined for tokens of no part, and the log-sum-exp [T, H] in
-        fp32 where it is wanted.
+        out [T, H, Dv] in q's dtype, undefined for tokens of no part or zeros (see `work`), and the
+        log-sum-exp [T, H] in fp32 where it is wanted.
     Raises:
         UnsupportedError: no kernel knows the heads, or only one of keys and work knows pages.
     """
@@ -51,14 +51,15 @@ def paged_attention(
         )
     tokens, heads, _ = q.shape
     sizes = head_constants(q, kv)
-    out = q.new_empty((tokens, heads, values.size))
-    lse = q.new_empty((tokens, heads), dtype=torch.float32) if keeps else None
+    new = q.new_zeros if work.has_others else q.new_empty
+    out = new((tokens, heads, values.size))
+    lse = new((tokens, heads), dtype=torch.float32) if keeps else None
     alibi, sinks = scoring.alibi, scoring.sinks
     options = score_constants(work, scoring)
     strides = (*q.stride()[:2], *kv.strides, work.pages.shape[1], scoring.scale)
     size = max(sizes["BLOCK_D"], sizes["BLOCK_DV"])
     if len(work.tiles):
-        blocks = tile_blocks(size, q.dtype, keys.paged)
+        blocks = tile_blocks(size, q.dtype, keys.paged, architecture_of(q))
         attend_tiles[(len(work.tiles) * (TILE_ROWS // blocks.rows), keys.heads)](
             q, keys.base, values.base, out, lse, alibi, sinks, work.parts, work.pages, work.tiles,
             *strides, **sizes, **options,
@@ -125,8 +126,9 @@ def paged_attention_backward(
         dout, out, delta, tokens * heads, *dout.stride()[:2], *out.stride()[:2],
         H=heads, DV=values.size, BLOCK_DV=sizes["BLOCK_DV"], BLOCK=_DELTA_ROWS, num_warps=4,
     )  # fmt: skip
-    dq = q.new_empty(q.shape)
-    dk, dv = (q.new_empty((tokens, x.heads, x.size)) for x in kv)
+    new = q.new_zeros if work.has_others else q.new_empty
+    dq = new(q.shape)
+    dk, dv = (new((tokens, x.heads, x.size)) for x in kv)
     strides = (*q.stride()[:2], *dout.stride()[:2], *kv.strides)
     options = score_constants(work, scoring) | {"PAGED": keys.paged}
     size = max(sizes["BLOCK_D"], sizes["BLOCK_DV"])

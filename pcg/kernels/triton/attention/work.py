@@ -77,6 +77,8 @@ class AttentionWork:
         splits: part, number of the split, splits of the part, [splits, 4].
         decodes: part, its first split in the list, how many it has, [decodes, 4].
         key_blocks: part, first key, keys, [key blocks, 4].
+        has_others: True if tokens of no part get zeros, also as gradients; else what they get is
+            undefined.
     """
 
     flat: Tensor
@@ -87,6 +89,7 @@ class AttentionWork:
     splits: Tensor
     decodes: Tensor
     key_blocks: Tensor
+    has_others: bool = False
 
     @classmethod
     def build(

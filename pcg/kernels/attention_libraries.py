@@ -1,0 +1,151 @@
+"""Libraries of attention kernels that programs for Triton may call, and which of them know a model.
+
+    flashinfer   prompts: tokens of sequences whose keys and values lie in pages
+    flash_attn   training on whole sequences, forward and backward
+
+Tokens that decode, windows of finetuning, sinks, ALiBi, soft caps and recorded steps are for pcg's
+own kernels (`kernels/triton/attention`). No library is imported here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from pcg.errors import UnsupportedError
+from pcg.ir.graph import Graph, Node
+from pcg.ir.types import TensorType
+from pcg.kernels.backend import LEAST_CAPABILITY
+
+OWN = "own"
+"""The word for none of them."""
+
+
+@dataclass(frozen=True)
+class AttentionLibrary:
+    """A library.
+
+    Attributes:
+        name: the package, as Python imports it.
+        use: what it is called for: "prompts" or "training".
+        sizes: sizes of heads that it knows, of keys and values alike.
+        extra: the name of pcg's extra that installs it.
+    """
+
+    name: str
+    use: str
+    sizes: tuple[int, ...]
+    extra: str
+
+    @property
+    def is_installed(self) -> bool:
+        return importlib.util.find_spec(self.name) is not None
+
+    def knows(self, graph: Graph, node: Node) -> bool:
+        """Return whether it computes a node's attention."""
+        q, k, v = attention_types(graph, node)
+        attributes = dict(node.attributes)
+        others = ("softcap", "alibi", "sinks")
+        return (
+            q.dtype in ("bf16", "f16")
+            and k.dtype == v.dtype == q.dtype
+            and q.features[-1] == v.features[-1]
+            and q.features[-1] in self.sizes
+            and not any(attributes.get(name) for name in others)
+        )
+
+
+def attention_types(graph: Graph, node: Node) -> list[TensorType]:
+    """Return the types of the queries, keys and values of a node of attention or its backward."""
+    first = 3 if node.op == "attention_backward" else 0
+    return [graph.types[name] for name in node.inputs[first : first + 3]]
+
+
+LIBRARIES = (
+    AttentionLibrary("flashinfer", "prompts", (64, 128, 256), "flashinfer"),
+    AttentionLibrary("flash_attn", "training", (16, 32, 64, 80, 96, 128, 192, 256), "flash-attn"),
+)
+"""All of them; heads are those that both the library and pcg's own kernels know."""
+_COMPILED = "flashinfer_jit_cache"
+"""The package with flashinfer's kernels; without it a kernel is compiled when it is first called,
+for minutes and in a request's way."""
+
+
+def libraries_of(asked: str) -> tuple[AttentionLibrary, ...]:
+    """Return the libraries that a program names: "own", or names with commas.
+
+    Raises:
+        UnsupportedError: one is none of `LIBRARIES`.
+    """
+    by_name = {library.name: library for library in LIBRARIES}
+    if asked == OWN:
+        return ()
+    names = asked.split(",")
+    unknown = [name for name in names if name not in by_name]
+    if unknown:
+        raise UnsupportedError(
+            f"attention={asked!r}; use auto, {OWN}, or some of {', '.join(by_name)} with commas"
+        )
+    return tuple(by_name[name] for name in sorted(set(names)))
+
+
+def choose_libraries(asked: str, backend: str, device: torch.device) -> str:
+    """Return the libraries that a program names, as `libraries_of` takes them.
+
+    Args:
+        asked: "auto" for those that are installed; or the names themselves.
+        backend: the program's backend; PyTorch's attention is its own.
+        device: the device that it will run on.
+    Raises:
+        UnsupportedError: one that is asked for is not known, or cannot be had here.
+    """
+    if asked != "auto":
+        check_libraries(asked)
+        if libraries_of(asked) and backend != "triton":
+            raise UnsupportedError(
+                f"attention={asked!r} is for backend='triton', and the backend is {backend!r}"
+            )
+        return asked
+    if backend != "triton" or device.type != "cuda":
+        return OWN
+    if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return OWN
+    return ",".join(library.name for library in LIBRARIES if is_ready(library)) or OWN
+
+
+def is_ready(library: AttentionLibrary) -> bool:
+    """Return whether `auto` takes a library: it is installed with its kernels."""
+    has_kernels = library.name != "flashinfer" or importlib.util.find_spec(_COMPILED) is not None
+    return library.is_installed and has_kernels
+
+
+def check_libraries(asked: str) -> None:
+    """Check that a program's libraries are installed.
+
+    Raises:
+        UnsupportedError: one is not; says how to get it.
+    """
+    for library in libraries_of(asked):
+        if not library.is_installed:
+            raise UnsupportedError(
+                f"attention={asked!r} needs the package {library.name}, which is not installed: "
+                f"pip install 'pcg[{library.extra}]', or compile with attention='{OWN}'"
+            )
+
+
+def choice_text(asked: str, graphs: Iterable[Graph]) -> str:
+    """Say which libraries a program calls, of those it may, and for how many nodes."""
+    if asked == OWN:
+        return f"{OWN} kernels"
+    named = [dict(node.attributes).get("library") for graph in graphs for node in graph.nodes]
+    found = [
+        f"{one.name} for {one.use} ({named.count(one.name)} nodes)"
+        for one in libraries_of(asked)
+        if one.name in named
+    ]
+    if not found:
+        return f"{OWN} kernels: {asked} know none of the heads, dtypes or scores"
+    return f"{', '.join(found)}; else {OWN} kernels"

@@ -1,0 +1,138 @@
+"""LoRA that emitted kernels add to what they read of a product, for the few tokens of decoding.
+
+    begun_lora           s = x Aᵀ
+    with_deferred_lora   the product's outputs, and what is left to be added to each
+
+Where a step is recorded s is made on another stream, and so is a branch of the graph beside the
+base's product: small as it is, it begins and ends under that. What one fork gave back to the memory
+of that stream was read before the next fork, which waits for it. Eager steps have no second stream,
+as events would take the host as long as launches.
+
+It is so where tokens decode (`token_tiles.DECODE_BLOCK`): as decode's expand, such a kernel reads B
+for each token by itself. For the many tokens of prompts, and for adapters that are no rows, LoRA is
+added to the product at once, and nothing is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from pcg.kernels.adapter_batch import LoraRows
+from pcg.kernels.triton.adapters import dispatch, segmented_lora
+from pcg.kernels.triton.adapters.rank_rows import RankRows
+from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles
+
+
+@dataclass(frozen=True)
+class DeferredLora:
+    """LoRA's summand of one output of a product; of no tables there is none.
+
+    Attributes:
+        number: the output's among those with LoRA.
+        by_token: the adapter of each token, [T, 4] (`token_tiles`).
+        s: [parts, outputs, sums], the partial sums of shrink.
+        up: the rows of Bᵀ.
+    """
+
+    number: int = 0
+    by_token: Tensor | None = None
+    s: Tensor | None = None
+    up: RankRows | None = None
+
+    def __getitem__(self, rows: Tensor) -> DeferredLora:
+        """The summand of some of the tokens."""
+        return self if self.by_token is None else replace(self, by_token=self.by_token[rows])
+
+    @property
+    def pointers(self) -> Sequence[Tensor] | None:
+        """The tensors that a kernel is given in place of one; None where nothing is to be added."""
+        if self.by_token is None or self.s is None or self.up is None:
+            return None
+        return self.by_token, self.s, self.up.memory, self.up.rows, self.up.ranks
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The numbers that it is given, `DEFERRED_NUMBERS`."""
+        assert self.s is not None
+        assert self.up is not None
+        (parts, slices, sums), j = self.s.shape, self.number
+        return self.up.first + j, j * self.up.slots, j * sums, slices * sums, parts
+
+    @property
+    def parts(self) -> int:
+        """The least power of two that is no less than the parts of s; 0 of nothing."""
+        return 0 if self.s is None else triton.next_power_of_2(len(self.s))
+
+
+_NOTHING = DeferredLora()
+
+
+def nothing_deferred() -> DeferredLora:
+    """A summand of nothing."""
+    return _NOTHING
+
+
+@dataclass
+class BegunLora:
+    """The LoRA of a product that is on its way: the input and the weights, or what is left of it.
+
+    Attributes:
+        left: the summands; None where LoRA has to be added to the product.
+        beside: the stream that makes s while another makes the product; None for the same one.
+    """
+
+    x: Tensor
+    a: Sequence[Any]
+    b: Sequence[Any]
+    left: Sequence[DeferredLora] | None = None
+    beside: torch.cuda.Stream | None = None
+
+
+def begun_lora(x: Tensor, a: Sequence[Any], b: Sequence[Any]) -> BegunLora:
+    """Begin the LoRA of x [T, in]; `a` and `b` as `pcg.kernels.torch.lora.add_lora` takes them."""
+    begun, lora = BegunLora(x, a, b), a[0]
+    if lora is None:
+        begun.left = (_NOTHING,) * len(a)
+    elif isinstance(lora, LoraRows):
+        tiles = dispatch.tiles_of(lora, x)
+        if tiles.block == DECODE_BLOCK and tiles.capacity.tokens >= len(x):
+            down, up = dispatch.matrices_of(lora)
+            s, begun.beside = _shrunk(x, down, tiles)
+            left = (DeferredLora(number, tiles.by_token, s, up) for number in range(len(a)))
+            begun.left = tuple(left)
+    return begun
+
+
+def _shrunk(
+    x: Tensor, down: RankRows, tiles: TokenTiles
+) -> tuple[Tensor, torch.cuda.Stream | None]:
+    """s, and the stream that makes it."""
+    if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return segmented_lora.shrink(x, down, tiles), None
+    beside = _other_stream(x.device)
+    beside.wait_stream(torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(beside):
+        return segmented_lora.shrink(x, down, tiles), beside
+
+
+@cache
+def _other_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def with_deferred_lora(begun: BegunLora, y: Tensor, weight: Any) -> Sequence[Any]:
+    """The outputs of the joined product y [T, outs], and LoRA's summands of those that have one."""
+    if begun.left is None:
+        outputs = dispatch.add_lora(y, begun.x, weight, begun.a, begun.b)
+        return *outputs, *(_NOTHING,) * len(begun.a)
+    if begun.beside is not None:
+        torch.cuda.current_stream(y.device).wait_stream(begun.beside)
+    sizes = weight.group_sizes
+    return *(y.split(sizes, -1) if len(sizes) > 1 else (y,)), *begun.left

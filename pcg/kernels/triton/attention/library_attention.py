@@ -1,0 +1,156 @@
+"""Attention of prompts and of training by libraries; `pcg.kernels.attention_libraries` names them.
+
+Each is imported when it is first called, through its public module, and given what lies where it
+is: FlashInfer the cache's pages and block tables, flash-attention the batch's tokens.
+
+Shapes: T tokens, H heads, K KV heads, D head size, n sequences.
+Source: flashinfer.BatchPrefillWithPagedKVCacheWrapper; flash_attn.flash_attn_interface.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pcg.kernels.batch import ProgramBatch, Span
+from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.kernels.torch.attention_math import Scoring
+from pcg.kernels.torch.varlen_attention import ends_of
+from pcg.kernels.triton.attention.cache_rows import KvRows
+from pcg.kernels.uploads import uploaded, uploaded_list
+
+_WORKSPACE_BYTES = 128 * 2**20
+"""Memory for the split keys of FlashInfer, as its documentation has it."""
+_PLANNERS = 4
+"""Plans that are alive at once: of two steps, in models whose layers have two windows."""
+
+
+def takes_prompts(batch: ProgramBatch, kv: KvRows) -> bool:
+    """Return whether FlashInfer computes a batch's prompts: eager steps over pages that lie apart.
+
+    Keys and values have equal strides, and nothing is trained on; a recorded step has its lists.
+    """
+    keys, values = kv
+    return (
+        keys.base.dim() == 4
+        and keys.strides == values.strides
+        and not batch.keeps
+        and "recorded" not in batch.known
+        and len(batch.longer_spans) > 0
+    )
+
+
+def attend_prompts(
+    batch: ProgramBatch, q: Tensor, kv: KvRows, scoring: Scoring, out: Tensor
+) -> None:
+    """Write the attention of all spans of several tokens to `out`, [T, H, D]; q likewise."""
+    planner, rows = _planned(batch, q, kv, scoring)
+    cached = (kv.keys.base, kv.values.base)
+    if isinstance(rows, slice):
+        planner.run(q[rows], cached, out=out[rows])
+    else:
+        out.index_copy_(0, rows, planner.run(q.index_select(0, rows), cached))
+
+
+def _planned(
+    batch: ProgramBatch, q: Tensor, kv: KvRows, scoring: Scoring
+) -> tuple[Any, slice | Tensor]:
+    """A planned wrapper, once a step for all layers alike, and the rows of the prompts."""
+    heads, kv_heads, size = q.shape[1], kv.keys.heads, kv.keys.size
+    key = ("flashinfer", heads, kv_heads, size, q.dtype, scoring.window, scoring.scale)
+    if key not in batch.known:
+        spans = batch.longer_spans
+        tokens = [span.context + span.length for span in spans]
+        tables = [
+            span.table.pages[: -(-seen // PAGE_TOKENS)]
+            for span, seen in zip(spans, tokens, strict=True)
+            if span.table is not None
+        ]
+        pages = list(itertools.chain.from_iterable(tables))
+        planner = next(_planners(q.device))
+        planner.plan(
+            _host(_sums([span.length for span in spans])),
+            _host(_sums([len(table) for table in tables])),
+            uploaded_list(pages, torch.int32, q.device),
+            _host([(seen - 1) % PAGE_TOKENS + 1 for seen in tokens]),
+            heads,
+            kv_heads,
+            size,
+            PAGE_TOKENS,
+            causal=True,
+            sm_scale=scoring.scale,
+            window_left=scoring.window - 1 if scoring.window else -1,
+            q_data_type=q.dtype,
+            kv_data_type=kv.keys.base.dtype,
+        )
+        batch.known[key] = planner, _rows(spans, q.device)
+    found: tuple[Any, slice | Tensor] = batch.known[key]
+    return found
+
+
+@functools.cache
+def _planners(device: torch.device) -> Any:
+    """Wrappers in turn, each with its own lists: a plan's are read while the next one is made."""
+    wrapper = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+    workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    return itertools.cycle([wrapper(workspace, "HND") for _ in range(_PLANNERS)])
+
+
+def _host(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def _sums(lengths: Sequence[int]) -> list[int]:
+    return [0, *itertools.accumulate(lengths)]
+
+
+def _rows(spans: Sequence[Span], device: torch.device) -> slice | Tensor:
+    """The tokens of spans: a slice where one begins as the one before ends."""
+    ends = [span.start + span.length for span in spans]
+    if all(end == span.start for end, span in zip(ends, spans[1:], strict=False)):
+        return slice(spans[0].start, ends[-1])
+    parts = [torch.arange(span.start, end) for span, end in zip(spans, ends, strict=True)]
+    return uploaded(torch.cat(parts), device)
+
+
+# ---------------------------------------------------------------------------------- training
+
+
+def attend_whole(
+    batch: ProgramBatch, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    """out [T, H, D] and lse [T, H] of whole sequences, by flash-attention."""
+    ends = ends_of(batch, batch.spans, cached=False)
+    library = importlib.import_module("flash_attn.flash_attn_interface")
+    out, lse, *_ = library._flash_attn_varlen_forward(
+        q, k, v, *ends, 0.0, scoring.scale, True, **_window(scoring)
+    )
+    return out, lse.transpose(0, 1)
+
+
+def attend_whole_backward(
+    batch: ProgramBatch, *saved: Tensor, scoring: Scoring
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of `attend_whole`, from dout, out, lse, q, k and v."""
+    dout, out, lse, q, k, v = saved
+    ends = ends_of(batch, batch.spans, cached=False)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    library = importlib.import_module("flash_attn.flash_attn_interface")
+    library._flash_attn_varlen_backward(
+        dout, q, k, v, out, lse.transpose(0, 1).contiguous(), dq, dk, dv, *ends, 0.0,
+        scoring.scale, True, **_window(scoring), softcap=0.0, alibi_slopes=None,
+        deterministic=True,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _window(scoring: Scoring) -> dict[str, int]:
+    """The keys before and after a token's own that it sees, as the library has it."""
+    left = scoring.window - 1 if scoring.window else -1
+    return {"window_size_left": left, "window_size_right": 0 if scoring.window else -1}

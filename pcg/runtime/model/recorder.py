@@ -1,0 +1,45 @@
+"""Recorders: devices that run again what they ran, without the host's work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Recorder(Protocol):
+    """Makes functions that run again without the host's work."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Record a function, which is called any number of times, and return one that repeats it.
+
+        It reads and writes memory that stays, and the repetition takes its present contents.
+        """
+
+
+class CudaRecorder:
+    """Records CUDA graphs; they share memory for intermediate tensors, as one runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            run()  # compiles kernels, and has libraries make their workspaces
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may read adapters or compile meanwhile.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            run()
+        return graph.replay
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """Return the recorder of a device; None if it has none."""
+    return CudaRecorder(device) if device.type == "cuda" else None

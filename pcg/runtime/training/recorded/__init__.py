@@ -1,0 +1,1 @@
+"""Recorded windows: layers of finetuning windows as CUDA graphs."""

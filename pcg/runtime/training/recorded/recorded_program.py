@@ -1,0 +1,56 @@
+"""The training program of a job, as far as its layers are recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from pcg.ir.operators import OPERATORS
+from pcg.ir.program.program import ModelGraph, Training
+from pcg.kernels.torch.products import ProductRequest
+from pcg.runtime.model.batch import Batch
+
+
+class RecordedProgram(Protocol):
+    """A training program with one adapter bound, as of `BoundTraining`."""
+
+    training: Training
+
+    def layer(
+        self, layer: int, batch: Batch, carried: Sequence[Tensor], shared: Sequence[Tensor | None]
+    ) -> ProductRequest[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+        """Run a layer forward."""
+
+    def layer_backward(
+        self, layer: int, batch: Batch, saved: list[Any], gradients: list[Tensor]
+    ) -> ProductRequest[list[Tensor]]:
+        """Run a layer backward."""
+
+    def trained_in(self, layer: int) -> list[Tensor]:
+        """Return the tensors of a layer that are trained."""
+
+
+def why_not_recorded(program: RecordedProgram, virtual_tokens: int) -> str | None:
+    """Return why a job's windows run eagerly, whatever the device; None if they need not."""
+    training = program.training
+    if virtual_tokens:
+        return "its adapter has virtual tokens"
+    if training.restored:
+        return "its memory budget has layers' inputs recomputed"
+    for graph in training.model.graphs:
+        if any(OPERATORS[node.op].is_random for node in graph.nodes):
+            return "it has dropout"
+    return None
+
+
+def groups_of(model: ModelGraph) -> frozenset[int]:
+    """Return the numbers of heads that share a KV head."""
+    found = set()
+    for block in model.blocks:
+        for node in block.nodes:
+            if node.op == "attention":
+                q, k = (block.types[name].shape[1] for name in node.inputs[:2])
+                found.add(int(q) // int(k))
+    return frozenset(found)

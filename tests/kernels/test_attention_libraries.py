@@ -1,0 +1,145 @@
+"""Attention by libraries: which nodes they get, what they are given, and that the answer is right.
+
+The libraries are stand-ins with the documented signatures, which compute by SDPA in fp32.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pcg.compiler as compiler
+from pcg.errors import UnsupportedError
+from pcg.ir.program.folder import load_program, save_program
+from pcg.kernels import attention_libraries
+from pcg.kernels.attention_libraries import LIBRARIES, choose_libraries
+from pcg.kernels.triton.attention import library_attention
+from pcg.runtime.data.example import Example
+from tests.support import attention_libraries as stand_in
+from tests.support import oracle
+from tests.support.families import BY_NAME
+from tests.support.interpreter import bf16
+
+bf16.install()
+
+BOTH = "flash_attn,flashinfer"
+LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    library_attention._planners.cache_clear()
+    yield stand_in.install(monkeypatch)
+    library_attention._planners.cache_clear()
+
+
+def config(**changed: Any) -> dict[str, Any]:
+    return BY_NAME["llama3"].config(2, head_dim=64, **changed)
+
+
+def executor_of(base: Any, attention: str) -> Any:
+    return compiler.compile(base, backend="triton", attention=attention, device="cpu")
+
+
+@pytest.mark.parametrize("window", [0, 7])
+def test_prompts_are_the_library_s_and_decoding_our_own(calls: dict[str, int], window: int) -> None:
+    """Prompts of several lengths, in chunks beside tokens that decode; tokens as of own kernels."""
+    family, changed = ("mistral", {"sliding_window": window}) if window else ("llama3", {})
+    base = oracle.random_model(BY_NAME[family].config(2, head_dim=64, **changed), torch.float16)
+    prompts = [list(range(3, 3 + length)) for length in (21, 2, 17)]
+    found = executor_of(base, BOTH)
+    assert "flashinfer for prompts (1 nodes)" in found.program.choices["attention"]
+    tokens = [one.token_ids for one in found.generate(prompts, max_new_tokens=3)]
+    assert calls["plan"] >= 1
+    assert calls["run"] == 2 * calls["plan"]  # once for each layer
+    assert tokens == [
+        one.token_ids for one in executor_of(base, "own").generate(prompts, max_new_tokens=3)
+    ]
+
+
+def test_whole_sequences_are_trained_by_the_library(calls: dict[str, int]) -> None:
+    base = oracle.random_model(config(), torch.float16)
+    sequences = [[5, 9, 2, 11, 4, 8], [7, 3, 3]]
+    losses = []
+    for attention in (BOTH, "own"):
+        executor = executor_of(base, attention)
+        executor.add_adapter("a", LORA)
+        result = executor.finetune(
+            [Example(one, one) for one in sequences],
+            adapter="a", max_steps=2, batch_size=2, learning_rate=0.1, seed=1,
+        )  # fmt: skip
+        losses.append(torch.tensor(result.losses))
+    assert calls["_flash_attn_varlen_forward"] > 0
+    assert calls["_flash_attn_varlen_backward"] > 0
+    torch.testing.assert_close(*losses, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "dtype"),
+    [("gemma2", {"head_dim": 64}, "float16"), ("llama3", {"head_dim": 64}, "float32")],
+)
+def test_what_no_library_knows_is_our_own(
+    calls: dict[str, int], family: str, changed: dict[str, Any], dtype: str
+) -> None:
+    program = compiler.compile_program(
+        BY_NAME[family].config(2, **changed), "lora", backend="triton", attention=BOTH, dtype=dtype
+    )
+    assert program.training is not None
+    for source in (program.serving.source, program.training.source):
+        assert "library=" not in source
+    assert program.choices["attention"] == (
+        f"own kernels: {BOTH} know none of the heads, dtypes or scores"
+    )
+
+
+def test_a_folder_keeps_the_choice(calls: dict[str, int], tmp_path: Path) -> None:
+    program = compiler.compile_program(
+        config(), "lora", backend="triton", attention=BOTH, dtype="bfloat16"
+    )
+    assert program.training is not None
+    assert "library='flashinfer'" in program.serving.source
+    assert "library='flash_attn'" in program.training.source
+    save_program(program, tmp_path / "program")
+    loaded = load_program(tmp_path / "program")
+    assert (loaded.options, loaded.choices) == (program.options, program.choices)
+    assert loaded.options.attention == BOTH
+
+
+def test_auto_takes_what_is_installed(
+    calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert choose_libraries("auto", "triton", cuda) == "flashinfer,flash_attn"
+    assert choose_libraries("auto", "torch", cuda) == "own"
+    assert choose_libraries("auto", "triton", torch.device("cpu")) == "own"
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        attention_libraries.importlib.util,
+        "find_spec",
+        lambda name: None if name == "flashinfer_jit_cache" else found(name),
+    )
+    assert choose_libraries("auto", "triton", cuda) == "flash_attn"  # none compiles in a request
+
+
+@pytest.mark.parametrize(
+    ("attention", "backend", "message"),
+    [
+        ("xformers", "triton", "use auto, own, or some of flashinfer, flash_attn"),
+        ("flash_attn", "triton", r"pip install 'pcg\[flash-attn\]'"),
+    ],
+)
+def test_refusals(attention: str, backend: str, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        choose_libraries(attention, backend, torch.device("cpu"))
+
+
+def test_pytorch_has_its_own(calls: dict[str, int]) -> None:
+    with pytest.raises(UnsupportedError, match="is for backend='triton'"):
+        choose_libraries("flash_attn", "torch", torch.device("cpu"))
+    assert [library.use for library in LIBRARIES] == ["prompts", "training"]

@@ -1,0 +1,193 @@
+"""Stand-ins for FlashInfer and flash-attention: their documented signatures, computed by SDPA.
+
+They hold what pcg calls, bind arguments to the libraries' own names and order of parameters, check
+them as the documentation says they have to be, and compute in fp32 on the CPU.
+Source: flashinfer/prefill.py of 0.6, flash_attn/flash_attn_interface.py of 2.7.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from inspect import Parameter, Signature
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def _seen(queries: int, keys: int, left: int) -> Tensor:
+    """What each query sees: the last one all keys, from `left` before its own on."""
+    own = torch.arange(queries)[:, None] + keys - queries
+    key = torch.arange(keys)
+    return (key <= own) if left < 0 else (key <= own) & (key >= own - left)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int) -> Tensor:
+    """[n, H, D] of [n, H, D] and [m, K, D]."""
+    q, k, v = (x.float().transpose(0, 1)[None] for x in (q, k, v))
+    mask = _seen(q.shape[2], k.shape[2], left)
+    out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def _signature(required: str, optional: str) -> Signature:
+    """A signature of parameters by position or name; those that are optional are None."""
+    kind = Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [Parameter(name, kind) for name in required.split()]
+    parameters += [Parameter(name, kind, default=None) for name in optional.split()]
+    return Signature(parameters)
+
+
+def _bound(signature: Signature, args: Any, kwargs: Any) -> dict[str, Any]:
+    found = signature.bind(*args, **kwargs)
+    found.apply_defaults()
+    return found.arguments
+
+
+WRAPPER = _signature(
+    "float_workspace_buffer",
+    "kv_layout use_cuda_graph qo_indptr_buf paged_kv_indptr_buf paged_kv_indices_buf "
+    "paged_kv_last_page_len_buf custom_mask_buf mask_indptr_buf backend jit_args jit_kwargs",
+)
+PLAN = _signature(
+    "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len num_qo_heads num_kv_heads "
+    "head_dim_qk page_size",
+    "head_dim_vo custom_mask packed_custom_mask causal pos_encoding_mode use_fp16_qk_reduction "
+    "sm_scale window_left logits_soft_cap rope_scale rope_theta q_data_type kv_data_type "
+    "o_data_type non_blocking prefix_len_ptr token_pos_in_items_ptr token_pos_in_items_len "
+    "max_item_len_ptr seq_lens seq_lens_q block_tables max_token_per_sequence max_sequence_kv "
+    "fixed_split_size disable_split_kv",
+)
+RUN = _signature(
+    "q paged_kv_cache",
+    "q_scale k_scale v_scale out lse return_lse enable_pdl window_left sinks kv_cache_sf",
+)
+FORWARD = _signature(
+    "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal",
+    "window_size_left window_size_right softcap alibi_slopes return_softmax block_table leftpad_k "
+    "seqused_k",
+)
+BACKWARD = _signature(
+    "dout q k v out softmax_lse dq dk dv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
+    "dropout_p softmax_scale causal window_size_left window_size_right softcap alibi_slopes "
+    "deterministic",
+    "rng_state",
+)
+
+
+class BatchPrefillWithPagedKVCacheWrapper:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = _bound(WRAPPER, args, kwargs)
+        assert given["float_workspace_buffer"].dtype == torch.uint8
+        assert given["kv_layout"] == "HND"
+        self.given: dict[str, Any] = {}
+
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        given = _bound(PLAN, args, kwargs)
+        queries, pages, indices, last = list(given.values())[:4]
+        assert all(one.dtype == torch.int32 for one in (queries, pages, indices, last))
+        assert all(one.device.type == "cpu" for one in (queries, pages, last))
+        assert len(queries) == len(pages) == len(last) + 1
+        assert len(indices) == pages[-1]
+        assert ((last >= 1) & (last <= given["page_size"])).all()
+        assert given["causal"]
+        assert given["num_qo_heads"] % given["num_kv_heads"] == 0
+        assert given["sm_scale"] is not None
+        self.given = given
+
+    def run(self, *args: Any, **kwargs: Any) -> Tensor:
+        given, planned = _bound(RUN, args, kwargs), self.given
+        queries, pages, indices, last = list(planned.values())[:4]
+        q, (keys, values), size = given["q"], given["paged_kv_cache"], planned["page_size"]
+        assert q.shape == (queries[-1], planned["num_qo_heads"], planned["head_dim_qk"])
+        assert q.dtype == planned["q_data_type"]
+        assert keys.shape[1:] == (planned["num_kv_heads"], size, planned["head_dim_qk"])
+        assert keys.stride() == values.stride()
+        out = torch.empty_like(q) if given["out"] is None else given["out"]
+        for i in range(len(queries) - 1):
+            own = indices[pages[i] : pages[i + 1]]
+            count = (len(own) - 1) * size + last[i]
+            k, v = (x[own].transpose(1, 2).flatten(0, 1)[:count] for x in (keys, values))
+            part = slice(queries[i], queries[i + 1])
+            found = _attend(q[part], k, v, planned["sm_scale"], planned["window_left"])
+            out[part] = found.to(out.dtype)
+        return out
+
+
+def _sequences(given: dict[str, Any]) -> list[slice]:
+    """The sequences of a call of flash-attention, whose arguments are checked."""
+    ends = given["cu_seqlens_q"]
+    assert torch.equal(ends, given["cu_seqlens_k"])
+    assert ends.dtype == torch.int32
+    assert given["max_seqlen_q"] == given["max_seqlen_k"] == ends.diff().max()
+    assert given["causal"]
+    assert given["dropout_p"] == 0.0
+    assert given["window_size_right"] == (-1 if given["window_size_left"] < 0 else 0)
+    assert not given["softcap"]
+    assert given["alibi_slopes"] is None
+    return [slice(a, b) for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
+
+
+def _flash_attn_varlen_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    given = _bound(FORWARD, args, kwargs)
+    q, k, v = given["q"], given["k"], given["v"]
+    scale, left = given["softmax_scale"], given["window_size_left"]
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    for part in _sequences(given):
+        out[part] = _attend(q[part], k[part], v[part], scale, left).to(q.dtype)
+        every = k[part].float().repeat_interleave(q.shape[1] // k.shape[1], 1)
+        scores = scale * torch.einsum("nhd,mhd->hnm", q[part].float(), every)
+        seen = _seen(len(every), len(every), left)
+        lse[:, part] = scores.masked_fill(~seen, float("-inf")).logsumexp(-1)
+    return out, lse, q.new_empty(0), q.new_empty(0)
+
+
+def _flash_attn_varlen_backward(*args: Any, **kwargs: Any) -> Tensor:
+    given = _bound(BACKWARD, args, kwargs)
+    inputs, lse = [given[name] for name in ("q", "k", "v")], given["softmax_lse"]
+    assert lse.shape == inputs[0].shape[1::-1]
+    assert lse.is_contiguous()
+    assert given["deterministic"]
+    for part in _sequences(given):
+        with torch.inference_mode(False), torch.enable_grad():
+            own = [x[part].float().clone().requires_grad_() for x in inputs]
+            found = _attend(*own, given["softmax_scale"], given["window_size_left"])
+            gradients = torch.autograd.grad(found, own, given["dout"][part].float().clone())
+        for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+            given[name][part] = gradient.to(given[name].dtype)
+    return lse
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Have both libraries; returns how often each function was called."""
+    calls: dict[str, int] = {}
+
+    def counted(name: str, run: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            calls[name] = calls.get(name, 0) + 1
+            return run(*args, **kwargs)
+
+        return called
+
+    wrapper = type(
+        "BatchPrefillWithPagedKVCacheWrapper",
+        (BatchPrefillWithPagedKVCacheWrapper,),
+        {
+            name: counted(name, getattr(BatchPrefillWithPagedKVCacheWrapper, name))
+            for name in ("plan", "run")
+        },
+    )
+    flashinfer, flash_attn = ModuleType("flashinfer"), ModuleType("flash_attn")
+    interface = ModuleType("flash_attn.flash_attn_interface")
+    vars(flashinfer)["BatchPrefillWithPagedKVCacheWrapper"] = wrapper
+    for run in (_flash_attn_varlen_forward, _flash_attn_varlen_backward):
+        vars(interface)[run.__name__] = counted(run.__name__, run)
+    vars(flash_attn)["flash_attn_interface"] = interface
+    for module in (flashinfer, flash_attn, interface, ModuleType("flashinfer_jit_cache")):
+        module.__spec__ = ModuleSpec(module.__name__, None)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return calls
