@@ -94,13 +94,13 @@ class AccessLog:
             LOG.error("the access log cannot be written: %s", self._error)
         return self._error is None
 
-    def _note_error(self, _: logging.LogRecord) -> None:
+    def _note_error(self, record: logging.LogRecord) -> None:
         self._error = str(sys.exc_info()[1])
         handler = self._handler
         if isinstance(handler, WatchedFileHandler) and handler.stream is not None:
             with contextlib.suppress(OSError):  # and forget what it holds of this line
                 handler.stream.close()
-            handler.stream = None  # type: ignore[assignment]
+            handler.stream = None
 
 
 def line_of(record: Record) -> str:
