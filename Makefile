@@ -11,7 +11,7 @@ GPU_VERSIONS := torch==2.11.0 triton==3.6.0 transformers==5.17.0 peft bitsandbyt
 	networkx numpy regex rich safetensors sympy tokenizers typer hypothesis pytest pytest-timeout pytest-xdist
 GPU_TESTS := tests/kernels tests/codegen tests/families tests/runtime/adapters tests/runtime/model \
 	tests/test_gpu_benchmark.py
-CLIENTS := guidellm langchain litellm lm-eval schemathesis
+CLIENTS := guidellm instructor langchain litellm litellm-proxy lm-eval schemathesis
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # The first of these that is Python 3.11 or newer; `make setup PYTHON=…` overrides.

@@ -14,36 +14,35 @@ from tests.support.other_clients import (
     ADAPTERS,
     BASE,
     CHECKPOINT,
-    KEY,
+    LORA,
+    PROMPT,
+    TEXTS,
+    calls_of,
     client_program,
-    run_client,
     served,
+    spaces_of,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-LORA = "typed"
-PROMPT, TEXTS = "def copy_file(path, recursive=True):", ["def main():", "class Error:"]
-
 
 def test_answers_are_the_librarys(tmp_path: Path) -> None:
-    python = client_program("langchain", "python")
+    client_program("langchain", "python")
     executor = pcg.compile(CHECKPOINT, {LORA: ADAPTERS / LORA}, dtype="float32")
     assert executor.tokenizer is not None
     tokenizer = executor.tokenizer.with_template(chat_templates.HERMES)
-    spaces = [i for i in range(tokenizer.vocab_size) if tokenizer.decode([i]).isspace()]
     template = tmp_path / "hermes.jinja"
     template.write_text(chat_templates.HERMES)
+    spaces = json.dumps(spaces_of(tokenizer))
     with served(tmp_path / "log", (LORA,), ("--chat-template", str(template))) as server:
-        printed = run_client(
-            [python, str(Path(__file__).with_name("langchain_calls.py"))],
+        found = calls_of(
+            "langchain",
+            "langchain_calls.py",
             tmp_path,
-            PCG_URL=server.openai_url,
-            PCG_MODELS=f"{BASE},{LORA}",
-            PCG_SPACES=json.dumps(spaces),
-            OPENAI_API_KEY=KEY,
+            server,
+            models=(BASE, LORA),
+            PCG_SPACES=spaces,
         )
-    found = json.loads(printed.splitlines()[-1])
     chat = tokenizer.encode_chat([{"role": "user", "content": PROMPT}])
     for index, (model, adapter) in enumerate(((BASE, None), (LORA, LORA))):
         got = found["models"][model]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,29 +12,21 @@ from tests.support.other_clients import (
     ADAPTERS,
     BASE,
     CHECKPOINT,
-    KEY,
+    LORA,
+    PROMPT,
+    TEXTS,
+    calls_of,
     client_program,
-    run_client,
     served,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-LORA = "typed"
-PROMPT, TEXTS = "def copy_file(path, recursive=True):", ["def main():", "class Error:"]
-
 
 def test_answers_are_the_librarys(tmp_path: Path) -> None:
-    python = client_program("litellm", "python")
+    client_program("litellm", "python")
     with served(tmp_path / "log", (LORA,)) as server:
-        printed = run_client(
-            [python, str(Path(__file__).with_name("litellm_calls.py"))],
-            tmp_path,
-            PCG_URL=server.openai_url,
-            PCG_MODELS=f"{BASE},{LORA}",
-            OPENAI_API_KEY=KEY,
-        )
-    found = json.loads(printed.splitlines()[-1])
+        found = calls_of("litellm", "litellm_calls.py", tmp_path, server, models=(BASE, LORA))
     executor = pcg.compile(CHECKPOINT, {LORA: ADAPTERS / LORA}, dtype="float32")
     tokenizer = executor.tokenizer
     assert tokenizer is not None

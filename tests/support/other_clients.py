@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -15,15 +16,22 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from pcg.runtime.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
 CHECKPOINT = ROOT / "examples" / "checkpoint"
 ADAPTERS = ROOT / "examples" / "adapters"
 BASE, KEY = "base", "a-key-of-the-tests"
+LORA = "typed"
+"""An adapter that ships."""
+PROMPT, TEXTS = "def copy_file(path, recursive=True):", ["def main():", "class Error:"]
+"""What clients ask for."""
 _ADDRESS = re.compile(r"listening at (http://\S+)")
-_START_S, _END_S = 120, 60
+_START_S, _END_S = 300, 60
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,31 @@ def client_program(environment: str, program: str) -> str:
     if not path.exists():
         pytest.skip(f"{environment} is not installed; make test-clients installs it")
     return str(path)
+
+
+def calls_of(
+    environment: str, script: str, home: Path, server: Served, *, models: Sequence[str], **more: str
+) -> Any:
+    """Run a script of tests/clients in a client's environment; returns the JSON that it prints.
+
+    Args:
+        models: the names of models that it asks.
+        more: further environment variables of it.
+    """
+    printed = run_client(
+        [client_program(environment, "python"), str(ROOT / "tests" / "clients" / script)],
+        home,
+        PCG_URL=server.openai_url,
+        PCG_MODELS=",".join(models),
+        OPENAI_API_KEY=KEY,
+        **more,
+    )
+    return json.loads(printed.splitlines()[-1])
+
+
+def spaces_of(tokenizer: Tokenizer) -> list[int]:
+    """Tokens of white space, which the JSON of a small model could go on with for ever."""
+    return [i for i in range(tokenizer.vocab_size) if tokenizer.decode([i]).isspace()]
 
 
 def run_client(

@@ -8,6 +8,7 @@ stream of their own, beside the forward. Everything that happens is in the event
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from collections.abc import Sequence as List
 
 from pcg.errors import GenerationError, PcgError, as_pcg_error
@@ -40,6 +41,7 @@ class EngineLoop:
     Attributes:
         submitted: number of requests so far, which is the index of the next one's chunks.
         worked: True if the last step ran anything.
+        meanwhile: called once a step's work is under way, before its results are read.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class EngineLoop:
         self.totals = Totals(self.log)
         self.sharing: Sharing = CoServing() if options.sharing is None else options.sharing
         self.worked = False
+        self.meanwhile: Callable[[], None] | None = None
         self._latencies: Latencies | None = None
         if options.latencies is not None:
             self.learn(options.latencies)
@@ -192,6 +195,8 @@ class EngineLoop:
                 end = self.device.start(plan.chunks, [(unit, count) for _, unit, count in windows])
                 if is_beside:
                     self._parts_beside(step, [job for job, _, _ in windows])
+                if self.meanwhile is not None:
+                    self.meanwhile()
                 results = end()
             except BaseException as error:
                 # Not the present time, for which all ranks would have to ask: some did not fail.

@@ -4,6 +4,8 @@ Only this thread touches the engine. It sleeps while there is nothing to do, and
 when it ends itself. Calls take at most a millisecond between two steps that serve, and 3 % of a
 step's time where several tenants are served; what is left of them waits for the next ones.
 
+On a GPU the chunks of a step are delivered while the next one runs.
+
 While such a thread runs, Python's threads take turns every 20 µs and not every 5 ms: each operation
 of a step gives the interpreter's lock away, and gets it back after a turn of another thread.
 """
@@ -19,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from threading import RLock, Thread, current_thread
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 from pcg.errors import EngineError
 from pcg.runtime.admission.arrivals import Arrivals
@@ -28,6 +30,7 @@ from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.requests.stream import Stream, Wakes
 
 Result = TypeVar("Result")
+StreamMaker: TypeAlias = Callable[[Callable[[Stream], None], str | None], Stream]
 
 _BLOCKED_S = 0.01
 """Time between two steps that find nothing to run, as when a paused job holds the pages."""
@@ -62,21 +65,24 @@ class StepThread(ABC):
         self._wakes = Wakes()
         self._step_began: float | None = None
         self._latest_step_s = 0.0
+        self._undelivered: Sequence[Chunk] = ()
         self._thread = Thread(target=self._run, name="pcg engine", daemon=True)
 
     # ------------------------------------------------------------------------------- for any thread
 
-    def submit_request(self, request: Request) -> Stream:
+    def submit_request(self, request: Request, make: StreamMaker = Stream) -> Stream:
         """Submit a request that `Executor.request` made.
 
+        Args:
+            make: makes its stream, of a function that cancels it and the request's id.
         Raises:
             EngineError: the thread has ended, or takes no requests any more.
         """
         self._check_open()
-        refused = self._refused(request.tenant)
+        refused = self._refused(request.tenant, make)
         if refused is not None:
             return refused
-        stream = Stream(self._cancel, request.request_id or None)
+        stream = make(self._cancel, request.request_id or None)
         call = _Call(functools.partial(self._begin, request, stream, self.engine.clock.now_s()))
         call.future.add_done_callback(functools.partial(_pass_error, stream))
         with self._lock:
@@ -87,14 +93,14 @@ class StepThread(ABC):
         stream.fail(self.ended)
         return stream
 
-    def _refused(self, tenant: str) -> Stream | None:
+    def _refused(self, tenant: str, make: StreamMaker = Stream) -> Stream | None:
         """Return the stream of a request that is refused, as too many wait; None to take it."""
         full = self._arrivals.why_full(tenant)
         if full is None:
             return None
         with self._lock:
             self.engine.totals.turned_away += 1
-        stream = Stream(self._cancel)
+        stream = make(self._cancel, None)
         stream.fail(full)
         return stream
 
@@ -123,6 +129,12 @@ class StepThread(ABC):
     def run(self, act: Callable[[], Result]) -> Result:
         """Run a function between two steps, and wait for it; on the engine's own thread now."""
         return act() if current_thread() is self._thread else self.call(act).result()
+
+    def join(self) -> EngineError:
+        """Wait until the thread has ended, and return why."""
+        self._thread.join()
+        assert self.ended is not None
+        return self.ended
 
     def close(self) -> None:
         """End the thread after its step, and cancel what is left."""
@@ -189,10 +201,13 @@ class StepThread(ABC):
         interval_s = sys.getswitchinterval()
         sys.setswitchinterval(min(_SWITCH_S, interval_s))
         ended = EngineError("the engine was closed; start it again")
+        self.engine.meanwhile = self._deliver
         try:
             while not self._closing:
                 self._run_calls()
-                if not self._closing and not self.engine.is_idle:
+                if self._closing or self.engine.is_idle:
+                    self._deliver()
+                else:
                     self._step()
                 self._settle()
             for stream in self._streams.values():
@@ -204,6 +219,8 @@ class StepThread(ABC):
         except BaseException as error:
             ended = EngineError(f"the engine's thread ended by {type(error).__name__}: {error}")
             ended.__cause__ = error
+        self.engine.meanwhile = None
+        self._deliver()
         sys.setswitchinterval(interval_s)
         self._end(ended)
 
@@ -244,9 +261,23 @@ class StepThread(ABC):
         chunks = self.engine.step()
         self._latest_step_s = time.monotonic() - began
         self._step_began = None
-        self._deliver(chunks)
+        self._deliver()  # if the step ran nothing
+        self._undelivered = chunks
+        if not self._runs_ahead:
+            self._deliver()
 
-    def _deliver(self, chunks: Sequence[Chunk]) -> None:
+    @property
+    def _runs_ahead(self) -> bool:
+        """True if the next step begins at once, on a device that works beside this thread.
+
+        Chunks are then delivered while it runs.
+        """
+        engine = self.engine
+        is_next = engine.worked and not (engine.is_idle or self._closing)
+        return is_next and engine.device.side is not None
+
+    def _deliver(self) -> None:
+        chunks, self._undelivered = self._undelivered, ()
         for chunk in chunks:
             stream = self._streams.get(chunk.index)
             if stream is not None:
