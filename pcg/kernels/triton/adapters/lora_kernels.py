@@ -46,10 +46,7 @@ def shrink_width(
         i = first + tl.arange(0, BLOCK_K)
         inside = (i < size)[None, :]
         own = tl.load(x + token[:, None] + (start + i)[None, :], taken[:, None] & inside, 0.0)
-        if TURNED:
-            at_a = i[None, :] * TURNED + k[:, None]
-        else:
-            at_a = row[:, None] + i[None, :]
+        at_a = i[None, :] * TURNED + k[:, None] if TURNED else row[:, None] + i[None, :]
         a = tl.load(memory + at_a, kept & inside, 0.0)
         if own.dtype == a.dtype:
             total = tl.dot(own, tl.trans(a), total, input_precision="ieee")
@@ -126,10 +123,7 @@ def expand_matrix(
     """
     for first_rank in range(0, rank, 16):
         k = first_rank + tl.arange(0, 16)
-        if TURNED:
-            at_b = n[None, :] * TURNED + k[:, None]
-        else:
-            at_b = row[:, None] + n[None, :]
+        at_b = n[None, :] * TURNED + k[:, None] if TURNED else row[:, None] + n[None, :]
         b = tl.load(memory + at_b, (k < rank)[:, None] & inside, 0.0)
         part = sum_of_parts(s, at + k[:, None], part_stride, taken, PARTS)
         # Under way while the product is made.

@@ -7,9 +7,9 @@ A bottleneck adapter's products are the same, around σ(s + scale · d).
 
 Adapters are fp32 over activations of 16 bits, which these read as they are, where PyTorch makes
 tensors of tokens in fp32; ds A alone is PyTorch's where it is not added to the base's dx at once. A
-parameter is its own memory of rows, and B [out, r] of columns, read and its gradient written as they
-lie (`RankRows.turned`); those of several jobs are joined, for which B is turned, which is little
-beside their tokens.
+parameter is its own memory of rows, and B [out, r] of columns, read and its gradient written as
+they lie (`RankRows.turned`); those of several jobs are joined, for which B is turned, which is
+little beside their tokens.
 """
 
 from __future__ import annotations
