@@ -89,6 +89,11 @@ def test_triton_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_backend("triton", CUDA)
 
 
+def test_a_large_vocabulary_is_no_obstacle(gpu: pytest.MonkeyPatch) -> None:
+    """An adapter of the head, as peft's all-linear leaves out, would be refused when it is loaded."""
+    assert program(vocab_size=50_000).options.backend == "triton"
+
+
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
