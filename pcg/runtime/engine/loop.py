@@ -41,6 +41,7 @@ class EngineLoop:
     Attributes:
         submitted: number of requests so far, which is the index of the next one's chunks.
         worked: True if the last step ran anything.
+        awaited: tells if somebody waits; a step that serves nothing then ends between two parts.
         meanwhile: called once a step's work is under way, before its results are read.
     """
 
@@ -54,6 +55,7 @@ class EngineLoop:
         self.totals = Totals(self.log)
         self.sharing: Sharing = CoServing() if options.sharing is None else options.sharing
         self.worked = False
+        self.awaited: Callable[[], bool] | None = None
         self.meanwhile: Callable[[], None] | None = None
         self._latencies: Latencies | None = None
         if options.latencies is not None:
@@ -181,7 +183,7 @@ class EngineLoop:
         suspect, plan = self._plan(now)
         for sequence in plan.admitted:
             self._note(Kind.ADMITTED, sequence.id)
-        step = Step.of(plan, self.scheduler.limits, self._latencies)
+        step = Step.of(plan, self.scheduler.limits, self._latencies, self.awaited)
         self.sharing.begin(step)
         # How many parts fit beside a forward is known by latencies.
         is_beside = step.is_served and None not in (self.device.side, self._latencies)
@@ -321,7 +323,7 @@ class EngineLoop:
         """Run parts of jobs before the forward of what the step serves, if it does."""
         ahead_s = step.ahead_s() if step.is_served else 0.0
         step.elapsed_s = self.clock.now_s() - started
-        while group := self.jobs.next_group(self.sharing, step, ahead_s):
+        while not step.is_over and (group := self.jobs.next_group(self.sharing, step, ahead_s)):
             try:
                 took = self._run(group.parts, started + step.elapsed_s)
             except Exception as error:

@@ -6,6 +6,9 @@ step's time where several tenants are served; what is left of them waits for the
 
 On a GPU the chunks of a step are delivered while the next one runs.
 
+The thread does not keep the process alive: where the process ends, the thread ends after its step,
+and a fork, which has no such thread, is told so.
+
 While such a thread runs, Python's threads take turns every 20 µs and not every 5 ms: each operation
 of a step gives the interpreter's lock away, and gets it back after a turn of another thread.
 """
@@ -13,7 +16,9 @@ of a step gives the interpreter's lock away, and gets it back after a turn of an
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
+import os
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -22,6 +27,7 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from threading import RLock, Thread, current_thread
 from typing import Any, Self, TypeAlias, TypeVar
+from weakref import WeakSet
 
 from pcg.errors import EngineError
 from pcg.runtime.admission.arrivals import Arrivals
@@ -38,6 +44,8 @@ _CALLS_S = 1e-3
 """Time that calls take between two steps."""
 _CALLS_SHARE = 0.03
 """The most of it, as a share of the last step, where one tenant's calls would delay another's."""
+_EXIT_S = 10.0
+"""The longest that the end of the process waits for the end of a step."""
 _SWITCH_S = 2e-5
 """A turn of Python's threads. Beside one that compiled adapters' programs, gaps of 8 ms were 40 ms
 at the 99th percentile with Python's default of 5 ms, and 11 ms with 100 µs; beside a hostile tenant
@@ -58,6 +66,7 @@ class StepThread(ABC):
         self._refusal: EngineError | None = None
         self._closing = False
         self._calls: SimpleQueue[_Call] = SimpleQueue()
+        engine.awaited = self._is_called
         # A stream that is collected cancels its request, also while this thread holds the lock.
         self._lock = RLock()
         self._streams: dict[int, Stream] = {}
@@ -67,6 +76,7 @@ class StepThread(ABC):
         self._latest_step_s = 0.0
         self._undelivered: Sequence[Chunk] = ()
         self._thread = Thread(target=self._run, name="pcg engine", daemon=True)
+        _MADE.add(self)
 
     # ------------------------------------------------------------------------------- for any thread
 
@@ -138,13 +148,23 @@ class StepThread(ABC):
 
     def close(self) -> None:
         """End the thread after its step, and cancel what is left."""
+        self._close(None)
 
+    def _close(self, timeout_s: float | None) -> None:
         def stop() -> None:
             self._closing = True
 
         self.call(stop)
-        if current_thread() is not self._thread:
-            self._thread.join()
+        if current_thread() is not self._thread and self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _forget(self) -> None:
+        """End in a fork, where another thread may have held the lock."""
+        self._lock = RLock()
+        self.ended = EngineError(
+            "the engine runs in the process of which this one is a fork; make one here, in a "
+            "process that is spawned and not forked"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -163,6 +183,9 @@ class StepThread(ABC):
         """Seconds since the step under way began; None between two steps."""
         began = self._step_began
         return None if began is None else time.monotonic() - began
+
+    def _is_called(self) -> bool:
+        return not self._calls.empty()
 
     def _check_open(self) -> None:
         error = self.ended or self._refusal
@@ -296,6 +319,24 @@ class StepThread(ABC):
         self._fail_all(error)
         while not self._calls.empty():
             self._calls.get().future.set_exception(error)
+
+
+_MADE: WeakSet[StepThread] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End all threads with the process: one within a kernel would abort it."""
+    for one in list(_MADE):
+        one._close(_EXIT_S)
+
+
+def _forget_all() -> None:
+    for one in list(_MADE):
+        one._forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 class _Call:

@@ -17,6 +17,14 @@ def test_a_window_has_the_largest_size_that_it_may() -> None:
     assert [sizes.holds(tokens) for tokens in (512, 200, 64, 63, 513)] == [True] * 3 + [False] * 2
 
 
+def test_no_short_rest_is_left() -> None:
+    sizes = WindowSizes()
+    assert sizes.fitting(700, 4096) == 512
+    assert sizes.fitting(700, 575) == 288
+    assert sizes.fitting(700, 287) == 287
+    assert sizes.fitting(700, 576) == 512  # and 64, an eighth
+
+
 def test_a_pass_of_one_window_is_filled_up() -> None:
     sizes = WindowSizes()
     assert sizes.fitting(4096, 100) == 100
