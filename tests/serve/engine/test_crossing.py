@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import socket
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -62,6 +64,7 @@ def page_of(numbers: EngineNumbers, jobs: list[JobStatus]) -> list[str]:
 
     class Client:
         adapters: ClassVar = {"a": None}
+        facts = SimpleNamespace(pid=os.getpid())
 
         def numbers(self) -> Future[EngineNumbers]:
             return done(numbers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -225,6 +226,12 @@ def test_metrics_and_status_are_those_of_the_engine(served: Running) -> None:
     assert 'vllm:num_requests_running{engine="0",model_name="tiny"} 0.0' in page
     assert 'pcg:adapter_requests_total{adapter="lora-0"' in page
     assert 'running_lora_adapters="lora-0' in page
+    sizes = dict(re.findall(r"^(\w*process_resident_memory_bytes) (\S+)$", page, re.MULTILINE))
+    assert sizes.keys() == {
+        "process_resident_memory_bytes",
+        "pcg_engine_process_resident_memory_bytes",
+    }
+    assert all(float(size) > 2**20 for size in sizes.values())
     assert {one["name"] for one in status["adapters"]} >= set(NAMES)
     first = next(one for one in status["adapters"] if one["name"] == "lora-0")
     assert (first["version"], first["method"], first["is_resident"]) == (1, "LoRA", True)
