@@ -90,7 +90,7 @@ def test_triton_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_large_vocabulary_is_no_obstacle(gpu: pytest.MonkeyPatch) -> None:
-    """An adapter of the head, as peft's all-linear leaves out, would be refused when it is loaded."""
+    """An adapter of the head, which peft's all-linear leaves out, is refused when it is loaded."""
     assert program(vocab_size=50_000).options.backend == "triton"
 
 

@@ -206,7 +206,7 @@ def token_tiles(
         for start, items in ((0, first), (beginning, rest)):
             if items:
                 list_.numpy()[start : start + len(items)] = items
-    if has_tokens:
+    if capacity.tokens:
         _write_tokens(found.by_token.numpy(), segments, order)
     return found
 
