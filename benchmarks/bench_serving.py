@@ -58,6 +58,7 @@ from pcg.runtime.engine.sharing import (
     InferenceOnly,
     Sharing,
     SpatialSharing,
+    Step,
     TemporalSharing,
 )
 from pcg.runtime.executor import Executor
@@ -79,9 +80,8 @@ PARTS = ("throughput", "mixed", "co-serving", "gaps")
 GAPS_RATE = 4.0
 PROMISED = 1.5
 """The promise per gap, relative to the median gap of inference alone."""
-GAPS_IDLE_STEP_S = 0.1
-"""How long a new request may wait for idle finetuning: those that come meanwhile begin at once, and
-a batch of many takes longer than the promise."""
+IDLE_STEPS_S = (0.2, 0.8)
+"""The most that steps last which serve nothing: the default, and one that hardly should matter."""
 PROMPTS = Between(16, 64)
 KV_CACHE_BYTES = 2 * 2**30
 JOB: dict[str, Any] = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
@@ -266,17 +266,27 @@ def co_serving(executor: Executor, duration_s: float) -> dict[str, Any]:
     }
 
 
+class _Waiting(CoServing):
+    """Co-serving where requests wait for the ends of steps that serve nothing."""
+
+    def begin(self, step: Step) -> None:
+        step.awaited = None
+        super().begin(step)
+
+
 def gaps(executor: Executor, duration_s: float) -> dict[str, Any]:
     """Measure which gaps are kept, and what is trained, under a promise per gap."""
     workload = synthetic(Poisson(GAPS_RATE), PROMPTS, Fixed(NEW), seed=3, duration_s=duration_s)
     workload = assign_adapters(workload, PowerLaw(8, 1.0), seed=3)
 
-    def run(rule: Sharing, tpot_slo_s: float | None) -> ServingReport:
+    def run(
+        rule: Sharing, tpot_slo_s: float | None, idle_step_s: float = IDLE_STEPS_S[0]
+    ) -> ServingReport:
         limits = Limits(
             running=32,
             ttft_slo_s=S_LORA_TTFT_SLO_S,
             tpot_slo_s=tpot_slo_s,
-            idle_step_s=GAPS_IDLE_STEP_S,
+            idle_step_s=idle_step_s,
         )
         engine = executor.engine(limits, kv_cache_bytes=KV_CACHE_BYTES, sharing=rule)
         if rule.trains:
@@ -290,15 +300,19 @@ def gaps(executor: Executor, duration_s: float) -> dict[str, Any]:
     alone = run(InferenceOnly(), None)
     assert alone.itl is not None
     tpot_slo_s = PROMISED * alone.itl.median_s
-    rules = {
-        "inference alone": InferenceOnly,
-        "co-serving": CoServing,
-        "co-serving, burst=4": functools.partial(CoServing, 4),
-        "inference alone, again": InferenceOnly,
+    default_s, long_s = IDLE_STEPS_S
+    rules: dict[str, tuple[Callable[[], Sharing], float]] = {
+        "inference alone": (InferenceOnly, default_s),
+        "co-serving": (CoServing, default_s),
+        "… requests wait for idle steps": (_Waiting, default_s),
+        f"co-serving, idle steps of {long_s} s": (CoServing, long_s),
+        f"… requests wait for idle steps of {long_s} s": (_Waiting, long_s),
+        "co-serving, burst=4": (functools.partial(CoServing, 4), default_s),
+        "inference alone, again": (InferenceOnly, default_s),
     }
     found = {}
-    for name, rule in rules.items():
-        found[name] = _row(run(rule(), tpot_slo_s), 0.0)
+    for name, (rule, idle_step_s) in rules.items():
+        found[name] = _row(run(rule(), tpot_slo_s, idle_step_s), 0.0)
         print(f"  {name:<24} {found[name]}", file=sys.stderr)
     return {
         "requests_per_s": GAPS_RATE,
@@ -309,13 +323,14 @@ def gaps(executor: Executor, duration_s: float) -> dict[str, Any]:
 
 
 def _row(report: ServingReport, most: float) -> dict[str, Any]:
-    tpot, itl = report.tpot, report.itl
+    tpot, ttft, itl = report.tpot, report.ttft, report.itl
     return {
         "finetuning_tokens_per_s": round(report.finetuning_throughput, 1),
         "kept": round(report.finetuning_throughput / most, 3) if most else None,
         "slo_attainment": report.slo_attainment,
         "gap_attainment": report.gap_attainment,
         "p99_tpot_ms": None if tpot is None else round(1e3 * tpot.p99_s, 1),
+        "p99_ttft_ms": None if ttft is None else round(1e3 * ttft.p99_s, 1),
         "p99_itl_ms": None if itl is None else round(1e3 * itl.p99_s, 1),
         "output_tokens_per_s": round(report.output_throughput, 1),
     }

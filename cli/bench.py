@@ -165,7 +165,9 @@ def serve_command(
     training: FinetuningOptions,
     serving: ServingOptions,
     how: BenchOptions,
-    compiling: Annotated[Given[CompileOptions], Only(("dtype", "backend", "adapter_copies"))],
+    compiling: Annotated[
+        Given[CompileOptions], Only(("dtype", "backend", "adapter_copies", "attention"))
+    ],
     json: Json = False,
 ) -> None:
     """Serve a workload, beside finetuning or not, and report how it went.

@@ -32,7 +32,7 @@ FRESH = "default"
 """The name of the fresh adapter that `--peft` makes."""
 SERVING = (
     "tp", "costs", "tp_plan", "sequence_parallel", "dtype", "backend", "adapter_copies",
-    "packed_weights",
+    "attention", "packed_weights",
 )  # fmt: skip
 """The options of compiling that what serves depends on."""
 

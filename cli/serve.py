@@ -29,7 +29,7 @@ def serve_command(
         raise typer.BadParameter(
             f"a server runs on one rank, not on {degree}; leave it out", param_hint="--tp"
         )
-    from pcg.serve.engine.local import local_client
+    from pcg.serve.engine.process import process_client
     from pcg.serve.server import serve
 
     load = partial(open_executor, model, None, compiling.values, place)
@@ -38,5 +38,5 @@ def serve_command(
         err().print(text, soft_wrap=True)
 
     files = partial(files_of, model, place)
-    if not serve(options, partial(local_client, load), say, files=files):
+    if not serve(options, partial(process_client, load), say, files=files):
         raise typer.Exit(1)

@@ -218,21 +218,22 @@ def compile_random(
     backend: Backend = "auto",
     dtype: str | None = None,
     adapter_copies: Literal["bfloat16", "float32"] | None = None,
+    attention: str = "auto",
     device: str | torch.device | None = None,
     seed: int = 0,
 ) -> Executor:
-    """Compile a model and give it random weights: an executor to measure, which makes no sense.
+    """Compile a model and give it random weights, an executor to measure.
 
     Args:
         model: the model, as `compile_program` takes it; its weights are not read.
-        backend, dtype, adapter_copies: as in `CompileOptions`.
+        backend, dtype, adapter_copies, attention: as in `CompileOptions`.
         device: the device of the weights; the GPU where there is one, else the CPU.
         seed: the seed of the weights.
-    Raises:
-        PcgError: what cannot be read or traced is named.
     """
     source = resolve(model)
-    options = CompileOptions(backend=backend, dtype=dtype, adapter_copies=adapter_copies)
+    options = CompileOptions(
+        backend=backend, dtype=dtype, adapter_copies=adapter_copies, attention=attention
+    )
     program = _compiled(source, source.config, None, options, machine_device(device))
     weights = RandomWeights(float(source.config.get("initializer_range", 0.02)), seed)
     return make_executor(program, weights, None, source.directory, device)

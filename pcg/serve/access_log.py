@@ -7,14 +7,17 @@
      "queued_s": 0.001, "first_token_s": 0.031, "duration_s": 0.902}
 
 A thread writes them, so that a full pipe or a slow disk holds up no request: lines that find 10,000
-others before them are dropped, and counted in a line of their own. What a client chose is escaped
-to printable ASCII and cut, so that it can neither begin a line nor speak to a terminal.
+others before them are dropped, and counted in a line of their own, and so are those that cannot be
+written, as when the disk is full. What a client chose is escaped to printable ASCII and cut, so
+that it can neither begin a line nor speak to a terminal.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import sys
 from datetime import UTC, datetime
 from logging.handlers import WatchedFileHandler
@@ -24,6 +27,7 @@ from typing import Any
 
 from pcg.errors import ServeError
 from pcg.files import expanded
+from pcg.serve.errors import LOG
 from pcg.serve.record import Record
 
 _MOST_WAITING = 10_000
@@ -42,6 +46,8 @@ class AccessLog:
 
     def __init__(self, target: str) -> None:
         self._handler = _handler(target)
+        self._handler.handleError = self._note_error  # type: ignore[method-assign]
+        self._error: str | None = None
         self._lines: Queue[str | None] = Queue(_MOST_WAITING)
         self._dropped = 0
         self._thread = Thread(target=self._write, name="pcg access log", daemon=True)
@@ -63,19 +69,38 @@ class AccessLog:
 
     def _write(self) -> None:
         while (line := self._lines.get()) is not None:
-            self._emit(line)
-            if self._lines.empty():
+            if not self._emit(line):
+                self._dropped += 1
+            elif self._lines.empty():
                 self._tell_dropped()
         self._tell_dropped()
-        self._handler.close()
+        with contextlib.suppress(OSError):
+            self._handler.close()
 
     def _tell_dropped(self) -> None:
         if self._dropped:
             count, self._dropped = self._dropped, 0
-            self._emit(json.dumps({"time": _time(None), "dropped_lines": count}))
+            if not self._emit(json.dumps({"time": _time(None), "dropped_lines": count})):
+                self._dropped += count
 
-    def _emit(self, line: str) -> None:
-        self._handler.handle(logging.makeLogRecord({"msg": line}))
+    def _emit(self, line: str) -> bool:
+        """Write a line; returns False if that failed, which the server's log says once."""
+        before, self._error = self._error, None
+        try:
+            self._handler.handle(logging.makeLogRecord({"msg": line}))
+        except OSError as error:  # of a file that is opened again
+            self._error = str(error)
+        if self._error is not None and self._error != before:
+            LOG.error("the access log cannot be written: %s", self._error)
+        return self._error is None
+
+    def _note_error(self, record: logging.LogRecord) -> None:
+        self._error = str(sys.exc_info()[1])
+        handler = self._handler
+        if isinstance(handler, WatchedFileHandler) and handler.stream is not None:
+            with contextlib.suppress(OSError):  # and forget what it holds of this line
+                handler.stream.close()
+            handler.stream = None
 
 
 def line_of(record: Record) -> str:
@@ -124,6 +149,9 @@ def _handler(target: str) -> logging.Handler:
     if target == "stderr":
         return logging.StreamHandler(sys.stderr)
     try:
-        return WatchedFileHandler(expanded(target), encoding="ascii")
+        path = expanded(target)
+        # A pipe that nobody reads would be waited for.
+        os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666))
+        return WatchedFileHandler(path, encoding="ascii")
     except OSError as error:
         raise ServeError(f"the access log {target!r} cannot be written: {error}") from error

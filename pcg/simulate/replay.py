@@ -2,7 +2,8 @@
 
 Prompts are random tokens of the lengths that the workload asks for; every output runs to its
 length, whatever the model samples. Times are those of the engine's clock. A request that comes
-during a step is submitted after it, and its latencies count from when it came.
+during a step is submitted after it, and its latencies count from when it came; a step that serves
+nothing ends then, as it does for an engine on a thread.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def replay(
     try:
         _replay(engine, workload, requests, start_s, wait)
     finally:
+        engine.awaited = None
         end_recording()
     return serving_report(log, start_s=start_s, end_s=engine.clock.now_s())
 
@@ -71,6 +73,12 @@ def _replay(
 ) -> None:
     scheduler, clock = engine.scheduler, engine.clock
     next_ = stuck = 0
+
+    def has_come() -> bool:
+        is_left = next_ < len(requests)
+        return is_left and start_s + workload.requests[next_].time_s <= clock.now_s()
+
+    engine.awaited = has_come
     while next_ < len(requests) or scheduler.waiting or scheduler.running:
         now_s = clock.now_s()
         while next_ < len(requests) and start_s + workload.requests[next_].time_s <= now_s:

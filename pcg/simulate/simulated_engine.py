@@ -18,6 +18,7 @@ from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.memory.prefixes import Prefixes
 from pcg.runtime.metrics.events import EventLog, Kind
+from pcg.runtime.training.recorded.window_sizes import WindowSizes
 from pcg.simulate.simulated_device import SimulatedDevice
 from pcg.simulate.simulated_training import simulated_steps
 
@@ -69,13 +70,20 @@ class SimulatedEngine(EngineLoop):
         super().__init__(device, scheduler, clock, replace(given, log=log))
         self._costs = given.costs
 
-    def finetune(self, name: str, batches: Iterable[Sequence[int]], rank: int = 16) -> Job:
+    def finetune(
+        self,
+        name: str,
+        batches: Iterable[Sequence[int]],
+        rank: int = 16,
+        sizes: WindowSizes | None = None,
+    ) -> Job:
         """Train an adapter beside what is served.
 
         Args:
             name: the name of the adapter, and of the job.
             batches: the lengths of each step's sequences; may have no end.
             rank: the adapter's rank.
+            sizes: the sizes of its windows, as of a GPU that records them; None for any.
         Raises:
             PcgError: a job has the name.
         """
@@ -86,5 +94,7 @@ class SimulatedEngine(EngineLoop):
             steps += 1
             self._note(Kind.STEPPED, name, step=steps, tokens=tokens)
 
-        work = simulated_steps(batches, self._costs.layers, self.device.update, stepped, rank)
+        work = simulated_steps(
+            batches, self._costs.layers, self.device.update, stepped, rank, sizes
+        )
         return self.jobs.add(Job(name, work))

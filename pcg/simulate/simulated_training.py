@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pcg.parallel.costs.step_costs import SequenceChunk
 from pcg.runtime.model.load import Load
+from pcg.runtime.training.recorded.window_sizes import WindowSizes
 from pcg.runtime.training.work_units import (
     Forward,
     Pages,
@@ -30,8 +31,23 @@ class SimulatedPass(WindowedPass):
         windows: the windows that went forward, each as the chunks of its sequences.
     """
 
-    def __init__(self, lengths: Sequence[int], layers: int, adapter: int, rank: int) -> None:
-        """Begin before the first token; a number that nothing else has stands for the adapter."""
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        layers: int,
+        adapter: int,
+        rank: int,
+        sizes: WindowSizes | None = None,
+    ) -> None:
+        """Begin before the first token.
+
+        Args:
+            adapter: a number that nothing else has.
+            sizes: the sizes of windows where they are recorded; None where they have any.
+        """
+        self._sizes = sizes
+        if sizes is not None:
+            sizes.begin_pass()
         self.windows: list[list[SequenceChunk]] = []
         self.layers = layers
         self.layer = layers - 1
@@ -92,6 +108,11 @@ class SimulatedPass(WindowedPass):
                 place, context = place + 1, 0
         return window, place, context
 
+    def fitting(self, tokens: int) -> int:
+        if self._sizes is None or not tokens:
+            return tokens
+        return self._sizes.fitting(tokens, self.remaining)
+
     def forward(self, tokens: int) -> None:
         window, self._place, self._context = self._tokens(tokens)
         self.windows.append(window)
@@ -129,6 +150,7 @@ def simulated_steps(
     update: Callable[[], None],
     on_step: Callable[[int], None],
     rank: int = 16,
+    sizes: WindowSizes | None = None,
 ) -> Work[int]:
     """Yield the units of a job that trains on a batch a step.
 
@@ -136,6 +158,7 @@ def simulated_steps(
         batches: the lengths of each step's sequences.
         update: runs an optimizer's update, between units.
         on_step: a function called with each step's number of tokens.
+        sizes: the sizes of windows where they are recorded; None where they have any.
     Returns:
         The number of steps.
     """
@@ -143,7 +166,7 @@ def simulated_steps(
     for lengths in batches:
         while True:
             yield Pages(lengths)
-            whole = SimulatedPass(lengths, layers, adapter, rank)
+            whole = SimulatedPass(lengths, layers, adapter, rank, sizes)
             try:
                 while not whole.is_done:
                     yield Forward(whole) if whole.stage is None else Part(whole)

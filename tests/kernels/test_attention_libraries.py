@@ -20,6 +20,7 @@ from pcg.kernels import attention_libraries
 from pcg.kernels.attention_libraries import LIBRARIES, choose_libraries
 from pcg.kernels.triton.attention import library_attention
 from pcg.runtime.data.example import Example
+from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from tests.support import attention_libraries as stand_in
 from tests.support import oracle
 from tests.support.families import BY_NAME
@@ -48,18 +49,30 @@ def executor_of(base: Any, attention: str) -> Any:
 
 @pytest.mark.parametrize("window", [0, 7])
 def test_prompts_are_the_library_s_and_decoding_our_own(calls: dict[str, int], window: int) -> None:
-    """Prompts of several lengths, in chunks beside tokens that decode; tokens as of own kernels."""
+    """Prompts alone; then two around one of which only the last token is new; and decoding."""
     family, changed = ("mistral", {"sliding_window": window}) if window else ("llama3", {})
     base = oracle.random_model(BY_NAME[family].config(2, head_dim=64, **changed), torch.float16)
-    prompts = [list(range(3, 3 + length)) for length in (21, 2, 17)]
-    found = executor_of(base, BOTH)
-    assert "flashinfer for prompts (1 nodes)" in found.program.choices["attention"]
-    tokens = [one.token_ids for one in found.generate(prompts, max_new_tokens=3)]
-    assert calls["plan"] >= 1
-    assert calls["run"] == 2 * calls["plan"]  # once for each layer
-    assert tokens == [
-        one.token_ids for one in executor_of(base, "own").generate(prompts, max_new_tokens=3)
-    ]
+    known = list(range(3, 20))
+    steps = [[known], [[9, 4, 9], known, list(range(40, 61))]]
+
+    def tokens_of(executor: Any) -> list[list[int]]:
+        page_bytes = bytes_of_page(kv_types(executor.serving.runner.model))
+        engine = executor.engine(kv_cache_bytes=100 * page_bytes, prefix_caching=True)
+        found: dict[str, list[int]] = {}
+        for prompts in steps:
+            for prompt in prompts:
+                request = executor.request(prompt, max_new_tokens=3, ignore_eos=True)
+                found[engine.submit(request)] = []
+            while not engine.is_idle:
+                for chunk in engine.step():
+                    found[chunk.request_id].append(chunk.token_id)
+        return list(found.values())
+
+    executor = executor_of(base, BOTH)
+    assert "flashinfer for prompts (1 nodes)" in executor.program.choices["attention"]
+    found = tokens_of(executor)
+    assert calls == {"plan": 2, "run": 4}  # once a step; once for each of two layers
+    assert found == tokens_of(executor_of(base, "own"))
 
 
 def test_whole_sequences_are_trained_by_the_library(calls: dict[str, int]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pcg.kernels.adapter_batch import NO_SLOT, AdapterSlot, LoraRows, TokenSpans
 from pcg.kernels.triton import ops
-from pcg.kernels.triton.adapters.deferred_lora import DeferredLora
+from pcg.kernels.triton.adapters.deferred_lora import MOST_WIDTH, DeferredLora
 from pcg.kernels.triton.adapters.deferred_rows import deferred_rows
 from tests.support.interpreter import bf16
 from tests.support.interpreter.sanitizer import sanitized
@@ -136,6 +136,22 @@ def test_many_tokens_have_their_lora_at_once() -> None:
     few, _ = rows_of([[4]] * 3, [(16, 0)], torch.float32)
     begun = ops.begun_lora(x[:16], [few, None, None], [None] * 3)
     assert begun.left is not None
+
+
+def test_wide_adapters_have_their_lora_at_once() -> None:
+    """A token of many ranks is not waited for by the rows of others."""
+    left = []
+    for rank in (MOST_WIDTH, MOST_WIDTH + 1):
+        lora, matrices = rows_of([[rank, 4]] * 3, [(1, 1), (1, 0)], torch.float32)
+        x, y = torch.randn(2, IN), torch.randn(2, 56)
+        begun = ops.begun_lora(x, [lora, None, None], [None] * 3)
+        outputs = ops.with_deferred_lora(begun, y.clone(), WEIGHT)
+        left.append(begun.left is not None)
+    assert left == [True, False]
+    for token, slot in enumerate((1, 0)):
+        a, b = matrices[0, slot]
+        expected = y[token, :24] + x[token] @ a.t() @ b
+        torch.testing.assert_close(outputs[0][token], expected, rtol=1e-4, atol=1e-3)
 
 
 def test_without_adapters_nothing_is_left() -> None:

@@ -19,8 +19,8 @@ from pcg.kernels.triton.attention.work import COLUMNS, KEY_BLOCK, SPLIT_KEYS, TI
 from tests.support.interpreter.gpu_code import Code, Kernel, compiled
 
 KERNELS = "pcg.kernels.triton.attention"
-SHARED_KIB = {80: 101, 90: 130}
-"""Of a program at most: sm_80 has 163, sm_90 227."""
+SHARED_KIB = {80: 101, 89: 99, 90: 130}
+"""Of a program at most: sm_80 has 163, sm_89 99, sm_90 227."""
 STRIDES = dict.fromkeys(
     (
         *("q_token", "q_head", "key_page", "key_head", "key_token"),
@@ -237,6 +237,13 @@ OPTIONS = {
 def test_machine_code_of_options(name: str, architecture: int) -> None:
     size, options = OPTIONS[name]
     check(compiled(kernels(architecture, size, **options), [architecture]), size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("paged", [True, False], ids=["paged", "unpaged"])
+@pytest.mark.parametrize("size", [128, 256])
+def test_small_processors_hold_every_program(size: int, paged: bool) -> None:
+    check(compiled(kernels(89, size, paged=paged), [89]), size)
 
 
 @pytest.mark.slow

@@ -437,6 +437,15 @@ def test_machine_code() -> None:
     check_code(_KERNELS)
 
 
+@pytest.mark.parametrize("rank", [16, 6])
+def test_machine_code_of_a_matrix_that_lies_by_its_columns(rank: int) -> None:
+    kernels = (_shrink(64, 16, "fp32"), _expand(1, 1, "fp32"), _outer("bf16"))
+    turned = [replace(one, constants={**one.constants, "TURNED": rank}) for one in kernels]
+    for code in compiled(turned, (90,)):
+        code.check_in_registers(128)
+        assert code.count("STG", "128") or code.kernel == "outer_kernel"
+
+
 @pytest.mark.slow
 def test_machine_code_of_rare_kernels() -> None:
     check_code(_RARE_KERNELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from pcg.serve.access_log import AccessLog
 from pcg.serve.record import Record
 from pcg.serve.security.keys import Keys
 from tests.support import serving
+from tests.support.waiting import until
 
 SECRET = "my-secret-prompt"
 
@@ -106,9 +108,9 @@ def test_lines_that_nobody_takes_are_dropped_and_counted(
     log = AccessLog(str(tmp_path / "log"))
     emit, is_open = log._emit, Event()
 
-    def slow(line: str) -> None:
+    def slow(line: str) -> bool:
         is_open.wait(60)
-        emit(line)
+        return emit(line)
 
     monkeypatch.setattr(log, "_emit", slow)
     record = Record({"type": "http", "method": "GET", "path": "/x"})
@@ -125,3 +127,40 @@ def test_lines_that_nobody_takes_are_dropped_and_counted(
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ServeError, match="cannot be written"):
         AccessLog(str(tmp_path / "no" / "log"))
+
+
+def test_a_file_that_cannot_be_written_any_more_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk, or a folder that is gone; lines are counted, and come again when it is there."""
+    record = Record({"type": "http", "method": "GET", "path": "/", "headers": []})
+    folder, away = tmp_path / "logs", tmp_path / "away"
+    folder.mkdir()
+    log = AccessLog(str(folder / "log"))
+    log.observe(record)
+    until(lambda: (folder / "log").read_text().count("\n") == 1)
+    folder.rename(away)
+    for _ in range(3):
+        log.observe(record)
+    until(lambda: log._dropped == 3)
+    away.rename(folder)
+    log.observe(record)
+    log.close()
+    *written, dropped = map(json.loads, (folder / "log").read_text().splitlines())
+    assert [one["method"] for one in written] == ["GET", "GET"]
+    assert dropped["dropped_lines"] == 3
+    full = AccessLog("/dev/full")
+    for _ in range(3):
+        full.observe(record)
+    full.close()
+    said = [one.message for one in caplog.records]
+    assert len(said) == 2, said
+    assert "No such file" in said[0]
+    assert "No space left" in said[1]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_pipe_that_nobody_reads_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ServeError, match=r"the access log .*pipe' cannot be written"):
+        AccessLog(str(tmp_path / "pipe"))

@@ -45,7 +45,7 @@ def test_a_drain_gives_up_what_does_not_end_in_time() -> None:
         lines = reply.iter_lines()
         next(lines)
         numbers = served.service.client.engine.numbers
-        until(lambda: numbers().waiting + numbers().running == 65)
+        until(lambda: numbers().waiting + numbers().running >= 65)
         served.server.drain()
         *_, error, _, done, _ = lines
         assert done == "data: [DONE]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ def test_sigterm_under_load_loses_nothing_that_was_begun() -> None:
     with running() as server:
         load = Load()
         load.begin(server, 2)
-        server.process.send_signal(signal.SIGTERM)
+        os.killpg(server.process.pid, signal.SIGTERM)  # all processes, as a service manager does
         with server.client() as client:
             refused = client.post("/v1/completions", json=LONG)
         assert refused.status_code == 503
@@ -34,10 +35,10 @@ def test_a_second_signal_ends_at_once() -> None:
     with running() as server:
         load = Load()
         load.begin(server, 4)
-        server.process.send_signal(signal.SIGINT)
+        os.killpg(server.process.pid, signal.SIGINT)  # as Ctrl-C in a terminal
         with server.client() as client:
             assert client.get("/health").status_code == 503
-        server.process.send_signal(signal.SIGINT)
+        os.killpg(server.process.pid, signal.SIGINT)
         assert server.process.wait(10) == 1
         load.join()
 

@@ -11,11 +11,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any
 
 import httpx2
 
+from pcg.runtime.engine.async_engine import AsyncEngine
+from pcg.runtime.executor import Executor
 from tests.support import serving
+from tests.support.waiting import until
 
 LONG = {"model": serving.MODEL, "prompt": [1, 2, 3], "max_tokens": 100, "ignore_eos": True}
 WIDE = {**LONG, "n": 64, "stream": True}
@@ -23,14 +27,27 @@ WIDE = {**LONG, "n": 64, "stream": True}
 
 @dataclass
 class Running:
-    """A process that serves, and its address."""
+    """A process that serves, at the head of its own group, its address and standard error."""
 
     process: subprocess.Popen[str]
     url: str
+    said: IO[str]
 
     @property
     def port(self) -> str:
         return self.url.rpartition(":")[2]
+
+    @property
+    def engine_pids(self) -> list[int]:
+        """The process of its engine; none where that runs in the server's own."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [int(one) for one in children if is_engine(int(one))]
+
+    def errors(self) -> str:
+        """What it has said on its standard error."""
+        self.said.seek(0)
+        return self.said.read()
 
     def client(self) -> httpx2.Client:
         return httpx2.Client(base_url=self.url, headers=serving.HEADERS, timeout=60)
@@ -47,6 +64,25 @@ class Running:
             return str(client.post("/v1/completions", json=body).json()["choices"][0]["text"])
 
 
+def is_engine(pid: int) -> bool:
+    """Whether a process is an engine's that has not ended."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return b"spawn_main" in command
+
+
+def load_broken() -> Executor:
+    """Load the small model, in a process whose engine ends by an error after its first step."""
+
+    def fail(_: AsyncEngine) -> None:
+        raise RuntimeError("broken on purpose")
+
+    AsyncEngine._settle = fail  # type: ignore[method-assign]
+    return serving.make_executor()
+
+
 @contextmanager
 def running(*options: str, port: str = "0") -> Iterator[Running]:
     """`pcg serve` with the small model."""
@@ -60,9 +96,15 @@ def running(*options: str, port: str = "0") -> Iterator[Running]:
 def started(arguments: Sequence[str]) -> Iterator[Running]:
     """A Python program that serves, and says where; it is killed in the end."""
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen([sys.executable, *arguments], stderr=said, text=True)
+        process = subprocess.Popen(
+            [sys.executable, *arguments], stderr=said, text=True, start_new_session=True
+        )
         try:
-            yield Running(process, _address(process, said))
+            server = Running(process, _address(process, said), said)
+            engines = server.engine_pids
+            yield server
+            process.kill()
+            until(lambda: not any(map(is_engine, engines)))  # none outlives its server
         finally:
             process.kill()
             process.wait(30)

@@ -203,7 +203,7 @@ def sizes_of(tokens: StepTokens) -> StepSizes:
             tiles += -(-length // DECODE_BLOCK)
             more = slot.width // RANK_STEP - 1
             wide, widest = wide + length * more, max(widest, more)
-    return StepSizes(tokens.lengths, tokens.contexts, tiles, (wide, widest))
+    return StepSizes(tokens.lengths, tokens.contexts, tiles, widest, wide)
 
 
 def _rows(tokens: StepTokens, lengths: Rows, starts: Rows, positions: Rows) -> Rows:

@@ -70,8 +70,8 @@ class StepRoom(NamedTuple):
         splits: splits of the keys of sequences that have one token.
         tiles: tiles of the rows of sequences that have more; 0 in a decode step.
         adapter_tiles: tiles of tokens by adapter; 0 for steps without adapters.
-        wide: blocks of 16 ranks beyond the first that adapters have: in a decode step those of all
-            tokens' adapters, in a mixed one those of the widest.
+        widest: blocks of 16 ranks beyond the first that the widest adapter has.
+        wide: those that the adapters of all tokens have; 0 in a mixed step.
     """
 
     tokens: int
@@ -79,6 +79,7 @@ class StepRoom(NamedTuple):
     splits: int
     tiles: int
     adapter_tiles: int
+    widest: int
     wide: int
 
     @property
@@ -114,14 +115,14 @@ class StepRoom(NamedTuple):
         """The sizes of those of the rows whose logits a mixed step gives."""
         if self.decodes or not self.adapter_tiles:
             return TileCapacity()
-        count, wide = self.sequences, self.sequences * self.wide
+        count, wide = self.sequences, self.sequences * self.widest
         sums = count * self.width
         return TileCapacity(count, tiles=count, wide_tiles=wide, tokens=count, sums=sums)
 
     @property
     def width(self) -> int:
-        """The greatest width of adapters; of a decode step RANK_STEP or more than that."""
-        return RANK_STEP * (1 + self.wide)
+        """The greatest width of adapters."""
+        return RANK_STEP * (1 + self.widest)
 
     def holds(self, other: Self) -> bool:
         """Return whether the graph of this room serves the steps of another one."""
@@ -137,13 +138,14 @@ class StepSizes(NamedTuple):
         lengths: tokens of each sequence in the step.
         contexts: tokens of each before these, in the cache.
         adapter_tiles: tiles of `DECODE_BLOCK` tokens by adapter; 0 without adapters.
-        wide: blocks of ranks beyond the first of all tokens' adapters, and of the widest.
+        widest: blocks of ranks beyond the first of the widest adapter; `wide` of all tokens'.
     """
 
     lengths: Sequence[int]
     contexts: Sequence[int]
     adapter_tiles: int
-    wide: tuple[int, int] = (0, 0)
+    widest: int = 0
+    wide: int = 0
 
 
 @dataclass(frozen=True)
@@ -183,23 +185,22 @@ class StepRooms:
             if sizes.adapter_tiles:
                 tiles = min(_power(sizes.adapter_tiles, max(1, most // 16), _TILES_FACTOR), most)
             splits = _power(splits, most, _DECODE_SPLITS_FACTOR)
-            wide = _power(sizes.wide[0], _LEAST_WIDE, _WIDE_FACTOR) if sizes.wide[0] else 0
-            return StepRoom(most, most, splits, 0, tiles, wide)
+            wide = _power(sizes.wide, _LEAST_WIDE, _WIDE_FACTOR) if sizes.wide else 0
+            return StepRoom(most, most, splits, 0, tiles, _widest(sizes.widest), wide)
         if not self.group or tokens > MIXED_TOKENS[-1]:
             return None
         most = MIXED_TOKENS[bisect_left(MIXED_TOKENS, tokens)]
         count = min(_power(sequences, _LEAST_SEQUENCES, _SEQUENCES_FACTOR), self.sequences)
         splits = _power(splits, count, _MIXED_SPLITS_FACTOR)
-        return self._mixed(most, count, splits, bool(sizes.adapter_tiles), sizes.wide[1])
+        return self._mixed(most, count, splits, bool(sizes.adapter_tiles), sizes.widest)
 
     def _mixed(
-        self, tokens: int, sequences: int, splits: int, has_adapters: bool, wide: int
+        self, tokens: int, sequences: int, splits: int, has_adapters: bool, widest: int
     ) -> StepRoom:
         # However the tokens are cut into sequences, each may end in a tile that is not full.
         tiles = -(-tokens * self.group // TILE_ROWS) + sequences
         adapter_tiles = sequences + tokens // PREFILL_BLOCK if has_adapters else 0
-        wide = _power(1 + wide, 1, 2) - 1  # widths are rounded up to powers of two
-        return StepRoom(tokens, sequences, splits, tiles, adapter_tiles, wide)
+        return StepRoom(tokens, sequences, splits, tiles, adapter_tiles, _widest(widest), 0)
 
     @cached_property
     def all(self) -> tuple[StepRoom, ...]:
@@ -223,11 +224,12 @@ class StepRooms:
     def _decode_rooms(self) -> Iterator[StepRoom]:
         for most in reversed(_up_to(DECODE_TOKENS, min(self.sequences, self.tokens))):
             splits = _powers(most, self._most_splits(most), _DECODE_SPLITS_FACTOR)
-            of_all, wides = most * (self.widest // RANK_STEP - 1), [0]
-            if of_all:
-                wides = [*_powers(_LEAST_WIDE, of_all, _WIDE_FACTOR), 0]
+            widest, wides = _widest(self.widest // RANK_STEP - 1), [0]
+            if widest:
+                wides = [*_powers(_LEAST_WIDE, most * widest, _WIDE_FACTOR), 0]
             for split, (has_adapters, wide) in product(splits, self._of_adapters(wides)):
-                yield StepRoom(most, most, split, 0, most if has_adapters else 0, wide)
+                tiles = most if has_adapters else 0
+                yield StepRoom(most, most, split, 0, tiles, widest if wide else 0, wide)
 
     @property
     def largest(self) -> StepRoom:
@@ -252,6 +254,11 @@ class StepRooms:
 def splits_of(keys: Rows) -> int:
     """Return the splits of sequences that have one token and see so many keys each."""
     return int(np.minimum(-(-keys // SPLIT_KEYS), MOST_SPLITS).sum())
+
+
+def _widest(blocks: int) -> int:
+    """Return the blocks beyond the first of a width that is rounded up to a power of two."""
+    return _power(1 + blocks, 1, 2) - 1
 
 
 def _power(needed: int, least: int, factor: int) -> int:

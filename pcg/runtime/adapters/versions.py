@@ -40,12 +40,17 @@ class AdapterVersion:
         number: counts the versions of the name, from 1 on.
     """
 
-    def __init__(self, adapter: Adapter, number: int) -> None:
-        self.name = adapter.name
+    def __init__(
+        self, name: str, number: int, adapter: Adapter | None = None, digest: str | None = None
+    ) -> None:
+        """Make the version of an adapter; of one in another process only its digest is known."""
+        self.name = name
         self.number = number
-        self._adapter: Callable[[], Adapter | None] = weakref.ref(adapter)
+        self._adapter: Callable[[], Adapter | None] = _nothing
+        if adapter is not None:
+            self._adapter = weakref.ref(adapter)
         self._lock = Lock()
-        self._digest: str | None = None
+        self._digest = digest
 
     @property
     def digest(self) -> str | None:
@@ -68,7 +73,11 @@ class AdapterVersion:
 
     def lose(self) -> None:
         """Note that the tensors have changed: what was not computed is unknown."""
-        self._adapter = lambda: None
+        self._adapter = _nothing
+
+    def learn(self, digest: str | None) -> None:
+        """Take a digest that was computed in another process."""
+        self._digest = digest
 
     def __str__(self) -> str:
         return f"{self.name}@{self.number}"
@@ -83,6 +92,10 @@ class AdapterVersion:
 
     def __hash__(self) -> int:
         return hash((self.name, self.number))
+
+
+def _nothing() -> None:
+    return None
 
 
 @dataclass
@@ -116,6 +129,11 @@ class Versions:
         self._least = 0
         self._hashing = ThreadPoolExecutor(1, "pcg digests")
         self._waiting = 0
+        self._listeners: list[Callable[[str, Adapter | None], None]] = []
+
+    def listen(self, tell: Callable[[str, Adapter | None], None]) -> None:
+        """Have a function told which adapter has a name from now on, and None where it goes."""
+        self._listeners.append(tell)
 
     def begin(self, adapter: Adapter) -> AdapterVersion:
         """Make the next version of the adapter's name, whose weights these are from now on."""
@@ -128,9 +146,11 @@ class Versions:
             if last is None:
                 last = self._gone.pop(name, self._least)
             self._last[name] = last + 1
-            version = AdapterVersion(adapter, last + 1)
+            version = AdapterVersion(name, last + 1, adapter)
             self._of[adapter] = _Served(version)
-            return version
+        for tell in self._listeners:
+            tell(name, adapter)
+        return version
 
     def of(self, adapter: Adapter) -> AdapterVersion | None:
         """Return an adapter's version; None for one that was never served."""
@@ -164,6 +184,8 @@ class Versions:
                 self._gone[adapter.name] = self._last.pop(adapter.name, self._least)
             if len(self._gone) > _GONE_NAMES:
                 self._least = max(self._least, self._gone.pop(next(iter(self._gone))))
+        for tell in self._listeners if is_removed else ():
+            tell(adapter.name, None)
 
     def check_free(
         self, name: str, there: Adapter | None, *, replace: bool, expected_version: int | None

@@ -8,6 +8,7 @@ stream of their own, beside the forward. Everything that happens is in the event
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from collections.abc import Sequence as List
 
 from pcg.errors import GenerationError, PcgError, as_pcg_error
@@ -40,6 +41,8 @@ class EngineLoop:
     Attributes:
         submitted: number of requests so far, which is the index of the next one's chunks.
         worked: True if the last step ran anything.
+        awaited: tells if somebody waits; a step that serves nothing then ends between two parts.
+        meanwhile: called once a step's work is under way, before its results are read.
     """
 
     def __init__(
@@ -52,6 +55,8 @@ class EngineLoop:
         self.totals = Totals(self.log)
         self.sharing: Sharing = CoServing() if options.sharing is None else options.sharing
         self.worked = False
+        self.awaited: Callable[[], bool] | None = None
+        self.meanwhile: Callable[[], None] | None = None
         self._latencies: Latencies | None = None
         if options.latencies is not None:
             self.learn(options.latencies)
@@ -178,7 +183,7 @@ class EngineLoop:
         suspect, plan = self._plan(now)
         for sequence in plan.admitted:
             self._note(Kind.ADMITTED, sequence.id)
-        step = Step.of(plan, self.scheduler.limits, self._latencies)
+        step = Step.of(plan, self.scheduler.limits, self._latencies, self.awaited)
         self.sharing.begin(step)
         # How many parts fit beside a forward is known by latencies.
         is_beside = step.is_served and None not in (self.device.side, self._latencies)
@@ -192,6 +197,8 @@ class EngineLoop:
                 end = self.device.start(plan.chunks, [(unit, count) for _, unit, count in windows])
                 if is_beside:
                     self._parts_beside(step, [job for job, _, _ in windows])
+                if self.meanwhile is not None:
+                    self.meanwhile()
                 results = end()
             except BaseException as error:
                 # Not the present time, for which all ranks would have to ask: some did not fail.
@@ -316,7 +323,7 @@ class EngineLoop:
         """Run parts of jobs before the forward of what the step serves, if it does."""
         ahead_s = step.ahead_s() if step.is_served else 0.0
         step.elapsed_s = self.clock.now_s() - started
-        while group := self.jobs.next_group(self.sharing, step, ahead_s):
+        while not step.is_over and (group := self.jobs.next_group(self.sharing, step, ahead_s)):
             try:
                 took = self._run(group.parts, started + step.elapsed_s)
             except Exception as error:

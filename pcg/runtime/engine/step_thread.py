@@ -4,6 +4,11 @@ Only this thread touches the engine. It sleeps while there is nothing to do, and
 when it ends itself. Calls take at most a millisecond between two steps that serve, and 3 % of a
 step's time where several tenants are served; what is left of them waits for the next ones.
 
+On a GPU the chunks of a step are delivered while the next one runs.
+
+The thread does not keep the process alive: where the process ends, the thread ends after its step,
+and a fork, which has no such thread, is told so.
+
 While such a thread runs, Python's threads take turns every 20 µs and not every 5 ms: each operation
 of a step gives the interpreter's lock away, and gets it back after a turn of another thread.
 """
@@ -11,7 +16,9 @@ of a step gives the interpreter's lock away, and gets it back after a turn of an
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
+import os
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -19,7 +26,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from threading import RLock, Thread, current_thread
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
+from weakref import WeakSet
 
 from pcg.errors import EngineError
 from pcg.runtime.admission.arrivals import Arrivals
@@ -28,6 +36,7 @@ from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.requests.stream import Stream, Wakes
 
 Result = TypeVar("Result")
+StreamMaker: TypeAlias = Callable[[Callable[[Stream], None], str | None], Stream]
 
 _BLOCKED_S = 0.01
 """Time between two steps that find nothing to run, as when a paused job holds the pages."""
@@ -35,6 +44,8 @@ _CALLS_S = 1e-3
 """Time that calls take between two steps."""
 _CALLS_SHARE = 0.03
 """The most of it, as a share of the last step, where one tenant's calls would delay another's."""
+_EXIT_S = 10.0
+"""The longest that the end of the process waits for the end of a step."""
 _SWITCH_S = 2e-5
 """A turn of Python's threads. Beside one that compiled adapters' programs, gaps of 8 ms were 40 ms
 at the 99th percentile with Python's default of 5 ms, and 11 ms with 100 µs; beside a hostile tenant
@@ -55,6 +66,7 @@ class StepThread(ABC):
         self._refusal: EngineError | None = None
         self._closing = False
         self._calls: SimpleQueue[_Call] = SimpleQueue()
+        engine.awaited = self._is_called
         # A stream that is collected cancels its request, also while this thread holds the lock.
         self._lock = RLock()
         self._streams: dict[int, Stream] = {}
@@ -62,21 +74,25 @@ class StepThread(ABC):
         self._wakes = Wakes()
         self._step_began: float | None = None
         self._latest_step_s = 0.0
+        self._undelivered: Sequence[Chunk] = ()
         self._thread = Thread(target=self._run, name="pcg engine", daemon=True)
+        _MADE.add(self)
 
     # ------------------------------------------------------------------------------- for any thread
 
-    def submit_request(self, request: Request) -> Stream:
+    def submit_request(self, request: Request, make: StreamMaker = Stream) -> Stream:
         """Submit a request that `Executor.request` made.
 
+        Args:
+            make: makes its stream, of a function that cancels it and the request's id.
         Raises:
             EngineError: the thread has ended, or takes no requests any more.
         """
         self._check_open()
-        refused = self._refused(request.tenant)
+        refused = self._refused(request.tenant, make)
         if refused is not None:
             return refused
-        stream = Stream(self._cancel, request.request_id or None)
+        stream = make(self._cancel, request.request_id or None)
         call = _Call(functools.partial(self._begin, request, stream, self.engine.clock.now_s()))
         call.future.add_done_callback(functools.partial(_pass_error, stream))
         with self._lock:
@@ -87,14 +103,14 @@ class StepThread(ABC):
         stream.fail(self.ended)
         return stream
 
-    def _refused(self, tenant: str) -> Stream | None:
+    def _refused(self, tenant: str, make: StreamMaker = Stream) -> Stream | None:
         """Return the stream of a request that is refused, as too many wait; None to take it."""
         full = self._arrivals.why_full(tenant)
         if full is None:
             return None
         with self._lock:
             self.engine.totals.turned_away += 1
-        stream = Stream(self._cancel)
+        stream = make(self._cancel, None)
         stream.fail(full)
         return stream
 
@@ -124,15 +140,31 @@ class StepThread(ABC):
         """Run a function between two steps, and wait for it; on the engine's own thread now."""
         return act() if current_thread() is self._thread else self.call(act).result()
 
+    def join(self) -> EngineError:
+        """Wait until the thread has ended, and return why."""
+        self._thread.join()
+        assert self.ended is not None
+        return self.ended
+
     def close(self) -> None:
         """End the thread after its step, and cancel what is left."""
+        self._close(None)
 
+    def _close(self, timeout_s: float | None) -> None:
         def stop() -> None:
             self._closing = True
 
         self.call(stop)
-        if current_thread() is not self._thread:
-            self._thread.join()
+        if current_thread() is not self._thread and self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _forget(self) -> None:
+        """End in a fork, where another thread may have held the lock."""
+        self._lock = RLock()
+        self.ended = EngineError(
+            "the engine runs in the process of which this one is a fork; make one here, in a "
+            "process that is spawned and not forked"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -151,6 +183,9 @@ class StepThread(ABC):
         """Seconds since the step under way began; None between two steps."""
         began = self._step_began
         return None if began is None else time.monotonic() - began
+
+    def _is_called(self) -> bool:
+        return not self._calls.empty()
 
     def _check_open(self) -> None:
         error = self.ended or self._refusal
@@ -189,10 +224,13 @@ class StepThread(ABC):
         interval_s = sys.getswitchinterval()
         sys.setswitchinterval(min(_SWITCH_S, interval_s))
         ended = EngineError("the engine was closed; start it again")
+        self.engine.meanwhile = self._deliver
         try:
             while not self._closing:
                 self._run_calls()
-                if not self._closing and not self.engine.is_idle:
+                if self._closing or self.engine.is_idle:
+                    self._deliver()
+                else:
                     self._step()
                 self._settle()
             for stream in self._streams.values():
@@ -204,6 +242,8 @@ class StepThread(ABC):
         except BaseException as error:
             ended = EngineError(f"the engine's thread ended by {type(error).__name__}: {error}")
             ended.__cause__ = error
+        self.engine.meanwhile = None
+        self._deliver()
         sys.setswitchinterval(interval_s)
         self._end(ended)
 
@@ -244,9 +284,23 @@ class StepThread(ABC):
         chunks = self.engine.step()
         self._latest_step_s = time.monotonic() - began
         self._step_began = None
-        self._deliver(chunks)
+        self._deliver()  # if the step ran nothing
+        self._undelivered = chunks
+        if not self._runs_ahead:
+            self._deliver()
 
-    def _deliver(self, chunks: Sequence[Chunk]) -> None:
+    @property
+    def _runs_ahead(self) -> bool:
+        """True if the next step begins at once, on a device that works beside this thread.
+
+        Chunks are then delivered while it runs.
+        """
+        engine = self.engine
+        is_next = engine.worked and not (engine.is_idle or self._closing)
+        return is_next and engine.device.side is not None
+
+    def _deliver(self) -> None:
+        chunks, self._undelivered = self._undelivered, ()
         for chunk in chunks:
             stream = self._streams.get(chunk.index)
             if stream is not None:
@@ -265,6 +319,24 @@ class StepThread(ABC):
         self._fail_all(error)
         while not self._calls.empty():
             self._calls.get().future.set_exception(error)
+
+
+_MADE: WeakSet[StepThread] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End all threads with the process: one within a kernel would abort it."""
+    for one in list(_MADE):
+        one._close(_EXIT_S)
+
+
+def _forget_all() -> None:
+    for one in list(_MADE):
+        one._forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 class _Call:

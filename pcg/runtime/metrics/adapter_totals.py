@@ -79,6 +79,10 @@ class AdapterTotals:
         """The adapters with sums of their own, and these."""
         return self._own.copy()
 
+    def take(self, own: Mapping[str, AdapterSums]) -> None:
+        """Have these sums in place of those that adapters have, as another engine counted them."""
+        self._own = dict(own)
+
     def of(self, name: str) -> AdapterSums:
         """Return the sums that count an adapter now."""
         return self._own.get(name, self.others)

@@ -147,6 +147,11 @@ class ModelState:
         return None
 
     @property
+    def vocabulary(self) -> int:
+        """The number of tokens that the model has logits of."""
+        return self.program.base.vocabulary
+
+    @property
     def adapter_dtype(self) -> str:
         return self.program.base.adapter_dtype
 

@@ -160,6 +160,9 @@ class StepGraphs:
         if slots is None:
             self.eager["an adapter has more than rows of LoRA and virtual tokens"] += 1
             return None
+        if any(len(table.pages) > self.rooms.pages for table in tables):
+            self.eager["a sequence has more pages than any can need"] += 1
+            return None
         lengths, contexts = zip(*spans, strict=True)
         tokens = StepTokens(ids, lengths, contexts, tables, slots, read)
         own = self.rooms.of(sizes_of(tokens))

@@ -8,17 +8,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from torch import Tensor
 
 from pcg.errors import GenerationError, PcgError
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
-from pcg.runtime.model.state import ModelState, NamedAdapter
 from pcg.runtime.sampling.logprobs import TokenLogprobs
 from pcg.runtime.sampling.sampler import resolved
 from pcg.runtime.sampling.sampling_params import SamplingFields, SamplingParams
+from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.units import shown
 
 Pooling: TypeAlias = Literal["last", "mean"]
@@ -240,10 +240,25 @@ class Chunk:
         return self.completion is not None and (not self.left or self.error is not None)
 
 
+class ServedModel(Protocol):
+    """The view that requests have of a model; `pcg.runtime.model.state.ModelState` is one."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Its tokenizer; None if it came without one."""
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens that it has logits of."""
+
+    def adapters_of(self, count: int, adapter: Any) -> Sequence[ServedAdapter | None]:
+        """Return the adapter of each of so many prompts; see `Executor.generate`."""
+
+
 def make_requests(
-    state: ModelState,
+    state: ServedModel,
     prompts: Sequence[str | Sequence[int]],
-    adapter: NamedAdapter | Sequence[NamedAdapter],
+    adapter: Any,
     sampling: Mapping[str, Any],
     add_special_tokens: bool = True,
 ) -> list[Request]:
@@ -255,7 +270,7 @@ def make_requests(
             resolved(
                 SamplingParams.of(sampling, index, len(prompts)),
                 state.tokenizer,
-                state.program.base.vocabulary,
+                state.vocabulary,
             ),
             adapters[index],
             text=prompt if isinstance(prompt, str) else None,
@@ -265,7 +280,7 @@ def make_requests(
 
 
 def make_request(
-    state: ModelState, prompt: str | Sequence[int], adapter: NamedAdapter, fields: RequestFields
+    state: ServedModel, prompt: str | Sequence[int], adapter: Any, fields: RequestFields
 ) -> Request:
     """Make a request of one prompt; see `Executor.request`."""
     own = {name: value for name, value in fields.items() if name in _OWN}
@@ -301,7 +316,7 @@ _OWN = RequestFields.__annotations__.keys() - SamplingFields.__annotations__.key
 
 
 def _encode(
-    state: ModelState, prompt: str | Sequence[int], index: int, add_special_tokens: bool
+    state: ServedModel, prompt: str | Sequence[int], index: int, add_special_tokens: bool
 ) -> tuple[int, ...]:
     if not isinstance(prompt, str):
         try:

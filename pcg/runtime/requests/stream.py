@@ -22,16 +22,23 @@ Waiter: TypeAlias = asyncio.Future[None]
 
 
 class Wakes:
-    """The coroutines to wake after a step, by their event loops."""
+    """The coroutines to wake after a step, by their event loops, and functions to call."""
 
     def __init__(self) -> None:
         self._waiters: list[tuple[asyncio.AbstractEventLoop, Waiter]] = []
+        self._calls: set[Callable[[], None]] = set()
 
     def add(self, waiters: Iterable[tuple[asyncio.AbstractEventLoop, Waiter]]) -> None:
         self._waiters += waiters
 
+    def call(self, act: Callable[[], None]) -> None:
+        """Have a function called once after the step."""
+        self._calls.add(act)
+
     def send(self) -> None:
         """Wake them, by one call for each loop."""
+        while self._calls:
+            self._calls.pop()()
         if not self._waiters:
             return
         of_loop: defaultdict[asyncio.AbstractEventLoop, list[Waiter]] = defaultdict(list)

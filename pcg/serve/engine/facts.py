@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from pcg.ir.program.program import Program
@@ -25,6 +26,7 @@ class ModelFacts:
         max_positions: the number of positions; None if its configuration names no bound.
         ttft_slo_s, tpot_slo_s: the engine's SLOs, seconds; None for none.
         memory: the memory that it takes at most, without adapters.
+        pid: the process in which it runs.
     """
 
     name: str
@@ -37,6 +39,7 @@ class ModelFacts:
     ttft_slo_s: float | None
     tpot_slo_s: float | None
     memory: ServingMemory
+    pid: int
 
 
 def facts_of(executor: Executor, limits: Limits, options: ServeOptions) -> ModelFacts:
@@ -54,6 +57,7 @@ def facts_of(executor: Executor, limits: Limits, options: ServeOptions) -> Model
         ttft_slo_s=limits.ttft_slo_s,
         tpot_slo_s=limits.tpot_slo_s,
         memory=serving_memory(executor, limits, options.kv_cache_bytes),
+        pid=os.getpid(),
     )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,6 +72,9 @@ class EngineMetrics:
         self._process = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._process)
+        pid = client.facts.pid
+        if pid != os.getpid():
+            ProcessCollector("pcg_engine", pid=lambda: pid, registry=self._process)
         self._of_process = b""
         self._process_read_s = -_PROCESS_KEPT_S
         self._page = b""

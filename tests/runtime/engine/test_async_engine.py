@@ -349,3 +349,49 @@ def test_an_error_of_a_step_reaches_everyone(monkeypatch: pytest.MonkeyPatch) ->
             assert "ended by RuntimeError: the device is gone" in str(error)
         with pytest.raises(EngineError, match="the device is gone"):
             async_engine.submit([1])
+
+
+class OtherStream:
+    """The second stream of a device that works beside the engine's thread."""
+
+    def begin(self) -> None:
+        """Do nothing: steps run when they start."""
+
+
+def test_chunks_are_delivered_while_the_next_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them: also those of the last step, and of requests that are cancelled."""
+    executor = make_executor()
+    seen: list[str] = []
+    put = Stream.put
+
+    def noted(stream: Stream, chunk: Chunk, *rest: Any) -> Any:
+        seen.append("put")
+        return put(stream, chunk, *rest)
+
+    monkeypatch.setattr(Stream, "put", noted)
+    engine = make_engine(executor, 64)
+    engine.device.side = OtherStream()  # type: ignore[assignment]
+    start = engine.device.start
+
+    def started_step(*given: Any) -> Any:
+        seen.append("start")
+        end = start(*given)
+
+        def ended() -> Any:
+            seen.append("end")
+            return end()
+
+        return ended
+
+    monkeypatch.setattr(engine.device, "start", started_step)
+    with engine.start() as running:
+        streams = [running.submit(prompt, **GREEDY) for prompt in prompts((5, 3))]
+        found = [stream.wait().token_ids for stream in streams]
+        cancelled = running.submit(prompts((4,))[0], **LONG)
+        next(iter(cancelled))
+        cancelled.cancel()
+        assert cancelled.wait().finish_reason == "cancelled"
+    assert [len(tokens) for tokens in found] == [NEW, NEW]
+    text = " ".join(seen)
+    assert "start put" in text.replace("put put", "put")
+    assert executor.generate(prompts((5, 3)), **GREEDY)[0].token_ids == found[0]

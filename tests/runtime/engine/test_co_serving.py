@@ -199,22 +199,59 @@ def test_without_a_promise_finetuning_has_its_share(share: float) -> None:
     assert longest_s < 0.7
 
 
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_without_a_promise_the_share_bounds_each_step(share: float) -> None:
+    """Eight jobs of long sequences beside requests that decode: no part of them is a long step."""
+    engine = SimulatedEngine(CpuCosts(), 20_000, 1000, Limits(finetuning_share=share))
+    for number in range(8):
+        engine.finetune(f"job {number}", repeat((512,)))
+    engine.submit(Request((1,) * 8, SamplingParams(max_new_tokens=1000, ignore_eos=True)))
+    took = []
+    for _ in range(800):
+        started_s = engine.clock.now_s()
+        engine.step()
+        took.append(engine.clock.now_s() - started_s)
+    own_s, took = 0.0169, sorted(took[50:])
+    update_s = CpuCosts().update_seconds()
+    earned_s = 1.25 * share / (1 - share) * own_s
+    least_s = CpuCosts().backward_seconds(0, StepShape(tokens=16))
+    assert took[len(took) // 2] > own_s
+    assert took[int(0.9 * len(took))] <= own_s + max(earned_s, least_s) + 2e-3
+    assert took[-1] <= own_s + max(earned_s, least_s) + update_s + 2e-3
+
+
+@pytest.mark.parametrize("tpot_slo_s", [None, PROMISED_S])
+def test_a_step_that_serves_nothing_ends_when_a_request_comes(tpot_slo_s: float | None) -> None:
+    """However long it may last, a request waits for a part of it."""
+    found = []
+    for idle_step_s in (0.2, 5.0):
+        limits = Limits(running=32, tpot_slo_s=tpot_slo_s, idle_step_s=idle_step_s)
+        engine = SimulatedEngine(CpuCosts(), 20_000, 1000, limits, latencies=exact())
+        engine.finetune("trained", repeat((128, 128)))
+        report = served(engine, 0.5, 60.0)
+        assert report.ttft is not None
+        assert report.finetuning_throughput > 150
+        found.append(report.ttft.p99_s)
+    assert max(found) < 0.2
+
+
 def test_saved_time_makes_no_long_step() -> None:
-    """What many steps saved is spent over as many: a step has one unit, or more that it earns."""
+    """A step has what it earns, whatever was saved, or one part that is as short as can be."""
     account, limits = TimeAccount(), Limits(idle_step_s=1.0)
     step = Step(limits, exact(), load=Load(1, 20, 1), is_served=True)
     assert step.latencies is not None
     earned_s = step.latencies.forward.seconds(step.load)
 
-    def units(seconds: float) -> int:
+    def units(seconds: float, least_s: float = 0.0) -> int:
         account.begin(step, 0.5)
         count = 0
-        while account.affords(seconds):
+        while account.affords(seconds, least_s):
             account.spend(seconds)
             count += 1
         return count
 
     for _ in range(40):
         account.begin(step, 0.5)
-    assert [units(3 * earned_s) for _ in range(3)] == [1, 1, 1]
-    assert [units(earned_s / 4) for _ in range(3)] == [4, 4, 4]
+    assert [units(3 * earned_s) for _ in range(3)] == [0, 0, 0]
+    assert [units(3 * earned_s, least_s=3 * earned_s) for _ in range(3)] == [1, 1, 1]
+    assert [units(earned_s / 4) for _ in range(3)] == [5, 5, 5]

@@ -128,28 +128,28 @@ def test_lists_are_those_of_a_batch(data: st.DataObject) -> None:
 
 
 def room_of(
-    lengths: list[int], contexts: list[int], adapter_tiles: int = 0, wide: tuple[int, int] = (0, 0)
+    lengths: list[int], contexts: list[int], adapter_tiles: int = 0, widest: int = 0, wide: int = 0
 ) -> StepRoom | None:
     rooms = StepRooms(512, 4096, 600, 10**6, 4, has_adapters=True)
-    return rooms.of(StepSizes(lengths, contexts, adapter_tiles, wide))
+    return rooms.of(StepSizes(lengths, contexts, adapter_tiles, widest, wide))
 
 
 def test_rooms_are_rounded_up() -> None:
-    assert room_of([1], [5]) == StepRoom(1, 1, 1, 0, 0, 0)
-    assert room_of([1] * 3, [5] * 3, 3) == StepRoom(4, 4, 4, 0, 4, 0)
+    assert room_of([1], [5]) == StepRoom(1, 1, 1, 0, 0, 0, 0)
+    assert room_of([1] * 3, [5] * 3, 3) == StepRoom(4, 4, 4, 0, 4, 0, 0)
     # A wide adapter adds its own blocks of ranks to the others' tiles, and its own sums.
-    room = room_of([1] * 3, [5] * 3, 3, (15, 15))
-    assert room == StepRoom(4, 4, 4, 0, 4, 16)
+    room = room_of([1] * 3, [5] * 3, 3, 9, 9)
+    assert room == StepRoom(4, 4, 4, 0, 4, 15, 16)
     assert room.by_adapter == TileCapacity(4, 0, 0, 4, 16, 4, 16 * (4 + 16))
-    assert room_of([1] * 17, [1100] * 17, 2) == StepRoom(24, 24, 96, 0, 4, 0)
-    assert room_of([1] * 256, [5] * 256, 256) == StepRoom(256, 256, 256, 0, 256, 0)
+    assert room_of([1] * 17, [1100] * 17, 2) == StepRoom(24, 24, 96, 0, 4, 0, 0)
+    assert room_of([1] * 256, [5] * 256, 256) == StepRoom(256, 256, 256, 0, 256, 0, 0)
     # 512 tokens of 4 heads a KV head are 16 tiles, and each sequence may have one that is not full.
-    assert room_of([500], [0]) == StepRoom(512, 16, 16, 32, 0, 0)
-    assert room_of([1] * 17 + [800], [900] * 18, 5) == StepRoom(832, 256, 256, 282, 269, 0)
-    room = room_of([1] * 17 + [800], [900] * 18, 5, (9 * 800, 9))  # of rank 160
-    assert room == StepRoom(832, 256, 256, 282, 269, 15)
+    assert room_of([500], [0]) == StepRoom(512, 16, 16, 32, 0, 0, 0)
+    assert room_of([1] * 17 + [800], [900] * 18, 5) == StepRoom(832, 256, 256, 282, 269, 0, 0)
+    room = room_of([1] * 17 + [800], [900] * 18, 5, 9, 9 * 800)  # of rank 160
+    assert room == StepRoom(832, 256, 256, 282, 269, 15, 0)
     assert room.by_adapter == TileCapacity(832, 0, 0, 269, 3 * 269, 0, 832 * 256)
-    assert room_of([1] * 257, [5] * 257) == StepRoom(320, 512, 512, 522, 0, 0)
+    assert room_of([1] * 257, [5] * 257) == StepRoom(320, 512, 512, 522, 0, 0, 0)
     assert room_of([4097], [0]) is None
 
 
@@ -174,8 +174,8 @@ def test_every_step_has_a_warm_room(data: st.DataObject) -> None:
     if not lengths:
         return
     more = [data.draw(st.sampled_from([0, widest // 16 - 1])) for _ in lengths]
-    wide = sum(n * blocks for n, blocks in zip(lengths, more, strict=True)), max(more)
-    sizes = data.draw(st.sampled_from([(0,), (len(lengths), wide)]))
+    wide = sum(n * blocks for n, blocks in zip(lengths, more, strict=True))
+    sizes = data.draw(st.sampled_from([(0,), (len(lengths), max(more), wide)]))
     own = rooms.of(StepSizes(lengths, contexts, *sizes))
     if own is None:
         assert sum(lengths) > MIXED_TOKENS[-1]

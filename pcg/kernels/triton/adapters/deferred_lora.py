@@ -9,8 +9,9 @@ of that stream was read before the next fork, which waits for it. Eager steps ha
 as events would take the host as long as launches.
 
 It is so where tokens decode (`token_tiles.DECODE_BLOCK`): as decode's expand, such a kernel reads B
-for each token by itself. For the many tokens of prompts, and for adapters that are no rows, LoRA is
-added to the product at once, and nothing is left.
+for each token by itself. For the many tokens of prompts, for adapters that are no rows, and where a
+token's adapter is wider than `MOST_WIDTH`, LoRA is added to the product at once, and nothing is
+left.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ from pcg.kernels.adapter_batch import LoraRows
 from pcg.kernels.triton.adapters import dispatch, segmented_lora
 from pcg.kernels.triton.adapters.rank_rows import RankRows
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles
+
+MOST_WIDTH = 32
+"""Width of adapters up to which LoRA is left to other kernels. Of these a program takes whole rows,
+and reads 8 ranks of B after the others, about a microsecond each: beyond, a step would wait for one
+token longer than a launch takes, where expand has programs for each block of columns."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,8 @@ def begun_lora(x: Tensor, a: Sequence[Any], b: Sequence[Any]) -> BegunLora:
         begun.left = (_NOTHING,) * len(a)
     elif isinstance(lora, LoraRows):
         tiles = dispatch.tiles_of(lora, x)
-        if tiles.block == DECODE_BLOCK and tiles.capacity.tokens >= len(x):
+        is_decode = tiles.block == DECODE_BLOCK and tiles.capacity.tokens >= len(x)
+        if is_decode and tiles.width <= MOST_WIDTH:
             down, up = dispatch.matrices_of(lora)
             s, begun.beside = _shrunk(x, down, tiles)
             left = (DeferredLora(number, tiles.by_token, s, up) for number in range(len(a)))

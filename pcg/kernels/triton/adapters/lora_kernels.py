@@ -3,6 +3,9 @@
 Grids: shrink (blocks of ranks of tiles, parts, slices), expand (tiles or, in decode, tokens; blocks
 of columns; slices), outer (blocks of ranks of segments, blocks of columns, slices).
 
+With TURNED there is one matrix, of that rank, which lies with its columns behind one another: B
+[out, r] of a job, as it is trained.
+
 Decode's expand takes a token a program, for any number of tokens that an adapter has: B is read
 again for each of them, from the L2 cache, and a token's bits do not depend on the others.
 """
@@ -30,7 +33,7 @@ from pcg.kernels.triton.adapters.device_functions import (
 @triton.jit
 def shrink_width(
     x, token, m, taken, start, size, memory, row, k, rank, low, high, scale, s, width,
-    BLOCK_K: tl.constexpr,
+    BLOCK_K: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """s for places m [M] of a tile and ranks k [R], summed over columns low to high of a slice.
 
@@ -43,7 +46,8 @@ def shrink_width(
         i = first + tl.arange(0, BLOCK_K)
         inside = (i < size)[None, :]
         own = tl.load(x + token[:, None] + (start + i)[None, :], taken[:, None] & inside, 0.0)
-        a = tl.load(memory + row[:, None] + i[None, :], kept & inside, 0.0)
+        at_a = i[None, :] * TURNED + k[:, None] if TURNED else row[:, None] + i[None, :]
+        a = tl.load(memory + at_a, kept & inside, 0.0)
         if own.dtype == a.dtype:
             total = tl.dot(own, tl.trans(a), total, input_precision="ieee")
         else:
@@ -57,7 +61,7 @@ def shrink_kernel(
     x, stride, order, tiles, memory, rows, ranks, columns, scales, s,
     first, slices, slots, sums, part_columns,
     HAS_SCALES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, TURNED: tl.constexpr = 0,
 ):  # fmt: skip
     """One part of s for a tile, a slice and up to BLOCK_R of its ranks."""
     part = tl.program_id(1)
@@ -86,7 +90,7 @@ def shrink_kernel(
     if own <= 16:
         shrink_width(
             x, token, m, taken, start, size, memory, row, k, rank, low, high, scale, s, width,
-            BLOCK_K,
+            BLOCK_K, TURNED,
         )  # fmt: skip
     if BLOCK_R >= 32:
         is_middle = (own > 16) & (own <= 32)
@@ -95,7 +99,7 @@ def shrink_kernel(
             of_middle = rows_at(entries + middle, memory, middle < width)
             shrink_width(
                 x, token, m, taken, start, size, memory, of_middle, middle, rank, low, high,
-                scale, s, width, BLOCK_K,
+                scale, s, width, BLOCK_K, TURNED,
             )  # fmt: skip
     if BLOCK_R == 64:
         is_widest = own > 32
@@ -104,14 +108,14 @@ def shrink_kernel(
             of_widest = rows_at(entries + widest, memory, widest < width)
             shrink_width(
                 x, token, m, taken, start, size, memory, of_widest, widest, rank, low, high,
-                scale, s, width, BLOCK_K,
+                scale, s, width, BLOCK_K, TURNED,
             )  # fmt: skip
 
 
 @triton.jit
 def expand_matrix(
     total, memory, entries, row, rank, n, inside, s, at, part_stride, taken, scale, width,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """total + scale · Bᵀ sᵀ of one matrix, [N, M].
 
@@ -119,7 +123,8 @@ def expand_matrix(
     """
     for first_rank in range(0, rank, 16):
         k = first_rank + tl.arange(0, 16)
-        b = tl.load(memory + row[:, None] + n[None, :], (k < rank)[:, None] & inside, 0.0)
+        at_b = n[None, :] * TURNED + k[:, None] if TURNED else row[:, None] + n[None, :]
+        b = tl.load(memory + at_b, (k < rank)[:, None] & inside, 0.0)
         part = sum_of_parts(s, at + k[:, None], part_stride, taken, PARTS)
         # Under way while the product is made.
         row = rows_at(entries + k + 16, memory, k + 16 < width)
@@ -132,7 +137,7 @@ def expand_kernel(
     y, stride, z, z_stride, order, tiles, memory, rows, ranks, columns, scales, s,
     first, slices, slots, sums,
     HAS_SCALES: tl.constexpr, SUMMED: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TURNED: tl.constexpr = 0,
 ):  # fmt: skip
     """z for a tile and BLOCK_N columns of a slice, or of SUMMED slices that have the same ones.
 
@@ -165,7 +170,7 @@ def expand_kernel(
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     total = expand_matrix(
         total, memory, entries, row, rank, n, inside[None, :],
-        s, at, part_stride, taken, scale, width, PARTS,
+        s, at, part_stride, taken, scale, width, PARTS, TURNED,
     )  # fmt: skip
     for _ in range(1, SUMMED):
         matrix += slots
@@ -177,7 +182,7 @@ def expand_kernel(
             scale = tl.load(scales + matrix)
         total = expand_matrix(
             total, memory, entries, row, rank, n, inside[None, :],
-            s, at, part_stride, taken, scale, width, PARTS,
+            s, at, part_stride, taken, scale, width, PARTS, TURNED,
         )  # fmt: skip
     y += tl.multiple_of(token * stride, [8])[None, :] + (start + n)[:, None]
     before = tl.load(y, inside[:, None] & taken, 0.0)
@@ -232,7 +237,7 @@ def outer_kernel(
     x, stride, order, segments, s, memory, rows, ranks, columns, scales,
     first, slots, sums,
     HAS_SCALES: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, TURNED: tl.constexpr = 0,
 ):  # fmt: skip
     """BLOCK_R rows by BLOCK_N columns of a segment's gradient of a slice.
 
@@ -262,6 +267,9 @@ def outer_kernel(
         total = wide_product(tl.trans(own), of_token, total)
     if HAS_SCALES:
         total *= tl.load(scales + matrix)
-    row = rows_at(entries + k, memory, k < rank)
-    at = memory + row[None, :] + n[:, None]
+    if TURNED:
+        at = memory + n[:, None] * TURNED + k[None, :]
+    else:
+        row = rows_at(entries + k, memory, k < rank)
+        at = memory + row[None, :] + n[:, None]
     tl.store(at, total, inside[:, None] & (k < rank)[None, :])

@@ -37,6 +37,8 @@ class RankRows:
         starts: the first column of each slice in the tokens' tensor that it reads or writes.
         sizes: columns of each slice, elements of a row.
         columns: starts and sizes, [slices, 2], int32, where the kernels read them.
+        turned: the rank of a single matrix whose columns lie one behind the other, as [n, r]; 0 of
+            rows.
     """
 
     memory: Tensor
@@ -46,6 +48,7 @@ class RankRows:
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
     columns: Tensor
+    turned: int = 0
 
     @property
     def slices(self) -> int:

@@ -122,7 +122,7 @@ def shrink(
             x, x.stride(0), tiles.order, tiles.tiles, a.memory, a.rows, a.ranks, a.columns,
             scales, s, a.first, a.slices, a.slots, tiles.capacity.sums, part_steps * block_k,
             HAS_SCALES=scales is not None,
-            BLOCK_M=tiles.block, BLOCK_R=block_r, BLOCK_K=block_k,
+            BLOCK_M=tiles.block, BLOCK_R=block_r, BLOCK_K=block_k, TURNED=a.turned,
             num_warps=8 if is_large else 4, num_stages=2 if is_decode else 3,
         )  # fmt: skip
     return s
@@ -173,7 +173,7 @@ def expand_add(
             y, y.stride(0), z, z.stride(0), tiles.order, tiles.tiles, b.memory, b.rows, b.ranks,
             b.columns, scales, s, b.first, b.slices, b.slots, tiles.capacity.sums,
             HAS_SCALES=has_scales, SUMMED=summed, PARTS=parts,
-            BLOCK_M=tiles.block, BLOCK_N=block_n,
+            BLOCK_M=tiles.block, BLOCK_N=block_n, TURNED=b.turned,
             num_warps=8 if is_wide else 4, num_stages=2,
         )  # fmt: skip
     return z
@@ -203,7 +203,8 @@ def segment_outer(
             gradients.ranks, gradients.columns, scales,
             gradients.first, gradients.slots, tiles.capacity.sums,
             HAS_SCALES=scales is not None, BLOCK_T=32 if x.dtype == torch.float32 else 64,
-            BLOCK_N=OUTER_COLUMNS, BLOCK_R=16, num_warps=4, num_stages=3,
+            BLOCK_N=OUTER_COLUMNS, BLOCK_R=16, TURNED=gradients.turned,
+            num_warps=4, num_stages=3,
         )  # fmt: skip
 
 

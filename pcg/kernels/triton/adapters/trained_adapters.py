@@ -7,8 +7,9 @@ A bottleneck adapter's products are the same, around σ(s + scale · d).
 
 Adapters are fp32 over activations of 16 bits, which these read as they are, where PyTorch makes
 tensors of tokens in fp32; ds A alone is PyTorch's where it is not added to the base's dx at once. A
-parameter is its own memory of rows; B [out, r] is turned for that, and those of several jobs are
-joined, which is little beside their tokens.
+parameter is its own memory of rows, and B [out, r] of columns, read and its gradient written as
+they lie (`RankRows.turned`); those of several jobs are joined, for which B is turned, which is
+little beside their tokens.
 """
 
 from __future__ import annotations
@@ -42,10 +43,12 @@ from pcg.kernels.triton.adapters.trained_rows import (
     is_matrix,
     is_summand,
     is_tokens,
+    parts_for,
     rows_of,
     scales_of,
     segments_at,
     segments_of,
+    up_rows_of,
     vectors_of,
     whole_sum,
 )
@@ -57,7 +60,8 @@ def shrink(x: Tensor, a: Any) -> Tensor:
     if not (is_tokens(x) and is_matrix(matrix, x.shape[1])):
         return torch_ops.shrink(x, a)  # type: ignore[no-any-return]
     counts, ranks = [len(x)], [len(matrix)]
-    s = segmented_lora.shrink(x, rows_of([matrix]), segments_of(counts, ranks, x.device))
+    tiles = segments_of(counts, ranks, x.device)
+    s = segmented_lora.shrink(x, rows_of([matrix]), tiles, parts=parts_for(tiles))
     (own,) = by_job(whole_sum(s), counts, ranks)
     return own.contiguous()  # kept for backward
 
@@ -67,7 +71,7 @@ def expand_add(y: Tensor, s: Tensor, b: Any) -> Tensor:
     b = as_weight(b)
     if not (is_tokens(y) and is_summand(s) and is_matrix(b.weight.t(), y.shape[1])):
         return torch_ops.expand_add(y, s, b)
-    up = rows_of([b.weight.t()])
+    up = up_rows_of([b.weight], len(y))
     tiles, scales = segments_of([len(y)], [s.shape[1]], y.device), scales_of([b], y.device)
     return segmented_lora.expand_add(y, as_sums([s]), up, tiles, scales, in_place=False)
 
@@ -78,8 +82,8 @@ def expand_backward(dz: Tensor, b: Any) -> Tensor:
     if not (is_tokens(dz) and is_matrix(b.weight.t(), dz.shape[1])):
         return torch_ops.expand_backward(dz, b)
     counts, ranks = [len(dz)], [b.weight.shape[1]]
-    up, tiles = rows_of([b.weight.t()]), segments_of(counts, ranks, dz.device)
-    ds = segmented_lora.shrink(dz, up, tiles, scales_of([b], dz.device))
+    up, tiles = up_rows_of([b.weight], len(dz)), segments_of(counts, ranks, dz.device)
+    ds = segmented_lora.shrink(dz, up, tiles, scales_of([b], dz.device), parts_for(tiles))
     (own,) = by_job(whole_sum(ds), counts, ranks)
     return own
 
@@ -100,8 +104,8 @@ def scaled_outer(dz: Tensor, s: Tensor, b: Any) -> Tensor:
         return torch_ops.scaled_outer(dz, s, b)
     ranks, scales = [s.shape[1]], scales_of([as_weight(b)], dz.device)
     tiles = segments_of([len(dz)], ranks, dz.device)
-    (gradient,) = _outers(as_sums([s]), dz, ranks, tiles, scales)
-    return gradient.t().contiguous()
+    (gradient,) = _up_outers(as_sums([s]), dz, ranks, tiles, scales)
+    return gradient
 
 
 def lora_linear_backward(
@@ -141,17 +145,17 @@ class LoraGradients(InputGradientTerm):
         jobs: Sequence[LoraGradients],
         spans: Sequence[tuple[int, int]],
     ) -> None:
-        up = rows_of([job._b.weight.t() for job in jobs])
+        up = up_rows_of([job._b.weight for job in jobs], sum(count for _, count in spans))
         down = rows_of([job._a.weight for job in jobs])
         ranks = [job._s.shape[1] for job in jobs]
         tiles = segments_at(spans, ranks, dz.device)
         scales = scales_of([job._b for job in jobs], dz.device)
-        ds = whole_sum(segmented_lora.shrink(dz, up, tiles, scales))
-        gradients = _outers(as_sums([job._s for job in jobs]), dz, ranks, tiles, scales)
+        ds = whole_sum(segmented_lora.shrink(dz, up, tiles, scales, parts_for(tiles)))
+        gradients = _up_outers(as_sums([job._s for job in jobs]), dz, ranks, tiles, scales)
         segmented_lora.expand_add(dx, ds, down, tiles)
         of_job = by_job(ds, [count for _, count in spans], ranks)
         for job, own, gradient in zip(jobs, of_job, gradients, strict=True):
-            job.ds, job.db = own, gradient.t().contiguous()
+            job.ds, job.db = own, gradient
 
 
 def asked_outer(batch: ProgramBatch, name: str, ds: Tensor, x: Tensor) -> ProductRequest[Any]:
@@ -223,7 +227,7 @@ class BottleneckGradients(Product):
         function = str(self.key[-1])
         dz, counts = joined_tokens(every)
         device, widths = dz.device, [one._s.shape[1] for one in every]
-        up = rows_of([one._up.weight.t() for one in every])
+        up = up_rows_of([one._up.weight for one in every], sum(counts))
         tiles = segments_of(counts, widths, device)
         of_up = scales_of([one._up for one in every], device)
         of_bias = scales_of([one._bias for one in every], device)
@@ -236,12 +240,25 @@ class BottleneckGradients(Product):
         segment_sum(ds, sums, up.ranks, tiles, of_bias)
         gradients = zip(
             by_job(ds, counts, widths),
-            _outers(h, dz, widths, tiles, of_up),
+            _up_outers(h, dz, widths, tiles, of_up),
             sums.memory.split(widths),
             strict=True,
         )
         for one, (own, of_rows, of_vector) in zip(every, gradients, strict=True):
-            one._outputs = own, of_rows.t().contiguous(), of_vector
+            one._outputs = own, of_rows, of_vector
+
+
+def _up_outers(
+    s: Tensor, dz: Tensor, ranks: Sequence[int], tiles: TokenTiles, scales: Tensor | None
+) -> Sequence[Tensor]:
+    """The same as B lies, [out, r] each; those of several jobs are turned."""
+    if len(ranks) > 1:
+        return [one.t().contiguous() for one in _outers(s, dz, ranks, tiles, scales)]
+    memory = torch.empty((dz.shape[1], *ranks), dtype=torch.float32, device=dz.device)
+    lying = rows_of([memory.t()], memory)
+    gradients = replace(lying, turned=ranks[0], memory=memory)
+    segmented_lora.segment_outer(s, dz, gradients, tiles, scales)
+    return [memory]
 
 
 def _outers(

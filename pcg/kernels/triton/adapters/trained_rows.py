@@ -19,11 +19,14 @@ from pcg.kernels.adapter_batch import AdapterSlot
 from pcg.kernels.sizes import RANK_STEP, ROW_ALIGNMENT
 from pcg.kernels.table_cache import table_cache
 from pcg.kernels.triton.adapters.rank_rows import RankRows, int32_on, rank_rows
-from pcg.kernels.triton.adapters.token_tiles import TokenTiles, tiles_on
+from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles, tiles_on
 from pcg.kernels.uploads import uploaded
 
 MOST_RANK = 256
 """Beyond, products are PyTorch's: a guess of where a library's tiles pay, until it is measured."""
+
+_ENOUGH_TILES = 64
+"""Of 36 KiB each under way, two thirds of what hides an H200's latency of memory."""
 
 _MOST_JOINED = 1024
 """Tokens for each job beside the first, up to which to copy them should cost less than its launch:
@@ -56,6 +59,19 @@ def rows_of(matrices: Sequence[Tensor], memory: Tensor | None = None) -> RankRow
     return replace(
         _layout(ranks, size, memory.stride(0), memory.device, _stream(memory.device)), memory=memory
     )
+
+
+def up_rows_of(matrices: Sequence[Tensor], tokens: int) -> RankRows:
+    """B [out, r] of each slot as rows of Bᵀ; one that lies so is read as it lies.
+
+    Those of several are turned and joined, and so is one of the few `tokens` that a kernel takes
+    one by one.
+    """
+    (matrix, *others), device = matrices, matrices[0].device
+    if others or tokens <= DECODE_BLOCK or not matrix.is_contiguous() or matrix.data_ptr() % 16:
+        return rows_of([matrix.t() for matrix in matrices])
+    size, rank = matrix.shape
+    return replace(_layout((rank,), size, 1, device, _stream(device)), memory=matrix, turned=rank)
 
 
 def segments_of(counts: Sequence[int], ranks: Sequence[int], device: torch.device) -> TokenTiles:
@@ -157,6 +173,14 @@ def is_matrix(matrix: Tensor, columns: int) -> bool:
 def is_summand(s: Tensor) -> bool:
     """Return whether they can read s as [T, r]."""
     return s.dim() == 2 and s.dtype == torch.float32 and 0 < s.shape[1] <= MOST_RANK
+
+
+def parts_for(tiles: TokenTiles) -> int | None:
+    """The parts of shrink's sums: one where tiles are enough for the device, else its own choice.
+
+    To add parts up takes a launch, which is as long as what parts save from so many tiles on.
+    """
+    return 1 if len(tiles.tiles) >= _ENOUGH_TILES else None
 
 
 def whole_sum(s: Tensor) -> Tensor:

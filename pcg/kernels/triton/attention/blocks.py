@@ -10,6 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+SMALL = (86, 89, 120, 121)
+"""Architectures whose programs have 99 KiB of shared memory at most, as of GeForce."""
+
 
 class Blocks(NamedTuple):
     """Rows, keys of a step or of a program of dk and dv, warps and pipeline stages."""
@@ -62,6 +65,8 @@ def query_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) 
     stages = 3 if paged else 2
     if size <= (128 if architecture >= 90 else 64):
         return Blocks(128, 64, 8, stages)
+    if size > 128 and architecture in SMALL:
+        return Blocks(32, 32, 8, 2)
     return Blocks(64, 64 if size <= 128 else 32, 8, stages)
 
 

@@ -52,8 +52,11 @@ def attention(
     if library == "flash_attn" and not kv.keys.paged:
         return attend_whole(batch, q, kv.keys.base, kv.values.base, scoring)
     if library == "flashinfer" and takes_prompts(batch, kv):
-        singles = _work(batch, group, backward=False, has_prompts=False)
-        out, _ = paged_attention(q, kv, singles, scoring)
+        if len(batch.longer_spans) < len(batch.spans):
+            singles = _work(batch, group, backward=False, has_prompts=False)
+            out, _ = paged_attention(q, kv, singles, scoring)
+        else:
+            out = q.new_empty((*q.shape[:2], kv.values.size))
         attend_prompts(batch, q, kv, scoring, out)
         return out, None
     return paged_attention(q, kv, _work(batch, group, backward=False), scoring, batch.keeps)

@@ -54,7 +54,7 @@ class CoServing(Sharing):
 
     @property
     def patience(self) -> int:
-        waits = self.burst > 1 or self._left.has_idle
+        waits = not self._account.has_share and (self.burst > 1 or self._left.has_idle)
         return super().patience if waits else _PATIENCE
 
     def _share_of(self, step: Step) -> float | None:
@@ -90,7 +90,9 @@ class CoServing(Sharing):
             # The first step that serves tells how long steps take.
             return 0 if step.is_served else unit.remaining
         if self._share_of(step) is not None:
-            return self._account.tokens(step, unit, latencies)
+            return self._account.paid_whole(step, unit, latencies)
+        if step.yields:
+            return 0  # in layers, between which it can end
         there = self._window(step, unit, latencies, step.left_s(self.burst))
         if self._keeps_gaps(step):
             best = self._windows.best(step, unit, latencies)
@@ -119,7 +121,15 @@ class CoServing(Sharing):
         return _even_part(unit.remaining, min(fitting, best))
 
     def in_layers(self, step: Step, unit: Forward, ahead_s: float) -> int:
-        if step.latencies is None or not self._keeps_gaps(step):
+        if step.latencies is None:
+            return 0
+        if self._share_of(step) is not None:
+            is_whole = self._account.whole(step, unit, step.latencies) > 0
+            return 0 if is_whole else self._account.window(step, unit, step.latencies)
+        if step.yields:
+            tokens = self._window(step, unit, step.latencies, step.most_seconds(self.burst))
+            return max(tokens, min(unit.remaining, step.limits.least_chunk))
+        if not self._keeps_gaps(step):
             return 0
         best = self._windows.best(step, unit, step.latencies)
         if not best.in_layers:
@@ -133,7 +143,10 @@ class CoServing(Sharing):
             return not step.is_served and not step.units
         latency = step.latencies.of(phase)
         if self._share_of(step) is not None:
-            return self._account.affords(latency.seconds(load))
+            seconds, least = latency.seconds(load), step.limits.least_chunk
+            is_least = load.tokens <= least
+            least_s = seconds if is_least else latency.seconds(Load.of(least, 0))
+            return self._account.affords(seconds, least_s)
         left_s = step.left_s(self.burst) - ahead_s
         is_first = not step.is_served and left_s > 0
         return is_first or latency.bound_s(load) <= left_s
@@ -145,10 +158,11 @@ class CoServing(Sharing):
         # As much of a loss as fits, unless so little does that its constant time is most of it.
         left, least = part.load.tokens, min(part.load.tokens, step.limits.least_chunk)
         if self._share_of(step) is not None:
-            is_paid = self._account.affords(latencies.loss.seconds(Load(least)))
-            return min(left, self._account.paid_tokens(latencies.loss)) if is_paid else 0
+            least_s = latencies.loss.seconds(Load(least))
+            is_paid = self._account.affords(least_s, least_s)
+            return min(left, max(least, self._account.paid(latencies.loss))) if is_paid else 0
         left_s = step.left_s(self.burst) - ahead_s
-        fitting = _within(latencies.loss, left_s)
+        fitting = _within(latencies.loss, min(left_s, _PIECE_S) if step.yields else left_s)
         if not step.is_served and left_s > 0:
             return min(left, max(fitting, least))
         room_s = left_s if self._left.room_s is None else self._left.room_s
@@ -194,6 +208,8 @@ _LEAST_WINDOW = 0.5
 """The least tokens of a window beside requests, relative to those that would be best."""
 _LOSS = 0.5
 """The least of a loss that runs, relative to what would fit into the time that steps leave."""
+_PIECE_S = 0.025
+"""The time of a piece of a loss between two of which a request may end a step."""
 _LEAST_LOSS = 4
 """The least tokens of a loss that run in a step, more than those of a block of the head's rows."""
 _ENOUGH = 0.93

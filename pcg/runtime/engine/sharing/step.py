@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pcg.runtime.engine.latency import Latencies, Latency
@@ -26,6 +27,7 @@ class Step:
         spent_s: the time that what ran in it took.
         trained_s: the part of it that finetuning took, as far as predictions tell.
         served: the load of what is served.
+        awaited: tells if somebody waits for its end; None where it serves something.
     """
 
     limits: Limits
@@ -42,9 +44,26 @@ class Step:
     spent_s: float = 0.0
     trained_s: float = 0.0
     served: Load = field(default_factory=Load)
+    awaited: Callable[[], bool] | None = None
+
+    @property
+    def yields(self) -> bool:
+        """True if it serves nothing, and ends between two parts when a request comes."""
+        return self.awaited is not None
+
+    @property
+    def is_over(self) -> bool:
+        """True if it has run a part, and somebody waits."""
+        return self.awaited is not None and self.units > 0 and self.awaited()
 
     @classmethod
-    def of(cls, plan: StepPlan, limits: Limits, latencies: Latencies | None) -> Step:
+    def of(
+        cls,
+        plan: StepPlan,
+        limits: Limits,
+        latencies: Latencies | None,
+        awaited: Callable[[], bool] | None = None,
+    ) -> Step:
         """Return a step that serves what is planned."""
         return cls(
             limits,
@@ -57,6 +76,7 @@ class Step:
             is_served=bool(plan.chunks),
             awaits_first_token=plan.awaits_first_token,
             served=plan.load,
+            awaited=None if plan.chunks else awaited,
         )
 
     def most_seconds(self, burst: float = 1.0) -> float:

@@ -297,7 +297,7 @@ class WindowGraphs:
                 )
                 flat = torch.zeros(capacity.size, dtype=torch.int32, device=device)
                 work = replace(AttentionWork.of(flat, capacity), has_others=True)
-                own.work[group, backward] = own.known["attention", group, backward] = work
+                own.work[group, backward] = own.known["attention", group, backward, True] = work
         inputs = [_like(x, size) for x in carried]
         others = [
             None if x is None else _like(x, size if by_token else len(x))

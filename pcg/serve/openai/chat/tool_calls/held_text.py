@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+MOST_SPACE = 1024
+"""The characters of white space that are held back, or that stand before a call: a model that
+writes nothing else would make the reading of each token longer and longer."""
+
 
 class HeldText:
     """Splits a stream of text at a marker.
@@ -18,16 +22,15 @@ class HeldText:
     def push(self, text: str) -> tuple[str, str | None]:
         """Add text; returns what is certainly no marker, and what is behind one, None without.
 
-        White space just before the marker is left out, and is `space`.
+        White space just before the marker is left out, and is `space`; of much of it, the end.
         """
         text = self._held + text
         before, found, behind = text.partition(self._marker)
         if found:
-            said = before.rstrip()
-            self._held, self.space = "", before[len(said) :]
-            return said, behind
-        safe = len(text) - _overlap(text, self._marker)
-        safe = len(text[:safe].rstrip())
+            safe = _without_space(before)
+            self._held, self.space = "", before[safe:]
+            return before[:safe], behind
+        safe = _without_space(text[: len(text) - _overlap(text, self._marker)])
         self._held = text[safe:]
         return text[:safe], None
 
@@ -35,6 +38,11 @@ class HeldText:
         """Return what is held back."""
         held, self._held = self._held, ""
         return held
+
+
+def _without_space(text: str) -> int:
+    """Return the length of a text without white space at its end."""
+    return max(len(text.rstrip()), len(text) - MOST_SPACE)
 
 
 def _overlap(text: str, marker: str) -> int:

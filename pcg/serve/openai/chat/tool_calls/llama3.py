@@ -13,6 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pcg.serve.openai.chat.tool_calls.held_text import MOST_SPACE
 from pcg.serve.openai.chat.tool_calls.json_call import JsonCall
 from pcg.serve.openai.chat.tool_calls.notation import Notation
 from pcg.serve.openai.chat.tool_calls.pieces import Piece, TextPiece
@@ -74,18 +75,26 @@ class Llama3Parser:
         """Look for the beginning of a call; returns the text that is left to read."""
         self._raw += text
         stripped = self._raw.lstrip()
+        if len(self._raw) - len(stripped) > MOST_SPACE:
+            return self._content()
         if self._has_called:
             stripped = stripped.removeprefix(";").lstrip()
         elif _TAG.startswith(stripped):
             return ""  # a tag, or what may become one
         else:
             stripped = stripped.removeprefix(_TAG).lstrip()
+        if len(self._raw) - len(stripped) > 2 * MOST_SPACE:  # between a tag or a call and the next
+            return self._content()
         if not stripped:
             return ""
         if stripped[0] == "{":
             self._call = JsonCall(self._names)
             self._raw = self._raw[: len(self._raw) - len(stripped)]
             return stripped
+        return self._content()
+
+    def _content(self) -> str:
+        """Read all as content from now on; returns what was held back."""
         self._is_content = True
         raw, self._raw = self._raw, ""
         return raw
@@ -99,9 +108,7 @@ class Llama3Parser:
         if call.begun:
             self._raw, self._has_called = "", True
         if call.is_broken and not call.begun:
-            self._is_content = True
-            raw, self._raw = self._raw, ""
-            return raw + text
+            return self._content() + text
         if call.is_done or call.is_broken:
             self._call = None
         return text

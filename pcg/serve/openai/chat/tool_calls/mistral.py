@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pcg.serve.openai.chat.tool_calls.held_text import HeldText
+from pcg.serve.openai.chat.tool_calls.held_text import MOST_SPACE, HeldText
 from pcg.serve.openai.chat.tool_calls.json_call import JsonCall
 from pcg.serve.openai.chat.tool_calls.notation import Notation
 from pcg.serve.openai.chat.tool_calls.pieces import Piece, TextPiece
@@ -89,15 +89,20 @@ class MistralParser:
                 if rest is not None:
                     self._is_open, self._unit, self._head = True, None, ""
             elif self._unit is None:
-                rest = self._begin(rest)
+                rest = self._begin(rest, pieces)
             else:
                 rest = self._push_unit(self._unit, rest, pieces)
         return pieces
 
-    def _begin(self, text: str) -> str | None:
+    def _begin(self, text: str, pieces: list[Piece]) -> str | None:
         """Tell a list from a name; returns the text to read then."""
         self._head += text
         stripped = self._head.lstrip()
+        if len(self._head) - len(stripped) > MOST_SPACE:  # no call
+            self._is_open = False
+            said, behind = self._head[: MOST_SPACE + 1], self._head[MOST_SPACE + 1 :]
+            pieces.append(TextPiece(self._text.space + _OPEN + said))
+            return behind
         if not stripped:
             return None
         self._unit = _List() if stripped[0] in "[{" else _Named()

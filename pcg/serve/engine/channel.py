@@ -1,0 +1,112 @@
+"""The channel between two processes: messages as bytes over a socket, each with its length.
+
+    length [4 bytes, the lowest first]   message [length bytes]
+
+Sending never waits: what the socket does not take at once is sent by a thread, so neither an event
+loop nor a step stands still because the other process is busy.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections import deque
+from collections.abc import Iterator
+from threading import Condition, Thread
+
+_HEAD = 4
+_READ = 2**20
+_BUFFER = 2**20
+"""Bytes that the system holds for each direction, where it allows so many."""
+
+
+class Channel:
+    """One end of a pair of sockets; any thread may send, and one at a time may read."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        self._socket = end
+        self._received = bytearray()
+        self._left: deque[memoryview] = deque()
+        self._changed = Condition()
+        self._writer: Thread | None = None
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait for."""
+        return self._socket.fileno()
+
+    def send(self, *messages: bytes) -> None:
+        """Send messages; nothing happens once the other end is gone, which its reader learns."""
+        whole = b"".join([part for one in messages for part in (_head(one), one)])
+        with self._changed:
+            sent = 0 if self._left else self._send_some(whole)
+            if sent < len(whole):
+                self._left.append(memoryview(whole)[sent:])
+                if self._writer is None:
+                    self._writer = Thread(target=self._write, name="pcg channel", daemon=True)
+                    self._writer.start()
+                self._changed.notify_all()
+
+    def _send_some(self, whole: bytes) -> int:
+        """Send what the socket takes at once, and return how much that is."""
+        try:
+            return self._socket.send(whole, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            return len(whole)
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._left))
+                part = self._left[0]
+            try:
+                self._socket.sendall(part)
+            except OSError:
+                return
+            with self._changed:
+                self._left.popleft()
+                self._changed.notify_all()
+
+    def read(self, *, waits: bool) -> list[bytes] | None:
+        """Return the messages that have come; None once the other end is gone.
+
+        Args:
+            waits: wait until something has come, which need not be a whole message.
+        """
+        try:
+            found = self._socket.recv(_READ, 0 if waits else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        if not found:
+            return None
+        self._received += found
+        return list(self._whole())
+
+    def _whole(self) -> Iterator[bytes]:
+        """Take the whole messages from what was received."""
+        received, start = self._received, 0
+        while len(received) - start >= _HEAD:
+            end = start + _HEAD + int.from_bytes(received[start : start + _HEAD], "little")
+            if end > len(received):
+                break
+            yield bytes(received[start + _HEAD : end])
+            start = end
+        del received[:start]
+
+    def can_read(self, timeout_s: float) -> bool:
+        """Wait until something has come, or the other end is gone; False if neither did."""
+        return bool(select.select([self._socket], [], [], timeout_s)[0])
+
+    def close(self) -> None:
+        """Close it, once all was sent that the other end takes within a second."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._left, timeout=1.0)
+        self._socket.close()
+
+
+def _head(message: bytes) -> bytes:
+    return len(message).to_bytes(_HEAD, "little")

@@ -1,0 +1,305 @@
+"""The engine's process: it loads the model, and does what the server's messages say.
+
+Signals are the server's: Ctrl-C and SIGTERM go to all processes of a terminal or a service, and the
+server drains. When the server is gone, however that came, this process ends at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from types import FrameType
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from pcg.errors import AdapterNotFoundError, PcgError
+from pcg.peft.adapter import Adapter
+from pcg.runtime.executor import Executor
+from pcg.runtime.metrics.status import JobStatus
+from pcg.serve.engine.channel import Channel
+from pcg.serve.engine.local import LocalClient, local_client
+from pcg.serve.engine.messages import (
+    AdapterData,
+    AdapterStatusData,
+    Answer,
+    Call,
+    Cancel,
+    Ended,
+    Failed,
+    Gone,
+    Here,
+    Ready,
+    Release,
+    StatusData,
+    Submit,
+    ToEngine,
+    VersionName,
+    decoder,
+    encode,
+)
+from pcg.serve.engine.numbers import plain
+from pcg.serve.engine.outbox import Outbox
+from pcg.serve.engine.translation import fault_of, name_of, request_of, tokenizer_data
+from pcg.serve.options import ServeOptions
+
+Found = TypeVar("Found")
+Result = TypeVar("Result")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""The signals that the server obeys, and this process does not."""
+_PR_SET_PDEATHSIG = 1
+"""Linux' prctl: the signal that a process gets when its parent ends."""
+
+
+def run(
+    end: socket.socket,
+    load: Callable[[], Executor],
+    options: ServeOptions,
+    tenants: int,
+    threads: int,
+) -> None:
+    """Serve what comes over a socket until the server says to end, or is gone.
+
+    Args:
+        load: loads the model.
+        tenants: the number of tenants that may ask.
+        threads: the number of threads for tensors.
+    """
+    _follow_parent()
+    channel = Channel(end)
+    worker = Worker(channel)
+    Thread(target=worker.read, name="pcg messages", daemon=True).start()
+    torch.set_num_threads(threads)
+    try:
+        with local_client(load, options, tenants) as client:
+            worker.begin(client)
+            ended = client.engine.join()
+        channel.send(encode(Ended(str(ended))))
+    except Exception as error:
+        if not isinstance(error, PcgError | OSError | MemoryError | torch.OutOfMemoryError):
+            traceback.print_exc()
+        channel.send(encode(Failed(fault_of(error))))
+    channel.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads that still compile or hash are not waited for
+
+
+def _follow_parent() -> None:
+    """Leave signals to the server, and end when it ends."""
+    for number in SIGNALS:
+        signal.signal(number, _pass)  # and not SIG_IGN, which processes of jobs would inherit
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    if sys.platform == "linux":  # also where the reader cannot run, as in a kernel that hangs
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _pass(_: int, __: FrameType | None) -> None:
+    """Leave a signal to the server."""
+
+
+class Worker:
+    """Does what messages say, on one thread, and sends what comes of it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._outbox = Outbox(channel)
+        self._client: LocalClient | None = None
+        self._named: dict[VersionName, Adapter] = {}
+        self._decode = decoder(ToEngine)
+
+    def begin(self, client: LocalClient) -> None:
+        """Tell the server what there is, and take its messages."""
+        self._client = client
+        client.executor.state.versions.listen(self._tell)
+        for name, adapter in client.executor.adapters.items():
+            self._tell(name, adapter)
+        tokenizer = client.tokenizer
+        data = None if tokenizer is None else tokenizer_data(tokenizer)
+        # What is loaded stays: full collections need not go through it.
+        gc.collect()
+        gc.freeze()
+        self._channel.send(encode(Ready(client.facts, data)))
+
+    def _tell(self, name: str, adapter: Adapter | None) -> None:
+        """Tell which adapter has a name; it is kept until the server releases it."""
+        if adapter is None:
+            self._channel.send(encode(Gone(name)))
+        else:
+            self._channel.send(encode(Here(self._data_of(adapter))))
+
+    def _data_of(self, adapter: Adapter) -> AdapterData:
+        version = self._local.version_of(adapter)
+        named = name_of(version)
+        self._named[named] = adapter
+        digest = version.known_digest
+        return AdapterData(named, adapter.size_bytes, adapter.prompt_tokens, digest)
+
+    @property
+    def _local(self) -> LocalClient:
+        assert self._client is not None
+        return self._client
+
+    # ------------------------------------------------------------------------------- messages
+
+    def read(self) -> None:
+        """Do what messages say, until the server is gone."""
+        try:
+            while (found := self._channel.read(waits=True)) is not None:
+                for message in found:
+                    self._take(self._decode(message))
+        except BaseException:  # whose request it was is not known, so none may wait for ever
+            traceback.print_exc()
+        os._exit(1)
+
+    def _take(self, message: ToEngine) -> None:
+        if isinstance(message, Submit):
+            self._submit(message)
+        elif isinstance(message, Cancel):
+            self._outbox.cancel(message.number)
+        elif isinstance(message, Release):
+            self._named.pop(message.version, None)
+        else:
+            self._call(message)
+
+    def _submit(self, asked: Submit) -> None:
+        number = asked.number
+        try:
+            request = request_of(asked, self._adapter(asked.adapter))
+            make = partial(self._outbox.open, number)
+            self._local.engine.submit_request(request, make)
+        except Exception as error:
+            self._outbox.forget(number)
+            self._outbox.refuse(number, error)
+
+    def _adapter(self, named: VersionName | None) -> Adapter | None:
+        if named is None:
+            return None
+        adapter = self._named.get(named)
+        if adapter is None:
+            raise AdapterNotFoundError(f"there is no adapter {named.name}@{named.number} any more")
+        return adapter
+
+    # ------------------------------------------------------------------------------- calls
+
+    def _call(self, asked: Call) -> None:
+        """Call a function, and send its result when it is there."""
+        try:
+            found = _FUNCTIONS[asked.function](self, **asked.arguments)
+        except Exception as error:
+            self._answer(asked.id, None, error)
+            return
+        if isinstance(found, Future):
+            found.add_done_callback(partial(self._answer_later, asked.id))
+        else:
+            self._answer(asked.id, found)
+
+    def _answer_later(self, id: int, done: Future[Any]) -> None:
+        error = done.exception()
+        self._answer(id, None if error else done.result(), error)
+
+    def _answer(self, id: int, result: Any, error: BaseException | None = None) -> None:
+        fault = None if error is None else fault_of(error)
+        raw = msgspec.Raw(encode(result))
+        self._channel.send(encode(Answer(id, raw, fault)))
+
+    def taken(self) -> Future[None]:
+        return self._local.taken()
+
+    def most_tokens(self, version: list[Any] | None) -> int:
+        named = None if version is None else VersionName(*version)
+        return self._local.most_tokens(self._adapter(named)).result()
+
+    def hash(self, versions: list[list[Any]]) -> Future[list[str | None]]:
+        adapters = [self._named.get(VersionName(*one)) for one in versions]
+        found = [None if one is None else self._local.version_of(one) for one in adapters]
+        known = [one for one in found if one is not None]
+
+        def digests(_: None) -> list[str | None]:
+            return [None if one is None else one.known_digest for one in found]
+
+        return _then(self._local.hash(known), digests)
+
+    def add_adapter(
+        self, name: str, path: str, replace: bool, expected_version: int | None
+    ) -> Future[AdapterData]:
+        added = self._local.engine.add_adapter(
+            name, Path(path), replace=replace, expected_version=expected_version
+        )
+        return _then(added, self._data_of)
+
+    def remove_adapter(self, name: str) -> Future[None]:
+        return self._local.remove_adapter(name)
+
+    def numbers(self) -> dict[str, Any]:
+        found: dict[str, Any] = plain(self._local.engine.numbers())
+        return found
+
+    def jobs(self) -> list[JobStatus]:
+        return self._local.engine.jobs()
+
+    def status(self) -> StatusData:
+        engine = self._local.engine
+        adapters = [
+            AdapterStatusData(
+                name_of(one.version),
+                one.version.known_digest,
+                one.method,
+                one.size_bytes,
+                one.running,
+                one.pages,
+                one.is_trained,
+            )
+            for one in engine.adapters()
+        ]
+        return StatusData(self.numbers(), adapters, engine.running(), engine.jobs())
+
+    def drain(self, timeout_s: float) -> Future[None]:
+        return self._local.drain(timeout_s)
+
+    def close(self) -> None:
+        self._local.engine.close()
+
+
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        Worker.taken,
+        Worker.most_tokens,
+        Worker.hash,
+        Worker.add_adapter,
+        Worker.remove_adapter,
+        Worker.numbers,
+        Worker.jobs,
+        Worker.status,
+        Worker.drain,
+        Worker.close,
+    )
+}
+"""The functions that the server may call."""
+
+
+def _then(future: Future[Found], act: Callable[[Found], Result]) -> Future[Result]:
+    """Return the future of what a function makes of another one's result."""
+    made: Future[Result] = Future()
+
+    def go_on(done: Future[Found]) -> None:
+        try:
+            made.set_result(act(done.result()))
+        except Exception as error:
+            made.set_exception(error)
+
+    future.add_done_callback(go_on)
+    return made

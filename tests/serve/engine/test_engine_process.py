@@ -1,0 +1,270 @@
+"""An engine in a process of its own: what it answers, and what is left when one of both is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from pcg.errors import EngineError
+from pcg.runtime.executor import Executor
+from pcg.runtime.metrics.status import EngineState
+from pcg.serve.engine.process import process_client
+from pcg.serve.options import ServeOptions
+from tests.support import serving
+from tests.support.server_process import LONG, WIDE, Load, Running, load_broken, running
+from tests.support.waiting import until
+
+NAMES = ("lora-0", "lora-1")
+
+
+@pytest.fixture(scope="module")
+def executor() -> Executor:
+    return serving.make_executor(adapters=2)
+
+
+@pytest.fixture(scope="module")
+def root(executor: Executor, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("adapters")
+    for name in NAMES:
+        executor.save_adapter(name, root / name)
+    return root
+
+
+@pytest.fixture(scope="module")
+def served(root: Path) -> Iterator[Running]:
+    modules = [f"--lora-modules={name}={root / name}" for name in NAMES]
+    options = ["--no-enable-prefix-caching", "--max-queue", "64", "--max-num-seqs", "64"]
+    with running(*modules, f"--lora-roots={root}", *options) as served:
+        yield served
+
+
+def text_of_stream(client: httpx2.Client, body: dict[str, Any]) -> str:
+    with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:
+        events = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+    assert events[-1] == "[DONE]"
+    return "".join(json.loads(one)["choices"][0]["text"] for one in events[:-1])
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 7}])
+def test_streams_have_the_text_of_the_library(
+    served: Running, executor: Executor, sampling: dict[str, Any]
+) -> None:
+    with served.client() as client:
+        for adapter in (None, *NAMES):
+            body = {"model": adapter or serving.MODEL, "prompt": "Hello, how", "max_tokens": 12}
+            (expected,) = executor.generate(["Hello, how"], adapter, max_new_tokens=12, **sampling)
+            assert text_of_stream(client, {**body, **sampling}) == expected.text
+
+
+BODIES: list[dict[str, Any]] = [
+    {"n": 2, "best_of": 3, "seed": 1, "temperature": 1.0, "logprobs": 2},
+    {"prompt_logprobs": 1, "echo": True, "logprobs": 1, "prompt": ["Hello", "the quick"], "n": 2},
+    {"guided_regex": "[0-9]{3}", "temperature": 0},
+    {"guided_json": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    {"bad_words": ["the"], "logit_bias": {"5": 3.0}, "stop": ["q"], "min_p": 0.1, "seed": 2},
+    {"model": "lora-0", "return_token_ids": True, "stop_token_ids": [7], "temperature": 0},
+    {"prompt": "Hello", "truncate_prompt_tokens": -1, "temperature": 0},
+    {"guided_regex": "[0-9"},
+    {"prompt": [10**9]},
+    {"prompt": [1] * 127, "max_tokens": 20},
+    {"prompt": ["a", ""]},
+    {"logprobs": 10**6},
+    {"top_p": 7.0},
+    {"temperature": "hot"},
+    {"model": "none"},
+    {"n": 128},
+]
+
+
+def test_replies_and_errors_are_those_of_one_process(served: Running, executor: Executor) -> None:
+    """All that a reply has, but for its id, time and version, and the texts of errors."""
+
+    def comparable(reply: httpx2.Response) -> Any:
+        found = reply.json()
+        for name in ("id", "created", "system_fingerprint"):
+            found.pop(name, None)
+        return reply.status_code, found
+
+    async def ask() -> list[Any]:
+        options: dict[str, Any] = {"max_queue": 64, "enable_prefix_caching": False}
+        with serving.service_of(executor, **options) as service:
+            async with serving.client_of(service) as client:
+                return [comparable(await client.post("/v1/completions", json=b)) for b in asked]
+
+    common = {"model": serving.MODEL, "prompt": "Hello, how", "max_tokens": 8, "temperature": 0}
+    asked = [{**common, **body} for body in BODIES]
+    expected = asyncio.run(ask())
+    assert {status for status, _ in expected} == {200, 400, 404}
+    with served.client() as client:
+        for body, wanted in zip(asked, expected, strict=True):
+            assert comparable(client.post("/v1/completions", json=body)) == wanted, body
+
+
+def test_numbers_and_characters_that_no_message_has(served: Running) -> None:
+    with served.client() as client:
+        for field, value in (("top_k", 10**30), ("cache_salt", "\ud800"), ("prompt", [10**30])):
+            body = {"model": serving.MODEL, "prompt": "Hello", "max_tokens": 2, field: value}
+            headers = {"content-type": "application/json"}
+            reply = client.post("/v1/completions", content=json.dumps(body), headers=headers)
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+
+
+def test_embeddings_are_those_of_the_library(served: Running, executor: Executor) -> None:
+    with served.client() as client:
+        body = {"model": "lora-1", "input": ["Hello", "the quick"], "normalize": False}
+        found = client.post("/v1/embeddings", json=body).json()["data"]
+    expected = executor.embed(["Hello", "the quick"], "lora-1").tolist()
+    for one, wanted in zip(found, expected, strict=True):
+        assert one["embedding"] == pytest.approx(wanted, abs=1e-5)
+
+
+def numbers(client: httpx2.Client) -> dict[str, Any]:
+    return client.get("/status").json()["engine"]
+
+
+def test_a_client_that_leaves_is_served_no_further(served: Running) -> None:
+    """Its pages are free again; a client that was too slow to leave before the end tries again."""
+
+    def is_left_early() -> bool:
+        before = numbers(client)["tokens"]["generated"]
+        with client.stream("POST", "/v1/completions", json=WIDE) as reply:
+            next(reply.iter_lines())
+        until(lambda: numbers(client)["requests"]["running"] == 0)
+        after = numbers(client)
+        assert after["free_pages"] == after["pages"]
+        return bool(after["tokens"]["generated"] - before < 64 * 100)
+
+    with served.client() as client:
+        until(is_left_early)
+
+
+def test_too_many_are_refused(served: Running) -> None:
+    """Sixty-four run, as many wait, and that is all there is room for."""
+
+    def ask(_: int) -> httpx2.Response:
+        return client.post("/v1/completions", json={**WIDE, "stream": False})
+
+    refused: list[httpx2.Response] = []
+
+    def is_refused() -> bool:
+        refused.extend(reply for reply in threads.map(ask, range(6)) if not reply.is_success)
+        return bool(refused)
+
+    with served.client() as client, ThreadPoolExecutor(6) as threads:
+        until(is_refused)
+    for reply in refused:
+        assert reply.status_code == 429
+        assert reply.json()["error"]["code"] == "queue_full"
+        assert reply.headers["retry-after"] == "1"
+
+
+def test_adapters_come_go_and_are_replaced(served: Running, root: Path) -> None:
+    """Requests that are here when an adapter is replaced or unloaded end on it."""
+    with served.client() as client, served.client() as other:
+
+        def load(**fields: Any) -> httpx2.Response:
+            body = {"lora_name": "mine", "lora_path": "lora-0", **fields}
+            return client.post("/v1/load_lora_adapter", json=body)
+
+        def fingerprint() -> Any:
+            body = {"model": "mine", "prompt": "Hello", "max_tokens": 1}
+            return client.post("/v1/completions", json=body).json().get("system_fingerprint")
+
+        first = load()
+        assert first.headers["x-adapter-version"] == "1"
+        assert load().status_code == 400
+        body = {**LONG, "model": "mine", "n": 32, "stream": True}
+        with other.stream("POST", "/v1/completions", json=body) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            replaced = load(lora_path="lora-1", load_inplace=True)
+            assert replaced.headers["x-adapter-version"] == "2"
+            assert replaced.headers["x-adapter-digest"] != first.headers["x-adapter-digest"]
+            assert fingerprint() == "mine@2"
+            assert load(expected_version=1).status_code == 409
+            assert load(lora_path="nowhere", load_inplace=True).status_code == 404
+            gone = client.post("/v1/unload_lora_adapter", json={"lora_name": "mine"})
+            assert gone.status_code == 200
+            assert client.post("/v1/completions", json=body).status_code == 404
+            events = [line.removeprefix("data: ") for line in lines if line]
+        assert events[-1] == "[DONE]"
+        ended = [json.loads(one) for one in events[:-1]]
+        assert {one["system_fingerprint"] for one in ended} == {"mine@1"}
+        assert sum(one["choices"][0]["finish_reason"] == "length" for one in ended) == 32
+        assert load().headers["x-adapter-version"] == "3"
+        assert fingerprint() == "mine@3"
+
+
+def test_a_damaged_adapter_is_named_as_it_was_asked_for(served: Running, root: Path) -> None:
+    damaged = root / "damaged"
+    damaged.mkdir()
+    (damaged / "adapter_config.json").write_text("{")
+    with served.client() as client:
+        body = {"lora_name": "damaged", "lora_path": "damaged"}
+        reply = client.post("/v1/load_lora_adapter", json=body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["code"] == "invalid_adapter"
+    assert str(root) not in reply.text
+
+
+def test_metrics_and_status_are_those_of_the_engine(served: Running) -> None:
+    with served.client() as client:
+        client.post("/v1/completions", json={**LONG, "model": "lora-0", "max_tokens": 3})
+        page = client.get("/metrics").text
+        status = client.get("/status").json()
+    assert 'vllm:num_requests_running{engine="0",model_name="tiny"} 0.0' in page
+    assert 'pcg:adapter_requests_total{adapter="lora-0"' in page
+    assert 'running_lora_adapters="lora-0' in page
+    sizes = dict(re.findall(r"^(\w*process_resident_memory_bytes) (\S+)$", page, re.MULTILINE))
+    assert sizes.keys() == {
+        "process_resident_memory_bytes",
+        "pcg_engine_process_resident_memory_bytes",
+    }
+    assert all(float(size) > 2**20 for size in sizes.values())
+    assert {one["name"] for one in status["adapters"]} >= set(NAMES)
+    first = next(one for one in status["adapters"] if one["name"] == "lora-0")
+    assert (first["version"], first["method"], first["is_resident"]) == (1, "LoRA", True)
+
+
+def test_a_killed_engine_ends_requests_and_the_server() -> None:
+    with running() as server, server.client() as client, ThreadPoolExecutor(1) as thread:
+        (engine,), load = server.engine_pids, Load()
+        load.begin(server, 4)
+        os.kill(engine, signal.SIGSTOP)
+        whole = thread.submit(client.post, "/v1/completions", json=LONG)
+        os.kill(engine, signal.SIGKILL)
+        load.join()
+        assert server.process.wait(30) == 1
+        assert "the engine's process ended by SIGKILL" in server.errors()
+        if whole.exception() is None:  # else it came when nobody listened any more
+            assert whole.result().status_code == 503
+    (_, _, _, lines) = load.lines
+    assert lines[-2:] == ["data: [DONE]", ""]
+    error = json.loads(lines[-4].removeprefix("data: "))["error"]
+    assert (error["type"], error["code"]) == ("server_error", "engine_ended")
+
+
+def test_an_engine_that_breaks_is_not_served_any_more() -> None:
+    options = ServeOptions(**serving.OPTIONS)
+    with process_client(load_broken, options, tenants=1) as client:
+        assert client.health().state is EngineState.RUNNING
+        stream = client.submit(client.request("Hello", None, {"max_new_tokens": 4}))
+        while client.ended is None:
+            with suppress(EngineError):
+                client.wait(client.taken())
+        with pytest.raises(EngineError, match="broken on purpose"):
+            stream.wait(0)
+        assert client.health().state is EngineState.ENDED
+        with pytest.raises(EngineError):
+            client.submit(client.request("Hello", None, {}))
