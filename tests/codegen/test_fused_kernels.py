@@ -131,7 +131,8 @@ def kernels(model: str, peft: str | None = None) -> Iterator[Kernel]:
 
     With `peft`, those of serving that add its LoRA.
     """
-    program = compiler.compile_program(model, peft, dtype="bfloat16", backend="triton")
+    options = {} if peft is None else {"peft": peft, "backend": "triton"}
+    program = compiler.compile_program(model, dtype="bfloat16", **options)
     seen = set()
     for graph in graphs(program) if peft is None else program.serving.model.graphs:
         for item in items_of(lowered(graph)):

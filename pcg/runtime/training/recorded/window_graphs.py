@@ -312,7 +312,7 @@ class WindowGraphs:
             return
         try:
             slot.record_next()
-        except RuntimeError as error:
+        except Exception as error:
             # Without graphs windows run eagerly: slower, but right.
             self._recorder = None
             self._slots.remove(slot)
