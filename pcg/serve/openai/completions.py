@@ -12,6 +12,7 @@ from starlette.responses import Response
 from pcg.runtime.requests.request import Completion, RequestFields
 from pcg.serve.errors import ApiError
 from pcg.serve.json_bytes import json_bytes
+from pcg.serve.long_body import LongBodyRoute
 from pcg.serve.openai.absent_fields import AbsentOfCompletions
 from pcg.serve.openai.call import Call
 from pcg.serve.openai.chat.response_format import ResponseFormat, content_schema
@@ -26,7 +27,7 @@ from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
 from pcg.serve.service import Service, ServiceDependency, Submitted, new_id
 
-router = APIRouter(prefix="/v1", tags=["completions"])
+router = APIRouter(prefix="/v1", tags=["completions"], route_class=LongBodyRoute)
 
 _DEFAULT_TOKENS = 16
 """OpenAI's default of max_tokens here."""

@@ -22,6 +22,7 @@ from starlette.responses import Response
 from pcg.runtime.requests.request import Completion, Pooling, RequestFields
 from pcg.serve.engine.facts import ModelFacts
 from pcg.serve.errors import ApiError
+from pcg.serve.long_body import LongBodyRoute
 from pcg.serve.openai.absent_fields import AbsentOfEmbeddings
 from pcg.serve.openai.call import Call
 from pcg.serve.openai.field_names import FieldNames
@@ -31,7 +32,7 @@ from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
 from pcg.serve.service import ServiceDependency, new_id
 
-router = APIRouter(prefix="/v1", tags=["embeddings"])
+router = APIRouter(prefix="/v1", tags=["embeddings"], route_class=LongBodyRoute)
 
 Encoding = Literal["float", "base64"]
 

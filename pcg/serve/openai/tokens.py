@@ -16,6 +16,7 @@ from pcg.errors import GenerationError
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.errors import ApiError
 from pcg.serve.json_bytes import json_bytes
+from pcg.serve.long_body import LongBodyRoute
 from pcg.serve.openai.chat.generation import Chat, prepared
 from pcg.serve.openai.chat.messages import Messages
 from pcg.serve.openai.chat.tool_use import AskedTools
@@ -26,7 +27,7 @@ from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
 from pcg.serve.service import Service, ServiceDependency
 
-router = APIRouter(tags=["tokens"])
+router = APIRouter(tags=["tokens"], route_class=LongBodyRoute)
 
 Infers: TypeAlias = Annotated[Caller, Depends(requires(Scope.INFER))]
 _TEXT, _CHAT = "of-text", "of-chat"

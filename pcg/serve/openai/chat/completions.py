@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from pcg.runtime.requests.request import Completion
 from pcg.serve.json_bytes import json_bytes
+from pcg.serve.long_body import LongBodyRoute
 from pcg.serve.openai.call import Call
 from pcg.serve.openai.chat.body import ChatBody
 from pcg.serve.openai.chat.events import ChatEvents
@@ -25,7 +26,7 @@ from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
 from pcg.serve.service import ServiceDependency, new_id
 
-router = APIRouter(prefix="/v1", tags=["chat"])
+router = APIRouter(prefix="/v1", tags=["chat"], route_class=LongBodyRoute)
 
 
 class FunctionOfCall(BaseModel):

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from pcg.runtime.requests.request import Completion
 from pcg.serve.errors import ApiError
 from pcg.serve.json_bytes import json_bytes
+from pcg.serve.long_body import LongBodyRoute
 from pcg.serve.openai.call import Call
 from pcg.serve.openai.chat.generation import Chat, submit_chat
 from pcg.serve.openai.chat.logprobs import LogprobWriter
@@ -34,7 +35,7 @@ from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
 from pcg.serve.service import ServiceDependency, new_id
 
-router = APIRouter(prefix="/v1", tags=["responses"])
+router = APIRouter(prefix="/v1", tags=["responses"], route_class=LongBodyRoute)
 
 Infer = Annotated[Caller, Depends(requires(Scope.INFER))]
 
