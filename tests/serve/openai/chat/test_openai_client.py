@@ -334,7 +334,7 @@ NAMED: Any = {"type": "function", "function": {"name": "other"}}
             "valid dictionary",
         ),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role", "'system'"),
-        ({"extra_body": {"functions": []}}, "functions", "Unrecognized request argument"),
+        ({"extra_body": {"functions": [{"name": "f"}]}}, "functions", "functions is not supported"),
         ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template", "--trust-request"),
         ({"extra_body": {"chat_template_kwargs": {"self": 1}}}, "chat_template_kwargs", "'self'"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs=true"),
