@@ -89,7 +89,7 @@ def _side_by_side(group: KernelGroup, name: str) -> str:
         f"def {name}(",
         *filled([f"{argument}," for argument in arguments]),
         "):",
-        f'    """{"; ".join(_operators(part) for part in group.parts)}."""',
+        *filled(f'"""{"; ".join(map(_operators, group.parts))}."""'.split()),
         "    program = tl.program_id(0)",
     ]
     for i, (part, own, shape) in enumerate(zip(group.parts, names, shapes, strict=True)):
