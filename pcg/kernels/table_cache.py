@@ -18,7 +18,7 @@ def table_cache(make: Make) -> Make:
     """Cache what a function makes of its arguments: the tables that were used last."""
     cached = lru_cache(maxsize=_MOST)(make)
 
-    @wraps(make)
+    @wraps(cached)
     def table(*args: Hashable) -> object:
         found = cached(*args)
         kept = _KEPT.get()

@@ -75,12 +75,12 @@ def test_a_step_waits_for_its_adapter_and_not_for_another() -> None:
 def test_a_job_goes_back_layer_by_layer_over_its_windows() -> None:
     engine = make_engine(limits=Limits(tokens=8))
     engine.submit(ask(1, 40))
-    ran: list[tuple[int, int]] = []
+    ran: list[tuple[Phase, int, int]] = []
     run = engine.device.run_parts
 
     def listen(parts: Sequence[Part]) -> None:
         (part,) = parts
-        ran.append((part.stage.left, part.load.tokens))
+        ran.append((part.stage.phase, part.stage.left, part.load.tokens))
         run(parts)
 
     engine.device.run_parts = listen  # type: ignore[method-assign]
@@ -88,12 +88,14 @@ def test_a_job_goes_back_layer_by_layer_over_its_windows() -> None:
     while not engine.is_idle:
         engine.step()
         engine.check_integrity()
-    # 7 tokens fit beside the one that decodes: three windows of nearly the same length.
-    assert sum(tokens for left, tokens in ran if left == 1) == 20
-    losses = [tokens for left, tokens in ran if left == 0]
-    assert losses == [17, 3]
-    assert ran[1:4] == [(2, 5), (2, 6), (2, 6)]
-    assert ran[4:7] == [(1, 5), (1, 6), (1, 6)]
+    # Windows of as many tokens as a step has, and one of the rest, forward and then back.
+    assert [(left, tokens) for phase, left, tokens in ran if phase is Phase.FORWARD] == [
+        (2, 8), (1, 8), (2, 8), (1, 8), (2, 1), (1, 1), (2, 3), (1, 3)
+    ]  # fmt: skip
+    assert [(left, tokens) for phase, left, tokens in ran if phase is Phase.BACKWARD] == [
+        (2, 1), (2, 8), (2, 8), (1, 1), (1, 8), (1, 8), (2, 3), (1, 3)
+    ]  # fmt: skip
+    assert sum(tokens for phase, _, tokens in ran if phase is Phase.LOSS) == 20
     assert job.result == 2
     steps = [event for event in engine.log.of("tuned") if event.kind is Kind.STEPPED]
     assert [event.details["tokens"] for event in steps] == [17, 3]

@@ -12,8 +12,13 @@ from torch import Tensor
 
 from pcg.kernels.triton.adapters import trained_rows
 
-REMEMBERED = [one for one in vars(trained_rows).values() if hasattr(one, "cache_info")]
-"""Functions of kernels that keep small tables of tokens."""
+REMEMBERED = [
+    one.__wrapped__
+    for one in vars(trained_rows).values()
+    if hasattr(getattr(one, "__wrapped__", None), "cache_info")
+]
+"""Caches of kernels' small tables of tokens."""
+assert REMEMBERED
 
 
 @contextmanager

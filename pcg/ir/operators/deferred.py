@@ -21,7 +21,6 @@ class AddDeferred(Operator):
     name = "add_deferred"
     linear_in = ((0, 1),)
     inputs = (2, 2)
-    has_kernel = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         y, deferred = types

@@ -12,10 +12,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from multiprocessing.context import SpawnProcess
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -82,7 +83,11 @@ class Connection:
             self._channel.send(*messages)
 
     def call(
-        self, function: str, kind: Any, then: Callable[[Any], Result], **arguments: Any
+        self,
+        function: str,
+        kind: Any,
+        then: Callable[[Any], Result],
+        arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> Future[Result]:
         """Call a function of the engine's process; returns what `then` makes of its result.
 
@@ -105,7 +110,7 @@ class Connection:
 
         id = next(self._ids)
         self._calls[id] = future, settle
-        self.post(encode(Call(id, function, arguments)))
+        self.post(encode(Call(id, function, dict(arguments))))
         return future
 
     # ------------------------------------------------------------------------------- hearing

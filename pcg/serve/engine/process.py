@@ -229,7 +229,7 @@ class ProcessClient:
         self, function: str, kind: Any, then: Callable[[Any], Result], **arguments: Any
     ) -> Future[Result]:
         self._release()
-        return self._connection.call(function, kind, then, **arguments)
+        return self._connection.call(function, kind, then, arguments)
 
     def _post(self, message: bytes) -> None:
         self._release()

@@ -226,7 +226,7 @@ def test_bottlenecks_are_served_in_the_bases_dtype() -> None:
     [
         ({"adapter_copies": "float16"}, "use 'bfloat16'"),
         ({"adapter_copies": True}, "use 'bfloat16'"),
-        ({"adapter_copies": "bfloat16", "tp": 2}, "tp=2"),
+        ({"adapter_copies": "bfloat16", "backend": "torch", "tp": 2}, "tp=2"),
     ],
 )
 def test_what_has_no_such_copies_is_refused(options: dict[str, Any], said: str) -> None:

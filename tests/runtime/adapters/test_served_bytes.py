@@ -71,7 +71,10 @@ def _stacks_and_rows(tables: Any) -> list[object]:
     """The stacks of tables, and the memory and the tables of rows, without what a batch left."""
     stacks = [slots._stacks for slots in tables._by_width.values()]
     lora = getattr(tables, "lora", None)
-    return [stacks, [] if lora is None else [lora._allocator.memory, lora._rows, lora._ranks]]
+    return [
+        stacks,
+        [] if lora is None else [lora._allocator.memory, lora._table.rows, lora._table.ranks],
+    ]
 
 
 @pytest.mark.parametrize(
