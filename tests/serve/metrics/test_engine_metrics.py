@@ -117,8 +117,10 @@ def test_counts_are_those_of_the_log(running: AsyncEngine) -> None:
         stream.wait(60)
     both_came = Event()  # no step begins between the two, in which the request might start
     running.call(both_came.wait)
-    running.submit([1, 2], max_new_tokens=90, ignore_eos=True).cancel()
+    gone = running.submit([1, 2], max_new_tokens=90, ignore_eos=True)
+    gone.cancel()
     both_came.set()
+    gone.wait(60)
     job.wait(60)
     until(lambda: running.numbers().running == running.numbers().waiting == 0)
     report = serving_report(running.engine.log)
