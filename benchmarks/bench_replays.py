@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
@@ -100,14 +100,13 @@ class Watch:
         self._start, self._run_parts = device.start, device.run_parts
         device.start, device.run_parts = self.start, self.run_parts
 
-    def start(self, chunks: Sequence[Any], windows: Sequence[Any]) -> Callable[[], Any]:
+    def start(self, chunks: Sequence[Any], windows: Sequence[Any]) -> Any:
         """Count a step's served sequences, and windows that go forward whole."""
         for unit, tokens in windows:
             self._window(unit.whole, tokens, self.layers)
         if chunks:
             self._serve(chunks)
-        found: Callable[[], Any] = self._start(chunks, windows)
-        return found
+        return self._start(chunks, windows)
 
     def _serve(self, chunks: Sequence[Any]) -> None:
         lengths = [count for _, count in chunks]

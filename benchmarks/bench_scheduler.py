@@ -61,6 +61,7 @@ from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.step_runner import StepRunner
+from pcg.runtime.engine.steps.started import FinishedStep
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.metrics.events import EventLog
@@ -105,6 +106,7 @@ class StubDevice:
     cache = None
     side = None
     fails_alike = True
+    is_ahead = False
 
     def open(self, request: Request, number: int) -> Running:
         return Running(request.named(number), number, request, request.params.max_new_tokens, 0.0)
@@ -121,9 +123,9 @@ class StubDevice:
     def evict(self, adapter: Any) -> None:
         """Do nothing: adapters have no tensors."""
 
-    def start(self, chunks: Any, windows: Any) -> Callable[[], StepResults]:
+    def start(self, chunks: Any, windows: Any) -> FinishedStep:
         ready = [sequence for sequence, count in chunks if count == sequence.pending]
-        return lambda: StepResults(dict.fromkeys(ready, 1))
+        return FinishedStep(lambda: StepResults(dict.fromkeys(ready, 1)))
 
     def check_alive(self) -> None:
         """Do nothing: nothing fails."""

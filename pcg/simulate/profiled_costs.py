@@ -13,7 +13,6 @@ relative errors with no coefficient below 0.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
@@ -26,9 +25,9 @@ from pcg.runtime.engine.device import Device, SideStream
 from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.loop import EngineLoop
+from pcg.runtime.engine.steps.started import StartedStep
 from pcg.runtime.model.load import Load
 from pcg.runtime.requests.sequence import Sequence
-from pcg.runtime.requests.step_results import StepResults
 from pcg.runtime.training.work_units import Forward, Part, Phase, Release
 
 
@@ -103,7 +102,7 @@ class ProfiledDevice:
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
-    ) -> Callable[[], StepResults]:
+    ) -> StartedStep:
         served = [SequenceChunk(n, s.cached, n == s.pending) for s, n in chunks]
         trained = [SequenceChunk(n, unit.context, False, True) for unit, n in windows]
         self.shape = StepShape.of([*served, *trained])

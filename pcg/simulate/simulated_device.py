@@ -9,7 +9,6 @@ the adapters that it uses.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from pcg.parallel.costs.step_costs import SequenceChunk, StepCosts, StepShape
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import SimulatedClock
 from pcg.runtime.engine.device import SideStream
+from pcg.runtime.engine.steps.started import FinishedStep
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.requests.step_results import StepResults
@@ -69,7 +69,7 @@ class SimulatedDevice:
     ) -> None:
         self.cache: Any = None
         self.side: SideStream | None = None
-        self.fails_alike = True
+        self.fails_alike, self.is_ahead = True, False
         self.busy_s = 0.0
         self.waited_s = 0.0
         self._costs = costs
@@ -125,11 +125,11 @@ class SimulatedDevice:
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
-    ) -> Callable[[], StepResults]:
+    ) -> FinishedStep:
         """Run sequences' next tokens, and windows of jobs, as one batch.
 
         Returns:
-            A function that returns a token for each sequence without pending ones.
+            The step, with a token for each sequence without pending ones.
         """
         pieces: list[SequenceChunk] = []
         there_s = 0.0
@@ -155,7 +155,7 @@ class SimulatedDevice:
         ready = [sequence for sequence, count in chunks if count == sequence.pending]
         ready += [follower for sequence in ready for follower in sequence.followers]
         ready = [sequence for sequence in ready if sequence.limit]
-        return lambda: StepResults(dict.fromkeys(ready, SAMPLED_TOKEN))
+        return FinishedStep(lambda: StepResults(dict.fromkeys(ready, SAMPLED_TOKEN)))
 
     def run_parts(self, parts: List[Part]) -> None:
         """Run parts of one stage together."""

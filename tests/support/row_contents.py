@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as List
 from typing import Any
 
 from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.runtime.engine.steps.started import StartedStep
 from pcg.runtime.requests.sequence import Sequence
-from pcg.runtime.requests.step_results import StepResults
 from pcg.simulate.simulated_engine import SimulatedEngine
 
 
@@ -36,7 +35,7 @@ class RowContents:
         self._adapters: dict[int, object] = {}
         engine.device.start = self.start  # type: ignore[method-assign]
 
-    def start(self, chunks: List[tuple[Sequence, int]], windows: Any) -> Callable[[], StepResults]:
+    def start(self, chunks: List[tuple[Sequence, int]], windows: Any) -> StartedStep:
         try:
             self._check(chunks)
         except AssertionError as error:

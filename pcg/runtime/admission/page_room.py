@@ -57,7 +57,7 @@ class PageRoom:
         if sequence.table is not None:
             self.pool.close(sequence.table)
             sequence.table = None
-        sequence.cached = 0
+        sequence.forget_cached()
 
     def bring_ahead(self, in_turn: Iterable[Sequence], running: int) -> list[ServedAdapter]:
         """Page in the adapters of the next requests that there will be room for; returns them."""

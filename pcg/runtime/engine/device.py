@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as List
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 
 from pcg.runtime.adapters.cache import ServedAdapter
+from pcg.runtime.engine.steps.started import StartedStep
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
-from pcg.runtime.requests.step_results import StepResults
 from pcg.runtime.training.work_units import Forward, Part
 
 
@@ -62,11 +62,13 @@ class Device(Protocol):
         cache: keys and values for jobs.
         side: runs parts of jobs; None if they do not run beside the forward.
         fails_alike: True if an error is seen by all who run a step; over ranks it may be one's own.
+        is_ahead: True if a step may be started before the tokens of the one before are read.
     """
 
     cache: Any
     side: SideStream | None
     fails_alike: bool
+    is_ahead: bool
 
     def open(self, request: Request, number: int) -> Sequence:
         """Return the state of a new request, with other continuations as its followers.
@@ -88,14 +90,14 @@ class Device(Protocol):
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
-    ) -> Callable[[], StepResults]:
+    ) -> StartedStep:
         """Run sequences' next tokens and windows of jobs together.
 
         Args:
             chunks: sequences, and how many of their pending tokens run.
             windows: units of jobs, and how many of their tokens run.
         Returns:
-            A function that waits for the end, and returns what the step computed.
+            The step, whose tokens are chosen and read next.
         """
 
     def run_parts(self, parts: List[Part]) -> None:

@@ -139,6 +139,7 @@ class Engine(EngineLoop):
         self.learn(calibrated(self.state, self.clock, self.device.graphs))
 
     def use_program(self, program: ServingProgram) -> None:
+        self.land()
         self.device.use(program)
 
     @classmethod

@@ -2,11 +2,14 @@
 
 Each step serves what the scheduler plans and ends with its tokens. Before them it runs parts of
 jobs, and beside them finetuning windows, as much as `sharing` allows; on GPUs the parts run on a
-stream of their own, beside the forward. Everything that happens is in the event log.
+stream of their own, beside the forward. Where the device runs beside the host, the next step begins
+before the tokens of this one are read (`steps/flight.py`). Everything that happens is in the event
+log.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as List
@@ -15,11 +18,13 @@ from pcg.errors import GenerationError, PcgError, as_pcg_error
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.device import Device
-from pcg.runtime.engine.jobs import Job, Jobs, PartGroup
+from pcg.runtime.engine.jobs import Job, Jobs
 from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.sharing import CoServing, Sharing, Step
+from pcg.runtime.engine.steps.flight import Flight
+from pcg.runtime.engine.steps.job_parts import JobParts
 from pcg.runtime.engine.suspects import Suspects
 from pcg.runtime.engine.taken import Taken
 from pcg.runtime.memory.pool import PagePool
@@ -32,7 +37,7 @@ from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.requests.sequence import Sequence, State
 from pcg.runtime.requests.step_plan import StepPlan
 from pcg.runtime.requests.step_results import StepResults
-from pcg.runtime.training.work_units import Forward, Part
+from pcg.runtime.training.work_units import Forward
 
 
 class EngineLoop:
@@ -42,7 +47,7 @@ class EngineLoop:
         submitted: number of requests so far, which is the index of the next one's chunks.
         worked: True if the last step ran anything.
         awaited: tells if somebody waits; a step that serves nothing then ends between two parts.
-        meanwhile: called once a step's work is under way, before its results are read.
+        meanwhile: called once a step's work is under way, before results are read.
     """
 
     def __init__(
@@ -76,7 +81,9 @@ class EngineLoop:
         self._note = note
         self.jobs = Jobs(scheduler, device.cache, pages, note)
         self._suspects = Suspects()
-        self._beside: list[PartGroup] = []
+        self._parts = JobParts(device, self.jobs, clock)
+        self._flight: Flight | None = None
+        self._read_s = -math.inf
         self.submitted = 0
         self._chunks: list[Chunk] = []
         self._sequences: dict[str, Sequence] = {}
@@ -103,7 +110,13 @@ class EngineLoop:
     def is_idle(self) -> bool:
         """True if there is nothing to serve, nothing to train, and no chunk to return."""
         trains = self.sharing.trains and self.jobs.unpaused
-        return self.scheduler.is_empty and not (self._chunks or trains)
+        is_left = self._flight is not None or self._chunks or trains
+        return self.scheduler.is_empty and not is_left
+
+    @property
+    def is_ahead(self) -> bool:
+        """True while the device runs a step whose tokens are not read yet."""
+        return self._flight is not None
 
     # ------------------------------------------------------------------------------- requests
 
@@ -177,7 +190,14 @@ class EngineLoop:
     # ------------------------------------------------------------------------------- a step
 
     def step(self) -> list[Chunk]:
-        """Run one step; returns the new chunks, and those of requests that ended since the last."""
+        """Run one step; returns the new chunks, and those of requests that ended since the last.
+
+        Where the device runs ahead, the chunks are those of the step before.
+        """
+        is_ahead, before = self.is_ahead, self._flight
+        if before is not None and (self.jobs or self._suspects.current or before.is_read_first):
+            self.land()
+            before = None
         now = self.clock.now_s()
         self._time_out(now)
         suspect, plan = self._plan(now)
@@ -188,42 +208,93 @@ class EngineLoop:
         # How many parts fit beside a forward is known by latencies.
         is_beside = step.is_served and None not in (self.device.side, self._latencies)
         if step.is_served and not is_beside:
-            self._parts(step, now)
-        step.elapsed_s = self.clock.now_s() - now
+            self._parts.run(self.sharing, step, now)
+        begins_s = now if before is None else max(now, before.due_s)
+        step.elapsed_s = max(0.0, self.clock.now_s() - begins_s)
         windows = self._windows(step, suspect)
         if step.load.tokens:
-            started = self.clock.now_s()
-            try:
-                end = self.device.start(plan.chunks, [(unit, count) for _, unit, count in windows])
-                if is_beside:
-                    self._parts_beside(step, [job for job, _, _ in windows])
-                if self.meanwhile is not None:
-                    self.meanwhile()
-                results = end()
-            except BaseException as error:
-                # Not the present time, for which all ranks would have to ask: some did not fail.
-                for one in self.scheduler.abandon():
-                    self.log.add(Event(started, Kind.PREEMPTED, one.id))
-                if not (self.device.fails_alike and isinstance(error, Exception)):
-                    raise
-                jobs: list[Sequence | Job] = [job for job, _, _ in windows]
-                self._isolate([*(one for one, _ in plan.chunks), *jobs], error)
-                return self._taken_chunks()
-            took = self.clock.now_s() - started
-            is_paced = self.scheduler.policy.is_paced and not plan.has_prompts
-            if self._latencies is None and plan.chunks and (self.jobs.layers or is_paced):
-                self._latencies = Latencies.guessed(step.load, took, self.jobs.layers or 1)
-                self.scheduler.pace = self._latencies.forward
-            step.ran_forward(took)
-            self._join(step)
-            self._accept(plan, results, step.load.tokens - plan.tokens)
-            for job in self.jobs.unpaused:
-                self.jobs.settle(job)
-        self._suspects.ran(suspect, has_tokens=bool(plan.chunks))
+            self._run(step, plan, suspect, windows, begins_s, is_beside)
+        elif before is not None:
+            self.land()
         if not step.is_served:
-            self._parts(step, now)
-        self.worked = bool(step.load.tokens or step.units)
+            self._parts.run(self.sharing, step, now)
+        self.worked = bool(step.load.tokens or step.units or is_ahead)
         return self._taken_chunks()
+
+    def _run(
+        self,
+        step: Step,
+        plan: StepPlan,
+        suspect: Sequence | Job | None,
+        windows: list[tuple[Job, Forward, int]],
+        begins_s: float,
+        is_beside: bool,
+    ) -> None:
+        """Start a step, and read the one before; read this one, too, if the device is not ahead."""
+        jobs, now = [job for job, _, _ in windows], self.clock.now_s()
+        flight: Flight | None = None
+        try:
+            running = self.device.start(plan.chunks, [(unit, count) for _, unit, count in windows])
+            takes_s = 0.0 if self._latencies is None else self._latencies.forward.seconds(step.load)
+            flight = Flight(plan, step, running, suspect, jobs, now, begins_s + takes_s)
+            self.scheduler.policy.served(plan.chunks)
+            if self._flight is None:
+                running.draw()
+            if is_beside:
+                self._parts.run_beside(self.sharing, step, self._latencies, jobs)
+            if self.meanwhile is not None:
+                self.meanwhile()
+            if self._flight is not None:
+                self._read(self._flight)
+                self._flight = None
+                running.draw()
+            if not self.device.is_ahead or jobs or suspect is not None:
+                self._read(flight)
+            else:
+                self._flight = flight
+        except BaseException as error:
+            ran = [*(one for one, _ in plan.chunks), *jobs]
+            if self._flight is not None and flight is None:
+                self.land()
+            self._give_up([*([] if self._flight is None else self._flight.ran), *ran], now, error)
+
+    def land(self) -> None:
+        """Read the step that is under way, if one is; `step` then returns its chunks."""
+        flight = self._flight
+        if flight is None:
+            return
+        try:
+            self._read(flight)
+        except BaseException as error:
+            self._give_up(flight.ran, flight.started_s, error)
+        self._flight = None
+
+    def _give_up(self, ran: List[Sequence | Job], started_s: float, error: BaseException) -> None:
+        """Put back what runs, as a step failed; what ran in it runs alone next."""
+        self._flight = None
+        # Not the present time, for which all ranks would have to ask: some did not fail.
+        for one in self.scheduler.abandon():
+            self.log.add(Event(started_s, Kind.PREEMPTED, one.id))
+        if not (self.device.fails_alike and isinstance(error, Exception)):
+            raise error
+        self._isolate(list(dict.fromkeys(ran)), error)
+
+    def _read(self, flight: Flight) -> None:
+        """Wait for a step, and give everyone what it computed."""
+        results, step, plan = flight.running.read(), flight.step, flight.plan
+        now = self.clock.now_s()
+        took = flight.took_s(now, self._read_s)
+        self._read_s = now
+        is_paced = self.scheduler.policy.is_paced and not plan.has_prompts
+        if self._latencies is None and plan.chunks and (self.jobs.layers or is_paced):
+            self._latencies = Latencies.guessed(step.load, took, self.jobs.layers or 1)
+            self.scheduler.pace = self._latencies.forward
+        step.ran_forward(took)
+        self._parts.join(self.sharing, step)
+        self._accept(flight, results)
+        for job in self.jobs.unpaused:
+            self.jobs.settle(job)
+        self._suspects.ran(flight.suspect, has_tokens=bool(plan.chunks))
 
     def _taken_chunks(self) -> list[Chunk]:
         chunks, self._chunks = self._chunks, []
@@ -287,15 +358,12 @@ class EngineLoop:
             self._chunks += self._groups.handed_out(one, one.end(state, error))
             self._note(kind, one.id, tokens=len(one.generated), **reason)
 
-    def _accept(self, plan: StepPlan, results: StepResults, trained: int) -> None:
-        now = self.clock.now_s()
-        self.scheduler.policy.served(plan.chunks)
-        taken = Taken(now, self._groups, self.scheduler, self.totals)
-        for sequence, count in plan.chunks:
-            sequence.cached += count
+    def _accept(self, flight: Flight, results: StepResults) -> None:
+        taken = Taken(self.clock.now_s(), self._groups, self.scheduler, self.totals)
+        for sequence in flight.left:
             taken.give(sequence, results)
         self._chunks += taken.chunks
-        taken.log(self.log, plan.tokens, trained)
+        taken.log(self.log, flight.plan.tokens, flight.trained)
         for sequence, reason in taken.ended:
             self.scheduler.drop(sequence)
             del self._sequences[sequence.id]
@@ -318,77 +386,6 @@ class EngineLoop:
                 step.load += Load.of_window(tokens, unit.context)
                 job.tokens += tokens
         return found
-
-    def _parts(self, step: Step, started: float) -> None:
-        """Run parts of jobs before the forward of what the step serves, if it does."""
-        ahead_s = step.ahead_s() if step.is_served else 0.0
-        step.elapsed_s = self.clock.now_s() - started
-        while not step.is_over and (group := self.jobs.next_group(self.sharing, step, ahead_s)):
-            try:
-                took = self._run(group.parts, started + step.elapsed_s)
-            except Exception as error:
-                self._fail_parts(group, error)
-                return
-            before_s = step.elapsed_s
-            self._advance(step, group)
-            step.elapsed_s = self.clock.now_s() - started
-            self._observe(step, group, took, step.elapsed_s - before_s)
-
-    def _fail_parts(self, group: PartGroup, error: Exception) -> None:
-        if not self.device.fails_alike:
-            raise error
-        self.jobs.failed(group, error)
-
-    def _run(self, parts: List[Part], now: float) -> float:
-        side = self.device.side
-        if side is None:
-            self.device.run_parts(parts)
-            return self.clock.now_s() - now
-        side.begin()
-        with side.beside(), side.timed():
-            self.device.run_parts(parts)
-        return sum(side.join())
-
-    def _parts_beside(self, step: Step, busy: List[Job]) -> None:
-        """Run parts of jobs beside the step's forward, by their predicted time.
-
-        Jobs that are busy in the forward have none: they would read what it still computes.
-
-        Observations are of the time that both take when they run at once, and so are predictions.
-        """
-        side, latencies = self.device.side, self._latencies
-        assert side is not None
-        assert latencies is not None
-        spent_s = step.ahead_s()
-        with side.beside():
-            while group := self.jobs.next_group(self.sharing, step, spent_s, busy):
-                try:
-                    with side.timed():
-                        self.device.run_parts(group.parts)
-                except Exception as error:
-                    self._fail_parts(group, error)
-                    return
-                self._beside.append(group)
-                spent_s += latencies.of(group.phase).bound_s(group.load)
-                self._advance(step, group)
-
-    def _join(self, step: Step) -> None:
-        if self._beside:
-            assert self.device.side is not None
-            groups, self._beside = self._beside, []
-            for group, took in zip(groups, self.device.side.join(), strict=True):
-                self._observe(step, group, took, took)
-
-    def _observe(self, step: Step, group: PartGroup, took: float, with_update_s: float) -> None:
-        step.ran_parts(group.phase, group.load, took, with_update_s)
-        self.sharing.ran(step, with_update_s)
-
-    def _advance(self, step: Step, group: PartGroup) -> None:
-        step.units += len(group.parts)
-        for job, tokens in zip(group.jobs, group.tokens, strict=True):
-            job.tokens, job.held = job.tokens + tokens, 0
-            job.advance()
-            self.jobs.settle(job)
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page, a sequence or a job is lost, or in two places."""

@@ -205,7 +205,7 @@ class Scheduler:
         bound = self._bound = self.policy.bound(self.pace, self.limits.idle_step_s)
         first = self._give_way()
         # Preempted sequences leave at the ends of these lists.
-        left = self.policy.in_order(self.running)
+        left = [one for one in self.policy.in_order(self.running) if not one.is_spent]
         for sequence in left:
             if sequence.pending > 1:
                 prompts.append(sequence)
@@ -390,7 +390,7 @@ class Scheduler:
             assert sequence.state is State.RUNNING
             assert table.capacity >= sequence.cached
             assert table.shared * PAGE_TOKENS <= sequence.cached
-            assert sequence.length == sequence.request.length + len(sequence.generated)
+            assert sequence.told == sequence.request.length + len(sequence.generated)
 
 
 def _table(sequence: Sequence) -> PageTable:

@@ -15,6 +15,7 @@ from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.batch import Batch
+from pcg.runtime.model.latest_tokens import LatestTokens
 from pcg.runtime.model.step_graphs import StepGraphs, StepOutputs
 from pcg.runtime.requests.sequence import Sequence
 
@@ -47,7 +48,7 @@ class ServedBatch:
     """The sequences of a step, in the order of their adapters' slots.
 
     Attributes:
-        ids: the tokens of all.
+        ids: the tokens of all; those ahead as `LatestTokens` has them.
         spans: each one's tokens.
         ready: those that are sampled, by place.
         scored: rows of prompts whose logprobs are computed.
@@ -55,8 +56,14 @@ class ServedBatch:
         batch, bound: the batch and its adapters on the device, once they are `put` there.
     """
 
-    def __init__(self, chunks: List[tuple[Sequence, int]], adapters: List[Adapter | None]) -> None:
+    def __init__(
+        self,
+        chunks: List[tuple[Sequence, int]],
+        adapters: List[Adapter | None],
+        latest: LatestTokens,
+    ) -> None:
         self.chunks = chunks
+        self._latest = latest
         self.adapters = adapters
         self.ready: list[int] = []
         self.scored: list[ReadRows] = []
@@ -75,7 +82,9 @@ class ServedBatch:
             if sequence.reads and (unread := sequence.unread(start, end)):
                 read = self.scored if sequence.request.pooling is None else self.pooled
                 read.append(ReadRows(sequence, first + unread.start - start, unread))
-            if generated and count == 1 and end == sequence.length:
+            if sequence.ahead:
+                ids.append(latest.id_of(sequence))
+            elif generated and count == 1 and end == sequence.length:
                 ids.append(generated[-1])
             else:
                 ids += sequence.ids(start, end)
@@ -84,7 +93,10 @@ class ServedBatch:
 
     def put(self, tables: PaddedTables, cache: KvCache, device: torch.device) -> None:
         """Make the batch on the device, and bind the adapters."""
-        self.batch = Batch(uploaded_list(self.ids, torch.int64, device), self.spans, cache)
+        ids = uploaded_list(self.ids, torch.int64, device)
+        if min(self.ids) < 0:
+            ids = self._latest.resolved(ids)
+        self.batch = Batch(ids, self.spans, cache)
         self.bound = tables.bind(self.adapters, [span.length for span in self.spans])
 
     def run_recorded(self, graphs: StepGraphs) -> StepOutputs | None:

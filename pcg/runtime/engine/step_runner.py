@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as List
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,32 +11,27 @@ from torch import Tensor
 from pcg.errors import GenerationError
 from pcg.kernels.torch.products import ProductRequest
 from pcg.kernels.uploads import uploaded_list
-from pcg.parallel.ranks.group import broadcast_from_first
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.engine.device import SideStream
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.served_batch import ServedBatch, rows_of
+from pcg.runtime.engine.steps.running_step import RunningStep, TokenChoice
 from pcg.runtime.guided.grammar import Grammar
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.batch import ANY_TOKEN, whole_sequences
+from pcg.runtime.model.latest_tokens import LatestTokens
 from pcg.runtime.model.merged_execution import run_merged, run_single
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.model.step_graphs import step_graphs
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
-from pcg.runtime.requests.step_results import (
-    Computed,
-    DrawnTokens,
-    PooledStates,
-    PromptLogprobs,
-    StepResults,
-)
+from pcg.runtime.requests.step_results import Computed, PooledStates, PromptLogprobs
 from pcg.runtime.sampling.logprobs import Logprobs, logprobs_of
 from pcg.runtime.sampling.sampler import Sampler, resolved
-from pcg.runtime.sampling.sampling import only_finite, sample, scored
+from pcg.runtime.sampling.sampling import sample
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Forward, Part, Phase
@@ -58,6 +51,7 @@ class StepRunner:
     Attributes:
         side: runs parts of jobs on a GPU; None on other devices, and over ranks, where the
             collectives of both would need one order.
+        is_ahead: True on a GPU that is not one of several ranks: it runs beside the host.
         graphs: recorded steps; None if the program has none.
     """
 
@@ -75,8 +69,8 @@ class StepRunner:
         self._vocabulary = state.program.base.vocabulary
         self._device = device = state.device
         self.fails_alike = state.ranks.size == 1
-        has_side = device.type == "cuda" and state.ranks.size == 1
-        self.side = SideStream(device) if has_side else None
+        self.is_ahead = device.type == "cuda" and state.ranks.size == 1
+        self.side = SideStream(device) if self.is_ahead else None
         self._bind(state.serving)
 
     def _bind(self, program: ServingProgram) -> None:
@@ -90,6 +84,10 @@ class StepRunner:
             self._limits.tokens,
             self._max_positions,
         )
+        latest = LatestTokens(self._limits.running, self._device)
+        if self.graphs is not None:
+            latest = self.graphs.latest
+        self._choice = TokenChoice(self._runner, self._device, self._grammars, latest)
 
     def warm_up(self, adapters: List[Adapter]) -> None:
         """Record the steps that may come, and compile the kernels that choose tokens.
@@ -216,73 +214,59 @@ class StepRunner:
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
-    ) -> Callable[[], StepResults]:
+    ) -> RunningStep:
         """Run a step as `Device.start`, with the base's products merged."""
         if self.side is not None:
             self.side.begin()
         adapters = [cast("Adapter | None", one.request.adapter) for one, _ in chunks]
         order = self._tables.order(adapters)
         chunks, adapters = [chunks[i] for i in order], [adapters[i] for i in order]
-        drawn = (one for one, count in chunks if count == one.pending)
-        guided = [each.grammar for one in drawn for each in (one, *one.followers) if each.grammar]
-        if guided:
-            self._grammars.begin_masks(guided)
-        served = ServedBatch(chunks, adapters)
-        recorded = self._recorded(served) if chunks else None
+        served = ServedBatch(chunks, adapters, self._choice.latest)
+        running = RunningStep(self._choice, [chunks[i][0] for i in served.ready])
+        recorded = None
+        if chunks and self.graphs is not None:
+            recorded = served.run_recorded(self.graphs)
         if recorded is None:
-            return partial(_read, self._eager(served, windows))
+            return self._eager(running, served, windows)
         if windows:
             # Graphs have products of their own: those of windows run after them.
-            self._eager(ServedBatch((), ()), windows)
-        return partial(_read, [recorded])
+            self._run_forward([], windows)
+        return running.computed(recorded.logits, recorded.tokens)
 
-    def _recorded(self, served: ServedBatch) -> DrawnTokens | None:
-        """Return the token after each sequence by a recorded step; None if no graph serves it."""
-        found = None if self.graphs is None else served.run_recorded(self.graphs)
-        if found is None:
-            return None
-        return self._drawn(served, found.logits, found.tokens)
-
-    def _eager(self, served: ServedBatch, windows: List[tuple[Forward, int]]) -> List[Computed]:
-        """Run a step eagerly; returns what it computed, on the device."""
+    def _eager(
+        self, running: RunningStep, served: ServedBatch, windows: List[tuple[Forward, int]]
+    ) -> RunningStep:
+        """Run a step eagerly."""
         functions: list[ProductRequest[Any]] = []
         if served.chunks:
             served.put(self._tables, self.cache, self._device)
             functions.append(self._runner.hidden_requests(served.batch, served.bound))
+        found = self._run_forward(functions, windows)
+        logits: Tensor | None = None
+        others: list[Computed] = []
+        if served.ready:
+            rows, last = served.sampled_rows(self._tables)
+            logits = self._runner.logits_of(found[0], served.batch, served.bound, rows, last)
+        if served.scored:
+            others.append(self._scored(served, found[0]))
+        if served.pooled:
+            others.append(self._pooled(served, found[0]))
+        return running.computed(logits, None, others)
+
+    @staticmethod
+    def _run_forward(
+        functions: list[ProductRequest[Any]], windows: List[tuple[Forward, int]]
+    ) -> list[Any]:
+        """Run functions that serve, and windows behind them; returns what each gives."""
         for unit, count in windows:
             assert isinstance(unit.whole, TrainingPass)
             functions.append(unit.whole.forward_requests(count))
         if not windows:
             with torch.inference_mode():
-                found = [run_single(function) for function in functions]
-        else:
-            # Backward reads what windows save, so they run outside inference mode.
-            with torch.no_grad():
-                found = run_merged(functions)
-        results: list[Computed] = []
-        if served.ready:
-            results.append(self._sampled(served, found[0]))
-        if served.scored:
-            results.append(self._scored(served, found[0]))
-        if served.pooled:
-            results.append(self._pooled(served, found[0]))
-        return results
-
-    def _sampled(self, served: ServedBatch, hidden: List[Tensor]) -> DrawnTokens:
-        rows, last = served.sampled_rows(self._tables)
-        logits = self._runner.logits_of(hidden, served.batch, served.bound, rows, last)
-        return self._drawn(served, logits)
-
-    def _drawn(
-        self, served: ServedBatch, logits: Tensor, likeliest: Tensor | None = None
-    ) -> DrawnTokens:
-        """Choose the token after each sequence that is ready, and those of its followers."""
-        sequences = [served.chunks[i][0] for i in served.ready]
-        if any(sequence.followers for sequence in sequences):
-            copies = [i for i, one in enumerate(sequences) for _ in (one, *one.followers)]
-            logits, likeliest = logits[uploaded_list(copies, torch.int64, self._device)], None
-            sequences = [each for one in sequences for each in (one, *one.followers)]
-        return self._chosen(sequences, logits, likeliest)
+                return [run_single(function) for function in functions]
+        # Backward reads what windows save, so they run outside inference mode.
+        with torch.no_grad():
+            return run_merged(functions)
 
     def _scored(self, served: ServedBatch, hidden: List[Tensor]) -> PromptLogprobs:
         """Return the logprobs of prompts' tokens, whose logits exist for some at a time."""
@@ -310,31 +294,6 @@ class StepRunner:
         counts = [(one.sequence, len(one.tokens)) for one in served.pooled]
         return PooledStates(counts, torch.stack([part.sum(dim=0) for part in parts]))
 
-    def _chosen(
-        self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None = None
-    ) -> DrawnTokens:
-        """Choose the token after each sequence; `likeliest` is the likeliest of each, if known."""
-        tokens = self._tokens(sequences, logits, likeliest)
-        asking = [row for row, one in enumerate(sequences) if one.likeliest is not None]
-        if not asking:
-            return DrawnTokens(sequences, tokens)
-        most = max(sequences[row].likeliest or 0 for row in asking)
-        drawn = tokens
-        if len(asking) < len(sequences):
-            rows = uploaded_list(asking, torch.int64, self._device)
-            logits, drawn = logits[rows], tokens[rows]
-        logits = scored(logits, _samplers([sequences[row] for row in asking]))
-        return DrawnTokens(sequences, tokens, logprobs_of(logits, drawn, most))
-
-    def _tokens(
-        self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None
-    ) -> Tensor:
-        samplers = _samplers(sequences)
-        if likeliest is not None and all(s.is_plain and s.is_greedy for s in samplers):
-            return only_finite(logits, likeliest)
-        found = sample(logits, samplers, self._runner.drawing)
-        return broadcast_from_first(self._runner.ranks, found)
-
     def check_alive(self) -> None:
         with torch.inference_mode():
             self._runner.logits(
@@ -352,14 +311,3 @@ class StepRunner:
             functions.append(part.whole.part_requests())
         with torch.no_grad():
             run_merged(functions)
-
-
-def _samplers(sequences: List[Sequence]) -> List[Sampler]:
-    return [cast(Sampler, sequence.sampler) for sequence in sequences]
-
-
-def _read(computed: List[Computed]) -> StepResults:
-    results = StepResults()
-    for part in computed:
-        part.read(results)
-    return results

@@ -293,11 +293,11 @@ class StepThread(ABC):
     def _runs_ahead(self) -> bool:
         """True if the next step begins at once, on a device that works beside this thread.
 
-        Chunks are then delivered while it runs.
+        Chunks are then delivered while it runs; at once where another one runs already.
         """
         engine = self.engine
         is_next = engine.worked and not (engine.is_idle or self._closing)
-        return is_next and engine.device.side is not None
+        return is_next and engine.device.side is not None and not engine.is_ahead
 
     def _deliver(self) -> None:
         chunks, self._undelivered = self._undelivered, ()

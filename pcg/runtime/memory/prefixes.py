@@ -54,7 +54,6 @@ class CachedSequence(Protocol):
     """The part of a sequence that prefix caching uses; the engine's `Sequence` is one."""
 
     id: str
-    length: int
     table: PageTable | None
     cached: int
     version: Version | None
@@ -62,6 +61,8 @@ class CachedSequence(Protocol):
     known: int
     found: int
 
+    @property
+    def told(self) -> int: ...
     @property
     def skippable(self) -> int: ...
     @property
@@ -115,7 +116,7 @@ class Prefixes:
         if sequence.known < sequence.request.length:
             sequence.found += self._found(sequence)
             sequence.known = max(sequence.known, end)
-        self._share(sequence, end)
+        self._share(sequence, min(end, sequence.told))
 
     def forget(self, adapter: object) -> None:
         """Drop the blocks of an adapter that is removed, replaced or changed.
@@ -169,7 +170,7 @@ class Prefixes:
         """Return the digest of a block, all of whose tokens are known."""
         digests = sequence.digests
         if place >= len(digests):
-            first, last = len(digests), sequence.length // PAGE_TOKENS
+            first, last = len(digests), sequence.told // PAGE_TOKENS
             ids = array("q", sequence.ids(first * PAGE_TOKENS, last * PAGE_TOKENS))
             for start in range(0, len(ids), PAGE_TOKENS):
                 before = digests[-1] if digests else self._salt(sequence.request)

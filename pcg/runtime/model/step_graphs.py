@@ -39,6 +39,7 @@ from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable, pages_for
 from pcg.runtime.model.batch import Batch
+from pcg.runtime.model.latest_tokens import LatestTokens
 from pcg.runtime.model.recorder import Recorder, recorder_for
 from pcg.runtime.model.runner import ModelRunner
 
@@ -86,6 +87,7 @@ class StepGraphs:
 
     Attributes:
         cache: the cache that it reads and writes.
+        latest: the tokens of the step before, which a step may begin with.
         rooms: the rooms of the engine's steps.
         recorded: number of graphs that were recorded, at warm-up and later.
         replayed: number of steps that were replayed.
@@ -103,6 +105,7 @@ class StepGraphs:
     ) -> None:
         assert runner.drawing is not None
         self.rooms = rooms
+        self.latest = LatestTokens(rooms.sequences, cache.keys[0].device)
         self.recorder = recorder
         self.recorded = self.replayed = 0
         self.eager: Counter[str] = Counter()
@@ -149,7 +152,7 @@ class StepGraphs:
         The adapters' rows are in memory.
 
         Args:
-            ids: the tokens of all sequences.
+            ids: the tokens of all sequences, those ahead as `latest` has them.
             spans: tokens of each sequence, and tokens before these, in the cache.
             read: places of the sequences after whose tokens logits are wanted, in order.
         """
@@ -224,6 +227,7 @@ class StepGraphs:
         runner, greedy = self._runner, self._drawing.greedy
 
         def run() -> None:
+            batch.input_ids = self.latest.resolved(lists.input_ids)
             logits = runner.logits(batch, bound, rows, of_rows)
             outputs.logits[: len(logits)].copy_(logits)
             outputs.tokens[: len(logits)].copy_(greedy(logits))

@@ -42,7 +42,12 @@ class Sequence:
     Attributes:
         sampler: what chooses its tokens; None in simulated time.
         admitted_s: when it was first admitted; None before.
-        cached: number of its tokens whose keys and values are cached, virtual ones included.
+        cached: number of its tokens whose keys and values are cached, virtual ones included, or
+            are being computed.
+        length: number of its tokens, those ahead included.
+        ahead: number of its last tokens that the device chooses and the host has not read, 0 or 1.
+        due_s: when that one is expected.
+        begun: how often it began to run, as it is computed again after it was preempted.
         version: the version whose blocks it shares; None if blocks are not shared.
         digests: the digests of its blocks, as far as they are known.
         known: number of its tokens that were computed or found, up to its prompt's last.
@@ -79,6 +84,9 @@ class Sequence:
     admitted_s: float | None = None
     first_token_s: float | None = None
     latest_token_s: float | None = None
+    ahead: int = 0
+    due_s: float = 0.0
+    begun: int = 0
     version: Version | None = None
     digests: list[bytes] = field(default_factory=list)
     known: int = 0
@@ -124,6 +132,16 @@ class Sequence:
         return self.length - self.cached
 
     @property
+    def told(self) -> int:
+        """Number of its tokens that the host knows."""
+        return self.length - self.ahead
+
+    @property
+    def is_spent(self) -> bool:
+        """True if it ends, at the latest, with a token that is not read yet."""
+        return self.ahead > 0 and len(self.generated) + self.ahead >= self.limit
+
+    @property
     def has_prompt(self) -> bool:
         """True if its prompt is computed."""
         return self.cached >= self.request.length
@@ -150,8 +168,23 @@ class Sequence:
     def begin(self, now_s: float) -> None:
         """Run from now on, for the first time or again."""
         self.state = State.RUNNING
+        self.begun += 1
         if self.admitted_s is None:
             self.admitted_s = now_s
+
+    def launched(self, count: int, due_s: float) -> None:
+        """Note that its next tokens run, and with the last of them a token is chosen.
+
+        Args:
+            due_s: when the step is expected to end.
+        """
+        self.cached += count
+        if self.limit and not self.pending:
+            self.length, self.ahead, self.due_s = self.length + 1, self.ahead + 1, due_s
+
+    def forget_cached(self) -> None:
+        """Have none of its tokens cached, and none ahead: what runs of them is not read."""
+        self.cached, self.length, self.ahead = 0, self.told, 0
 
     def ids(self, start: int, stop: int) -> list[int]:
         """Return some of its tokens; virtual ones have any id."""
@@ -163,15 +196,19 @@ class Sequence:
 
     def gap_left_s(self, now_s: float) -> float | None:
         """Return the time until the gap after its latest token exceeds its SLO; None without."""
-        if self.tpot_slo_s is None or self.latest_token_s is None:
+        latest_s = self.due_s if self.ahead else self.latest_token_s
+        if self.tpot_slo_s is None or latest_s is None:
             return None
-        return self.latest_token_s + self.tpot_slo_s - now_s
+        return latest_s + self.tpot_slo_s - now_s
 
     def slack_s(self, now_s: float) -> float:
         """Return the time until the mean of its gaps exceeds its SLO."""
-        if self.tpot_slo_s is None or self.first_token_s is None:
+        first_s = self.first_token_s
+        if first_s is None and self.ahead:
+            first_s = self.due_s
+        if self.tpot_slo_s is None or first_s is None:
             return math.inf
-        return self.first_token_s + self.tpot_slo_s * len(self.generated) - now_s
+        return first_s + self.tpot_slo_s * (len(self.generated) + self.ahead) - now_s
 
     def described(self) -> dict[str, object]:
         """Return the details of the event of its submission."""
@@ -273,7 +310,10 @@ class Sequence:
         if self.sampler is not None:
             self.sampler.commit(token)
         self.generated.append(token)
-        self.length += 1
+        if self.ahead:
+            self.ahead -= 1
+        else:
+            self.length += 1
         params = self.request.params
         ended = token in self.stop_ids
         is_whole = ended or (self.grammar is not None and self.grammar.is_complete)

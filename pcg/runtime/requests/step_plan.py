@@ -51,7 +51,7 @@ class StepPlan:
         self.sampled += tokens == sequence.pending
         if sequence.reads:
             self.sampled += len(sequence.unread(sequence.cached, sequence.cached + tokens))
-        self.awaits_first_token |= sequence.first_token_s is None
+        self.awaits_first_token |= sequence.first_token_s is None and not sequence.ahead
 
     def promise(self, now_s: float, least_s: float) -> None:
         """Note how long the step may take by the promises to those that decode, who are all it has.
@@ -61,6 +61,8 @@ class StepPlan:
         """
         self.decoded = self.load
         decoding = [sequence for sequence, _ in self.chunks]
+        # It begins when the step that is under way ends, whose tokens are ahead.
+        now_s = max([now_s, *(one.due_s for one in decoding if one.ahead)])
         gaps = [left for one in decoding if (left := one.gap_left_s(now_s)) is not None]
         if not gaps:
             return

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from pcg.kernels.uploads import downloaded
 from pcg.runtime.requests.request import Chunk
 from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.sampling.logprobs import Logprobs, TokenLogprobs
@@ -42,7 +43,7 @@ class StepResults:
 
 @dataclass(frozen=True)
 class DrawnTokens:
-    """The tokens after sequences, on the device.
+    """The tokens after sequences, on the device or sent to the host.
 
     Attributes:
         tokens: [sequences], int64.
@@ -53,8 +54,13 @@ class DrawnTokens:
     tokens: Tensor
     logprobs: Logprobs | None = None
 
+    def sent(self) -> DrawnTokens:
+        """Return them as they will be on the host; see `downloaded`."""
+        logprobs = None if self.logprobs is None else self.logprobs.sent()
+        return DrawnTokens(self.sequences, downloaded(self.tokens), logprobs)
+
     def read(self, results: StepResults) -> None:
-        """Wait for the tokens, and add them to a step's results."""
+        """Add the tokens to a step's results, once they are on the host."""
         results.tokens.update(zip(self.sequences, self.tokens.tolist(), strict=True))
         if self.logprobs is not None:
             asking = [one for one in self.sequences if one.likeliest is not None]
@@ -64,7 +70,7 @@ class DrawnTokens:
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """The logprobs of tokens of prompts, on the device.
+    """The logprobs of tokens of prompts, on the device or sent to the host.
 
     Attributes:
         counts: sequences, and how many tokens of each in turn.
@@ -74,8 +80,12 @@ class PromptLogprobs:
     counts: List[tuple[Sequence, int]]
     logprobs: Logprobs
 
+    def sent(self) -> PromptLogprobs:
+        """Return them as they will be on the host; see `downloaded`."""
+        return PromptLogprobs(self.counts, self.logprobs.sent())
+
     def read(self, results: StepResults) -> None:
-        """Wait for them, and add them to a step's results."""
+        """Add them to a step's results, once they are on the host."""
         likeliest = [n for one, n_tokens in self.counts for n in [_of_prompt(one)] * n_tokens]
         found = self.logprobs.read(likeliest)
         start = 0
@@ -90,7 +100,7 @@ def _of_prompt(sequence: Sequence) -> int:
 
 @dataclass(frozen=True)
 class PooledStates:
-    """The sums of last hidden states, on the device.
+    """The sums of last hidden states, on the device or sent to the host.
 
     Attributes:
         counts: sequences, and how many states of each in turn.
@@ -100,11 +110,15 @@ class PooledStates:
     counts: List[tuple[Sequence, int]]
     sums: Tensor
 
+    def sent(self) -> PooledStates:
+        """Return them as they will be on the host; see `downloaded`."""
+        return PooledStates(self.counts, downloaded(self.sums))
+
     def read(self, results: StepResults) -> None:
-        """Wait for them, and add them to a step's results."""
-        for (sequence, count), total in zip(self.counts, self.sums.cpu(), strict=True):
+        """Add them to a step's results, once they are on the host."""
+        for (sequence, count), total in zip(self.counts, self.sums.clone(), strict=True):
             results.states[sequence] = total, count
 
 
 Computed: TypeAlias = DrawnTokens | PromptLogprobs | PooledStates
-"""A part of a step's results, on the device."""
+"""A part of a step's results, on the device or sent to the host."""

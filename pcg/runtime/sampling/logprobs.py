@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import GenerationError
+from pcg.kernels.uploads import downloaded
 
 _BLOCK = 64
 """Tokens of a block; the fastest of 16 to 128 for 16 rows of 32,000."""
@@ -53,7 +54,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities on the device.
+    """Log-probabilities, on the device or sent to the host.
 
     Attributes:
         tokens: [R], int64.
@@ -76,8 +77,14 @@ class Logprobs:
         )
         return cls(*map(torch.cat, columns))
 
+    def sent(self) -> Logprobs:
+        """Return them as they will be on the host; see `downloaded`."""
+        return Logprobs(
+            *map(downloaded, (self.tokens, self.chosen, self.ranks, self.top_ids, self.top))
+        )
+
     def read(self, counts: Sequence[int]) -> list[TokenLogprobs]:
-        """Wait for them, and return each row's with as many of the likeliest as it asks for."""
+        """Return each row's with as many of the likeliest as it asks for."""
         tokens, chosen = self.tokens.tolist(), self.chosen.tolist()
         top_ids, top, ranks = self.top_ids.tolist(), self.top.tolist(), self.ranks.tolist()
         return [

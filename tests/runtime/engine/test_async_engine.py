@@ -42,6 +42,7 @@ from tests.support.small_engine import (
     make_executor,
     requests,
 )
+from tests.support.started_steps import nothing, when_read
 from tests.support.waiting import until
 
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
@@ -375,13 +376,7 @@ def test_chunks_are_delivered_while_the_next_step_runs(monkeypatch: pytest.Monke
 
     def started_step(*given: Any) -> Any:
         seen.append("start")
-        end = start(*given)
-
-        def ended() -> Any:
-            seen.append("end")
-            return end()
-
-        return ended
+        return when_read(start(*given), lambda: seen.append("end"), nothing)
 
     monkeypatch.setattr(engine.device, "start", started_step)
     with engine.start() as running:

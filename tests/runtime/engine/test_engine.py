@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import resource
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from tests.support.small_engine import (
     requests,
     serve,
 )
+from tests.support.started_steps import nothing, when_read
 
 
 @pytest.mark.parametrize("every", [1, 3, 30])
@@ -121,15 +122,10 @@ def test_parts_beside_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     start, run_parts = engine.device.start, engine.device.run_parts
 
-    def started(*args: Any) -> Callable[[], list[int]]:
-        end = start(*args)
+    def started(*args: Any) -> Any:
+        running = start(*args)
         order.append("start")
-
-        def ended() -> list[int]:
-            order.append("end")
-            return end()
-
-        return ended
+        return when_read(running, lambda: order.append("end"), nothing)
 
     def ran(parts: Any) -> None:
         order.append("part")

@@ -36,6 +36,7 @@ from tests.support.small_engine import (
     poisoned,
     requests,
 )
+from tests.support.started_steps import nothing, when_read
 
 
 def run(engine: Engine, most: int = 2000) -> dict[int, Chunk]:
@@ -140,16 +141,12 @@ def failing_where(
     """Let steps fail in which a sequence or a window is hit, after all of their work."""
     start = engine.device.start
 
-    def started(chunks: list[Any], windows: list[Any]) -> Callable[[], list[int]]:
-        end = start(chunks, windows)
-
-        def ended() -> list[int]:
-            found = end()
+    def started(chunks: list[Any], windows: list[Any]) -> Any:
+        def ended() -> None:
             if is_hit(chunks, windows):
                 raise RuntimeError("a kernel failed")
-            return found
 
-        return ended
+        return when_read(start(chunks, windows), nothing, ended)
 
     return started
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ class Counted:
         self.computed = 0
         start = self.engine.device.start
 
-        def counting(chunks: Any, windows: Any) -> Callable[[], list[int]]:
+        def counting(chunks: Any, windows: Any) -> Any:
             self.computed += sum(count for _, count in chunks)
             return start(chunks, windows)
 

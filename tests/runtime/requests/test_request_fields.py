@@ -19,6 +19,7 @@ from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support import tiny_llama
 from tests.support.prompts import prompts
 from tests.support.small_engine import make_engine
+from tests.support.started_steps import nothing, when_read
 
 EOS = 2
 NEW = 12
@@ -199,15 +200,13 @@ def test_state_outlives_preemption_and_steps_that_fail(executor: Executor) -> No
 
         def failing(*given: Any) -> Any:
             nonlocal steps
-            end, steps = start(*given), steps + 1
+            running, steps = start(*given), steps + 1
 
-            def ends() -> list[int]:
-                tokens = end()
+            def ended() -> None:
                 if fails and steps % fails == 0:
                     raise RuntimeError("after the tokens were drawn")
-                return tokens
 
-            return ends
+            return when_read(running, nothing, ended)
 
         engine.device.start = failing  # type: ignore[method-assign]
         for request in asked:

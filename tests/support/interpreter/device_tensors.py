@@ -189,8 +189,10 @@ def _sent(to: Tensor, source: Tensor, non_blocking: bool) -> None:
     if isinstance(to, DeviceTensor) == isinstance(source, DeviceTensor):
         return
     if isinstance(source, DeviceTensor) and non_blocking:
-        raise DeviceError("a copy to the host that it does not wait for may not be there yet")
-    if non_blocking and _is_pinned(source):
+        if not _is_pinned(to):
+            raise DeviceError("a copy to the host that it does not wait for may not be there yet")
+        ORDER.receive(to)
+    elif non_blocking and _is_pinned(source):
         ORDER.send(source)
     else:
         ORDER.wait("a copy between host and device", ORDER.current.clock)

@@ -121,6 +121,7 @@ class Order:
         self.is_watched = True
         self._of_thread = threading.local()
         self._sent: list[tuple[Tensor, Tensor, Clock]] = []
+        self._coming: list[tuple[Tensor, Tensor, Clock]] = []
 
     @property
     def current(self) -> Stream:
@@ -181,8 +182,21 @@ class Order:
         join(self.host, clock)
         self._sent = [
             one for one in self._sent
-            if any(done > self.host.get(number, 0) for number, done in one[2].items())
+            if not self._is_done(one[2])
         ]  # fmt: skip
+        for to, contents, copied in self._coming:
+            if self._is_done(copied):
+                to.copy_(contents)
+        self._coming = [one for one in self._coming if not self._is_done(one[2])]
+
+    def _is_done(self, clock: Clock) -> bool:
+        """True if the host waited for all of it."""
+        return all(done <= self.host.get(number, 0) for number, done in clock.items())
+
+    def receive(self, pinned: Tensor) -> None:
+        """Have what was copied to the host's memory be there once the host waited for the copy."""
+        self._coming.append((pinned, pinned.clone(), dict(self.current.clock)))
+        spoil(pinned)
 
     def synchronize(self, device: object = None) -> None:
         """Have the host wait for everything."""
@@ -205,6 +219,14 @@ class Order:
 ORDER = Order()
 """The order of the one GPU, for good, as tensors and streams outlive what made them."""
 Stream()
+
+
+def spoil(x: Tensor) -> None:
+    """Fill memory that nobody may read yet."""
+    if x.is_floating_point():
+        x.fill_(float("nan"))
+    elif x.dtype != torch.bool:
+        x.fill_(torch.iinfo(x.dtype).max)
 
 
 @dataclass

@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
+from tests.support.interpreter.streams import spoil
+
 _WAITS = {
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.equal.default,
@@ -90,7 +92,7 @@ class _Operators(TorchDispatchMode):
         made = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
         if operator in EMPTY:
             for x in made:
-                self._notes.append(lambda x=x: _spoil(x))
+                self._notes.append(lambda x=x: spoil(x))
             return found
         given = {_memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         own = [i for i, x in enumerate(made) if _memory(x) not in given]
@@ -109,13 +111,6 @@ class _Operators(TorchDispatchMode):
 
 def _memory(x: Tensor) -> int:
     return id(x) if x.is_mkldnn else x.untyped_storage().data_ptr()
-
-
-def _spoil(x: Tensor) -> None:
-    if x.is_floating_point():
-        x.fill_(float("nan"))
-    elif x.dtype != torch.bool:
-        x.fill_(torch.iinfo(x.dtype).max)
 
 
 @contextmanager

@@ -1,0 +1,101 @@
+"""Parts of jobs in a step: before its forward, after it, or beside it on a stream of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Sequence as List
+
+from pcg.runtime.engine.clock import Clock
+from pcg.runtime.engine.device import Device
+from pcg.runtime.engine.jobs import Job, Jobs, PartGroup
+from pcg.runtime.engine.latency import Latencies
+from pcg.runtime.engine.sharing import Sharing
+from pcg.runtime.engine.sharing.step import Step
+from pcg.runtime.training.work_units import Part
+
+
+class JobParts:
+    """Runs as many parts of jobs in a step as a rule of sharing allows."""
+
+    def __init__(self, device: Device, jobs: Jobs, clock: Clock) -> None:
+        self._device = device
+        self._jobs = jobs
+        self._clock = clock
+        self._beside: list[PartGroup] = []
+
+    def run(self, sharing: Sharing, step: Step, started_s: float) -> None:
+        """Run parts before the forward of what the step serves, if it does."""
+        ahead_s = step.ahead_s() if step.is_served else 0.0
+        step.elapsed_s = self._clock.now_s() - started_s
+        while not step.is_over and (group := self._jobs.next_group(sharing, step, ahead_s)):
+            try:
+                took = self._run(group.parts, started_s + step.elapsed_s)
+            except Exception as error:
+                self._fail(group, error)
+                return
+            before_s = step.elapsed_s
+            self._advance(step, group)
+            step.elapsed_s = self._clock.now_s() - started_s
+            _observe(sharing, step, group, took, step.elapsed_s - before_s)
+
+    def _run(self, parts: List[Part], now_s: float) -> float:
+        side = self._device.side
+        if side is None:
+            self._device.run_parts(parts)
+            return self._clock.now_s() - now_s
+        side.begin()
+        with side.beside(), side.timed():
+            self._device.run_parts(parts)
+        return sum(side.join())
+
+    def run_beside(
+        self, sharing: Sharing, step: Step, latencies: Latencies | None, busy: Collection[Job]
+    ) -> None:
+        """Run parts beside the step's forward, by their predicted time.
+
+        Jobs that are busy in the forward have none: they would read what it still computes.
+
+        Observations are of the time that both take when they run at once, and so are predictions.
+        """
+        side = self._device.side
+        assert side is not None
+        assert latencies is not None
+        spent_s = step.ahead_s()
+        with side.beside():
+            while group := self._jobs.next_group(sharing, step, spent_s, busy):
+                try:
+                    with side.timed():
+                        self._device.run_parts(group.parts)
+                except Exception as error:
+                    self._fail(group, error)
+                    return
+                self._beside.append(group)
+                spent_s += latencies.of(group.phase).bound_s(group.load)
+                self._advance(step, group)
+
+    def join(self, sharing: Sharing, step: Step) -> None:
+        """Wait for the parts beside the forward, and learn how long they took."""
+        if self._beside:
+            assert self._device.side is not None
+            groups, self._beside = self._beside, []
+            for group, took_s in zip(groups, self._device.side.join(), strict=True):
+                _observe(sharing, step, group, took_s, took_s)
+
+    def _fail(self, group: PartGroup, error: Exception) -> None:
+        if not self._device.fails_alike:
+            raise error
+        self._jobs.failed(group, error)
+
+    def _advance(self, step: Step, group: PartGroup) -> None:
+        step.units += len(group.parts)
+        for job, tokens in zip(group.jobs, group.tokens, strict=True):
+            job.tokens, job.held = job.tokens + tokens, 0
+            job.advance()
+            self._jobs.settle(job)
+
+
+def _observe(
+    sharing: Sharing, step: Step, group: PartGroup, took_s: float, with_update_s: float
+) -> None:
+    step.ran_parts(group.phase, group.load, took_s, with_update_s)
+    sharing.ran(step, with_update_s)
