@@ -39,7 +39,8 @@ def why_unreachable(sequence: Sequence, forward: Latency, limits: Limits) -> str
     if request.tpot_slo_s is not None:
         least_s, why = limits.least_tpot_slo_s, "this engine takes none below"
         if least_s is None:
-            load = Load.of(1, request.length) + Load.of(limits.least_chunk, 0) + sampled
+            chunk = Load.of(limits.least_chunk, 0) + Load(chunks=1)
+            load = Load.of(1, request.length) + chunk + sampled
             least_s, why = forward.seconds(load), "a step is predicted to take"
         if request.tpot_slo_s < least_s:
             return _reason(sequence, "tpot_slo_s", request.tpot_slo_s, why, least_s)

@@ -19,7 +19,7 @@ from pcg.runtime.model.load import Load, keys_of
 from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.requests.step_plan import StepPlan
 
-_ROW = Load(sampled=1)
+_ROW = Load(sampled=1, chunks=1)
 _CHUNK = Load.of(16, 0)
 _LEAST = 16
 """Tokens of a prompt that run where nothing else does, however long they take."""

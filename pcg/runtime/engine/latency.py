@@ -4,6 +4,12 @@
     parts of jobs        g = b₀ + b₁ tokens + b₂ keys + h
     both                 h = c max(0, tokens - knee)
 
+A step that is replayed from graphs takes the host less time than one whose operators it launches,
+and rooms of steps with prompts are padded otherwise than those that only decode. So a₀ is one
+number for eager steps, one for replayed ones that only decode, and one for replayed ones with
+prompts or windows; each begins with what is known of eager ones, and is learned from its own steps.
+A step is predicted to be replayed as the latest one was that had prompts or windows, or had none.
+
 keys: the sum over tokens of the tokens that each attends to. sampled: rows of logits. a₄ is what a
 window's token takes beside one that is served, as it is saved for backward; a₅ the constant time of
 a window, whose own operators are launched. knee: on a GPU few tokens take little more than the
@@ -58,28 +64,34 @@ class Latency:
         self._scales: Vector = (
             *(constant_s, token_s, key_s, sampled_s, trained_s, window_s),
             beyond_s,
+            *(constant_s, constant_s),
         )
         self._factors = [1.0] * len(self._scales)
         self.margins = Margins()
         # At first each factor of the estimate has a standard deviation of 1.
         places = range(len(self._scales))
         self._covariance = [[float(i == j and self._scales[i] > 0) for j in places] for i in places]
+        for place in _REPLAYED.values():
+            self._covariance[place][place] = 0.0
         # The trace of the covariance is kept below that of the estimate.
         self._most_spread = sum(self._covariance[i][i] for i in places)
+        # Whether the latest step was replayed, by whether it only decoded.
+        self._is_replayed = {True: False, False: False}
 
     @property
     def coefficients_s(self) -> Vector:
         """Seconds of the constant, a token, a key, a row of logits, a token's loss, a window."""
-        return self._learned_s[:-1]
+        return self._learned_s[:_BEYOND]
 
     @property
     def knee(self) -> Knee:
         """The tokens beyond which each takes more, and how much."""
-        return Knee(self._learned_s[-1], self._knee)
+        return Knee(self._learned_s[_BEYOND], self._knee)
 
     def scaled(self, factor: float) -> Latency:
         """Return a latency that begins with so many times these coefficients."""
-        return Latency(*[*(factor * part for part in self._learned_s), self._knee])
+        begin_s = (*self.coefficients_s, self.knee.token_s)
+        return Latency(*[*(factor * part for part in begin_s), self._knee])
 
     @property
     def _learned_s(self) -> Vector:
@@ -87,9 +99,15 @@ class Latency:
 
     def seconds(self, load: Load) -> float:
         """Return the time that a load takes in the mean."""
-        a, b, c, d, e, w, h = self._learned_s
+        _, b, c, d, e, w, h, *_ = learned_s = self._learned_s
+        a = learned_s[self._constant_of(load)]
         of_rows = d * load.sampled + e * load.trained + w * load.windows
         return a + b * load.tokens + c * load.keys + of_rows + h * self._beyond(load.tokens)
+
+    def _constant_of(self, load: Load) -> int:
+        """Return the place of the constant of a step's kind."""
+        only_decodes = load.only_decodes
+        return _REPLAYED[only_decodes] if self._is_replayed[only_decodes] else _EAGER
 
     def _beyond(self, tokens: int) -> int:
         return max(0, tokens - self._knee)
@@ -138,7 +156,7 @@ class Latency:
             is_trained: True if the loss of each is computed.
             are_read: True if the logits of each are computed.
         """
-        _, token_s, key_s, sampled_s, trained_s, _, beyond_s = self._learned_s
+        _, token_s, key_s, sampled_s, trained_s, _, beyond_s, *_ = self._learned_s
         left = seconds - self.seconds(load)
         per_token = token_s + key_s * context + trained_s * is_trained + sampled_s * are_read
         if left <= 0:
@@ -169,21 +187,30 @@ class Latency:
             part_s = max(beside_s, _LEAST_PART * decoded_s)
             self.margins.observe(kind, max(over_s / part_s, _LEAST_MARGIN))
 
-    def observe(self, load: Load, seconds: float) -> None:
-        """Learn from a load that took so long; units of a last layer are no measure of others."""
+    def observe(self, load: Load, seconds: float, is_replayed: bool = False) -> None:
+        """Learn from a load that took so long; units of a last layer are no measure of others.
+
+        Args:
+            is_replayed: True if graphs ran all of it.
+        """
+        self._is_replayed[load.only_decodes] = is_replayed
+        own = self._constant_of(load)
+        if own != _EAGER:
+            self._begin_constant(own)
         predicted = self.seconds(load)
         if predicted <= 0 or seconds <= 0 or load.ends:
             return
         # Relative: an error of a tenth weighs the same for every load.
-        amounts = (
-            *(1, load.tokens, load.keys, load.sampled, load.trained, load.windows),
-            self._beyond(load.tokens),
-        )
+        amounts = [0, load.tokens, load.keys, load.sampled, load.trained, load.windows]
+        amounts += [self._beyond(load.tokens), 0, 0]
+        amounts[own] = 1
         x = [s * amount / predicted for s, amount in zip(self._scales, amounts, strict=True)]
         covariance, places = self._covariance, range(len(x))
         # While loads are alike, forgetting would only make the other factors uncertain.
         is_certain = sum(covariance[i][i] for i in places) < self._most_spread
         forget = _FORGET if is_certain else 1.0
+        others = {_EAGER, *_REPLAYED.values()} - {own}
+        kept = [1.0 if place in others else forget**0.5 for place in places]
         error = max(-_MOST_ERROR, min(_MOST_ERROR, seconds / predicted - 1.0))
         while True:
             spread = [sum(p * v for p, v in zip(row, x, strict=True)) for row in covariance]
@@ -197,9 +224,19 @@ class Latency:
                 x[i] = 0.0
         self._factors = [max(one, _LEAST_FACTOR) for one in moved]
         self._covariance = [
-            [(covariance[i][j] - spread[i] * spread[j] / gain_by) / forget for j in places]
+            [
+                (covariance[i][j] - spread[i] * spread[j] / gain_by) / (kept[i] * kept[j])
+                for j in places
+            ]
             for i in places
         ]
+
+    def _begin_constant(self, place: int) -> None:
+        """Learn the constant of a kind from its first step on, from what is known of eager ones."""
+        if not self._covariance[place][place] and self._scales[place] > 0:
+            self._factors[place] = self._factors[_EAGER]
+            self._covariance[place][place] = 1.0
+            self._most_spread += 1.0
 
 
 def _most_tokens(seconds: float, per_token: float, key_s: float) -> int:
@@ -275,6 +312,9 @@ class Latencies:
             latency.margins.pass_step()
 
 
+_EAGER, _BEYOND, _REPLAYED = 0, 6, {True: 7, False: 8}
+"""Places of coefficients: the constant of eager steps, a token beyond the knee, and the constants of
+replayed steps, by whether they only decode."""
 _FORGET = 0.98
 """The weight of an observation after the next one: about fifty count."""
 _NOISE = 0.1

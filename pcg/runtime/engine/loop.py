@@ -289,7 +289,7 @@ class EngineLoop:
         if self._latencies is None and plan.chunks and (self.jobs.layers or is_paced):
             self._latencies = Latencies.guessed(step.load, took, self.jobs.layers or 1)
             self.scheduler.pace = self._latencies.forward
-        step.ran_forward(took)
+        step.ran_forward(took, flight.running.is_replayed)
         self._parts.join(self.sharing, step)
         self._accept(flight, results)
         for job in self.jobs.unpaused:

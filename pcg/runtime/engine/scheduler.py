@@ -37,8 +37,8 @@ from pcg.runtime.model.margins import StepKind
 from pcg.runtime.requests.sequence import Sequence, State
 from pcg.runtime.requests.step_plan import StepPlan
 
-_LAST_ROW = Load(sampled=1)
-"""The load of sampling after a prompt's last token."""
+_LAST_ROW = Load(sampled=1, chunks=1)
+"""The load of a prompt beside its tokens: it is sampled after the last one."""
 
 
 class Scheduler:

@@ -231,6 +231,7 @@ class StepRunner:
         if windows:
             # Graphs have products of their own: those of windows run after them.
             self._run_forward([], windows)
+        running.is_replayed = all(cast(TrainingPass, w.whole).is_replayed for w, _ in windows)
         return running.computed(recorded.logits, recorded.tokens)
 
     def _eager(

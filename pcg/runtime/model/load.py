@@ -17,6 +17,7 @@ class Load:
         windows: windows of finetuning.
         ends: backward units of the last layer to go back, which needs no gradient of its inputs; an
             update may follow.
+        chunks: sequences of which more than one token runs.
     """
 
     tokens: int = 0
@@ -25,6 +26,12 @@ class Load:
     trained: int = 0
     windows: int = 0
     ends: int = 0
+    chunks: int = 0
+
+    @property
+    def only_decodes(self) -> bool:
+        """True if each sequence runs a token, and nothing runs beside them."""
+        return not (self.chunks or self.windows)
 
     def __add__(self, other: Load) -> Load:
         return Load(
@@ -34,6 +41,7 @@ class Load:
             self.trained + other.trained,
             self.windows + other.windows,
             self.ends + other.ends,
+            self.chunks + other.chunks,
         )
 
     @classmethod

@@ -20,6 +20,7 @@ class StepPlan:
         decoded: the load of the sequences that decode.
         is_late: True if even without chunks no gap would be kept.
         chunks: sequences, and how many of their pending tokens run.
+        longer: the number of those of which more than one runs.
         awaits_first_token: True if a request waits for its first token, running or queued.
     """
 
@@ -33,6 +34,7 @@ class StepPlan:
     tokens: int = 0
     keys: int = 0
     sampled: int = 0
+    longer: int = 0
     awaits_first_token: bool = False
 
     @property
@@ -42,13 +44,14 @@ class StepPlan:
 
     @property
     def load(self) -> Load:
-        return Load(self.tokens, self.keys, self.sampled)
+        return Load(self.tokens, self.keys, self.sampled, chunks=self.longer)
 
     def add(self, sequence: Sequence, tokens: int) -> None:
         self.chunks.append((sequence, tokens))
         self.tokens += tokens
         self.keys += keys_of(tokens, sequence.cached)
         self.sampled += tokens == sequence.pending
+        self.longer += tokens > 1
         if sequence.reads:
             self.sampled += len(sequence.unread(sequence.cached, sequence.cached + tokens))
         self.awaits_first_token |= sequence.first_token_s is None and not sequence.ahead

@@ -252,6 +252,11 @@ class TrainingPass(WindowedPass):
             )
         return window
 
+    @property
+    def is_replayed(self) -> bool:
+        """True if recorded layers ran its latest window."""
+        return bool(self._windows) and self._windows[-1].slot is not None
+
     def layer_requests(self, layer: int, window: Window) -> ProductRequest[None]:
         """Take a window through one layer."""
         if window.slot is not None:

@@ -49,6 +49,42 @@ def test_rows_of_logits_and_windows_are_learned() -> None:
         assert latency.seconds(load) == pytest.approx(took(load), rel=0.1)
 
 
+def replays(load: Load, was_recorded: bool) -> tuple[float, bool]:
+    """A device whose steps begin in 0.4 ms or 1.5 ms replayed, and in 15.4 ms eagerly."""
+    is_replayed = load.only_decodes or was_recorded
+    begins_s = (4e-4 if load.only_decodes else 1.5e-3) if is_replayed else TRUTH[0]
+    return took(load) - TRUTH[0] + begins_s, is_replayed
+
+
+def test_each_kind_of_step_has_an_intercept() -> None:
+    """First all is eager; then what decodes is replayed, and at last windows and prompts, too."""
+    latency = Latency(0.02, 3e-4, 1e-6, 3e-4, 3e-3, 0.008)
+    random = Random(1)
+    prompts = Load(chunks=1)
+    for number, load in enumerate(steps(900)):
+        load += prompts if load.tokens > load.sampled and not load.windows else Load()
+        took_s, is_replayed = replays(load, number >= 600)
+        if number < 200:
+            took_s, is_replayed = took(load), False
+        latency.observe(load, took_s * random.uniform(0.97, 1.03), is_replayed)
+        if number in (199, 599, 899):
+            for other in steps(60):
+                other += prompts if other.tokens > other.sampled and not other.windows else Load()
+                took_s, _ = (took(other), False) if number < 200 else replays(other, number > 600)
+                assert latency.seconds(other) == pytest.approx(took_s, rel=0.05), number
+
+
+def test_a_kind_that_is_eager_again_has_its_own_intercept() -> None:
+    """As where an adapter comes that no graph serves: it is known from before."""
+    latency, load = Latency(0.01, 1e-4, 1e-8), Load(8, 800, 8)
+    for is_replayed, took_s in ((False, 0.017), (True, 0.004)):
+        for _ in range(100):
+            latency.observe(load, took_s, is_replayed)
+        assert latency.seconds(load) == pytest.approx(took_s, rel=0.02)
+    latency.observe(load, 0.017, False)
+    assert latency.seconds(load) == pytest.approx(0.017, rel=0.05)
+
+
 def test_what_takes_nothing_by_the_estimate_is_not_learned() -> None:
     latency = Latency(0.01, 1e-4, 1e-7)
     for load in steps(300):

@@ -87,7 +87,7 @@ def load(random: Random) -> list[Request]:
     for number in range(24):
         own = prompts((random.randrange(1, 30),))[0]
         ids = common[: random.choice((0, 0, 20, 40))] + own
-        fields = {"max_new_tokens": random.randrange(2, 12)} | kinds[number % len(kinds)]
+        fields = {"max_new_tokens": random.randrange(4, 12)} | kinds[number % len(kinds)]
         params = SamplingParams(seed=number, **fields)
         adapter = EXECUTOR.adapters["a"] if random.random() < 0.5 else None
         found.append(Request(tuple(ids), params, adapter, f"t{number % 3}"))

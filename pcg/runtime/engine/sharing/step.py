@@ -102,15 +102,15 @@ class Step:
             return 0.0
         return self.latencies.forward.bound_s(self.load, self.decoded)
 
-    def ran_forward(self, took_s: float) -> None:
-        """Learn from the time of its forward."""
+    def ran_forward(self, took_s: float, is_replayed: bool) -> None:
+        """Learn from the time of its forward, all of which graphs ran or not."""
         self.spent_s += took_s
         if self.load.windows and self.latencies is not None:
             served_s = self.latencies.forward.seconds(self.served) if self.is_served else 0.0
             self.trained_s += max(0.0, took_s - served_s)
         if self.latencies is not None:
             self._learn(self.latencies.forward, self.load, self.decoded, took_s)
-            self.latencies.forward.observe(self.load, took_s)
+            self.latencies.forward.observe(self.load, took_s, is_replayed)
 
     def ran_parts(self, phase: Phase, load: Load, took_s: float, with_update_s: float) -> None:
         """Learn from the time of parts of jobs, without and with what followed from them."""

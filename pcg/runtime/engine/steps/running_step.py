@@ -89,6 +89,9 @@ class RunningStep:
 
     Its results are copied to the host behind it, and an event tells when they are there, so that
     the host waits for this step and not for those that were started since.
+
+    Attributes:
+        is_replayed: True if recorded steps ran all of its forward.
     """
 
     def __init__(self, choice: TokenChoice, ready: List[Sequence]) -> None:
@@ -99,6 +102,7 @@ class RunningStep:
         """
         self._choice = choice
         self._ready = ready
+        self.is_replayed = False
         self._logits: Tensor | None = None
         self._likeliest: Tensor | None = None
         self._computed: list[Computed] = []

@@ -27,6 +27,10 @@ class StartedStep(Protocol):
         """Wait for the end, and return what the step computed."""
 
     @property
+    def is_replayed(self) -> bool:
+        """True if recorded steps ran all of its forward."""
+
+    @property
     def device_s(self) -> float | None:
         """The device's own time for the step, once it was read; None if it has no such clock."""
 
@@ -36,6 +40,7 @@ class FinishedStep:
     """A step of a device that is done when it is started, and how its results are had."""
 
     results: Callable[[], StepResults]
+    is_replayed: bool = False
     device_s: float | None = None
 
     def draw(self) -> None:
