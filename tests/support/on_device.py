@@ -13,6 +13,7 @@ import torch
 
 import pcg.compiler as compiler
 from pcg.runtime.data.example import Example
+from pcg.runtime.engine.device import SideStream
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.model.recorder import CudaRecorder
 from pcg.runtime.model.step_graphs import EAGER_STEPS
@@ -204,7 +205,7 @@ def windows_are_recorded() -> None:
         executor = compiler.compile(base, backend="triton", device=DEVICE)
         engine = executor.engine(Limits(tokens=20), kv_cache_bytes=2**20)
         job = engine.finetune(
-            data, "trained", peft=recipe, max_steps=4, batch_size=2, learning_rate=0.01
+            data, "trained", peft=recipe, max_steps=5, batch_size=2, learning_rate=0.01
         )
         replayed: list[int] = []
         step, read = UpdateGraphs.step, step_room.broadcast_from_first
@@ -217,25 +218,31 @@ def windows_are_recorded() -> None:
             with waiting():
                 return read(*of).cpu()
 
+        def joined(*of: Any, join: Any = SideStream.join) -> Any:
+            with waiting():  # for the time that parts took
+                return join(*of)
+
         recorder_for = CudaRecorder if is_recorded else lambda device: None
         with (
+            patch.object(SideStream, "join", joined),
             patch.object(bound_training, "recorder_for", recorder_for),
             patch.object(UpdateGraphs, "step", ended),
             patch.object(step_room, "broadcast_from_first", numbers),
         ):
-            while job.record is None or job.record.step < 3:
+            while job.error is None and (job.record is None or job.record.step < 3):
                 engine.step()
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
             try:
-                while job.record.step < 4 and job.error is None:
+                while job.error is None and job.record.step < 4:
                     engine.step()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             while not engine.is_idle:
                 engine.step()
-        assert job.error is None
-        assert len(replayed) == (4 if is_recorded else 0)
+        if job.error is not None:
+            raise job.error
+        assert len(replayed) == (5 if is_recorded else 0)
         found.append([tensor.cpu() for tensor in executor.adapters["trained"].tensors])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)

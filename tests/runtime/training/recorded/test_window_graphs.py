@@ -30,7 +30,7 @@ from tests.support.interpreter.tape import Tape
 from tests.support.prompts import prompts
 
 bf16.install()
-LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
 
 
 def executor_of() -> Executor:
