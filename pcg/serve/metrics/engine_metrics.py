@@ -60,11 +60,18 @@ class Served:
 
 
 class EngineMetrics:
-    """The metrics of an engine as a page of text; for one event loop."""
+    """The metrics of an engine as a page of text; for one event loop.
 
-    def __init__(self, client: EngineClient, served: Served) -> None:
+    Args:
+        now_s: a clock, seconds.
+    """
+
+    def __init__(
+        self, client: EngineClient, served: Served, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
         self._client = client
         self._served = served
+        self._now_s = now_s
         self._lock = asyncio.Lock()
         common = {"model_name": served.model, "engine": "0"}
         self._state = _Part(Exposition(common))
@@ -76,13 +83,13 @@ class EngineMetrics:
         if pid != os.getpid():
             ProcessCollector("pcg_engine", pid=lambda: pid, registry=self._process)
         self._of_process = b""
-        self._process_read_s = -_PROCESS_KEPT_S
+        self._process_read_s = -math.inf
         self._page = b""
 
     async def page(self) -> bytes:
         """Return the page in Prometheus' text format 0.0.4."""
         async with self._lock:
-            now_s = time.monotonic()
+            now_s = self._now_s()
             if now_s - self._state.made_s >= _KEPT_S:
                 numbers = await asyncio.wrap_future(self._client.numbers())
                 self._state.make(now_s, lambda to: self._write_state(to, numbers))
