@@ -47,7 +47,7 @@ class EngineLoop:
         submitted: number of requests so far, which is the index of the next one's chunks.
         worked: True if the last step ran anything.
         awaited: tells if somebody waits; a step that serves nothing then ends between two parts.
-        meanwhile: called once a step's work is under way, before results are read.
+        meanwhile: called once a step is planned: before its work, or behind a launch of that.
     """
 
     def __init__(
@@ -144,8 +144,7 @@ class EngineLoop:
                     f"there is a request {one.id!r} already; give each its own request_id, or none"
                 )
         self.log.add(Event(now, Kind.SUBMITTED, sequence.id, sequence.described()))
-        reserved = self.jobs.most_pages if self.jobs else 0
-        error = self.scheduler.refusal(sequence, reserved)
+        error = self.scheduler.refusal(sequence, self.jobs.most_pages if self.jobs else 0)
         if error is not None:
             sequence.state = State.REFUSED
             self._note(Kind.REFUSED, sequence.id, reason=str(error))
@@ -214,8 +213,9 @@ class EngineLoop:
         windows = self._windows(step, suspect)
         if step.load.tokens:
             self._run(step, plan, suspect, windows, begins_s, is_beside)
-        elif before is not None:
+        else:
             self.land()
+            self._suspects.ran(suspect, has_tokens=False)
         if not step.is_served:
             self._parts.run(self.sharing, step, now)
         self.worked = bool(step.load.tokens or step.units or is_ahead)
@@ -232,8 +232,11 @@ class EngineLoop:
     ) -> None:
         """Start a step, and read the one before; read this one, too, if the device is not ahead."""
         jobs, now = [job for job, _, _ in windows], self.clock.now_s()
+        is_read_now = not self.device.is_ahead or bool(self.jobs) or suspect is not None
         flight: Flight | None = None
         try:
+            if self.meanwhile is not None and self.device.side is None:
+                self.meanwhile()
             running = self.device.start(plan.chunks, [(unit, count) for _, unit, count in windows])
             takes_s = 0.0 if self._latencies is None else self._latencies.forward.seconds(step.load)
             flight = Flight(plan, step, running, suspect, jobs, now, begins_s + takes_s)
@@ -242,13 +245,13 @@ class EngineLoop:
                 running.draw()
             if is_beside:
                 self._parts.run_beside(self.sharing, step, self._latencies, jobs)
-            if self.meanwhile is not None:
+            if self.meanwhile is not None and self.device.side is not None:
                 self.meanwhile()
             if self._flight is not None:
                 self._read(self._flight)
                 self._flight = None
                 running.draw()
-            if not self.device.is_ahead or jobs or suspect is not None:
+            if is_read_now:
                 self._read(flight)
             else:
                 self._flight = flight
