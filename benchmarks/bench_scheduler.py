@@ -107,6 +107,7 @@ class StubDevice:
     side = None
     fails_alike = True
     is_ahead = False
+    late: Mapping[str, int] = {}
 
     def open(self, request: Request, number: int) -> Running:
         return Running(request.named(number), number, request, request.params.max_new_tokens, 0.0)

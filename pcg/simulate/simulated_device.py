@@ -104,6 +104,11 @@ class SimulatedDevice:
         ]
         return sequence
 
+    @property
+    def late(self) -> dict[str, int]:
+        """Nothing: a simulated device compiles nothing."""
+        return {}
+
     def copy_page(self, page: int, to: int) -> None:
         """Do nothing: there are no keys and values."""
 

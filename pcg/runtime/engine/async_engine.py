@@ -245,6 +245,7 @@ class AsyncEngine(StepThread):
             free_pages=scheduler.pool.free + scheduler.adapters.idle_pages,
             adapters=len(scheduler.adapters),
             shares_prefixes=scheduler.prefixes is not None,
+            late=self.engine.device.late,
             totals=self.engine.totals,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -63,12 +63,17 @@ class Device(Protocol):
         side: runs parts of jobs; None if they do not run beside the forward.
         fails_alike: True if an error is seen by all who run a step; over ranks it may be one's own.
         is_ahead: True if a step may be started before the tokens of the one before are read.
+        late: what was made ready while requests waited, by its kind: kernels that were compiled,
+            steps that were recorded. After a warm-up there should be none.
     """
 
     cache: Any
     side: SideStream | None
     fails_alike: bool
     is_ahead: bool
+
+    @property
+    def late(self) -> Mapping[str, int]: ...
 
     def open(self, request: Request, number: int) -> Sequence:
         """Return the state of a new request, with other continuations as its followers.

@@ -313,7 +313,7 @@ class Latencies:
 
 
 _EAGER, _BEYOND, _REPLAYED = 0, 6, {True: 7, False: 8}
-"""Places of coefficients: the constant of eager steps, a token beyond the knee, and the constants of
+"""Places of coefficients: the constant of eager steps, a token beyond the knee, and constants of
 replayed steps, by whether they only decode."""
 _FORGET = 0.98
 """The weight of an observation after the next one: about fifty count."""

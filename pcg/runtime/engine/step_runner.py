@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as List
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from pcg.errors import GenerationError
 from pcg.kernels.torch.products import ProductRequest
+from pcg.kernels.triton.compilations import compiled
 from pcg.kernels.uploads import uploaded_list
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
@@ -88,6 +90,20 @@ class StepRunner:
         if self.graphs is not None:
             latest = self.graphs.latest
         self._choice = TokenChoice(self._runner, self._device, self._grammars, latest)
+        self._ready = self._made
+
+    @property
+    def _made(self) -> Counter[str]:
+        """What was made ready for steps so far, by its kind."""
+        if self.graphs is None:
+            return Counter()
+        return Counter(kernels=compiled().total(), steps=self.graphs.recorded)
+
+    @property
+    def late(self) -> dict[str, int]:
+        """The kernels that were compiled and the steps that were recorded since the warm-up."""
+        made = self._made
+        return {kind: made[kind] - self._ready[kind] for kind in made}
 
     def warm_up(self, adapters: List[Adapter]) -> None:
         """Record the steps that may come, and compile the kernels that choose tokens.
@@ -103,6 +119,7 @@ class StepRunner:
                 logits = torch.zeros((1, self._vocabulary), dtype=dtype, device=self._device)
                 for params in _WAYS_TO_CHOOSE:
                     sample(logits, [Sampler(params, (ANY_TOKEN,))], self._runner.drawing)
+        self._ready = self._made
 
     def use(self, program: ServingProgram) -> None:
         """Serve by a program for other adapter sites."""

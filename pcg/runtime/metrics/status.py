@@ -47,6 +47,8 @@ class EngineNumbers:
             used last among them.
         adapters: adapters that have pages.
         shares_prefixes: True if requests share the blocks of their common beginnings.
+        late: kernels that were compiled and steps that were recorded while requests waited, by
+            kind; none on devices that record nothing.
     """
 
     waiting: int
@@ -58,6 +60,7 @@ class EngineNumbers:
     free_pages: int
     adapters: int
     shares_prefixes: bool
+    late: Mapping[str, int]
     totals: Totals
 
     @property

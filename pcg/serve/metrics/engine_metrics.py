@@ -123,6 +123,7 @@ class EngineMetrics:
         own_families.write_adapters(to, totals.adapters, in_host, served.owned)
         own_families.write_jobs(to, totals, jobs, served.owned)
         own_families.write_promises(to, totals)
+        own_families.write_late(to, numbers)
         own_families.write_memory(to, numbers, served.memory_bytes)
 
     def _process_part(self, now_s: float) -> bytes:

@@ -119,5 +119,13 @@ def write_memory(to: Exposition, numbers: EngineNumbers, kinds: Mapping[str, int
     to.gauge("pcg:waiting_prompt_tokens", "Tokens of prompts that wait.", numbers.waiting_tokens)
 
 
+def write_late(to: Exposition, numbers: EngineNumbers) -> None:
+    """Write what was made ready while requests waited for it."""
+    words = "Kernels compiled and steps recorded since the warm-up, while requests waited."
+    to.counters(
+        "pcg:late_preparations", words, [({"kind": k}, count) for k, count in numbers.late.items()]
+    )
+
+
 def _labels(of: str, owned: Owned) -> dict[str, str]:
     return {of: owned.name, "tenant": owned.tenant}

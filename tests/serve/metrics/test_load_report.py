@@ -48,7 +48,7 @@ def ask(service: Service, path: str, key: str, asked: str, stream: bool = False)
 
 def test_the_formats_are_orcas() -> None:
     numbers = EngineNumbers(2, 1, 4, 9, {}, pages=10, free_pages=6, adapters=0,
-                            shares_prefixes=True, totals=Totals(EventLog()))  # fmt: skip
+                            shares_prefixes=True, late={}, totals=Totals(EventLog()))  # fmt: skip
     text = "TEXT named_metrics.kv_cache_usage_perc=0.4, named_metrics.num_requests_waiting=3.0"
     assert load_headers("text", numbers) == {REPORT: text}
     kind, _, content = load_headers("JSON", numbers)[REPORT].partition(" ")
