@@ -211,11 +211,11 @@ class EngineLoop:
         begins_s = now if before is None else max(now, before.due_s)
         step.elapsed_s = max(0.0, self.clock.now_s() - begins_s)
         windows = self._windows(step, suspect)
-        if step.load.tokens:
-            self._run(step, plan, suspect, windows, begins_s, is_beside)
-        else:
+        if not step.load.tokens:
             self.land()
             self._suspects.ran(suspect, has_tokens=False)
+        elif not self._run(step, plan, suspect, windows, begins_s, is_beside):
+            return self._taken_chunks()
         if not step.is_served:
             self._parts.run(self.sharing, step, now)
         self.worked = bool(step.load.tokens or step.units or is_ahead)
@@ -229,8 +229,12 @@ class EngineLoop:
         windows: list[tuple[Job, Forward, int]],
         begins_s: float,
         is_beside: bool,
-    ) -> None:
-        """Start a step, and read the one before; read this one, too, if the device is not ahead."""
+    ) -> bool:
+        """Start a step, and read the one before; read this one, too, if the device is not ahead.
+
+        Returns:
+            False if one of them failed.
+        """
         jobs, now = [job for job, _, _ in windows], self.clock.now_s()
         is_read_now = not self.device.is_ahead or bool(self.jobs) or suspect is not None
         flight: Flight | None = None
@@ -254,12 +258,14 @@ class EngineLoop:
             if is_read_now:
                 self._read(flight)
             else:
-                self._flight = flight
+                self._flight, step.is_under_way = flight, True
         except BaseException as error:
             ran = [*(one for one, _ in plan.chunks), *jobs]
             if self._flight is not None and flight is None:
                 self.land()
             self._give_up([*([] if self._flight is None else self._flight.ran), *ran], now, error)
+            return False
+        return True
 
     def land(self) -> None:
         """Read the step that is under way, if one is; `step` then returns its chunks."""
@@ -287,7 +293,7 @@ class EngineLoop:
         results, step, plan = flight.running.read(), flight.step, flight.plan
         now = self.clock.now_s()
         took = flight.took_s(now, self._read_s)
-        self._read_s = now
+        self._read_s, step.is_under_way = now, False
         is_paced = self.scheduler.policy.is_paced and not plan.has_prompts
         if self._latencies is None and plan.chunks and (self.jobs.layers or is_paced):
             self._latencies = Latencies.guessed(step.load, took, self.jobs.layers or 1)

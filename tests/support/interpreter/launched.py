@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 from unittest.mock import patch
@@ -49,7 +50,7 @@ def launched(function: str, architecture: int = 90, *arguments: str) -> list[Cod
 # ------------------------------------------------------------------------- the other process
 
 
-class _Driver:
+class GpuDriver:
     """A GPU as Triton asks for it."""
 
     def __init__(self, architecture: int) -> None:
@@ -67,22 +68,17 @@ class _Driver:
         return 0
 
 
-def _main(function: str, architecture: int, *arguments: str) -> None:
+def zeros_for_kernels() -> AbstractContextManager[Any]:
+    """Have zeros for what kernels would compute, which do not run, and for products."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
 
-    from tests.support.interpreter.stand_in import Graph, tensors_on_cuda
-    from tests.support.interpreter.streams import ORDER
     from tests.support.interpreter.tape import EMPTY
 
     aten = torch.ops.aten
     products = {aten.addmm.default, aten.bmm.default, aten.mm.default}
 
     class Zeros(TorchDispatchMode):
-        """Tensors that kernels would fill, and products, which take long."""
-
         def __torch_dispatch__(
             self, operator: Any, _: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
@@ -92,7 +88,18 @@ def _main(function: str, architecture: int, *arguments: str) -> None:
             found = operator(*args, **(kwargs or {}))
             return found.zero_() if operator in EMPTY else found
 
-    driver.set_active(_Driver(architecture))
+    return Zeros()
+
+
+def _main(function: str, architecture: int, *arguments: str) -> None:
+    import torch
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from tests.support.interpreter.stand_in import Graph, tensors_on_cuda
+    from tests.support.interpreter.streams import ORDER
+
+    driver.set_active(GpuDriver(architecture))
     ORDER.is_watched = False
     Graph.replay = lambda self: None  # type: ignore[method-assign]
     run, made = JITFunction.run, {}
@@ -110,7 +117,7 @@ def _main(function: str, architecture: int, *arguments: str) -> None:
         patch.object(JITFunction, "run", compiled),
         tensors_on_cuda(),
         patch.object(torch.cuda, "get_device_capability", capability),
-        Zeros(),
+        zeros_for_kernels(),
     ):
         getattr(importlib.import_module(module), name)(*arguments)
     print(json.dumps([asdict(code_of(n, kernel, architecture)) for n, kernel in made.values()]))

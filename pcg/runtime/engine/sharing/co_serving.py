@@ -49,7 +49,8 @@ class CoServing(Sharing):
         self._last = 0
         self._left = TimeLeft()
         self._windows = WindowChoice(self._left)
-        self._before: tuple[Step, float] | None = None
+        self._before: list[tuple[Step, float]] = []
+        self._has_guess = False
         self._account = TimeAccount()
 
     @property
@@ -72,13 +73,16 @@ class CoServing(Sharing):
             step.latencies.pass_step()
 
     def _note_time(self, step: Step, latencies: Latencies) -> None:
-        """Note the time of the step before, and the room that this one has."""
+        """Note the time of the step before, once it is known, and the room that this one has."""
         slo_s = step.limits.tpot_slo_s
-        if self._before is not None:
-            self._left.note(*self._before)
-        elif slo_s is not None:
+        if not self._has_guess and slo_s is not None:
             self._left.expect(slo_s - latencies.forward.bound_s(Load(1, sampled=1)), slo_s)
-        self._before = step, step.left_s(self.burst) - step.ahead_s()
+        self._has_guess = True
+        for before, room_s in self._before:
+            if not before.is_under_way:
+                self._left.note(before, room_s)
+        self._before = [one for one in self._before if one[0].is_under_way]
+        self._before.append((step, step.left_s(self.burst) - step.ahead_s()))
 
     def _keeps_gaps(self, step: Step) -> bool:
         """Return True where time that a step leaves is lost: there is a promise for each gap."""

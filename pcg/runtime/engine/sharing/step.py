@@ -28,6 +28,7 @@ class Step:
         trained_s: the part of it that finetuning took, as far as predictions tell.
         served: the load of what is served.
         awaited: tells if somebody waits for its end; None where it serves something.
+        is_under_way: True while it runs on the device and others are planned.
     """
 
     limits: Limits
@@ -45,6 +46,7 @@ class Step:
     trained_s: float = 0.0
     served: Load = field(default_factory=Load)
     awaited: Callable[[], bool] | None = None
+    is_under_way: bool = False
 
     @property
     def yields(self) -> bool:
