@@ -30,7 +30,6 @@ from pcg.runtime.engine.taken import Taken
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.metrics.events import KEPT_EVENTS, Event, EventLog, Kind
 from pcg.runtime.metrics.totals import Totals
-from pcg.runtime.model.load import Load
 from pcg.runtime.requests.deadlines import Deadlines
 from pcg.runtime.requests.groups import Groups
 from pcg.runtime.requests.request import Chunk, Request
@@ -210,7 +209,7 @@ class EngineLoop:
             self._parts.run(self.sharing, step, now)
         begins_s = now if before is None else max(now, before.due_s)
         step.elapsed_s = max(0.0, self.clock.now_s() - begins_s)
-        windows = self._windows(step, suspect)
+        windows = self._parts.windows(self.sharing, step, suspect)
         if not step.load.tokens:
             self.land()
             self._suspects.ran(suspect, has_tokens=False)
@@ -379,22 +378,6 @@ class EngineLoop:
             self._note(Kind.FINISHED, sequence.id, reason=reason, tokens=len(sequence.generated))
         for sequence, cause in taken.failed.items():
             self._fail(sequence, cause)
-
-    # ------------------------------------------------------------------------------- finetuning
-
-    def _windows(
-        self, step: Step, suspect: Sequence | Job | None
-    ) -> list[tuple[Job, Forward, int]]:
-        found: list[tuple[Job, Forward, int]] = []
-        for job, unit in self.jobs.forward():
-            if suspect not in (None, job):
-                continue
-            tokens = unit.whole.fitting(min(unit.remaining, self.sharing.forward(step, unit)))
-            if tokens > 0:
-                found.append((job, unit, tokens))
-                step.load += Load.of_window(tokens, unit.context)
-                job.tokens += tokens
-        return found
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page, a sequence or a job is lost, or in two places."""

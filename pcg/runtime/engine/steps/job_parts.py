@@ -1,4 +1,7 @@
-"""Parts of jobs in a step: before its forward, after it, or beside it on a stream of their own."""
+"""Jobs in a step: windows within its forward, and parts before it, after it, or beside it.
+
+Parts beside it run on a stream of their own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from pcg.runtime.engine.jobs import Job, Jobs, PartGroup
 from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.sharing import Sharing
 from pcg.runtime.engine.sharing.step import Step
-from pcg.runtime.training.work_units import Part
+from pcg.runtime.model.load import Load
+from pcg.runtime.training.work_units import Forward, Part
 
 
 class JobParts:
@@ -22,6 +26,25 @@ class JobParts:
         self._jobs = jobs
         self._clock = clock
         self._beside: list[PartGroup] = []
+
+    def windows(
+        self, sharing: Sharing, step: Step, suspect: object
+    ) -> list[tuple[Job, Forward, int]]:
+        """Return the windows that go forward whole in a step: jobs, units, and their tokens.
+
+        Args:
+            suspect: what runs alone; None for nothing.
+        """
+        found: list[tuple[Job, Forward, int]] = []
+        for job, unit in self._jobs.forward():
+            if suspect not in (None, job):
+                continue
+            tokens = unit.whole.fitting(min(unit.remaining, sharing.forward(step, unit)))
+            if tokens > 0:
+                found.append((job, unit, tokens))
+                step.load += Load.of_window(tokens, unit.context)
+                job.tokens += tokens
+        return found
 
     def run(self, sharing: Sharing, step: Step, started_s: float) -> None:
         """Run parts before the forward of what the step serves, if it does."""
