@@ -13,6 +13,7 @@ relative errors with no coefficient below 0.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
@@ -73,6 +74,7 @@ class ProfiledDevice:
     Attributes:
         cache: the device's cache.
         side: None, so that each part is measured by itself.
+        is_ahead: False, so that each step is.
         shape: the shape of the last step; None where it ran no tokens.
         behind_s: the seconds of the last step's parts and updates.
     """
@@ -86,9 +88,14 @@ class ProfiledDevice:
         self.prefetch, self.is_copying = device.prefetch, device.is_copying
         self.copy_page = device.copy_page
         self.fails_alike, self.check_alive = device.fails_alike, device.check_alive
+        self.is_ahead = False
         self._device = device
         self._clock = clock
         self._profile = profile
+
+    @property
+    def late(self) -> Mapping[str, int]:
+        return self._device.late
 
     def step(self, engine: EngineLoop) -> int:
         """Run and measure a step of the engine; returns how many requests ended."""

@@ -123,8 +123,10 @@ class StepRunner:
 
     def use(self, program: ServingProgram) -> None:
         """Serve by a program for other adapter sites."""
+        late = self.late
         self._tables.close()
         self._bind(program)
+        self._ready.subtract(late)
 
     def open(self, request: Request, number: int) -> Sequence:
         """Return the state of a new request, with other continuations as its followers.

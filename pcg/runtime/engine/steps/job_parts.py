@@ -21,8 +21,7 @@ from pcg.runtime.training.work_units import Forward, Part
 class JobParts:
     """Runs as many parts of jobs in a step as a rule of sharing allows."""
 
-    def __init__(self, device: Device, jobs: Jobs, clock: Clock) -> None:
-        self._device = device
+    def __init__(self, jobs: Jobs, clock: Clock) -> None:
         self._jobs = jobs
         self._clock = clock
         self._beside: list[PartGroup] = []
@@ -46,33 +45,38 @@ class JobParts:
                 job.tokens += tokens
         return found
 
-    def run(self, sharing: Sharing, step: Step, started_s: float) -> None:
+    def run(self, device: Device, sharing: Sharing, step: Step, started_s: float) -> None:
         """Run parts before the forward of what the step serves, if it does."""
         ahead_s = step.ahead_s() if step.is_served else 0.0
         step.elapsed_s = self._clock.now_s() - started_s
         while not step.is_over and (group := self._jobs.next_group(sharing, step, ahead_s)):
             try:
-                took = self._run(group.parts, started_s + step.elapsed_s)
+                took = self._run(device, group.parts, started_s + step.elapsed_s)
             except Exception as error:
-                self._fail(group, error)
+                self._fail(device, group, error)
                 return
             before_s = step.elapsed_s
             self._advance(step, group)
             step.elapsed_s = self._clock.now_s() - started_s
             _observe(sharing, step, group, took, step.elapsed_s - before_s)
 
-    def _run(self, parts: List[Part], now_s: float) -> float:
-        side = self._device.side
+    def _run(self, device: Device, parts: List[Part], now_s: float) -> float:
+        side = device.side
         if side is None:
-            self._device.run_parts(parts)
+            device.run_parts(parts)
             return self._clock.now_s() - now_s
         side.begin()
         with side.beside(), side.timed():
-            self._device.run_parts(parts)
+            device.run_parts(parts)
         return sum(side.join())
 
     def run_beside(
-        self, sharing: Sharing, step: Step, latencies: Latencies | None, busy: Collection[Job]
+        self,
+        device: Device,
+        sharing: Sharing,
+        step: Step,
+        latencies: Latencies | None,
+        busy: Collection[Job],
     ) -> None:
         """Run parts beside the step's forward, by their predicted time.
 
@@ -80,7 +84,7 @@ class JobParts:
 
         Observations are of the time that both take when they run at once, and so are predictions.
         """
-        side = self._device.side
+        side = device.side
         assert side is not None
         assert latencies is not None
         spent_s = step.ahead_s()
@@ -88,24 +92,24 @@ class JobParts:
             while group := self._jobs.next_group(sharing, step, spent_s, busy):
                 try:
                     with side.timed():
-                        self._device.run_parts(group.parts)
+                        device.run_parts(group.parts)
                 except Exception as error:
-                    self._fail(group, error)
+                    self._fail(device, group, error)
                     return
                 self._beside.append(group)
                 spent_s += latencies.of(group.phase).bound_s(group.load)
                 self._advance(step, group)
 
-    def join(self, sharing: Sharing, step: Step) -> None:
+    def join(self, device: Device, sharing: Sharing, step: Step) -> None:
         """Wait for the parts beside the forward, and learn how long they took."""
         if self._beside:
-            assert self._device.side is not None
+            assert device.side is not None
             groups, self._beside = self._beside, []
-            for group, took_s in zip(groups, self._device.side.join(), strict=True):
+            for group, took_s in zip(groups, device.side.join(), strict=True):
                 _observe(sharing, step, group, took_s, took_s)
 
-    def _fail(self, group: PartGroup, error: Exception) -> None:
-        if not self._device.fails_alike:
+    def _fail(self, device: Device, group: PartGroup, error: Exception) -> None:
+        if not device.fails_alike:
             raise error
         self._jobs.failed(group, error)
 
