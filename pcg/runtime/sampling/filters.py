@@ -75,7 +75,10 @@ def limits_of(params: Sequence[SamplingParams], logits: Tensor) -> TokenLimits:
     vocab = logits.shape[-1]
     top_k = [p.top_k if p.top_k and p.top_k < vocab else 0 for p in params]
     top_p = [1.0 if p.top_p is None else p.top_p for p in params]
-    numbers = torch.tensor(
+    # Each list begins at 16 bytes: kernels would be compiled anew for a number of rows that is odd.
+    count = len(params)
+    numbers = torch.zeros((4, -(-count // 4) * 4), dtype=torch.float32)
+    numbers[:, :count] = torch.tensor(
         [
             [max(p.temperature, _LEAST_TEMPERATURE) for p in params],
             top_k,
@@ -85,6 +88,6 @@ def limits_of(params: Sequence[SamplingParams], logits: Tensor) -> TokenLimits:
         dtype=torch.float32,
     )
     numbers[2] = 1.0 - numbers[2]
-    temperatures, kept, tails, min_p = uploaded(numbers, logits.device).unbind()
+    temperatures, kept, tails, min_p = uploaded(numbers, logits.device)[:, :count].unbind()
     is_cut = any(top_k) or any(p < 1.0 for p in top_p)
     return TokenLimits(temperatures, kept, tails, min_p, is_cut)
