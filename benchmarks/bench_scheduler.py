@@ -10,6 +10,7 @@ Zipf's law, and the pool has room for about a quarter of 2,000 of them beside th
     step       that, and what the device's side does beside the program: the batch of tokens,
                positions and rows, groups of sequences for attention, adapters' slots and segments,
                and sampling's parameters; adapters have no weights that would be copied to slots
+    ahead      that, where a step begins before the tokens of the one before are read, as on a GPU
 
 Contenders: 64, 256, 1,024 and 4,096 running requests over 2,000 adapters, and 256 requests over 100
 and 10,000. Reported: microseconds a request in a step; how a step grows from each number of
@@ -183,6 +184,13 @@ def with_batches(pages: int) -> tuple[Device, PagePool, AdapterCache]:
     return device, cache.pool, adapters
 
 
+def ahead(pages: int) -> tuple[Device, PagePool, AdapterCache]:
+    """Return such a device that runs beside the host, so that each step is read one step late."""
+    device, pool, adapters = with_batches(pages)
+    device.is_ahead = True
+    return device, pool, adapters
+
+
 class Load:
     """An engine that always has so many running requests.
 
@@ -287,9 +295,10 @@ def main() -> None:
     program = simulated_program(MODEL, DEVICE)
     cases = [(running, ADAPTERS) for running in RUNNING] + [(256, 100), (256, 10_000)]
     result: dict[str, Any] = {}
+    makers = {"engine": engine_alone, "step": with_batches, "ahead": ahead}
     gc.collect()
     gc.freeze()
-    for name, make in {"engine": engine_alone, "step": with_batches}.items():
+    for name, make in makers.items():
         loads = {_name(*case): LoadApart(*case, make, program) for case in cases}
         measured: dict[str, Callable[[], float]] = {
             case: partial(load.ask, "request_us", arguments.tokens) for case, load in loads.items()

@@ -210,7 +210,9 @@ class Latency:
         is_certain = sum(covariance[i][i] for i in places) < self._most_spread
         forget = _FORGET if is_certain else 1.0
         others = {_EAGER, *_REPLAYED.values()} - {own}
-        kept = [1.0 if place in others else forget**0.5 for place in places]
+        # What was learned of the constants of other kinds stays.
+        counted = [place not in others for place in places]
+        kept = (1.0, forget**0.5, forget)
         error = max(-_MOST_ERROR, min(_MOST_ERROR, seconds / predicted - 1.0))
         while True:
             spread = [sum(p * v for p, v in zip(row, x, strict=True)) for row in covariance]
@@ -225,7 +227,7 @@ class Latency:
         self._factors = [max(one, _LEAST_FACTOR) for one in moved]
         self._covariance = [
             [
-                (covariance[i][j] - spread[i] * spread[j] / gain_by) / (kept[i] * kept[j])
+                (covariance[i][j] - spread[i] * spread[j] / gain_by) / kept[counted[i] + counted[j]]
                 for j in places
             ]
             for i in places
