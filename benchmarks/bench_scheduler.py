@@ -178,7 +178,7 @@ def with_batches(pages: int) -> tuple[Device, PagePool, AdapterCache]:
     executor = pcg.compile(AutoModelForCausalLM.from_config(config).eval())
     cache = KvCache(kv_types(executor.serving.runner.model), pages, executor.device)
     adapters = adapter_pages(cache.pool)
-    device = StepRunner(executor.state, cache, adapters, Limits())
+    device = StepRunner(executor.state, cache, adapters, Limits(running=max(RUNNING)))
     program: Any = StubProgram()
     device.use(dataclasses.replace(executor.serving, runner=program))
     return device, cache.pool, adapters
