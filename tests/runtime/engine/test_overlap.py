@@ -121,7 +121,7 @@ def test_tokens_are_those_of_steps_one_by_one(pages: int, seed: int) -> None:
             assert (found is None) == (other is None)
             if found is not None and other is not None:
                 assert found.logprob == pytest.approx(other.logprob, abs=1e-4)
-    assert whole > 15
+    assert whole > 8
 
 
 def test_tokens_are_those_of_transformers() -> None:
@@ -139,7 +139,7 @@ def test_tokens_are_those_of_transformers() -> None:
     EXECUTOR.remove_adapter("trained")
     kinds = [event.kind for event in engine.log]
     assert kinds.count(Kind.SUBMITTED) == kinds.count(Kind.FINISHED) == 2 * len(asked)
-    assert engine.totals.tokens.generated == 2 * sum(map(len, expected(asked)))
+    assert engine.totals.output_tokens == 2 * sum(map(len, expected(asked)))
 
 
 def watched(engine: Engine) -> list[str]:
@@ -193,8 +193,8 @@ def test_a_sequence_that_ended_has_one_row_more() -> None:
     (done,) = serve(engine, [])
     assert list(done.token_ids) == expected([request])[0][: first + 1]
     assert seen.count(f"start {first + 1}") == 1
-    assert engine.pool.free == engine.pool.size
-    assert engine.totals.tokens.generated == first + 1
+    assert engine.pool.free + engine.scheduler.adapters.idle_pages == engine.pool.size
+    assert engine.totals.output_tokens == first + 1
 
 
 @pytest.mark.parametrize("where", ["start", "draw", "read"])
@@ -223,7 +223,9 @@ def test_a_step_that_fails_once_is_computed_again(where: str, failing: int) -> N
 
     engine.device.start = broken  # type: ignore[method-assign]
     asked = requests(EXECUTOR, LENGTHS, 8)
-    done = serve(engine, asked, 2)
+    for request in asked[:3]:
+        engine.submit(request)
+    done = serve(engine, asked[3:], 2)
     assert [list(one.token_ids) for one in done] == expected(asked)
 
 
