@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from functools import partial
@@ -24,6 +25,7 @@ from pcg.runtime.guided.grammar import Grammar
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.batch import ANY_TOKEN, whole_sequences
 from pcg.runtime.model.merged_execution import run_merged, run_single
+from pcg.runtime.model.recorder import WarmUp
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.model.step_graphs import step_graphs
@@ -59,6 +61,7 @@ class StepRunner:
         side: runs parts of jobs on a GPU; None on other devices, and over ranks, where the
             collectives of both would need one order.
         graphs: recorded steps; None if the program has none.
+        warmed: what was recorded at warm-up; None without one.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class StepRunner:
         self.fails_alike = state.ranks.size == 1
         has_side = device.type == "cuda" and state.ranks.size == 1
         self.side = SideStream(device) if has_side else None
+        self.warmed: WarmUp | None = None
         self._bind(state.serving)
 
     def _bind(self, program: ServingProgram) -> None:
@@ -97,14 +101,22 @@ class StepRunner:
         Args:
             adapters: those that may run; of larger ranks than theirs, others move the tables.
         """
-        if self.graphs is None:
+        if self.graphs is None or self.graphs.recorder is None:
             return
+        started, free_bytes, before = time.monotonic(), self._free_bytes(), self.graphs.recorded
         self.graphs.warm_up(adapters)
+        size_bytes = max(free_bytes - self._free_bytes(), 0)
+        recorded = self.graphs.recorded - before
+        self.warmed = WarmUp(recorded, time.monotonic() - started, size_bytes)
         with torch.inference_mode():
             for dtype in {self._runner.logits_dtype, torch.float32}:
                 logits = torch.zeros((1, self._vocabulary), dtype=dtype, device=self._device)
                 for params in _WAYS_TO_CHOOSE:
                     sample(logits, [Sampler(params, (ANY_TOKEN,))], self._runner.drawing)
+
+    def _free_bytes(self) -> int:
+        is_gpu = self._device.type == "cuda"
+        return torch.cuda.mem_get_info(self._device)[0] if is_gpu else 0
 
     def use(self, program: ServingProgram) -> None:
         """Serve by a program for other adapter sites."""

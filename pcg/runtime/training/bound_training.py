@@ -319,16 +319,21 @@ class BoundTraining:
 
     def _accumulate(self, bound: object, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
         taken: set[int] = set()
+        sums: list[Tensor] = []
+        added: list[Tensor] = []
         for name, gradient in zip(names, gradients, strict=True):
             weight = getattr(bound, python_name(name)).weight
             if id(weight) not in self._trained:
                 continue
             gradient = gradient.to(weight.dtype)
             if weight.grad is not None:
-                weight.grad.add_(gradient)
+                sums.append(weight.grad)
+                added.append(gradient)
                 continue
             # Biases that are added to one sum share one gradient tensor, so it is copied. The
             # optimizer reads gradients as they lie in memory.
             is_taken = gradient.data_ptr() in taken
             weight.grad = gradient.clone() if is_taken else gradient.contiguous()
             taken.add(gradient.data_ptr())
+        if sums:  # on a GPU one launch
+            torch._foreach_add_(sums, added)
