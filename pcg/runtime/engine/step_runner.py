@@ -42,6 +42,9 @@ from pcg.runtime.sampling.logprobs import Logprobs, logprobs_of
 from pcg.runtime.sampling.sampler import Sampler, resolved
 from pcg.runtime.sampling.sampling import only_finite, sample, scored
 from pcg.runtime.sampling.sampling_params import SamplingParams
+from pcg.runtime.training.recorded.kept_runners import KeptRunners
+from pcg.runtime.training.recorded.warm_jobs import record_jobs
+from pcg.runtime.training.runner import TrainingRunner
 from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Forward, Part, Phase
 from pcg.units import shown
@@ -68,6 +71,7 @@ class StepRunner:
         self, state: ModelState, cache: KvCache, adapters: AdapterCache, limits: Limits
     ) -> None:
         self.cache = cache
+        self._state = state
         self._limits = limits
         self._adapters = adapters
         self._tokenizer = state.tokenizer
@@ -95,18 +99,20 @@ class StepRunner:
             self._max_positions,
         )
 
-    def warm_up(self, adapters: List[Adapter]) -> None:
+    def warm_up(self, adapters: List[Adapter], jobs: KeptRunners[TrainingRunner]) -> None:
         """Record the steps that may come, and compile the kernels that choose tokens.
 
         Args:
             adapters: those that may run; of larger ranks than theirs, others move the tables.
+            jobs: where runners of the jobs go that the program was compiled for.
         """
         if self.graphs is None or self.graphs.recorder is None:
             return
         started, free_bytes, before = time.monotonic(), self._free_bytes(), self.graphs.recorded
         self.graphs.warm_up(adapters)
+        of_jobs = record_jobs(self._state, self.cache, self._limits.tokens, jobs)
         size_bytes = max(free_bytes - self._free_bytes(), 0)
-        recorded = self.graphs.recorded - before
+        recorded = self.graphs.recorded - before + of_jobs
         self.warmed = WarmUp(recorded, time.monotonic() - started, size_bytes)
         with torch.inference_mode():
             for dtype in {self._runner.logits_dtype, torch.float32}:

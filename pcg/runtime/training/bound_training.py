@@ -198,7 +198,7 @@ class BoundTraining:
         batch = window.batch
         shared = self._inputs.of(self.training.model.epilogue, window.shared)
         if self._graphs is not None and window.weight is not None:
-            whole = [*window.carried, *shared]
+            whole = self.loss_inputs(window.carried, window.shared)
             found = self._graphs.loss.run(whole, chunk.rows, chunk.targets, window.weight)
             if found is not None:
                 total, dx = found
@@ -302,6 +302,17 @@ class BoundTraining:
             self._graphs = None if recorder is None else WindowGraphs(self, cache, recorder)
             self._graphs_of = cache
         return self._graphs
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if it has recorded windows, and trains by one program alone."""
+        return self._graphs is not None and self._training_for is None
+
+    def loss_inputs(
+        self, carried: Sequence[Tensor], shared: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Return what the epilogue reads of a window's tokens."""
+        return [*carried, *self._inputs.of(self.training.model.epilogue, shared)]
 
     def prologue_backward(self, batch: Batch, gradients: list[Tensor]) -> None:
         """Run the prologue backward, if something in it is trained."""
