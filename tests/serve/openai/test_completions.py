@@ -296,7 +296,7 @@ def test_a_prompt_that_has_its_special_tokens_gets_no_further_ones(tmp_path: Pat
         ({"structured_outputs": {"json": {"type": "nothing"}}}, "structured_outputs.json", ""),
         ({"structured_outputs": {}}, "structured_outputs", "no constraint"),
         ({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "guided_regex", "together"),
-        ({"tpot_slo_ms": 0}, "tpot_slo_ms", "greater than 0"),
+        ({"tpot_slo_ms": 0}, "tpot_slo_ms", "greater than"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", ""),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", ""),
         ({"truncate_prompt_tokens": -1, "max_tokens": 200}, "max_tokens", "is 128 tokens"),
