@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What was recorded before the first step.
+    """The graphs that were recorded before the first step.
 
     Attributes:
         graphs: their number.
