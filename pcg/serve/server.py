@@ -24,7 +24,8 @@ from pcg.serve.app import create_app
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.errors import LOG
 from pcg.serve.generation_config import read_generation_config
-from pcg.serve.listening import check_certificate, listen, url_of
+from pcg.serve.given_files import check_given_files
+from pcg.serve.listening import listen, url_of
 from pcg.serve.options import ServeOptions
 from pcg.serve.security.connection import BoundedConnection, allow_connections
 from pcg.serve.security.keys import open_keys
@@ -55,12 +56,11 @@ def serve(
     Returns:
         True if all that was begun ended, or was given up in time.
     Raises:
-        ServeError: the server cannot listen, or the keys are damaged.
+        ServeError: the server cannot listen, the keys are damaged, or a file is not there.
         PcgError: the engine cannot be made.
     """
     keys, made_key = open_keys(options.api_key, options.api_keys)
-    if options.ssl_certfile is not None:
-        check_certificate(options.ssl_certfile, options.ssl_keyfile)
+    check_given_files(options)
     with contextlib.closing(listen(options.host, options.port, options.stream_timeout_s)) as bound:
         allow_connections()
         generation = read_generation_config(options.generation_config, files())
@@ -100,6 +100,7 @@ class Server(uvicorn.Server):
             http=BoundedConnection,
             ws="none",
             log_config=None,
+            log_level="error",  # its warnings are of what strangers send, a line for each
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=_CLOSING_S,

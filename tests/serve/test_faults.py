@@ -39,7 +39,7 @@ def held(service: Service) -> Iterator[None]:
         gate.wait()
 
     service.client.engine.call(wait)
-    assert is_there.wait(10)
+    assert is_there.wait(60)
     try:
         yield
     finally:
@@ -173,6 +173,26 @@ def test_heads_have_a_bound(served: serving.Served, monkeypatch: pytest.MonkeyPa
     with connect(served) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\n")
         assert connection.recv(1000) == b""
+
+
+@pytest.mark.parametrize("upgrade", [b"", b"Connection: Upgrade\r\nUpgrade: websocket\r\n"])
+def test_who_sends_what_begins_no_request_is_ended(
+    served: serving.Served,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    upgrade: bytes,
+) -> None:
+    """Empty lines behind a reply, and another protocol, which is not logged either."""
+    monkeypatch.setattr(connection_module, "HEAD_S", 0.2)
+    with connect(served) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: test\r\n" + upgrade + b"\r\n")
+        found = b""
+        while b"running" not in found:
+            found += connection.recv(1000)
+        assert found.startswith(b"HTTP/1.1 200")
+        connection.sendall(b"\r\n")
+        assert connection.recv(1000) == b""
+    assert not [one for one in caplog.records if one.name.startswith("uvicorn")]
 
 
 def test_a_reply_that_ends_before_its_request_ends_the_connection(served: serving.Served) -> None:

@@ -44,6 +44,12 @@ class BoundedConnection(HttpToolsProtocol):
         self._lingering.lost()
         super().connection_lost(exc)
 
+    @property
+    def _is_idle(self) -> bool:
+        """True between two requests, before anything of the next one has come."""
+        is_answered = self.cycle is not None and self.cycle.response_complete
+        return is_answered and not self._in_head
+
     def _awaits_body(self) -> bool:
         return self.cycle is not None and self.cycle.more_body
 
@@ -65,6 +71,8 @@ class BoundedConnection(HttpToolsProtocol):
         if self._lingering.forgets(data):
             return
         super().data_received(data)
+        if self._is_idle:  # what came begins no request, as empty lines and an upgrade do not
+            self._begin_head()
         if self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES:
