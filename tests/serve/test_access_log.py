@@ -34,7 +34,8 @@ def logged(path: Path, act: Callable[[httpx2.AsyncClient], Any], **options: Any)
         async with serving.client_of(service, serving.headers_of("ci")) as client:
             await act(client)
             left = asyncio.all_tasks() - {asyncio.current_task()}
-            await asyncio.gather(*left)  # lines of requests whose ends come behind the replies
+            # Lines of requests whose ends come behind their replies.
+            await asyncio.gather(*left, return_exceptions=True)
 
     with serving.service_of(keys=keys, access_log=str(path), **options) as service:
         asyncio.run(run(service))

@@ -330,9 +330,12 @@ def test_an_error_of_a_step_reaches_everyone(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(engine.device, "start", broken)
     monkeypatch.setattr(engine.device, "check_alive", broken)
 
+    slow = SlowData()
+
     async def main(async_engine: AsyncEngine) -> list[Any]:
+        job = async_engine.finetune(slow, "one", peft=LORA, **OPTIONS)
+        until(lambda: bool(slow.readers))  # it is prepared beside the steps
         streams = [async_engine.submit([1, 2, 3], **LONG) for _ in range(3)]
-        job = async_engine.finetune(DATA, "one", peft=LORA, **OPTIONS)
         waiting = asyncio.gather(
             anext(streams[0]),
             *(stream.completion() for stream in streams),
@@ -342,7 +345,9 @@ def test_an_error_of_a_step_reaches_everyone(monkeypatch: pytest.MonkeyPatch) ->
         await asyncio.to_thread(is_there.wait, 60)  # they all wait, and the step has begun
         asked = async_engine.call(lambda: 1)
         go.set()
-        return [*await waiting, asked.exception(60) or "done"]
+        found = [*await waiting, asked.exception(60) or "done"]
+        slow.go.set()
+        return found
 
     with engine.start() as async_engine:
         *found, _ = asyncio.run(main(async_engine))

@@ -30,8 +30,8 @@ class Gated:
     running: AsyncEngine
     gate: StepGate
 
-    def submit(self) -> Stream:
-        return self.running.submit([1, 2], **LONG)
+    def submit(self, **fields: Any) -> Stream:
+        return self.running.submit([1, 2], **LONG, **fields)
 
 
 @pytest.fixture
@@ -284,17 +284,18 @@ def test_readers_of_a_closed_loop_harm_nobody() -> None:
 
 def test_an_engine_of_many_names(engine: Gated) -> None:
     """A request's id is on its stream, and cancels it."""
-    given = engine.submit([1, 2], request_id="cmpl-1", **LONG)
+    given = engine.submit(request_id="cmpl-1")
     made = engine.submit()
     assert given.request_id == "cmpl-1"
     assert next(given).request_id == "cmpl-1"
     assert next(made).request_id == made.request_id == "request 1"
-    engine.cancel("cmpl-1")
-    engine.cancel("nobody")
-    assert end(given) == ("cancelled", True)
+    engine.running.cancel("cmpl-1")
+    engine.running.cancel("nobody")
+    engine.gate.let(2)
+    assert given.wait(60).finish_reason == "cancelled"
     assert not made.is_over
-    twice = engine.submit([1], request_id="again", **LONG)
+    twice = engine.submit(request_id="again")
     with pytest.raises(GenerationError, match="there is a request 'again' already"):
-        engine.submit([1], request_id="again", **LONG).wait(60)
+        engine.submit(request_id="again").wait(60)
     twice.cancel()
-    assert end(twice) == ("cancelled", True)
+    assert end(engine, twice) == ("cancelled", True)
