@@ -301,7 +301,7 @@ def test_close_cancels_what_is_left() -> None:
     job = async_engine.finetune(DATA, "one", peft=LORA, **LONG_JOB)
     gate.let_until(lambda: job.state is JobState.RUNNING)
     stream = async_engine.submit([1, 2, 3], **LONG)
-    gate.let()
+    gate.let_until(lambda: stream.first_chunk_s is not None)
     next(stream)
     async_engine.close()
     async_engine.close()

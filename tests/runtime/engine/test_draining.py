@@ -204,7 +204,7 @@ def test_draining_gives_up_what_takes_too_long() -> None:
         stream = running.submit([1, 2], **LONG)
         job = running.finetune(DATA, "one", peft=LORA, **LONG_JOB)
         gate.let_until(lambda: job.state is JobState.RUNNING)
-        gate.let()
+        gate.let_until(lambda: stream.first_chunk_s is not None)
         next(stream)
         with pytest.raises(EngineError, match="timeout_s=0; use seconds above 0"):
             running.drain(0)
