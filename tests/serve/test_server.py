@@ -42,17 +42,18 @@ def test_a_drain_gives_up_what_does_not_end_in_time() -> None:
         served.client() as client,
         served.client() as other,
         ThreadPoolExecutor(1) as thread,
-        client.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply,
     ):
         gate = StepGate(served.service.client.engine.engine)
-        whole = thread.submit(other.post, "/v1/completions", json=body)
-        lines = reply.iter_lines()
         gate.let(2)
-        next(lines)
-        numbers = served.service.client.engine.numbers
-        until(lambda: numbers().waiting + numbers().running >= 65)
-        served.server.drain()
-        *_, error, _, done, _ = lines
+        begun = {**body, "stream": True}
+        with client.stream("POST", "/v1/completions", json=begun) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            whole = thread.submit(other.post, "/v1/completions", json=body)
+            numbers = served.service.client.engine.numbers
+            until(lambda: numbers().waiting + numbers().running >= 65)
+            served.server.drain()
+            *_, error, _, done, _ = lines
         assert done == "data: [DONE]"
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == "timed_out"
         assert whole.result(60).status_code == 503

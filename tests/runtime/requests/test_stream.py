@@ -286,6 +286,7 @@ def test_an_engine_of_many_names(engine: Gated) -> None:
     """A request's id is on its stream, and cancels it."""
     given = engine.submit(request_id="cmpl-1")
     made = engine.submit()
+    engine.gate.let_until(lambda: made.first_chunk_s is not None)
     assert given.request_id == "cmpl-1"
     assert next(given).request_id == "cmpl-1"
     assert next(made).request_id == made.request_id == "request 1"
