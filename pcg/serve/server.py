@@ -20,12 +20,15 @@ from typing import Any, TypeAlias
 
 import uvicorn
 
+from pcg.errors import ConfigError
+from pcg.files import read_text
+from pcg.serve.adapters.modules import check_modules
+from pcg.serve.adapters.roots import Roots
 from pcg.serve.app import create_app
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.errors import LOG
 from pcg.serve.generation_config import read_generation_config
-from pcg.serve.given_files import check_given_files
-from pcg.serve.listening import listen, url_of
+from pcg.serve.listening import check_certificate, listen, url_of
 from pcg.serve.options import ServeOptions
 from pcg.serve.security.connection import BoundedConnection, allow_connections
 from pcg.serve.security.keys import open_keys
@@ -60,7 +63,7 @@ def serve(
         PcgError: the engine cannot be made.
     """
     keys, made_key = open_keys(options.api_key, options.api_keys)
-    check_given_files(options)
+    _check_given_files(options)
     with contextlib.closing(listen(options.host, options.port, options.stream_timeout_s)) as bound:
         allow_connections()
         generation = read_generation_config(options.generation_config, files())
@@ -78,6 +81,16 @@ def serve(
                 gc.unfreeze()
                 service.close()
             return not server.force_exit and client.ended is None
+
+
+def _check_given_files(options: ServeOptions) -> None:
+    """Refuse files that are not there, or not what they should be, before a model is loaded."""
+    if options.ssl_certfile is not None:
+        check_certificate(options.ssl_certfile, options.ssl_keyfile)
+    check_modules(options.lora_modules)
+    Roots(options.lora_roots)
+    if options.chat_template is not None:
+        read_text(options.chat_template, ConfigError)
 
 
 class Server(uvicorn.Server):
