@@ -75,8 +75,8 @@ class ModelRunner:
         self.ranks = ranks
         self.weights = weights
         self._functions = load_functions(serving.source, "serving")
-        greedy, draw = (self._functions.get(name) for name in ("greedy", "draw"))
-        self.drawing = None if greedy is None or draw is None else Drawing.by_kernels(greedy, draw)
+        kernels = [self._functions.get(name) for name in ("greedy", "draw", "keep")]
+        self.drawing = Drawing.by_kernels(*kernels) if all(kernels) else None
         self._inputs = LayerInputs(serving.model)
         self._blocks = [self._functions[block.name] for block in serving.model.blocks]
         self._is_sequence_parallel = is_sequence_parallel(serving.model)
