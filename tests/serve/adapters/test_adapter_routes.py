@@ -78,11 +78,8 @@ class Caller:
         self._headers = serving.headers_of(key)
 
     def __call__(self, method: str, path: str, **options: Any) -> httpx2.Response:
-        async def send() -> httpx2.Response:
-            async with serving.client_of(self._service, self._headers) as client:
-                return await client.request(method, path, **options)
-
-        return asyncio.run(send())
+        headers = {**self._headers, **options.pop("headers", {})}
+        return serving.ask(self._service, method, path, headers, **options)
 
     def load(self, name: str, path: str | Path, **fields: Any) -> httpx2.Response:
         body = {"lora_name": name, "lora_path": str(path), **fields}
