@@ -63,7 +63,7 @@ def _is_cut(v, x, least, last):
 
 @triton.jit
 def _row_limits(leasts, lasts, r, LIMITED: tl.constexpr):
-    """What `limited` found for a row, where some row has such limits."""
+    """The two limits that `limited` found for a row, where some row has any."""
     least = 0.0
     last = 0
     if LIMITED:

@@ -40,7 +40,7 @@ def tile_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) -
         paged: True if keys and values lie in pages: to read the block table is one stage more.
     """
     if dtype == torch.float32:
-        return Blocks(32, 32 if size <= 128 else 16, 4 if size <= 64 else 8, 1)
+        return Blocks(32, 32, 4 if size <= 64 else 8 if size <= 128 else 16, 1)
     stages = 3 if paged else 2
     ahead = architecture == HOPPER and size > 64
     if size > 128:

@@ -77,11 +77,12 @@ def located(
     depends on n alone is known before a loop over blocks; without a mask it is kept in registers.
     """
     if PAGED:
+        entry = table + (first + n) // PAGE
         if inside is None:
-            page = tl.load(table + first // PAGE + n // PAGE)
+            page = tl.load(entry)
             row = n % PAGE
         else:
-            page = tl.load(table + (first + n) // PAGE, inside, 0)
+            page = tl.load(entry, inside, 0)
             row = (first + n) % PAGE
         page = page.to(tl.uint32, bitcast=True).to(tl.uint64)
         place = page * page_stride.to(tl.uint32).to(tl.uint64) + row * token_stride
