@@ -86,7 +86,7 @@ def add_keys(
             scores += slope[:, None] * (first + n[None, :] - i[:, None]).to(tl.float32)
         weights = tl.exp2(scores - logsum[:, None])
         if MASKED:
-            visible = there[None, :] & seen(i[:, None], first + n[None, :], WINDOW)
+            visible = (first + n < last)[None, :] & seen(i[:, None], first + n[None, :], WINDOW)
             weights = tl.where(visible, weights, 0.0)
         at, place = located(
             values, table, start, first, n, there, value_page, value_token, PAGED, PAGE

@@ -94,7 +94,7 @@ def attend_blocks(
         if ALIBI:
             scores += slope[:, None] * (first + n[None, :] - i[:, None]).to(tl.float32)
         if MASKED:
-            visible = there[None, :] & seen(i[:, None], first + n[None, :], WINDOW)
+            visible = (first + n < last)[None, :] & seen(i[:, None], first + n[None, :], WINDOW)
             scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(m, tl.max(scores, 1) * unit)
         weights = tl.exp2(scores * unit - higher[:, None])
