@@ -213,3 +213,7 @@ def test_adapters_are_copied_from_the_host_beside_steps(backend: str) -> None:
 
 def test_windows_are_recorded() -> None:
     on_device.windows_are_recorded()
+
+
+def test_jobs_find_windows_that_are_recorded() -> None:
+    on_device.jobs_find_windows_that_are_recorded()
