@@ -7,8 +7,9 @@ beside the server: bytes are kept as they come, and parsed when the round is ove
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
+import re
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -131,16 +132,31 @@ def scraper(pipe: Connection, port: int, key: str) -> None:
     """Ask for /metrics every 50 ms from "begin" to "end", and say how often; until None comes."""
     pipe.send("ready")
     while pipe.recv() is not None:
-        connection = http.client.HTTPConnection("127.0.0.1", port)
         count, due = 0, time.perf_counter()
-        while not pipe.poll(max(0.0, due - time.perf_counter())):
-            due += _SCRAPE_S
-            connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {key}"})
-            reply = connection.getresponse()
-            reply.read()
-            if reply.status != 200:
-                raise SystemExit(f"error: /metrics answered {reply.status}")
-            count += 1
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            while not pipe.poll(max(0.0, due - time.perf_counter())):
+                due += _SCRAPE_S
+                connection.sendall(_scrape(port, key))
+                _read_page(connection)
+                count += 1
         pipe.recv()
-        connection.close()
         pipe.send(count)
+
+
+def _scrape(port: int, key: str) -> bytes:
+    head = f"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nAuthorization: Bearer {key}\r\n\r\n"
+    return head.encode()
+
+
+def _read_page(connection: socket.socket) -> None:
+    """Read a reply to its end."""
+    head, end, page = b"", b"", b""
+    while not end:
+        head += connection.recv(2**18)
+        head, end, page = head.partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head)
+    if not head.startswith(b"HTTP/1.1 200 ") or length is None:
+        raise SystemExit(f"error: /metrics answered {head!r}")
+    left = int(length[1]) - len(page)
+    while left:
+        left -= len(connection.recv(min(left, 2**18)))
