@@ -1,4 +1,4 @@
-"""The clients of `bench_http.py`, in a process of their own: a connection for each stream.
+"""The clients of `bench_http.py` and `bench_scrapes.py`, in processes of their own.
 
 They read as little as tells tokens and times, so that what they take of the machine is small
 beside the server: bytes are kept as they come, and parsed when the round is over.
@@ -103,6 +103,49 @@ async def _round(port: int, requests: Sequence[bytes]) -> Heard:
     replies = [_events(bytes(one.received)) for one in opened]
     texts = ["".join(c["text"] for e in reply for c in e["choices"]) for reply in replies]
     return Heard(seconds, list(first_s), texts, sum(map(len, replies)))
+
+
+class StepTimes(StreamConnection):
+    """A connection that notes when its reply's parts came.
+
+    Attributes:
+        parts: their times, of the monotonic clock, and how much of the reply was there then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[tuple[float, int]] = []
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.parts.append((time.perf_counter(), len(self.received)))
+
+
+def arrivals(pipe: Connection, port: int, key: str) -> None:
+    """Ask what comes over the pipe, and answer when steps' tokens came, until None comes."""
+    pipe.send("ready")
+    while (bodies := pipe.recv()) is not None:
+        pipe.send(asyncio.run(_steps(port, [_request(body, port, key) for body in bodies])))
+
+
+async def _steps(port: int, requests: Sequence[bytes]) -> list[tuple[float, int]]:
+    """Send all requests; returns times, and how many events of the first reply had come then."""
+    loop = asyncio.get_running_loop()
+    first, *others = [
+        (await loop.create_connection(made, "127.0.0.1", port))[1]
+        for made in (StepTimes, *[StreamConnection] * (len(requests) - 1))
+    ]
+    asked = zip([first, *others], requests, strict=True)
+    await asyncio.gather(*(one.ask(request) for one, request in asked))
+    for one in (first, *others):
+        one.transport.close()
+    found, start, count = [], 0, 0
+    assert isinstance(first, StepTimes)
+    for time_s, end in first.parts:
+        count += first.received.count(b"data: {", start, end)
+        found.append((time_s, count))
+        start = end
+    return found
 
 
 def _request(body: dict[str, Any], port: int, key: str) -> bytes:
