@@ -341,7 +341,8 @@ class StepRunner:
         if len(asking) < len(sequences):
             rows = uploaded_list(asking, torch.int64, self._device)
             logits, drawn = logits[rows], tokens[rows]
-        logits = scored(logits, _samplers([sequences[row] for row in asking]))
+        samplers = _samplers([sequences[row] for row in asking])
+        logits = scored(logits, samplers, self._runner.drawing)
         return DrawnTokens(sequences, tokens, logprobs_of(logits, drawn, most))
 
     def _tokens(
