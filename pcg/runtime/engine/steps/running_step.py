@@ -67,7 +67,8 @@ class TokenChoice:
         if len(asking) < len(sequences):
             rows = uploaded_list(asking, torch.int64, self.device)
             logits, drawn = logits[rows], tokens[rows]
-        logits = scored(logits, _samplers([sequences[row] for row in asking]))
+        samplers = _samplers([sequences[row] for row in asking])
+        logits = scored(logits, samplers, self.runner.drawing)
         return DrawnTokens(sequences, tokens, logprobs_of(logits, drawn, most))
 
     def _tokens(
