@@ -102,7 +102,7 @@ class StepRunner:
 
     @property
     def _made(self) -> Counter[str]:
-        """What was made ready for steps so far, by its kind."""
+        """Kernels that were compiled and steps that were recorded so far, by kind."""
         if self.graphs is None:
             return Counter()
         return Counter(kernels=compiled().total(), steps=self.graphs.recorded)

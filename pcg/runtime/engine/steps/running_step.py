@@ -153,8 +153,8 @@ class RunningStep:
         self._computed.append(self._choice.drawn(sequences, logits, likeliest))
 
     def read(self) -> StepResults:
-        """Wait until the results are on the host, and return them."""
-        if self._events is not None:
+        """Wait until the results are on the host, if there are any, and return them."""
+        if self._events is not None and self._computed:
             self._events[1].synchronize()
         results = StepResults()
         for part in self._computed:
@@ -163,8 +163,8 @@ class RunningStep:
 
     @property
     def device_s(self) -> float | None:
-        """The device's own time for the step, once it was read; None on the CPU."""
-        if self._events is None:
+        """The device's own time for the step, once it was read; None without results, and on CPUs."""
+        if self._events is None or not self._computed:
             return None
         began, ended = self._events
         return began.elapsed_time(ended) / 1e3
