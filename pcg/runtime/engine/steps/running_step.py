@@ -163,7 +163,7 @@ class RunningStep:
 
     @property
     def device_s(self) -> float | None:
-        """The device's own time for the step, once it was read; None without results, and on CPUs."""
+        """The device's own time, once the step was read; None without results, and on CPUs."""
         if self._events is None or not self._computed:
             return None
         began, ended = self._events
