@@ -23,7 +23,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pcg.errors import UnsupportedError
@@ -108,11 +108,8 @@ class _Search:
         self.either = mask_of(
             n for n, node in enumerate(problem.nodes) if node.side is Side.EITHER
         )
-        makers = problem.makers
-        self.private = mask_of(
-            value
-            for value in range(len(problem.values))
-            if value not in makers or not self.at_base >> makers[value] & 1
+        self.timeless = replace(
+            problem, nodes=tuple(replace(node, base_ps=0, client_ps=0) for node in problem.nodes)
         )
         self._closed = lru_cache(maxsize=None)(problem.closed)
         self._left = lru_cache(maxsize=None)(self._bound)
@@ -128,16 +125,17 @@ class _Search:
         start = _State(self._closed(0), 0, True)
         costs = {start: self._client_ps(start.done)}
         ways: dict[_State, tuple[_State, RoundTrip | None]] = {}
-        settled: dict[int, list[_State]] = {}
+        settled: dict[int, list[tuple[int, _State]]] = {}
         tickets = itertools.count()
         waiting = [(0, next(tickets), costs[start], start)]
         while waiting:
             _, _, cost, state = heapq.heappop(waiting)
             if state.done == self.every:
                 return Cut(_trips(ways, state), cost)
-            if cost > costs[state] or _is_worse(state, settled.setdefault(state.done, [])):
+            others = settled.setdefault(state.done, [])
+            if cost > costs[state] or _is_worse(cost, state, others):
                 continue
-            settled[state.done].append(state)
+            others.append((cost, state))
             if len(costs) > MOST_STATES:
                 raise UnsupportedError(
                     f"the cut of a graph of {len(problem.nodes)} nodes has more than "
@@ -190,24 +188,25 @@ class _Search:
     def _bound(self, done: int) -> int:
         """Return a time that a state with these nodes done takes at least, to the end.
 
-        Each other node runs once, on its faster side; the client's values that the base's own
-        nodes read are sent, and theirs that it wants are returned.
+        Each other node runs once, on its faster side. What the base's own nodes read is made there
+        of what is sent, and what the client wants is made there of what is returned: at least the
+        minimum cut, if nodes took no time and pieces had what others made.
         """
         problem, left = self.problem, self.every & ~done
         time = self._trips_left(done) * problem.latency_ps
-        sent = 0
         for number in bits(left):
             node = problem.nodes[number]
-            if node.side is Side.EITHER:
-                time += min(node.base_ps, node.client_ps)
-            elif node.side is Side.CLIENT:
-                time += node.client_ps
-            else:
-                time += node.base_ps
-                sent |= mask_of(node.reads) & self.private
-                returned = mask_of(node.makes) & problem.wanted
-                time += sum(problem.values[value].down_ps for value in bits(returned))
-        return time + sum(problem.values[value].up_ps for value in bits(sent))
+            times = {Side.BASE: node.base_ps, Side.CLIENT: node.client_ps}
+            time += times.get(node.side, min(node.base_ps, node.client_ps))
+        own = left & self.at_base
+        made = problem.made_by(own)
+        reads = mask_of(v for n in bits(own & ~self.either) for v in problem.nodes[n].reads)
+        has = ((1 << len(problem.values)) - 1) & ~made
+        up = cheapest_transfer(self.timeless, reads, 0, self.at_base, 0, True)
+        down = cheapest_transfer(
+            self.timeless, problem.wanted & made, has, own & self.either, 0, False
+        )
+        return time + up.cost_ps + down.cost_ps
 
     def _trips_left(self, done: int) -> int:
         """Return the least number of round trips behind some nodes, whatever they cost."""
@@ -303,10 +302,11 @@ class _Search:
         return tuple(waiting[1:])
 
 
-def _is_worse(state: _State, others: list[_State]) -> bool:
-    """Return whether one of the states, reached for no more, has all that a state has."""
+def _is_worse(cost: int, state: _State, others: list[tuple[int, _State]]) -> bool:
+    """Return whether one of the states was reached for no more, and has all that a state has."""
     return any(
-        not one.lost & ~state.lost and (one.is_open or not state.is_open) for one in others
+        least <= cost and not one.lost & ~state.lost and (one.is_open or not state.is_open)
+        for least, one in others
     )
 
 
