@@ -295,7 +295,7 @@ machine share (an assumption: a wake-up of each process, and one copy at 10 GB/s
 
 @dataclass(frozen=True, kw_only=True)
 class SplitOptions:
-    """Options of a base that is apart from its client (docs/split.md).
+    """Options of a base that is apart from its client (docs/explain.md).
 
     Attributes:
         link: the link between client and base: shared (memory of one machine), lan (1 ms and
@@ -304,7 +304,7 @@ class SplitOptions:
         client: the client's device: a data sheet's name, as CPU or L40S, or a file of
             `pcg profile`.
         base: the base's device, likewise.
-        private: send linear operators alone, whose inputs noise can hide; embeddings are then the
+        privacy: send linear operators alone, whose inputs noise can hide; embeddings are then the
             client's.
     Raises:
         UnsupportedError: a link is none.
@@ -315,7 +315,7 @@ class SplitOptions:
     link: str = "lan"
     client: str = "CPU"
     base: str = "H100"
-    private: bool = False
+    privacy: bool = False
 
     def __post_init__(self) -> None:
         _ = self.between

@@ -105,9 +105,7 @@ class _Search:
         self.at_base = mask_of(
             n for n, node in enumerate(problem.nodes) if node.side is not Side.CLIENT
         )
-        self.either = mask_of(
-            n for n, node in enumerate(problem.nodes) if node.side is Side.EITHER
-        )
+        self.either = mask_of(n for n, node in enumerate(problem.nodes) if node.side is Side.EITHER)
         self.timeless = replace(
             problem, nodes=tuple(replace(node, base_ps=0, client_ps=0) for node in problem.nodes)
         )
@@ -230,7 +228,7 @@ class _Search:
         return any(not before[number] & ~done for number in bits(self.either & ~done))
 
     def _later(self, done: int) -> int:
-        """The values that nodes which did not run read, or that repeating such values' makers reads."""
+        """The values that nodes which did not run read, and all that these may be made of again."""
         nodes = self.problem.nodes
         return self._behind(mask_of(v for n in bits(self.every & ~done) for v in nodes[n].reads))
 

@@ -5,7 +5,7 @@ can run, from the layer's outputs to their gradients. So no piece of the base ha
 value of the forward that a piece of the backward reads is sent again, or made again there.
 
 Views are what they are views of, where they have as many elements. What is computed from frozen
-weights alone is as those are. Dead nodes do not count.
+weights alone is as those are.
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ def split_problem(
         CostModelError: a device has no cost for an operator.
     """
     builder = _Builder(costs, linear_only, set(private))
-    builder.add(graph.without_dead_code())
     outputs = list(graph.outputs)
-    if backward is not None:
+    if backward is None or not backward.nodes:
+        builder.add(graph.without_dead_code())
+    else:
+        builder.add(graph)
         given = [value for value in backward.inputs if value.name not in graph.types]
         builder.rest(graph.outputs, [(value.name, value.type) for value in given])
-        builder.add(backward.without_dead_code())
+        builder.add(backward)
         outputs = list(backward.outputs)
     return builder.build(outputs)
 
@@ -61,13 +63,13 @@ class SplitGraph:
 
     Attributes:
         nodes: the graph's nodes by their number in the problem; None for the rest of the model.
-        is_backward: for each node, True if it is the backward's.
+        first_backward: the number of the first node behind the forward.
         held: frozen weights of at least two dims that the client's nodes read, with their bytes.
     """
 
     problem: SplitProblem
     nodes: tuple[Node | None, ...]
-    is_backward: tuple[bool, ...]
+    first_backward: int
     held: tuple[tuple[str, int], ...]
 
 
@@ -78,14 +80,13 @@ class _Builder:
     hidden: set[str]
     nodes: list[SplitNode] = field(default_factory=list)
     origins: list[Node | None] = field(default_factory=list)
-    backs: list[bool] = field(default_factory=list)
     values: list[SplitValue] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)
     weights: set[str] = field(default_factory=set)
     """What frozen weights alone make, which both sides have; of two dims, the base."""
     matrices: set[str] = field(default_factory=set)
     held: dict[str, int] = field(default_factory=dict)
-    is_backward: bool = False
+    first_backward: int | None = None
 
     def add(self, graph: Graph) -> None:
         for value in graph.inputs:
@@ -108,8 +109,7 @@ class _Builder:
         made = tuple(self._value(name, type_) for name, type_ in gradients)
         self.nodes.append(SplitNode(REST, Side.CLIENT, 0, 0, reads, made))
         self.origins.append(None)
-        self.backs.append(True)
-        self.is_backward = True
+        self.first_backward = len(self.nodes)
 
     def build(self, outputs: Iterable[str]) -> SplitGraph:
         wanted = [self.numbers[name] for name in outputs if name in self.numbers]
@@ -120,7 +120,8 @@ class _Builder:
             self.costs.latency_ps,
         )
         held = tuple(self.held.items())
-        return SplitGraph(problem, tuple(self.origins), tuple(self.backs), held)
+        first = len(self.nodes) if self.first_backward is None else self.first_backward
+        return SplitGraph(problem, tuple(self.origins), first, held)
 
     def _value(self, name: str, type_: TensorType) -> int:
         size = self.costs.size_bytes(type_)
@@ -131,10 +132,10 @@ class _Builder:
 
     def _node(self, graph: Graph, node: Node) -> None:
         if all(name in self.weights for name in node.inputs) and node.inputs:
-            made = {value.name for value in node.outputs}
-            self.weights |= made
+            names = {value.name for value in node.outputs}
+            self.weights |= names
             if self.matrices.intersection(node.inputs):
-                self.matrices |= made
+                self.matrices |= names
             return
         source = node.inputs[0] if node.inputs else ""
         if source in self.numbers and len(node.outputs) == 1 and is_free(node.op):
@@ -150,10 +151,9 @@ class _Builder:
                 self.held[name] = self.costs.size_bytes(graph.types[name])
         reads = tuple(dict.fromkeys(self.numbers[n] for n in node.inputs if n in self.numbers))
         made = tuple(self._value(value.name, value.type) for value in node.outputs)
-        times = self.costs.node_ps(graph, node)
+        times = self.costs.node_ps(graph, node, side)
         self.nodes.append(SplitNode(node.name, side, *times, reads, made))
         self.origins.append(node)
-        self.backs.append(self.is_backward)
 
     def _side(self, node: Node) -> Side:
         entry = operator(node.op)
@@ -174,6 +174,6 @@ class _Builder:
         if node.op not in LINEAR:
             raise UnsupportedError(
                 f"{node.op} reads frozen weights and is not linear, so noise cannot hide what is "
-                "sent to it; leave private out (--no-private)"
+                "sent to it; leave privacy out"
             )
         return Side.BASE

@@ -114,10 +114,10 @@ class SplitProblem:
 
     @cached_property
     def eager(self) -> int:
-        """The nodes that the client runs as soon as it can: those that it alone can run, and others.
+        """The nodes that the client runs as soon as it can: those that no base can run, and others.
 
-        These make what it needs in any case, of what it then has in any case, in less time than
-        that takes to return. The base may run them, too.
+        The others make what it needs in any case, of what it then has in any case, in less time
+        than that takes to return. The base may run them, too.
         """
         makers, found = self.makers, self.client_only
         for number, node in enumerate(self.nodes):

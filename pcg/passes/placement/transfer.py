@@ -1,4 +1,4 @@
-"""What crosses between client and base, and what is repeated instead: a minimum cut.
+"""The values that cross between client and base, or are made again instead: a minimum cut.
 
 Some values are wanted on one side. Each is sent there, or a node that makes it runs there (again)
 over values that are wanted in turn:
