@@ -37,7 +37,8 @@ def announcement(service: Service, url: str, made_key: str | None) -> str:
     if made_key is not None:
         lines.append(f"API key, made for this run: {made_key}")
     else:
-        lines.append(f"API keys: {counted(len(service.keys), 'key')}")
+        keys = counted(len(service.keys), "key")
+        lines.append(f"API keys: {keys}; what follows reads one from PCG_API_KEY")
     return "\n".join([*lines, "", _curl(service, url, made_key)])
 
 
