@@ -164,17 +164,17 @@ def expand_kernel(
             return
     n = low + tl.arange(0, BLOCK_N)
     inside = n < size
-    s, _ = sums_of(tiles, s, j, sums)
+    of_tile, _ = sums_of(tiles, s, j, sums)
     part_stride = tl.multiple_of(slices * sums, 16)
     at = (m * width)[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     total = expand_matrix(
         total, memory, entries, row, rank, n, inside[None, :],
-        s, at, part_stride, taken, scale, width, PARTS, TURNED,
+        of_tile, at, part_stride, taken, scale, width, PARTS, TURNED,
     )  # fmt: skip
-    for _ in range(1, SUMMED):
+    for summed in range(1, SUMMED):
         matrix += slots
-        s += sums
+        of_tile, _ = sums_of(tiles, s, j + summed, sums)
         entries += width
         rank = tl.load(ranks + matrix)
         row = rows_at(entries + tl.arange(0, 16), memory)
@@ -182,7 +182,7 @@ def expand_kernel(
             scale = tl.load(scales + matrix)
         total = expand_matrix(
             total, memory, entries, row, rank, n, inside[None, :],
-            s, at, part_stride, taken, scale, width, PARTS, TURNED,
+            of_tile, at, part_stride, taken, scale, width, PARTS, TURNED,
         )  # fmt: skip
     y += tl.multiple_of(token * stride, [8])[None, :] + (start + n)[:, None]
     before = tl.load(y, inside[:, None] & taken, 0.0)
