@@ -14,8 +14,7 @@ device takes the time that a cost model predicts, and says of each step what a G
     before     the step only decodes, which is all that was replayed before there were rooms for
                prompts and windows
 
-Losses, of which a step has at most a few launches, and optimizers' updates are not recorded, and
-do not count.
+Losses and updates, of which a step has a few graphs at most, do not count.
 """
 
 from __future__ import annotations

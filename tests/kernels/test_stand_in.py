@@ -217,6 +217,5 @@ def test_an_engine_replays_its_steps(gpu: None) -> None:
     on_device.an_engine_replays_its_steps()
 
 
-@pytest.mark.slow
 def test_windows_are_recorded(gpu: None) -> None:
     on_device.windows_are_recorded()

@@ -46,11 +46,13 @@ from pcg.serve.engine.messages import (
     Submit,
     ToEngine,
     VersionName,
+    Watch,
     decoder,
     encode,
 )
 from pcg.serve.engine.numbers import plain
 from pcg.serve.engine.outbox import Outbox
+from pcg.serve.engine.reports import Reports
 from pcg.serve.engine.translation import fault_of, name_of, request_of, tokenizer_data
 from pcg.serve.options import ServeOptions
 
@@ -123,6 +125,7 @@ class Worker:
     def begin(self, client: LocalClient) -> None:
         """Tell the server what there is, and take its messages."""
         self._client = client
+        self._reports = Reports(client.engine, self._outbox.report)
         client.executor.state.versions.listen(self._tell)
         for name, adapter in client.executor.adapters.items():
             self._tell(name, adapter)
@@ -171,6 +174,8 @@ class Worker:
             self._outbox.cancel(message.number)
         elif isinstance(message, Release):
             self._named.pop(message.version, None)
+        elif isinstance(message, Watch):
+            self._reports.watch(message)
         else:
             self._call(message)
 

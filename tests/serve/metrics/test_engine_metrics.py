@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.resources import files
+from itertools import count
 from threading import Event
 from typing import Any
 
@@ -21,9 +21,9 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.metrics import serving_report
 from pcg.serve.adapters.owned import Owned
 from pcg.serve.engine.local import LocalClient
-from pcg.serve.metrics import engine_metrics
 from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
 from pcg.serve.options import ServeOptions
+from tests.support.held_steps import held_steps
 from tests.support.prompts import prompts
 from tests.support.small_engine import DATA, LORA, OPTIONS, make_engine, make_executor
 from tests.support.waiting import until
@@ -67,8 +67,22 @@ BOARD = [
 """The series of vLLM's own board, examples/observability/prometheus_grafana/grafana.json."""
 
 
-def metrics_of(engine: AsyncEngine, served: Served = SERVED) -> EngineMetrics:
-    return EngineMetrics(LocalClient(Executor(engine._state), engine, ServeOptions()), served)
+def metrics_of(
+    engine: AsyncEngine, served: Served = SERVED, now_s: Callable[[], float] | None = None
+) -> EngineMetrics:
+    """The metrics of an engine, by a clock; without one, each page comes 1 s after the last."""
+    client = LocalClient(Executor(engine._state), engine, ServeOptions())
+    return EngineMetrics(client, served, now_s or count(100).__next__)
+
+
+class Clock:
+    """A clock that stands still until the test moves it."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 def page_of(metrics: EngineMetrics) -> bytes:
@@ -168,20 +182,6 @@ def test_counts_are_those_of_the_log(running: AsyncEngine) -> None:
     assert families["process_resident_memory_bytes"].samples[0].value > 2**20
 
 
-def slow_down(running: AsyncEngine, monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[float]:
-    """Have every step take longer; returns when each began."""
-    step = running.engine.step
-    began = []
-
-    def slow() -> Any:
-        began.append(time.monotonic())
-        time.sleep(seconds)
-        return step()
-
-    monkeypatch.setattr(running.engine, "step", slow)
-    return began
-
-
 def picked(page: bytes) -> dict[str, Any]:
     """What llm-d's endpoint picker reads of a page, by the rules of its extractor.
 
@@ -234,10 +234,7 @@ def tiers(page: bytes, adapter: str) -> dict[str, float]:
     return {s.labels["tier"]: s.value for s in samples if s.labels["adapter"] == adapter}
 
 
-def test_an_endpoint_picker_sees_what_is_resident_and_what_waits(
-    running: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow_down(running, monkeypatch, 0.02)
+def test_an_endpoint_picker_sees_what_is_resident_and_what_waits(running: AsyncEngine) -> None:
     metrics = metrics_of(running)
     idle = picked(page_of(metrics))
     assert idle == {
@@ -245,24 +242,27 @@ def test_an_endpoint_picker_sees_what_is_resident_and_what_waits(
         "active": set(), "queued": set(), "most": 8, "series": 1,
     }  # fmt: skip
     long = {"max_new_tokens": 90, "ignore_eos": True}
-    streams = [running.submit([1, 2, 3], name, **long) for name in ("a", "a", "second")]
-    next(streams[1])
-    time.sleep(0.03)
-    busy = picked(page_of(metrics))
-    assert (busy["running"], busy["waiting"]) == (2, 1)
-    assert "a" in busy["active"]
-    assert busy["queued"] == {"second"}
-    assert 0 < busy["kv_usage"] < 1
-    assert affinity(busy, "a") == 1.0
+    with held_steps(running) as steps:
+        streams = [running.submit([1, 2, 3], name, **long) for name in ("a", "a", "second")]
+        all_came = running.call(lambda: None)
+        steps.run(until=all_came.done)
+        steps.run(until=lambda: running.numbers().running == 2)
+        busy = picked(page_of(metrics))
+        assert (busy["running"], busy["waiting"]) == (2, 1)
+        assert "a" in busy["active"]
+        assert busy["queued"] == {"second"}
+        assert 0 < busy["kv_usage"] < 1
+        assert affinity(busy, "a") == 1.0
+        for stream in streams:
+            stream.cancel()
     for stream in streams:
-        stream.cancel()
-    until(lambda: picked(page_of(metrics))["running"] == 0)
+        stream.wait(60)
     after = picked(page_of(metrics))
+    assert (after["running"], after["waiting"]) == (0, 0)
     assert "a" in after["active"]  # it has pages, though no request uses it
     assert after["queued"] == set()
     assert tiers(page_of(metrics), "a") == {"device": 1, "host": 1}
     running.remove_adapter("a").result(60)
-    time.sleep(0.03)  # a page is kept for 0.02
     gone = picked(page_of(metrics))
     assert tiers(page_of(metrics), "a") == {"device": 0, "host": 0}
     assert tiers(page_of(metrics), "other")["host"] == 0
@@ -288,39 +288,40 @@ def test_names_of_tenants_are_told_apart_and_series_never_come_twice(running: As
     assert info.labels["running_lora_adapters"] == "other"
 
 
-def test_a_page_is_made_beside_a_step_and_kept_for_a_moment(
-    running: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    metrics = metrics_of(running)
-    began = slow_down(running, monkeypatch, 0.5)
-    stream = running.submit([1, 2, 3], "a", max_new_tokens=2, ignore_eos=True)
-    while not began:
-        time.sleep(0.01)
-    started = time.monotonic()
-    first = page_of(metrics)
-    assert page_of(metrics) is first
-    time.sleep(0.03)
-    assert page_of(metrics) is not first
-    assert time.monotonic() - started < 0.4
+def test_a_page_is_made_beside_a_step_and_kept_for_a_moment(running: AsyncEngine) -> None:
+    clock = Clock()
+    metrics = metrics_of(running, now_s=clock)
+    with held_steps(running) as steps:
+        stream = running.submit([1, 2, 3], "a", max_new_tokens=2, ignore_eos=True)
+        steps.until_held()
+        first = page_of(metrics)
+        clock.now_s += 0.01
+        assert page_of(metrics) is first
+        clock.now_s += 0.02
+        assert page_of(metrics) is not first
+        assert steps.done == 0
     stream.wait(60)
 
 
-def test_counts_rest_while_requests_run_and_are_whole_behind_them(
-    running: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_metrics, "_KEPT_S", 0.0)
-    monkeypatch.setattr(engine_metrics, "_COUNTS_KEPT_S", 600.0)
-    metrics = metrics_of(running)
+def test_counts_rest_while_requests_run_and_are_whole_behind_them(running: AsyncEngine) -> None:
+    clock = Clock()
+    metrics = metrics_of(running, now_s=clock)
     assert value(parsed(page_of(metrics)), "vllm:prompt_tokens_total") == 0
-    slow_down(running, monkeypatch, 0.02)
-    stream = running.submit([1, 2, 3], "a", max_new_tokens=90, ignore_eos=True)
-    next(stream)
+    with held_steps(running) as steps:
+        stream = running.submit([1, 2, 3], "a", max_new_tokens=90, ignore_eos=True)
+        steps.run(until=lambda: running.engine.totals.prompt_tokens == 3)
+        clock.now_s += 0.1
+        families = parsed(page_of(metrics))
+        assert value(families, "vllm:num_requests_running") == 1
+        assert value(families, "vllm:prompt_tokens_total") == 0
+        clock.now_s += 0.1
+        assert value(parsed(page_of(metrics)), "vllm:prompt_tokens_total") == 3
+        stream.cancel()
+    stream.wait(60)
+    clock.now_s += 0.03
     families = parsed(page_of(metrics))
-    assert value(families, "vllm:num_requests_running") == 1
-    assert value(families, "vllm:prompt_tokens_total") == 0
-    stream.cancel()
-    until(lambda: running.numbers().running == 0)
-    assert value(parsed(page_of(metrics)), "vllm:prompt_tokens_total") == 3
+    assert value(families, "vllm:num_requests_running") == 0
+    assert value(families, "vllm:request_success_total", finished_reason="abort") == 1
 
 
 def test_the_board_asks_for_what_is_there() -> None:

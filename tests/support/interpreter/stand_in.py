@@ -109,6 +109,7 @@ _TORCH_CUDA: dict[str, Any] = {
     "get_device_properties": lambda device=None: _PROPERTIES,
     "synchronize": ORDER.synchronize,
     "set_sync_debug_mode": _set_sync_debug_mode,
+    "get_sync_debug_mode": lambda: 0 if ORDER.may_wait else 2,
     "is_current_stream_capturing": lambda: ORDER.current in ORDER.captured,
     "current_stream": lambda device=None: ORDER.current,
     "stream": _on_stream,
