@@ -271,10 +271,12 @@ def segment_outer(
 
 def check_slices(every: Sequence[Tensor], rows: RankRows) -> None:
     """CodegenError: there is neither one x for all slices nor one for each, of one dtype."""
-    for number, x in enumerate(every):
-        own = slice(None) if len(every) == 1 else slice(number, number + 1)
-        check_tokens(x, replace(rows, starts=rows.starts[own], sizes=rows.sizes[own]))
-    if len({x.dtype for x in every}) > 1 or len(every) not in (1, rows.slices):
+    if len(every) == 1:
+        check_tokens(every[0], rows)
+        return
+    for x, start, size in zip(every, rows.starts, rows.sizes, strict=False):
+        check_tokens(x, replace(rows, starts=(start,), sizes=(size,)))
+    if len({x.dtype for x in every}) > 1 or len(every) != rows.slices:
         dtypes = ", ".join(str(x.dtype) for x in every)
         raise CodegenError(f"tokens of {dtypes} for {rows.slices} slices")
 
