@@ -50,7 +50,8 @@ Key = Callable[[Graph, Node], object]
 def _groups(graph: Graph, key: Key) -> Iterator[list[str]]:
     """The names of nodes of one key, not None: of two or more, and so many as an operator takes."""
     found: dict[object, list[str]] = {}
-    for node in graph.nodes:
+    # Gradients come in the opposite order; so each s is found where forward put it.
+    for node in reversed(graph.nodes) if key in _OF_GRADIENTS else graph.nodes:
         own = key(graph, node)
         if own is not None:
             found.setdefault(own, []).append(node.name)
@@ -69,8 +70,13 @@ def _are_free(graph: Graph, nodes: Sequence[Node]) -> bool:
 
 def _joined(graph: Graph, nodes: Sequence[Node], new: Node) -> Graph:
     """The graph with one node at the place of the last of some."""
-    gone = {node.name for node in nodes[:-1]}
-    kept = (new if node is nodes[-1] else node for node in graph.nodes if node.name not in gone)
+    names = {node.name for node in nodes}
+    last = next(node for node in reversed(graph.nodes) if node.name in names)
+    kept = (
+        new if node is last else node
+        for node in graph.nodes
+        if node is last or node.name not in names
+    )
     return graph.replace(nodes=in_order([*kept]))
 
 
@@ -156,3 +162,6 @@ def _outers(graph: Graph, nodes: Sequence[Node]) -> Graph:
     outputs = tuple(node.output for node in nodes)
     of = (("of", nodes[0].name),)
     return _joined(graph, nodes, Node("asked_outer_group", inputs, outputs, of, nodes[0].scope))
+
+
+_OF_GRADIENTS = (_backward_key, _outer_key)
