@@ -120,3 +120,4 @@ def test_a_server_says_them(service: Service) -> None:
     lines = announcement(service, "http://127.0.0.1:1", None).splitlines()
     said = "temperature=0, repetition_penalty=1.3, max_new_tokens=7 (generation_config.json)"
     assert f"defaults of sampling: {said}" in lines
+    assert not any("recorded" in line for line in lines)  # nothing is, on a CPU

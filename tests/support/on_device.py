@@ -23,6 +23,7 @@ from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training import bound_training
 from pcg.runtime.training import step as step_room
 from pcg.runtime.training.recorded.update_graphs import UpdateGraphs
+from pcg.runtime.training.recorded.warm_jobs import record_jobs
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import prompts
@@ -222,7 +223,7 @@ def windows_are_recorded() -> None:
             with waiting():  # for the time that parts took
                 return join(*of)
 
-        recorder_for = CudaRecorder if is_recorded else lambda device: None
+        recorder_for = CudaRecorder if is_recorded else _no_recorder
         with (
             patch.object(SideStream, "join", joined),
             patch.object(bound_training, "recorder_for", recorder_for),
@@ -246,6 +247,47 @@ def windows_are_recorded() -> None:
         found.append([tensor.cpu() for tensor in executor.adapters["trained"].tensors])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def jobs_find_windows_that_are_recorded() -> None:
+    """A job of the recipe that the program was compiled for, and the next one like it."""
+    base = oracle.random_model(BY_NAME["llama3"].config(1, max_position_embeddings=128))
+    recipe = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "down_proj"]}
+    of_program: dict[str, Any] = {"peft": {"mine": recipe}, "batch": 2, "seq": 19}
+    found, made, record = [], list[int](), CudaRecorder.record
+
+    def recorded(*of: Any) -> Any:
+        made.append(1)
+        return record(*of)
+
+    for is_warm in (False, True):
+        executor = compiler.compile(base, backend="triton", device=DEVICE, **of_program)
+        engine = executor.engine(Limits(tokens=20), kv_cache_bytes=2**20)
+        with (
+            patch.object(CudaRecorder, "record", recorded),
+            patch.object(bound_training, "recorder_for", CudaRecorder if is_warm else _no_recorder),
+        ):
+            if is_warm:
+                count = record_jobs(executor.state, engine.device.cache, 20, engine.runners)
+                assert count == len(made) == 3 * 3 + 1  # three windows of 16 tokens; a loss of 16
+            for number, name in enumerate(("first", "second")):
+                made.clear()
+                data = [Example(s, s) for s in prompts((19 - number, 9))]
+                options = {"max_steps": 2, "batch_size": 2, "learning_rate": 0.01, "seed": number}
+                job = engine.finetune(data, name, peft=recipe, **options)
+                while not engine.is_idle:
+                    engine.step()
+                if job.error is not None:
+                    raise job.error
+                assert len(made) == (2 if is_warm else 0)  # the update is of each job's own
+        adapters = [executor.adapters[name] for name in ("first", "second")]
+        found.append([tensor.cpu() for adapter in adapters for tensor in adapter.tensors])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def _no_recorder(device: torch.device) -> None:
+    """The recorder of a device that records nothing."""
 
 
 @contextmanager

@@ -198,7 +198,7 @@ class BoundTraining:
         batch = window.batch
         shared = self._inputs.of(self.training.model.epilogue, window.shared)
         if self._graphs is not None and window.weight is not None:
-            whole = [*window.carried, *shared]
+            whole = self.loss_inputs(window.carried, window.shared)
             found = self._graphs.loss.run(whole, chunk.rows, chunk.targets, window.weight)
             if found is not None:
                 total, dx = found
@@ -303,6 +303,17 @@ class BoundTraining:
             self._graphs_of = cache
         return self._graphs
 
+    @property
+    def is_recorded(self) -> bool:
+        """True if it has recorded windows, and trains by one program alone."""
+        return self._graphs is not None and self._training_for is None
+
+    def loss_inputs(
+        self, carried: Sequence[Tensor], shared: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Return what the epilogue reads of a window's tokens."""
+        return [*carried, *self._inputs.of(self.training.model.epilogue, shared)]
+
     def prologue_backward(self, batch: Batch, gradients: list[Tensor]) -> None:
         """Run the prologue backward, if something in it is trained."""
         training = self.training
@@ -319,16 +330,21 @@ class BoundTraining:
 
     def _accumulate(self, bound: object, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
         taken: set[int] = set()
+        sums: list[Tensor] = []
+        added: list[Tensor] = []
         for name, gradient in zip(names, gradients, strict=True):
             weight = getattr(bound, python_name(name)).weight
             if id(weight) not in self._trained:
                 continue
             gradient = gradient.to(weight.dtype)
             if weight.grad is not None:
-                weight.grad.add_(gradient)
+                sums.append(weight.grad)
+                added.append(gradient)
                 continue
             # Biases that are added to one sum share one gradient tensor, so it is copied. The
             # optimizer reads gradients as they lie in memory.
             is_taken = gradient.data_ptr() in taken
             weight.grad = gradient.clone() if is_taken else gradient.contiguous()
             taken.add(gradient.data_ptr())
+        if sums:  # on a GPU one launch
+            torch._foreach_add_(sums, added)

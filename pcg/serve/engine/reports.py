@@ -5,7 +5,7 @@ the interpreter's lock. So the engine's own thread tells what changed, where it 
 chunks of the same step, and only while somebody watches:
 
     state    which requests run and wait, pages, and adapters, at once
-    totals   0.1 s old at most, and whole when nothing is served any more
+    totals   0.5 s old at most, and whole when nothing is served any more
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pcg.runtime.requests.stream import Wakes
 from pcg.serve.engine.messages import Report, Watch
 from pcg.serve.engine.numbers import plain, plain_state
 
-_COUNTED_S = 0.1
+_COUNTED_S = 0.5
 """The time between two reports of totals while requests run or wait."""
 _SETTLING_S = 0.02
 """… and while only jobs run."""

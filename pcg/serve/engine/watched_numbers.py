@@ -1,7 +1,8 @@
 """The numbers of an engine in another process, as its reports tell them.
 
-Asking for them is a look at this process's memory, as long as somebody asks every few seconds. The
-engine reports until a time that both processes know, and from then on nothing here is believed.
+Where somebody asks often, asking is a look at this process's memory: the engine reports until a
+time that both processes know, which every question moves on, and nothing here is believed behind
+it. Who asks now and then, as a database of metrics does every 15 s, has the engine asked.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from pcg.runtime.metrics.totals import Totals
 from pcg.serve.engine.messages import Report, Watch, encode
 from pcg.serve.engine.numbers import totals_of, with_totals
 
-_WATCHED_S = 10.0
-"""The time that the engine reports for, from one question on."""
+_OFTEN_S = 1.0
+"""The most time between two questions for which reports are worth it."""
+_WATCHED_S = 4.0
+"""The time that the engine reports for, from a question on."""
 
 
 class WatchedNumbers:
@@ -34,7 +37,7 @@ class WatchedNumbers:
     ) -> None:
         self._post = post
         self._now_s = now_s
-        self._began_s = self._until_s = -math.inf
+        self._began_s = self._until_s = self._asked_s = -math.inf
         self._forget()
 
     def _forget(self) -> None:
@@ -43,12 +46,14 @@ class WatchedNumbers:
         self._jobs: list[JobStatus] | None = None
 
     def numbers(self) -> EngineNumbers | None:
-        """Return the numbers as they are now, and have them reported; None if none have come."""
-        now_s = self._now_s()
+        """Return the numbers as they are now; None if the engine has to be asked."""
+        now_s, asked_s = self._now_s(), self._asked_s
+        self._asked_s = now_s
         if now_s >= self._until_s:
             self._forget()
-            self._began_s = now_s
-            self._watch(now_s, begins=True)
+            if now_s - asked_s < _OFTEN_S:
+                self._began_s = now_s
+                self._watch(now_s, begins=True)
         elif now_s >= self._until_s - _WATCHED_S / 2:
             self._watch(now_s, begins=False)
         if self._state is None or self._totals is None:
@@ -56,7 +61,7 @@ class WatchedNumbers:
         return with_totals(self._state, self._totals)
 
     def jobs(self) -> list[JobStatus] | None:
-        """Return the jobs as of the totals; None if `numbers` would have to ask the engine."""
+        """Return the jobs as of the totals; None if the engine has to be asked."""
         return self._jobs if self._now_s() < self._until_s else None
 
     def _watch(self, now_s: float, *, begins: bool) -> None:

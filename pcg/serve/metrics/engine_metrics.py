@@ -5,10 +5,11 @@ and wait, pages, adapters. So the page has three parts, each made again when it 
 older than this:
 
     state       20 ms
-    counts      0.15 s, counters and histograms; 20 ms while there is nothing to serve
-    process     1 s, what prometheus_client tells of it
+    counts      0.5 s, counters and histograms; 20 ms while there is nothing to serve
+    process     5 s, what prometheus_client tells of it
 
-They are made beside the engine, from what its thread counts anyway, and tells meanwhile.
+They are made beside the engine, from what its thread counts anyway, and tells meanwhile. Who asks
+seldom, as a database of metrics does, has all of them made for it.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ Result = TypeVar("Result")
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _KEPT_S = 0.02
-_COUNTS_KEPT_S = 0.15
-_PROCESS_KEPT_S = 1.0
+_COUNTS_KEPT_S = 0.5
+_PROCESS_KEPT_S = 5.0
 
 
 @dataclass(frozen=True)

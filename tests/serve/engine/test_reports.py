@@ -147,25 +147,32 @@ def test_who_stops_asking_is_told_no_more_and_believes_nothing_old() -> None:
 
     first: dict[str, Any] = {"resident": {}, "waiting": {}, "totals": {"output_tokens": 5}}
     assert watched.numbers() is None
+    now_s[0] = 101.0
+    assert watched.numbers() is None
+    assert posted == []  # who asks now and then has the engine asked
+    now_s[0] = 101.5
+    assert watched.numbers() is None
     assert watched.jobs() is None
-    watched.take(report(100.1, 1, **first, jobs=[]))
+    assert posted == [Watch(105.5, True)]
+    watched.take(report(101.6, 1, **first, jobs=[]))
     found = watched.numbers()
     assert found is not None
     assert (found.running, found.totals.output_tokens, watched.jobs()) == (1, 5, [])
-    assert posted == [Watch(110.0, True)]
-    now_s[0] = 106.0
-    watched.take(report(105.9, 2))
+    now_s[0] = 103.5
+    watched.take(report(103.4, 2))
     found = watched.numbers()
     assert found is not None
     assert (found.running, found.totals.output_tokens) == (2, 5)
-    assert posted[1:] == [Watch(116.0, False)]
-    now_s[0] = 116.0
+    assert posted[1:] == [Watch(107.5, False)]
+    now_s[0] = 107.5
     assert watched.jobs() is None
     assert watched.numbers() is None
-    assert posted[2:] == [Watch(126.0, True)]
-    watched.take(report(115.9, 3))
+    now_s[0] = 107.6
+    assert watched.numbers() is None
+    assert posted[2:] == [Watch(111.6, True)]
+    watched.take(report(107.5, 3))
     assert watched.numbers() is None  # it was under way when nobody watched
-    watched.take(report(116.1, 4, **first, jobs=[]))
+    watched.take(report(107.7, 4, **first, jobs=[]))
     found = watched.numbers()
     assert found is not None
     assert found.running == 4

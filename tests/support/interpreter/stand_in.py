@@ -107,6 +107,7 @@ _TORCH_CUDA: dict[str, Any] = {
     "get_device_name": lambda device=None: _PROPERTIES.name,
     "get_device_capability": lambda device=None: (9, 0),
     "get_device_properties": lambda device=None: _PROPERTIES,
+    "mem_get_info": lambda device=None: (_BYTES, _BYTES),
     "synchronize": ORDER.synchronize,
     "set_sync_debug_mode": _set_sync_debug_mode,
     "get_sync_debug_mode": lambda: 0 if ORDER.may_wait else 2,

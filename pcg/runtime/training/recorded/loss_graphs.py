@@ -81,6 +81,16 @@ class LossGraphs:
             return min(tokens, left, SIZES[-1])
         return SIZES[bisect_right(SIZES, tokens) - 1]
 
+    def warm_up(self, inputs: Sequence[Tensor], most: int) -> None:
+        """Record all sizes of up to so many tokens, the largest first.
+
+        Args:
+            inputs: hidden states, and what else the epilogue reads of a window.
+        """
+        for size in reversed(SIZES[: bisect_left(SIZES, most) + 1]):
+            if size not in self._losses and self._recorder is not None:
+                self._record(size, inputs)
+
     def run(
         self, inputs: Sequence[Tensor], rows: Tensor, targets: Tensor, weight: float
     ) -> tuple[Tensor, list[Tensor]] | None:
@@ -99,7 +109,7 @@ class LossGraphs:
         if place == len(SIZES) or self._recorder is None:
             return None
         size = SIZES[place]
-        if size not in self._losses and not self._record(size, inputs):
+        if size not in self._losses and not (self._is_time(size) and self._record(size, inputs)):
             return None
         loss = self._losses[size]
         for to, x in zip(loss.inputs, inputs, strict=True):
@@ -112,11 +122,13 @@ class LossGraphs:
         self.replayed += 1
         return loss.total.clone(), [x[:count] for x in loss.gradients]
 
-    def _record(self, size: int, inputs: Sequence[Tensor]) -> bool:
-        """Record a size that has come before; returns False if there is no graph of it."""
+    def _is_time(self, size: int) -> bool:
+        """Return whether a size has come before."""
         self._came[size] += 1
-        if self._came[size] < 2:
-            return False
+        return self._came[size] > 1
+
+    def _record(self, size: int, inputs: Sequence[Tensor]) -> bool:
+        """Record a size; returns False if the device does not."""
         assert self._recorder is not None
         made = [x.new_zeros((size, *x.shape[1:])) for x in inputs]
         device = made[0].device

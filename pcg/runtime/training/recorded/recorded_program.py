@@ -31,6 +31,11 @@ class RecordedProgram(Protocol):
     ) -> ProductRequest[list[Tensor]]:
         """Run a layer backward."""
 
+    def loss_inputs(
+        self, carried: Sequence[Tensor], shared: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Return what the epilogue reads of a window's tokens."""
+
     def loss_of(
         self, batch: Batch, part: Sequence[Tensor], targets: Tensor, slopes: Tensor
     ) -> ProductRequest[tuple[Tensor, Sequence[Tensor]]]:

@@ -234,6 +234,24 @@ class WindowGraphs:
         self._slots.clear()
         self._sums.clear()
 
+    def warm_up(self, sizes: PassSizes, window: int) -> int:
+        """Record all windows of such a pass, of so many tokens, and their losses, before it.
+
+        Returns the number of graphs.
+        """
+        self.sizes.begin_with(window)
+        self.begin_pass(sizes)
+        device = self._cache.keys[0].device
+        for _ in range(-(-sizes.tokens // self.sizes.size)):
+            self._slots.append(self._made(device))
+        while self._recorder is not None and not all(slot.is_complete for slot in self._slots):
+            self.record_next()
+        if self._recorder is not None:
+            last = self._slots[-1]
+            inputs = self.program.loss_inputs(last.layers[-1].inputs, last.shared)
+            self.loss.warm_up(inputs, self.sizes.size)
+        return len(self._slots) + self.recorded + self.loss.recorded
+
     def slot(self, place: int, batch: Batch) -> WindowSlot | None:
         """Return the slot of a window, which has begun; None if it runs eagerly.
 

@@ -47,6 +47,10 @@ class WindowSizes:
         self._asked = 0
         self._times = 0
 
+    def begin_with(self, tokens: int) -> None:
+        """Have windows of so many tokens, or the size below, until another one is asked for."""
+        self.size = self._next = SIZES[max(bisect_right(SIZES, tokens) - 1, 0)]
+
     def begin_pass(self) -> None:
         """Take the size that was asked for lately."""
         self.size = self._next
