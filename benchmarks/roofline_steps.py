@@ -187,6 +187,8 @@ def finetune(config: Mapping[str, Any], sizes: Sizes, adapters: int, count: Coun
         return runner.forward_backward(examples, batch * (tokens - 1))
 
     step()  # tables of adapters are copied to the device once
+    for tensor in runner.parameters.values():
+        tensor.grad = None
     return count(step)
 
 

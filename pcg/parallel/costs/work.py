@@ -185,10 +185,10 @@ def _parts_of_group(
             for own, z in zip(zip(*by_kind(inputs, 3), strict=True), outputs, strict=True):
                 yield "expand_add", own, (z,), {}
         case _:
-            each = zip(*by_kind(inputs, 5), *by_kind(outputs[:-1], 2), strict=True)
-            for *own, ds, db in each:
+            sites = zip(*by_kind(inputs, 5), *by_kind(outputs[:-1], 2), strict=True)
+            for *given, ds, db in sites:
                 made = ds, db, outputs[-1]
-                yield from _parts_of_gradients("lora_linear_backward", tuple(own), made, attributes)
+                yield from _parts_of_gradients("lora_linear_backward", (*given,), made, attributes)
 
 
 def _parts_of_loss(
