@@ -221,7 +221,8 @@ def whole_sum(s: Tensor) -> Tensor:
 
 def by_slice(s: Tensor) -> Sequence[Tensor]:
     """s of each slice, [1, 1, sums], of s [1, slices, sums]."""
-    return s.split(1, 1)
+    found: Sequence[Tensor] = s.split(1, 1)
+    return found
 
 
 def by_job(s: Tensor, counts: Sequence[int], ranks: Sequence[int]) -> Sequence[Tensor]:
