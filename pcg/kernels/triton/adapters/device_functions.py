@@ -58,7 +58,7 @@ def columns_of(columns, j):
 
 @triton.jit
 def of_slice(j, first, second, third, SLICES: tl.constexpr):
-    """What belongs to slice j, where each of SLICES has its own: pointers of one kind, or numbers.
+    """The one of three, pointers or numbers, that is slice j's, where each of SLICES has its own.
 
     With one, all slices share the first.
     """
