@@ -81,7 +81,7 @@ class BaseExecutor:
             "dtype": str(self.dtype).removeprefix("torch."),
             "digest": self.digest,
             "pieces": {name: list(one.shape) for name, one in self.multiplied.items()},
-            "tensors": {name: list(one.shape) for name, one in self.fetched.items()},
+            "fetched": {name: list(one.shape) for name, one in self.fetched.items()},
             "files": dict(directory_files),
         }
 
@@ -102,7 +102,7 @@ class BaseExecutor:
         if inputs[0].dtype not in (self.dtype, torch.float32):
             raise SplitError(f"the base runs in {self.dtype}, and not in {inputs[0].dtype}")
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def run(self, piece: Piece, inputs: Sequence[Tensor]) -> Tensor:
         """Run a piece on the tokens of one request, or of several, one after the other."""
         x = inputs[0].to(self.device)
@@ -123,7 +123,7 @@ class BaseExecutor:
             self._joined[names] = joined(weights) if lie_side_by_side(weights) else None
         return self._joined[names]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def answer(self, message: Message) -> Message:
         """Answer a request that is no piece. SplitError: it cannot be."""
         if message.op == "fetch":

@@ -83,7 +83,7 @@ class CalledBase(Weights):
         self._kept: Mapping[str, Sequence[int]] = facts["pieces"]
         index = {
             name: TensorInfo(DTYPE_NAMES[dtype], tuple(shape))
-            for name, shape in facts["tensors"].items()
+            for name, shape in facts["fetched"].items()
         }
         super().__init__(index, base_prefix, facts["config"], f"the base {facts['name']}")
         self._caller = caller
