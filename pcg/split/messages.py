@@ -32,10 +32,7 @@ from pcg.errors import SplitError
 VERSION = 1
 """The version of this format; a base and its clients have the same."""
 Buffer: TypeAlias = bytes | bytearray | memoryview
-DTYPES = {
-    name: getattr(torch, name)
-    for name in ("float64", "float32", "float16", "bfloat16")
-}
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_TENSORS = 16
 _MOST_DIMS = 4
@@ -134,7 +131,8 @@ def _kind(dtype: object, shape: object) -> tuple[torch.dtype, tuple[int, ...]]:
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return a CPU tensor's memory, which is copied only if its rows do not follow each other."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    numbers: Any = flat.numpy()
+    return memoryview(numbers)
 
 
 def failure(seq: int, error: Exception) -> Message:

@@ -39,8 +39,9 @@ class Piece:
         kind, colon, names = text.partition(":")
         weights = tuple(names.split("+"))
         if not colon or kind not in (LINEAR, GRADIENT) or not all(weights):
-            raise SplitError(f"{text[:100]!r} names no piece; use {LINEAR}:WEIGHT+… or "
-                             f"{GRADIENT}:WEIGHT")
+            raise SplitError(
+                f"{text[:100]!r} names no piece; use {LINEAR}:WEIGHT+… or {GRADIENT}:WEIGHT"
+            )
         if kind == GRADIENT and len(weights) > 1:
             raise SplitError(f"{GRADIENT} takes one weight, not {len(weights)}")
         return cls(kind, weights)

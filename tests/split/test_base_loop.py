@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import pcg.compiler as compiler
-from pcg.errors import BaseLostError, SplitError
+from pcg.errors import SplitError
 from pcg.runtime.executor import Executor
 from pcg.split.base.options import BaseOptions
 from pcg.split.client.caller import Caller
-from pcg.split.client.connect import connect
 from pcg.split.messages import Message
 from tests.support import oracle
 from tests.support.families import BY_NAME
@@ -101,7 +100,7 @@ def test_what_a_base_does_not_do_is_refused(
 def test_requests_of_clients_run_as_one_and_each_gets_its_own_rows(whole: Executor) -> None:
     base = make_base(whole)
     clients = [joined(base) for _ in range(3)]
-    weight = base.loop._base.multiplied[O]
+    weight = base.loop.base.multiplied[O]
     inputs = [torch.randn(tokens, 64) for tokens in (1, 5, 2)]
     for (name, _), x in zip(clients, inputs, strict=True):
         base.endpoint.ask(name, Message("run", 2, {"piece": f"linear:{O}"}, (x,)))
@@ -142,7 +141,7 @@ def test_a_client_has_a_bound_on_what_waits(whole: Executor) -> None:
 
 def test_a_base_that_drains_takes_no_new_clients_and_ends_with_its_last(whole: Executor) -> None:
     base = make_base(whole)
-    name, replies = joined(base)
+    name, _ = joined(base)
     base.loop.drain()
     reply = ask(base, base.endpoint.join(), Message("hello", 1, HELLO))
     assert "takes no new clients" in reply.fields["error"]
@@ -155,14 +154,6 @@ def test_options_out_of_range_are_refused() -> None:
     for wrong in ({"wait_ms": -1}, {"api_key": ("short",)}, {"policy": "all"}, {"port": 70000}):
         with pytest.raises(SplitError):
             BaseOptions(**wrong)  # type: ignore[arg-type]
-
-
-def test_a_client_says_that_no_base_is_there() -> None:
-    with pytest.raises(BaseLostError, match="no base executor answers at 127.0.0.1:9"):
-        connect("127.0.0.1:9", connect_s=0.1)
-    for where in ("nowhere", "127.0.0.1:port", ":1"):
-        with pytest.raises(SplitError, match="no address"):
-            connect(where)
 
 
 def test_a_closed_client_and_matrices_that_stay_at_the_base_are_errors(whole: Executor) -> None:

@@ -13,10 +13,15 @@ import pytest
 import torch
 
 import pcg
+from pcg.errors import BaseLostError, SplitError
 from pcg.runtime.executor import Executor
+from pcg.split.base.base_executor import BaseExecutor
+from pcg.split.base.base_loop import BaseLoop
+from pcg.split.base.options import BaseOptions
 from pcg.split.client.caller import Caller
 from pcg.split.client.connect import connect
 from pcg.split.transports.shared_memory import SharedMemory
+from pcg.split.transports.zeromq import ZeroMqEndpoint
 from pcg.split.transports.zeromq_client import transport_to
 from tests.support import oracle, serving
 from tests.support.prompts import TOLERANCE
@@ -24,13 +29,18 @@ from tests.support.split_base import KEY, BaseProcess, base_process
 from tests.support.text_model import ROWS
 from tests.support.waiting import until
 
+pytest.importorskip("zmq")
 JOB: dict[str, Any] = {"adapter": "x", "max_steps": 4, "batch_size": 2, "learning_rate": 1e-2}
 LORA = pcg.LoraConfig(r=4, target_modules="all-linear")
 STAYS = """
 import sys, time
+from pcg.split.base.base_executor import BaseExecutor
+from pcg.split.base.base_loop import BaseLoop
+from pcg.split.base.options import BaseOptions
 from pcg.split.client.caller import Caller
+from pcg.split.transports.zeromq import ZeroMqEndpoint
 from pcg.split.transports.zeromq_client import transport_to
-Caller(transport_to(sys.argv[1], sys.argv[2]), {"key": sys.argv[3]}, connect_s=120)
+caller = Caller(transport_to(sys.argv[1], sys.argv[2]), {"key": sys.argv[3]}, connect_s=120)
 print("here", flush=True)
 time.sleep(600)
 """
@@ -67,22 +77,53 @@ def test_a_client_generates_and_finetunes_as_the_undivided_executor(
 
 @pytest.mark.parametrize("transport", ["tcp", "shared-memory"])
 def test_a_killed_client_is_forgotten(base: BaseProcess, transport: str) -> None:
+    command = [sys.executable, "-c", STAYS, base.where, transport, KEY]
     caller = Caller(transport_to(base.where, "tcp"), {"key": KEY}, connect_s=60)
-    try:
-        command = [sys.executable, "-c", STAYS, base.where, transport, KEY]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE)
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"here\n"
-        assert caller.call("stats").fields["clients"] == 2
-        child.kill()
-        child.wait(30)
-        child.stdout.close()
-        until(lambda: caller.call("stats").fields["clients"] == 1)
-        assert "is gone" in base.errors()
-    finally:
-        caller.close()
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"here\n"
+            assert caller.call("stats").fields["clients"] == 2
+            child.kill()
+            until(lambda: bool(caller.call("stats").fields["clients"] == 1))
+            assert "is gone" in base.errors()
+        finally:
+            child.kill()
+            caller.close()
 
 
+@pytest.mark.parametrize("transport", ["tcp", "shared-memory"])
+def test_a_call_is_made_again_at_a_base_that_is_new(whole: Executor, transport: str) -> None:
+    def serve(port: int) -> tuple[BaseLoop, threading.Thread]:
+        endpoint = ZeroMqEndpoint("127.0.0.1", port, 2**24)
+        loop = BaseLoop(BaseExecutor(whole), endpoint, BaseOptions(api_key=(KEY,)))
+
+        def run() -> None:
+            loop.run()
+            endpoint.close()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return loop, thread
+
+    first, thread = serve(0)
+    where = first.endpoint.where
+    caller = Caller(transport_to(where, transport), {"key": KEY}, connect_s=60, lost_s=120)
+    name = next(iter(first.base.multiplied))
+    weight = first.base.multiplied[name]
+    x = torch.randn(3, weight.shape[1])
+    for _ in range(2):
+        (y,) = caller.call("run", (x,), piece=f"linear:{name}").tensors
+        assert torch.allclose(y, x @ weight.t(), atol=1e-5)
+        first.stop()
+        thread.join(60)
+        first, thread = serve(int(where.rpartition(":")[2]))
+    caller.close()
+    first.stop()
+    thread.join(60)
+
+
+@pytest.mark.slow
 def test_a_base_that_is_killed_and_started_again_is_found(whole: Executor) -> None:
     with base_process() as first:
         where = first.where
@@ -99,6 +140,14 @@ def test_a_base_that_is_killed_and_started_again_is_found(whole: Executor) -> No
         pairs = zip(split.adapters["x"].tensors, whole.adapters["x"].tensors, strict=True)
         for one, other in pairs:
             assert oracle.relative_error(one, other) < TOLERANCE
+
+
+def test_a_client_says_that_no_base_is_there() -> None:
+    with pytest.raises(BaseLostError, match="no base executor answers at"):
+        connect("127.0.0.1:9", connect_s=0.1)
+    for where in ("nowhere", "127.0.0.1:port", ":1"):
+        with pytest.raises(SplitError, match="no address"):
+            connect(where)
 
 
 def test_shared_memory_goes_both_ways_and_has_bounds() -> None:

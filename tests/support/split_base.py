@@ -31,6 +31,12 @@ class Base:
     loop: BaseLoop
     endpoint: InProcessEndpoint
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its weights, without copies that the undivided executor packs."""
+        sizes = {**self.loop.base.multiplied, **self.loop.base.fetched}
+        return sum(tensor.nbytes for tensor in sizes.values())
+
     def connect(self, **options: Any) -> SplitExecutor:
         """A client of it."""
         return connect(self.endpoint.transport(), api_key=KEY, **options)

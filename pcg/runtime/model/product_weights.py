@@ -45,7 +45,7 @@ _MULTIPLIES = ("column_norm", "linear", "linear_backward", "linear_group", "lora
 
 
 def multiplied(graph: Graph) -> list[str]:
-    """Return the frozen matrices [out, in] that a graph multiplies by, and reads in no other way."""
+    """Return the frozen matrices [out, in] that a graph reads by multiplying alone."""
     others = {name for node in graph.nodes if node.op not in _MULTIPLIES for name in node.inputs}
     return [
         parameter.name

@@ -60,6 +60,8 @@ class BaseLoop:
     """Serves the clients of an endpoint; one thread runs it.
 
     Attributes:
+        base: the weights, and what runs by them.
+        endpoint: the clients' transport.
         counts: what it has done so far.
         is_draining: True once new clients are refused.
     """
@@ -71,8 +73,8 @@ class BaseLoop:
         options: BaseOptions,
         files: Mapping[str, str] | None = None,
     ) -> None:
-        self._base = base
-        self._endpoint = endpoint
+        self.base = base
+        self.endpoint = endpoint
         self._options = options
         self._keys = [_digest_of(key) for key in options.api_key]
         self._policy = make_policy(
@@ -120,9 +122,9 @@ class BaseLoop:
 
     def step(self, wait_s: float) -> float:
         """Take what has come, and run one batch; returns how long to wait for more."""
-        for client, message in self._endpoint.receive(min(wait_s, 0.2)):
+        for client, message in self.endpoint.receive(min(wait_s, 0.2)):
             self._take(client, message)
-        for client in self._endpoint.gone(list(self._clients)):
+        for client in self.endpoint.gone(list(self._clients)):
             self._drop(client, "is gone")
         if not len(self._queues):
             return 1.0
@@ -175,11 +177,11 @@ class BaseLoop:
             return Message("reply", message.seq, counts)
         if message.op == "share":
             most = self._options.max_request_mib * 2**20
-            shared = self._endpoint.share(client, message.number("bytes", 2 * most))
+            shared = self.endpoint.share(client, message.number("bytes", 2 * most))
             if shared is None:
                 raise SplitError("this transport shares no memory")
             return Message("reply", message.seq, shared.fields)
-        return self._base.answer(message)
+        return self.base.answer(message)
 
     def _hello(self, client: bytes, message: Message) -> Message:
         fields = message.fields
@@ -191,7 +193,7 @@ class BaseLoop:
         key = fields.get("key") or ""
         digest = _digest_of(key if isinstance(key, str) else "")
         # All are compared, in a time that does not depend on where they differ.
-        if self._keys and not any([hmac.compare_digest(one, digest) for one in self._keys]):
+        if self._keys and not sum(hmac.compare_digest(one, digest) for one in self._keys):
             raise SplitError("the key is none of this base's; give api_key=…, or PCG_API_KEY")
         self._check_model(fields)
         if self.is_draining:
@@ -205,7 +207,7 @@ class BaseLoop:
 
     def _check_model(self, fields: Mapping[str, object]) -> None:
         """Compare what a client wants with what this is. SplitError: they differ, and in what."""
-        config, base = fields.get("config"), self._base
+        config, base = fields.get("config"), self.base
         if isinstance(config, Mapping):
             difference = config_difference(config, base.config)
             if difference:
@@ -223,7 +225,7 @@ class BaseLoop:
 
     def _queue(self, client: bytes, message: Message) -> None:
         piece = Piece.parse(message.text("piece", 2**14))
-        self._base.checked(piece, message.tensors)
+        self.base.checked(piece, message.tensors)
         if self._queues.count(client) >= _MOST_WAITING:
             raise SplitError(f"{_MOST_WAITING} requests of yours wait already")
         serves, now_s = message.fields.get("serves") is True, time.monotonic()
@@ -239,7 +241,7 @@ class BaseLoop:
             if len(batch) > 1:
                 every = zip(*(one.tensors for one in batch), strict=True)
                 inputs = [torch.cat(parts) for parts in every]
-            outputs = self._base.run(batch[0].piece, inputs)
+            outputs = self.base.run(batch[0].piece, inputs)
         except Exception as error:
             _LOG.exception("%s failed", batch[0].piece)
             for one in batch:
@@ -257,7 +259,7 @@ class BaseLoop:
         known = self._clients.get(client)
         if known is not None:
             known.seen_s = time.monotonic()
-        if not self._endpoint.send(client, message):
+        if not self.endpoint.send(client, message):
             self._drop(client, "is gone")
 
     def _drop(self, client: bytes, why: str) -> None:
@@ -265,7 +267,7 @@ class BaseLoop:
         known = self._clients.pop(client, None)
         dropped = self._queues.drop(client)
         self.counts.dropped += dropped
-        self._endpoint.forget(client)
+        self.endpoint.forget(client)
         if known is not None:
             _LOG.info(
                 "client %r %s; %d of its requests are dropped, %d clients are here",

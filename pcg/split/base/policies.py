@@ -1,11 +1,11 @@
 """Policies of batching: which requests for a piece run together, and how long one waits for others.
 
-    none           each request runs alone, the oldest first
-    lockstep       a round begins once every active client has a request here, and runs them all
-    opportunistic  a request waits at most w = wait · min(1, tokens / scale) for others of its piece
-                   (Symbiosis §3.7): less the smaller it is, and half of that where a user waits for
-                   tokens. What is due runs, inference before training, the earliest first; nothing
-                   waits once all active clients are here, as nobody else could come.
+none           each request runs alone, the oldest first
+lockstep       a round begins once every active client has a request here, and runs them all
+opportunistic  a request waits at most w = wait · min(1, tokens / scale) for others of its piece
+               (Symbiosis §3.7): less the smaller it is, and half of that where a user waits for
+               tokens. What is due runs, inference before training, the earliest first; nothing
+               waits once all active clients are here, as nobody else could come.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class Opportunistic(Policy):
 
     def choose(self, queues: Queues, active: Collection[bytes], now_s: float) -> Choice:
         nobody_comes = queues.clients.issuperset(active)
-        ready, next_s = [], now_s + 1.0
+        ready: list[tuple[bool, float, int, list[Waiting]]] = []
+        next_s = now_s + 1.0
         for queue in queues:
             due_s = min(map(self.due_s, queue))
             if nobody_comes or due_s <= now_s or self._is_full(queue):

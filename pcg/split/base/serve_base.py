@@ -50,8 +50,10 @@ def serve_base(
         logging.getLogger("pcg.split").addHandler(_Lines(say))
         logging.getLogger("pcg.split").setLevel(logging.INFO)
         kept = {one: signal.signal(one, _ended_by(loop, say)) for one in _SIGNALS}
-        say(f"{base.name} in {str(base.dtype).removeprefix('torch.')} on {base.device}, "
-            f"{size_text(base.size_bytes)} of weights; policy {options.policy}")
+        say(
+            f"{base.name} in {str(base.dtype).removeprefix('torch.')} on {base.device}, "
+            f"{size_text(base.size_bytes)} of weights; policy {options.policy}"
+        )
         if made is not None:
             say(f"key: {made}")
         say(f"listening at {endpoint.where}")

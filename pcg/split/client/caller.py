@@ -62,9 +62,7 @@ class Caller:
         # It may go away meanwhile, and come back with other weights.
         self._hello = {**self._hello, "digest": self.facts["digest"]}
 
-    def call(
-        self, op: str, tensors: Sequence[Tensor] = (), **fields: Any
-    ) -> Message:
+    def call(self, op: str, tensors: Sequence[Tensor] = (), **fields: Any) -> Message:
         """Make a call and return its reply.
 
         Raises:
@@ -81,7 +79,9 @@ class Caller:
                     break
                 except Disconnected as error:
                     where = self._transport.where
-                    _LOG.warning("the base executor at %s is gone (%s); looking for it", where, error)
+                    _LOG.warning(
+                        "the base executor at %s is gone (%s); looking for it", where, error
+                    )
                     self._open(self._lost_s, "the base executor is gone, and none answers at")
                     _LOG.warning("the base executor at %s is back", where)
             self.moved.calls += 1

@@ -1,9 +1,9 @@
 """Memory that a base shares with one client on its machine, for the tensors of their messages.
 
-The base makes it (a `memfd`, which has no name), forbids everyone to shrink it, as a base that reads
-memory which is gone would die, and tells the client its own process and the descriptor. The client
-maps it through /proc, which the system lets processes of the same user do. It is gone once both are,
-however they end.
+The base makes it (a `memfd`, which has no name), forbids everyone to shrink it, as a base that
+reads memory which is gone would die, and tells the client its own process and the descriptor. The
+client maps it through /proc, which the system lets processes of the same user do. It is gone once
+both are, however they end.
 
     [ request's tensors | reply's tensors ]    half of the memory each
 

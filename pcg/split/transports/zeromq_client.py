@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -32,7 +33,9 @@ class TcpTransport(Transport):
         self.where = f"{host}:{port}"
         self._host = host
         self._zmq = zmq()
-        self._context = self._socket = self._events = None
+        self._context: Any = None
+        self._socket: Any = None
+        self._events: Any = None
 
     def open(self) -> None:
         self.close()
