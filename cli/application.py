@@ -32,8 +32,7 @@ from .options.fields import with_options
 from .plan import plan_command
 from .profile import profile_command
 from .run import run_command
-from .serve import serve_command
-from .serve_base import serve_base_command
+from .serve import serve_base_command, serve_command
 from .simulate import simulate_command
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it

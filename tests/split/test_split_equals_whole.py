@@ -63,7 +63,7 @@ def outputs(executor: Executor) -> tuple[list[Sequence[int]], dict[str, Any]]:
     return [one.token_ids for one in done], found
 
 
-QUICK = ("llama3", "gpt2", "falcon-7b")
+QUICK = ("llama3", "gpt2")
 """The others run with the slow tests."""
 
 
@@ -139,7 +139,7 @@ def test_an_engine_of_a_client_serves_and_trains_in_the_same_steps() -> None:
     ):
         job = engine.finetune(EXAMPLES, adapter="y", peft=LORA, **options)
         found = split.generate(PROMPTS, max_new_tokens=8, temperature=0)
-        job.result(120)
+        job.wait()
         assert [one.token_ids for one in found] == [one.token_ids for one in expected]
         for one, other in zip(split.adapters["y"].tensors, trained, strict=True):
             assert oracle.relative_error(one, other) < TOLERANCE
