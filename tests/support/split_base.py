@@ -17,8 +17,8 @@ from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
 from pcg.split.client.connect import SplitExecutor, connect
-from pcg.split.transports.in_process import InProcessEndpoint
 from tests.support import serving
+from tests.support.in_process import InProcessEndpoint
 from tests.support.waiting import until
 
 KEY = "key-of-the-base"

@@ -15,7 +15,7 @@ class Disconnected(Exception):
 
 @dataclass
 class Moved:
-    """What has crossed a transport, as a client sees it.
+    """Counts of what has crossed a transport, as a client sees it.
 
     Attributes:
         calls: messages that were answered: round trips.

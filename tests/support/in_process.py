@@ -1,4 +1,4 @@
-"""The transport within one process: clients on threads, the base on another."""
+"""A transport within one process: clients on threads, the base on another."""
 
 from __future__ import annotations
 
