@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.interpreter.product_loops import ProductLoop, product_loops
+
 ARCHITECTURES = (80, 90)
 """Ampere and Hopper."""
 _SHARED_KIB = {80: 164, 90: 228}
@@ -61,6 +63,7 @@ class Code:
         stack_bytes: local memory of a thread's frame: spills and indexed arrays.
         shared_bytes: shared memory of a program.
         instructions: how often each stands there, by name with its modifiers, as `LDG.E.128`.
+        loops: the instructions of each innermost loop with products of Hopper's tensor cores.
     """
 
     kernel: str
@@ -69,6 +72,11 @@ class Code:
     stack_bytes: int
     shared_bytes: int
     instructions: Mapping[str, int]
+    loops: Sequence[Sequence[str]] = ()
+
+    @property
+    def product_loops(self) -> list[ProductLoop]:
+        return [ProductLoop(tuple(loop)) for loop in self.loops]
 
     def count(self, *names: str) -> int:
         """Instructions whose names have all these as parts, as ("LDG", "128")."""
@@ -181,6 +189,7 @@ def code_of(name: str, made: Any, architecture: int) -> Code:
         int(stack[1]),
         made.metadata.shared,
         dict(Counter(instructions)),
+        product_loops(listing),
     )
 
 
