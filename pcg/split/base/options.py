@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, TypeAlias
 
 from pcg.errors import SplitError
-from pcg.split.base.policies import PolicyName
+
+PolicyName: TypeAlias = Literal["none", "lockstep", "opportunistic"]
 
 
 @dataclass(frozen=True, kw_only=True)

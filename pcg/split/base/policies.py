@@ -13,11 +13,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
+from pcg.split.base.options import PolicyName
 from pcg.split.base.queues import Queues, Waiting
-
-PolicyName: TypeAlias = Literal["none", "lockstep", "opportunistic"]
 
 
 @dataclass(frozen=True)
