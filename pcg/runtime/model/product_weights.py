@@ -41,7 +41,10 @@ def product_weights(graph: Graph) -> Iterator[ProductWeights]:
             yield ProductWeights(weights, biases)
 
 
-_MULTIPLIES = ("column_norm", "linear", "linear_backward", "linear_group", "lora_linear")
+_MULTIPLIES = (
+    "column_norm", "linear", "linear_backward", "linear_group", "lora_linear",
+    "lora_linear_backward",
+)  # fmt: skip
 
 
 def multiplied(graph: Graph) -> list[str]:
