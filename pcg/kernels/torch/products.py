@@ -173,38 +173,59 @@ class LinearProduct(Product):
 
 
 class InputGradientTerm(ABC):
-    """The term that a bypass network adds to the gradient of a linear operator's input."""
+    """The term that bypass networks add to the gradient of a linear operator's input."""
 
     @abstractmethod
     def add(
-        self, dy: Tensor, dx: Tensor, jobs: Sequence[Self], spans: Sequence[tuple[int, int]]
+        self,
+        dys: Sequence[Tensor],
+        dx: Tensor,
+        jobs: Sequence[Self],
+        spans: Sequence[tuple[int, int]],
     ) -> None:
         """Add the terms of several jobs, this one included, to the base's dx [T, in] in one go.
 
-        `spans` are the first token of each and its number of tokens in dy [T, out].
+        `dys` has dy [T, out] of each weight; `spans` are the first token of each job and its
+        number of tokens in them.
         """
 
 
 @dataclass(slots=True, eq=False)
 class InputGradient(Product):
-    """dy W, with a bypass network's term added where nodes of its own do not."""
+    """dy W, summed over several where there are others, with a term of bypass networks added.
+
+    Attributes:
+        others: dy and W beside the first ones.
+    """
 
     weight: Tensor
     term: InputGradientTerm | None
+    others: Sequence[tuple[Tensor, Tensor]] = ()
 
     @property
     def rows(self) -> int:
-        return len(self.weight)
+        return len(self.weight) + sum(len(weight) for _, weight in self.others)
 
     def run_rows(self, start: int, stop: int) -> None:
-        dy, part = self._x, slice(start, stop)
-        assert dy is not None
-        dx = linear_backward(dy[:, part].contiguous(), self.weight[part]).to(_sum_dtype(dy))
-        self._outputs = dx if not start else self._outputs.add_(dx)
-        if stop == len(self.weight):
-            self._outputs = self._outputs.to(dy.dtype)
-            self._add_terms(dy, self._outputs, *(self._parts or ((self,), (len(dy),))))
-            self._x = None
+        first, pairs = 0, self._pairs()
+        for dy, weight in pairs:
+            part = slice(max(start - first, 0), min(stop - first, len(weight)))
+            if part.start < part.stop:
+                dx = linear_backward(dy[:, part].contiguous(), weight[part]).to(_sum_dtype(dy))
+                self._outputs = dx if not first + part.start else self._outputs.add_(dx)
+            first += len(weight)
+        if stop == first:
+            dys = [dy for dy, _ in pairs]
+            self._outputs = self._outputs.to(dys[0].dtype)
+            self._add_terms(dys, self._outputs, *(self._parts or ((self,), (len(dys[0]),))))
+            self._x, self.others = None, ()
+
+    def joined(self, others: Sequence[Self]) -> Self:
+        every = (self, *others)
+        (first, *rest), counts = self._joined_pairs(every)
+        whole = dataclasses.replace(self, _x=first[0], others=rest)
+        whole._parts = every, counts
+        return whole
 
     def run(self) -> None:
         (self._outputs,) = self._made((self,))
@@ -215,21 +236,41 @@ class InputGradient(Product):
             one._outputs = rows.clone()
 
     def _made(self, every: Sequence[InputGradient]) -> Sequence[Tensor]:
-        dy, counts = joined_tokens(every)
-        dx = linear_backward(dy, self.weight)
-        self._add_terms(dy, dx, every, counts)
+        pairs, counts = self._joined_pairs(every)
+        (dy, weight), *others = pairs
+        dx = linear_backward(dy, weight)
+        for more, by in others:
+            dx = torch.addmm(dx, more, by, out=dx) if dx.is_cuda else dx.add_(more @ by)
+        self._add_terms([dy for dy, _ in pairs], dx, every, counts)
         own: Sequence[Tensor] = dx.split(counts)
         return own
 
+    def _pairs(self) -> Sequence[tuple[Tensor, Tensor]]:
+        assert self._x is not None
+        return [(self._x, self.weight), *self.others]
+
+    def _joined_pairs(
+        self, every: Sequence[InputGradient]
+    ) -> tuple[list[tuple[Tensor, Tensor]], list[int]]:
+        """Each weight with the dy of all, one behind the other, and how many tokens each has."""
+        dy, counts = joined_tokens(every)
+        pairs = [(dy, self.weight)]
+        for place, (own, weight) in enumerate(self.others):
+            rows = [one.others[place][0] for one in every]
+            pairs.append((torch.cat(rows) if len(rows) > 1 else own, weight))
+        for one in every:
+            one.others = ()
+        return pairs, counts
+
     @staticmethod
     def _add_terms(
-        dy: Tensor, dx: Tensor, every: Sequence[InputGradient], counts: Sequence[int]
+        dys: Sequence[Tensor], dx: Tensor, every: Sequence[InputGradient], counts: Sequence[int]
     ) -> None:
         spans = zip(accumulate(counts[:-1], initial=0), counts, strict=True)
         found = [(one.term, span) for one, span in zip(every, spans, strict=True) if one.term]
         if found:
             terms = [term for term, _ in found]
-            terms[0].add(dy, dx, terms, [span for _, span in found])
+            terms[0].add(dys, dx, terms, [span for _, span in found])
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
@@ -315,6 +356,12 @@ def product_backward(
     dy: Tensor,
     weight: Tensor,
     term: InputGradientTerm | None = None,
+    others: Sequence[tuple[str, Tensor, Tensor]] = (),
 ) -> ProductRequest[Any]:
-    """Request dx = dy W, [T, in], with a bypass network's term added; `name` is the weight's."""
-    return InputGradient((batch.layer, name, "backward"), dy, weight, term).requested()
+    """Request dx = dy W, [T, in], with a term of bypass networks added; `name` is the weight's.
+
+    The dx of `others`, each a weight's name, dy and W, are summed with it.
+    """
+    names = (name, *(other for other, _, _ in others))
+    pairs = [(own, by) for _, own, by in others]
+    return InputGradient((batch.layer, *names, "backward"), dy, weight, term, pairs).requested()

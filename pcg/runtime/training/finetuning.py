@@ -167,6 +167,7 @@ class FinetuneJob:
                 self._store.unlock()
             self._steps.drop_gradients()
             self._publisher.changed(self._adapter)
+            self._publisher.ended()
 
     @property
     def _is_done(self) -> bool:

@@ -44,6 +44,9 @@ class Publisher(ABC):
     def settle(self) -> None:
         """Gather the adapter's tensors over ranks."""
 
+    def ended(self) -> None:  # noqa: B027  nothing to do where a runner is nobody else's
+        """Note that the job is over, however it ended."""
+
     @abstractmethod
     def finish(self, adapter: Adapter) -> None:
         """Serve the adapter that the job ends with."""
@@ -129,6 +132,8 @@ class VersionPublisher(Publisher):
 
     def finish(self, adapter: Adapter) -> None:
         self._publish(adapter)
+
+    def ended(self) -> None:
         runner, self._runner = self._runner, None
         # On a CPU what is served are the very tensors that were trained.
         if self._kept is not None and runner is not None and runner.device.type == "cuda":

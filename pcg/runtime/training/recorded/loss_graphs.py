@@ -114,6 +114,7 @@ class LossGraphs:
         loss = self._losses[size]
         for to, x in zip(loss.inputs, inputs, strict=True):
             to[:count] = x[rows]
+            to[count:] = 0
         loss.targets[:count] = targets
         loss.targets[count:] = IGNORED
         loss.slopes.fill_(weight)

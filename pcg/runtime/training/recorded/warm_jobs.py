@@ -41,5 +41,5 @@ def record_jobs(
             whole = options.batch * options.seq
             sizes = PassSizes(whole, options.batch, pages_for(options.seq))
             count += graphs.warm_up(sizes, min(WINDOW, tokens, whole))
-            kept.give(runner)
+            kept.give(runner, lasts=True)
     return count
