@@ -236,7 +236,8 @@ def _activate(function: str, has_gradient: bool, parts: int, block: int) -> Kern
         "PARTS": parts, "GRADIENT_PARTS": parts, "BLOCK_M": block,
         "BLOCK_R": min(32, block), "RANKS": block,
     }  # fmt: skip
-    return Kernel(_ACTIVATE, "activate_kernel", _VECTOR, constants, _ODD, 4, 3)
+    warps = 4 if block > 16 else 1
+    return Kernel(_ACTIVATE, "activate_kernel", _VECTOR, constants, _ODD, warps, 3)
 
 
 def check_code(kernels: Sequence[Kernel]) -> None:
