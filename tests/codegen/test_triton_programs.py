@@ -297,6 +297,21 @@ def test_gradients_of_vectors(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         check_gradients(executor, name, wrapped, (12, 7, 3))
 
 
+@pytest.mark.parametrize(
+    "name", ["lora", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adalora", "vera"))]
+)
+def test_gradients_of_sites_that_run_together(name: str, tmp_path: Path) -> None:
+    """Of q, k and v, and of gate and up, by one launch each; the truth is peft's."""
+    base = oracle.random_model(BY_NAME["llama-biases"].config(2))
+    wrapped = wrap(base, CONFIGS["llama-biases"][name])
+    wrapped.save_pretrained(tmp_path)
+    executor = compiler.compile(base, {name: str(tmp_path)}, backend="triton")
+    assert executor.program.training is not None
+    assert "K.shrink_group(" in executor.program.training.source
+    with sanitized():
+        check_gradients(executor, name, wrapped, (12, 7, 3))
+
+
 def test_signs_that_backward_reads_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Packed and unpacked by kernels: fc2 has no LoRA, so ReLU's signs are all that is kept."""
     base = oracle.random_model(BY_NAME["opt"].config(2))
