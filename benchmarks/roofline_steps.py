@@ -83,6 +83,9 @@ class Zeros:
     def shared(self, *_: Any) -> None:
         """None: no weight lies in memory already."""
 
+    def remote(self, *_: Any) -> None:
+        """None: no other process multiplies by a weight."""
+
 
 class _Recorder:
     """Counts what a decode step records, as it is recorded."""
