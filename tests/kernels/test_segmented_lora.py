@@ -17,7 +17,7 @@ from pcg.kernels.triton.adapters.rank_rows import RankRows, rank_rows
 from pcg.kernels.triton.adapters.segmented_lora import expand_add, segment_outer, shrink
 from pcg.kernels.triton.adapters.token_tiles import TileCapacity, TokenTiles, token_tiles
 from tests.support.interpreter import bf16
-from tests.support.interpreter.gpu_code import Kernel, compiled
+from tests.support.interpreter.gpu_code import IS_NEW_TRITON, Kernel, compiled
 from tests.support.interpreter.sanitizer import sanitized
 from tests.support.segmented_batches import (
     DTYPES,
@@ -478,7 +478,8 @@ def test_machine_code_of_a_matrix_that_lies_by_its_columns(rank: int) -> None:
     turned = [replace(one, constants={**one.constants, "TURNED": rank}) for one in kernels]
     for code in compiled(turned, (90,)):
         code.check_in_registers(128)
-        assert code.count("STG", "128") or code.kernel == "outer_kernel"
+        narrow = code.kernel == "outer_kernel" or not IS_NEW_TRITON
+        assert code.count("STG", "128") or narrow
 
 
 @pytest.mark.slow

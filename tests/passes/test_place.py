@@ -5,18 +5,20 @@ import functools
 
 import peft
 import pytest
+import torch
 
 from pcg.errors import UnsupportedError
 from pcg.explain.adapter_use import adapter_use
 from pcg.given_module import source_of
 from pcg.ir.parser import parse_graphs
 from pcg.ir.program.program import ModelGraph
+from pcg.ir.verifier import verify
 from pcg.options import PlanOptions, SplitLink
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.passes.differentiate import Differentiate
 from pcg.passes.pipeline import Settings, pipeline
 from pcg.passes.placement import exact_cut
-from pcg.passes.placement.cut import GraphCut
+from pcg.passes.placement.cut import GraphCut, Piece, cut_graph
 from pcg.passes.placement.exact_cut import Cut, fixed_cut
 from pcg.passes.placement.place import Place, Placed
 from pcg.passes.placement.split_costs import SplitCosts
@@ -25,6 +27,7 @@ from pcg.passes.placement.split_problem import Side, SplitProblem, bits
 from pcg.passes.prune import Prune
 from pcg.passes.stages import Base, Gradients
 from pcg.peft.reader import recipes_of
+from tests.support.evaluate import evaluate, random_values
 from tests.support.split_problems import least_cost, random_problem
 
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -146,6 +149,31 @@ def test_gradients_of_adapters_are_the_clients() -> None:
     assert sides["d_a"] is Side.CLIENT
     (product,) = (name for name, side in sides.items() if side is Side.BASE and name != "y")
     assert product.startswith("linear_backward")
+
+
+def test_a_piece_computes_what_is_returned_of_what_is_sent() -> None:
+    (graph,) = parse_graphs(MIXED.replace(", %loss\n", "\n"))
+    pair = Prune().run(Differentiate(wrt=("x",)).run(graph.without_dead_code()))
+    costs = SplitCosts(
+        find_cost_model("H100"), find_cost_model("CPU"), SplitLink.parse("lan"), 4, 4
+    )
+    cut = cut_graph("block", 1, split_problem(pair.graph, pair.backward, costs))
+    assert [piece.is_backward for piece in cut.pieces] == [False, True]
+    for whole, piece in zip((pair.graph, pair.backward), cut.pieces, strict=True):
+        verify(piece.graph)
+        assert all(parameter.role == "frozen" for parameter in piece.graph.parameters)
+        returned = piece.graph.outputs
+        values = random_values(whole, tokens=4)
+        expected = evaluate(whole.replace(outputs=(*piece_inputs(piece), *returned)), values)
+        sent = dict(zip(piece_inputs(piece), expected, strict=False))
+        given = {p.name: values[p.name] for p in piece.graph.parameters}
+        found = evaluate(piece.graph, {**sent, **given})
+        for one, other in zip(found, expected[len(sent) :], strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def piece_inputs(piece: Piece) -> tuple[str, ...]:
+    return tuple(value.name for value in piece.graph.inputs)
 
 
 # ---------------------------------------------------------------------------------- known models

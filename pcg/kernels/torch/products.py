@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pcg.kernels.batch import ProgramBatch
+from pcg.kernels.torch.remote_weights import is_remote, remote_of
 
 Result = TypeVar("Result")
 ProductRequest: TypeAlias = Generator["Product", None, Result]
@@ -129,6 +130,7 @@ class LinearProduct(Product):
     def rows(self) -> int:
         weight = self.weights[0]
         is_plain = len(self.weights) == 1 and weight is not None and not weight.is_mkldnn
+        is_plain = is_plain and not is_remote(weight)
         if not is_plain or self.is_whole or hasattr(weight, "group_sizes"):
             return 0
         return len(weight)  # type: ignore[arg-type]
@@ -204,6 +206,8 @@ class InputGradient(Product):
 
     @property
     def rows(self) -> int:
+        if is_remote(self.weight):
+            return 0
         return len(self.weight) + sum(len(weight) for _, weight in self.others)
 
     def run_rows(self, start: int, stop: int) -> None:
@@ -240,7 +244,10 @@ class InputGradient(Product):
         (dy, weight), *others = pairs
         dx = linear_backward(dy, weight)
         for more, by in others:
-            dx = torch.addmm(dx, more, by, out=dx) if dx.is_cuda else dx.add_(more @ by)
+            if is_remote(by):
+                dx.add_(linear_backward(more, by))
+            else:
+                dx = torch.addmm(dx, more, by, out=dx) if dx.is_cuda else dx.add_(more @ by)
         self._add_terms([dy for dy, _ in pairs], dx, every, counts)
         own: Sequence[Tensor] = dx.split(counts)
         return own
@@ -279,7 +286,10 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ (+ b); the weight plain, or packed by oneDNN."""
+    """x Wᵀ (+ b); the weight plain, packed by oneDNN, or in another process."""
+    if is_remote(weight):
+        y = remote_of(weight).linear(x, ())
+        return y if bias is None else y.add_(bias)
     if weight.is_mkldnn or (_is_onednn_faster(x) and x.dtype is torch.float32):
         return _onednn_linear(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
     return F.linear(x, weight, bias)
@@ -291,6 +301,8 @@ _onednn_linear = torch.ops.mkldnn._linear_pointwise
 
 def linear_backward(dy: Tensor, weight: Tensor) -> Tensor:
     """dx = dy W."""
+    if is_remote(weight):
+        return remote_of(weight).input_gradient(dy)
     if _is_onednn_faster(dy):
         return _onednn_linear(dy, weight.t(), None, "none", [], "")  # type: ignore[no-any-return]
     if dy.is_cpu and dy.dtype in (torch.bfloat16, torch.float16):
@@ -329,6 +341,12 @@ def linear_group(
         outs: Sequence[Tensor] = y.split(first.group_sizes, -1) if len(weights) > 1 else (y,)
         return outs
     padded = biases or [None] * len(weights)
+    if len(weights) > 1 and is_remote(first):
+        y = remote_of(first).linear(x, [remote_of(one) for one in weights[1:]])
+        outs = y.split([len(one) for one in weights], -1)  # type: ignore[arg-type]
+        return [
+            one if bias is None else one.add_(bias) for one, bias in zip(outs, padded, strict=True)
+        ]
     return [linear(x, w, b) for w, b in zip(weights, padded, strict=True)]  # type: ignore[arg-type]
 
 

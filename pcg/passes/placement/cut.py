@@ -9,7 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+from pcg.ir.graph import Graph
 from pcg.passes.placement.exact_cut import Cut, RoundTrip, exact_cut, fixed_cut
+from pcg.passes.placement.piece_graph import piece_graph
 from pcg.passes.placement.split_graph import SplitGraph
 from pcg.passes.placement.split_problem import bits
 
@@ -28,6 +30,7 @@ class Piece:
         inputs: the values that the client sends.
         outputs: the values that the base returns.
         seconds: time of the round trip, latency and transfers included.
+        graph: its nodes as a graph, from the inputs to the outputs.
     """
 
     is_backward: bool
@@ -36,6 +39,7 @@ class Piece:
     inputs: Crossing
     outputs: Crossing
     seconds: float
+    graph: Graph
 
     @property
     def sent_bytes(self) -> int:
@@ -129,7 +133,7 @@ def cut_graph(name: str, count: int, graph: SplitGraph) -> GraphCut:
     return GraphCut(
         name,
         count,
-        tuple(_piece(graph, trip) for trip in best.trips),
+        tuple(_piece(f"{name}_piece_{n}", graph, trip) for n, trip in enumerate(best.trips, 1)),
         client,
         graph.held,
         _costs(graph, best),
@@ -137,15 +141,25 @@ def cut_graph(name: str, count: int, graph: SplitGraph) -> GraphCut:
     )
 
 
-def _piece(graph: SplitGraph, trip: RoundTrip) -> Piece:
-    nodes, values = graph.problem.nodes, graph.problem.values
+def _piece(name: str, graph: SplitGraph, trip: RoundTrip) -> Piece:
+    def names(nodes: int) -> tuple[str, ...]:
+        return tuple(graph.problem.nodes[number].name for number in bits(nodes))
+
+    def crossing(values: int) -> Crossing:
+        found = (graph.problem.values[number] for number in bits(values))
+        return tuple((value.name, value.size_bytes) for value in found)
+
+    nodes, repeated = names(trip.nodes), names(trip.repeated)
+    inputs, outputs = crossing(trip.sent), crossing(trip.returned)
+    given = [key for key, _ in inputs], [key for key, _ in outputs]
     return Piece(
         any(number >= graph.first_backward for number in bits(trip.nodes)),
-        tuple(nodes[number].name for number in bits(trip.nodes)),
-        tuple(nodes[number].name for number in bits(trip.repeated)),
-        tuple((values[number].name, values[number].size_bytes) for number in bits(trip.sent)),
-        tuple((values[number].name, values[number].size_bytes) for number in bits(trip.returned)),
+        nodes,
+        repeated,
+        inputs,
+        outputs,
         trip.cost_ps * 1e-12,
+        piece_graph(name, graph.graphs, (*nodes, *repeated), *given),
     )
 
 

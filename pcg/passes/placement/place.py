@@ -23,23 +23,29 @@ TARGETS = "targets"
 
 @dataclass(frozen=True)
 class Placed:
-    """Graphs with the cuts of their steps.
+    """The cuts of a model's steps.
 
     Attributes:
-        given: the graphs that were cut.
         decode: a step of one token of each sequence.
         prefill: a step of whole sequences.
         training: forward and backward of whole sequences; None where nothing is trained.
     """
 
-    given: Gradients
     decode: StepCut
     prefill: StepCut
     training: StepCut | None
 
     @property
     def graphs(self) -> Named:
-        return self.given.graphs
+        """The graphs of all pieces, each under its step's name."""
+        steps = {"decode": self.decode, "prefill": self.prefill, "training": self.training}
+        return {
+            f"{name}.{piece.graph.name}": piece.graph
+            for name, step in steps.items()
+            if step is not None
+            for graph in step.graphs
+            for piece in graph.pieces
+        }
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,6 @@ class Place(Pass[Gradients, Placed]):
             training = StepCut(whole, tuple(self._cut(*pair, whole) for pair in pairs))
         serving = _served(before.serving)
         return Placed(
-            before,
             StepCut(self.batch, tuple(self._cut(*graph, self.batch) for graph in serving)),
             StepCut(whole, tuple(self._cut(*graph, whole) for graph in serving)),
             training,

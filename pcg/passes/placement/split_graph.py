@@ -62,12 +62,14 @@ class SplitGraph:
     """A split problem, and what its nodes are in the graph.
 
     Attributes:
+        graphs: the graph, and its backward where there is one.
         nodes: the graph's nodes by their number in the problem; None for the rest of the model.
         first_backward: the number of the first node behind the forward.
         held: frozen weights of at least two dims that the client's nodes read, with their bytes.
     """
 
     problem: SplitProblem
+    graphs: tuple[Graph, ...]
     nodes: tuple[Node | None, ...]
     first_backward: int
     held: tuple[tuple[str, int], ...]
@@ -81,6 +83,7 @@ class _Builder:
     nodes: list[SplitNode] = field(default_factory=list)
     origins: list[Node | None] = field(default_factory=list)
     values: list[SplitValue] = field(default_factory=list)
+    graphs: list[Graph] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)
     weights: set[str] = field(default_factory=set)
     """What frozen weights alone make, which both sides have; of two dims, the base."""
@@ -89,6 +92,7 @@ class _Builder:
     first_backward: int | None = None
 
     def add(self, graph: Graph) -> None:
+        self.graphs.append(graph)
         for value in graph.inputs:
             if value.name not in self.numbers:
                 self._value(value.name, value.type)
@@ -121,7 +125,7 @@ class _Builder:
         )
         held = tuple(self.held.items())
         first = len(self.nodes) if self.first_backward is None else self.first_backward
-        return SplitGraph(problem, tuple(self.origins), first, held)
+        return SplitGraph(problem, tuple(self.graphs), tuple(self.origins), first, held)
 
     def _value(self, name: str, type_: TensorType) -> int:
         size = self.costs.size_bytes(type_)
