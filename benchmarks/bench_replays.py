@@ -1,6 +1,6 @@
 """The share of steps that a GPU replays, in simulated time, with jobs running.
 
-    python benchmarks/bench_replays.py [--rate 8 --rate 40] [--duration 180] [--device H200]
+    python benchmarks/bench_replays.py [--rate 8 --rate 40] [--duration 180] [--warm 1]
 
 Llama-3.1-8B serves ShareGPT's single turns, each by one of 32 adapters of rank 16, and
 trains two jobs of LoRA on all linear operators, 4 sequences of 1,024 tokens a step, beside them.
@@ -14,8 +14,9 @@ device takes the time that a cost model predicts, and says of each step what a G
     before     the step only decodes, which is all that was replayed before there were rooms for
                prompts and windows
 
-Losses, of which a step has at most a few launches, and optimizers' updates are not recorded, and
-do not count.
+With `--warm`, the windows of so many of the jobs were recorded at warm-up: one where the program
+was compiled for their recipe and step. Losses and updates, of which a step has a few graphs at
+most, do not count.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from measure import write
 
 from pcg.kernels.triton.step_rooms import DECODE_TOKENS, StepRooms, StepSizes
 from pcg.runtime.engine.limits import Limits
+from pcg.runtime.training.recorded.warm_jobs import WINDOW
 from pcg.runtime.training.recorded.window_sizes import WindowSizes
 from pcg.runtime.training.work_units import Phase
 from pcg.simulate.simulated_engine import SimulatedEngine
@@ -55,10 +57,13 @@ LONGEST = 8192
 class JobWindows(WindowSizes):
     """A job's sizes of windows, and which of its windows' places are recorded."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, is_warm: bool = False) -> None:
         super().__init__()
         self._recordings = 2 * layers
         self._left: list[int] = []
+        if is_warm:
+            self.begin_with(WINDOW)
+            self._left = [0] * -(-sum(BATCH) // self.size)
 
     def begin_pass(self) -> None:
         """Forget what is recorded if the size changes."""
@@ -160,14 +165,17 @@ class Watch:
             self.counts["before"] += now["decodes"] and not now["layers"]
 
 
-def measured(program: SimulatedProgram, rate: float, duration_s: float) -> dict[str, Any]:
+def measured(
+    program: SimulatedProgram, rate: float, duration_s: float, warm: int
+) -> dict[str, Any]:
     """Return the shares of one rate."""
     engine = program.engine(LIMITS)
     pool, layers = engine.pool.size, program.costs.layers
     rooms = StepRooms(LIMITS.running, LIMITS.tokens, LONGEST // 16, pool, GROUP, has_adapters=True)
     watch = Watch(engine, rooms, layers, duration_s / 2)
     for job in range(JOBS):
-        engine.finetune(f"job {job}", repeat(BATCH), sizes=JobWindows(layers))
+        sizes = JobWindows(layers, is_warm=job < warm)
+        engine.finetune(f"job {job}", repeat(BATCH), sizes=sizes)
     lengths = SHAREGPT_FIRST_PROMPTS, SHAREGPT_FIRST_OUTPUTS
     workload = synthetic(Poisson(rate), *lengths, seed=0, duration_s=duration_s)
     names = [f"adapter-{i}" for i in range(ADAPTERS)]
@@ -194,11 +202,14 @@ def main() -> None:
     parser.add_argument("--rate", type=float, action="append")
     parser.add_argument("--duration", type=float, default=180.0)
     parser.add_argument("--device", default="H200")
+    parser.add_argument("--warm", type=int, default=1)
     arguments = parser.parse_args()
     program = simulated_program(MODEL, arguments.device, finetuning_tokens=sum(BATCH))
     rates = arguments.rate or [8.0, 40.0]
-    found = {f"{rate:g}": measured(program, rate, arguments.duration) for rate in rates}
-    write("replays", {"device": arguments.device, "duration_s": arguments.duration, "rates": found})
+    duration_s, warm = arguments.duration, arguments.warm
+    found = {f"{rate:g}": measured(program, rate, duration_s, warm) for rate in rates}
+    facts = {"device": arguments.device, "duration_s": duration_s, "warm_jobs": warm}
+    write("replays", {**facts, "rates": found})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The clients of `bench_http.py`, in a process of their own: a connection for each stream.
+"""The clients of `bench_http.py` and `bench_scrapes.py`, in processes of their own.
 
 They read as little as tells tokens and times, so that what they take of the machine is small
 beside the server: bytes are kept as they come, and parsed when the round is over.
@@ -7,8 +7,9 @@ beside the server: bytes are kept as they come, and parsed when the round is ove
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
+import re
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,6 +105,49 @@ async def _round(port: int, requests: Sequence[bytes]) -> Heard:
     return Heard(seconds, list(first_s), texts, sum(map(len, replies)))
 
 
+class StepTimes(StreamConnection):
+    """A connection that notes when its reply's parts came.
+
+    Attributes:
+        parts: their times, of the monotonic clock, and how much of the reply was there then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[tuple[float, int]] = []
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.parts.append((time.perf_counter(), len(self.received)))
+
+
+def arrivals(pipe: Connection, port: int, key: str) -> None:
+    """Ask what comes over the pipe, and answer when steps' tokens came, until None comes."""
+    pipe.send("ready")
+    while (bodies := pipe.recv()) is not None:
+        pipe.send(asyncio.run(_steps(port, [_request(body, port, key) for body in bodies])))
+
+
+async def _steps(port: int, requests: Sequence[bytes]) -> list[tuple[float, int]]:
+    """Send all requests; returns times, and how many events of the first reply had come then."""
+    loop = asyncio.get_running_loop()
+    first, *others = [
+        (await loop.create_connection(made, "127.0.0.1", port))[1]
+        for made in (StepTimes, *[StreamConnection] * (len(requests) - 1))
+    ]
+    asked = zip([first, *others], requests, strict=True)
+    await asyncio.gather(*(one.ask(request) for one, request in asked))
+    for one in (first, *others):
+        one.transport.close()
+    found, start, count = [], 0, 0
+    assert isinstance(first, StepTimes)
+    for time_s, end in first.parts:
+        count += first.received.count(b"data: {", start, end)
+        found.append((time_s, count))
+        start = end
+    return found
+
+
 def _request(body: dict[str, Any], port: int, key: str) -> bytes:
     content = json.dumps(body).encode()
     head = (
@@ -131,16 +175,31 @@ def scraper(pipe: Connection, port: int, key: str) -> None:
     """Ask for /metrics every 50 ms from "begin" to "end", and say how often; until None comes."""
     pipe.send("ready")
     while pipe.recv() is not None:
-        connection = http.client.HTTPConnection("127.0.0.1", port)
         count, due = 0, time.perf_counter()
-        while not pipe.poll(max(0.0, due - time.perf_counter())):
-            due += _SCRAPE_S
-            connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {key}"})
-            reply = connection.getresponse()
-            reply.read()
-            if reply.status != 200:
-                raise SystemExit(f"error: /metrics answered {reply.status}")
-            count += 1
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            while not pipe.poll(max(0.0, due - time.perf_counter())):
+                due += _SCRAPE_S
+                connection.sendall(_scrape(port, key))
+                _read_page(connection)
+                count += 1
         pipe.recv()
-        connection.close()
         pipe.send(count)
+
+
+def _scrape(port: int, key: str) -> bytes:
+    head = f"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nAuthorization: Bearer {key}\r\n\r\n"
+    return head.encode()
+
+
+def _read_page(connection: socket.socket) -> None:
+    """Read a reply to its end."""
+    head, end, page = b"", b"", b""
+    while not end:
+        head += connection.recv(2**18)
+        head, end, page = head.partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head)
+    if not head.startswith(b"HTTP/1.1 200 ") or length is None:
+        raise SystemExit(f"error: /metrics answered {head!r}")
+    left = int(length[1]) - len(page)
+    while left:
+        left -= len(connection.recv(min(left, 2**18)))

@@ -28,6 +28,10 @@ from torch.utils._pytree import tree_leaves
 aten = torch.ops.aten
 
 
+REPLAY = "replay"
+"""The kernel of a launch that stands for a graph's; those of the graph are recorded ones."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launch.
@@ -40,6 +44,7 @@ class Launch:
         registers: registers of a thread; 0 where it was not compiled.
         shared_bytes: shared memory of a program.
         beside: the launch of a branch that runs while this one does.
+        recorded: True if a graph launches it, and not the host.
     """
 
     kernel: str
@@ -49,6 +54,7 @@ class Launch:
     registers: int = 0
     shared_bytes: int = 0
     beside: Launch | None = None
+    recorded: bool = False
 
     @property
     def count(self) -> int:

@@ -11,7 +11,8 @@
 Two launches on branches of a recorded step take launch + fill once, and launch for the branch; then
 the longer one's busy time, and no less than the bytes of both take.
 
-A step that the host launches is expected to take no less than its launches take the host. Rates of
+A step that the host launches, or graphs of parts of it, is expected to take no less than these
+take the host. Rates of
 a library's products have no occupancy: hidden = busy = 1.
 """
 
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from gpu_work import Work
-from roofline_counts import Launch
+from roofline_counts import REPLAY, Launch
 
 LOAD_BYTES = 64
 """Bytes that a thread has under way: four loads of 16 bytes, where shared memory holds none."""
@@ -41,6 +42,7 @@ class Gpu:
         launch_us: time between two launches of a recorded step.
         fill_us: time that a launch takes to begin and to end with little to do.
         host_us: time of the host for a launch that is not recorded, the program's code included.
+        replay_us: time of the host for the replay of a graph of a layer.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Gpu:
     launch_us: float
     fill_us: float
     host_us: float
+    replay_us: float
     sources: Sequence[str]
 
     def resident(self, launch: Launch) -> int:
@@ -74,6 +77,8 @@ class Gpu:
 
     def expected_us(self, launch: Launch) -> float:
         """The device's time for a launch, and what runs beside it; see the module."""
+        if launch.kernel == REPLAY:
+            return 0.0
         busy_us = self._busy_us(launch)
         branches_us, beside = 0.0, launch.beside
         while beside is not None:
@@ -102,8 +107,18 @@ class Gpu:
 
     def step_us(self, launches: Sequence[Launch], recorded: bool) -> float:
         """The time of a step."""
-        device_us = sum(map(self.expected_us, launches))
-        return device_us if recorded else max(device_us, self.host_us * len(launches))
+        device_us = self.device_us(launches)
+        return device_us if recorded else max(device_us, self.of_host_us(launches))
+
+    def device_us(self, launches: Sequence[Launch]) -> float:
+        """The time that launches take the device."""
+        return sum(map(self.expected_us, launches))
+
+    def of_host_us(self, launches: Sequence[Launch]) -> float:
+        """The time that launches take the host, those of graphs aside."""
+        own = [launch for launch in launches if not launch.recorded]
+        replays = sum(launch.kernel == REPLAY for launch in own)
+        return self.host_us * (len(own) - replays) + self.replay_us * replays
 
 
 H200 = Gpu(
@@ -120,6 +135,7 @@ H200 = Gpu(
     launch_us=0.5,
     fill_us=3.0,
     host_us=29.0,
+    replay_us=20.0,
     sources=(
         "limits of a processor: CUDA C++ Programming Guide, compute capability 9.0",
         "4.3 TB/s: a large copy, read and written bytes together; the data sheet says 4.8",
@@ -128,6 +144,7 @@ H200 = Gpu(
         "0.5 us: NVIDIA, Getting Started with CUDA Graphs (2019), 3.4 us a kernel of 2.9",
         "3.0 us to fill and drain: assumed, of four loads that wait for one another",
         "29 us: 0.53 ms of Python for a decode layer of 18 launches, on a host without GPU",
+        "20 us a replay: assumed, Python and the launch of a graph of some 40 kernels in a line",
     ),
 )
 """Rates measured, latencies assumed: `benchmarks/gpu.py` measures both where there is one."""

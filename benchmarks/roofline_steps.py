@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from roofline_counts import Launch, counted
+from gpu_work import Work
+from roofline_counts import REPLAY, Launch, counted
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,6 +32,7 @@ class Sizes:
         batch: sequences that decode; `keys` each one sees, and the rank of `adapters`.
         prompts: prompts of a prefill, and `prompt_tokens` of each.
         trained: sequences of a finetuning step, and `trained_tokens` of each.
+        window: tokens of a recorded window.
         recipe: the LoRA's.
         cache_bytes: room for keys, values and adapters.
     """
@@ -43,6 +45,7 @@ class Sizes:
     prompt_tokens: int = 1024
     trained: int = 4
     trained_tokens: int = 1024
+    window: int = 512
     cache_bytes: int = 2**31
 
     @property
@@ -79,6 +82,9 @@ class Zeros:
 
     def shared(self, *_: Any) -> None:
         """None: no weight lies in memory already."""
+
+    def remote(self, *_: Any) -> None:
+        """None: no other process multiplies by a weight."""
 
 
 class _Recorder:
@@ -179,13 +185,104 @@ def finetune(config: Mapping[str, Any], sizes: Sizes, adapters: int, count: Coun
     executor = executor_of(config, sizes, {"mine": sizes.recipe}, batch=batch, seq=tokens)
     runner = executor.training_runner("mine")
     examples = [Example([1] * tokens, [1] * tokens) for _ in range(batch)]
-    return count(lambda: runner.forward_backward(examples, batch * (tokens - 1)))
+
+    def step() -> object:
+        return runner.forward_backward(examples, batch * (tokens - 1))
+
+    step()  # tables of adapters are copied to the device once
+    for tensor in runner.parameters.values():
+        tensor.grad = None
+    return count(step)
+
+
+def window(config: Mapping[str, Any], sizes: Sizes, adapters: int, count: Count) -> list[Launch]:
+    """A step of a job whose batch is one window, once all of it is recorded.
+
+    Returns the launches of the host, of which some replay graphs, and behind them those of graphs.
+    """
+    import torch
+
+    from pcg.kernels.sizes import PAGE_TOKENS
+    from pcg.runtime.data.example import Example
+    from pcg.runtime.memory.kv_cache import KvCache, kv_types
+    from pcg.runtime.training import bound_training, step
+    from pcg.runtime.training.finetuning import FinetuneJob
+    from pcg.runtime.training.options import JobArguments
+    from pcg.runtime.training.publishers import VersionPublisher
+    from tests.support.interpreter.streams import ORDER
+
+    tokens = sizes.window
+    executor = executor_of(config, sizes, {"mine": sizes.recipe}, batch=1, seq=tokens)
+    types = kv_types(executor.serving.runner.model)
+    cache = KvCache(types, 2 * tokens // PAGE_TOKENS, executor.device, in_pages=True)
+    replayed: list[Launch] = []
+
+    class Graphs:
+        def record(self, run: Callable[[], None]) -> Callable[[], None]:
+            run()
+            with ORDER.capture():
+                launches = [replace(one, recorded=True) for one in count(run)]
+
+            def replay() -> None:
+                replayed.extend([Launch(REPLAY, Work(0)), *launches])
+
+            return replay
+
+    def numbers(ranks: Any, values: Any) -> Any:
+        count(values.cpu)
+        return torch.zeros(len(values))  # nothing is computed
+
+    data = [Example([1] * tokens, [1] * tokens)] * 5
+    arguments = JobArguments(data, "mine", peft=sizes.recipe, batch_size=1, learning_rate=1e-4)
+    with (
+        patch.object(bound_training, "recorder_for", lambda device: Graphs()),
+        patch.object(step, "broadcast_from_first", numbers),
+    ):
+        done: list[Any] = []
+        units = FinetuneJob(VersionPublisher(executor.state), arguments).work(done.append)
+        run = _Units(units, cache, tokens).to_step
+        for ready in range(1, len(data) - 1):
+            run(done, ready)
+        replayed.clear()
+        launches = count(lambda: run(done, len(data) - 1))  # the last one publishes, too
+    return [*launches, *replayed]
+
+
+class _Units:
+    """Runs the units of a job, window by window, layer by layer, with nothing beside them."""
+
+    def __init__(self, units: Any, cache: Any, tokens: int) -> None:
+        self._units, self._cache, self._tokens = units, cache, tokens
+        self._tables: Sequence[Any] = ()
+
+    def to_step(self, done: Sequence[Any], steps: int) -> None:
+        """Run on until so many steps are done."""
+        from pcg.runtime.memory.pool import pages_for
+        from pcg.runtime.training.work_units import Forward, Pages, Part
+
+        pool = self._cache.pool
+        for unit in self._units:
+            if isinstance(unit, Pages):
+                self._tables = unit.tables = tuple(pool.open("job") for _ in unit.tokens)
+                unit.cache = self._cache
+                for table, count in zip(unit.tables, unit.tokens, strict=True):
+                    pool.extend(table, pages_for(count))
+            elif isinstance(unit, Forward):
+                unit.whole.begin_window(unit.whole.fitting(self._tokens))
+            elif isinstance(unit, Part):
+                unit.run()
+            else:
+                for table in self._tables:
+                    pool.close(table)
+            if len(done) == steps:
+                return
 
 
 STEPS: Mapping[str, Callable[[Mapping[str, Any], Sizes, int, Count], list[Launch]]] = {
     "decode": decode,
     "prefill": prefill,
     "finetune": finetune,
+    "window": window,
 }
 
 

@@ -7,8 +7,11 @@ has, nested JSON, a number of 10,000 digits and half a character are errors of p
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +22,8 @@ from pcg.units import shown
 
 _LONGEST_SHOWN = 300
 """Characters of a path in a message."""
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""Linux' own numbers."""
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
@@ -179,6 +184,26 @@ def check_writable(directory: Path, what: str, error_type: type[PcgError]) -> No
         raise error_type(
             f"{what} cannot be saved in {directory}: {error.strerror}{at}; give another directory"
         ) from error
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap what two paths of a file system name, in one step.
+
+    Returns:
+        False where the system or the file system cannot; nothing has changed then.
+    Raises:
+        OSError: they cannot be renamed.
+    Source: renameat2(2), RENAME_EXCHANGE.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if sys.platform != "linux" or rename is None:
+        return False
+    if not rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))
 
 
 def sync(path: Path) -> None:

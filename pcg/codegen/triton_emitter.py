@@ -30,6 +30,10 @@ SERVING = (
     """A token of each row within its limits, at its own number, and whether one could be drawn."""
     return K.draw(logits, limits, uniform)
 ''',
+    '''def keep(logits, limits):
+    """The logits of tokens within each row's limits, over its temperature; -inf for others."""
+    return K.keep(logits, limits)
+''',
 )
 """Functions of a serving program that choose tokens."""
 _MOST_NAMED = 3

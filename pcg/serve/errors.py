@@ -8,6 +8,7 @@ a traceback in the log.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,6 +61,8 @@ _STATUS: tuple[tuple[type[PcgError], int, str | None], ...] = (
 
 _RETRY_S = {429: 1, 503: 5}
 _LONGEST_MESSAGE = 4000
+_LONG_NUMBER = re.compile(r"(\d{20})\d{12,}")
+"""A number of 32 digits or more, which is cut: 64 bits have 20 at most."""
 
 
 class ErrorDetail(BaseModel):
@@ -116,7 +119,7 @@ class ApiError(HTTPException):
     def content(self) -> dict[str, Any]:
         """The reply's body."""
         error = {
-            "message": _sendable(self.detail[:_LONGEST_MESSAGE]),
+            "message": _sendable(_LONG_NUMBER.sub(r"\1…", self.detail)[:_LONGEST_MESSAGE]),
             "type": self.type,
             "param": None if self.param is None else _sendable(self.param),
             "code": self.code,

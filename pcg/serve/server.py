@@ -20,6 +20,10 @@ from typing import Any, TypeAlias
 
 import uvicorn
 
+from pcg.errors import ConfigError
+from pcg.files import read_text
+from pcg.serve.adapters.modules import check_modules
+from pcg.serve.adapters.roots import Roots
 from pcg.serve.app import create_app
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.errors import LOG
@@ -55,12 +59,11 @@ def serve(
     Returns:
         True if all that was begun ended, or was given up in time.
     Raises:
-        ServeError: the server cannot listen, or the keys are damaged.
+        ServeError: the server cannot listen, the keys are damaged, or a file is not there.
         PcgError: the engine cannot be made.
     """
     keys, made_key = open_keys(options.api_key, options.api_keys)
-    if options.ssl_certfile is not None:
-        check_certificate(options.ssl_certfile, options.ssl_keyfile)
+    _check_given_files(options)
     with contextlib.closing(listen(options.host, options.port, options.stream_timeout_s)) as bound:
         allow_connections()
         generation = read_generation_config(options.generation_config, files())
@@ -78,6 +81,16 @@ def serve(
                 gc.unfreeze()
                 service.close()
             return not server.force_exit and client.ended is None
+
+
+def _check_given_files(options: ServeOptions) -> None:
+    """Refuse files that are not there, or not what they should be, before a model is loaded."""
+    if options.ssl_certfile is not None:
+        check_certificate(options.ssl_certfile, options.ssl_keyfile)
+    check_modules(options.lora_modules)
+    Roots(options.lora_roots)
+    if options.chat_template is not None:
+        read_text(options.chat_template, ConfigError)
 
 
 class Server(uvicorn.Server):
@@ -100,6 +113,7 @@ class Server(uvicorn.Server):
             http=BoundedConnection,
             ws="none",
             log_config=None,
+            log_level="error",  # its warnings are of what strangers send, a line for each
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=_CLOSING_S,

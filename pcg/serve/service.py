@@ -48,6 +48,8 @@ Prompt: TypeAlias = str | Sequence[int]
 
 MOST_PROMPT_LOGPROBS = 2**21
 """The most log-probabilities of prompts' tokens in one reply, which take half a GiB to write."""
+MOST_REPEATED = 2**24
+"""The most characters and token ids of prompts that the continuations of one reply repeat."""
 _THREADS = 4
 """Threads that tokenize, render templates and read files: more would only wait for each other."""
 
@@ -152,6 +154,8 @@ class Service:
         prompts: Sequence[Prompt],
         fields: RequestFields,
         request_id: str,
+        *,
+        repeats_ids: bool = False,
     ) -> list[Submitted]:
         """Submit prompts of one caller, all of them or none.
 
@@ -161,9 +165,10 @@ class Service:
                 `Executor.generate`, and `truncate_prompt_tokens` of -1 keeps what there is room
                 for beside the output.
             request_id: a text that `new_id` made.
+            repeats_ids: True if each continuation of the reply has its prompt's token ids.
         Raises:
             GenerationError: a prompt or a field cannot be.
-            ApiError: a prompt is too long.
+            ApiError: a prompt is too long, or the reply would be.
             QueueFullError: too much waits already.
             EngineError: the engine takes no requests.
         """
@@ -173,6 +178,7 @@ class Service:
             fields = {**fields, "truncate_prompt_tokens": kept}
         make = partial(self._requests, caller, model, prompts, fields, request_id)
         requests = await self.beside(caller, make)
+        _check_repeated(requests, repeats_ids)
         made = [Submitted(request, self.client.submit(request)) for request in requests]
         if len(made) > 1:
             await self._all_begun(made)
@@ -265,6 +271,23 @@ def _check_prompt_logprobs(requests: Sequence[EngineRequest]) -> None:
             f"most {MOST_PROMPT_LOGPROBS}: send fewer prompts at a time, a smaller n or fewer "
             "likeliest tokens",
             param="prompt_logprobs",
+        )
+
+
+def _check_repeated(requests: Sequence[EngineRequest], repeats_ids: bool) -> None:
+    """Refuse requests whose reply would be long because it has the prompts again and again."""
+    size = sum(
+        one.params.n
+        * (one.params.echo * len(one.text or one.prompt_ids) + repeats_ids * len(one.prompt_ids))
+        for one in requests
+    )
+    if size > MOST_REPEATED:
+        raise ApiError(
+            400,
+            f"the reply would repeat {size} characters and token ids of prompts, and this server "
+            f"repeats at most {MOST_REPEATED}: send fewer prompts at a time or a smaller n, or "
+            "leave out echo and return_token_ids",
+            param="n",
         )
 
 

@@ -26,12 +26,19 @@ def announcement(service: Service, url: str, made_key: str | None) -> str:
         f"memory: {size_text(memory.total)} = {size_text(memory.weights)} weights + "
         f"{size_text(memory.adapters)} adapters + {size_text(memory.kv_cache)} KV cache + "
         f"{size_text(memory.workspace)} workspace",
-        f"listening at {url}",
     ]
+    warmed = service.client.facts.warmed
+    if warmed is not None:
+        lines.append(
+            f"recorded before the first request: {counted(warmed.graphs, 'graph')} of steps in "
+            f"{warmed.seconds:.0f} s, {size_text(warmed.size_bytes)}"
+        )
+    lines.append(f"listening at {url}")
     if made_key is not None:
         lines.append(f"API key, made for this run: {made_key}")
     else:
-        lines.append(f"API keys: {counted(len(service.keys), 'key')}")
+        keys = counted(len(service.keys), "key")
+        lines.append(f"API keys: {keys}; what follows reads one from PCG_API_KEY")
     return "\n".join([*lines, "", _curl(service, url, made_key)])
 
 

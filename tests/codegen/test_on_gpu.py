@@ -15,7 +15,7 @@ from torch import Tensor
 import pcg.compiler as compiler
 from pcg.kernels.token_limits import TokenLimits
 from pcg.kernels.triton.linear_cross_entropy import linear_cross_entropy
-from pcg.kernels.triton.sampling import draw, greedy
+from pcg.kernels.triton.sampling import draw, greedy, keep
 from pcg.kernels.triton.sign_bits import pack_signs, relu_backward_packed
 from pcg.runtime.sampling.drawing import Drawing
 from pcg.runtime.sampling.filters import filtered
@@ -124,7 +124,7 @@ def test_tokens_drawn_within_limits(dtype: torch.dtype) -> None:
         SamplingParams(temperature=0.7, seed=row, top_k=(None, 50)[row % 2], top_p=0.9)
         for row in range(64)
     ]
-    kernels = Drawing.by_kernels(greedy, draw)
+    kernels = Drawing.by_kernels(greedy, draw, keep)
     found = sample(logits, [Sampler(each) for each in params], kernels)
     wanted = sample(logits, [Sampler(each) for each in params])
     assert (found == wanted).double().mean() > 0.95  # a point may lie within rounding of a border
@@ -213,3 +213,7 @@ def test_adapters_are_copied_from_the_host_beside_steps(backend: str) -> None:
 
 def test_windows_are_recorded() -> None:
     on_device.windows_are_recorded()
+
+
+def test_jobs_find_windows_that_are_recorded() -> None:
+    on_device.jobs_find_windows_that_are_recorded()

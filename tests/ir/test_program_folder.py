@@ -1,9 +1,11 @@
 """The folder of a program: it reads back equal, and whatever is wrong with it is said."""
 
+import contextlib
 import dataclasses
 import errno
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 
 from pcg.compiler import compile_program
 from pcg.errors import ProgramError
+from pcg.files import exchange
 from pcg.ir.program import folder as program_folder
 from pcg.ir.program.folder import load_program, options_of, save_program
 from pcg.ir.program.manifest import FORMAT, is_program_folder, read_manifest
@@ -154,7 +157,7 @@ def test_a_program_is_replaced_whole(program: Program, folder: Path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == ["program"]
 
 
-@pytest.mark.parametrize("fails_at", ["write", "rename"])
+@pytest.mark.parametrize("fails_at", ["write", "exchange", "rename"])
 def test_full_disk_leaves_the_old_program(
     program: Program, folder: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str
 ) -> None:
@@ -170,6 +173,12 @@ def test_full_disk_leaves_the_old_program(
             write(path, content)
 
         monkeypatch.setattr(program_folder, "_write", some)
+    elif fails_at == "exchange":
+
+        def failing(one: Path, other: Path) -> bool:
+            raise full
+
+        monkeypatch.setattr(program_folder, "exchange", failing)
     else:
         rename = Path.rename
 
@@ -178,12 +187,55 @@ def test_full_disk_leaves_the_old_program(
                 raise full
             return rename(self, target)
 
+        monkeypatch.setattr(program_folder, "exchange", lambda *_: False)
         monkeypatch.setattr(Path, "rename", not_the_new_one)
     with pytest.raises(ProgramError, match=r"No space left on device; what was there is as it was"):
         save_program(program, folder, weights="elsewhere")
     monkeypatch.undo()
     assert content_of(folder) == before
     assert [path.name for path in folder.parent.iterdir()] == ["program"]
+
+
+def test_a_kill_leaves_a_program_and_the_next_save_nothing_else(
+    program: Program, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever it comes there is a program; what a killed process cannot remove goes later."""
+    is_there: list[bool] = []
+
+    def noting(act: Any) -> Any:
+        def noted(*given: Any) -> Any:
+            result = act(*given)
+            is_there.append(is_program_folder(folder))
+            return result
+
+        return noted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(program_folder, "exchange", noting(program_folder.exchange))
+        patch.setattr(Path, "rename", noting(Path.rename))
+        patch.setattr(program_folder.shutil, "rmtree", lambda *_, **__: None)
+        save_program(program, folder, weights="elsewhere")
+    assert is_there
+    assert all(is_there)
+    assert read_manifest(folder).weights == "elsewhere"
+    (folder.parent / ".program-of-mine").mkdir()
+    assert len(list(folder.parent.iterdir())) == 3
+    save_program(program, folder)
+    assert len(list(folder.parent.iterdir())) == 3  # another process may still write there
+    later_s = time.time() + 7200
+    monkeypatch.setattr(program_folder.time, "time", lambda: later_s)
+    save_program(program, folder)
+    assert {path.name for path in folder.parent.iterdir()} == {"program", ".program-of-mine"}
+
+
+def test_folders_are_exchanged_or_left_as_they_were(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    swaps = exchange(tmp_path / "one", tmp_path / "other")
+    assert (tmp_path / "one" / ("other" if swaps else "one")).exists()
+    with pytest.raises(FileNotFoundError) if swaps else contextlib.nullcontext():
+        exchange(tmp_path / "none", tmp_path / "one")
 
 
 def test_what_is_no_program_is_not_replaced(program: Program, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from pcg.errors import UnsupportedError
 from pcg.kernels.batch import Span
 from pcg.kernels.torch.attention_math import Scoring
+from pcg.kernels.triton.attention import paged_attention as launcher
+from pcg.kernels.triton.attention.blocks import Blocks
 from pcg.kernels.triton.attention.cache_rows import CacheRows, KvRows, append
 from pcg.kernels.triton.attention.paged_attention import paged_attention
 from pcg.kernels.triton.attention.work import (
@@ -58,6 +60,18 @@ NAMED = {
         alibi=True,
         sinks=True,
         arena=True,
+    ),
+    "everything-ahead": Case(
+        kv_heads=1,
+        group=3,
+        size=96,
+        value_size=128,
+        window=33,
+        softcap=2.0,
+        alibi=True,
+        sinks=True,
+        arena=True,
+        dtype=torch.float16,
     ),
 }
 
@@ -147,6 +161,19 @@ def test_a_token_gets_the_same_whoever_else_is_there() -> None:
         assert torch.equal(together[own], run([part])[own])
 
 
+def test_products_ahead_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper's order of work against the one of other GPUs; what is unwritten is NaN."""
+    batch = Paged(NAMED["everything-ahead"], ((70, 90), (40, 0)))
+    append(batch.k, batch.v, batch.slots, batch.kv)
+    work = AttentionWork.build(batch.parts, 3, CPU)
+    found = []
+    for ahead in (True, False):
+        cut = Blocks(64, 16, 4, 3, ahead)
+        monkeypatch.setattr(launcher, "tile_blocks", lambda *_, cut=cut: cut)
+        found.append(paged_attention(batch.q, batch.kv, work, batch.case.scoring, keeps=True))
+    assert all(map(torch.equal, *found))
+
+
 def test_a_batch_larger_than_its_room() -> None:
     parts = Paged(Case(), [(1, 2)] * 3).parts
     with pytest.raises(UnsupportedError, match="needs 3 decodes where there is capacity for 2"):
@@ -205,6 +232,8 @@ def test_other_heads_are_refused() -> None:
         paged_attention(batch.q, odd, work, scoring)
     with pytest.raises(UnsupportedError, match="2 KV heads cannot serve 3 heads"):
         paged_attention(batch.q[:, :3], batch.kv, work, scoring)
+    with pytest.raises(UnsupportedError, match="a scale above 0, and it is -1"):
+        paged_attention(batch.q, batch.kv, work, Scoring(scale=-1.0))
     kv = KvRows(CacheRows.of_batch(batch.k), CacheRows.of_batch(batch.v))
     with pytest.raises(UnsupportedError, match="without pages, but block tables of 16 columns"):
         paged_attention(batch.q, kv, work, scoring)

@@ -19,8 +19,8 @@ from pcg.kernels.triton.attention.work import COLUMNS, KEY_BLOCK, SPLIT_KEYS, TI
 from tests.support.interpreter.gpu_code import Code, Kernel, compiled
 
 KERNELS = "pcg.kernels.triton.attention"
-SHARED_KIB = {80: 101, 89: 99, 90: 130}
-"""Of a program at most: sm_80 has 163, sm_89 99, sm_90 227."""
+SHARED_KIB = {80: 101, 89: 99, 90: 130, 120: 99}
+"""Of a program at most: sm_80 has 163, sm_89 and sm_120 have 99, sm_90 227."""
 STRIDES = dict.fromkeys(
     (
         *("q_token", "q_head", "key_page", "key_head", "key_token"),
@@ -102,7 +102,7 @@ def kernels(
             "lse alibi sinks",
             {**STRIDES, **LISTS, "tiles": "*i32"},
             {**heads, **options, **cut("BLOCK_M", "BLOCK_N", tiled), "TILE": TILE_ROWS}
-            | {"SINKS": sinks, "LSE": True, "PAGED": paged},
+            | {"SINKS": sinks, "LSE": True, "PAGED": paged, "AHEAD": tiled.ahead},
             tiled,
         ),
         made(
@@ -177,7 +177,7 @@ def kernels(
 
 def check_products(code: Code, size: int) -> None:
     """Tensor cores in every product; Hopper's own where a program has rows enough."""
-    own = code.architecture >= 90 and not (code.kernel == "key_gradients" and size > 128)
+    own = code.architecture == 90 and not (code.kernel == "key_gradients" and size > 128)
     assert code.count("HGMMA" if own else "HMMA"), f"{code.kernel}: no tensor cores"
     assert not (own and code.count("HMMA")), f"{code.kernel}: products of both kinds"
 
@@ -189,6 +189,9 @@ def check(found: Sequence[Code], size: int) -> None:
         if code.kernel in ("attend_tiles", "query_gradients", "key_gradients"):
             check_products(code, size)
             assert code.count("LDGSTS", "128") >= 8, f"{code.kernel}: rows in small pieces"
+            if code.kernel == "attend_tiles" and code.architecture == 90 and size > 64:
+                for loop in code.product_loops:  # products are under way beside a softmax
+                    loop.check_ahead(exponentials=32 if size <= 128 else 8)
         elif code.kernel == "attend_splits":
             assert code.count("HMMA")
             assert code.count("LDGSTS", "128") >= 8
@@ -204,12 +207,14 @@ def test_machine_code(architecture: int) -> None:
     check(found, 128)
     by_name = {code.kernel: code for code in found}
     assert len(by_name) == 7
-    # Two programs of a prompt on a processor, each of which waits for both of its products: in the
-    # loop over keys that all rows see, and in the one over the last.
+    # Two programs of a prompt on a processor. Both loops, over keys that all rows see and over the
+    # last, wait once a block and once behind it; the first products have a wait of their own.
     prompt = by_name["attend_tiles"]
     assert prompt.programs(warps=4) == 2
     if architecture == 90:
-        assert prompt.count("WARPGROUP", "DEPBAR") == 4
+        assert prompt.count("WARPGROUP", "DEPBAR") == prompt.count("WARPGROUP", "ARRIVE") == 5
+        assert len(prompt.product_loops) == 2
+        assert min(map(len, prompt.loops)) <= 480, "instructions of a block that all rows see"
     # Of 227 KiB and 65,536 registers: four programs on a processor, as decoding wants.
     decoding = by_name["attend_splits"]
     assert decoding.shared_bytes <= 40 * 1024
@@ -242,8 +247,9 @@ def test_machine_code_of_options(name: str, architecture: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("paged", [True, False], ids=["paged", "unpaged"])
 @pytest.mark.parametrize("size", [128, 256])
-def test_small_processors_hold_every_program(size: int, paged: bool) -> None:
-    check(compiled(kernels(89, size, paged=paged), [89]), size)
+@pytest.mark.parametrize("architecture", [89, 120])
+def test_small_processors_hold_every_program(architecture: int, size: int, paged: bool) -> None:
+    check(compiled(kernels(architecture, size, paged=paged), [architecture]), size)
 
 
 @pytest.mark.slow

@@ -85,10 +85,12 @@ def test_versions() -> None:
 
 
 def test_machine_code() -> None:
-    """Hopper's own products, with loads under way beside them."""
-    signature = {"scores": "*fp32", "values": "*bf16", "out": "*fp32", "steps": "i32"}
+    """Hopper's own products, under way while weights are computed and loads beside them."""
+    names = ("queries", "keys", "values")
+    signature = dict.fromkeys(names, "*bf16") | {"out": "*fp32", "steps": "i32"}
     constants = {"ROWS": 64, "KEYS": 64, "SIZE": 128}
     (code,) = compiled([Kernel(ptxas.__name__, "weighted_values", signature, constants)], [90])
     code.check_in_registers()
-    assert code.count("HGMMA")
     assert code.count("LDGSTS", "128")
+    (loop,) = code.product_loops
+    loop.check_ahead(exponentials=32)

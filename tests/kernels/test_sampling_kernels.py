@@ -115,9 +115,11 @@ def test_rows_that_nothing_can_be_drawn_from() -> None:
 def codes() -> dict[str, list[Code]]:
     sizes = {"V": "i32", "stride": "i32", "tokens": "*i64"}
     drawn = {"uniform": "*fp64", "are_drawn": "*i1"} | sizes
-    drawn |= {"temperatures": "*fp32", "min_ps": "*fp32", "leasts": "*fp32", "lasts": "*i32"}
+    limits = {"temperatures": "*fp32", "min_ps": "*fp32", "leasts": "*fp32", "lasts": "*i32"}
+    kept = limits | {"V": "i32", "stride": "i32", "out": "*fp32"}
     block = {"BLOCK": template.GREEDY_BLOCK}
-    blocks = {"BLOCK": template.DRAW_BLOCK, "BLOCKS": 16, "LIMITED": True}  # of 128k words
+    limited = {"BLOCK": template.DRAW_BLOCK, "LIMITED": True}
+    blocks = {"BLOCKS": 16, **limited}  # of 128k words
     kernels = {
         f"{name} {dtype}": Kernel(
             template.__name__, name, {"logits": f"*{dtype}", **signature}, constants, warps=32
@@ -125,7 +127,8 @@ def codes() -> dict[str, list[Code]]:
         for name, dtype, signature, constants in (
             ("greedy_rows", "bf16", sizes, block),
             ("greedy_rows", "fp32", sizes, block),
-            ("draw_rows", "fp32", drawn, blocks),
+            ("draw_rows", "fp32", drawn | limits, blocks),
+            ("keep_rows", "fp32", kept, limited),
         )
     }
     made = compiled(list(kernels.values()))
@@ -133,7 +136,13 @@ def codes() -> dict[str, list[Code]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "loads"), [("greedy_rows bf16", 2), ("greedy_rows fp32", 4), ("draw_rows fp32", 6)]
+    ("name", "loads"),
+    [
+        ("greedy_rows bf16", 2),
+        ("greedy_rows fp32", 4),
+        ("draw_rows fp32", 6),
+        ("keep_rows fp32", 4),
+    ],
 )
 def test_machine_code(codes: dict[str, list[Code]], name: str, loads: int) -> None:
     for code in codes[name]:

@@ -217,6 +217,10 @@ def test_an_engine_replays_its_steps(gpu: None) -> None:
     on_device.an_engine_replays_its_steps()
 
 
-@pytest.mark.slow
 def test_windows_are_recorded(gpu: None) -> None:
     on_device.windows_are_recorded()
+
+
+@pytest.mark.slow
+def test_jobs_find_windows_that_are_recorded(gpu: None) -> None:
+    on_device.jobs_find_windows_that_are_recorded()

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcg.kernels.triton import sampling, token_limits
-from pcg.kernels.triton.sampling import draw, greedy
+from pcg.kernels.triton.sampling import draw, greedy, keep
 from pcg.kernels.triton.token_limits import limited
 from pcg.runtime.sampling.drawing import Drawing
 from pcg.runtime.sampling.filters import filtered, limits_of
 from pcg.runtime.sampling.sampler import Sampler
-from pcg.runtime.sampling.sampling import sample
+from pcg.runtime.sampling.sampling import sample, scored
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support.interpreter.gpu_code import Kernel, compiled
 from tests.support.interpreter.sanitizer import sanitized
@@ -99,11 +99,37 @@ def test_requests_draw_the_tokens_that_they_draw_by_sorting() -> None:
         )
         for row in range(60)
     ]
-    kernels = Drawing.by_kernels(greedy, draw)
+    kernels = Drawing.by_kernels(greedy, draw, keep)
     with np.errstate(invalid="ignore"):
         found = sample(logits, [Sampler(each) for each in params], kernels)
     assert torch.equal(found, sample(logits, [Sampler(each) for each in params]))
     assert found[7] == -1
+
+
+def test_processed_logprobs_are_of_the_same_tokens_without_sorting() -> None:
+    """Among rows that ask for raw ones, and a greedy one; a row of NaN stays one."""
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(24, 400)
+    logits[7, 3] = float("nan")
+    samplers = [
+        Sampler(
+            SamplingParams(
+                temperature=0.0 if row == 4 else 0.5 + row / 24,
+                top_k=(None, 5, 50)[row % 3],
+                top_p=(None, 0.9, 0.4, 1.0)[row % 4],
+                min_p=(None, 0.02)[row % 2],
+                logprobs_mode="raw_logprobs" if row % 5 == 0 else "processed_logprobs",
+            )
+        )
+        for row in range(24)
+    ]
+    wanted = scored(logits, samplers).log_softmax(-1)
+    with mock.patch.object(torch.Tensor, "sort", None), np.errstate(invalid="ignore"):
+        found = scored(logits, samplers, Drawing.by_kernels(greedy, draw, keep)).log_softmax(-1)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5, equal_nan=True)
+    assert found[7].isnan().any()
+    assert (found[16] == -INF).sum() == 395  # top_k=5 alone
+    assert torch.equal(found[5], logits[5].log_softmax(-1))
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:

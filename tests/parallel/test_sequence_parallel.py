@@ -121,7 +121,7 @@ def test_every_target_is_in_one_chunk(targets: list[int], size: int, degree: int
         own = rows_of_rank(hidden, ranks.rank, degree)
         back = torch.zeros_like(own)
         rows = []
-        chunks = LossChunks(wanted, ranks, is_sequence_parallel=True)
+        chunks = LossChunks(wanted, wanted.device, ranks, is_sequence_parallel=True)
         while chunks.left:
             chunk = chunks.take(size)
             assert len(chunk.rows) <= max(size, degree)

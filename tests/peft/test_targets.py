@@ -123,7 +123,7 @@ def test_a_regex_that_backtracks_for_ever_is_refused(fields: dict[str, Any]) -> 
     finally:
         stops.set()
         thread.join()
-    assert counted[0] > 20
+    assert counted[0] > 5
 
 
 def test_a_regex_of_megabytes_is_refused() -> None:

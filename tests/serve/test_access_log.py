@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
@@ -21,6 +20,7 @@ from pcg.serve.access_log import AccessLog
 from pcg.serve.record import Record
 from pcg.serve.security.keys import Keys
 from tests.support import serving
+from tests.support.step_gate import StepGate
 from tests.support.waiting import until
 
 SECRET = "my-secret-prompt"
@@ -33,7 +33,9 @@ def logged(path: Path, act: Callable[[httpx2.AsyncClient], Any], **options: Any)
     async def run(service: Any) -> None:
         async with serving.client_of(service, serving.headers_of("ci")) as client:
             await act(client)
-            await asyncio.sleep(0.1)
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            # Lines of requests whose ends come behind their replies.
+            await asyncio.gather(*left, return_exceptions=True)
 
     with serving.service_of(keys=keys, access_log=str(path), **options) as service:
         asyncio.run(run(service))
@@ -73,8 +75,8 @@ def test_a_line_says_who_asked_what_and_which_version_answered(tmp_path: Path) -
 def test_a_client_that_leaves_is_logged_with_what_it_had(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with serving.on_a_port(access_log=str(path)) as served, served.client() as client:
-        step = served.service.client.engine.engine.step
-        served.service.client.engine.engine.step = lambda: time.sleep(0.01) or step()  # type: ignore[func-returns-value]
+        gate = StepGate(served.service.client.engine.engine)
+        gate.let(3)
         body = {"model": serving.MODEL, "prompt": "a", "max_tokens": 100, "stream": True}
         with client.stream("POST", "/v1/completions", json={**body, "ignore_eos": True}) as reply:
             next(reply.iter_lines())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,13 +27,7 @@ def service() -> Iterator[Service]:
 
 
 def ask(service: Service, method: str, path: str, **options: Any) -> httpx2.Response:
-    headers = options.pop("headers", serving.headers_of("all"))
-
-    async def send() -> httpx2.Response:
-        async with serving.client_of(service, headers) as client:
-            return await client.request(method, path, **options)
-
-    return asyncio.run(send())
+    return serving.ask(service, method, path, **{"headers": serving.headers_of("all"), **options})
 
 
 def test_every_route_but_health_needs_a_key(service: Service) -> None:

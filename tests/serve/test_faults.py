@@ -39,7 +39,7 @@ def held(service: Service) -> Iterator[None]:
         gate.wait()
 
     service.client.engine.call(wait)
-    assert is_there.wait(10)
+    assert is_there.wait(60)
     try:
         yield
     finally:
@@ -173,6 +173,52 @@ def test_heads_have_a_bound(served: serving.Served, monkeypatch: pytest.MonkeyPa
     with connect(served) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\n")
         assert connection.recv(1000) == b""
+
+
+@pytest.mark.parametrize("upgrade", [b"", b"Connection: Upgrade\r\nUpgrade: websocket\r\n"])
+def test_who_sends_what_begins_no_request_is_ended(
+    served: serving.Served,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    upgrade: bytes,
+) -> None:
+    """Empty lines behind a reply, and another protocol, which is not logged either."""
+    monkeypatch.setattr(connection_module, "HEAD_S", 0.2)
+    with connect(served) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: test\r\n" + upgrade + b"\r\n")
+        found = b""
+        while b"running" not in found:
+            found += connection.recv(1000)
+        assert found.startswith(b"HTTP/1.1 200")
+        connection.sendall(b"\r\n")
+        assert connection.recv(1000) == b""
+    assert not [one for one in caplog.records if one.name.startswith("uvicorn")]
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+def test_who_offers_another_protocol_is_answered_in_this_one(
+    served: serving.Served, framing: str, is_split: bool
+) -> None:
+    """With its body, as Java's client sends it first of all; the connection goes on."""
+    content = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(content), content)
+    size = (
+        f"Content-Length: {len(content)}" if framing == "length" else "Transfer-Encoding: chunked"
+    )
+    offer = ["Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABk"]
+    asked = post("/v1/completions", content if framing == "length" else chunks, size, *offer)
+    with connect(served) as connection:
+        for _ in range(2):
+            place = asked.index(b"\r\n\r\n") + 9 if is_split else len(asked)
+            connection.sendall(asked[:place])
+            if is_split:
+                connection.sendall(asked[place:])
+            found = connection.recv(2000)
+            assert found.startswith(b"HTTP/1.1 200")
+            assert json.loads(found.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 1
+        connection.sendall(b"CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\n\r\n")
+        assert connection.recv(2000).startswith(b"HTTP/1.1 400")
 
 
 def test_a_reply_that_ends_before_its_request_ends_the_connection(served: serving.Served) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import transformers
 
 from pcg.errors import ConfigError
+from pcg.runtime.model.recorder import WarmUp
 from pcg.serve.generation_config import read_generation_config
 from pcg.serve.service import Service
 from pcg.serve.startup import announcement
@@ -116,7 +118,15 @@ def test_outputs_of_chats_have_so_many_tokens_where_nobody_says_more(service: Se
     assert (reply["temperature"], reply["top_p"]) == (0, 1)
 
 
+def test_a_server_says_what_it_recorded(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = replace(service.client.facts, warmed=WarmUp(256, 41.3, 3 * 2**29))
+    monkeypatch.setattr(service.client, "_facts", facts)
+    lines = announcement(service, "http://127.0.0.1:1", None).splitlines()
+    assert "recorded before the first request: 256 graphs of steps in 41 s, 1.5 GiB" in lines
+
+
 def test_a_server_says_them(service: Service) -> None:
     lines = announcement(service, "http://127.0.0.1:1", None).splitlines()
     said = "temperature=0, repetition_penalty=1.3, max_new_tokens=7 (generation_config.json)"
     assert f"defaults of sampling: {said}" in lines
+    assert not any("recorded" in line for line in lines)  # nothing is, on a CPU

@@ -11,6 +11,8 @@ import openai
 import pytest
 
 from tests.support import serving
+from tests.support.step_gate import StepGate
+from tests.support.waiting import until
 
 LONG: dict[str, Any] = {"max_tokens": 100, "extra_body": {"ignore_eos": True}}
 PROMPTS = ["Hello, how", "the quick brown fox", "def add(a, b):", "Ein schöner Tag"]
@@ -62,20 +64,30 @@ def test_a_full_queue_is_asked_again_after_the_time_that_the_server_says() -> No
         client_of(server, max_retries=0) as hasty,
         client_of(server, max_retries=5) as patient,
     ):
+        gate = StepGate(server.service.client.engine.engine)
+        gate.let()
         asked = {"model": serving.MODEL, "prompt": "Hello", "stream": True, **LONG}
         running = hasty.completions.create(**asked)
         next(running)
         waiting = threading.Thread(target=lambda: list(hasty.completions.create(**asked)))
         waiting.start()
         numbers = server.service.client.engine.numbers
-        while not numbers().waiting:
-            pass
+        until(lambda: numbers().waiting == 1)
         with pytest.raises(openai.RateLimitError) as refused:
             hasty.completions.create(model=serving.MODEL, prompt="a")
         assert float(refused.value.response.headers["retry-after"]) >= 1
+
+        def go_on() -> None:
+            totals = numbers().totals
+            until(lambda: totals.turned_away + totals.requests["refused"] == 2)
+            gate.open()
+
+        going_on = threading.Thread(target=go_on)
+        going_on.start()
         raw = patient.completions.with_raw_response.create(model=serving.MODEL, prompt="a")
         assert raw.retries_taken >= 1
         assert raw.parse().choices[0].finish_reason
+        going_on.join()
         waiting.join()
         running.close()
 
@@ -87,11 +99,7 @@ def test_a_timeout_ends_the_request(server: serving.Served) -> None:
         pytest.raises(openai.APITimeoutError),
     ):
         hasty.completions.create(model=serving.MODEL, prompt=PROMPTS * 8, n=2, **LONG)
-    for _ in range(2000):
-        if not numbers().running + numbers().waiting:
-            break
-        server.service.client.engine.call(lambda: None).result()
-    assert numbers().running + numbers().waiting == 0
+    until(lambda: not numbers().running + numbers().waiting)
 
 
 def test_many_at_once_get_their_own_texts(server: serving.Served) -> None:

@@ -6,13 +6,16 @@ import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
-from pcg.errors import ServeError
+from pcg.errors import PcgError, ServeError
 from pcg.serve.listening import check_certificate, listen, url_of
 from pcg.serve.options import ServeOptions
+from pcg.serve.server import serve
 from tests.support import serving
+from tests.support.step_gate import StepGate
 from tests.support.waiting import until
 
 
@@ -39,23 +42,48 @@ def test_a_drain_gives_up_what_does_not_end_in_time() -> None:
         served.client() as client,
         served.client() as other,
         ThreadPoolExecutor(1) as thread,
-        client.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply,
     ):
-        whole = thread.submit(other.post, "/v1/completions", json=body)
-        lines = reply.iter_lines()
-        next(lines)
-        numbers = served.service.client.engine.numbers
-        until(lambda: numbers().waiting + numbers().running >= 65)
-        served.server.drain()
-        *_, error, _, done, _ = lines
+        gate = StepGate(served.service.client.engine.engine)
+        gate.let(2)
+        begun = {**body, "stream": True}
+        with client.stream("POST", "/v1/completions", json=begun) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            whole = thread.submit(other.post, "/v1/completions", json=body)
+            numbers = served.service.client.engine.numbers
+            until(lambda: numbers().waiting + numbers().running >= 65)
+            served.server.drain()
+            *_, error, _, done, _ = lines
         assert done == "data: [DONE]"
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == "timed_out"
-        assert whole.result(30).status_code == 503
+        assert whole.result(60).status_code == 503
 
 
 def test_a_certificate_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ServeError, match=r"none\.pem cannot be used for https"):
         check_certificate(tmp_path / "none.pem", None)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"lora_modules": ("a=nowhere",)}, r"--lora-modules a=nowhere: no adapter_config\.json is"),
+        ({"lora_modules": ("a=x", "a=y")}, "'a' twice"),
+        ({"lora_modules": ('{"name": "a"}',)}, "use NAME=PATH, or"),
+        ({"lora_roots": ("nowhere",)}, "nowhere is no folder"),
+        ({"chat_template": Path("none.jinja")}, r"none\.jinja cannot be read"),
+        ({"ssl_certfile": Path("none.pem")}, r"none\.pem cannot be used"),
+        ({"port": 1, "host": "no such host."}, "is no address"),
+    ],
+)
+def test_what_is_not_there_is_known_before_the_model_is_loaded(
+    options: dict[str, Any], text: str
+) -> None:
+    def engine(*_: object) -> NoReturn:
+        raise AssertionError("the model was loaded")
+
+    with pytest.raises(PcgError, match=text):
+        serve(ServeOptions(**{**serving.OPTIONS, **options}), engine, print)
 
 
 def test_a_port_that_is_taken() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,23 +32,17 @@ def status_of(service: Service, key: str | None) -> dict[str, Any]:
     """The status as a key sees it; None for the key of a server that has one."""
     headers = serving.HEADERS if key is None else serving.headers_of(key)
 
-    async def send() -> Any:
-        async with serving.client_of(service, headers) as client:
-            reply = await client.get("/status")
-            assert reply.status_code == 200
-            return reply.json()
-
-    return asyncio.run(send())
+    reply = serving.ask(service, "GET", "/status", headers)
+    assert reply.status_code == 200
+    found: dict[str, Any] = reply.json()
+    return found
 
 
 def test_it_has_what_the_engine_did(service: Service) -> None:
-    async def send() -> None:
-        async with serving.client_of(service, serving.headers_of("red")) as client:
-            for model in ("lora-0", serving.MODEL):
-                body = {"model": model, "prompt": "ab", "max_tokens": 5, "ignore_eos": True}
-                assert (await client.post("/v1/completions", json=body)).status_code == 200
-
-    asyncio.run(send())
+    for model in ("lora-0", serving.MODEL):
+        body = {"model": model, "prompt": "ab", "max_tokens": 5, "ignore_eos": True}
+        reply = serving.post(service, "/v1/completions", body, serving.headers_of("red"))
+        assert reply.status_code == 200
     found = status_of(service, "root")
     assert (found["model"], found["key"], found["state"]) == (serving.MODEL, "root", "running")
     assert found["max_model_len"] == 128

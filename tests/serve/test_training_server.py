@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from tests.support import serving
 from tests.support.server_process import LONG, Load, Running, started
 from tests.support.serving_job import DATA
-from tests.support.training_server import JOB, OPTIONS, STEPS
+from tests.support.training_server import HELD, HOLD, JOB, OPTIONS, STEPS
 from tests.support.waiting import until
 
 
@@ -24,6 +25,17 @@ def training(checkpoints: Path, port: str = "0") -> AbstractContextManager[Runni
 def job_of(server: Running) -> Any:
     """The job as /status shows it; an empty one before it is there."""
     return next((job for job in server.status()["jobs"] if job["name"] == JOB), {"step": 0})
+
+
+@contextmanager
+def held(checkpoints: Path) -> Iterator[None]:
+    """The job stands still meanwhile, and the engine with it."""
+    (checkpoints / HOLD).touch()
+    until((checkpoints / HELD).exists)
+    try:
+        yield
+    finally:
+        (checkpoints / HOLD).unlink()
 
 
 def check_resumed(checkpoints: Path, least: int) -> None:
@@ -41,9 +53,10 @@ def test_sigterm_ends_requests_and_leaves_a_checkpoint(tmp_path: Path) -> None:
         until(lambda: job_of(server)["step"] >= 2)
         load = Load()
         load.begin(server, 1, max_tokens=10)
-        step = job_of(server)["step"]
-        server.process.send_signal(signal.SIGTERM)
-        with server.client() as client:
+        with held(tmp_path), server.client() as client:
+            step = job_of(server)["step"]
+            server.process.send_signal(signal.SIGTERM)
+            until(lambda: client.get("/health").status_code == 503)
             refused = client.post("/v1/completions", json=LONG)
         assert refused.json()["error"]["code"] == "shutting_down"
         load.join()
@@ -59,10 +72,11 @@ def test_kill_under_load_and_a_start_that_goes_on(tmp_path: Path) -> None:
         until(lambda: job_of(server)["step"] >= 5)
         load = Load()
         load.begin(server, 2)
-        step = job_of(server)["step"]
-        server.process.kill()
+        with held(tmp_path):
+            step = job_of(server)["step"]
+            server.process.kill()
         load.join()
-        assert all("data: [DONE]" not in lines for lines in load.lines)
+        assert "data: [DONE]" not in load.lines[-1]
         with training(tmp_path, server.port) as again:
             until(lambda: job_of(again)["step"] > step)
             load = Load()

@@ -93,7 +93,7 @@ class Tab:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def until(self, script: str, seconds: float = 20) -> Any:
+    def until(self, script: str, seconds: float = 60) -> Any:
         """Wait until an expression in the page is true; returns its value."""
         end = time.monotonic() + seconds
         while not (found := self.run(script)):
@@ -130,6 +130,6 @@ def open_tab(profile: Path) -> Iterator[Tab]:
         yield Tab(to_write, back_read)
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
         os.close(to_write)
         os.close(back_read)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,14 +13,17 @@ import torch
 
 import pcg.compiler as compiler
 from pcg.runtime.data.example import Example
+from pcg.runtime.engine.device import SideStream
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.model.recorder import CudaRecorder
 from pcg.runtime.model.step_graphs import EAGER_STEPS
 from pcg.runtime.sampling.sampler import Sampler
 from pcg.runtime.sampling.sampling import UNDRAWN, sample
 from pcg.runtime.sampling.sampling_params import SamplingParams
-from pcg.runtime.training.bound_training import BoundTraining
-from pcg.runtime.training.recorded.window_graphs import WindowGraphs
+from pcg.runtime.training import bound_training
+from pcg.runtime.training import step as step_room
+from pcg.runtime.training.recorded.update_graphs import UpdateGraphs
+from pcg.runtime.training.recorded.warm_jobs import record_jobs
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import prompts
@@ -159,12 +163,12 @@ def an_engine_replays_its_steps() -> None:
 
 def backward_units_run_beside_the_forward(backend: str) -> None:
     """On a stream of their own; the adapter is that of a run alone."""
-    base = oracle.random_model(BY_NAME["llama3"].config(2, max_position_embeddings=128))
-    recipe = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
-    data = [Example(s, s) for s in prompts((13, 7, 21, 30))]
-    options = {"max_steps": 3, "batch_size": 2, "learning_rate": 0.01}
+    base = oracle.random_model(BY_NAME["llama3"].config(1, max_position_embeddings=128))
+    recipe = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "down_proj"]}
+    data = [Example(s, s) for s in prompts((13, 7))]
+    options = {"max_steps": 2, "batch_size": 2, "learning_rate": 0.01}
     found = []
-    for served in (0, 6):
+    for served in (0, 2):
         executor = compiler.compile(base, backend=backend, device=DEVICE)
         engine = executor.engine(Limits(tokens=20, tpot_slo_s=0.5), kv_cache_bytes=2**20)
         side = engine.device.side
@@ -179,8 +183,8 @@ def backward_units_run_beside_the_forward(backend: str) -> None:
 
         side.join = joined
         job = engine.finetune(data, "trained", peft=recipe, **options)
-        for prompt in prompts((9, 4, 17, 5, 8, 3))[:served]:
-            engine.submit(executor.request(prompt, None, max_new_tokens=20, ignore_eos=True))
+        for prompt in prompts((9, 4))[:served]:
+            engine.submit(executor.request(prompt, None, max_new_tokens=6, ignore_eos=True))
         while not engine.is_idle:
             engine.step()
             engine.check_integrity()
@@ -193,32 +197,108 @@ def backward_units_run_beside_the_forward(backend: str) -> None:
 
 
 def windows_are_recorded() -> None:
-    """The adapter is that of a run whose windows are eager."""
+    """The adapter is that of an eager run; the host waits once a step, to read its numbers."""
     base = oracle.random_model(BY_NAME["llama3"].config(1, max_position_embeddings=128))
-    recipe = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
+    recipe = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "down_proj"]}
     data = [Example(s, s) for s in prompts((19, 9))]
-    found, made = [], BoundTraining.window_graphs
+    found = []
     for is_recorded in (False, True):
         executor = compiler.compile(base, backend="triton", device=DEVICE)
-        engine = executor.engine(Limits(tokens=20, tpot_slo_s=0.5), kv_cache_bytes=2**20)
+        engine = executor.engine(Limits(tokens=20), kv_cache_bytes=2**20)
         job = engine.finetune(
-            data, "trained", peft=recipe, max_steps=3, batch_size=2, learning_rate=0.01
+            data, "trained", peft=recipe, max_steps=5, batch_size=2, learning_rate=0.01
         )
-        seen: list[WindowGraphs | None] = []
+        replayed: list[int] = []
+        step, read = UpdateGraphs.step, step_room.broadcast_from_first
 
-        def graphs(*of: Any, is_recorded: bool = is_recorded, seen: Any = seen) -> Any:
-            seen.append(made(*of))
-            return seen[-1] if is_recorded else None
+        def ended(*of: Any, step: Any = step, replayed: Any = replayed) -> None:
+            step(*of)
+            replayed.append(1)
 
-        with patch.object(BoundTraining, "window_graphs", graphs):
+        def numbers(*of: Any, read: Any = read) -> Any:
+            with waiting():
+                return read(*of).cpu()
+
+        def joined(*of: Any, join: Any = SideStream.join) -> Any:
+            with waiting():  # for the time that parts took
+                return join(*of)
+
+        recorder_for = CudaRecorder if is_recorded else _no_recorder
+        with (
+            patch.object(SideStream, "join", joined),
+            patch.object(bound_training, "recorder_for", recorder_for),
+            patch.object(UpdateGraphs, "step", ended),
+            patch.object(step_room, "broadcast_from_first", numbers),
+        ):
+            while job.error is None and (job.record is None or job.record.step < 3):
+                engine.step()
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                while job.error is None and job.record.step < 4:
+                    engine.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
             while not engine.is_idle:
                 engine.step()
-        assert job.error is None
-        assert seen[0] is not None
-        assert (seen[0].recorded > 0) == is_recorded
+        if job.error is not None:
+            raise job.error
+        assert len(replayed) == (5 if is_recorded else 0)
         found.append([tensor.cpu() for tensor in executor.adapters["trained"].tensors])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def jobs_find_windows_that_are_recorded() -> None:
+    """A job of the recipe that the program was compiled for, and the next one like it."""
+    base = oracle.random_model(BY_NAME["llama3"].config(1, max_position_embeddings=128))
+    recipe = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "down_proj"]}
+    of_program: dict[str, Any] = {"peft": {"mine": recipe}, "batch": 2, "seq": 19}
+    found, made, record = [], list[int](), CudaRecorder.record
+
+    def recorded(*of: Any) -> Any:
+        made.append(1)
+        return record(*of)
+
+    for is_warm in (False, True):
+        executor = compiler.compile(base, backend="triton", device=DEVICE, **of_program)
+        engine = executor.engine(Limits(tokens=20), kv_cache_bytes=2**20)
+        with (
+            patch.object(CudaRecorder, "record", recorded),
+            patch.object(bound_training, "recorder_for", CudaRecorder if is_warm else _no_recorder),
+        ):
+            if is_warm:
+                count = record_jobs(executor.state, engine.device.cache, 20, engine.runners)
+                assert count == len(made) == 3 * 3 + 1  # three windows of 16 tokens; a loss of 16
+            for number, name in enumerate(("first", "second")):
+                made.clear()
+                data = [Example(s, s) for s in prompts((19 - number, 9))]
+                options = {"max_steps": 2, "batch_size": 2, "learning_rate": 0.01, "seed": number}
+                job = engine.finetune(data, name, peft=recipe, **options)
+                while not engine.is_idle:
+                    engine.step()
+                if job.error is not None:
+                    raise job.error
+                assert len(made) == (2 if is_warm else 0)  # the update is of each job's own
+        adapters = [executor.adapters[name] for name in ("first", "second")]
+        found.append([tensor.cpu() for adapter in adapters for tensor in adapter.tensors])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def _no_recorder(device: torch.device) -> None:
+    """The recorder of a device that records nothing."""
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Let the host wait for the device."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def adapters_are_copied_from_the_host_beside_steps(backend: str) -> None:

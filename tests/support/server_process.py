@@ -107,12 +107,12 @@ def started(arguments: Sequence[str]) -> Iterator[Running]:
             until(lambda: not any(map(is_engine, engines)))  # none outlives its server
         finally:
             process.kill()
-            process.wait(30)
+            process.wait(60)
 
 
 def _address(process: subprocess.Popen[str], said: IO[str]) -> str:
     """Where a server listens, once it says so."""
-    end = time.monotonic() + 120
+    end = time.monotonic() + 240
     while time.monotonic() < end:
         said.seek(0)
         text = said.read()
@@ -141,7 +141,7 @@ class Load:
             thread.start()
             self.lines.append(lines)
             self.threads.append(thread)
-            assert has_begun.wait(30)
+            assert has_begun.wait(60)
 
     @staticmethod
     def _read(

@@ -101,17 +101,28 @@ async def client_of(
         yield client
 
 
+def ask(
+    service: Service,
+    method: str,
+    path: str,
+    headers: Mapping[str, str] = HEADERS,
+    **options: Any,
+) -> httpx2.Response:
+    """The reply to a request, without a network; options as of httpx."""
+
+    async def send() -> httpx2.Response:
+        async with client_of(service, headers) as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(send())
+
+
 def post(
     service: Service, path: str, body: Any, headers: Mapping[str, str] = HEADERS
 ) -> httpx2.Response:
     """The reply to a body, without a network; Python's JSON writes any text and number."""
     sent = {**headers, "content-type": "application/json"}
-
-    async def send() -> httpx2.Response:
-        async with client_of(service, sent) as client:
-            return await client.post(path, content=json.dumps(body))
-
-    return asyncio.run(send())
+    return ask(service, "POST", path, sent, content=json.dumps(body))
 
 
 @dataclass(frozen=True)

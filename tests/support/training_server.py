@@ -19,6 +19,7 @@ from pcg.serve.options import ServeOptions
 from pcg.serve.server import Server, serve
 from tests.support import serving
 from tests.support.serving_job import DATA
+from tests.support.waiting import until
 
 JOB = "trained"
 STEPS = 120
@@ -26,12 +27,21 @@ OPTIONS: dict[str, Any] = {
     "max_steps": STEPS, "batch_size": 2, "learning_rate": 0.01, "peft": serving.LORA,
     "save_every": 1, "progress": False,
 }  # fmt: skip
+HOLD, HELD = "hold", "held"
+"""Files beside the checkpoints: while the first is there, the job stands behind a step, and the
+
+engine with it; the second says that it does.
+"""
 _STEP_S = 0.1
 """The least time of a step, so that the job is there for a while."""
 
 
-def rest(_: StepRecord) -> None:
+def rest(checkpoints: Path, _: StepRecord) -> None:
+    """Rest behind a step, for as long as somebody holds the job."""
     time.sleep(_STEP_S)
+    if (checkpoints / HOLD).exists():
+        (checkpoints / HELD).touch()
+        until(lambda: not (checkpoints / HOLD).exists())
 
 
 def main(model: str, checkpoints: str, port: str) -> bool:
@@ -41,7 +51,11 @@ def main(model: str, checkpoints: str, port: str) -> bool:
     def train(server: Server) -> None:
         client = server.service.client
         assert isinstance(client, LocalClient)
-        options = {**OPTIONS, "checkpoint_dir": Path(checkpoints), "on_step": rest}
+        options = {
+            **OPTIONS,
+            "checkpoint_dir": Path(checkpoints),
+            "on_step": partial(rest, Path(checkpoints)),
+        }
         client.engine.finetune(DATA, JOB, **options)
 
     load = partial(serving.make_executor, adapters=0, directory=Path(model))

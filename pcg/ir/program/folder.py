@@ -15,14 +15,16 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import os
+import re
 import secrets
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pcg.errors import ProgramError
-from pcg.files import check_writable, damage_of, expanded, json_object, sync
+from pcg.files import check_writable, damage_of, exchange, expanded, json_object, sync
 from pcg.ir.program.files import (
     PLAN,
     REQUIRED,
@@ -46,6 +48,8 @@ from pcg.options import CompileOptions
 from pcg.version import __version__
 
 REPORT = "report.json"
+_LEFT_S = 3600.0
+"""Age of a folder beside a program that no process still writes, seconds."""
 TOKENIZER_FILES = (
     "added_tokens.json",
     "additional_chat_templates/*.jinja",
@@ -118,6 +122,7 @@ def save_program(
         for name, content in files.items():
             _write(beside / name, content)
         _replace(target, beside)
+        _sweep(target)
     except OSError as error:
         size_bytes = sum(map(len, files.values()))
         raise ProgramError(
@@ -177,17 +182,35 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _replace(target: Path, new: Path) -> None:
-    """Rename `new` to `target`; a program that is there goes when the new one has its place."""
+    """Rename `new` to `target`; a program that is there goes when the new one has its place.
+
+    Where the file system cannot swap them, a process that is killed between two renames leaves the
+    old program in a folder `-old` beside.
+    """
+    if not target.exists():
+        new.rename(target)
+        return
+    if exchange(new, target):
+        shutil.rmtree(new, ignore_errors=True)
+        return
     old = new.with_name(f"{new.name}-old")
-    if target.exists():
-        target.rename(old)
+    target.rename(old)
     try:
         new.rename(target)
     except BaseException:
-        if old.exists():
-            old.rename(target)
+        old.rename(target)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _sweep(target: Path) -> None:
+    """Remove what processes that were killed have left beside a program that is there."""
+    name = re.compile(re.escape(f".{target.name}-") + "[0-9a-f]{8}(-old)?")
+    with contextlib.suppress(OSError):
+        for path in target.parent.iterdir():
+            is_left = name.fullmatch(path.name) and time.time() - path.lstat().st_ctime > _LEFT_S
+            if is_left and path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
 
 
 # ------------------------------------------------------------------------------------------- load

@@ -151,7 +151,7 @@ def linear_cross_entropy(
     size = chunk or chunk_tokens(vocabulary, x.element_size())
     stride = triton.cdiv(vocabulary, 16) * 16  # every row starts at a multiple of 16 bytes
     room = torch.empty((min(size, tokens), stride), dtype=x.dtype, device=x.device)
-    room[:, vocabulary:] = 0
+    room[:, vocabulary:].zero_()
     block = min(BLOCK, triton.next_power_of_2(vocabulary))  # a narrow row is one block
     for start in range(0, tokens, size):
         part = slice(start, start + size)

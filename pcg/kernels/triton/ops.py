@@ -24,11 +24,15 @@ from pcg.kernels.triton.adapters.dispatch import (
 )
 from pcg.kernels.triton.adapters.trained_adapters import (
     asked_outer,
+    asked_outer_group,
     bottleneck_backward,
+    expand_add_group,
     expand_backward,
+    lora_group_backward,
     lora_linear_backward,
     outer,
     scaled_outer,
+    shrink_group,
 )
 from pcg.kernels.triton.adapters.trained_vectors import (
     asked_inner,
@@ -39,7 +43,7 @@ from pcg.kernels.triton.adapters.trained_vectors import (
 from pcg.kernels.triton.attention.dispatch import attention, attention_backward
 from pcg.kernels.triton.fused import FusedPart, fused, side_by_side
 from pcg.kernels.triton.linear_cross_entropy import linear_cross_entropy
-from pcg.kernels.triton.sampling import draw, greedy
+from pcg.kernels.triton.sampling import draw, greedy, keep
 from pcg.kernels.triton.sign_bits import pack_signs, relu_backward_packed
 
 

@@ -71,17 +71,26 @@ def _version(ptxas: Ptxas) -> tuple[int, ...]:
 
 @triton.jit
 def weighted_values(
-    scores, values, out, steps,
+    queries, keys, values, out, steps,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """out = Σ over steps of exp2(scores) · values, [ROWS, SIZE], the weights in registers."""
+    """out = Σ over steps of exp2(queries keysᵀ) values, [ROWS, SIZE], the weights in registers.
+
+    As in attention, both products are under way while the weights of a step are computed.
+    """
     row = tl.arange(0, ROWS)[:, None]
+    key = tl.arange(0, KEYS)[:, None]
     size = tl.arange(0, SIZE)[None, :]
+    query = tl.load(queries + row * SIZE + size)
+    products = tl.dot(query, tl.trans(tl.load(keys + key * SIZE + size)))
     total = tl.zeros((ROWS, SIZE), tl.float32)
     for step in range(steps):
-        key = step * KEYS + tl.arange(0, KEYS)
-        weights = tl.exp2(tl.load(scores + row * steps * KEYS + key[None, :]))
-        value = tl.load(values + key[:, None] * SIZE + size)
+        weights = tl.exp2(products)
+        ahead = (step + 1) * KEYS + key
+        products = tl.dot(
+            query, tl.trans(tl.load(keys + ahead * SIZE + size, ahead < steps * KEYS))
+        )
+        value = tl.load(values + (step * KEYS + key) * SIZE + size)
         total = tl.dot(weights.to(value.dtype), value, total)
     tl.store(out + row * SIZE + size, total)
 
@@ -89,18 +98,20 @@ def weighted_values(
 def products(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return what the kernel computes on a device, and what it has to, on the CPU.
 
-    Weights are powers of two and values small integers, so that every sum is exact.
+    A key has one element that is not 0, so that products are small integers, and weights powers of
+    two; values are small integers, too, and every sum is exact.
     """
-    keys = _STEPS * _KEYS
+    count = _STEPS * _KEYS
     seed = torch.Generator().manual_seed(0)
-    scores = torch.randint(-2, 3, (_ROWS, keys), generator=seed).float()
-    values = torch.randint(-4, 5, (keys, _SIZE), generator=seed).float()
+    queries = torch.randint(-2, 3, (_ROWS, _SIZE), generator=seed).float()
+    keys = torch.eye(_SIZE)[torch.randint(_SIZE, (count,), generator=seed)]
+    values = torch.randint(-4, 5, (count, _SIZE), generator=seed).float()
     out = torch.empty(_ROWS, _SIZE, device=device)
     weighted_values[(1,)](
-        scores.to(device), values.to(device, torch.bfloat16), out, _STEPS,
+        *(x.to(device, torch.bfloat16) for x in (queries, keys, values)), out, _STEPS,
         ROWS=_ROWS, KEYS=_KEYS, SIZE=_SIZE, num_warps=4, num_stages=3,
     )  # fmt: skip
-    return out, torch.exp2(scores) @ values
+    return out, torch.exp2(queries @ keys.mT) @ values
 
 
 @functools.cache

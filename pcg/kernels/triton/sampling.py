@@ -1,8 +1,8 @@
 """Next tokens from logits: the largest, or one drawn, without asking the host anything.
 
     greedy   the first v with l_v = max l
-    draw     p_v = exp((l_v - max l) / temperature) of tokens within the row's limits
-             the first v with Σ_{w ≤ v} p_w > u · Σ_w p_w
+    keep     x_v = (l_v - max l) / temperature of tokens within the row's limits; -inf of others
+    draw     p_v = exp x_v; the first v with Σ_{w ≤ v} p_w > u · Σ_w p_w
 
 Each is one launch, and one more where rows have top-k or top-p (`token_limits`), in place of sorts
 and of up to eight launches over fp32 and fp64 copies of [R, V]. Masks and penalties come before;
@@ -56,6 +56,43 @@ def greedy_rows(logits, tokens, V, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _is_cut(v, x, least, last):
+    """True for tokens that top-k and top-p remove; not for NaN, so that a row's sum is NaN."""
+    return (x < least) | ((x == least) & (v <= last))
+
+
+@triton.jit
+def _row_limits(leasts, lasts, r, LIMITED: tl.constexpr):
+    """The two limits that `limited` found for a row, where some row has any."""
+    least = 0.0
+    last = 0
+    if LIMITED:
+        least = tl.load(leasts + r)
+        last = tl.load(lasts + r)
+    return least, last
+
+
+@triton.jit
+def keep_rows(
+    logits, temperatures, min_ps, leasts, lasts, out, V, stride,
+    LIMITED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x of a row's tokens."""
+    r = tl.program_id(0).to(tl.int64)
+    row = logits + r * stride
+    temperature = tl.load(temperatures + r)
+    min_p = tl.load(min_ps + r)
+    least, last = _row_limits(leasts, lasts, r, LIMITED)
+    top = highest(row, V, BLOCK)
+    for start in range(0, V, BLOCK):
+        v, x = scaled(row, start, V, top, temperature, BLOCK)
+        kept = tl.where(tl.exp(x) < min_p, float("-inf"), x)
+        if LIMITED:
+            kept = tl.where(_is_cut(v, x, least, last), float("-inf"), kept)
+        tl.store(out + r * V + v, kept, v < V)
+
+
+@triton.jit
 def _probabilities(
     row, start, V, top, temperature, least, last, min_p, LIMITED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -63,8 +100,7 @@ def _probabilities(
     v, x = scaled(row, start, V, top, temperature, BLOCK)
     p = tl.exp(x)
     if LIMITED:
-        # NaN is within all limits, so that the row's sum is NaN.
-        p = tl.where((x < least) | ((x == least) & (v <= last)), 0.0, p)
+        p = tl.where(_is_cut(v, x, least, last), 0.0, p)
     return v, tl.where(p < min_p, 0.0, p).to(tl.float64)
 
 
@@ -81,11 +117,7 @@ def draw_rows(
     row = logits + r.to(tl.int64) * stride
     temperature = tl.load(temperatures + r)
     min_p = tl.load(min_ps + r)
-    least = 0.0
-    last = 0
-    if LIMITED:
-        least = tl.load(leasts + r)
-        last = tl.load(lasts + r)
+    least, last = _row_limits(leasts, lasts, r, LIMITED)
     top = highest(row, V, BLOCK)
     block = tl.arange(0, BLOCKS)
     sums = tl.zeros((BLOCKS,), tl.float64)
@@ -115,6 +147,26 @@ def greedy(logits: Tensor) -> Tensor:
         options = _options(GREEDY_BLOCK, vocabulary)
         greedy_rows[(rows,)](logits, tokens, vocabulary, logits.stride(0), **options)
     return tokens
+
+
+def keep(logits: Tensor, limits: TokenLimits) -> Tensor:
+    """The logits of tokens within each row's limits, less its largest, over its temperature.
+
+    Args:
+        logits: [R, V], rows contiguous; taken in fp32.
+        limits: temperatures, and the tokens that may be drawn.
+    Returns:
+        [R, V], fp32; -inf for tokens beyond the limits.
+    """
+    rows, vocabulary = logits.shape
+    out = torch.empty(rows, vocabulary, dtype=torch.float32, device=logits.device)
+    least, last = limited(logits, limits) if limits.is_cut else (None, None)
+    if rows:
+        keep_rows[(rows,)](
+            logits, limits.temperatures, limits.min_p, least, last, out, vocabulary,
+            logits.stride(0), LIMITED=limits.is_cut, **_options(DRAW_BLOCK, vocabulary),
+        )  # fmt: skip
+    return out
 
 
 def draw(logits: Tensor, limits: TokenLimits, uniform: Tensor) -> tuple[Tensor, Tensor]:

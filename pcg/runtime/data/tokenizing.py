@@ -121,7 +121,7 @@ def _start(task: BinaryIO) -> subprocess.Popen[bytes]:
     paths = os.pathsep.join(places if root in places else [*places, root])
     try:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "pcg.runtime.data.tokenizing_worker"],
+            [sys.executable, "-P", "-m", "pcg.runtime.data.tokenizing_worker", str(os.getpid())],
             stdin=task,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"},

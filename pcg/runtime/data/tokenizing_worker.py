@@ -1,7 +1,8 @@
 """The process that tokenizes: `python -m pcg.runtime.data.tokenizing_worker`.
 
-Its standard input is a file with the pickled `Task`, and then pickled lists of rows if the task
-names no files. Its standard output has frames. It runs beside steps, so it is nice to them.
+Its argument is the id of the process that started it, with which it ends. Its standard input is a
+file with the pickled `Task`, and then pickled lists of rows if the task names no files. Its
+standard output has frames. It runs beside steps, so it is nice to them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pcg.errors import DataError, PcgError
+from pcg.parent_process import end_with_parent
 from pcg.runtime.data.dataset import ExampleReader, ReadOptions
 from pcg.runtime.data.example import ModelSizes, check_example
 from pcg.runtime.data.frames import Placed, write_batch, write_frame
@@ -44,6 +46,7 @@ class Task:
 
 def main() -> None:
     """Write the examples of the task at standard input as frames to standard output."""
+    end_with_parent(int(sys.argv[1]))
     os.nice(NICENESS)
     # Whatever prints does not print into the frames.
     with os.fdopen(os.dup(1), "wb") as frames:

@@ -369,9 +369,9 @@ class AsyncEngine(StepThread):
 
     def _fail_all(self, error: EngineError) -> None:
         self._state.engine_thread = None
-        self._preparation.close()
         for running in (*self._jobs, *self._reserved.values()):
             running.fail(error)
+        self._preparation.close()  # which cancels what is read, and its end is known by now
         for job in self.engine.jobs:
             job.cancel()
         if not self._drained.done():

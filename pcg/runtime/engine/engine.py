@@ -33,7 +33,9 @@ from pcg.runtime.training.finetuning import FinetuneJob
 from pcg.runtime.training.interrupts import Interrupt
 from pcg.runtime.training.options import JobArguments
 from pcg.runtime.training.publishers import VersionPublisher
+from pcg.runtime.training.recorded.kept_runners import KeptRunners
 from pcg.runtime.training.result import StepRecord
+from pcg.runtime.training.runner import TrainingRunner
 
 
 class Engine(EngineLoop):
@@ -41,6 +43,9 @@ class Engine(EngineLoop):
 
     `executor.engine(...)` returns one. Call `submit` and `finetune`, then `step` until `is_idle`;
     or `start` to have a thread run the steps.
+
+    Attributes:
+        runners: recorded windows that no job has, for the next one of their shape.
     """
 
     device: StepRunner
@@ -68,8 +73,9 @@ class Engine(EngineLoop):
         scheduler = Scheduler(cache.pool, adapters, limits, given.policy, prefixes, queue)
         runner = StepRunner(state, cache, adapters, limits)
         super().__init__(runner, scheduler, MachineClock(state.ranks), given)
+        self.runners: KeptRunners[TrainingRunner] = KeptRunners()
         if given.warm_up:
-            runner.warm_up(list(state.adapters.values()))
+            runner.warm_up(list(state.adapters.values()), self.runners)
         has_slo = limits.tpot_slo_s or limits.ttft_slo_s
         if given.latencies is None and has_slo:
             self.calibrate()
@@ -103,7 +109,7 @@ class Engine(EngineLoop):
         def publish(version: AdapterVersion) -> None:
             note(Kind.PUBLISHED, adapter, adapter_version=version.number)
 
-        publisher = VersionPublisher(self.state, given.publish_every, publish)
+        publisher = VersionPublisher(self.state, given.publish_every, publish, self.runners)
         ends = self.state.begin_training(adapter)
         try:
             work = FinetuneJob(publisher, given).work(stepped, interrupts)

@@ -42,7 +42,7 @@ class EngineLoop:
         submitted: number of requests so far, which is the index of the next one's chunks.
         worked: True if the last step ran anything.
         awaited: tells if somebody waits; a step that serves nothing then ends between two parts.
-        meanwhile: called once a step's work is under way, before its results are read.
+        meanwhile: called once a step is planned: before its work, or behind a launch of that.
     """
 
     def __init__(
@@ -131,8 +131,7 @@ class EngineLoop:
                     f"there is a request {one.id!r} already; give each its own request_id, or none"
                 )
         self.log.add(Event(now, Kind.SUBMITTED, sequence.id, sequence.described()))
-        reserved = self.jobs.most_pages if self.jobs else 0
-        error = self.scheduler.refusal(sequence, reserved)
+        error = self.scheduler.refusal(sequence, self.jobs.most_pages if self.jobs else 0)
         if error is not None:
             sequence.state = State.REFUSED
             self._note(Kind.REFUSED, sequence.id, reason=str(error))
@@ -194,10 +193,12 @@ class EngineLoop:
         if step.load.tokens:
             started = self.clock.now_s()
             try:
+                if self.meanwhile is not None and self.device.side is None:
+                    self.meanwhile()
                 end = self.device.start(plan.chunks, [(unit, count) for _, unit, count in windows])
                 if is_beside:
                     self._parts_beside(step, [job for job, _, _ in windows])
-                if self.meanwhile is not None:
+                if self.meanwhile is not None and self.device.side is not None:
                     self.meanwhile()
                 results = end()
             except BaseException as error:

@@ -54,7 +54,8 @@ class EngineArguments(EngineOptions):
         kv_cache_bytes: memory of the pool for the KV cache and adapters; pages that nothing uses
             are not touched.
         warm_up: record the steps that may come, and compile their kernels, when the engine is made,
-            so that no request waits for that; only where steps are recorded (docs/triton.md).
+            so that no request waits for that; windows of jobs, too, where the program was compiled
+            for a recipe and a step. Only where steps are recorded (docs/triton.md).
         data_limits: the most that the data of a job may have that runs on the engine's thread, and
             the most jobs that are prepared at once; those of `DataLimits()` by default.
     """

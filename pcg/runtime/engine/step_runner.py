@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from functools import partial
@@ -24,6 +25,7 @@ from pcg.runtime.guided.grammar import Grammar
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.batch import ANY_TOKEN, whole_sequences
 from pcg.runtime.model.merged_execution import run_merged, run_single
+from pcg.runtime.model.recorder import WarmUp
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.model.step_graphs import step_graphs
@@ -40,6 +42,9 @@ from pcg.runtime.sampling.logprobs import Logprobs, logprobs_of
 from pcg.runtime.sampling.sampler import Sampler, resolved
 from pcg.runtime.sampling.sampling import only_finite, sample, scored
 from pcg.runtime.sampling.sampling_params import SamplingParams
+from pcg.runtime.training.recorded.kept_runners import KeptRunners
+from pcg.runtime.training.recorded.warm_jobs import record_jobs
+from pcg.runtime.training.runner import TrainingRunner
 from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Forward, Part, Phase
 from pcg.units import shown
@@ -59,12 +64,14 @@ class StepRunner:
         side: runs parts of jobs on a GPU; None on other devices, and over ranks, where the
             collectives of both would need one order.
         graphs: recorded steps; None if the program has none.
+        warmed: what was recorded at warm-up; None without one.
     """
 
     def __init__(
         self, state: ModelState, cache: KvCache, adapters: AdapterCache, limits: Limits
     ) -> None:
         self.cache = cache
+        self._state = state
         self._limits = limits
         self._adapters = adapters
         self._tokenizer = state.tokenizer
@@ -77,6 +84,7 @@ class StepRunner:
         self.fails_alike = state.ranks.size == 1
         has_side = device.type == "cuda" and state.ranks.size == 1
         self.side = SideStream(device) if has_side else None
+        self.warmed: WarmUp | None = None
         self._bind(state.serving)
 
     def _bind(self, program: ServingProgram) -> None:
@@ -91,20 +99,30 @@ class StepRunner:
             self._max_positions,
         )
 
-    def warm_up(self, adapters: List[Adapter]) -> None:
+    def warm_up(self, adapters: List[Adapter], jobs: KeptRunners[TrainingRunner]) -> None:
         """Record the steps that may come, and compile the kernels that choose tokens.
 
         Args:
             adapters: those that may run; of larger ranks than theirs, others move the tables.
+            jobs: where runners of the jobs go that the program was compiled for.
         """
-        if self.graphs is None:
+        if self.graphs is None or self.graphs.recorder is None:
             return
+        started, free_bytes, before = time.monotonic(), self._free_bytes(), self.graphs.recorded
         self.graphs.warm_up(adapters)
+        of_jobs = record_jobs(self._state, self.cache, self._limits.tokens, jobs)
+        size_bytes = max(free_bytes - self._free_bytes(), 0)
+        recorded = self.graphs.recorded - before + of_jobs
+        self.warmed = WarmUp(recorded, time.monotonic() - started, size_bytes)
         with torch.inference_mode():
             for dtype in {self._runner.logits_dtype, torch.float32}:
                 logits = torch.zeros((1, self._vocabulary), dtype=dtype, device=self._device)
                 for params in _WAYS_TO_CHOOSE:
                     sample(logits, [Sampler(params, (ANY_TOKEN,))], self._runner.drawing)
+
+    def _free_bytes(self) -> int:
+        is_gpu = self._device.type == "cuda"
+        return torch.cuda.mem_get_info(self._device)[0] if is_gpu else 0
 
     def use(self, program: ServingProgram) -> None:
         """Serve by a program for other adapter sites."""
@@ -323,7 +341,8 @@ class StepRunner:
         if len(asking) < len(sequences):
             rows = uploaded_list(asking, torch.int64, self._device)
             logits, drawn = logits[rows], tokens[rows]
-        logits = scored(logits, _samplers([sequences[row] for row in asking]))
+        samplers = _samplers([sequences[row] for row in asking])
+        logits = scored(logits, samplers, self._runner.drawing)
         return DrawnTokens(sequences, tokens, logprobs_of(logits, drawn, most))
 
     def _tokens(

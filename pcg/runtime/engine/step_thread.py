@@ -58,11 +58,14 @@ class StepThread(ABC):
     Attributes:
         engine: the engine, which nobody else may call.
         ended: the error that is raised after the end; None before.
+        watcher: called on the thread, with what is sent behind it, where the engine's numbers may
+            have changed: once a step is planned, at its end and behind calls; None for nobody.
     """
 
     def __init__(self, engine: EngineLoop) -> None:
         self.engine = engine
         self.ended: EngineError | None = None
+        self.watcher: Callable[[Wakes], None] | None = None
         self._refusal: EngineError | None = None
         self._closing = False
         self._calls: SimpleQueue[_Call] = SimpleQueue()
@@ -284,7 +287,8 @@ class StepThread(ABC):
         chunks = self.engine.step()
         self._latest_step_s = time.monotonic() - began
         self._step_began = None
-        self._deliver()  # if the step ran nothing
+        if self._undelivered or not chunks:  # the step ran nothing, or gave nothing
+            self._deliver()
         self._undelivered = chunks
         if not self._runs_ahead:
             self._deliver()
@@ -300,6 +304,8 @@ class StepThread(ABC):
         return is_next and engine.device.side is not None
 
     def _deliver(self) -> None:
+        if self.watcher is not None:
+            self.watcher(self._wakes)
         chunks, self._undelivered = self._undelivered, ()
         for chunk in chunks:
             stream = self._streams.get(chunk.index)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pcg.kernels.batch import BlockTable, DecodeGroup, DroppedPart, KvGradients, ProgramBatch, Span
-from pcg.kernels.uploads import uploaded
+from pcg.kernels.uploads import uploaded, uploaded_list
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.decode_groups import Singles, decode_groups
@@ -143,7 +143,7 @@ class Batch(ProgramBatch):
             if isinstance(rows, range):
                 found = slice(rows.start, rows.stop)
             else:
-                found = torch.tensor(rows, device=self.input_ids.device)
+                found = uploaded(torch.tensor(rows), self.input_ids.device)
             self._seen[span.start] = found
         return found
 
@@ -196,7 +196,7 @@ def whole_sequences(
         spans.append(Span(len(ids), count + len(sequence), virtual=count, number=len(spans)))
         ids += [ANY_TOKEN] * count
         ids += sequence
-    return Batch(torch.tensor(ids, dtype=torch.long, device=device), spans, keeps=keeps)
+    return Batch(uploaded_list(ids, torch.int64, device), spans, keeps=keeps)
 
 
 def mixed_seed(*numbers: int) -> int:

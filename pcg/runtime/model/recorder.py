@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """The graphs that were recorded before the first step.
+
+    Attributes:
+        graphs: their number.
+        seconds: the time that they took, compilations of their kernels included.
+        size_bytes: memory of the device that they keep, and what was allocated to record them.
+    """
+
+    graphs: int
+    seconds: float
+    size_bytes: int
 
 
 class Recorder(Protocol):

@@ -61,6 +61,13 @@ def is_sequence_parallel(model: ModelGraph) -> bool:
     return bool(model.epilogue.inputs[0].type.shape[0] != TOKENS)
 
 
+def _drawing(functions: Functions) -> Drawing | None:
+    """The kernels of a program that choose tokens; None where PyTorch's operators do."""
+    if not {"greedy", "draw", "keep"} <= functions.keys():
+        return None
+    return Drawing.by_kernels(functions["greedy"], functions["draw"], functions["keep"])
+
+
 class ModelRunner:
     """The serving program with weights bound: tokens in, hidden states and logits out.
 
@@ -75,8 +82,7 @@ class ModelRunner:
         self.ranks = ranks
         self.weights = weights
         self._functions = load_functions(serving.source, "serving")
-        greedy, draw = (self._functions.get(name) for name in ("greedy", "draw"))
-        self.drawing = None if greedy is None or draw is None else Drawing.by_kernels(greedy, draw)
+        self.drawing = _drawing(self._functions)
         self._inputs = LayerInputs(serving.model)
         self._blocks = [self._functions[block.name] for block in serving.model.blocks]
         self._is_sequence_parallel = is_sequence_parallel(serving.model)

@@ -32,6 +32,7 @@ from torch import Tensor
 from pcg.kernels.batch import StepTokens
 from pcg.kernels.triton.step_lists import StepLists, sizes_of
 from pcg.kernels.triton.step_rooms import StepRoom, StepRooms
+from pcg.kernels.triton.warm_rooms import expected_us, rooms_within
 from pcg.parallel.ranks.group import SINGLE_RANK
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables
@@ -119,7 +120,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def warm_up(self, adapters: Sequence[Adapter]) -> None:
-        """Record all rooms that steps can need; from then on they record none.
+        """Record rooms that hold all that steps can need; from then on they record none.
 
         A step is then replayed in the smallest of these rooms that holds it.
 
@@ -128,7 +129,7 @@ class StepGraphs:
         """
         self._tables.reserve(self.rooms.sequences, adapters)
         self.rooms = replace(self.rooms, widest=self._tables.widest(adapters))
-        self._warm = self.rooms.all
+        self._warm = rooms_within(self.rooms.all)
         self._serving.clear()
         self._drop_moved()
         for room in self._warm:
@@ -193,7 +194,7 @@ class StepGraphs:
             holding = [room for room in self._warm if room.holds(own)]
             # An adapter may have come that is wider than those of the warm rooms.
             mine = own if self._lists_of_rooms.has_room(own) else None
-            self._serving[own] = min(holding, default=mine)
+            self._serving[own] = min(holding, key=lambda r: (expected_us(r), r), default=mine)
         return self._serving[own]
 
     def _is_time(self, room: StepRoom) -> bool:

@@ -16,6 +16,8 @@ from pcg.runtime.sampling.sampling_params import SamplingParams
 
 DrawKernel: TypeAlias = Callable[[Tensor, TokenLimits, Tensor], tuple[Tensor, Tensor]]
 """Draws tokens from logits, limits and numbers u, as `Drawing.draw` does."""
+KeepKernel: TypeAlias = Callable[[Tensor, TokenLimits], Tensor]
+"""Filters logits by limits, as `Drawing.keep` does."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,18 @@ class Drawing:
         greedy: returns each row's most likely token, [R, V] to [R]; of equal ones the first.
         draw: returns the tokens [R] drawn from logits [R, V] by each row's temperature, top-k,
             top-p and min-p, at its number u [R], and True for each that could be drawn, [R].
+        keep: returns the logits [R, V] over each row's temperature, and -inf for the tokens that
+            `draw` never draws.
     """
 
     greedy: Callable[[Tensor], Tensor]
     draw: Callable[[Tensor, Sequence[SamplingParams], Tensor], tuple[Tensor, Tensor]]
+    keep: Callable[[Tensor, Sequence[SamplingParams]], Tensor] = filtered
 
     @classmethod
-    def by_kernels(cls, greedy: Callable[[Tensor], Tensor], draw: DrawKernel) -> Drawing:
+    def by_kernels(
+        cls, greedy: Callable[[Tensor], Tensor], draw: DrawKernel, keep: KeepKernel
+    ) -> Drawing:
         """Return the kernels of a program, which find the tokens that may be drawn themselves."""
 
         def drawn(
@@ -40,7 +47,10 @@ class Drawing:
         ) -> tuple[Tensor, Tensor]:
             return draw(logits, limits_of(params, logits), uniform)
 
-        return cls(greedy, drawn)
+        def kept(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+            return keep(logits, limits_of(params, logits))
+
+        return cls(greedy, drawn, kept)
 
 
 def _draw(

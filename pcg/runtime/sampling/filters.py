@@ -6,7 +6,8 @@
                          of equally likely ones the last
     min-p                keep p >= min_p * max p
 
-`filtered` sorts rows; a program's kernels find the same tokens without (`limits_of`).
+`filtered` sorts rows; a program's kernels `draw` and `keep` find the same tokens without, by what
+`limits_of` tells them.
 
 Source: transformers `generation/logits_process.py`, which the tests compare against.
 """

@@ -25,7 +25,6 @@ from torch import Tensor
 from pcg.errors import GenerationError
 from pcg.kernels.uploads import uploaded_list
 from pcg.runtime.sampling.drawing import PYTORCH, Drawing
-from pcg.runtime.sampling.filters import filtered
 from pcg.runtime.sampling.masks import add_biases, guided, restrict
 from pcg.runtime.sampling.penalties import penalize
 from pcg.runtime.sampling.sampler import Sampler
@@ -69,11 +68,11 @@ def sample(logits: Tensor, samplers: Sequence[Sampler], drawing: Drawing | None 
     return tokens
 
 
-def scored(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
+def scored(logits: Tensor, samplers: Sequence[Sampler], drawing: Drawing | None = None) -> Tensor:
     """Return the logits whose log-probabilities each row's request asks for, [R, V].
 
     They are the raw ones, or those that `sample` draws from, with -inf for what cannot be drawn; a
-    greedy row has its masks, biases and penalties then, and no filter.
+    greedy row has its masks, biases and penalties then, and no filter. `drawing` is as in `sample`.
     """
     rows = [
         row for row, one in enumerate(samplers) if one.params.logprobs_mode == "processed_logprobs"
@@ -87,7 +86,8 @@ def scored(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
     drawn = [row for row, one in enumerate(own) if not one.is_greedy]
     if drawn:
         places = uploaded_list(drawn, torch.int64, logits.device)
-        changed[places] = filtered(changed[places], [own[row].params for row in drawn])
+        keep = (drawing or PYTORCH).keep
+        changed[places] = keep(changed[places], [own[row].params for row in drawn])
     if every_row:
         return changed
     found = logits.to(torch.float32, copy=True)

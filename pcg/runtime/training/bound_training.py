@@ -28,6 +28,7 @@ from pcg.runtime.model.recorder import recorder_for
 from pcg.runtime.model.runner import LayerInputs, is_sequence_parallel, load_functions
 from pcg.runtime.training.loss_chunks import LossChunk, LossChunks, WindowLoss
 from pcg.runtime.training.recorded.recorded_program import why_not_recorded
+from pcg.runtime.training.recorded.update_graphs import UpdateGraphs
 from pcg.runtime.training.recorded.window_graphs import WindowGraphs
 
 _ALL_TOKENS = 2**31
@@ -177,7 +178,7 @@ class BoundTraining:
 
     def loss_chunks(self, targets: Tensor) -> LossChunks:
         """Return the tokens of a window whose loss is computed."""
-        return LossChunks(targets, self.ranks, self._is_sequence_parallel)
+        return LossChunks(targets, self.device, self.ranks, self._is_sequence_parallel)
 
     def _head_rows(self) -> int:
         epilogue = self.training.epilogue
@@ -185,31 +186,60 @@ class BoundTraining:
             parameter = epilogue.parameters_by_name.get(node.inputs[-1])
             if node.op == "linear_backward" and parameter is not None:
                 weight = getattr(self.weights.epilogue, python_name(parameter.name), None)
-                return 0 if weight is None else len(weight)
+                return 0 if weight is None or weight.is_meta else len(weight)
         return 0
+
+    def loss_tokens(self, tokens: int, left: int) -> int:
+        """Return how many of `left` tokens have their loss computed at once, of up to `tokens`."""
+        return tokens if self._graphs is None else self._graphs.loss.fitting(tokens, left)
 
     def loss(self, window: WindowLoss, chunk: LossChunk) -> ProductRequest[Tensor]:
         """Return the summed loss of some tokens of a window, fp64, and put their gradients."""
         batch = window.batch
         shared = self._inputs.of(self.training.model.epilogue, window.shared)
-        batch.layer, batch.chosen = len(self._layers), chunk.rows  # behind the layers
+        if self._graphs is not None and window.weight is not None:
+            whole = self.loss_inputs(window.carried, window.shared)
+            found = self._graphs.loss.run(whole, chunk.rows, chunk.targets, window.weight)
+            if found is not None:
+                total, dx = found
+                for gradient, d in zip(window.gradients, dx, strict=True):
+                    chunk.put_own(d, gradient)
+                return total
+        batch.chosen = chunk.rows
         part = [chunk.of_own(x) for x in window.carried] + [chunk.of_whole(x) for x in shared]
-        arguments = (self.weights.epilogue, self._outer, batch, *part, chunk.targets)
         if self._freed is not None:
             self._freed.look()
         if window.weight is None:
+            batch.layer = len(self._layers)  # behind the layers
+            arguments = (self.weights.epilogue, self._outer, batch, *part, chunk.targets)
             loss = yield from self._watched(self._functions["epilogue_loss"](*arguments))
+            total = loss.sum(dtype=torch.float64)
         else:
             dtype = torch.float64 if part[0].dtype == torch.float64 else torch.float32
-            slope = torch.full(chunk.rows.shape, window.weight, dtype=dtype, device=self.device)
-            requests = self._functions["epilogue_train"](*arguments, slope)
-            (loss,), dx, trained = yield from self._watched(requests)
-            for gradient, d in zip(window.gradients, dx, strict=True):
+            slopes = torch.full(chunk.rows.shape, window.weight, dtype=dtype, device=self.device)
+            total, back = yield from self.loss_of(batch, part, chunk.targets, slopes)
+            for gradient, d in zip(window.gradients, back, strict=True):
                 chunk.put_own(d, gradient)
-            self._accumulate(self._outer, self.training.epilogue_trained, trained)
         batch.chosen = None
-        total: Tensor = loss.sum(dtype=torch.float64)
         return total
+
+    def loss_of(
+        self, batch: Batch, part: Sequence[Tensor], targets: Tensor, slopes: Tensor
+    ) -> ProductRequest[tuple[Tensor, Sequence[Tensor]]]:
+        """Return the sum of some tokens' losses, fp64, and the gradients of their states.
+
+        Args:
+            part: the tokens' rows of what the epilogue reads.
+            targets: the target of each; negative for none.
+            slopes: the weight of each token's loss.
+        """
+        batch.layer = len(self._layers)  # behind the layers
+        arguments = (self.weights.epilogue, self._outer, batch, *part, targets, slopes)
+        (loss,), dx, trained = yield from self._watched(
+            self._functions["epilogue_train"](*arguments)
+        )
+        self._accumulate(self._outer, self.training.epilogue_trained, trained)
+        return loss.sum(dtype=torch.float64), dx
 
     def layer_backward(
         self, layer: int, batch: Batch, saved: list[Any], gradients: list[Tensor]
@@ -231,11 +261,35 @@ class BoundTraining:
 
     def trained_in(self, layer: int) -> list[Tensor]:
         """Return the tensors of a layer that its backward gives gradients of."""
-        plan, bound = self.training.plans[self.training.layers[layer]], self._layers[layer]
-        if plan.backward is None:
-            return []
-        weights = (getattr(bound, python_name(name)).weight for name in plan.trained)
+        plan = self.training.plans[self.training.layers[layer]]
+        return [] if plan.backward is None else self._trained_of(self._layers[layer], plan.trained)
+
+    def trained_in_loss(self) -> list[Tensor]:
+        """Return the tensors behind the layers that the loss gives gradients of."""
+        return self._trained_of(self._outer, self.training.epilogue_trained)
+
+    def _trained_of(self, bound: object, names: Sequence[str]) -> list[Tensor]:
+        weights = (getattr(bound, python_name(name)).weight for name in names)
         return [weight for weight in weights if id(weight) in self._trained]
+
+    def hold_gradients(self) -> None:
+        """Have gradients add up where recorded functions add to them."""
+        if self._graphs is None:
+            return
+        held = [*self.trained_in_loss()]
+        if self.training.prologue is not None:
+            held += self._trained_of(self._first, self.training.prologue_trained)
+        for layer in range(len(self._layers)):
+            held += self.trained_in(layer)
+        self._graphs.gradients.hold(held)
+
+    def update_graphs(
+        self, optimizer: torch.optim.Optimizer, clip: Callable[[], Tensor]
+    ) -> UpdateGraphs | None:
+        """Return the recorded ends of steps, by how one clips; None where nothing is recorded."""
+        if self._graphs is None:
+            return None
+        return UpdateGraphs(optimizer, clip, self._graphs.gradients, self._graphs.recorder)
 
     def window_graphs(self, cache: KvCache) -> WindowGraphs | None:
         """Return the recorded windows of the adapter over a cache; None where none can be."""
@@ -248,6 +302,17 @@ class BoundTraining:
             self._graphs = None if recorder is None else WindowGraphs(self, cache, recorder)
             self._graphs_of = cache
         return self._graphs
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if it has recorded windows, and trains by one program alone."""
+        return self._graphs is not None and self._training_for is None
+
+    def loss_inputs(
+        self, carried: Sequence[Tensor], shared: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Return what the epilogue reads of a window's tokens."""
+        return [*carried, *self._inputs.of(self.training.model.epilogue, shared)]
 
     def prologue_backward(self, batch: Batch, gradients: list[Tensor]) -> None:
         """Run the prologue backward, if something in it is trained."""
@@ -265,16 +330,21 @@ class BoundTraining:
 
     def _accumulate(self, bound: object, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
         taken: set[int] = set()
+        sums: list[Tensor] = []
+        added: list[Tensor] = []
         for name, gradient in zip(names, gradients, strict=True):
             weight = getattr(bound, python_name(name)).weight
             if id(weight) not in self._trained:
                 continue
             gradient = gradient.to(weight.dtype)
             if weight.grad is not None:
-                weight.grad.add_(gradient)
+                sums.append(weight.grad)
+                added.append(gradient)
                 continue
             # Biases that are added to one sum share one gradient tensor, so it is copied. The
             # optimizer reads gradients as they lie in memory.
             is_taken = gradient.data_ptr() in taken
             weight.grad = gradient.clone() if is_taken else gradient.contiguous()
             taken.add(gradient.data_ptr())
+        if sums:  # on a GPU one launch
+            torch._foreach_add_(sums, added)

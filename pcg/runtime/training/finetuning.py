@@ -31,7 +31,6 @@ from pcg.runtime.training.options import FinetuneArguments, FinetuneOptions
 from pcg.runtime.training.progress import ProgressBar
 from pcg.runtime.training.publishers import InPlacePublisher, Publisher
 from pcg.runtime.training.result import FinetuneResult, LossChange, OnStep, StepRecord
-from pcg.runtime.training.runner import training_runner
 from pcg.runtime.training.step import TrainingStep
 from pcg.runtime.training.training_copy import overwrite, owned, start_adapter, weights_checksum
 from pcg.runtime.training.training_data import check_with_prompt, splits_of, training_data
@@ -102,7 +101,8 @@ class FinetuneJob:
         made = start_adapter(model, self._name, peft, options.seed, saved, self._total)
         self._adapter = self._publisher.start(made)
         try:
-            self._runner = training_runner(model, self._adapter, self._publisher.windows)
+            self._runner = self._publisher.runner(self._adapter)
+            self._adapter = self._runner.adapter
             self._runner.plan_for(*self._batches.largest(self._adapter.prompt_tokens))
             for data in filter(None, (self._data, self._eval)):
                 check_with_prompt(data, self._adapter.prompt_tokens, model.max_positions)
@@ -167,6 +167,7 @@ class FinetuneJob:
                 self._store.unlock()
             self._steps.drop_gradients()
             self._publisher.changed(self._adapter)
+            self._publisher.ended()
 
     @property
     def _is_done(self) -> bool:

@@ -1,7 +1,8 @@
 """Loss chunks: target tokens whose loss is computed together, so that not all logits exist at once.
 
-Where ranks hold parts of the tokens, each puts as many of its own rows into a chunk as any other,
-so that no row moves between ranks: after a rank's last target its rows are padded.
+Which tokens have a target is known on the host, so no chunk waits for the device. Where ranks hold
+of the tokens, each puts as many of its own rows into a chunk as any other, so that no row moves
+between ranks: after a rank's last target its rows are padded.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from pcg.kernels.torch.products import ProductRequest
+from pcg.kernels.uploads import uploaded
 from pcg.parallel.ranks.group import Ranks
 from pcg.parallel.ranks.token_shards import shard_rows
 from pcg.runtime.data.example import IGNORED
@@ -58,15 +60,19 @@ class LossChunk:
 class LossChunks:
     """The tokens of a batch that have a target, from which chunks are taken."""
 
-    def __init__(self, targets: Tensor, ranks: Ranks, is_sequence_parallel: bool) -> None:
+    def __init__(
+        self, targets: Tensor, device: torch.device, ranks: Ranks, is_sequence_parallel: bool
+    ) -> None:
         """Begin before the first of them.
 
         Args:
-            targets: [T]; negative for none.
+            targets: [T], on the host; negative for none.
+            device: where chunks are computed.
             is_sequence_parallel: True if each rank holds a part of the tokens.
         """
         rows = torch.nonzero(targets >= 0).squeeze(-1)
         self._targets = targets
+        self._device = device
         self._ranks = ranks
         self._held = shard_rows(len(targets), ranks.size) if is_sequence_parallel else 0
         self._own = [rows]
@@ -85,11 +91,16 @@ class LossChunks:
         self._own = [found[each:] for found in self._own]
         if not self._held:
             (chunk,) = taken
-            return LossChunk(chunk, self._targets[chunk], chunk, len(chunk))
+            rows, wanted = self._sent(torch.stack([chunk, self._targets[chunk]]))
+            return LossChunk(rows, wanted, rows, len(rows))
         tokens = pad_sequence(taken, batch_first=True)
         wanted = pad_sequence([self._targets[one] for one in taken], True, padding_value=IGNORED)
         mine = taken[self._ranks.rank] - self._ranks.rank * self._held
-        return LossChunk(tokens.flatten(), wanted.flatten(), mine, tokens.shape[1])
+        rows, of_rows = self._sent(torch.stack([tokens.flatten(), wanted.flatten()]))
+        return LossChunk(rows, of_rows, self._sent(mine), tokens.shape[1])
+
+    def _sent(self, numbers: Tensor) -> Tensor:
+        return uploaded(numbers, self._device)
 
 
 @dataclass
@@ -97,7 +108,7 @@ class WindowLoss:
     """A window whose loss is computed.
 
     Attributes:
-        targets: the target of each token, [T]; negative for none.
+        targets: the target of each token, [T], on the host; negative for none.
         carried: the last layer's outputs.
         shared: the prologue's outputs that the loss may read.
         weight: the weight of each token's loss; None to train nothing.
@@ -127,6 +138,9 @@ class ComputesLoss(Protocol):
     def loss_chunks(self, targets: Tensor) -> LossChunks:
         """Return the tokens of a window whose loss is computed."""
 
+    def loss_tokens(self, tokens: int, left: int) -> int:
+        """Return how many of `left` tokens have their loss computed at once, of up to `tokens`."""
+
     def loss(self, window: WindowLoss, chunk: LossChunk) -> ProductRequest[Tensor]:
         """Return the summed loss of some tokens of a window, fp64, and put their gradients."""
 
@@ -136,7 +150,7 @@ class PassLoss:
 
     Attributes:
         windows: the windows, in the order of their losses.
-        total: the sum of the losses; complete once `left` is 0.
+        total: the sum of the losses, fp64, on the device; complete once `left` is 0.
         left: number of tokens whose loss is left; of a chunk that is under way, in proportion. At
             least 1 before the end.
     """
@@ -156,8 +170,8 @@ class PassLoss:
         self.left = max(1, self._waiting)
 
     @property
-    def total(self) -> float:
-        return float(torch.stack(self._totals).sum()) if self._totals else 0.0
+    def total(self) -> Tensor:
+        return torch.stack(self._totals).sum() if self._totals else torch.zeros((), dtype=_WIDE)
 
     @property
     def _waiting(self) -> int:
@@ -180,8 +194,10 @@ class PassLoss:
         functions = []
         for window, chunks in zip(self.windows, self._chunks, strict=True):
             if chunks.left and size > 0:
-                chunk = chunks.take(size)
-                size -= len(chunk.rows)
+                taken = self._program.loss_tokens(size, chunks.left)
+                chunk = chunks.take(taken)
+                # Less than there could be is a size that has a graph: the rest comes next.
+                size -= len(chunk.rows) if taken >= min(size, chunks.left) else size
                 self._numbers += len(chunk.rows) * self._each
                 functions.append(self._program.loss(window, chunk))
         self._running = CutExecution(functions)
@@ -196,5 +212,6 @@ class PassLoss:
         self.left = self._waiting + in_chunk
 
 
+_WIDE = torch.float64
 _ALL = 2**62
 """More numbers than any chunk has."""

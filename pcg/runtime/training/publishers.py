@@ -9,6 +9,8 @@ from typing import TypeAlias
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.model.state import ModelState
+from pcg.runtime.training.recorded.kept_runners import KeptRunners
+from pcg.runtime.training.runner import TrainingRunner, training_runner
 from pcg.runtime.training.training_copy import owned
 
 _OnPublish: TypeAlias = Callable[[AdapterVersion], None]
@@ -27,6 +29,10 @@ class Publisher(ABC):
         """Return the adapter to train, before the first step."""
         return adapter
 
+    def runner(self, adapter: Adapter) -> TrainingRunner:
+        """Return what trains the adapter; it may have the adapter's weights in other tensors."""
+        return training_runner(self.state, adapter, self.windows)
+
     def undo(self) -> None:  # noqa: B027  nothing to undo where what is served did not change
         """Serve what was served before: the job cannot start."""
 
@@ -37,6 +43,9 @@ class Publisher(ABC):
     @abstractmethod
     def settle(self) -> None:
         """Gather the adapter's tensors over ranks."""
+
+    def ended(self) -> None:  # noqa: B027  nothing to do where a runner is nobody else's
+        """Note that the job is over, however it ended."""
 
     @abstractmethod
     def finish(self, adapter: Adapter) -> None:
@@ -81,18 +90,32 @@ class VersionPublisher(Publisher):
     Args:
         every: steps from one version to the next; 0 publishes only the result.
         on_publish: called with each version, once it is served.
+        kept: runners of other jobs, whose recorded windows it may use.
     """
 
     windows = True
 
     def __init__(
-        self, state: ModelState, every: int = 0, on_publish: _OnPublish = lambda version: None
+        self,
+        state: ModelState,
+        every: int = 0,
+        on_publish: _OnPublish = lambda version: None,
+        kept: KeptRunners[TrainingRunner] | None = None,
     ) -> None:
         self.state = state
+        self._kept = kept
+        self._runner: TrainingRunner | None = None
         self._every = every
         self._on_publish = on_publish
         self._steps = 0
         self._unsettled: Callable[[], None] | None = None
+
+    def runner(self, adapter: Adapter) -> TrainingRunner:
+        found = None
+        if self._kept is not None:
+            found = self._kept.take(self.state.training(adapter, self.windows), adapter)
+        self._runner = super().runner(adapter) if found is None else found
+        return self._runner
 
     def changed(self, adapter: Adapter, settle: Callable[[], None] | None = None) -> None:
         if settle is not None:
@@ -109,6 +132,12 @@ class VersionPublisher(Publisher):
 
     def finish(self, adapter: Adapter) -> None:
         self._publish(adapter)
+
+    def ended(self) -> None:
+        runner, self._runner = self._runner, None
+        # On a CPU what is served are the very tensors that were trained.
+        if self._kept is not None and runner is not None and runner.device.type == "cuda":
+            self._kept.give(runner)
 
     def _publish(self, adapter: Adapter) -> None:
         self.state.check_copies(adapter)

@@ -26,8 +26,14 @@ from pcg.runtime.data.example import Example
 from pcg.runtime.data.order import Batches
 from pcg.runtime.model.batch import mixed_seed
 from pcg.runtime.training.host_states import HostStates
-from pcg.runtime.training.optimizer import load_optimizer, make_optimizer, optimizer_tensors
+from pcg.runtime.training.optimizer import (
+    load_optimizer,
+    make_optimizer,
+    optimizer_tensors,
+    set_rate,
+)
 from pcg.runtime.training.options import FinetuneOptions
+from pcg.runtime.training.recorded.update_graphs import UpdateGraphs
 from pcg.runtime.training.runner import TrainingRunner
 from pcg.runtime.training.training_data import places_of
 from pcg.runtime.training.training_pass import pass_through
@@ -75,6 +81,11 @@ class TrainingStep:
         self.optimizer = make_optimizer(self.parameters, self._kind, options.learning_rate)
         offloaded = HostStates(self.optimizer) if self._kind.is_offloaded else None
         self._take_step = self.optimizer.step if offloaded is None else offloaded.step
+        # Kernels that update all parameters at once, with all of their arguments on the device.
+        is_fused = self.optimizer.defaults.get("fused") and offloaded is None
+        self._may_record = is_fused and self.beside is None
+        self._graphs: UpdateGraphs | None = None
+        self._is_recorded = False
 
     def gradients(self, step: int, rate: float) -> Work[StepGradients]:
         """Take the next batches and compute their gradients, clipped.
@@ -94,44 +105,43 @@ class TrainingStep:
         targets = self._runner.count_targets(examples)
         while True:
             try:
-                total = yield from self._pass(group, targets, (epoch, first), (step, rate))
+                losses = yield from self._passes(group, targets, step)
                 break
             except StepBeginsAgain:
                 self.drop_gradients()
                 yield Release()
-        # The first rank's numbers decide how the job goes on.
-        numbers = torch.tensor([total, self._clip()], dtype=torch.float64)
-        total, norm = broadcast_from_first(self._runner.ranks, numbers).tolist()
+        # The one place of a step at which the host waits for the device. The first rank's numbers
+        # decide how the job goes on.
+        numbers = torch.stack([x.to(self._runner.device).double() for x in (*losses, self._clip())])
+        *each, norm = broadcast_from_first(self._runner.ranks, numbers).tolist()
+        for index, (loss, batch) in enumerate(zip(each, group, strict=True)):
+            if not math.isfinite(loss):
+                places = self._places(epoch, first + index)
+                self._refuse(f"the loss is {loss:g}", batch, places, step, rate)
         if not math.isfinite(norm):
             places = [p for i in range(len(group)) for p in self._places(epoch, first + i)]
             self._refuse(f"the norm of the gradients is {norm:g}", examples, places, step, rate)
         tokens = sum(len(example.ids) for example in examples)
-        return StepGradients(epoch, total / targets, norm, tokens, targets)
+        return StepGradients(epoch, sum(each) / targets, norm, tokens, targets)
 
-    def _pass(
-        self,
-        group: Sequence[Sequence[Example]],
-        targets: int,
-        place: tuple[int, int],
-        now: tuple[int, float],
-    ) -> Work[float]:
-        """Add the gradients of some batches, from a place (epoch, index) on; returns their loss."""
-        (epoch, first), (step, rate) = place, now
-        total = 0.0
+    def _passes(
+        self, group: Sequence[Sequence[Example]], targets: int, step: int
+    ) -> Work[list[Tensor]]:
+        """Add the gradients of some batches; returns the loss of each, on the device."""
+        losses = []
         for index, batch in enumerate(group):
             seed = mixed_seed(self._options.seed, step, index)
             done = yield from pass_through(self._runner, batch, targets, seed)
-            if not math.isfinite(done.loss):
-                places = self._places(epoch, first + index)
-                self._refuse(f"the loss is {done.loss:g}", batch, places, step, rate)
-            total += done.loss
-        return total
+            losses.append(done.loss_sum)
+        return losses
 
     def update(self, step: int, rate: float) -> None:
         """Update the adapter by its gradients, after `step` steps before."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self._take_step()
+        if self._graphs is not None and self._is_recorded:
+            self._graphs.step(rate)
+        else:
+            set_rate(self.optimizer, rate)
+            self._take_step()
         if self.beside is not None:
             self.beside.after_step(step + 1)
         self.drop_gradients()
@@ -157,7 +167,7 @@ class TrainingStep:
         is_whole = runner.ranks.size == 1 or self.parameters.keys() != runner.shards.tensors.keys()
         return None if is_whole else runner.shards
 
-    def _clip(self) -> float:
+    def _clip(self) -> Tensor:
         """Return the norm of the whole gradients, which are scaled down to `max_grad_norm`."""
         for path, tensor in self.parameters.items():
             if tensor.grad is None:
@@ -167,12 +177,19 @@ class TrainingStep:
         self._runner.sum_gradients()
         if self.beside is not None:
             self.beside.regularize()
+        if self._may_record and self._graphs is None:
+            self._graphs = self._runner.update_graphs(self.optimizer, self._scaled)
+        self._is_recorded = self._graphs is not None and self._graphs.serves
+        return self._graphs.clip() if self._graphs and self._is_recorded else self._scaled()
+
+    def _scaled(self) -> Tensor:
+        """Scale the gradients down to `max_grad_norm`, and return the norm that they had."""
         norm = self._runner.gradient_norm()
         if self._options.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(
                 self.parameters.values(), self._options.max_grad_norm, norm
             )
-        return float(norm)
+        return norm
 
     def _places(self, epoch: int, index: int) -> list[str]:
         """Return the places of the examples of a batch."""

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from pcg.kernels.batch import KvGradients, Span
 from pcg.kernels.torch.products import ProductRequest
+from pcg.kernels.uploads import uploaded_list
 from pcg.runtime.data.example import Example
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable
@@ -62,7 +63,7 @@ class Window:
     """Some tokens of a pass.
 
     Attributes:
-        targets: the target of each token, [T].
+        targets: the target of each token, [T], on the host.
         end: number of tokens of the pass up to its last one.
         carried: the inputs of the next layer; after the last one, of the loss.
         shared: the prologue's outputs that all layers may read.
@@ -88,7 +89,7 @@ class TrainingPass(WindowedPass):
         tokens: number of tokens of all sequences, virtual ones included.
         targets: number of target tokens.
         forwarded: number of tokens that went forward.
-        loss: the sum of the target tokens' losses, once all are there.
+        loss_sum: the sum of the target tokens' losses, fp64, on the device, once all are there.
         layer: the layer whose backward comes next.
         trains: True if gradients are computed.
         is_done: True once the gradients are complete.
@@ -142,7 +143,7 @@ class TrainingPass(WindowedPass):
         self._windows: list[Window] = []
         self._begun = self._next = 0
         self._open: Window | None = None
-        self.loss = 0.0
+        self.loss_sum = torch.zeros((), dtype=torch.float64)
         self._loss: PassLoss | None = None
         self._has_loss = False
         self._count = len(runner.training.layers)
@@ -150,6 +151,11 @@ class TrainingPass(WindowedPass):
         self.layer = self._count - 1
         self._window = -1
         self._sums: KvGradients | None = None
+
+    @property
+    def loss(self) -> float:
+        """The sum of the target tokens' losses, for which the host waits."""
+        return float(self.loss_sum)
 
     @property
     def stage(self) -> Stage | None:
@@ -240,16 +246,17 @@ class TrainingPass(WindowedPass):
             ids += sequence.ids[context:stop]
             targets += sequence.targets[context:stop]
         device = self._runner.device
-        input_ids = torch.tensor(ids, dtype=torch.long, device=device)
+        input_ids = uploaded_list(ids, torch.int64, device)
         batch = Batch(input_ids, spans, self._cache, keeps=True)
         batch.ranks = self._runner.ranks
         batch.dropout_seed = self._dropout_seed
-        window = Window(batch, torch.tensor(targets, dtype=torch.long, device=device), end)
-        window.carried, window.shared = self._runner.prologue(batch)
+        window = Window(batch, torch.tensor(targets), end)
         if self._graphs is not None:
-            window.slot = self._graphs.slot(
-                len(self._windows), batch, window.carried, window.shared
-            )
+            window.slot = self._graphs.slot(len(self._windows), batch)
+        if window.slot is not None:
+            window.shared = window.slot.shared
+        else:
+            window.carried, window.shared = self._runner.prologue(batch)
         return window
 
     def layer_requests(self, layer: int, window: Window) -> ProductRequest[None]:
@@ -285,10 +292,12 @@ class TrainingPass(WindowedPass):
                 for one in reversed(self._windows)
             ]
             self._loss = PassLoss(self._runner, windows)
+            if self.trains:
+                self._runner.hold_gradients()
         self._loss.run(tokens)
         if self._loss.left:
             return
-        self.loss = self._loss.total
+        self.loss_sum = self._loss.total
         for window, loss in zip(reversed(self._windows), self._loss.windows, strict=True):
             window.gradients, window.carried = loss.gradients, ()
             if not self._restored:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pcg.errors import ServeError
-from pcg.files import expanded
+from pcg.files import expanded, is_file, shown_path
+from pcg.peft.reader import CONFIG
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,16 @@ def parse_modules(given: Sequence[str]) -> list[LoraModule]:
         if names.count(name) > 1:
             raise ServeError(f"--lora-modules has {name!r} twice; give each its own name")
     return modules
+
+
+def check_modules(given: Sequence[str]) -> None:
+    """Raise a ServeError for a module that is none, or whose folder holds no adapter."""
+    for module in parse_modules(given):
+        if not is_file(module.path / CONFIG):
+            raise ServeError(
+                f"--lora-modules {module.name}={shown_path(module.path)}: no {CONFIG} is there; "
+                "give the folder of a saved adapter"
+            )
 
 
 def _parse(text: str) -> LoraModule:

@@ -6,8 +6,9 @@ import os
 from dataclasses import dataclass
 
 from pcg.ir.program.program import Program
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.engine.engine import Engine
 from pcg.runtime.executor import Executor
+from pcg.runtime.model.recorder import WarmUp
 from pcg.serve.engine.memory import ServingMemory, serving_memory
 from pcg.serve.options import ServeOptions
 
@@ -26,6 +27,7 @@ class ModelFacts:
         max_positions: the number of positions; None if its configuration names no bound.
         ttft_slo_s, tpot_slo_s: the engine's SLOs, seconds; None for none.
         memory: the memory that it takes at most, without adapters.
+        warmed: the steps that were recorded before the first request; None if there are none.
         pid: the process in which it runs.
     """
 
@@ -39,11 +41,13 @@ class ModelFacts:
     ttft_slo_s: float | None
     tpot_slo_s: float | None
     memory: ServingMemory
+    warmed: WarmUp | None
     pid: int
 
 
-def facts_of(executor: Executor, limits: Limits, options: ServeOptions) -> ModelFacts:
-    """Return the facts of an executor's model, which an engine with these limits serves."""
+def facts_of(executor: Executor, engine: Engine, options: ServeOptions) -> ModelFacts:
+    """Return the facts of an executor's model, which an engine serves."""
+    limits = engine.scheduler.limits
     program = executor.program
     dimensions = program.config.get("matryoshka_dimensions") or ()
     return ModelFacts(
@@ -57,6 +61,7 @@ def facts_of(executor: Executor, limits: Limits, options: ServeOptions) -> Model
         ttft_slo_s=limits.ttft_slo_s,
         tpot_slo_s=limits.tpot_slo_s,
         memory=serving_memory(executor, limits, options.kv_cache_bytes),
+        warmed=engine.device.warmed,
         pid=os.getpid(),
     )
 

@@ -36,7 +36,7 @@ class LocalClient:
     def __init__(self, executor: Executor, engine: AsyncEngine, options: ServeOptions) -> None:
         self.executor = executor
         self.engine = engine
-        self._facts = facts_of(executor, engine.engine.scheduler.limits, options)
+        self._facts = facts_of(executor, cast(Engine, engine.engine), options)
         self._hashing = ThreadPoolExecutor(1, "pcg digests")
 
     @property

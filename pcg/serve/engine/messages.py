@@ -1,7 +1,8 @@
 """Messages between the server and its engine's process, in MessagePack with types of their own.
 
-    server → engine   Submit · Cancel · Release · calls, each with an id
-    engine → server   Ready or Failed at first · Step · Refused · Here · Gone · Answer · Ended
+    server → engine   Submit · Cancel · Release · Watch · calls, each with an id
+    engine → server   Ready or Failed at first · Step · Report · Refused · Here · Gone · Answer ·
+                      Ended
 
 A message is one of these and holds numbers, texts and lists alone, so that nothing that a client
 sends becomes an object of another kind. Tensors of adapters never cross: requests name a version.
@@ -64,6 +65,17 @@ class Release(msgspec.Struct, array_like=True, tag="release"):
     """No later request names this version."""
 
     version: VersionName
+
+
+class Watch(msgspec.Struct, array_like=True, tag="watch"):
+    """The server wants reports until then, of the monotonic clock that both processes have.
+
+    Attributes:
+        begins: True if it wants all numbers first; False to go on with those that change.
+    """
+
+    until_s: float
+    begins: bool
 
 
 class Call(msgspec.Struct, array_like=True, tag="call"):
@@ -156,6 +168,25 @@ class Step(msgspec.Struct, array_like=True, tag="step"):
     chunks: list[ChunkData]
 
 
+class Report(msgspec.Struct, array_like=True, tag="report"):
+    """Numbers of the engine; parts that are as in the last report are None.
+
+    Attributes:
+        time_s: when they were so, of the monotonic clock.
+        state: the fields of `EngineNumbers`, but for the totals.
+        resident, waiting: versions with pages and requests that wait, by adapter, as of
+            `AdapterTotals`.
+        totals: as `pcg.serve.engine.numbers` has them.
+    """
+
+    time_s: float
+    state: dict[str, Any] | None = None
+    resident: dict[str, int] | None = None
+    waiting: dict[str, int] | None = None
+    totals: dict[str, Any] | None = None
+    jobs: list[JobStatus] | None = None
+
+
 class Refused(msgspec.Struct, array_like=True, tag="refused"):
     """The request of this number cannot begin, or go on."""
 
@@ -210,8 +241,8 @@ class StatusData(msgspec.Struct):
     jobs: list[JobStatus]
 
 
-ToEngine = Submit | Cancel | Release | Call
-ToServer = Ready | Failed | Step | Refused | Here | Gone | Answer | Ended
+ToEngine = Submit | Cancel | Release | Watch | Call
+ToServer = Ready | Failed | Step | Report | Refused | Here | Gone | Answer | Ended
 
 
 def _plain(value: Any) -> str:

@@ -33,15 +33,32 @@ def plain(value: Any) -> Any:
     return value
 
 
+def plain_state(numbers: EngineNumbers) -> dict[str, Any]:
+    """Return what `plain` makes of numbers, without the totals."""
+    found = {**vars(numbers), "jobs": dict(numbers.jobs)}
+    del found["totals"]
+    return found
+
+
 def _public(value: object) -> dict[str, Any]:
     return {name: plain(one) for name, one in vars(value).items() if not name.startswith("_")}
 
 
 def numbers_of(data: Mapping[str, Any]) -> EngineNumbers:
     """Return the numbers that `plain` made data of."""
+    return with_totals(data, totals_of(data["totals"]))
+
+
+def totals_of(data: Mapping[str, Any]) -> Totals:
+    """Return the totals that `plain` made data of."""
     totals = Totals(EventLog(0))
-    for name, value in data["totals"].items():
+    for name, value in data.items():
         setattr(totals, name, _restored(getattr(totals, name), value))
+    return totals
+
+
+def with_totals(data: Mapping[str, Any], totals: Totals) -> EngineNumbers:
+    """Return the numbers that `plain` made data of, with these totals."""
     jobs = {JobState(state): count for state, count in data["jobs"].items()}
     return EngineNumbers(**{**data, "jobs": jobs, "totals": totals})
 

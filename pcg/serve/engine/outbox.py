@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pcg.runtime.requests.request import Chunk
 from pcg.runtime.requests.stream import Stream, Wakes
 from pcg.serve.engine.channel import Channel
-from pcg.serve.engine.messages import ChunkData, Refused, Step, encode
+from pcg.serve.engine.messages import ChunkData, Refused, Report, Step, encode
 from pcg.serve.engine.translation import data_of, fault_of
 
 
@@ -17,6 +17,7 @@ class Outbox:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._chunks: list[ChunkData] = []
+        self._reports: list[bytes] = []
         self._streams: dict[int, SentStream] = {}
 
     def open(
@@ -38,10 +39,18 @@ class Outbox:
         if chunk.prompt_logprobs is not None:
             stream.has_sent_prompt = True
 
+    def report(self, report: Report, wakes: Wakes) -> None:
+        """Send a report before the chunks of its step, on the engine's thread."""
+        self._reports.append(encode(report))
+        wakes.call(self.flush)
+
     def flush(self) -> None:
         """Send the chunks of the step."""
-        chunks, self._chunks = self._chunks, []
-        self._channel.send(encode(Step(chunks)))
+        messages, self._reports = self._reports, []
+        if self._chunks:
+            chunks, self._chunks = self._chunks, []
+            messages.append(encode(Step(chunks)))
+        self._channel.send(*messages)
 
     def refuse(self, number: int, error: BaseException) -> None:
         """Send why a request ends without a last chunk; from any thread."""

@@ -43,6 +43,7 @@ from pcg.serve.engine.messages import (
     Ready,
     Refused,
     Release,
+    Report,
     StatusData,
     Step,
     ToServer,
@@ -59,6 +60,7 @@ from pcg.serve.engine.translation import (
     submit_of,
     tokenizer_of,
 )
+from pcg.serve.engine.watched_numbers import WatchedNumbers
 from pcg.serve.engine.worker import SIGNALS, run
 from pcg.serve.options import ServeOptions
 
@@ -96,6 +98,7 @@ class ProcessClient:
         self._numbers = itertools.count()
         self._wakes = Wakes()
         self._refusal: DrainingError | None = None
+        self._watched = WatchedNumbers(self._post)
 
     def begin(self) -> None:
         """Wait until the engine runs.
@@ -193,10 +196,12 @@ class ProcessClient:
     # ------------------------------------------------------------------------------- status
 
     def numbers(self) -> Future[EngineNumbers]:
-        return self._call("numbers", dict[str, Any], numbers_of)
+        found = None if self.ended else self._watched.numbers()
+        return self._call("numbers", dict[str, Any], numbers_of) if found is None else _done(found)
 
     def jobs(self) -> Future[list[JobStatus]]:
-        return self._call("jobs", list[JobStatus], _same)
+        found = None if self.ended else self._watched.jobs()
+        return self._call("jobs", list[JobStatus], _same) if found is None else _done(found)
 
     def status(self) -> Future[EngineStatus]:
         return self._call("status", StatusData, _status_of)
@@ -247,6 +252,8 @@ class ProcessClient:
             if isinstance(message, Step):
                 for data in message.chunks:
                     self._put(data)
+            elif isinstance(message, Report):
+                self._watched.take(message)
             elif isinstance(message, Refused):
                 sent = self._streams.pop(message.number, None)
                 if sent is not None:
@@ -310,6 +317,12 @@ def process_client(
 
 def _same(found: Any) -> Any:
     return found
+
+
+def _done(found: Result) -> Future[Result]:
+    future: Future[Result] = Future()
+    future.set_result(found)
+    return future
 
 
 def _status_of(data: StatusData) -> EngineStatus:

@@ -6,8 +6,8 @@ server drains. When the server is gone, however that came, this process ends at 
 
 from __future__ import annotations
 
-import ctypes
 import gc
+import multiprocessing
 import os
 import signal
 import socket
@@ -25,6 +25,7 @@ import msgspec
 import torch
 
 from pcg.errors import AdapterNotFoundError, PcgError
+from pcg.parent_process import end_with_parent
 from pcg.peft.adapter import Adapter
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.status import JobStatus
@@ -46,11 +47,13 @@ from pcg.serve.engine.messages import (
     Submit,
     ToEngine,
     VersionName,
+    Watch,
     decoder,
     encode,
 )
 from pcg.serve.engine.numbers import plain
 from pcg.serve.engine.outbox import Outbox
+from pcg.serve.engine.reports import Reports
 from pcg.serve.engine.translation import fault_of, name_of, request_of, tokenizer_data
 from pcg.serve.options import ServeOptions
 
@@ -59,8 +62,6 @@ Result = TypeVar("Result")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """The signals that the server obeys, and this process does not."""
-_PR_SET_PDEATHSIG = 1
-"""Linux' prctl: the signal that a process gets when its parent ends."""
 
 
 def run(
@@ -102,8 +103,10 @@ def _follow_parent() -> None:
     for number in SIGNALS:
         signal.signal(number, _pass)  # and not SIG_IGN, which processes of jobs would inherit
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    if sys.platform == "linux":  # also where the reader cannot run, as in a kernel that hangs
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    assert parent.pid is not None
+    end_with_parent(parent.pid)
 
 
 def _pass(_: int, __: FrameType | None) -> None:
@@ -123,6 +126,7 @@ class Worker:
     def begin(self, client: LocalClient) -> None:
         """Tell the server what there is, and take its messages."""
         self._client = client
+        self._reports = Reports(client.engine, self._outbox.report)
         client.executor.state.versions.listen(self._tell)
         for name, adapter in client.executor.adapters.items():
             self._tell(name, adapter)
@@ -171,6 +175,8 @@ class Worker:
             self._outbox.cancel(message.number)
         elif isinstance(message, Release):
             self._named.pop(message.version, None)
+        elif isinstance(message, Watch):
+            self._reports.watch(message)
         else:
             self._call(message)
 

@@ -5,10 +5,11 @@ and wait, pages, adapters. So the page has three parts, each made again when it 
 older than this:
 
     state       20 ms
-    counts      0.25 s, counters and histograms; 20 ms while there is nothing to serve
-    process     1 s, what prometheus_client tells of it
+    counts      0.5 s, counters and histograms; 20 ms while there is nothing to serve
+    process     5 s, what prometheus_client tells of it
 
-They are made beside the engine, from what its thread counts anyway.
+They are made beside the engine, from what its thread counts anyway, and tells meanwhile. Who asks
+seldom, as a database of metrics does, has all of them made for it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -34,10 +37,12 @@ from pcg.serve.engine.client import EngineClient
 from pcg.serve.metrics import own_families, vllm_families
 from pcg.serve.metrics.exposition import Exposition
 
+Result = TypeVar("Result")
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _KEPT_S = 0.02
-_COUNTS_KEPT_S = 0.25
-_PROCESS_KEPT_S = 1.0
+_COUNTS_KEPT_S = 0.5
+_PROCESS_KEPT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -91,12 +96,12 @@ class EngineMetrics:
         async with self._lock:
             now_s = self._now_s()
             if now_s - self._state.made_s >= _KEPT_S:
-                numbers = await asyncio.wrap_future(self._client.numbers())
+                numbers = await _result(self._client.numbers())
                 self._state.make(now_s, lambda to: self._write_state(to, numbers))
                 is_idle = not (numbers.running or numbers.queued)
                 kept_s = _KEPT_S if is_idle else _COUNTS_KEPT_S
                 if now_s - self._counts.made_s >= kept_s:
-                    jobs = await asyncio.wrap_future(self._client.jobs())
+                    jobs = await _result(self._client.jobs())
                     self._counts.make(now_s, lambda to: self._write_counts(to, numbers, jobs))
                 self._page = self._state.text + self._counts.text + self._process_part(now_s)
             return self._page
@@ -127,6 +132,11 @@ class EngineMetrics:
             self._of_process = generate_latest(self._process)
             self._process_read_s = now_s
         return self._of_process
+
+
+async def _result(future: Future[Result]) -> Result:
+    """Return a future's result, without a turn of the event loop where it is there."""
+    return future.result() if future.done() else await asyncio.wrap_future(future)
 
 
 class _Part:

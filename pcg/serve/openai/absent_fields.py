@@ -17,7 +17,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from pcg.serve.errors import UNSUPPORTED
-from pcg.serve.openai.wire import WireModel
+from pcg.serve.openai.wire import RequestName, WireModel
 
 
 @dataclass(frozen=True, eq=False)  # 1 and True are equal, and would be one annotation
@@ -125,7 +125,7 @@ class AbsentOfEmbeddings(WireModel):
     embed_dtype: Annotated[Any, Only(("float32",))] = None
     endianness: Annotated[Any, Only(("native", "little"))] = None
     mm_processor_kwargs: Nothing = None
-    request_id: str | None = None
+    request_id: RequestName | None = None
     session_id: str | None = None
     truncation_side: Annotated[Any, Only(("left",))] = None
     use_activation: On = None

@@ -54,11 +54,18 @@ class Call:
         return cls(service, request, caller, model, body.names())
 
     async def submit(
-        self, prompts: Sequence[Prompt], fields: RequestFields, reply_id: str
+        self,
+        prompts: Sequence[Prompt],
+        fields: RequestFields,
+        reply_id: str,
+        *,
+        repeats_ids: bool = False,
     ) -> list[Submitted]:
         """Submit prompts; see `Service.submit`."""
         with self.names.naming():
-            return await self.service.submit(self.caller, self.model, prompts, fields, reply_id)
+            return await self.service.submit(
+                self.caller, self.model, prompts, fields, reply_id, repeats_ids=repeats_ids
+            )
 
     def head(self, kind: str, reply_id: str, named: str | None) -> dict[str, Any]:
         """Return the fields that a reply and all its events begin with.

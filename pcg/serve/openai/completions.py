@@ -134,7 +134,9 @@ async def create_completion(
     call = await Call.of(service, request, caller, body)
     reply_id = new_id("cmpl")
     fields = body.fields(request, service.generation.defaults)
-    submitted = await call.submit(body.prompt, fields, reply_id)
+    submitted = await call.submit(
+        body.prompt, fields, reply_id, repeats_ids=bool(body.return_token_ids)
+    )
     head = call.head("text_completion", reply_id, body.request_id)
     names = TokenNames(service.token_texts, bool(body.return_tokens_as_token_ids))
     if body.stream:

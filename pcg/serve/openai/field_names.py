@@ -3,6 +3,7 @@
 max_new_tokens      max_tokens, max_completion_tokens, max_output_tokens
 guided_json, …      response_format, structured_outputs.json, text.format, …
 logprobs            top_logprobs in chats
+ttft_slo_s=0.05     ttft_slo_ms=50
 a prompt            prompt, messages, input
 """
 
@@ -22,6 +23,9 @@ _WORD = re.compile(rf"(?<!\w)(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")|\b({_FIE
 """A value in quotation marks, which stays as it is, or a field's name."""
 _REFUSED = re.compile(rf"(?:an? \w+ of )?({_FIELD})\b")
 """The beginning of a message that refuses a field's value."""
+_SLO = re.compile(r"\b([a-z]+_slo)_s=([-+.\w]+)")
+"""An SLO and its seconds; the wire has milliseconds."""
+_SLO_NAMES = {"ttft_slo_s": "ttft_slo_ms", "tpot_slo_s": "tpot_slo_ms"}
 _PROMPT = re.compile(r"(?:request '[^']*-(\d+)'|prompt (\d+))(?= )|the text (?=has)")
 """The beginning of one that refuses a prompt."""
 _OF_SCHEMA = re.compile(r"cannot be followed: .*failed to compile JSON schema: (.*?)( \d+ \|.*|)$")
@@ -62,7 +66,9 @@ class FieldNames:
             param = self.prompt
         elif found := _REFUSED.match(message):
             param = param or found[1]
-        param = self.prompt if param == "prompt" else self.names.get(param or "", param)
+        names = {**_SLO_NAMES, **self.names}
+        param = self.prompt if param == "prompt" else names.get(param or "", param)
+        message = _SLO.sub(_in_milliseconds, message)
         return ApiError(
             given.status_code,
             _WORD.sub(self._word, message),
@@ -83,3 +89,7 @@ class FieldNames:
             yield
         except (GenerationError, ApiError) as error:
             raise self.named(error) from error
+
+
+def _in_milliseconds(found: re.Match[str]) -> str:
+    return f"{found[1]}_ms={float(found[2]) * 1e3:g}"

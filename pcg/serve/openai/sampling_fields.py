@@ -14,7 +14,7 @@ from pcg.runtime.requests.request import RequestFields
 from pcg.serve.errors import ApiError
 from pcg.serve.openai.absent_fields import AbsentFields
 from pcg.serve.openai.structured_outputs import GuidedFields
-from pcg.serve.openai.wire import WireModel
+from pcg.serve.openai.wire import RequestName, WireModel
 
 _SAME = (
     "bad_words",
@@ -43,8 +43,8 @@ _SAME = (
 _SLOS = {"ttft_slo_ms": "x-slo-ttft-ms", "tpot_slo_ms": "x-slo-tpot-ms"}
 """Fields of SLOs, and the headers that say the same, as llm-d's router sends them."""
 
-_MOST_MS = 1e12
-Milliseconds = Annotated[float, Field(gt=0, lt=_MOST_MS)]
+_LEAST_MS, _MOST_MS = 1e-6, 1e12
+Milliseconds = Annotated[float, Field(ge=_LEAST_MS, lt=_MOST_MS)]
 Whole = Annotated[int, Field(ge=0)]
 Truncation = Literal[-1] | Annotated[int, Field(ge=1)]
 """How many of a prompt's tokens are kept; -1 keeps as many as the model has room for."""
@@ -90,7 +90,7 @@ class SamplingBody(GuidedFields, AbsentFields):
     priority: int | None = None
     prompt_logprobs: Whole | None = None
     repetition_penalty: RepetitionPenalty | None = None
-    request_id: Annotated[str, Field(max_length=128)] | None = None
+    request_id: RequestName | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
@@ -146,6 +146,6 @@ def _header(request: Request, name: str) -> float | None:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 0 < number < _MOST_MS:
+    if not _LEAST_MS <= number < _MOST_MS:
         raise ApiError(400, f"The header {name} is {text[:64]!r}; use milliseconds above 0.")
     return number

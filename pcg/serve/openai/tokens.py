@@ -21,7 +21,7 @@ from pcg.serve.openai.chat.generation import Chat, prepared
 from pcg.serve.openai.chat.messages import Messages
 from pcg.serve.openai.chat.tool_use import AskedTools
 from pcg.serve.openai.chat.tools import Tools
-from pcg.serve.openai.text_bound import check_length
+from pcg.serve.openai.text_bound import check_count, check_length
 from pcg.serve.openai.wire import WireModel
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.security.keys import Scope
@@ -134,6 +134,7 @@ async def detokenize(body: DetokenizeBody, service: ServiceDependency, caller: I
     """Return the text of tokens."""
     tokenizer = await _tokenizer(service, caller, body.model)
     known = max(tokenizer.vocab_size, service.client.facts.vocabulary)
+    check_count(len(body.tokens), service.max_model_len)
     return _json({"prompt": await service.beside(caller, _text, tokenizer, body.tokens, known)})
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     GetCoreSchemaHandler,
     PlainValidator,
     WithJsonSchema,
@@ -82,6 +83,10 @@ def _whole(value: Any, depth: int) -> Any:
 def _kinds(values: list[Any]) -> set[type]:
     """Return the types of a list's entries, of which there may be millions."""
     return set(map(type, values))
+
+
+RequestName = Annotated[str, Field(max_length=128, pattern=r"^[!-~]*$")]
+"""A client's id of a request, which replies have and others log: visible ASCII."""
 
 
 class StreamOptions(WireModel):

@@ -65,6 +65,14 @@ class Keys:
         for name in names:
             if names.count(name) > 1:
                 raise ServeError(f"two keys are called {name!r}; give each a name of its own")
+        by_digest: dict[bytes, str] = {}
+        for key in keys:
+            other = by_digest.setdefault(key.digest, key.name)
+            if other != key.name:
+                raise ServeError(
+                    f"the keys {other!r} and {key.name!r} are one and the same, so whose requests "
+                    "come with it is not known; give one of them another, or leave it out"
+                )
         self._keys = tuple(keys)
 
     def __len__(self) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import subprocess
+import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from pcg.runtime.data.example import ModelSizes
 from pcg.runtime.data.limits import UNLIMITED, DataLimits
 from pcg.runtime.data.sources import gather
 from pcg.runtime.data.tokenizing import load_apart
+from pcg.runtime.data.tokenizing_worker import Task
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.runtime.training.training_data import load_here
 from tests.support import toy_tokenizers
@@ -176,11 +178,8 @@ def tokenizing() -> list[int]:
 
 
 def until_there_is_one() -> int:
-    deadline = time.monotonic() + 60
-    while not (found := tokenizing()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return found[0]
+    until(lambda: bool(tokenizing()))
+    return tokenizing()[0]
 
 
 @pytest.mark.parametrize("how", ["cancelled", "killed"])
@@ -210,6 +209,39 @@ def test_a_process_that_never_ends_is_ended(how: str, tokenizer: Tokenizer) -> N
     else:
         assert "was killed, as the system does where memory runs out" in str(error)
     assert not tokenizing()
+
+
+STARTER = """
+import os, subprocess, sys
+command = [sys.executable, "-P", "-m", "pcg.runtime.data.tokenizing_worker", str(os.getpid())]
+with open(sys.argv[1], "rb") as task:
+    print(subprocess.Popen(command, stdin=task, stdout=subprocess.PIPE).pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_it_does_not_outlive_a_process_that_is_killed(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    task = Task(endless(tokenizer), ReadOptions(), SIZES, None)
+    (tmp_path / "task").write_bytes(pickle.dumps(task) + pickle.dumps(CHATS))
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTER, str(tmp_path / "task")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as starter:  # fmt: skip
+        assert starter.stdout is not None
+        worker = int(starter.stdout.readline())
+        nice = min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
+        until(lambda: os.getpriority(os.PRIO_PROCESS, worker) == nice)  # it runs
+        starter.kill()
+    until(lambda: not runs(worker))
+
+
+def runs(process: int) -> bool:
+    """Whether a process is there that is no zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_what_was_cancelled_before_starts_nothing(tokenizer: Tokenizer) -> None:

@@ -23,7 +23,6 @@ from pcg.errors import (
 )
 from pcg.peft.adapter import Adapter
 from pcg.runtime.engine.async_engine import AsyncEngine
-from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor, ServingProgram
@@ -42,6 +41,7 @@ from tests.support.small_engine import (
     make_executor,
     requests,
 )
+from tests.support.step_gate import StepGate
 from tests.support.waiting import until
 
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
@@ -66,17 +66,6 @@ def submitted(async_engine: AsyncEngine) -> list[Stream]:
         async_engine.submit(prompt, ("a", None)[i % 2], **GREEDY)
         for i, prompt in enumerate(prompts(LENGTHS))
     ]
-
-
-def slow_down(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes 0.1 s at least, so that LONG and LONG_JOB last 5 s and more."""
-    step = engine.step
-
-    def slow_step() -> list[Chunk]:
-        time.sleep(0.1)
-        return step()
-
-    monkeypatch.setattr(engine, "step", slow_step)
 
 
 def test_threads_read_streams() -> None:
@@ -117,13 +106,15 @@ def test_coroutines_read_streams_beside_a_job() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_requests_that_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_are_given_up() -> None:
     engine = make_engine(make_executor(), 64)
-    slow_down(engine, monkeypatch)
+    gate = StepGate(engine)
     with engine.start() as async_engine:
         stream = async_engine.submit([1, 2, 3], **LONG)
+        gate.let()
         first = next(stream)
         stream.cancel()
+        gate.open()
         rest = list(stream)
         assert first.completion is None
         assert rest[-1].completion is not None
@@ -135,6 +126,9 @@ def test_requests_that_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_reader_that_stops_waiting_ends_nothing() -> None:
+    engine = make_engine(make_executor(), 64)
+    gate = StepGate(engine)
+
     async def main(async_engine: AsyncEngine) -> Completion:
         stream = async_engine.submit([1, 2, 3], **LONG)
         with pytest.raises(TimeoutError):
@@ -142,9 +136,10 @@ def test_a_reader_that_stops_waiting_ends_nothing() -> None:
         reader = asyncio.create_task(anext(stream))
         await asyncio.sleep(0)
         reader.cancel()
+        gate.open()
         return await stream.completion()
 
-    with started(make_executor()) as async_engine:
+    with engine.start() as async_engine:
         assert len(asyncio.run(main(async_engine)).token_ids) == 100
 
 
@@ -168,9 +163,11 @@ def test_what_is_refused() -> None:
 
 
 def test_jobs_pause_resume_and_are_cancelled() -> None:
+    slow = SlowData()
     with started(make_executor(), limits=Limits(tokens=8)) as async_engine:
-        job = async_engine.finetune(DATA, "one", peft=LORA, **OPTIONS)
+        job = async_engine.finetune(slow, "one", peft=LORA, **OPTIONS)
         job.pause()
+        slow.go.set()
         until(lambda: job.state is JobState.PAUSED)
         with pytest.raises(TimeoutError):
             job.wait(0.05)
@@ -178,8 +175,10 @@ def test_jobs_pause_resume_and_are_cancelled() -> None:
         assert job.wait(60).steps == 3
         job.pause()
         job.cancel()
-        other = async_engine.finetune(DATA, "two", peft=LORA, **OPTIONS)
+        slow.go.clear()
+        other = async_engine.finetune(slow, "two", peft=LORA, **OPTIONS)
         other.cancel()
+        slow.go.set()
         with pytest.raises(FinetuneError, match="job 'two' was cancelled"):
             asyncio.run(other.result())
         assert job.state is JobState.SUCCEEDED
@@ -211,11 +210,13 @@ def test_a_job_is_made_ready_beside_the_steps() -> None:
         until(lambda: job.state is JobState.PAUSED)
         job.resume()
         assert job.wait(60).steps == 3
-        again = async_engine.finetune(DATA, "one", **OPTIONS)
+        slow.go.clear()
+        again = async_engine.finetune(slow, "one", **OPTIONS)
         again.cancel()
+        slow.go.set()
         with pytest.raises(FinetuneError, match="job 'one' was cancelled"):
             again.wait(60)
-    assert slow.readers == ["pcg data of one"]
+    assert slow.readers[0] == "pcg data of one"
 
 
 def test_adapters_are_added_beside_the_steps(
@@ -293,13 +294,14 @@ def test_nothing_runs_while_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPat
         assert steps - before <= 1
 
 
-def test_close_cancels_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_cancels_what_is_left() -> None:
     engine = make_engine(make_executor(), 64)
-    slow_down(engine, monkeypatch)
+    gate = StepGate(engine)
     async_engine = engine.start()
     job = async_engine.finetune(DATA, "one", peft=LORA, **LONG_JOB)
-    until(lambda: job.state is JobState.RUNNING)
+    gate.let_until(lambda: job.state is JobState.RUNNING)
     stream = async_engine.submit([1, 2, 3], **LONG)
+    gate.let_until(lambda: stream.first_chunk_s is not None)
     next(stream)
     async_engine.close()
     async_engine.close()
@@ -318,28 +320,34 @@ def test_close_cancels_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_error_of_a_step_reaches_everyone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(make_executor(), 64, Limits(tokens=8))
-    go = threading.Event()
+    go, is_there = threading.Event(), threading.Event()
 
     def broken(*_: object) -> list[int]:
+        is_there.set()
         go.wait(60)
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(engine.device, "start", broken)
     monkeypatch.setattr(engine.device, "check_alive", broken)
 
+    slow = SlowData()
+
     async def main(async_engine: AsyncEngine) -> list[Any]:
+        job = async_engine.finetune(slow, "one", peft=LORA, **OPTIONS)
+        until(lambda: bool(slow.readers))  # it is prepared beside the steps
         streams = [async_engine.submit([1, 2, 3], **LONG) for _ in range(3)]
-        job = async_engine.finetune(DATA, "one", peft=LORA, **OPTIONS)
         waiting = asyncio.gather(
             anext(streams[0]),
             *(stream.completion() for stream in streams),
             job.result(),
             return_exceptions=True,
         )
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(is_there.wait, 60)  # they all wait, and the step has begun
         asked = async_engine.call(lambda: 1)
         go.set()
-        return [*await waiting, asked.exception(60) or "done"]
+        found = [*await waiting, asked.exception(60) or "done"]
+        slow.go.set()
+        return found
 
     with engine.start() as async_engine:
         *found, _ = asyncio.run(main(async_engine))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +18,11 @@ from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.events import Kind
-from pcg.runtime.requests.request import Chunk
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import prompts
 from tests.support.small_engine import DATA, LORA, OPTIONS, make_engine
+from tests.support.step_gate import StepGate
 from tests.support.waiting import until
 
 (TEXT,) = prompts((21,))
@@ -69,19 +68,12 @@ class Held:
         monkeypatch.setattr(executor.state, "make_adapter", held)
 
 
-def test_requests_in_flight_finish_on_theirs(
-    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_in_flight_finish_on_theirs(models: dict[str, Any]) -> None:
     with started(models) as (_, running):
-        step = running.engine.step
-
-        def slow() -> list[Chunk]:
-            time.sleep(0.02)
-            return step()
-
-        monkeypatch.setattr(running.engine, "step", slow)
+        gate = StepGate(running.engine)
         running.add_adapter("a", models["folder"] / "one").result(60)
         old = running.submit(TEXT, "a", **NEW)
+        gate.let()
         first = next(old)
         assert str(first.adapter_version) == "a@1"
         running.add_adapter("a", models["folder"] / "two", replace=True).result(60)
@@ -89,6 +81,7 @@ def test_requests_in_flight_finish_on_theirs(
         assert not old.is_over
         (status,) = running.adapters()
         assert str(status.version) == "a@2"
+        gate.open()
         found = [stream.wait(60) for stream in (old, new)]
         assert [one.token_ids for one in found] == [theirs(models, "one"), theirs(models, "two")]
         versions = [one.adapter_version for one in found]

@@ -27,38 +27,38 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
 def test_tenants_have_turns() -> None:
     """Behind two that take long, one of each tenant runs, whoever asked first."""
     queue, release, order = CompileQueue(), threading.Event(), []
-    queue.submit("a", lambda: release.wait(30))
-    queue.submit("c", lambda: release.wait(30))
+    queue.submit("a", lambda: release.wait(60))
+    queue.submit("c", lambda: release.wait(60))
     ends = [queue.submit("a", lambda i=i: order.append(f"a{i}")) for i in range(8)]
     ends.append(queue.submit("b", lambda: order.append("b")))
     release.set()
     for end in ends:
-        end.result(30)
+        end.result(60)
     assert order.index("b") <= 2
 
 
 def test_guides_that_take_long_hold_up_their_own_tenant_alone() -> None:
     queue, release = CompileQueue(), threading.Event()
-    slow = [queue.submit("a", lambda: release.wait(30)) for _ in range(3)]
-    assert [queue.submit("b", lambda i=i: i).result(30) for i in range(4)] == [0, 1, 2, 3]
-    assert queue.submit("", lambda: 5).result(30) == 5
+    slow = [queue.submit("a", lambda: release.wait(60)) for _ in range(3)]
+    assert [queue.submit("b", lambda i=i: i).result(60) for i in range(4)] == [0, 1, 2, 3]
+    assert queue.submit("", lambda: 5).result(60) == 5
     assert not any(one.done() for one in slow)
     release.set()
-    assert all(one.result(30) for one in slow)
+    assert all(one.result(60) for one in slow)
 
 
 def test_a_tenant_has_so_many_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_queue, "_MOST", 3)
     queue, release, begun = CompileQueue(), threading.Event(), threading.Semaphore(0)
-    queue.submit("a", lambda: (begun.release(), release.wait(30)))
-    assert begun.acquire(timeout=30)
+    queue.submit("a", lambda: (begun.release(), release.wait(60)))
+    assert begun.acquire(timeout=60)
     ends = [queue.submit("a", lambda: None) for _ in range(3)]
     with pytest.raises(QueueFullError, match="3 guides of tenant 'a' wait to be compiled"):
         queue.submit("a", lambda: None)
     ends.append(queue.submit("b", lambda: None))
     release.set()
     for end in ends:
-        end.result(30)
+        end.result(60)
 
 
 def test_a_guide_is_not_compiled_for_a_request_that_has_gone(
@@ -71,23 +71,23 @@ def test_a_guide_is_not_compiled_for_a_request_that_has_gone(
     def compile_slowly(grammars: Grammars, guide: Any) -> Any:
         compiled.append(guide.text)
         begun.release()
-        release.wait(30)
+        release.wait(60)
         raise GenerationError("slow")
 
     monkeypatch.setattr(Grammars, "_compiled_matcher", compile_slowly)
     fields: dict[str, Any] = {"max_new_tokens": 4}
     with executor.engine(kv_cache_bytes=2**22).start() as running:
         slow = [running.submit("a", guided_regex=text, **fields) for text in ("one", "two")]
-        assert all(begun.acquire(timeout=30) for _ in slow)
+        assert all(begun.acquire(timeout=60) for _ in slow)
         gone = running.submit("a", guided_regex="gone", **fields)
         stays = running.submit("a", guided_regex="stays", **fields)
         gone.cancel()
-        assert gone.wait(30).finish_reason == "cancelled"
+        assert gone.wait(60).finish_reason == "cancelled"
         del gone
         gc.collect()
         release.set()
         with pytest.raises(GenerationError):
-            stays.wait(30)
+            stays.wait(60)
     assert sorted(compiled) == ["one", "stays", "two"]
 
 

@@ -374,6 +374,8 @@ def test_a_warm_engine_records_nothing_for_requests(monkeypatch: pytest.MonkeyPa
     graphs = engine.device.graphs
     assert graphs is not None
     assert tape.recorded == graphs.recorded == len(graphs.rooms.all)
+    assert engine.device.warmed is not None
+    assert engine.device.warmed.graphs == tape.recorded
     assert not graphs.eager
     steps = 0
     for name, ids in zip([None, "r4", "r20", "r1", None], prompts((5, 21, 3, 1, 9)), strict=True):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,34 +17,42 @@ from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.requests.request import Chunk, Completion
 from pcg.runtime.requests.stream import Stream, Wakes
 from tests.support.small_engine import make_engine, make_executor
+from tests.support.step_gate import StepGate
+from tests.support.waiting import until
 
 LONG: dict[str, Any] = {"max_new_tokens": 100, "ignore_eos": True}
 
 
+@dataclass(frozen=True)
+class Gated:
+    """An engine that takes ten steps, and further ones once its gate is open."""
+
+    running: AsyncEngine
+    gate: StepGate
+
+    def submit(self, **fields: Any) -> Stream:
+        return self.running.submit([1, 2], **LONG, **fields)
+
+
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncEngine]:
-    """An engine whose steps take 20 ms at least, so that LONG lasts 2 s and more."""
+def engine() -> Iterator[Gated]:
     made = make_engine(make_executor(), 64)
-    step = made.step
-
-    def slow_step() -> list[Chunk]:
-        time.sleep(0.02)
-        return step()
-
-    monkeypatch.setattr(made, "step", slow_step)
+    gate = StepGate(made)
+    gate.let(10)
     with made.start() as running:
-        yield running
+        yield Gated(running, gate)
     made.check_integrity()
 
 
-def end(stream: Stream) -> tuple[str, bool]:
+def end(engine: Gated, stream: Stream) -> tuple[str, bool]:
     """How it ended, and if that was before its last token."""
+    engine.gate.open()
     completion = stream.wait(60)
     return completion.finish_reason, len(completion.token_ids) < 100
 
 
-def broken_off(engine: AsyncEngine) -> Stream:
-    stream = engine.submit([1, 2], **LONG)
+def broken_off(engine: Gated) -> Stream:
+    stream = engine.submit()
 
     async def read() -> None:
         async for _ in stream:
@@ -54,15 +62,15 @@ def broken_off(engine: AsyncEngine) -> Stream:
     return stream
 
 
-def broken_off_in_a_thread(engine: AsyncEngine) -> Stream:
-    stream = engine.submit([1, 2], **LONG)
+def broken_off_in_a_thread(engine: Gated) -> Stream:
+    stream = engine.submit()
     for _ in stream:
         break
     return stream
 
 
-def raised_within(engine: AsyncEngine) -> Stream:
-    stream = engine.submit([1, 2], **LONG)
+def raised_within(engine: Gated) -> Stream:
+    stream = engine.submit()
 
     async def read() -> None:
         async for _ in stream:
@@ -73,9 +81,9 @@ def raised_within(engine: AsyncEngine) -> Stream:
     return stream
 
 
-def task_cancelled(engine: AsyncEngine) -> Stream:
+def task_cancelled(engine: Gated) -> Stream:
     """While it waits for a chunk; what holds the task and its error does not matter."""
-    stream = engine.submit([1, 2], **LONG)
+    stream = engine.submit()
 
     async def read() -> None:
         async for _ in stream:
@@ -89,14 +97,15 @@ def task_cancelled(engine: AsyncEngine) -> Stream:
         with suppress(asyncio.CancelledError):
             await task
         assert task.cancelled()
+        engine.gate.open()
         await asyncio.to_thread(stream.wait, 60)  # and not once the task is collected
 
     asyncio.run(main())
     return stream
 
 
-def timed_out(engine: AsyncEngine) -> Stream:
-    stream = engine.submit([1, 2], **LONG)
+def timed_out(engine: Gated) -> Stream:
+    stream = engine.submit()
 
     async def read() -> None:
         async with asyncio.timeout(0.1):
@@ -108,9 +117,9 @@ def timed_out(engine: AsyncEngine) -> Stream:
     return stream
 
 
-def generator_closed(engine: AsyncEngine) -> Stream:
+def generator_closed(engine: Gated) -> Stream:
     """As a web framework closes the body of a response when its client leaves."""
-    stream = engine.submit([1, 2], **LONG)
+    stream = engine.submit()
 
     async def body() -> AsyncIterator[str]:
         async for chunk in stream:
@@ -125,9 +134,9 @@ def generator_closed(engine: AsyncEngine) -> Stream:
     return stream
 
 
-def context_left(engine: AsyncEngine) -> Stream:
+def context_left(engine: Gated) -> Stream:
     async def main() -> Stream:
-        async with engine.submit([1, 2], **LONG) as stream:
+        async with engine.submit() as stream:
             await anext(stream)
         return stream
 
@@ -147,28 +156,29 @@ def context_left(engine: AsyncEngine) -> Stream:
     ],
 )
 def test_a_stream_that_is_left_ends_its_request(
-    engine: AsyncEngine, leave: Callable[[AsyncEngine], Stream]
+    engine: Gated, leave: Callable[[Gated], Stream]
 ) -> None:
-    assert end(leave(engine)) == ("cancelled", True)
+    assert end(engine, leave(engine)) == ("cancelled", True)
 
 
 def test_generate_that_is_left_ends_all_its_requests() -> None:
     executor = make_executor()
-    with make_engine(executor, 64).start() as running:
+    engine = make_engine(executor, 64)
+    gate = StepGate(engine)
+    gate.let(10)
+    with engine.start() as running:
         chunks = executor.generate([[1, 2]] * 3, stream=True, **LONG)
         next(chunks)
         assert running.numbers().running + running.numbers().waiting > 0
         chunks.close()  # type: ignore[attr-defined]
-        deadline = time.monotonic() + 60
-        while running.numbers().running + running.numbers().waiting:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        gate.open()
+        until(lambda: not running.numbers().running + running.numbers().waiting)
         assert running.engine.totals.requests["cancelled"] == 3
 
 
-def test_what_does_not_leave_ends_nothing(engine: AsyncEngine) -> None:
+def test_what_does_not_leave_ends_nothing(engine: Gated) -> None:
     """Single chunks, a wait that is given up, and a stream that nobody reads."""
-    stream = engine.submit([1, 2], **LONG)
+    stream = engine.submit()
 
     async def main() -> None:
         assert (await anext(stream)).token_id is not None
@@ -180,9 +190,9 @@ def test_what_does_not_leave_ends_nothing(engine: AsyncEngine) -> None:
 
     asyncio.run(main())
     next(stream)
-    engine.submit([3], request_id="nobody reads", **LONG)
+    engine.running.submit([3], request_id="nobody reads", **LONG)
     gc.collect()
-    assert end(stream) == ("length", False)
+    assert end(engine, stream) == ("length", False)
     read = list(stream)
     assert read[-1].completion == stream.wait(0)
     assert list(stream) == []
@@ -272,19 +282,21 @@ def test_readers_of_a_closed_loop_harm_nobody() -> None:
     assert stream.wait(0) is done
 
 
-def test_an_engine_of_many_names(engine: AsyncEngine) -> None:
+def test_an_engine_of_many_names(engine: Gated) -> None:
     """A request's id is on its stream, and cancels it."""
-    given = engine.submit([1, 2], request_id="cmpl-1", **LONG)
-    made = engine.submit([1, 2], **LONG)
+    given = engine.submit(request_id="cmpl-1")
+    made = engine.submit()
+    engine.gate.let_until(lambda: made.first_chunk_s is not None)
     assert given.request_id == "cmpl-1"
     assert next(given).request_id == "cmpl-1"
     assert next(made).request_id == made.request_id == "request 1"
-    engine.cancel("cmpl-1")
-    engine.cancel("nobody")
-    assert end(given) == ("cancelled", True)
+    engine.running.cancel("cmpl-1")
+    engine.running.cancel("nobody")
+    engine.gate.let(2)
+    assert given.wait(60).finish_reason == "cancelled"
     assert not made.is_over
-    twice = engine.submit([1], request_id="again", **LONG)
+    twice = engine.submit(request_id="again")
     with pytest.raises(GenerationError, match="there is a request 'again' already"):
-        engine.submit([1], request_id="again", **LONG).wait(60)
+        engine.submit(request_id="again").wait(60)
     twice.cancel()
-    assert end(twice) == ("cancelled", True)
+    assert end(engine, twice) == ("cancelled", True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from pcg.runtime.executor import Executor
 from pcg.serve.security.keys import Keys
 from pcg.serve.service import Service
 from tests.support import serving
+from tests.support.step_gate import StepGate
 
 KEYS = Keys(
     [
@@ -78,11 +78,8 @@ class Caller:
         self._headers = serving.headers_of(key)
 
     def __call__(self, method: str, path: str, **options: Any) -> httpx2.Response:
-        async def send() -> httpx2.Response:
-            async with serving.client_of(self._service, self._headers) as client:
-                return await client.request(method, path, **options)
-
-        return asyncio.run(send())
+        headers = {**self._headers, **options.pop("headers", {})}
+        return serving.ask(self._service, method, path, headers, **options)
 
     def load(self, name: str, path: str | Path, **fields: Any) -> httpx2.Response:
         body = {"lora_name": name, "lora_path": str(path), **fields}
@@ -473,19 +470,15 @@ def test_streams_that_are_open_end_on_their_version(root: Path) -> None:
         lora_roots=(str(root),),
     ) as server:
         engine = server.service.client.engine.engine
-        step = engine.step
-
-        def slow() -> Any:
-            time.sleep(0.02)
-            return step()
-
-        engine.step = slow  # type: ignore[method-assign]
+        gate = StepGate(engine)
+        gate.let()
         with server.client() as client, server.client() as other:
             with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:
                 lines = (line for line in reply.iter_lines() if line.startswith("data: {"))
                 events = [json.loads(next(lines).removeprefix("data: "))]
                 assert other.post("/v1/load_lora_adapter", json=load).status_code == 200
                 assert engine.scheduler.running
+                gate.open()
                 new = other.post("/v1/completions", json={**body, "max_tokens": 12}).json()
                 events += [json.loads(line.removeprefix("data: ")) for line in lines]
             again = other.post("/v1/completions", json=body).json()

@@ -237,6 +237,24 @@ def test_metrics_and_status_are_those_of_the_engine(served: Running) -> None:
     assert (first["version"], first["method"], first["is_resident"]) == (1, "LoRA", True)
 
 
+def test_a_page_has_all_of_the_request_that_ended_before_it(served: Running) -> None:
+    """Also where the engine tells of its numbers unasked, as others ask for pages."""
+
+    def generated(client: httpx2.Client) -> float:
+        series = r"^vllm:generation_tokens_total\S* (\S+)$"
+        (found,) = re.findall(series, client.get("/metrics").text, re.MULTILINE)
+        return float(found)
+
+    with served.client() as client:
+        before = generated(client)
+        for expected in range(3, 18, 3):
+            client.post("/v1/completions", json={**LONG, "max_tokens": 3})
+            found = [generated(client) - before]
+            while found[-1] < expected:  # a page is kept for a moment
+                found.append(generated(client) - before)
+            assert found[-1] == expected
+
+
 def test_a_killed_engine_ends_requests_and_the_server() -> None:
     with running() as server, server.client() as client, ThreadPoolExecutor(1) as thread:
         (engine,), load = server.engine_pids, Load()
@@ -245,7 +263,7 @@ def test_a_killed_engine_ends_requests_and_the_server() -> None:
         whole = thread.submit(client.post, "/v1/completions", json=LONG)
         os.kill(engine, signal.SIGKILL)
         load.join()
-        assert server.process.wait(30) == 1
+        assert server.process.wait(60) == 1
         assert "the engine's process ended by SIGKILL" in server.errors()
         if whole.exception() is None:  # else it came when nobody listened any more
             assert whole.result().status_code == 503

@@ -310,7 +310,7 @@ def test_counts_rest_while_requests_run_and_are_whole_behind_them(running: Async
     with held_steps(running) as steps:
         stream = running.submit([1, 2, 3], "a", max_new_tokens=90, ignore_eos=True)
         steps.run(until=lambda: running.engine.totals.prompt_tokens == 3)
-        clock.now_s += 0.2
+        clock.now_s += 0.4
         families = parsed(page_of(metrics))
         assert value(families, "vllm:num_requests_running") == 1
         assert value(families, "vllm:prompt_tokens_total") == 0

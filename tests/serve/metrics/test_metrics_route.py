@@ -16,13 +16,8 @@ from tests.support import serving
 
 
 def ask(service: Service, path: str, key: str | None, **options: Any) -> httpx2.Response:
-    async def send() -> httpx2.Response:
-        headers = {} if key is None else serving.headers_of(key)
-        async with serving.client_of(service, headers) as client:
-            method = "POST" if options else "GET"
-            return await client.request(method, path, **options)
-
-    return asyncio.run(send())
+    headers = {} if key is None else serving.headers_of(key)
+    return serving.ask(service, "POST" if options else "GET", path, headers, **options)
 
 
 @pytest.fixture(scope="module")

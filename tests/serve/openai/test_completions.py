@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,26 +23,16 @@ def service() -> Iterator[Service]:
 
 
 def ask(service: Service, body: dict[str, Any], status: int = 200) -> Any:
-    async def post() -> Any:
-        async with serving.client_of(service) as client:
-            content = json.dumps({"model": serving.MODEL, **body})  # also what is no number
-            headers = {"content-type": "application/json"}
-            reply = await client.post("/v1/completions", content=content, headers=headers)
-            assert reply.status_code == status, reply.text
-            return reply.json()
-
-    return asyncio.run(post())
+    reply = serving.post(service, "/v1/completions", {"model": serving.MODEL, **body})
+    assert reply.status_code == status, reply.text
+    return reply.json()
 
 
 def stream(service: Service, body: dict[str, Any]) -> list[dict[str, Any]]:
-    async def post() -> list[str]:
-        async with serving.client_of(service) as client:
-            asked = {"model": serving.MODEL, "stream": True, **body}
-            reply = await client.post("/v1/completions", json=asked)
-            assert reply.headers["content-type"].startswith("text/event-stream"), reply.text
-            return reply.text.split("\n\n")
-
-    *events, done, end = asyncio.run(post())
+    asked = {"model": serving.MODEL, "stream": True, **body}
+    reply = serving.post(service, "/v1/completions", asked)
+    assert reply.headers["content-type"].startswith("text/event-stream"), reply.text
+    *events, done, end = reply.text.split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
@@ -307,7 +296,7 @@ def test_a_prompt_that_has_its_special_tokens_gets_no_further_ones(tmp_path: Pat
         ({"structured_outputs": {"json": {"type": "nothing"}}}, "structured_outputs.json", ""),
         ({"structured_outputs": {}}, "structured_outputs", "no constraint"),
         ({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "guided_regex", "together"),
-        ({"tpot_slo_ms": 0}, "tpot_slo_ms", "greater than 0"),
+        ({"tpot_slo_ms": 0}, "tpot_slo_ms", "greater than"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", ""),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", ""),
         ({"truncate_prompt_tokens": -1, "max_tokens": 200}, "max_tokens", "is 128 tokens"),
@@ -317,6 +306,11 @@ def test_a_prompt_that_has_its_special_tokens_gets_no_further_ones(tmp_path: Pat
             "together",
         ),
         ({"request_id": "x" * 129}, "request_id", "128"),
+        ({"request_id": "a\nb"}, "request_id", "pattern"),
+        ({"request_id": "a\x1b[2J"}, "request_id", "pattern"),
+        ({"request_id": "a\u202eb"}, "request_id", "pattern"),
+        ({"best_of": 2, "n": 10**300}, "n", "128"),
+        ({"ttft_slo_ms": 1e-300}, "ttft_slo_ms", "greater"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(
@@ -332,12 +326,9 @@ def test_slos_by_headers(service: Service) -> None:
     found: list[Any] = []
     stop = service.client.engine.engine.log.listen(lambda event: found.append(event.details))
 
-    async def post(headers: dict[str, str]) -> int:
-        async with serving.client_of(service, {**serving.HEADERS, **headers}) as client:
-            body = {"model": serving.MODEL, "prompt": "Hello", "max_tokens": 1}
-            return (await client.post("/v1/completions", json=body)).status_code
-
-    assert asyncio.run(post({"x-slo-ttft-ms": "2500"})) == 200
-    assert asyncio.run(post({"x-slo-ttft-ms": "soon"})) == 400
+    body = {"model": serving.MODEL, "prompt": "Hello", "max_tokens": 1}
+    for given, status in (("2500", 200), ("soon", 400), ("1e-300", 400)):
+        headers = {**serving.HEADERS, "x-slo-ttft-ms": given}
+        assert serving.post(service, "/v1/completions", body, headers).status_code == status
     stop()
     assert found[0]["ttft_slo_s"] == 2.5

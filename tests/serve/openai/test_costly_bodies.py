@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,14 +68,10 @@ def nested(depth: int) -> str:
     ],
 )
 def test_lists_in_lists_are_no_fault_of_the_server(path: str, field: str, status: int) -> None:
-    async def post(content: str) -> int:
-        async with serving.client_of(service) as client:
-            headers = {"content-type": "application/json"}
-            return (await client.post(path, content=content, headers=headers)).status_code
-
+    headers = {**serving.HEADERS, "content-type": "application/json"}
+    body = f'{{"model":"{serving.MODEL}","max_tokens":1,{field}{nested(700)}}}'
     with serving.service_of() as service:
-        body = f'{{"model":"{serving.MODEL}","max_tokens":1,{field}{nested(700)}}}'
-        assert asyncio.run(post(body)) == status
+        assert serving.ask(service, "POST", path, headers, content=body).status_code == status
 
 
 @pytest.mark.parametrize(
@@ -92,14 +88,21 @@ def test_texts_are_bounded_before_they_are_tokenized(
 ) -> None:
     monkeypatch.setattr(text_bound, "SHORT", 1)
     monkeypatch.setattr(text_bound, "TOKEN_CHARACTERS", 1)
-
-    async def post() -> Any:
-        async with serving.client_of(service) as client:
-            reply = await client.post(path, json={"model": serving.MODEL, **body})
-            return reply.json()
-
     with serving.service_of(max_model_len=1) as service:
-        assert asyncio.run(post())["error"]["message"].startswith("A text has ")
+        refused = serving.post(service, path, {"model": serving.MODEL, **body}).json()
+    assert refused["error"]["message"].startswith("A text has ")
+
+
+def test_tokens_are_bounded_before_they_become_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_bound, "FEW", 3)
+    with serving.service_of(max_model_len=4) as service:
+        replies = [
+            serving.post(service, "/detokenize", {"tokens": [5] * count}) for count in (4, 5)
+        ]
+    assert [reply.status_code for reply in replies] == [200, 400]
+    error = replies[1].json()["error"]
+    assert (error["param"], error["code"]) == ("tokens", "context_length_exceeded")
+    assert "5 tokens, and this server takes at most 4" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -110,17 +113,35 @@ def test_logprobs_of_prompts_have_a_bound(
 ) -> None:
     monkeypatch.setattr(pcg.serve.service, "MOST_PROMPT_LOGPROBS", 40)
 
-    async def post(**fields: Any) -> dict[str, Any]:
-        async with serving.client_of(service) as client:
-            body = {"model": serving.MODEL, "prompt": [1, 2, 3, 4], "max_tokens": 1, **asked}
-            found: dict[str, Any] = (
-                await client.post("/v1/completions", json=body | fields)
-            ).json()
-            return found
-
+    body = {"model": serving.MODEL, "prompt": [1, 2, 3, 4], "max_tokens": 1, **asked}
     with serving.service_of() as service:
-        assert len(asyncio.run(post(n=2))["choices"]) == 2
-        refused = asyncio.run(post(n=3))["error"]["message"]
+        post = partial(serving.post, service, "/v1/completions")
+        assert len(post({**body, "n": 2}).json()["choices"]) == 2
+        refused = post({**body, "n": 3}).json()["error"]["message"]
         assert refused.startswith("60 log-probabilities of prompts' tokens")
-        refused = asyncio.run(post(prompt=[[1, 2, 3], [4, 5, 6], [7, 8, 9]]))["error"]["message"]
+        prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+        refused = post({**body, "prompt": prompts}).json()["error"]["message"]
         assert refused.startswith("45 log-probabilities")
+
+
+@pytest.mark.parametrize(
+    ("asked", "size"),
+    [
+        ({"prompt": "abcdefgh", "echo": True}, 8),
+        ({"prompt": [1, 2, 3, 4], "echo": True}, 4),
+        ({"prompt": [[1, 2], [3, 4]], "return_token_ids": True}, 4),
+        ({"prompt": [1, 2, 3, 4], "return_token_ids": True, "echo": True, "stream": True}, 8),
+    ],
+)
+def test_prompts_that_continuations_repeat_have_a_bound(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], size: int
+) -> None:
+    monkeypatch.setattr(pcg.serve.service, "MOST_REPEATED", 2 * size)
+    body = {"model": serving.MODEL, "max_tokens": 1, **asked}
+    with serving.service_of() as service:
+        assert serving.post(service, "/v1/completions", {**body, "n": 2}).status_code == 200
+        refused = serving.post(service, "/v1/completions", {**body, "n": 3})
+        plain = {**body, "n": 3, "echo": False, "return_token_ids": False}
+        assert serving.post(service, "/v1/completions", plain).status_code == 200
+    assert refused.status_code == 400
+    assert f"repeat {3 * size} characters and token ids" in refused.json()["error"]["message"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import dataclasses
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from pcg.serve.engine.facts import facts_of
 from pcg.serve.errors import ApiError
 from pcg.serve.openai.embeddings import check_dimensions
 from pcg.serve.options import ServeOptions
-from pcg.serve.service import Service
 from tests.support import serving
 
 TEXTS = ["Hello, how are you today?", "the quick brown fox", "Ein schöner Tag 😀"]
@@ -152,13 +150,9 @@ def test_a_part_is_an_embedding_of_norm_1(states: Any) -> None:
     executor.program.config["is_matryoshka"] = True  # type: ignore[index]
     wanted = unit(states(serving.MODEL, tokenizer().encode(TEXTS[0]))[-1][:5])
 
-    async def ask(service: Service) -> Any:
-        async with serving.client_of(service) as http:
-            body = {"model": serving.MODEL, "input": TEXTS[0], "dimensions": 5}
-            return (await http.post("/v1/embeddings", json=body)).json()
-
+    body = {"model": serving.MODEL, "input": TEXTS[0], "dimensions": 5}
     with serving.service_of(executor) as service:
-        reply = asyncio.run(ask(service))
+        reply = serving.post(service, "/v1/embeddings", body).json()
     torch.testing.assert_close(torch.tensor(reply["data"][0]["embedding"]), wanted)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
 from pcg.errors import GenerationError
+from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.serve.errors import ApiError
 from pcg.serve.openai.field_names import FieldNames
 from pcg.serve.service import Service
@@ -131,6 +133,38 @@ def test_messages_tell_the_limit_by_the_clients_name(service: Service) -> None:
     error = serving.post(service, CHAT, {**BODIES[CHAT], **both}).json()["error"]
     expected = "The schemas of the tools and of response_format cannot be followed: Unknown format"
     assert error["message"].startswith(expected)
+
+
+def test_slos_that_cannot_be_kept_are_told_in_milliseconds() -> None:
+    with serving.service_of() as service:
+        engine = service.client.engine
+        slow = Latencies(Latency(0.25, 1e-6, 0.0), Latency(0.25, 1e-6, 0.0))
+        engine.run(lambda: engine.engine.learn(slow))
+        for path in (COMPLETIONS, CHAT, RESPONSES):
+            for field in ("ttft_slo_ms", "tpot_slo_ms"):
+                said = refused(service, path, field, 12.5)
+                assert said.startswith(f"{field}=12.5 of "), said
+                assert "0.25 s; ask for more" in said
+
+
+def test_numbers_of_hundreds_of_digits_are_cut(service: Service) -> None:
+    huge = 10**300
+    asked: list[tuple[str, dict[str, Any]]] = [
+        (COMPLETIONS, {"max_tokens": huge}),
+        (COMPLETIONS, {"logprobs": huge}),
+        (COMPLETIONS, {"min_tokens": huge}),
+        (COMPLETIONS, {"prompt": [huge]}),
+        (COMPLETIONS, {"stop_token_ids": [huge]}),
+        (CHAT, {"max_tokens": huge, "max_completion_tokens": huge + 1}),
+        (RESPONSES, {"max_output_tokens": huge}),
+        ("/detokenize", {"tokens": [huge]}),
+    ]
+    for path, body in asked:
+        reply = serving.post(service, path, {**BODIES.get(path, {}), **body})
+        assert reply.status_code == 400
+        message = reply.json()["error"]["message"]
+        assert "10000000" in message, body
+        assert not re.search(r"\d{32}", message), message
 
 
 def test_values_stay_as_they_were_sent() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -29,14 +28,9 @@ def tokenizer() -> Any:
 
 
 def ask(service: Service, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-    async def send() -> Any:
-        async with serving.client_of(service) as client:
-            if body is None:
-                return await client.get(path)
-            headers = {"content-type": "application/json"}
-            return await client.post(path, content=json.dumps(body), headers=headers)
-
-    reply = asyncio.run(send())
+    method, content = ("GET", None) if body is None else ("POST", json.dumps(body))
+    headers = {**serving.HEADERS, "content-type": "application/json"}
+    reply = serving.ask(service, method, path, headers, content=content)
     return reply.status_code, reply.json()
 
 

@@ -87,6 +87,9 @@ def test_keys_that_cannot_be(tmp_path: Path) -> None:
             open_keys((key,), None)
     with pytest.raises(ServeError, match="two keys are called 'a'"):
         Keys([serving.key("a"), serving.key("a")])
+    entry = {"name": "ci", "sha256": SHA, "scopes": ["infer"]}
+    with pytest.raises(ServeError, match="'ci' and 'cd' are one and the same"):
+        open_keys((), written(tmp_path, [entry, {**entry, "name": "cd"}]))
 
 
 def test_a_tenant_cannot_take_all_that_runs() -> None:

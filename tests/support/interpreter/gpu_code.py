@@ -9,6 +9,7 @@ which is this file run with the kernels on its standard input.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -21,8 +22,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.interpreter.product_loops import ProductLoop, product_loops
+
 ARCHITECTURES = (80, 90)
 """Ampere and Hopper."""
+IS_NEW_TRITON = tuple(map(int, importlib.metadata.version("triton").split(".")[:2])) >= (3, 9)
+"""Whether Triton is one that code is held to its best with; 3.6 makes right, but wider code."""
 _SHARED_KIB = {80: 164, 90: 228}
 """Shared memory of a processor, of which each program takes 1 KiB beside its own."""
 
@@ -61,6 +66,7 @@ class Code:
         stack_bytes: local memory of a thread's frame: spills and indexed arrays.
         shared_bytes: shared memory of a program.
         instructions: how often each stands there, by name with its modifiers, as `LDG.E.128`.
+        loops: the instructions of each innermost loop with products of Hopper's tensor cores.
     """
 
     kernel: str
@@ -69,6 +75,11 @@ class Code:
     stack_bytes: int
     shared_bytes: int
     instructions: Mapping[str, int]
+    loops: Sequence[Sequence[str]] = ()
+
+    @property
+    def product_loops(self) -> list[ProductLoop]:
+        return [ProductLoop(tuple(loop)) for loop in self.loops]
 
     def count(self, *names: str) -> int:
         """Instructions whose names have all these as parts, as ("LDG", "128")."""
@@ -181,6 +192,7 @@ def code_of(name: str, made: Any, architecture: int) -> Code:
         int(stack[1]),
         made.metadata.shared,
         dict(Counter(instructions)),
+        product_loops(listing),
     )
 
 

@@ -28,9 +28,9 @@ from pcg.kernels.triton.attention.scores import (
     LOG2E,
     bounded,
     load_rows,
+    located,
     part_of,
     piece,
-    places,
     seen,
     tile_keys,
     tile_rows,
@@ -74,20 +74,24 @@ def add_keys(
     PAGED: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """total += ds k over blocks of keys from `begin` to `end`; `last` ends the keys there are."""
+    n = tl.arange(0, BLOCK_N)
     for first in range(begin, end, BLOCK_N):
-        j = first + tl.arange(0, BLOCK_N)
-        there = j < last
-        place = places(table, start, j, there, key_page, key_token, PAGED, PAGE)
-        key = load_rows(keys, place, there, D, BLOCK_D)
+        there = None
+        if MASKED:
+            there = first + n < last
+        at, place = located(keys, table, start, first, n, there, key_page, key_token, PAGED, PAGE)
+        key = load_rows(at, place, there, D, BLOCK_D)
         scores, growth = bounded(row_products(query, key, BLOCK_D), scale, SOFTCAP)
         if ALIBI:
-            scores += slope[:, None] * (j[None, :] - i[:, None]).to(tl.float32)
+            scores += slope[:, None] * (first + n[None, :] - i[:, None]).to(tl.float32)
         weights = tl.exp2(scores - logsum[:, None])
         if MASKED:
-            visible = there[None, :] & seen(i[:, None], j[None, :], WINDOW)
+            visible = (first + n < last)[None, :] & seen(i[:, None], first + n[None, :], WINDOW)
             weights = tl.where(visible, weights, 0.0)
-        place = places(table, start, j, there, value_page, value_token, PAGED, PAGE)
-        value = load_rows(values, place, there, DV, BLOCK_DV)
+        at, place = located(
+            values, table, start, first, n, there, value_page, value_token, PAGED, PAGE
+        )
+        value = load_rows(at, place, there, DV, BLOCK_DV)
         weighted = row_products(upstream, value, BLOCK_DV)
         dscores = weights * (weighted - inner[:, None]) * growth
         total = tl.dot(dscores.to(key.dtype), key, total, input_precision="ieee")
@@ -134,7 +138,7 @@ def query_gradients(
             BLOCK_DV, BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, MASKED=True,
         )  # fmt: skip
     total = add_keys(
-        total, query, upstream, logsum, inner, i, slope, full, edge, edge, table, start,
+        total, query, upstream, logsum, inner, i, slope, full, edge, last, table, start,
         keys, values, key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D,
         BLOCK_DV, BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, MASKED=False,
     )  # fmt: skip
@@ -228,13 +232,20 @@ def key_gradients(
     if begin >= end_row:
         return
 
-    j = first_key + tl.arange(0, BLOCK_N)
+    n = tl.arange(0, BLOCK_N)
+    j = first_key + n
     there = j < end_key
     table = pages + number * table_width
-    place = places(table, start, j, there, key_page, key_token, PAGED, PAGE)
-    key = load_rows(keys, place + kv_head.to(tl.int64) * key_head, there, D, BLOCK_D)
-    place = places(table, start, j, there, value_page, value_token, PAGED, PAGE)
-    value = load_rows(values, place + kv_head.to(tl.int64) * value_head, there, DV, BLOCK_DV)
+    head = kv_head.to(tl.int64)
+    at, place = located(
+        keys + head * key_head, table, start, first_key, n, there, key_page, key_token, PAGED, PAGE
+    )
+    key = load_rows(at, place, there, D, BLOCK_D)
+    at, place = located(
+        values + head * value_head, table, start, first_key, n, there, value_page, value_token,
+        PAGED, PAGE,
+    )  # fmt: skip
+    value = load_rows(at, place, there, DV, BLOCK_DV)
     dkey = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dvalue = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
     # Rows from `edge` to `full` see all keys of the block.

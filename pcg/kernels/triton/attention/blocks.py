@@ -12,22 +12,32 @@ from torch import Tensor
 
 SMALL = (86, 89, 120, 121)
 """Architectures whose programs have 99 KiB of shared memory at most, as of GeForce."""
+HOPPER = 90
+"""The architecture whose products run beside other instructions of the warps that ask for them."""
+
+
+def has_wide_products(architecture: int) -> bool:
+    """Return whether products read weights from shared memory: of data centers, since Hopper."""
+    return HOPPER <= architecture < 120
 
 
 class Blocks(NamedTuple):
-    """Rows, keys of a step or of a program of dk and dv, warps and pipeline stages."""
+    """Rows, keys of a step or of a program of dk and dv, warps, stages, AHEAD of the forward."""
 
     rows: int
     keys: int
     warps: int
     stages: int
+    ahead: bool = False
 
 
 def tile_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) -> Blocks:
     """The blocks of `attend_tiles` on an architecture, such as 80.
 
     Of heads up to 128 two programs of 64 rows share a processor, so that one's products run while
-    the other one waits for its softmax, or for all of its own products.
+    the other one waits for its softmax, or for all of its own products. On Hopper a program asks
+    for products ahead, too: 16 KiB more, and no more than the same two programs have registers for.
+    Heads up to 64 have three to four programs without, and two with it.
 
     Args:
         size: elements of a head, the larger of keys' and values', a power of two.
@@ -35,12 +45,13 @@ def tile_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) -
         paged: True if keys and values lie in pages: to read the block table is one stage more.
     """
     if dtype == torch.float32:
-        return Blocks(32, 32 if size <= 128 else 16, 4 if size <= 64 else 8, 1)
+        return Blocks(32, 32, 4 if size <= 64 else 8 if size <= 128 else 16, 1)
     stages = 3 if paged else 2
+    ahead = architecture == HOPPER and size > 64
     if size > 128:
-        return Blocks(64, 32, 8, stages)
-    # Ampere's products read weights and values from registers, which 64 keys of 128 would fill.
-    return Blocks(64, 64 if size <= 64 or architecture >= 90 else 32, 4, stages)
+        return Blocks(64, 32, 8, stages, ahead)
+    # Other products read weights and values from registers, which 64 keys of 128 would fill.
+    return Blocks(64, 64 if size <= 64 or has_wide_products(architecture) else 32, 4, stages, ahead)
 
 
 def split_blocks(size: int, dtype: torch.dtype, group: int) -> Blocks:
@@ -63,7 +74,7 @@ def query_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) 
     if dtype == torch.float32:
         return Blocks(32, 32, 8, 1) if size <= 64 else Blocks(16, 16, 8, 1)
     stages = 3 if paged else 2
-    if size <= (128 if architecture >= 90 else 64):
+    if size <= (128 if has_wide_products(architecture) else 64):
         return Blocks(128, 64, 8, stages)
     if size > 128 and architecture in SMALL:
         return Blocks(32, 32, 8, 2)
@@ -79,7 +90,7 @@ def key_blocks(size: int, dtype: torch.dtype, architecture: int) -> Blocks:
         return Blocks(16, 16, 8 if size <= 128 else 16, 1)
     if size > 128:
         return Blocks(32, 32, 8, 2)
-    if architecture < 90:
+    if not has_wide_products(architecture):
         return Blocks(32, 64, 8, 2)
     return Blocks(64, 128 if size <= 64 else 64, 8, 2)
 

@@ -6,6 +6,13 @@
 A sink is a key of a given score whose value is 0: with it m and l start. Blocks of keys come in
 order, and m, l and the sum of values are rescaled as m grows (online softmax).
 
+Hopper's tensor cores work beside the other units, if they are given work early enough. With AHEAD
+the products of a block's keys are asked for before the block ahead of it has its weights:
+
+    max s of block n             while p v of block n - 1 is computed
+    exp(s - m) of block n        while q kᵀ of block n + 1 is computed, too
+    wait for both, then ask for p v of block n
+
     attend_tiles     prefill chunks and windows: a tile of rows against all keys that they see.
                      Grid: tiles (cut to BLOCK_M rows), KV heads.
     attend_splits    decoding: the heads of a group against a split of the keys; m, l and the sum
@@ -30,9 +37,9 @@ from pcg.kernels.triton.attention.scores import (
     LOWEST,
     bounded,
     load_rows,
+    located,
     part_of,
     piece,
-    places,
     seen,
     tile_keys,
     tile_rows,
@@ -40,40 +47,73 @@ from pcg.kernels.triton.attention.scores import (
 
 
 @triton.jit
+def key_products(
+    query, first, last, table, start, keys, key_page, key_token,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """q kᵀ of the block of keys from `first`, [rows, BLOCK_N], in fp32; MASKED: 0 from `last`."""
+    n = tl.arange(0, BLOCK_N)
+    there = None
+    if MASKED:
+        there = first + n < last
+    at, place = located(keys, table, start, first, n, there, key_page, key_token, PAGED, PAGE)
+    key = load_rows(at, place, there, D, BLOCK_D)
+    return tl.dot(query, tl.trans(key), input_precision="ieee")
+
+
+@triton.jit
 def attend_blocks(
-    total, m, norm, query, i, slope, begin, end, last, table, start, keys, values,
+    total, m, norm, products, query, i, slope, begin, end, last, table, start, keys, values,
     key_page, key_token, value_page, value_token, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    PAGED: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Go on with blocks of keys from `begin` to `end`; `last` is the end of the keys there are.
 
-    Without MASKED all rows see all keys of these blocks.
+    Without MASKED all rows see all keys of these blocks, and with AHEAD of the next one. Then
+    `products` are q kᵀ of the block at `begin`, and those of the block at `end` are returned.
     """
+    n = tl.arange(0, BLOCK_N)
     for first in range(begin, end, BLOCK_N):
-        j = first + tl.arange(0, BLOCK_N)
-        there = j < last
-        place = places(table, start, j, there, key_page, key_token, PAGED, PAGE)
-        key = load_rows(keys, place, there, D, BLOCK_D)
-        products = tl.dot(query, tl.trans(key), input_precision="ieee")
-        scores, _ = bounded(products, scale, SOFTCAP)
-        if ALIBI:
-            scores += slope[:, None] * (j[None, :] - i[:, None]).to(tl.float32)
+        there = None
         if MASKED:
-            visible = there[None, :] & seen(i[:, None], j[None, :], WINDOW)
+            there = first + n < last
+        if AHEAD:
+            scores = products
+        else:
+            scores = key_products(
+                query, first, last, table, start, keys, key_page, key_token, D, BLOCK_D, BLOCK_N,
+                PAGED, PAGE, MASKED,
+            )  # fmt: skip
+        unit = scale * LOG2E  # the highest of plain scores is that of their products
+        if (SOFTCAP > 0.0) | ALIBI:
+            scores, _ = bounded(scores, scale, SOFTCAP)
+            unit = 1.0
+        if ALIBI:
+            scores += slope[:, None] * (first + n[None, :] - i[:, None]).to(tl.float32)
+        if MASKED:
+            visible = (first + n < last)[None, :] & seen(i[:, None], first + n[None, :], WINDOW)
             scores = tl.where(visible, scores, float("-inf"))
-        higher = tl.maximum(m, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
+        higher = tl.maximum(m, tl.max(scores, 1) * unit)
+        weights = tl.exp2(scores * unit - higher[:, None])
         shrunk = tl.exp2(m - higher)
         m = higher
         norm = norm * shrunk + tl.sum(weights, 1)
-        place = places(table, start, j, there, value_page, value_token, PAGED, PAGE)
-        value = load_rows(values, place, there, DV, BLOCK_DV)
+        if AHEAD:
+            products = key_products(
+                query, first + BLOCK_N, last, table, start, keys, key_page, key_token, D, BLOCK_D,
+                BLOCK_N, PAGED, PAGE, MASKED,
+            )  # fmt: skip
+        at, place = located(
+            values, table, start, first, n, there, value_page, value_token, PAGED, PAGE
+        )
+        value = load_rows(at, place, there, DV, BLOCK_DV)
         total = tl.dot(
             weights.to(value.dtype), value, total * shrunk[:, None], input_precision="ieee"
         )
-    return total, m, norm
+    return total, m, norm, products
 
 
 @triton.jit
@@ -84,7 +124,7 @@ def attend_tiles(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TILE: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, PAGED: tl.constexpr,
-    PAGE: tl.constexpr,
+    PAGE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out and lse of BLOCK_M rows of a part."""
     number, first_row, end_row = piece(tiles, TILE, BLOCK_M, COLUMNS)
@@ -110,21 +150,28 @@ def attend_tiles(
     table = pages + number * table_width
     last = context + length
     begin, full, edge, end = tile_keys(first_row, end_row, context, G, BLOCK_N, WINDOW)
-    if WINDOW > 0:
-        total, m, norm = attend_blocks(
-            total, m, norm, query, i, slope, begin, full, last, table, start, keys, values,
-            key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D, BLOCK_DV,
-            BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, MASKED=True,
+    products = m
+    if AHEAD:
+        edge = tl.maximum(edge - BLOCK_N, full)  # so that the block ahead has no masks, either
+        products = key_products(
+            query, begin, last, table, start, keys, key_page, key_token, D, BLOCK_D, BLOCK_N,
+            PAGED, PAGE, True,
         )  # fmt: skip
-    total, m, norm = attend_blocks(
-        total, m, norm, query, i, slope, full, edge, edge, table, start, keys, values,
+    if WINDOW > 0:
+        total, m, norm, products = attend_blocks(
+            total, m, norm, products, query, i, slope, begin, full, last, table, start, keys,
+            values, key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D, BLOCK_DV,
+            BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, True, AHEAD,
+        )  # fmt: skip
+    total, m, norm, products = attend_blocks(
+        total, m, norm, products, query, i, slope, full, edge, last, table, start, keys, values,
         key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D, BLOCK_DV,
-        BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, MASKED=False,
+        BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, False, AHEAD,
     )  # fmt: skip
-    total, m, norm = attend_blocks(
-        total, m, norm, query, i, slope, edge, end, last, table, start, keys, values,
+    total, m, norm, products = attend_blocks(
+        total, m, norm, products, query, i, slope, edge, end, last, table, start, keys, values,
         key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D, BLOCK_DV,
-        BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, MASKED=True,
+        BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, True, AHEAD,
     )  # fmt: skip
 
     dv = tl.arange(0, BLOCK_DV)
@@ -185,10 +232,10 @@ def attend_splits(
     total = tl.zeros((BLOCK_H, BLOCK_DV), tl.float32)
     keys += kv_head.to(tl.int64) * key_head
     values += kv_head.to(tl.int64) * value_head
-    total, m, norm = attend_blocks(
-        total, m, norm, query, i, slope, begin, end, last, pages + number * table_width, start,
+    total, m, norm, _ = attend_blocks(
+        total, m, norm, m, query, i, slope, begin, end, last, pages + number * table_width, start,
         keys, values, key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D,
-        BLOCK_DV, BLOCK_N, WINDOW, SOFTCAP, ALIBI, True, PAGE, MASKED=True,
+        BLOCK_DV, BLOCK_N, WINDOW, SOFTCAP, ALIBI, True, PAGE, True, False,
     )  # fmt: skip
 
     row = item.to(tl.int64) * H + head

@@ -41,9 +41,15 @@ def paged_attention(
         out [T, H, Dv] in q's dtype, undefined for tokens of no part or zeros (see `work`), and the
         log-sum-exp [T, H] in fp32 where it is wanted.
     Raises:
-        UnsupportedError: no kernel knows the heads, or only one of keys and work knows pages.
+        UnsupportedError: no kernel knows the heads or the scale, or only one of keys and work knows
+            pages.
     """
     keys, values = kv
+    if scoring.scale <= 0.0:
+        raise UnsupportedError(
+            f"attention kernels want a scale above 0, and it is {scoring.scale}: compile with "
+            "backend='torch'"
+        )
     if keys.paged != (work.pages.shape[1] > 0):
         raise UnsupportedError(
             f"keys {'in' if keys.paged else 'without'} pages, but block tables of "
@@ -64,7 +70,7 @@ def paged_attention(
             q, keys.base, values.base, out, lse, alibi, sinks, work.parts, work.pages, work.tiles,
             *strides, **sizes, **options,
             BLOCK_M=blocks.rows, BLOCK_N=blocks.keys, TILE=TILE_ROWS,
-            SINKS=sinks is not None, LSE=keeps, PAGED=keys.paged,
+            SINKS=sinks is not None, LSE=keeps, PAGED=keys.paged, AHEAD=blocks.ahead,
             num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
     if len(work.splits):

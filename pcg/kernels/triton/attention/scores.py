@@ -67,16 +67,29 @@ def tile_keys(first, end, context, G: tl.constexpr, BLOCK: tl.constexpr, WINDOW:
 
 
 @triton.jit
-def places(
-    table, start, j, inside, page_stride, token_stride, PAGED: tl.constexpr, PAGE: tl.constexpr
-):
-    """Distances of a sequence's tokens j from its head's first element, [BLOCK], int64."""
+def located(
+    base, table, start, first, n, inside, page_stride, token_stride,
+    PAGED: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """A pointer, and the distances from it of a sequence's tokens first + n, [BLOCK].
+
+    `base` points to the head of the first token of all. `first` is a multiple of PAGE, so that what
+    depends on n alone is known before a loop over blocks; without a mask it is kept in registers.
+    """
     if PAGED:
-        page = tl.load(table + j // PAGE, inside, 0).to(tl.int64)
-        place = page * page_stride + (j % PAGE) * token_stride
+        entry = table + (first + n) // PAGE
+        if inside is None:
+            page = tl.load(entry)
+            row = n % PAGE
+        else:
+            page = tl.load(entry, inside, 0)
+            row = (first + n) % PAGE
+        page = page.to(tl.uint32, bitcast=True).to(tl.uint64)
+        place = page * page_stride.to(tl.uint32).to(tl.uint64) + row * token_stride
     else:
-        place = (start + j).to(tl.int64) * token_stride
-    return place
+        base += (start + first).to(tl.int64) * token_stride
+        place = n * token_stride
+    return base, place
 
 
 @triton.jit

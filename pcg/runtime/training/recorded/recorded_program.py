@@ -18,6 +18,9 @@ class RecordedProgram(Protocol):
 
     training: Training
 
+    def prologue(self, batch: Batch) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        """Run the prologue; returns the first layer's input, and what all layers read."""
+
     def layer(
         self, layer: int, batch: Batch, carried: Sequence[Tensor], shared: Sequence[Tensor | None]
     ) -> ProductRequest[tuple[Sequence[Tensor], Sequence[Tensor]]]:
@@ -28,8 +31,21 @@ class RecordedProgram(Protocol):
     ) -> ProductRequest[list[Tensor]]:
         """Run a layer backward."""
 
+    def loss_inputs(
+        self, carried: Sequence[Tensor], shared: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Return what the epilogue reads of a window's tokens."""
+
+    def loss_of(
+        self, batch: Batch, part: Sequence[Tensor], targets: Tensor, slopes: Tensor
+    ) -> ProductRequest[tuple[Tensor, Sequence[Tensor]]]:
+        """Return the sum of some tokens' losses, fp64, and the gradients of their states."""
+
     def trained_in(self, layer: int) -> list[Tensor]:
         """Return the tensors of a layer that are trained."""
+
+    def trained_in_loss(self) -> list[Tensor]:
+        """Return the tensors behind the layers that are trained."""
 
 
 def why_not_recorded(program: RecordedProgram, virtual_tokens: int) -> str | None:

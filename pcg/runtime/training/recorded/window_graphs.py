@@ -4,8 +4,9 @@ A layer of a window is some fifty launches, which the host issues more slowly th
 them for few tokens. Recorded, it is one. Like a graph of a step (`model/step_graphs.py`) it reads
 and writes memory that stays:
 
-    slot      the place of a window in its pass: its tokens and lists, and for each layer its
-              inputs and what it saves for backward, which so need no copy
+    slot      the place of a window in its pass: its tokens and lists, from which the prologue's
+              graph makes what layers read, and for each layer its inputs and what it saves for
+              backward, which so need no copy
     sums      gradients of the keys and values of all tokens of the pass, of a layer at a time
     grad      the gradients of the adapter's tensors, to which each backward adds
 
@@ -27,7 +28,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pcg.ir.types import TOKENS
 from pcg.kernels.batch import KvGradients
 from pcg.kernels.table_cache import kept_tables
 from pcg.kernels.triton.attention.work import (
@@ -37,11 +37,13 @@ from pcg.kernels.triton.attention.work import (
     AttentionWork,
     WorkCapacity,
 )
-from pcg.parallel.ranks.group import SINGLE_RANK
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.model.recorder import Recorder
+from pcg.runtime.training.recorded.loss_graphs import LossGraphs
+from pcg.runtime.training.recorded.own_gradients import OwnGradients
+from pcg.runtime.training.recorded.recorded_batch import RecordedTokens
 from pcg.runtime.training.recorded.recorded_program import RecordedProgram, groups_of
 from pcg.runtime.training.recorded.window_sizes import WindowSizes
 
@@ -52,23 +54,6 @@ class PassSizes(NamedTuple):
     tokens: int
     sequences: int
     pages: int
-
-
-class _WindowBatch(Batch):
-    """The tokens of a slot, on the device only."""
-
-    def __init__(self, size: int, cache: KvCache, device: torch.device) -> None:
-        self.input_ids = torch.zeros(size, dtype=torch.int64, device=device)
-        self.positions = torch.zeros_like(self.input_ids)
-        self.rows: Tensor = torch.full_like(self.input_ids, -1)
-        self.work: dict[tuple[int, bool], AttentionWork] = {}
-        self.known = {}
-        self.layer = 0
-        self.ranks = SINGLE_RANK
-        self.dropout_seed = self.chosen = self.gradients = None
-        self.virtual_rows = self.virtual_places = None
-        self.keeps = True
-        self._cache = cache
 
 
 @dataclass
@@ -96,28 +81,24 @@ class WindowSlot:
 
     Attributes:
         is_complete: True once all its layers are recorded.
+        shared: the prologue's outputs that all layers may read.
     """
 
-    def __init__(
-        self,
-        graphs: WindowGraphs,
-        batch: _WindowBatch,
-        carried: Sequence[Tensor],
-        shared: Sequence[Tensor | None],
-    ) -> None:
-        """Have memory for the tokens, the first layer's inputs, and what all layers read."""
+    def __init__(self, graphs: WindowGraphs, batch: RecordedTokens) -> None:
+        """Have memory for the tokens."""
         self._graphs = graphs
         self._batch = batch
         count = len(graphs.program.training.layers)
-        self._shared = shared
+        self.shared: Sequence[Tensor | None] = ()
+        self._prologue: Callable[[], None] | None = None
         self.layers = [_Layer() for _ in range(count + 1)]  # the last holds the outputs
-        self.layers[0].inputs = carried
         self._gradients: list[Tensor] = []
         self._tokens = 0
         self._left = self._recordings()
         self.is_complete = False
 
     def _recordings(self) -> Iterator[None]:
+        self._record_prologue()
         for layer in range(len(self.layers) - 1):
             self._record_forward(layer)
             yield
@@ -131,16 +112,27 @@ class WindowSlot:
         """Record the next layer."""
         next(self._left)
 
+    def _record_prologue(self) -> None:
+        graphs, first = self._graphs, self.layers[0]
+
+        def run() -> None:
+            first.inputs, self.shared = graphs.program.prologue(self._batch)
+
+        with kept_tables() as kept:
+            self._prologue = graphs.recorder.record(run)
+        first.kept = kept
+        self._prologue()  # what it makes is there from now on
+
     def _record_forward(self, layer: int) -> None:
         graphs, one, after = self._graphs, self.layers[layer], self.layers[layer + 1]
 
         def run() -> None:
-            requests = graphs.program.layer(layer, self._batch, one.inputs, self._shared)
+            requests = graphs.program.layer(layer, self._batch, one.inputs, self.shared)
             after.inputs, one.saved = run_single(requests)
 
         with kept_tables() as kept:
             one.forward = graphs.recorder.record(run)
-        one.kept = kept
+        one.kept = [*one.kept, *kept]
         one.forward()  # what it makes is there from now on
 
     def _record_back(self, layer: int) -> None:
@@ -156,34 +148,18 @@ class WindowSlot:
             for gradient, found in zip(self._gradients, below, strict=bool(below)):
                 gradient.copy_(found)
 
-        graphs.own_gradients(layer)
+        graphs.gradients.hold(graphs.program.trained_in(layer))
         with kept_tables() as kept:
             one.back = graphs.recorder.record(run)
         one.kept = [*one.kept, *kept]
         one.has_below = bool(below)
 
-    def begin(
-        self, batch: Batch, carried: Sequence[Tensor], shared: Sequence[Tensor | None]
-    ) -> None:
-        """Take a window's tokens, and what its prologue made."""
-        own, count = self._batch, len(batch.input_ids)
-        assert batch.rows is not None
-        self._tokens = count
-        own.input_ids[:count] = batch.input_ids
-        own.positions[:count] = batch.positions
-        own.rows[:count] = batch.rows
-        own.rows[count:] = -1
-        for to, x in zip((*self.layers[0].inputs, *self._shared), (*carried, *shared), strict=True):
-            if to is not None and x is not None:
-                to[: len(x)] = x
-                to[len(x) :] = 0
-        device = own.rows.device
-        for (group, backward), work in own.work.items():
-            capacity = work.capacity
-            made = AttentionWork.build(
-                batch.spans, group, device, backward=backward, capacity=capacity
-            )
-            work.flat.copy_(made.flat)
+    def begin(self, batch: Batch) -> None:
+        """Take a window's tokens, and run the prologue."""
+        self._tokens = len(batch.input_ids)
+        self._batch.take(batch)
+        assert self._prologue is not None
+        self._prologue()
 
     def forward(self, layer: int) -> None:
         """Take the window through a layer."""
@@ -210,7 +186,7 @@ class WindowSlot:
             for to, gradient in zip(self._gradients, gradients, strict=True):
                 to[: self._tokens] = gradient
                 to[self._tokens :] = 0
-        self._graphs.own_gradients(layer)
+        self._graphs.gradients.hold(self._graphs.program.trained_in(layer))
         one.back()
         return [x[: self._tokens] for x in self._gradients] if one.has_below else []
 
@@ -220,24 +196,24 @@ class WindowGraphs:
 
     Attributes:
         sizes: the size of windows.
-        recorded, replayed: numbers of layers, forward or back.
-        eager: number of layers that no graph served.
+        recorded: number of layers, forward or back.
+        gradients: where the gradients of the adapter's tensors lie.
+        loss: the recorded losses.
     """
 
     def __init__(self, program: RecordedProgram, cache: KvCache, recorder: Recorder) -> None:
         self.program = program
         self.sizes = WindowSizes()
-        self.recorded = self.replayed = self.eager = 0
+        self.recorded = 0
+        self.gradients = OwnGradients()
+        self.loss = LossGraphs(program, self.gradients, cache, recorder)
         self._recorder: Recorder | None = recorder
         self._cache = cache
         self._groups = groups_of(program.training.model)
         self._training = program.training
-        prologue = program.training.model.prologue
-        self._by_token = [prologue.types[name].shape[0] == TOKENS for name in prologue.outputs]
         self._most = PassSizes(0, 0, 0)
         self._slots: list[WindowSlot] = []
         self._sums: dict[object, KvGradients] = {}
-        self._gradients: dict[int, Tensor] = {}
 
     @property
     def recorder(self) -> Recorder:
@@ -258,14 +234,26 @@ class WindowGraphs:
         self._slots.clear()
         self._sums.clear()
 
-    def slot(
-        self,
-        place: int,
-        batch: Batch,
-        carried: Sequence[Tensor],
-        shared: Sequence[Tensor | None],
-    ) -> WindowSlot | None:
-        """Return the slot of a window that begins; None if it runs eagerly.
+    def warm_up(self, sizes: PassSizes, window: int) -> int:
+        """Record all windows of such a pass, of so many tokens, and their losses, before it.
+
+        Returns the number of graphs.
+        """
+        self.sizes.begin_with(window)
+        self.begin_pass(sizes)
+        device = self._cache.keys[0].device
+        for _ in range(-(-sizes.tokens // self.sizes.size)):
+            self._slots.append(self._made(device))
+        while self._recorder is not None and not all(slot.is_complete for slot in self._slots):
+            self.record_next()
+        if self._recorder is not None:
+            last = self._slots[-1]
+            inputs = self.program.loss_inputs(last.layers[-1].inputs, last.shared)
+            self.loss.warm_up(inputs, self.sizes.size)
+        return len(self._slots) + self.recorded + self.loss.recorded
+
+    def slot(self, place: int, batch: Batch) -> WindowSlot | None:
+        """Return the slot of a window, which has begun; None if it runs eagerly.
 
         Args:
             place: the windows of the pass before it.
@@ -273,19 +261,16 @@ class WindowGraphs:
         if not self.sizes.holds(len(batch.input_ids)):
             return None
         if place == len(self._slots) and self._recorder is not None:
-            self._slots.append(self._made(batch, carried, shared))
+            self._slots.append(self._made(batch.input_ids.device))
         if place >= len(self._slots) or not self._slots[place].is_complete:
             return None
         slot = self._slots[place]
-        slot.begin(batch, carried, shared)
+        slot.begin(batch)
         return slot
 
-    def _made(
-        self, batch: Batch, carried: Sequence[Tensor], shared: Sequence[Tensor | None]
-    ) -> WindowSlot:
-        device, most = batch.input_ids.device, self._most
-        size = self.sizes.size
-        own = _WindowBatch(size, self._cache, device)
+    def _made(self, device: torch.device) -> WindowSlot:
+        most, size = self._most, self.sizes.size
+        own = RecordedTokens(size, self._cache, device)
         for group in self._groups:
             for backward in (False, True):
                 # Each sequence may end in a tile and a block that are not full.
@@ -298,12 +283,7 @@ class WindowGraphs:
                 flat = torch.zeros(capacity.size, dtype=torch.int32, device=device)
                 work = replace(AttentionWork.of(flat, capacity), has_others=True)
                 own.work[group, backward] = own.known["attention", group, backward, True] = work
-        inputs = [_like(x, size) for x in carried]
-        others = [
-            None if x is None else _like(x, size if by_token else len(x))
-            for x, by_token in zip(shared, self._by_token, strict=True)
-        ]
-        return WindowSlot(self, own, inputs, others)
+        return WindowSlot(self, own)
 
     def record_next(self) -> None:
         """Record a layer, if some are left."""
@@ -338,20 +318,3 @@ class WindowGraphs:
         found.keys.zero_()
         found.values.zero_()
         return found
-
-    def own_gradients(self, layer: int) -> None:
-        """Have gradients add up where graphs add to them; a layer without any begins with zeros."""
-        for weight in self.program.trained_in(layer):
-            own = self._gradients.get(id(weight))
-            if own is None:
-                own = self._gradients[id(weight)] = torch.zeros_like(weight)
-            if weight.grad is not own:
-                if weight.grad is None:
-                    own.zero_()
-                else:
-                    own.copy_(weight.grad)
-                weight.grad = own
-
-
-def _like(x: Tensor, tokens: int) -> Tensor:
-    return x.new_zeros((tokens, *x.shape[1:]))

@@ -10,7 +10,22 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 
-SIZES = (*range(16, 64, 16), 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+SIZES: tuple[int, ...] = (
+    *range(16, 64, 16),
+    64,
+    96,
+    128,
+    192,
+    256,
+    384,
+    512,
+    768,
+    1024,
+    1536,
+    2048,
+    3072,
+    4096,
+)
 """Tokens of recorded windows: two sizes to an octave, so that a window is at most a third shorter
 than it may be."""
 _LEAST_PART = 8
@@ -31,6 +46,10 @@ class WindowSizes:
         self._next = 0
         self._asked = 0
         self._times = 0
+
+    def begin_with(self, tokens: int) -> None:
+        """Have windows of so many tokens, or the size below, until another one is asked for."""
+        self.size = self._next = SIZES[max(bisect_right(SIZES, tokens) - 1, 0)]
 
     def begin_pass(self) -> None:
         """Take the size that was asked for lately."""

@@ -1,8 +1,14 @@
-"""Recorded windows train what eager ones do: see `tests/support/interpreter/tape.py`."""
+"""Recorded windows, losses and updates train what eager ones do.
+
+See `tests/support/interpreter/tape.py`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +21,8 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.model import step_graphs
 from pcg.runtime.training import bound_training
 from pcg.runtime.training.recorded import window_sizes
+from pcg.runtime.training.recorded.loss_graphs import LossGraphs
+from pcg.runtime.training.recorded.update_graphs import UpdateGraphs
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16
@@ -22,7 +30,7 @@ from tests.support.interpreter.tape import Tape
 from tests.support.prompts import prompts
 
 bf16.install()
-LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
 
 
 def executor_of() -> Executor:
@@ -40,22 +48,42 @@ def trained(data: list[Example], recipe: dict[str, Any] = LORA, **options: Any) 
     return [tensor.clone() for tensor in executor.adapters["mine"].tensors]
 
 
-def test_recorded_windows_train_what_eager_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences that are cut, and of which two share a window, and a rest that is filled up."""
-    data = [Example(s, s) for s in prompts((21, 13))]
-    expected = trained(data, batch_size=2, max_steps=3)
+@contextmanager
+def recording() -> Iterator[list[Tape]]:
+    """Have jobs record tapes, of windows of 16 tokens."""
     tapes: list[Tape] = []
 
     def recorder_for(device: torch.device) -> Tape:
         tapes.append(Tape())
         return tapes[-1]
 
-    monkeypatch.setattr(bound_training, "recorder_for", recorder_for)
-    monkeypatch.setattr(step_graphs, "recorder_for", lambda device: None)
-    monkeypatch.setattr(window_sizes, "SIZES", (16,))
-    found = trained(data, batch_size=2, max_steps=3)
+    with (
+        patch.object(bound_training, "recorder_for", recorder_for),
+        patch.object(step_graphs, "recorder_for", lambda device: None),
+        patch.object(window_sizes, "SIZES", (16,)),
+    ):
+        yield tapes
+
+
+def test_recorded_jobs_train_what_eager_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences that are cut, and of which two share a window, and a rest that is filled up."""
+    data = [Example(s, s) for s in prompts((21, 13))]
+    options: dict[str, Any] = {"batch_size": 2, "max_steps": 3, "max_grad_norm": 0.1}
+    expected = trained(data, **options)
+    losses, updates = [], []
+    run, step = LossGraphs.run, UpdateGraphs.step
+    monkeypatch.setattr(LossGraphs, "run", lambda *of: losses.append(run(*of)) or losses[-1])
+    monkeypatch.setattr(UpdateGraphs, "step", lambda *of: updates.append(step(*of)))
+    with recording() as tapes:
+        found = trained(data, **options)
     (tape,) = tapes
-    assert tape.recorded == 12  # three windows' two layers, forward and back
-    assert tape.replayed == 6 + 2 * 12  # each forward as it is recorded, and two passes
+    replayed = [one for one in losses if one is not None]
+    # Three windows' prologue and two layers, forward and back; a size of losses; and an update.
+    assert tape.recorded == 3 * 5 + 1 + 2
+    assert len(losses) == 3 * 3
+    assert len(replayed) == len(losses) - 1  # the first of its size is eager
+    assert len(updates) == 3
+    # Each forward as it is recorded, two passes, the losses and the updates.
+    assert tape.replayed == 3 * 3 + 2 * 3 * 5 + len(replayed) + 2 * 3
     for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,14 +20,7 @@ JSON = {"content-type": "application/json"}
 
 
 def post(service: Service, body: Mapping[str, Any], path: str = "/v1/chat/completions") -> Any:
-    async def run() -> Any:
-        async with serving.client_of(service) as client:
-            # By Python's own JSON, which writes half a character, too.
-            content = json.dumps({**USER, **body}).encode()
-            reply = await client.post(path, content=content, headers=JSON)
-            return reply.json()
-
-    return asyncio.run(run())
+    return serving.post(service, path, {**USER, **body}).json()
 
 
 def test_a_trusted_template_makes_the_prompt() -> None:
@@ -93,21 +84,11 @@ def test_half_characters_are_refused_or_shown_as_such(tmp_path: Path) -> None:
 
 
 def get(service: Service, path: str) -> Any:
-    async def run() -> Any:
-        async with serving.client_of(service) as client:
-            return json.loads((await client.get(path)).content)
-
-    return asyncio.run(run())
+    return serving.ask(service, "GET", path).json()
 
 
 def of_responses(service: Service, body: Mapping[str, Any]) -> Any:
-    async def run() -> Any:
-        async with serving.client_of(service) as client:
-            content = json.dumps(body).encode()
-            reply = await client.post("/v1/responses", content=content, headers=JSON)
-            return json.loads(reply.content)
-
-    return asyncio.run(run())
+    return serving.post(service, "/v1/responses", body).json()
 
 
 def test_a_schema_that_cannot_be_followed_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,99 @@
+"""Reports of an engine's numbers, to a server that watches them.
+
+Who reads them 20 times a second would have a thread of this process take turns with the engine's at
+the interpreter's lock. So the engine's own thread tells what changed, where it changed, before the
+chunks of the same step, and only while somebody watches:
+
+    state    which requests run and wait, pages, and adapters, at once
+    totals   0.5 s old at most, and whole when nothing is served any more
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pcg.runtime.engine.async_engine import AsyncEngine
+from pcg.runtime.metrics.status import EngineNumbers, JobStatus
+from pcg.runtime.requests.stream import Wakes
+from pcg.serve.engine.messages import Report, Watch
+from pcg.serve.engine.numbers import plain, plain_state
+
+_COUNTED_S = 0.5
+"""The time between two reports of totals while requests run or wait."""
+_SETTLING_S = 0.02
+"""… and while only jobs run."""
+
+
+class Reports:
+    """Reports what changed, on the engine's thread.
+
+    Args:
+        send: sends a report with what is sent behind it.
+    """
+
+    def __init__(self, engine: AsyncEngine, send: Callable[[Report, Wakes], None]) -> None:
+        self._engine = engine
+        self._send = send
+        self._until_s = -math.inf
+        self._begins = False
+        self._forget()
+        engine.watcher = self._tell
+
+    def watch(self, asked: Watch) -> None:
+        """Report until the time that a message says, from any thread."""
+        self._until_s = asked.until_s
+        if asked.begins:
+            self._begins = True
+            self._engine.call(_nothing)  # so that a thread that sleeps tells
+
+    def _forget(self) -> None:
+        """Have the next report tell all."""
+        self._state: Mapping[str, Any] | None = None
+        self._resident: Mapping[str, int] | None = None
+        self._waiting: Mapping[str, int] | None = None
+        self._totals: Mapping[str, Any] | None = None
+        self._jobs: list[JobStatus] | None = None
+        self._counted_s = -math.inf
+
+    def _tell(self, wakes: Wakes) -> None:
+        """Report what changed since the last report."""
+        if self._begins:
+            self._begins = False
+            self._forget()
+        now_s = time.monotonic()  # behind the look at who begins, whose time is before it
+        if now_s >= self._until_s:
+            return
+        numbers = self._engine.numbers()
+        report = Report(now_s)
+        state, adapters = plain_state(numbers), numbers.totals.adapters
+        if state != self._state:
+            report.state = self._state = state
+        if adapters.resident != self._resident:
+            report.resident = self._resident = adapters.resident.copy()
+        if adapters.waiting != self._waiting:
+            report.waiting = self._waiting = adapters.waiting.copy()
+        if self._counts_are_due(numbers, now_s):
+            self._count(numbers, now_s, report)
+        if report != Report(now_s):
+            self._send(report, wakes)
+
+    def _counts_are_due(self, numbers: EngineNumbers, now_s: float) -> bool:
+        if self._engine.engine.is_idle:
+            return True
+        is_served = numbers.running or numbers.queued
+        return now_s - self._counted_s >= (_COUNTED_S if is_served else _SETTLING_S)
+
+    def _count(self, numbers: EngineNumbers, now_s: float, report: Report) -> None:
+        self._counted_s = now_s
+        totals, jobs = plain(numbers.totals), self._engine.jobs()
+        if totals != self._totals:
+            report.totals = self._totals = totals
+        if jobs != self._jobs:
+            report.jobs = self._jobs = jobs
+
+
+def _nothing() -> None:
+    """Have the engine's thread turn."""

@@ -1,0 +1,79 @@
+"""Recorded ends of steps give the bits of eager ones: see `tests/support/interpreter/tape.py`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pcg.runtime.training.optimizer import (
+    load_optimizer,
+    make_optimizer,
+    optimizer_tensors,
+    set_rate,
+)
+from pcg.runtime.training.recorded.own_gradients import OwnGradients
+from pcg.runtime.training.recorded.update_graphs import UpdateGraphs
+from pcg.runtime.training.torch_optimizers import Optimizer
+from tests.support.interpreter.tape import Tape
+
+KIND = Optimizer.of("adamw", {"weight_decay": 0.1})
+RATES = (0.1, 0.0, 0.02, 0.3)
+
+
+def gradients(step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(3, 4, generator=generator), torch.randn(4, generator=generator)]
+
+
+def parameters() -> dict[str, Tensor]:
+    return {"a": torch.full((3, 4), 0.5), "b.bias": torch.ones(4)}
+
+
+def run(recorder: Tape | None, saved: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Parameters, states and norms after some steps, from a saved state if one is given."""
+    own, weights = OwnGradients(), parameters()
+    optimizer = make_optimizer(weights, KIND, 0.1)
+    if saved is not None:
+        load_optimizer(optimizer, KIND, weights, {name: x.clone() for name, x in saved.items()})
+
+    def clip() -> Tensor:
+        norm = torch.nn.utils.get_total_norm(
+            [x.grad for x in weights.values() if x.grad is not None]
+        )
+        torch.nn.utils.clip_grads_with_norm_(weights.values(), 0.5, norm)
+        return norm
+
+    graphs = UpdateGraphs(optimizer, clip, own, recorder or Tape())
+    found = {}
+    for step, rate in enumerate(RATES):
+        if recorder is not None:
+            own.hold(weights.values())
+        for weight, gradient in zip(weights.values(), gradients(step), strict=True):
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            weight.grad.add_(gradient)
+        assert graphs.serves == (recorder is not None)
+        found[f"norm {step}"] = (graphs.clip() if graphs.serves else clip()).clone()
+        if graphs.serves:
+            graphs.step(rate)
+        else:
+            set_rate(optimizer, rate)
+            optimizer.step()
+        for weight in weights.values():
+            weight.grad = None
+    return found | weights | optimizer_tensors(optimizer, weights)
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_recorded_updates_have_the_bits_of_eager_ones(resumes: bool) -> None:
+    saved = None
+    if resumes:
+        state = run(None)
+        saved = {name: state[name] for name in state if "/" in name}
+    expected, recorder = run(None, saved), Tape()
+    found = run(recorder, saved)
+    assert (recorder.recorded, recorder.replayed) == (2, 2 * len(RATES))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
