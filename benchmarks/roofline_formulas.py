@@ -71,14 +71,17 @@ class _Segmented:
         padded = -(-self.ranks // 16) * 16
         return 4 * sum(count * int(padded[j, slot]) for j, slot, count in self.parts)
 
-    def token_elements(self) -> int:
-        """Elements of the tokens in the slices' columns, those of several slices once."""
-        spans: dict[tuple[int, int], dict[int, int]] = {}
+    def token_elements(self, tensors: int = 1) -> int:
+        """Elements of the tokens in the slices' columns, those of several slices once.
+
+        Of more `tensors` than one each slice has its own.
+        """
+        spans: dict[tuple[int, ...], dict[int, int]] = {}
         for j, slot in self.matrices:
-            span = tuple(self.columns[j].tolist())
+            span = (*self.columns[j].tolist(), *([j] if tensors > 1 else []))
             own = sum(count for k, other, count in self.parts if (k, other) == (j, slot))
             spans.setdefault(span, {})[slot] = own
-        return sum(size * sum(of_slot.values()) for (_, size), of_slot in spans.items())
+        return sum(size * sum(of_slot.values()) for (_, size, *_), of_slot in spans.items())
 
     def list_bytes(self, items: str) -> int:
         """The tables that are read: items, order, first elements of rows, ranks and columns."""
@@ -109,7 +112,8 @@ def deferred_work(lora: Any) -> Work:
 
 def _shrink(a: Arguments) -> Work:
     found = _Segmented.of(a, "tiles")
-    read = found.token_elements() * size_of(a["x"]) + found.row_elements * size_of(a["memory"])
+    tokens = found.token_elements(a.get("INPUTS", 1))
+    read = tokens * size_of(a["x"]) + found.row_elements * size_of(a["memory"])
     written = a["s"].shape[0] * found.s_bytes
     return Work(read + written + found.list_bytes("tiles"), found.flops)
 
@@ -117,14 +121,16 @@ def _shrink(a: Arguments) -> Work:
 def _expand(a: Arguments) -> Work:
     items = "tiles" if "tiles" in a else "by_token"
     found = _Segmented.of(a, items)
-    moved = found.token_elements() * (size_of(a["y"]) + size_of(a["z"]))
+    tokens = found.token_elements(a.get("OUTPUTS", 1))
+    moved = tokens * (size_of(a["y"]) + size_of(a["z"]))
     read = found.row_elements * size_of(a["memory"]) + a["PARTS"] * found.s_bytes
     return Work(moved + read + found.list_bytes(items), found.flops)
 
 
 def _outer(a: Arguments) -> Work:
     found = _Segmented.of(a, "segments")
-    read = found.token_elements() * size_of(a["x"]) + found.s_bytes
+    tokens = found.token_elements(a.get("INPUTS", 1))
+    read = tokens * size_of(a["x"]) + found.s_bytes
     return Work(read + 4 * found.row_elements + found.list_bytes("segments"), found.flops)
 
 

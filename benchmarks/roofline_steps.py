@@ -83,6 +83,9 @@ class Zeros:
     def shared(self, *_: Any) -> None:
         """None: no weight lies in memory already."""
 
+    def remote(self, *_: Any) -> None:
+        """None: no other process multiplies by a weight."""
+
 
 class _Recorder:
     """Counts what a decode step records, as it is recorded."""
@@ -182,7 +185,14 @@ def finetune(config: Mapping[str, Any], sizes: Sizes, adapters: int, count: Coun
     executor = executor_of(config, sizes, {"mine": sizes.recipe}, batch=batch, seq=tokens)
     runner = executor.training_runner("mine")
     examples = [Example([1] * tokens, [1] * tokens) for _ in range(batch)]
-    return count(lambda: runner.forward_backward(examples, batch * (tokens - 1)))
+
+    def step() -> object:
+        return runner.forward_backward(examples, batch * (tokens - 1))
+
+    step()  # tables of adapters are copied to the device once
+    for tensor in runner.parameters.values():
+        tensor.grad = None
+    return count(step)
 
 
 def window(config: Mapping[str, Any], sizes: Sizes, adapters: int, count: Count) -> list[Launch]:

@@ -32,7 +32,7 @@ from .options.fields import with_options
 from .plan import plan_command
 from .profile import profile_command
 from .run import run_command
-from .serve import serve_command
+from .serve import serve_base_command, serve_command
 from .simulate import simulate_command
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -120,7 +120,7 @@ def options(
 
 def _add(group: typer.Typer, command: Callable[..., None], *examples: str) -> None:
     """Add a command, named as its function, with examples of its use."""
-    name = command.__name__.removesuffix("_command")
+    name = command.__name__.removesuffix("_command").replace("_", "-")
     epilog = "\n\n".join(["Example:", *(f"[cyan]{example}[/]" for example in examples)])
 
     def make() -> Any:
@@ -156,6 +156,12 @@ _add(
     serve_command,
     "pcg serve examples/checkpoint --lora-modules typed=examples/adapters/typed",
     "pcg serve MODEL --host 0.0.0.0 --api-keys keys.json --tpot-slo-ms 50",
+)
+_add(
+    app,
+    serve_base_command,
+    "pcg serve-base examples/checkpoint --port 8300",
+    "pcg serve-base MODEL --policy opportunistic --wait-ms 2",
 )
 _add(app, models_command, "pcg models --json")
 _add(

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import typer
 
-from pcg.options import ExplainOptions
+from pcg.options import ExplainOptions, SplitOptions
 from pcg.units import size_text
 
 from .console import busy, print_json
 from .options.arguments import Json, Model
-from .options.fields import Given
+from .options.fields import Given, flags_of
 from .options.method import Method, adapter_or_none
 from .pages import check_page, write_page
+
+if TYPE_CHECKING:
+    from pcg.explain.report import Report
+    from pcg.explain.split.report import SplitReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +32,8 @@ class ReportOptions:
         tensors: say what becomes of every tensor, and why; over ranks, list all candidates.
         compare: methods to compare side by side: words of --peft, separated by commas.
         html: a file to write the report to, with figures, as one HTML page.
+        split: show the cut between a base that holds the frozen weights and a client that holds the
+            adapters, instead of memory: what each round trip runs and carries.
     """
 
     title: ClassVar[str] = "Report"
@@ -34,6 +41,7 @@ class ReportOptions:
     tensors: bool = False
     compare: str | None = None
     html: Path | None = None
+    split: bool = False
 
     def check(self, json: bool, peers: bool) -> None:
         """Refuse options that do not go together, before the work."""
@@ -42,6 +50,10 @@ class ReportOptions:
         if self.compare is not None and (self.tensors or peers or self.html is not None):
             raise typer.BadParameter(
                 "it goes with none of --tensors, --peers and --html", param_hint="--compare"
+            )
+        if self.split and (self.tensors or self.compare is not None):
+            raise typer.BadParameter(
+                "it goes with neither --tensors nor --compare", param_hint="--split"
             )
         if self.html is not None:
             check_page(self.html)
@@ -52,17 +64,27 @@ def explain_command(
     method: Method,
     options: Given[ExplainOptions],
     show: ReportOptions,
+    between: Given[SplitOptions],
     json: Json = False,
 ) -> None:
-    """Show the memory that a model and a PEFT method need, and why.
+    """Show the memory that a model and a PEFT method need, and why; or how to split it (--split).
 
     Weights are not needed.
     """
     asked = options.make()
     show.check(json, asked.peers)
+    _check_split(show.split, options.values, between.values)
     from pcg.source import resolve
 
     source = resolve(model)
+    if show.split:
+        configuration = method.configuration()
+        with busy(f"tracing {source.name}"):
+            from pcg.explain.split.explain import explain_split
+
+            cut = explain_split(model, configuration, **options.values, **between.values)
+        _show(cut, cut.to_text(), show.html, json)
+        return
     if show.compare is not None:
         words = [word.strip() for word in show.compare.split(",")]
         methods = {word: adapter_or_none(word, "--compare") for word in words}
@@ -81,11 +103,33 @@ def explain_command(
         from pcg.explain import explain as explaining
 
         report = explaining.explain(model, peft, **options.values)
+    text = report.to_text(tensors=show.tensors, formulas=asked.find_region)
+    _show(report, text, show.html, json)
+
+
+SPLIT_STEP = ("batch", "seq", "dtype")
+"""The options of a step that a cut depends on."""
+
+
+def _check_split(is_split: bool, given: Collection[str], between: Collection[str]) -> None:
+    """Refuse options that have no effect on what is shown."""
+    if not is_split:
+        for name in between:
+            raise typer.BadParameter(
+                "it has no effect without --split", param_hint=flags_of(name)[0]
+            )
+        return
+    for name in given:
+        if name not in SPLIT_STEP:
+            raise typer.BadParameter("it has no effect with --split", param_hint=flags_of(name)[0])
+
+
+def _show(report: Report | SplitReport, text: str, html: Path | None, json: bool) -> None:
     if json:
         print_json(report.to_json())
     else:
-        print(report.to_text(tensors=show.tensors, formulas=asked.find_region))
-    if show.html is not None:
-        size = write_page(show.html, report.to_html())
+        print(text)
+    if html is not None:
+        size = write_page(html, report.to_html())
         # With --json the one object is alone on standard output.
-        print(f"wrote {show.html} ({size_text(size)})", file=sys.stderr if json else sys.stdout)
+        print(f"wrote {html} ({size_text(size)})", file=sys.stderr if json else sys.stdout)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pcg.runtime.engine.limits import Limits
     from pcg.runtime.executor import Executor
     from pcg.runtime.sampling.sampling_params import SamplingParams
+    from pcg.split.client.connect import connect
 
 __all__ = [
     "AsyncEngine",
@@ -48,6 +49,7 @@ __all__ = [
     "SamplingParams",
     "__version__",
     "compile",
+    "connect",
     "explain",
     "load",
     "plan",
@@ -63,6 +65,7 @@ _HOMES = {
     "QueueLimits": "pcg.runtime.admission.backlog",
     "SamplingParams": "pcg.runtime.sampling.sampling_params",
     "compile": "pcg.compiler",
+    "connect": "pcg.split.client.connect",
     "load": "pcg.compiler",
     **{name: f"pcg.peft.{file}" for name, file in METHODS.items()},
 }

@@ -34,6 +34,8 @@ PcgError
 ├── EngineError                the engine's thread was closed, or ended by an error
 │   └── DrainingError          the engine ends its work, and takes nothing new
 ├── ServeError                 the server cannot start: its address, keys or options
+├── SplitError                 a base executor and its client cannot work together
+│   └── BaseLostError          the base executor is gone, and did not come back in time
 ├── MemoryBudgetError          less than what backward needs at least
 ├── BenchmarkError             a workload, a trace file or an event log that cannot be used
 └── FinetuneError              a finetuning job that cannot go on
@@ -178,6 +180,14 @@ class DrainingError(EngineError):
 
 class ServeError(PcgError):
     """The server cannot start: its address, its keys or its options."""
+
+
+class SplitError(PcgError):
+    """A base executor and its client cannot work together: another model, version or key."""
+
+
+class BaseLostError(SplitError):
+    """The base executor is gone, and did not come back in time."""
 
 
 class MemoryBudgetError(PcgError):

@@ -246,6 +246,87 @@ class ExplainOptions(OptimizerChoice, CompileOptions):
 
 
 @dataclass(frozen=True)
+class SplitLink:
+    """The link between a client and a base.
+
+    Attributes:
+        latency_s: time that a round trip takes beside its bytes: both ways, and both sides' code.
+        bytes_per_s: bandwidth in each direction.
+    """
+
+    name: str
+    latency_s: float
+    bytes_per_s: float
+
+    @classmethod
+    def parse(cls, text: str) -> SplitLink:
+        """The link of a name of `SPLIT_LINKS`, or of `LATENCY_MS,GBIT`.
+
+        Raises:
+            UnsupportedError: it is neither.
+        """
+        if text in SPLIT_LINKS:
+            return cls(text, *SPLIT_LINKS[text])
+        numbers: list[float] = []
+        with contextlib.suppress(ValueError):
+            numbers = [float(part) for part in text.split(",")]
+        if len(numbers) != 2 or not all(map(math.isfinite, numbers)):
+            raise UnsupportedError(
+                f"link={text!r}; use {', '.join(SPLIT_LINKS)}, or a round trip's milliseconds and "
+                "a bandwidth in Gbit/s as '1,10'"
+            )
+        latency_ms, gbit = numbers
+        if latency_ms < 0 or gbit <= 0:
+            raise UnsupportedError(
+                f"link={text!r}; milliseconds are at least 0, and Gbit/s more than 0"
+            )
+        return cls(f"{latency_ms:g} ms, {gbit:g} Gbit/s", latency_ms / 1e3, gbit * 1e9 / 8)
+
+
+SPLIT_LINKS: Mapping[str, tuple[float, float]] = {
+    "shared": (50e-6, 10e9),
+    "lan": (1e-3, 10e9 / 8),
+    "wan": (30e-3, 1e9 / 8),
+}
+"""Links by name, the seconds of a round trip and bytes a second: memory that two processes of a
+machine share (an assumption: a wake-up of each process, and one copy at 10 GB/s), 1 ms with
+10 Gbit/s, and 30 ms with 1 Gbit/s."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitOptions:
+    """Options of a base that is apart from its client (docs/explain.md).
+
+    Attributes:
+        link: the link between client and base: shared (memory of one machine), lan (1 ms and
+            10 Gbit/s), wan (30 ms and 1 Gbit/s), or a round trip's milliseconds and a bandwidth in
+            Gbit/s, as 5,2.5.
+        client: the client's device: a data sheet's name, as CPU or L40S, or a file of
+            `pcg profile`.
+        base: the base's device, likewise.
+        privacy: send linear operators alone, whose inputs noise can hide; embeddings are then the
+            client's.
+    Raises:
+        UnsupportedError: a link is none.
+    """
+
+    title: ClassVar[str] = "Client and base"
+
+    link: str = "lan"
+    client: str = "CPU"
+    base: str = "H100"
+    privacy: bool = False
+
+    def __post_init__(self) -> None:
+        _ = self.between
+
+    @property
+    def between(self) -> SplitLink:
+        """The link."""
+        return SplitLink.parse(self.link)
+
+
+@dataclass(frozen=True)
 class MemoryBudget:
     """A bound of what a finetuning step saves for backward: a share of what it could, or bytes.
 

@@ -32,6 +32,7 @@ from pcg.passes.fusion.fuse_linears import FuseLinears
 from pcg.passes.fusion.fuse_lora import FuseLora
 from pcg.passes.fusion.fuse_loss import FuseLoss
 from pcg.passes.fusion.group_kernels import GroupKernels
+from pcg.passes.fusion.join_lora import JoinLora
 from pcg.passes.fusion.order_kernels import OrderKernels
 from pcg.passes.fusion.side_by_side import SideBySide
 from pcg.passes.fusion.split_cache_append import SplitCacheAppend
@@ -228,7 +229,9 @@ def pipeline(given: Settings) -> Pipeline:
                 On(Trained.map_forwards, FuseLinears()),
                 *when(
                     triton,
+                    On(Trained.map_forwards, JoinLora()),
                     On(Trained.map_backwards, FuseGradients()),
+                    On(Trained.map_backwards, JoinLora()),
                     On(Trained.map_losses, FuseLoss()),
                 ),
             ),

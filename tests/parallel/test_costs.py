@@ -409,13 +409,17 @@ def test_every_operator_that_runs_is_measured() -> None:
         "append",
         "asked_inner",
         "asked_outer",
+        "asked_outer_group",
         "asked_sum_tokens",
         "bottleneck_backward",
         "column_norm_part",
+        "expand_add_group",
         "expand_add_part",
         "linear_cross_entropy",
+        "lora_group_backward",
         "lora_linear",
         "lora_linear_backward",
+        "shrink_group",
         "window_attention_backward",
     }
     assert computed - kernels - {"pack_bf16", "unpack_bf16"} == sums  # of bf16, which `quick` lacks

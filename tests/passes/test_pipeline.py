@@ -56,7 +56,7 @@ def test_the_list_shows_all_that_runs() -> None:
                 "defer_residual_add",
                 "defer_lora",
             ],
-            ["fuse_linears", "fuse_gradients", "fuse_loss"],
+            ["fuse_linears", "join_lora", "fuse_gradients", "join_lora", "fuse_loss"],
         ],
         "emit": [
             *("functions", "split_cache_append", "group_kernels", "side_by_side", "order_kernels"),

@@ -308,6 +308,27 @@ def lora_linear_backward(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, dz, weight, a, b, make.of("f32", make.type(dz).shape[0], rank))
 
 
+def lora_group(make: Maker, op: str) -> Sequence[str]:
+    """Two or three sites of one input, each as wide and of as great a rank as it likes."""
+    x, tokens = make.matrix(), make.type(make.matrix()).shape[0]
+    dtype, (size, *outs) = make.type(x).dtype, make.sizes(4)
+    sites = outs[: make.draw(st.integers(2, 3))]
+    ranks = [make.sizes(1)[0] for _ in sites]
+    s = [make.of("f32", tokens, rank) for rank in ranks]
+    if op == "asked_outer_group":
+        return make.add(op, *s, make.of(dtype, tokens, size), of="d_lora_A")
+    y = [make.of(dtype, tokens, out) for out in sites]
+    b = [make.of("f32", out, rank) for out, rank in zip(sites, ranks, strict=True)]
+    if op == "expand_add_group":
+        return make.add(op, *y, *s, *b)
+    if op == "shrink_group":
+        own = make.type(x).shape[-1]
+        return make.add(op, x, *(make.of("f32", rank, own) for rank in ranks))
+    weights = [make.of(dtype, out, size) for out in sites]
+    a = [make.of("f32", rank, size) for rank in ranks]
+    return make.add(op, *y, *weights, *a, *b, *s)
+
+
 def bottleneck_backward(make: Maker, op: str) -> Sequence[str]:
     dz, (size,) = make.matrix(), make.sizes(1)
     tokens, out = make.type(dz).shape
@@ -654,6 +675,10 @@ RECIPES: dict[str, Recipe] = {
     "lora_linear_backward": lora_linear_backward,
     "nothing_deferred": unary,
     **dict.fromkeys(("asked_outer", "outer"), outer),
+    **dict.fromkeys(
+        ("asked_outer_group", "expand_add_group", "lora_group_backward", "shrink_group"),
+        lora_group,
+    ),
     **dict.fromkeys(("khatri_rao", "khatri_rao_backward"), khatri_rao),
     "permute": permute,
     "pow": power,

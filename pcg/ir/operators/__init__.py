@@ -15,6 +15,7 @@ from pcg.ir.operators import (
     deferred,
     linear,
     lora,
+    lora_groups,
     lora_variants,
     lossy,
     norms,
@@ -34,7 +35,18 @@ def _entries() -> Iterator[Operator]:
     """An entry for each class of these modules that has a name of its own, and the transitions."""
     for module in (
         *(activations, arithmetic, attention, bypass, collectives, deferred, linear),
-        *(lora, lora_variants, lossy, norms, reductions, rope, shape, vectors, virtual_tokens),
+        *(
+            lora,
+            lora_groups,
+            lora_variants,
+            lossy,
+            norms,
+            reductions,
+            rope,
+            shape,
+            vectors,
+            virtual_tokens,
+        ),
         *(vocabulary,),
     ):
         for found in vars(module).values():

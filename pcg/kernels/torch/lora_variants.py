@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 
 from pcg.kernels.batch import ProgramBatch
+from pcg.kernels.torch.remote_weights import is_remote, remote_of
 from pcg.peft.weights import AdapterWeight
 
 
 def column_norm(weight: Tensor, a: AdapterWeight, b: AdapterWeight) -> Tensor:
     """||W + scale · B A|| of each output, [out], in A's dtype."""
+    if is_remote(weight):
+        return remote_of(weight).adapted_lengths(a.weight, b.weight, b.scale)
     whole = torch.addmm(weight.to(a.weight.dtype), b.weight, a.weight, alpha=b.scale)
     norm: Tensor = torch.linalg.vector_norm(whole, dim=1)
     return norm

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pcg.kernels.batch import ProgramBatch
+from pcg.kernels.torch.remote_weights import is_remote, remote_of
 
 Result = TypeVar("Result")
 ProductRequest: TypeAlias = Generator["Product", None, Result]
@@ -129,6 +130,7 @@ class LinearProduct(Product):
     def rows(self) -> int:
         weight = self.weights[0]
         is_plain = len(self.weights) == 1 and weight is not None and not weight.is_mkldnn
+        is_plain = is_plain and not is_remote(weight)
         if not is_plain or self.is_whole or hasattr(weight, "group_sizes"):
             return 0
         return len(weight)  # type: ignore[arg-type]
@@ -173,38 +175,61 @@ class LinearProduct(Product):
 
 
 class InputGradientTerm(ABC):
-    """The term that a bypass network adds to the gradient of a linear operator's input."""
+    """The term that bypass networks add to the gradient of a linear operator's input."""
 
     @abstractmethod
     def add(
-        self, dy: Tensor, dx: Tensor, jobs: Sequence[Self], spans: Sequence[tuple[int, int]]
+        self,
+        dys: Sequence[Tensor],
+        dx: Tensor,
+        jobs: Sequence[Self],
+        spans: Sequence[tuple[int, int]],
     ) -> None:
         """Add the terms of several jobs, this one included, to the base's dx [T, in] in one go.
 
-        `spans` are the first token of each and its number of tokens in dy [T, out].
+        `dys` has dy [T, out] of each weight; `spans` are the first token of each job and its
+        number of tokens in them.
         """
 
 
 @dataclass(slots=True, eq=False)
 class InputGradient(Product):
-    """dy W, with a bypass network's term added where nodes of its own do not."""
+    """dy W, summed over several where there are others, with a term of bypass networks added.
+
+    Attributes:
+        others: dy and W beside the first ones.
+    """
 
     weight: Tensor
     term: InputGradientTerm | None
+    others: Sequence[tuple[Tensor, Tensor]] = ()
 
     @property
     def rows(self) -> int:
-        return len(self.weight)
+        if is_remote(self.weight):
+            return 0
+        return len(self.weight) + sum(len(weight) for _, weight in self.others)
 
     def run_rows(self, start: int, stop: int) -> None:
-        dy, part = self._x, slice(start, stop)
-        assert dy is not None
-        dx = linear_backward(dy[:, part].contiguous(), self.weight[part]).to(_sum_dtype(dy))
-        self._outputs = dx if not start else self._outputs.add_(dx)
-        if stop == len(self.weight):
-            self._outputs = self._outputs.to(dy.dtype)
-            self._add_terms(dy, self._outputs, *(self._parts or ((self,), (len(dy),))))
-            self._x = None
+        first, pairs = 0, self._pairs()
+        for dy, weight in pairs:
+            part = slice(max(start - first, 0), min(stop - first, len(weight)))
+            if part.start < part.stop:
+                dx = linear_backward(dy[:, part].contiguous(), weight[part]).to(_sum_dtype(dy))
+                self._outputs = dx if not first + part.start else self._outputs.add_(dx)
+            first += len(weight)
+        if stop == first:
+            dys = [dy for dy, _ in pairs]
+            self._outputs = self._outputs.to(dys[0].dtype)
+            self._add_terms(dys, self._outputs, *(self._parts or ((self,), (len(dys[0]),))))
+            self._x, self.others = None, ()
+
+    def joined(self, others: Sequence[Self]) -> Self:
+        every = (self, *others)
+        (first, *rest), counts = self._joined_pairs(every)
+        whole = dataclasses.replace(self, _x=first[0], others=rest)
+        whole._parts = every, counts
+        return whole
 
     def run(self) -> None:
         (self._outputs,) = self._made((self,))
@@ -215,21 +240,44 @@ class InputGradient(Product):
             one._outputs = rows.clone()
 
     def _made(self, every: Sequence[InputGradient]) -> Sequence[Tensor]:
-        dy, counts = joined_tokens(every)
-        dx = linear_backward(dy, self.weight)
-        self._add_terms(dy, dx, every, counts)
+        pairs, counts = self._joined_pairs(every)
+        (dy, weight), *others = pairs
+        dx = linear_backward(dy, weight)
+        for more, by in others:
+            if is_remote(by):
+                dx.add_(linear_backward(more, by))
+            else:
+                dx = torch.addmm(dx, more, by, out=dx) if dx.is_cuda else dx.add_(more @ by)
+        self._add_terms([dy for dy, _ in pairs], dx, every, counts)
         own: Sequence[Tensor] = dx.split(counts)
         return own
 
+    def _pairs(self) -> Sequence[tuple[Tensor, Tensor]]:
+        assert self._x is not None
+        return [(self._x, self.weight), *self.others]
+
+    def _joined_pairs(
+        self, every: Sequence[InputGradient]
+    ) -> tuple[list[tuple[Tensor, Tensor]], list[int]]:
+        """Each weight with the dy of all, one behind the other, and how many tokens each has."""
+        dy, counts = joined_tokens(every)
+        pairs = [(dy, self.weight)]
+        for place, (own, weight) in enumerate(self.others):
+            rows = [one.others[place][0] for one in every]
+            pairs.append((torch.cat(rows) if len(rows) > 1 else own, weight))
+        for one in every:
+            one.others = ()
+        return pairs, counts
+
     @staticmethod
     def _add_terms(
-        dy: Tensor, dx: Tensor, every: Sequence[InputGradient], counts: Sequence[int]
+        dys: Sequence[Tensor], dx: Tensor, every: Sequence[InputGradient], counts: Sequence[int]
     ) -> None:
         spans = zip(accumulate(counts[:-1], initial=0), counts, strict=True)
         found = [(one.term, span) for one, span in zip(every, spans, strict=True) if one.term]
         if found:
             terms = [term for term, _ in found]
-            terms[0].add(dy, dx, terms, [span for _, span in found])
+            terms[0].add(dys, dx, terms, [span for _, span in found])
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
@@ -238,7 +286,10 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ (+ b); the weight plain, or packed by oneDNN."""
+    """x Wᵀ (+ b); the weight plain, packed by oneDNN, or in another process."""
+    if is_remote(weight):
+        y = remote_of(weight).linear(x, ())
+        return y if bias is None else y.add_(bias)
     if weight.is_mkldnn or (_is_onednn_faster(x) and x.dtype is torch.float32):
         return _onednn_linear(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
     return F.linear(x, weight, bias)
@@ -250,6 +301,8 @@ _onednn_linear = torch.ops.mkldnn._linear_pointwise
 
 def linear_backward(dy: Tensor, weight: Tensor) -> Tensor:
     """dx = dy W."""
+    if is_remote(weight):
+        return remote_of(weight).input_gradient(dy)
     if _is_onednn_faster(dy):
         return _onednn_linear(dy, weight.t(), None, "none", [], "")  # type: ignore[no-any-return]
     if dy.is_cpu and dy.dtype in (torch.bfloat16, torch.float16):
@@ -288,6 +341,12 @@ def linear_group(
         outs: Sequence[Tensor] = y.split(first.group_sizes, -1) if len(weights) > 1 else (y,)
         return outs
     padded = biases or [None] * len(weights)
+    if len(weights) > 1 and is_remote(first):
+        y = remote_of(first).linear(x, [remote_of(one) for one in weights[1:]])
+        outs = y.split([len(one) for one in weights], -1)  # type: ignore[arg-type]
+        return [
+            one if bias is None else one.add_(bias) for one, bias in zip(outs, padded, strict=True)
+        ]
     return [linear(x, w, b) for w, b in zip(weights, padded, strict=True)]  # type: ignore[arg-type]
 
 
@@ -315,6 +374,12 @@ def product_backward(
     dy: Tensor,
     weight: Tensor,
     term: InputGradientTerm | None = None,
+    others: Sequence[tuple[str, Tensor, Tensor]] = (),
 ) -> ProductRequest[Any]:
-    """Request dx = dy W, [T, in], with a bypass network's term added; `name` is the weight's."""
-    return InputGradient((batch.layer, name, "backward"), dy, weight, term).requested()
+    """Request dx = dy W, [T, in], with a term of bypass networks added; `name` is the weight's.
+
+    The dx of `others`, each a weight's name, dy and W, are summed with it.
+    """
+    names = (name, *(other for other, _, _ in others))
+    pairs = [(own, by) for _, own, by in others]
+    return InputGradient((batch.layer, *names, "backward"), dy, weight, term, pairs).requested()

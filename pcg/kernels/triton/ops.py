@@ -24,11 +24,15 @@ from pcg.kernels.triton.adapters.dispatch import (
 )
 from pcg.kernels.triton.adapters.trained_adapters import (
     asked_outer,
+    asked_outer_group,
     bottleneck_backward,
+    expand_add_group,
     expand_backward,
+    lora_group_backward,
     lora_linear_backward,
     outer,
     scaled_outer,
+    shrink_group,
 )
 from pcg.kernels.triton.adapters.trained_vectors import (
     asked_inner,

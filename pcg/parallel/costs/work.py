@@ -24,6 +24,7 @@ from pcg.ir.operators.collectives import Collective, Transition
 from pcg.ir.operators.lora import (
     LoraLinear,
 )
+from pcg.ir.operators.lora_groups import by_kind
 from pcg.ir.types import CONTEXT, TOKENS, Size, TensorType
 
 OPEN_RANK = 16
@@ -150,6 +151,8 @@ def parts_of(
         case "asked_inner" | "asked_outer" | "asked_sum_tokens":
             own = {key: value for key, value in attributes.items() if key != "of"}
             yield op.removeprefix("asked_"), inputs, outputs, own
+        case "shrink_group" | "expand_add_group" | "asked_outer_group" | "lora_group_backward":
+            yield from _parts_of_group(op, inputs, outputs, attributes)
         case "lora_linear_backward" | "bottleneck_backward":
             yield from _parts_of_gradients(op, inputs, outputs, attributes)
         case "lora_linear":
@@ -166,6 +169,26 @@ def parts_of(
                 yield "expand_add", (outputs[i], s, b), (outputs[i],), {}
         case _:
             yield op, inputs, outputs, attributes
+
+
+def _parts_of_group(
+    op: str, inputs: Types, outputs: Types, attributes: Attributes
+) -> Iterator[tuple[str, Types, Types, Attributes]]:
+    match op:
+        case "shrink_group":
+            for a, s in zip(inputs[1:], outputs, strict=True):
+                yield "shrink", (inputs[0], a), (s,), {}
+        case "asked_outer_group":
+            for ds, da in zip(inputs[:-1], outputs, strict=True):
+                yield "outer", (ds, inputs[-1]), (da,), {}
+        case "expand_add_group":
+            for own, z in zip(zip(*by_kind(inputs, 3), strict=True), outputs, strict=True):
+                yield "expand_add", own, (z,), {}
+        case _:
+            sites = zip(*by_kind(inputs, 5), *by_kind(outputs[:-1], 2), strict=True)
+            for *given, ds, db in sites:
+                made = ds, db, outputs[-1]
+                yield from _parts_of_gradients("lora_linear_backward", (*given,), made, attributes)
 
 
 def _parts_of_loss(

@@ -42,10 +42,10 @@ class FuseGradients(GraphPass):
         nodes = [_asked(graph, node) for node in graph.nodes]
         if graph is before and nodes == [*graph.nodes]:
             return graph
-        return graph.replace(nodes=_in_order(nodes))
+        return graph.replace(nodes=in_order(nodes))
 
 
-def _in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:
+def in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:
     """The nodes, each behind what it reads; else as given."""
     makers = {value.name: node for node in nodes for value in node.outputs}
     placed: dict[str, Node] = {}
@@ -62,7 +62,7 @@ def _in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:
     return tuple(placed.values())
 
 
-def _depends(graph: Graph, values: Iterable[str], on: Collection[Node]) -> bool:
+def depends(graph: Graph, values: Iterable[str], on: Collection[Node]) -> bool:
     """Return whether one of the values depends on the outputs of some nodes."""
     waiting, seen = [*values], set[str]()
     while waiting:
@@ -105,7 +105,7 @@ def _fused(graph: Graph, base: Node) -> Graph:
         down = [n for n in graph.consumers[expand.name] if n.op == "shrink_backward"]
         if outer is None or len(down) != 1 or outer in beside:
             continue
-        if _depends(graph, (outer.inputs[1], outer.inputs[2], down[0].inputs[1]), (expand, base)):
+        if depends(graph, (outer.inputs[1], outer.inputs[2], down[0].inputs[1]), (expand, base)):
             continue
         path = _path(graph, base, down[0])
         if path is not None:
@@ -124,14 +124,14 @@ def _path(graph: Graph, base: Node, down: Node) -> tuple[str, Sequence[Node]] | 
         lora = reader.name
     if graph.types[lora] != graph.types[base.name]:
         return None
-    own, others = (_sums(graph, name) for name in (lora, base.name))
+    own, others = (sums_of(graph, name) for name in (lora, base.name))
     first = next((node for node in own if node in others), None)
     if first is None:
         return None
     return lora, (*own[: own.index(first)], *others[: others.index(first)], first)
 
 
-def _sums(graph: Graph, name: str) -> list[Node]:
+def sums_of(graph: Graph, name: str) -> list[Node]:
     """The sums that a value is a summand of, from the inmost."""
     found: list[Node] = []
     while len(readers := graph.consumers.get(name, ())) == 1 and name not in graph.outputs:
@@ -198,7 +198,7 @@ def _with_bottleneck(graph: Graph, inner: Node) -> Graph:
             inner.attributes,
             outer.scope,
         )
-        if _depends(graph, (s, bias, up), (expand, slope, outer, of_bias)):
+        if depends(graph, (s, bias, up), (expand, slope, outer, of_bias)):
             continue
         gone = {expand.name, outer.name, of_bias.name}
         every = (fused if node is slope else node for node in graph.nodes)

@@ -16,12 +16,15 @@ from torch import Tensor
 from pcg.ir.graph import Graph, Parameter
 from pcg.ir.program.program import ModelGraph, Program, python_name, site_of
 from pcg.ir.types import TORCH_NAMES
+from pcg.kernels.torch.remote_weights import is_remote, remote_group, remote_of
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.parallel.ranks.shards import Ranges, has_zeros, is_sharded, ranges_of, shard_of
 from pcg.runtime.model.product_weights import (
     ProductLayout,
     ProductWeights,
+    as_group,
     lie_side_by_side,
+    multiplied,
     product_weights,
 )
 from pcg.runtime.model.weights import RandomWeights, Weights
@@ -111,15 +114,33 @@ class WeightStore:
                     for parameter in graph.parameters
                     if parameter.role != "adapter"
                 }
+                away = self._remote(graph, reads, serves)
                 products = list(product_weights(graph)) if serves else []
                 for product in products:
+                    if product.weights[0] in away:
+                        continue
                     self._lay_side_by_side([reads[name] for name in product.weights])
                     self._lay_side_by_side([reads[name] for name in product.biases])
                 for name, read in reads.items():
-                    setattr(holder, python_name(name), self._tensor(read))
+                    tensor = away[name] if name in away else self._tensor(read)
+                    setattr(holder, python_name(name), tensor)
                 for product in products:
                     self._lay_out(product, reads, holder)
         return weights
+
+    def _remote(
+        self, graph: Graph, reads: Mapping[str, _Read], serves: bool
+    ) -> Mapping[str, Tensor]:
+        """Return what stands for the matrices that another process holds and multiplies by.
+
+        A matrix that the graph reads otherwise, too, such as an embedding, is here.
+        """
+        names = [name for name in multiplied(graph) if name in reads]
+        found = {
+            name: self._source.remote(reads[name].name, reads[name].whole.type.features, serves)
+            for name in names
+        }
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def _tensor(self, read: _Read) -> Tensor:
         """Return what a graph reads, loaded once."""
@@ -187,6 +208,11 @@ class WeightStore:
         weights = [getattr(holder, name) for name in names]
         # The holder keeps each bias, which other operators may read.
         biases = [getattr(holder, python_name(name)) for name in product.biases]
+        if is_remote(weights[0]):
+            for name in names:
+                setattr(holder, name, None)
+            setattr(holder, names[0], as_group(remote_group(weights), weights, biases))
+            return
         keys = [tuple(reads[name].key for name in group) for group in dataclasses.astuple(product)]
         for name in names:
             setattr(holder, name, None)
@@ -224,8 +250,13 @@ class WeightStore:
                 yield parameter.source.format(layer=layer), parameter
 
     def whole(self, name: str, parameter: Parameter) -> Tensor:
-        """Return a whole frozen tensor; it is read again if this rank keeps a shard of it."""
+        """Return a whole frozen tensor, or what stands for it where another process holds it.
+
+        It is read again if this rank keeps a shard of it.
+        """
         loaded = self._loaded.get((name, parameter.transposed, None))
+        if loaded is None:
+            loaded = self._source.remote(name, parameter.type.features)
         return self._read(parameter, name) if loaded is None else loaded
 
     def samples(self, name: str, parameter: Parameter, count: int) -> Tensor:
@@ -233,6 +264,9 @@ class WeightStore:
         total = math.prod(parameter.type.features)
         stride = max(1, total // count)
         loaded = self._loaded.get((name, parameter.transposed, None))
+        away = self._source.remote(name, parameter.type.features)
+        if away is not None:
+            return remote_of(away).samples(count)
         if loaded is not None:
             return loaded.detach().reshape(-1)[::stride][:count].to("cpu", torch.float64)
         found = []

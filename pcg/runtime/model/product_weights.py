@@ -41,6 +41,25 @@ def product_weights(graph: Graph) -> Iterator[ProductWeights]:
             yield ProductWeights(weights, biases)
 
 
+_MULTIPLIES = (
+    "column_norm", "linear", "linear_backward", "linear_group", "lora_linear",
+    "lora_linear_backward",
+)  # fmt: skip
+
+
+def multiplied(graph: Graph) -> list[str]:
+    """Return the frozen matrices [out, in] that a graph reads by multiplying alone."""
+    others = {name for node in graph.nodes if node.op not in _MULTIPLIES for name in node.inputs}
+    return [
+        parameter.name
+        for parameter in graph.parameters
+        if parameter.role == "frozen"
+        and len(parameter.type.features) == 2
+        and parameter.name not in others
+        and parameter.name not in graph.outputs
+    ]
+
+
 def is_packed(dims: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether oneDNN packs weights of so many dims on a device, which is this CPU."""
     return dims == 2 and device.type == "cpu" and has_onednn(dtype)
@@ -72,15 +91,16 @@ class ProductLayout:
         first = weights[0]
         if not self.packs(first.dim(), first.dtype, first.device):
             # A detached tensor, as attributes are set on it, and training reads the original.
-            return _with_group(joined(weights).detach(), weights, biases)
+            return as_group(joined(weights).detach(), weights, biases)
         found = self._packed.get(key)
         if found is None:
             packed = torch.ops.mkldnn._reorder_linear_weight(joined(weights), None)
-            found = self._packed[key] = _with_group(packed, weights, biases)
+            found = self._packed[key] = as_group(packed, weights, biases)
         return found
 
 
-def _with_group(whole: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+def as_group(whole: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    """Note on the joined weights of a product their sizes and the joined biases."""
     whole.group_sizes = [tensor.shape[0] for tensor in weights]  # type: ignore[attr-defined]
     whole.group_bias = joined(biases) if biases else None  # type: ignore[attr-defined]
     return whole

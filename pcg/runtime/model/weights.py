@@ -123,6 +123,14 @@ class Weights(ABC):
         """Return a tensor that lies in memory as `load` returns it; None if it does not."""
         return None
 
+    def remote(self, name: str, shape: Sequence[int], serves: bool = False) -> Tensor | None:
+        """Return what stands for a matrix that another process multiplies by; None if it is here.
+
+        Args:
+            serves: True if requests are served by it, and nothing is trained.
+        """
+        return None
+
     def unused(self) -> tuple[str, ...]:
         return tuple(sorted(self.index.keys() - self._used))
 
@@ -292,6 +300,9 @@ class RandomWeights:
 
     def shared(self, name: str, *place: object) -> None:
         """Return None: no tensor is in memory before it is made; see `Weights.shared`."""
+
+    def remote(self, name: str, *place: object) -> None:
+        """Return None: all tensors are made here; see `Weights.remote`."""
 
 
 def slices_of(ranges: Ranges) -> tuple[slice, ...]:

@@ -186,7 +186,7 @@ class BoundTraining:
             parameter = epilogue.parameters_by_name.get(node.inputs[-1])
             if node.op == "linear_backward" and parameter is not None:
                 weight = getattr(self.weights.epilogue, python_name(parameter.name), None)
-                return 0 if weight is None else len(weight)
+                return 0 if weight is None or weight.is_meta else len(weight)
         return 0
 
     def loss_tokens(self, tokens: int, left: int) -> int:

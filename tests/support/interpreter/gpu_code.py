@@ -9,6 +9,7 @@ which is this file run with the kernels on its standard input.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -25,6 +26,8 @@ from tests.support.interpreter.product_loops import ProductLoop, product_loops
 
 ARCHITECTURES = (80, 90)
 """Ampere and Hopper."""
+IS_NEW_TRITON = tuple(map(int, importlib.metadata.version("triton").split(".")[:2])) >= (3, 9)
+"""Whether Triton is one that code is held to its best with; 3.6 makes right, but wider code."""
 _SHARED_KIB = {80: 164, 90: 228}
 """Shared memory of a processor, of which each program takes 1 KiB beside its own."""
 

@@ -57,6 +57,20 @@ def columns_of(columns, j):
 
 
 @triton.jit
+def of_slice(j, first, second, third, SLICES: tl.constexpr):
+    """The one of three, pointers or numbers, that is slice j's, where each of SLICES has its own.
+
+    With one, all slices share the first.
+    """
+    found = first
+    if SLICES > 1:
+        found = tl.where(j == 1, second, found)
+    if SLICES > 2:
+        found = tl.where(j == 2, third, found)
+    return found
+
+
+@triton.jit
 def tokens_at(order, place, taken, stride):
     """First element of the token at each place: a multiple of 8, as the stride is."""
     token = tl.load(order + place, taken, 0).to(tl.int64)

@@ -1,5 +1,8 @@
 """The kernels of LoRA of many adapters in one launch, each token by its own; see `segmented_lora`.
 
+In training slices may have tensors of their own, at most three of a kind: `x_1`, `memory_2` and so
+on are those of the second and the third (`of_slice`).
+
 Grids: shrink (blocks of ranks of tiles, parts, slices), expand (tiles or, in decode, tokens; blocks
 of columns; slices), outer (blocks of ranks of segments, blocks of columns, slices).
 
@@ -21,6 +24,7 @@ from pcg.kernels.triton.adapters.device_functions import (
     entries_of,
     expand_token,
     item_of,
+    of_slice,
     rows_at,
     sum_of_parts,
     sums_of,
@@ -62,10 +66,15 @@ def shrink_kernel(
     first, slices, slots, sums, part_columns,
     HAS_SCALES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, TURNED: tl.constexpr = 0,
+    x_1=None, x_2=None, stride_1=None, stride_2=None, memory_1=None, memory_2=None,
+    INPUTS: tl.constexpr = 1, MEMORIES: tl.constexpr = 1,
 ):  # fmt: skip
     """One part of s for a tile, a slice and up to BLOCK_R of its ranks."""
     part = tl.program_id(1)
     j = tl.program_id(2)
+    x = of_slice(j, x, x_1, x_2, INPUTS)
+    stride = of_slice(j, stride, stride_1, stride_2, INPUTS)
+    memory = of_slice(j, memory, memory_1, memory_2, MEMORIES)
     matrix, rank, first_place, count = item_of(tiles, slots, ranks, j)
     if count == 0:
         return
@@ -138,14 +147,24 @@ def expand_kernel(
     first, slices, slots, sums,
     HAS_SCALES: tl.constexpr, SUMMED: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TURNED: tl.constexpr = 0,
+    y_1=None, y_2=None, stride_1=None, stride_2=None, z_1=None, z_2=None,
+    memory_1=None, memory_2=None,
+    OUTPUTS: tl.constexpr = 1, MEMORIES: tl.constexpr = 1,
 ):  # fmt: skip
     """z for a tile and BLOCK_N columns of a slice, or of SUMMED slices that have the same ones.
 
     The product is turned, columns by tokens: see `wide_product` for why s is the second factor.
+    Where slices have outputs of their own, their rows lie one behind the other.
     """
     j = tl.program_id(2) * SUMMED
     matrix, rank, first_place, count = item_of(tiles, slots, ranks, j)
     start, size = columns_of(columns, j)
+    y = of_slice(j, y, y_1, y_2, OUTPUTS)
+    stride = of_slice(j, stride, stride_1, stride_2, OUTPUTS)
+    z = of_slice(j, z, z_1, z_2, OUTPUTS)
+    if OUTPUTS > 1:
+        z_stride = size
+    of_first = of_slice(j, memory, memory_1, memory_2, MEMORIES)
     low = tl.program_id(1) * BLOCK_N
     if (count == 0) | (low >= size):
         return
@@ -164,25 +183,26 @@ def expand_kernel(
             return
     n = low + tl.arange(0, BLOCK_N)
     inside = n < size
-    s, _ = sums_of(tiles, s, j, sums)
+    of_tile, _ = sums_of(tiles, s, j, sums)
     part_stride = tl.multiple_of(slices * sums, 16)
     at = (m * width)[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     total = expand_matrix(
-        total, memory, entries, row, rank, n, inside[None, :],
-        s, at, part_stride, taken, scale, width, PARTS, TURNED,
+        total, of_first, entries, row, rank, n, inside[None, :],
+        of_tile, at, part_stride, taken, scale, width, PARTS, TURNED,
     )  # fmt: skip
-    for _ in range(1, SUMMED):
+    for summed in range(1, SUMMED):
         matrix += slots
-        s += sums
+        of_tile, _ = sums_of(tiles, s, j + summed, sums)
         entries += width
         rank = tl.load(ranks + matrix)
         row = rows_at(entries + tl.arange(0, 16), memory)
         if HAS_SCALES:
             scale = tl.load(scales + matrix)
+        of_summed = of_slice(j + summed, memory, memory_1, memory_2, MEMORIES)
         total = expand_matrix(
-            total, memory, entries, row, rank, n, inside[None, :],
-            s, at, part_stride, taken, scale, width, PARTS, TURNED,
+            total, of_summed, entries, row, rank, n, inside[None, :],
+            of_tile, at, part_stride, taken, scale, width, PARTS, TURNED,
         )  # fmt: skip
     y += tl.multiple_of(token * stride, [8])[None, :] + (start + n)[:, None]
     before = tl.load(y, inside[:, None] & taken, 0.0)
@@ -238,12 +258,17 @@ def outer_kernel(
     first, slots, sums,
     HAS_SCALES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, TURNED: tl.constexpr = 0,
+    x_1=None, x_2=None, stride_1=None, stride_2=None, memory_1=None, memory_2=None,
+    INPUTS: tl.constexpr = 1, MEMORIES: tl.constexpr = 1,
 ):  # fmt: skip
     """BLOCK_R rows by BLOCK_N columns of a segment's gradient of a slice.
 
     The product is turned, columns by ranks: see `wide_product` for why s is the second factor.
     """
     j = tl.program_id(2)
+    x = of_slice(j, x, x_1, x_2, INPUTS)
+    stride = of_slice(j, stride, stride_1, stride_2, INPUTS)
+    memory = of_slice(j, memory, memory_1, memory_2, MEMORIES)
     matrix, rank, first_place, count = item_of(segments, slots, ranks, j)
     s, first_rank = sums_of(segments, s, j, sums)
     start, size = columns_of(columns, j)

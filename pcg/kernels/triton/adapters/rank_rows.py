@@ -39,6 +39,7 @@ class RankRows:
         columns: starts and sizes, [slices, 2], int32, where the kernels read them.
         turned: the rank of a single matrix whose columns lie one behind the other, as [n, r]; 0 of
             rows.
+        others: the memories of the slices behind the first, where each has its own.
     """
 
     memory: Tensor
@@ -49,6 +50,7 @@ class RankRows:
     sizes: tuple[int, ...]
     columns: Tensor
     turned: int = 0
+    others: tuple[Tensor, ...] = ()
 
     @property
     def slices(self) -> int:

@@ -142,7 +142,8 @@ def segmented_activate(
             FUNCTION=FUNCTIONS[function], HAS_SCALES=scales is not None,
             HAS_GRADIENT=dz is not None,
             PARTS=s.shape[0], GRADIENT_PARTS=1 if dz is None else dz.shape[0],
-            BLOCK_M=tiles.block, BLOCK_R=min(_BLOCK, ranks), RANKS=ranks, num_warps=4,
+            BLOCK_M=tiles.block, BLOCK_R=min(_BLOCK, ranks), RANKS=ranks,
+            num_warps=4 if ranks > _BLOCK else 1,  # 8 elements a thread of a decode's tile
         )  # fmt: skip
     return out
 

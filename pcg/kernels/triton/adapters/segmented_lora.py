@@ -30,6 +30,10 @@ Sources: Punica (Chen et al. 2023) §4, S-LoRA (Sheng et al. 2023) §5.3.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -79,6 +83,7 @@ def shrink(
     tiles: TokenTiles,
     scales: Tensor | None = None,
     parts: int | None = None,
+    others: Sequence[Tensor] = (),
 ) -> Tensor:
     """s = scale · x Aᵀ of each token's own adapter, summed up in parts.
 
@@ -88,17 +93,19 @@ def shrink(
         tiles: the tokens by slot, on the device.
         scales: factors on s, [slices, slots], fp32.
         parts: the number of parts of each sum; by default as many as fill the device.
+        others: the tokens of the slices behind the first, where each has its own.
     Returns:
         s [parts, slices, sums], fp32.
     Raises:
         CodegenError: x cannot be loaded 16 bytes at once, or has too few columns.
     """
-    check_tokens(x, a)
+    every = [x, *others]
+    check_slices(every, a)
     is_decode, is_wide = tiles.block == DECODE_BLOCK, a.memory.dtype == torch.float32
     if not is_wide:
         # Not in the kernel, where tensor cores would read what is converted from registers.
-        x = x.to(a.memory.dtype)
-        check_tokens(x, a)
+        every = [one.to(a.memory.dtype) for one in every]
+        check_slices(every, a)
     block_r = min(rank_block(tiles.block), triton.next_power_of_2(tiles.width))
     is_large = is_wide and block_r > 16  # tiles of fp32 rows
     # Of fp32 rows fewer at once: they take twice the registers, and more beside 16-bit tokens.
@@ -118,11 +125,13 @@ def shrink(
     s = torch.empty(shape, dtype=torch.float32, device=x.device)
     check_partial_sums(s, a, tiles)
     if items:
+        x = every[0]
         shrink_kernel[(items, parts, a.slices)](
             x, x.stride(0), tiles.order, tiles.tiles, a.memory, a.rows, a.ranks, a.columns,
             scales, s, a.first, a.slices, a.slots, tiles.capacity.sums, part_steps * block_k,
             HAS_SCALES=scales is not None,
             BLOCK_M=tiles.block, BLOCK_R=block_r, BLOCK_K=block_k, TURNED=a.turned,
+            **_own("x", every), **_memories(a), INPUTS=len(every),
             num_warps=8 if is_large else 4, num_stages=2 if is_decode else 3,
         )  # fmt: skip
     return s
@@ -154,33 +163,83 @@ def expand_add(
     is_decode, is_wide = tiles.block == DECODE_BLOCK, b.memory.dtype == torch.float32
     summed = b.slices if b.is_shared else 1
     z = y if in_place else torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    has_scales, parts = scales is not None, s.shape[0]
+    parts = s.shape[0]
     if is_decode and tiles.capacity.tiles:
         block_n = DECODE_EXPANDED // (2 if is_wide else 1)
         columns = triton.cdiv(max(b.sizes), block_n)
         expand_tokens_kernel[(tiles.capacity.tokens, columns, b.slices // summed)](
             y, y.stride(0), z, z.stride(0), tiles.by_token, b.memory, b.rows, b.ranks,
             b.columns, scales, s, b.first, b.slices, b.slots, tiles.capacity.sums,
-            HAS_SCALES=has_scales, SUMMED=summed,
+            HAS_SCALES=scales is not None, SUMMED=summed,
             PARTS=parts, PART_BLOCK=triton.next_power_of_2(parts), BLOCK_N=block_n,
             STAGES=1 if tiles.width == RANK_STEP else WIDE_STAGES, num_warps=2,
         )  # fmt: skip
     elif tiles.capacity.tiles:
-        # y of 128 by 64 is 64 registers a thread; fp32 factors take registers too.
-        block_n = 128 // (2 if is_wide else 1)
-        columns = triton.cdiv(max(b.sizes), block_n)
-        expand_kernel[(tiles.capacity.tiles, columns, b.slices // summed)](
-            y, y.stride(0), z, z.stride(0), tiles.order, tiles.tiles, b.memory, b.rows, b.ranks,
-            b.columns, scales, s, b.first, b.slices, b.slots, tiles.capacity.sums,
-            HAS_SCALES=has_scales, SUMMED=summed, PARTS=parts,
-            BLOCK_M=tiles.block, BLOCK_N=block_n, TURNED=b.turned,
-            num_warps=8 if is_wide else 4, num_stages=2,
-        )  # fmt: skip
+        _expand([y], [z], s, b, tiles, scales, summed)
     return z
 
 
+def expand_add_each(
+    every: Sequence[Tensor],
+    s: Tensor,
+    b: RankRows,
+    tiles: TokenTiles,
+    scales: Tensor | None = None,
+) -> Sequence[Tensor]:
+    """As `expand_add`, of a y of each slice's own to new tensors; not for the tiles of decode."""
+    check_slices(every, b)
+    check_partial_sums(s, b, tiles)
+    found = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in every]
+    if tiles.capacity.tiles:
+        _expand(every, found, s, b, tiles, scales, 1)
+    return found
+
+
+def _expand(
+    every: Sequence[Tensor],
+    made: Sequence[Tensor],
+    s: Tensor,
+    b: RankRows,
+    tiles: TokenTiles,
+    scales: Tensor | None,
+    summed: int,
+) -> None:
+    is_wide, y, z = b.memory.dtype == torch.float32, every[0], made[0]
+    # y of 128 by 64 is 64 registers a thread; fp32 factors take registers too.
+    block_n = 128 // (2 if is_wide else 1)
+    columns = triton.cdiv(max(b.sizes), block_n)
+    expand_kernel[(tiles.capacity.tiles, columns, b.slices // summed)](
+        y, y.stride(0), z, z.stride(0), tiles.order, tiles.tiles, b.memory, b.rows, b.ranks,
+        b.columns, scales, s, b.first, b.slices, b.slots, tiles.capacity.sums,
+        HAS_SCALES=scales is not None, SUMMED=summed, PARTS=s.shape[0],
+        BLOCK_M=tiles.block, BLOCK_N=block_n, TURNED=b.turned,
+        **_own("y", every), **_memories(b), OUTPUTS=len(every),
+        **{f"z_{number}": one for number, one in enumerate(made) if number},
+        num_warps=8 if is_wide else 4, num_stages=2,
+    )  # fmt: skip
+
+
+def _own(name: str, every: Sequence[Tensor]) -> dict[str, Any]:
+    """The arguments of a kernel for the tensors of tokens of the slices behind the first."""
+    found: dict[str, Any] = {}
+    for number, one in enumerate(every[1:], 1):
+        found |= {f"{name}_{number}": one, f"stride_{number}": one.stride(0)}
+    return found
+
+
+def _memories(rows: RankRows) -> dict[str, Any]:
+    """The arguments of a kernel for the memories of the slices behind the first."""
+    own = {f"memory_{number}": one for number, one in enumerate(rows.others, 1)}
+    return {**own, "MEMORIES": 1 + len(rows.others)}
+
+
 def segment_outer(
-    s: Tensor, x: Tensor, gradients: RankRows, tiles: TokenTiles, scales: Tensor | None = None
+    s: Tensor,
+    x: Tensor,
+    gradients: RankRows,
+    tiles: TokenTiles,
+    scales: Tensor | None = None,
+    others: Sequence[Tensor] = (),
 ) -> None:
     """Write scale · Σ s ⊗ x over each segment's tokens: dA of ds and x, dB of s and dy.
 
@@ -190,7 +249,8 @@ def segment_outer(
     Raises:
         CodegenError: x cannot be loaded 16 bytes at once, s is of others, gradients are not fp32.
     """
-    check_tokens(x, gradients)
+    every = [x, *others]
+    check_slices(every, gradients)
     check_partial_sums(s, gradients, tiles)
     check_gradients(gradients)
     if s.shape[0] > 1:
@@ -204,8 +264,21 @@ def segment_outer(
             gradients.first, gradients.slots, tiles.capacity.sums,
             HAS_SCALES=scales is not None, BLOCK_T=32 if x.dtype == torch.float32 else 64,
             BLOCK_N=OUTER_COLUMNS, BLOCK_R=16, TURNED=gradients.turned,
+            **_own("x", every), **_memories(gradients), INPUTS=len(every),
             num_warps=4, num_stages=3,
         )  # fmt: skip
+
+
+def check_slices(every: Sequence[Tensor], rows: RankRows) -> None:
+    """CodegenError: there is neither one x for all slices nor one for each, of one dtype."""
+    if len(every) == 1:
+        check_tokens(every[0], rows)
+        return
+    for x, start, size in zip(every, rows.starts, rows.sizes, strict=False):
+        check_tokens(x, replace(rows, starts=(start,), sizes=(size,)))
+    if len({x.dtype for x in every}) > 1 or len(every) != rows.slices:
+        dtypes = ", ".join(str(x.dtype) for x in every)
+        raise CodegenError(f"tokens of {dtypes} for {rows.slices} slices")
 
 
 def check_tokens(x: Tensor, rows: RankRows) -> None:

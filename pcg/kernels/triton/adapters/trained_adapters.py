@@ -35,11 +35,13 @@ from pcg.kernels.torch.products import (
 )
 from pcg.kernels.triton.adapters import segmented_lora
 from pcg.kernels.triton.adapters.segmented_activate import segment_sum, segmented_activate
-from pcg.kernels.triton.adapters.token_tiles import TokenTiles
+from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles
 from pcg.kernels.triton.adapters.trained_rows import (
     are_few,
+    as_slices,
     as_sums,
     by_job,
+    by_slice,
     is_matrix,
     is_summand,
     is_tokens,
@@ -48,6 +50,8 @@ from pcg.kernels.triton.adapters.trained_rows import (
     scales_of,
     segments_at,
     segments_of,
+    slices_of,
+    turned_rows,
     up_rows_of,
     vectors_of,
     whole_sum,
@@ -56,24 +60,47 @@ from pcg.kernels.triton.adapters.trained_rows import (
 
 def shrink(x: Tensor, a: Any) -> Tensor:
     """s = x Aᵀ, [T, r] in A's dtype."""
-    matrix = as_weight(a).weight
-    if not (is_tokens(x) and is_matrix(matrix, x.shape[1])):
-        return torch_ops.shrink(x, a)  # type: ignore[no-any-return]
-    counts, ranks = [len(x)], [len(matrix)]
-    tiles = segments_of(counts, ranks, x.device)
-    s = segmented_lora.shrink(x, rows_of([matrix]), tiles, parts=parts_for(tiles))
-    (own,) = by_job(whole_sum(s), counts, ranks)
-    return own.contiguous()  # kept for backward
+    (s,) = shrink_group(x, (a,))
+    return s
+
+
+def shrink_group(x: Tensor, a: Sequence[Any]) -> Sequence[Tensor]:
+    """s = x Aᵀ by each A [r, in], [T, r] in A's dtype."""
+    matrices = [as_weight(one).weight for one in a]
+    if not (is_tokens(x) and all(is_matrix(matrix, x.shape[1]) for matrix in matrices)):
+        return [torch_ops.shrink(x, one) for one in a]
+    counts, ranks = [len(x)], [len(matrices[0])]
+    tiles = segments_of(counts, ranks, x.device, len(a))
+    down = slices_of([[matrix] for matrix in matrices])
+    s = whole_sum(segmented_lora.shrink(x, down, tiles, parts=parts_for(tiles, len(a))))
+    # Kept for backward.
+    return [by_job(own, counts, ranks)[0].contiguous() for own in by_slice(s)]
 
 
 def expand_add(y: Tensor, s: Tensor, b: Any) -> Tensor:
     """y + scale · s Bᵀ, in y's dtype and memory of its own."""
-    b = as_weight(b)
-    if not (is_tokens(y) and is_summand(s) and is_matrix(b.weight.t(), y.shape[1])):
-        return torch_ops.expand_add(y, s, b)
-    up = up_rows_of([b.weight], len(y))
-    tiles, scales = segments_of([len(y)], [s.shape[1]], y.device), scales_of([b], y.device)
-    return segmented_lora.expand_add(y, as_sums([s]), up, tiles, scales, in_place=False)
+    (z,) = expand_add_group((y,), (s,), (b,))
+    return z
+
+
+def expand_add_group(
+    y: Sequence[Tensor], s: Sequence[Tensor], b: Sequence[Any]
+) -> Sequence[Tensor]:
+    """y + scale · s Bᵀ of each site, in y's dtype and memory of its own."""
+    b = [as_weight(one) for one in b]
+    sites, count, device = list(zip(y, s, b, strict=True)), len(y[0]), y[0].device
+    if not all(
+        is_tokens(own) and is_summand(of) and is_matrix(by.weight.t(), own.shape[1])
+        for own, of, by in sites
+    ):
+        return [torch_ops.expand_add(*site) for site in sites]
+    tiles = segments_of([count], [s[0].shape[1]], device, len(sites))
+    if tiles.block == DECODE_BLOCK and len(sites) > 1:  # its kernel has one output
+        return [expand_add(*site) for site in sites]
+    up, scales = up_rows_of([[by.weight] for by in b], count), scales_of([[by] for by in b], device)
+    if len(sites) > 1:
+        return segmented_lora.expand_add_each(y, as_slices([[of] for of in s]), up, tiles, scales)
+    return [segmented_lora.expand_add(y[0], as_sums(s), up, tiles, scales, in_place=False)]
 
 
 def expand_backward(dz: Tensor, b: Any) -> Tensor:
@@ -82,29 +109,35 @@ def expand_backward(dz: Tensor, b: Any) -> Tensor:
     if not (is_tokens(dz) and is_matrix(b.weight.t(), dz.shape[1])):
         return torch_ops.expand_backward(dz, b)
     counts, ranks = [len(dz)], [b.weight.shape[1]]
-    up, tiles = up_rows_of([b.weight], len(dz)), segments_of(counts, ranks, dz.device)
-    ds = segmented_lora.shrink(dz, up, tiles, scales_of([b], dz.device), parts_for(tiles))
+    up, tiles = up_rows_of([[b.weight]], len(dz)), segments_of(counts, ranks, dz.device)
+    ds = segmented_lora.shrink(dz, up, tiles, scales_of([[b]], dz.device), parts_for(tiles))
     (own,) = by_job(whole_sum(ds), counts, ranks)
     return own
 
 
 def outer(ds: Tensor, x: Tensor) -> Tensor:
     """dA = dsᵀ x, [r, in] in the dtype of ds."""
-    if not (is_tokens(x) and is_summand(ds)):
-        return torch_ops.outer(ds, x)
-    ranks = [ds.shape[1]]
-    tiles = segments_of([len(x)], ranks, x.device)
-    (gradient,) = _outers(as_sums([ds]), x, ranks, tiles, None)
-    return gradient
+    (da,) = outer_group((ds,), x)
+    return da
+
+
+def outer_group(ds: Sequence[Tensor], x: Tensor) -> Sequence[Tensor]:
+    """dA = dsᵀ x by each ds of one rank, [r, in] in the dtype of ds."""
+    if not (is_tokens(x) and all(map(is_summand, ds))):
+        return [torch_ops.outer(one, x) for one in ds]
+    ranks = [ds[0].shape[1]]
+    tiles = segments_of([len(x)], ranks, x.device, len(ds))
+    found = _outers(as_slices([[one] for one in ds]), [x], ranks, tiles, None)
+    return [one for (one,) in found]
 
 
 def scaled_outer(dz: Tensor, s: Tensor, b: Any) -> Tensor:
     """dB = scale · dzᵀ s, [out, r] in the dtype of s."""
     if not (is_tokens(dz) and is_summand(s)):
         return torch_ops.scaled_outer(dz, s, b)
-    ranks, scales = [s.shape[1]], scales_of([as_weight(b)], dz.device)
+    ranks, scales = [s.shape[1]], scales_of([[as_weight(b)]], dz.device)
     tiles = segments_of([len(dz)], ranks, dz.device)
-    (gradient,) = _up_outers(as_sums([s]), dz, ranks, tiles, scales)
+    ((gradient,),) = _up_outers(as_sums([s]), [dz], ranks, tiles, scales)
     return gradient
 
 
@@ -116,78 +149,119 @@ def lora_linear_backward(
     `name` is that of the weight [out, in] in its layer; dz is [T, out], A [r, in], B [out, r], and
     s = x Aᵀ [T, r].
     """
-    a, b = as_weight(a), as_weight(b)
-    known = is_tokens(dz) and is_summand(s) and not weight.shape[1] % ROW_ALIGNMENT
-    known = known and is_matrix(b.weight.t(), dz.shape[1])
-    if known and is_matrix(a.weight, weight.shape[1]):
-        lora = LoraGradients(a, b, s)
-        dx = yield from product_backward(batch, name, dz, weight, lora)
-        return lora.ds, lora.db, dx
-    ds, db = torch_ops.expand_backward(dz, b), torch_ops.scaled_outer(dz, s, b)
-    dx = yield from product_backward(batch, name, dz, weight)
-    return ds, db, dx.add_(torch_ops.shrink_backward(ds, a))
+    return lora_group_backward(batch, (name,), (dz,), (weight,), (a,), (b,), (s,))
+
+
+def lora_group_backward(
+    batch: ProgramBatch,
+    names: Sequence[str],
+    dz: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    a: Sequence[Any],
+    b: Sequence[Any],
+    s: Sequence[Tensor],
+) -> ProductRequest[Any]:
+    """Request those of linear operators of one input: every ds, every dB, and the sum of dx."""
+    a, b = [as_weight(one) for one in a], [as_weight(one) for one in b]
+    known = all(
+        is_tokens(dz_)
+        and is_summand(s_)
+        and not weight.shape[1] % ROW_ALIGNMENT
+        and is_matrix(b_.weight.t(), dz_.shape[1])
+        and is_matrix(a_.weight, weight.shape[1])
+        for dz_, weight, a_, b_, s_ in zip(dz, weights, a, b, s, strict=True)
+    )
+    others = list(zip(names[1:], dz[1:], weights[1:], strict=True))
+    term = LoraGradients(a, b, s) if known else None
+    dx = yield from product_backward(batch, names[0], dz[0], weights[0], term, others)
+    if term is not None:
+        return *term.ds, *term.db, dx
+    ds = [torch_ops.expand_backward(*site) for site in zip(dz, b, strict=True)]
+    db = [torch_ops.scaled_outer(*site) for site in zip(dz, s, b, strict=True)]
+    for site in zip(ds, a, strict=True):
+        dx.add_(torch_ops.shrink_backward(*site))
+    return *ds, *db, dx
 
 
 @dataclass(eq=False)
 class LoraGradients(InputGradientTerm):
-    """ds [T, r] and dB [out, r] of one job's LoRA at a linear operator, once they are made."""
+    """ds [T, r] and dB [out, r] of one job's LoRA at linear operators, once they are made."""
 
-    _a: Any
-    _b: Any
-    _s: Tensor
-    ds: Any = field(default=None, init=False)
-    db: Any = field(default=None, init=False)
+    _a: Sequence[Any]
+    _b: Sequence[Any]
+    _s: Sequence[Tensor]
+    ds: list[Any] = field(default_factory=list, init=False)
+    db: list[Any] = field(default_factory=list, init=False)
 
     def add(
         self,
-        dz: Tensor,
+        dys: Sequence[Tensor],
         dx: Tensor,
         jobs: Sequence[LoraGradients],
         spans: Sequence[tuple[int, int]],
     ) -> None:
-        up = up_rows_of([job._b.weight for job in jobs], sum(count for _, count in spans))
-        down = rows_of([job._a.weight for job in jobs])
-        ranks = [job._s.shape[1] for job in jobs]
-        tiles = segments_at(spans, ranks, dz.device)
-        scales = scales_of([job._b for job in jobs], dz.device)
-        ds = whole_sum(segmented_lora.shrink(dz, up, tiles, scales, parts_for(tiles)))
-        gradients = _up_outers(as_sums([job._s for job in jobs]), dz, ranks, tiles, scales)
-        segmented_lora.expand_add(dx, ds, down, tiles)
-        of_job = by_job(ds, [count for _, count in spans], ranks)
-        for job, own, gradient in zip(jobs, of_job, gradients, strict=True):
-            job.ds, job.db = own, gradient
+        sites, counts = range(len(dys)), [count for _, count in spans]
+        up = up_rows_of([[job._b[j].weight for job in jobs] for j in sites], sum(counts))
+        ranks = [job._s[0].shape[1] for job in jobs]
+        tiles, device = segments_at(spans, ranks, dx.device, len(sites)), dx.device
+        scales = scales_of([[job._b[j] for job in jobs] for j in sites], device)
+        more, parts = dys[1:], parts_for(tiles, len(sites))
+        ds = whole_sum(segmented_lora.shrink(dys[0], up, tiles, scales, parts, more))
+        s = as_slices([[job._s[j] for job in jobs] for j in sites])
+        gradients = _up_outers(s, dys, ranks, tiles, scales)
+        downs = [[job._a[j].weight for job in jobs] for j in sites]
+        if tiles.block != DECODE_BLOCK or len(sites) == 1:
+            segmented_lora.expand_add(dx, ds, slices_of(downs), tiles)
+        else:  # its kernel takes one memory
+            own_tiles = segments_at(spans, ranks, device)
+            for own, down in zip(by_slice(ds), downs, strict=True):
+                segmented_lora.expand_add(dx, own.contiguous(), rows_of(down), own_tiles)
+        for own, of_site in zip(by_slice(ds), gradients, strict=True):
+            each = zip(jobs, by_job(own, counts, ranks), of_site, strict=True)
+            for job, own_ds, own_db in each:
+                job.ds.append(own_ds)
+                job.db.append(own_db)
 
 
 def asked_outer(batch: ProgramBatch, name: str, ds: Tensor, x: Tensor) -> ProductRequest[Any]:
     """Request dA = dsᵀ x, [r, in], of ds [T, r] and x [T, in]; `name` is the gradient's."""
-    if not (is_tokens(x) and is_summand(ds)):
-        return fulfilled(torch_ops.outer(ds, x))
-    return OuterProduct((batch.layer, name), x, ds).requested()
+    (da,) = yield from asked_outer_group(batch, name, (ds,), x)
+    return da
+
+
+def asked_outer_group(
+    batch: ProgramBatch, name: str, ds: Sequence[Tensor], x: Tensor
+) -> ProductRequest[Any]:
+    """Request dA of each ds of one rank; `name` is the first gradient's."""
+    if not (is_tokens(x) and all(map(is_summand, ds))):
+        return fulfilled([torch_ops.outer(one, x) for one in ds])
+    return OuterProduct((batch.layer, name, len(ds)), x, ds).requested()
 
 
 @dataclass(slots=True, eq=False)
 class OuterProduct(Product):
-    """dsᵀ x of one job."""
+    """dsᵀ x of one job, by each of some ds."""
 
-    _ds: Tensor
+    _ds: Sequence[Tensor]
     is_own: ClassVar[bool] = True
 
     def run(self) -> None:
-        self._outputs = outer(self._ds, self._take_x())
+        self._outputs = outer_group(self._ds, self._take_x())
 
     def run_with(self, others: Sequence[OuterProduct]) -> None:
         """Run it and others as one launch, where they are small; else one after the other."""
         every = (self, *others)
-        if not are_few([len(one._ds) for one in every]):
+        if not are_few([len(one._ds[0]) for one in every]):
             for one in every:
                 one.run()
             return
         x, counts = joined_tokens(every)
-        widths = [one._ds.shape[1] for one in every]
-        tiles = segments_of(counts, widths, x.device)
-        gradients = _outers(as_sums([one._ds for one in every]), x, widths, tiles, None)
-        for one, gradient in zip(every, gradients, strict=True):
-            one._outputs = gradient.clone()
+        widths, sites = [one._ds[0].shape[1] for one in every], range(len(self._ds))
+        tiles = segments_of(counts, widths, x.device, len(sites))
+        ds = as_slices([[one._ds[j] for one in every] for j in sites])
+        gradients = list(zip(*_outers(ds, [x], widths, tiles, None), strict=True))
+        for one, own in zip(every, gradients, strict=True):
+            one._outputs = [gradient.clone() for gradient in own]
 
 
 def bottleneck_backward(
@@ -227,10 +301,10 @@ class BottleneckGradients(Product):
         function = str(self.key[-1])
         dz, counts = joined_tokens(every)
         device, widths = dz.device, [one._s.shape[1] for one in every]
-        up = up_rows_of([one._up.weight for one in every], sum(counts))
+        up = up_rows_of([[one._up.weight for one in every]], sum(counts))
         tiles = segments_of(counts, widths, device)
-        of_up = scales_of([one._up for one in every], device)
-        of_bias = scales_of([one._bias for one in every], device)
+        of_up = scales_of([[one._up for one in every]], device)
+        of_bias = scales_of([[one._bias for one in every]], device)
         biases = vectors_of([one._bias.weight for one in every])
         s = as_sums([one._s for one in every])
         dh = segmented_lora.shrink(dz, up, tiles, of_up)
@@ -238,9 +312,10 @@ class BottleneckGradients(Product):
         ds = segmented_activate(s, biases, up.ranks, tiles, function, of_bias, dh)
         sums = replace(biases, memory=torch.empty_like(biases.memory, dtype=torch.float32))
         segment_sum(ds, sums, up.ranks, tiles, of_bias)
+        (of_rows_of_jobs,) = _up_outers(h, [dz], widths, tiles, of_up)
         gradients = zip(
             by_job(ds, counts, widths),
-            _up_outers(h, dz, widths, tiles, of_up),
+            of_rows_of_jobs,
             sums.memory.split(widths),
             strict=True,
         )
@@ -249,24 +324,38 @@ class BottleneckGradients(Product):
 
 
 def _up_outers(
-    s: Tensor, dz: Tensor, ranks: Sequence[int], tiles: TokenTiles, scales: Tensor | None
-) -> Sequence[Tensor]:
+    s: Tensor,
+    dz: Sequence[Tensor],
+    ranks: Sequence[int],
+    tiles: TokenTiles,
+    scales: Tensor | None,
+) -> Sequence[Sequence[Tensor]]:
     """The same as B lies, [out, r] each; those of several jobs are turned."""
     if len(ranks) > 1:
-        return [one.t().contiguous() for one in _outers(s, dz, ranks, tiles, scales)]
-    memory = torch.empty((dz.shape[1], *ranks), dtype=torch.float32, device=dz.device)
-    lying = rows_of([memory.t()], memory)
-    gradients = replace(lying, turned=ranks[0], memory=memory)
-    segmented_lora.segment_outer(s, dz, gradients, tiles, scales)
-    return [memory]
+        found = _outers(s, dz, ranks, tiles, scales)
+        return [[one.t().contiguous() for one in of_site] for of_site in found]
+    made = [_fp32((one.shape[1], *ranks), one) for one in dz]
+    segmented_lora.segment_outer(s, dz[0], turned_rows(made), tiles, scales, dz[1:])
+    return [[one] for one in made]
 
 
 def _outers(
-    s: Tensor, x: Tensor, ranks: Sequence[int], tiles: TokenTiles, scales: Tensor | None
-) -> Sequence[Tensor]:
-    """scale · Σ s ⊗ x of each segment, [r, columns] each; s is [1, 1, sums]."""
-    memory = torch.empty((sum(ranks), x.shape[1]), dtype=torch.float32, device=x.device)
-    gradients = rows_of(memory.split([*ranks]), memory)
-    segmented_lora.segment_outer(s, x, gradients, tiles, scales)
-    own: Sequence[Tensor] = memory.split(list(ranks))
-    return own
+    s: Tensor,
+    x: Sequence[Tensor],
+    ranks: Sequence[int],
+    tiles: TokenTiles,
+    scales: Tensor | None,
+) -> Sequence[Sequence[Tensor]]:
+    """scale · Σ s ⊗ x of each site and segment, [r, columns] each.
+
+    s is [1, sites, sums]; there is an x of each site, or one of all.
+    """
+    inputs = [*x] if len(x) == s.shape[1] else [*x] * s.shape[1]
+    made = [_fp32((sum(ranks), one.shape[1]), one) for one in inputs]
+    gradients = slices_of([one.split([*ranks]) for one in made], made)
+    segmented_lora.segment_outer(s, x[0], gradients, tiles, scales, x[1:])
+    return [one.split([*ranks]) for one in made]
+
+
+def _fp32(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=like.device)

@@ -47,44 +47,66 @@ def is_column_wise(x: Tensor) -> bool:
 
 def rows_of(matrices: Sequence[Tensor], memory: Tensor | None = None) -> RankRows:
     """Matrices [r, n], each of a slot, as the rows of one memory, where they may lie already."""
-    size, ranks = matrices[0].shape[1], tuple(len(matrix) for matrix in matrices)
+    return slices_of([matrices], [memory])
+
+
+def slices_of(
+    groups: Sequence[Sequence[Tensor]], memories: Sequence[Tensor | None] | None = None
+) -> RankRows:
+    """The same of several slices, of a memory each; a slot has the same rank in all of them."""
+    known = memories or [None] * len(groups)
+    every = [_memory_of(*pair) for pair in zip(groups, known, strict=True)]
+    ranks = tuple(len(matrix) for matrix in groups[0])
+    sizes = tuple(matrices[0].shape[1] for matrices in groups)
+    strides, device = tuple(memory.stride(0) for memory in every), every[0].device
+    layout = _layout(ranks, sizes, strides, device, _stream(device))
+    return replace(layout, memory=every[0], others=tuple(every[1:]))
+
+
+def _memory_of(matrices: Sequence[Tensor], memory: Tensor | None) -> Tensor:
+    """The memory that matrices lie in, or one that they are copied to."""
     if memory is not None:
         assert memory.is_contiguous()
-    elif len(matrices) > 1:
-        memory = torch.cat([*matrices])
-    else:
-        (memory,) = matrices
-        if not is_column_wise(memory):
-            memory = memory.contiguous()
-    return replace(
-        _layout(ranks, size, memory.stride(0), memory.device, _stream(memory.device)), memory=memory
-    )
+        return memory
+    if len(matrices) > 1:
+        return torch.cat([*matrices])
+    return matrices[0] if is_column_wise(matrices[0]) else matrices[0].contiguous()
 
 
-def up_rows_of(matrices: Sequence[Tensor], tokens: int) -> RankRows:
-    """B [out, r] of each slot as rows of Bᵀ; one that lies so is read as it lies.
+def up_rows_of(groups: Sequence[Sequence[Tensor]], tokens: int) -> RankRows:
+    """B [out, r] of each slot as rows of Bᵀ, of several slices; what lies so is read as it lies.
 
-    Those of several are turned and joined, and so is one of the few `tokens` that a kernel takes
-    one by one.
+    Those of several slots are turned and joined, and so is one of the few `tokens` that a kernel
+    takes one by one.
     """
-    (matrix, *others), device = matrices, matrices[0].device
-    if others or tokens <= DECODE_BLOCK or not matrix.is_contiguous() or matrix.data_ptr() % 16:
-        return rows_of([matrix.t() for matrix in matrices])
-    size, rank = matrix.shape
-    return replace(_layout((rank,), size, 1, device, _stream(device)), memory=matrix, turned=rank)
+    firsts = [matrices[0] for matrices in groups]
+    lie = all(one.is_contiguous() and not one.data_ptr() % 16 for one in firsts)
+    if len(groups[0]) > 1 or tokens <= DECODE_BLOCK or not lie:
+        return slices_of([[matrix.t() for matrix in matrices] for matrices in groups])
+    return turned_rows(firsts)
 
 
-def segments_of(counts: Sequence[int], ranks: Sequence[int], device: torch.device) -> TokenTiles:
+def turned_rows(every: Sequence[Tensor]) -> RankRows:
+    """One matrix [n, r] of each slice, contiguous, as rows of its columns."""
+    rank, device = every[0].shape[1], every[0].device
+    sizes = tuple(len(matrix) for matrix in every)
+    layout = _layout((rank,), sizes, (1,) * len(every), device, _stream(device))
+    return replace(layout, memory=every[0], others=tuple(every[1:]), turned=rank)
+
+
+def segments_of(
+    counts: Sequence[int], ranks: Sequence[int], device: torch.device, slices: int = 1
+) -> TokenTiles:
     """Tokens one behind the other, so many of each slot, whose matrices have these ranks."""
     starts = accumulate(counts[:-1], initial=0)
-    return segments_at(tuple(zip(starts, counts, strict=True)), ranks, device)
+    return segments_at(tuple(zip(starts, counts, strict=True)), ranks, device, slices)
 
 
 def segments_at(
-    spans: Sequence[tuple[int, int]], ranks: Sequence[int], device: torch.device
+    spans: Sequence[tuple[int, int]], ranks: Sequence[int], device: torch.device, slices: int = 1
 ) -> TokenTiles:
-    """First token and tokens of each slot, whose matrices have these ranks."""
-    return _segments(tuple(spans), tuple(ranks), device, _stream(device))
+    """First token and tokens of each slot, whose matrices of every slice have these ranks."""
+    return _segments(tuple(spans), tuple(ranks), slices, device, _stream(device))
 
 
 def _stream(device: torch.device) -> int:
@@ -96,17 +118,18 @@ def _stream(device: torch.device) -> int:
 def _segments(
     spans: tuple[tuple[int, int], ...],
     ranks: tuple[int, ...],
+    slices: int,
     device: torch.device,
     stream: int,
 ) -> TokenTiles:
-    pairs = zip(spans, _slots(ranks), strict=True)
+    pairs = zip(spans, _slots(ranks, slices), strict=True)
     return tiles_on([(*span, slot) for span, slot in pairs], device)
 
 
-def _slots(ranks: Sequence[int]) -> Sequence[AdapterSlot]:
-    """A slot for each matrix, whose entries in tables of rows follow one another."""
+def _slots(ranks: Sequence[int], slices: int = 1) -> Sequence[AdapterSlot]:
+    """A slot for each rank, whose entries in tables of rows follow one another."""
     widths = [padded_rank(rank) for rank in ranks]
-    firsts = accumulate(widths[:-1], initial=0)
+    firsts = accumulate((slices * width for width in widths[:-1]), initial=0)
     columns = enumerate(zip(firsts, widths, strict=True))
     return [AdapterSlot(number, first, width) for number, (first, width) in columns]
 
@@ -118,15 +141,22 @@ def padded_rank(rank: int) -> int:
 
 @table_cache
 def _layout(
-    ranks: tuple[int, ...], size: int, stride: int, device: torch.device, stream: int
+    ranks: tuple[int, ...],
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    device: torch.device,
+    stream: int,
 ) -> RankRows:
-    """Matrices of these ranks, whose rows are `stride` elements apart in a memory."""
-    rows = torch.zeros(sum(map(padded_rank, ranks)), dtype=torch.int64)
+    """Matrices of these ranks in each slice, whose rows are so many elements apart in a memory."""
+    slices = len(sizes)
+    rows = torch.zeros(slices * sum(map(padded_rank, ranks)), dtype=torch.int64)
     befores = accumulate(ranks[:-1], initial=0)
-    for rank, slot, before in zip(ranks, _slots(ranks), befores, strict=True):
-        rows[slot.first : slot.first + rank] = stride * torch.arange(before, before + rank)
-    there, nowhere = int32_on([ranks], device), torch.empty(0, device=device)
-    return rank_rows(nowhere, uploaded(rows, device), 0, there, (0,), (size,))
+    for rank, slot, before in zip(ranks, _slots(ranks, slices), befores, strict=True):
+        for j, stride in enumerate(strides):
+            first = slot.first + j * slot.width
+            rows[first : first + rank] = stride * torch.arange(before, before + rank)
+    there, nowhere = int32_on([ranks] * slices, device), torch.empty(0, device=device)
+    return rank_rows(nowhere, uploaded(rows, device), 0, there, (0,) * slices, sizes)
 
 
 def vectors_of(each: Sequence[Tensor]) -> RankRows:
@@ -146,14 +176,15 @@ def _places_of(sizes: tuple[int, ...], device: torch.device, stream: int) -> Ran
     return rank_rows(nowhere, uploaded(rows, device), 0, ranks, (0,), (ROW_ALIGNMENT,))
 
 
-def scales_of(weights: Sequence[Any], device: torch.device) -> Tensor:
-    """The scales of adapters' weights, each of a slot, [1, slots]."""
-    return _scales(tuple(weight.scale for weight in weights), device, _stream(device))
+def scales_of(groups: Sequence[Sequence[Any]], device: torch.device) -> Tensor:
+    """The scales of adapters' weights, each of a slot, of several slices: [slices, slots]."""
+    scales = tuple(tuple(weight.scale for weight in weights) for weights in groups)
+    return _scales(scales, device, _stream(device))
 
 
 @table_cache
-def _scales(scales: tuple[float, ...], device: torch.device, stream: int) -> Tensor:
-    return uploaded(torch.tensor([scales], dtype=torch.float32), device)
+def _scales(scales: tuple[tuple[float, ...], ...], device: torch.device, stream: int) -> Tensor:
+    return uploaded(torch.tensor(scales, dtype=torch.float32), device)
 
 
 _HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -175,17 +206,23 @@ def is_summand(s: Tensor) -> bool:
     return s.dim() == 2 and s.dtype == torch.float32 and 0 < s.shape[1] <= MOST_RANK
 
 
-def parts_for(tiles: TokenTiles) -> int | None:
+def parts_for(tiles: TokenTiles, slices: int = 1) -> int | None:
     """The parts of shrink's sums: one where tiles are enough for the device, else its own choice.
 
     To add parts up takes a launch, which is as long as what parts save from so many tiles on.
     """
-    return 1 if len(tiles.tiles) >= _ENOUGH_TILES else None
+    return 1 if len(tiles.tiles) * slices >= _ENOUGH_TILES else None
 
 
 def whole_sum(s: Tensor) -> Tensor:
     """The sum over the parts of `shrink`'s s, [1, slices, sums]."""
     return s if len(s) == 1 else s.sum(0, keepdim=True)
+
+
+def by_slice(s: Tensor) -> Sequence[Tensor]:
+    """s of each slice, [1, 1, sums], of s [1, slices, sums]."""
+    found: Sequence[Tensor] = s.split(1, 1)
+    return found
 
 
 def by_job(s: Tensor, counts: Sequence[int], ranks: Sequence[int]) -> Sequence[Tensor]:
@@ -200,6 +237,26 @@ def as_sums(each: Sequence[Tensor]) -> Tensor:
     """s [T, r] of each slot as the kernels read it, [1, 1, sums]."""
     padded = [_padded(s).view(-1) for s in each]
     return (torch.cat(padded) if len(padded) > 1 else padded[0]).view(1, 1, -1)
+
+
+def as_slices(groups: Sequence[Sequence[Tensor]]) -> Tensor:
+    """The same of several slices, [1, slices, sums]; as they lie, where `by_slice` gave them."""
+    if len(groups) == 1:
+        return as_sums(groups[0])
+    firsts = [_padded(each[0]) for each in groups]
+    if len(groups[0]) == 1 and _lie_in_line(firsts):
+        return firsts[0].as_strided((1, len(firsts), firsts[0].numel()), (0, firsts[0].numel(), 1))
+    return torch.cat([as_sums(each) for each in groups], 1)
+
+
+def _lie_in_line(each: Sequence[Tensor]) -> bool:
+    """Return whether tensors of one size lie one behind the other in one memory."""
+    first, size = each[0], each[0].nbytes
+    return all(
+        one.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and one.data_ptr() == first.data_ptr() + number * size
+        for number, one in enumerate(each)
+    )
 
 
 def _padded(s: Tensor) -> Tensor:

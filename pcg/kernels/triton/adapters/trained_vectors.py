@@ -40,7 +40,7 @@ def sum_tokens(dz: Tensor, bias: Any = None) -> Tensor:
     """The sum over tokens, in fp32 at least; scaled as a bias is."""
     if not is_tokens(dz):
         return torch_ops.sum_tokens(dz, bias)
-    scales = None if bias is None else scales_of([as_weight(bias)], dz.device)
+    scales = None if bias is None else scales_of([[as_weight(bias)]], dz.device)
     return _sums([len(dz)], dz, None, None, scales)[0]
 
 
@@ -96,7 +96,7 @@ class VectorGradient(Product):
             one._y = None
         scales = None
         if self._bias is not None:
-            scales = scales_of([as_weight(one._bias) for one in every], dz.device)
+            scales = scales_of([[as_weight(one._bias) for one in every]], dz.device)
         return _sums(counts, dz, y, self._base, scales)
 
 

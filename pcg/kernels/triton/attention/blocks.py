@@ -16,6 +16,11 @@ HOPPER = 90
 """The architecture whose products run beside other instructions of the warps that ask for them."""
 
 
+def has_wide_products(architecture: int) -> bool:
+    """Return whether products read weights from shared memory: of data centers, since Hopper."""
+    return HOPPER <= architecture < 120
+
+
 class Blocks(NamedTuple):
     """Rows, keys of a step or of a program of dk and dv, warps, stages, AHEAD of the forward."""
 
@@ -45,8 +50,8 @@ def tile_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) -
     ahead = architecture == HOPPER and size > 64
     if size > 128:
         return Blocks(64, 32, 8, stages, ahead)
-    # Ampere's products read weights and values from registers, which 64 keys of 128 would fill.
-    return Blocks(64, 64 if size <= 64 or architecture >= 90 else 32, 4, stages, ahead)
+    # Other products read weights and values from registers, which 64 keys of 128 would fill.
+    return Blocks(64, 64 if size <= 64 or has_wide_products(architecture) else 32, 4, stages, ahead)
 
 
 def split_blocks(size: int, dtype: torch.dtype, group: int) -> Blocks:
@@ -69,7 +74,7 @@ def query_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) 
     if dtype == torch.float32:
         return Blocks(32, 32, 8, 1) if size <= 64 else Blocks(16, 16, 8, 1)
     stages = 3 if paged else 2
-    if size <= (128 if architecture >= 90 else 64):
+    if size <= (128 if has_wide_products(architecture) else 64):
         return Blocks(128, 64, 8, stages)
     if size > 128 and architecture in SMALL:
         return Blocks(32, 32, 8, 2)
@@ -85,7 +90,7 @@ def key_blocks(size: int, dtype: torch.dtype, architecture: int) -> Blocks:
         return Blocks(16, 16, 8 if size <= 128 else 16, 1)
     if size > 128:
         return Blocks(32, 32, 8, 2)
-    if architecture < 90:
+    if not has_wide_products(architecture):
         return Blocks(32, 64, 8, 2)
     return Blocks(64, 128 if size <= 64 else 64, 8, 2)
 

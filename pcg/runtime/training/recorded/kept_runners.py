@@ -2,9 +2,8 @@
 
 A graph reads an adapter where it lies, so a job that takes recorded windows over has its adapter
 there: its weights are copied into that of the runner. Both have the same recipe, and tensors of the
-same sizes. Runners keep what their windows save for backward. Those of a warm-up last; others are
-dropped once a job comes that can use none of them, so that they hold no more memory than jobs that
-ran at once before.
+same sizes. Runners keep what their windows save for backward. Those of a warm-up last; of others
+there is one, of the job that ended last, until a job comes that cannot use it.
 """
 
 from __future__ import annotations
@@ -44,11 +43,14 @@ class KeptRunners(Generic[Runner]):
 
     def give(self, runner: Runner, lasts: bool = False) -> None:
         """Keep a runner, if it has recorded windows; for good if it lasts."""
-        if runner.is_recorded:
-            with self._lock:
-                self._kept.append(runner)
-                if lasts:
-                    self._lasting.add(runner)
+        if not runner.is_recorded:
+            return
+        with self._lock:
+            if lasts:
+                self._lasting.add(runner)
+            if runner not in self._lasting:
+                self._drop_others()
+            self._kept.append(runner)
 
     def take(self, training: Training, adapter: Adapter) -> Runner | None:
         """Return a runner that trains an adapter by its program; None if none can.
@@ -58,7 +60,7 @@ class KeptRunners(Generic[Runner]):
         with self._lock:
             runner = next((r for r in self._kept if _is_alike(r, training, adapter)), None)
             if runner is None:
-                self._kept = [one for one in self._kept if one in self._lasting]
+                self._drop_others()
                 return None
             self._kept.remove(runner)
         own = runner.adapter
@@ -73,6 +75,10 @@ class KeptRunners(Generic[Runner]):
             extra=adapter.extra,
         )
         return runner
+
+    def _drop_others(self) -> None:
+        """Drop the runners that do not last."""
+        self._kept = [one for one in self._kept if one in self._lasting]
 
 
 def _all_of(adapter: Adapter) -> list[torch.Tensor]:

@@ -43,6 +43,20 @@ def test_a_job_has_its_weights_in_the_memory_of_another() -> None:
     assert kept.take(PROGRAM, new) is None
 
 
+def test_one_runner_is_kept_of_those_that_do_not_last() -> None:
+    kept: KeptRunners[Runner] = KeptRunners()
+    runners = [Runner(adapter(f"job {number}")) for number in range(3)]
+    kept.give(runners[0], lasts=True)
+    for runner in runners[1:]:
+        kept.give(runner)
+    found = [kept.take(PROGRAM, adapter("next")) for _ in range(3)]
+    assert found == [runners[0], runners[2], None]
+    kept.give(runners[2])
+    kept.give(runners[0])  # which lasts, whoever had it
+    assert kept.take(OTHER, adapter("next")) is None
+    assert kept.take(PROGRAM, adapter("next")) is runners[0]
+
+
 def test_a_runner_of_another_shape_is_not_taken() -> None:
     for new, program in (
         (adapter("second", rank=3), PROGRAM),

@@ -1,0 +1,109 @@
+"""Explain a cut: run the pipeline to the pruned gradients, and place them, for several links."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from pcg.errors import UnsupportedError
+from pcg.explain.adapter_use import adapter_use
+from pcg.explain.report_builder import recipes_text
+from pcg.explain.split.report import SplitReport
+from pcg.explain.split.report_data import LinkSpeed, tokens_per_s
+from pcg.given_module import source_of
+from pcg.ir.types import TORCH_NAMES
+from pcg.keywords import takes
+from pcg.options import SPLIT_LINKS, PlanOptions, SplitLink, SplitOptions
+from pcg.parallel.costs.catalog import find_cost_model
+from pcg.passes.pipeline import Settings, pipeline
+from pcg.passes.placement.place import Place, Placed
+from pcg.passes.stage import run_pass
+from pcg.passes.stages import Base, Gradients
+from pcg.peft.reader import recipes_of
+
+
+@dataclass(frozen=True)
+class SplitArguments(SplitOptions):
+    """Arguments of `explain_split`.
+
+    Attributes:
+        model: as for `pcg.explain`.
+        peft: likewise.
+        batch: sequences of a step.
+        seq: tokens of each.
+        dtype: float32, bfloat16, float16 or float64; the configuration's own by default.
+    """
+
+    model: Any
+    peft: object = "lora"
+    batch: int = 1
+    seq: int = 1024
+    dtype: str | None = None
+
+
+@takes(SplitArguments)
+def explain_split(given: SplitArguments) -> SplitReport:
+    """Return the cheapest cut of a model between a base and a client, beside Symbiosis' fixed one.
+
+    Raises:
+        PcgError: what cannot be read, traced, attached or costed is named.
+    """
+    options = PlanOptions(batch=given.batch, seq=given.seq, dtype=given.dtype)
+    _ = options.budget  # refuses a batch or a length
+    own = given.between
+    base_costs, client_costs = find_cost_model(given.base), find_cost_model(given.client)
+    recipes = recipes_of(given.peft)
+    source, to_trace = source_of(given.model)
+    kind = str(source.config["model_type"])
+    settings = Settings(
+        options,
+        source.name,
+        lambda base: adapter_use(base, recipes, kind, base.adapter_dtype).bypasses,
+    )
+    passes = pipeline(settings)
+    base: Base = passes.base(to_trace)
+    attached = passes.attach.run(base)
+    notes: list[str] = []
+    try:
+        pruned = passes.prune.run(passes.differentiate.run(attached))
+    except UnsupportedError as error:
+        notes.append(f"training: pcg does not finetune this yet ({error})")
+        pruned = Gradients(attached.serving, None)
+    place = Place(base_costs, client_costs, own, given.batch, given.seq, given.privacy)
+    placed: Placed = run_pass(place, pruned)
+    named = {name: SplitLink(name, *numbers) for name, numbers in SPLIT_LINKS.items()}
+    speeds = []
+    for link in {**named, own.name: own}.values():
+        other = placed if link == own else run_pass(dataclasses.replace(place, link=link), pruned)
+        speeds.append(_speed(link, other))
+    steps = {"decode": placed.decode, "prefill": placed.prefill}
+    if placed.training is not None:
+        steps["training"] = placed.training
+    return SplitReport(
+        model=source.name,
+        architecture=str((source.config.get("architectures") or [kind])[0]),
+        peft=recipes_text(recipes),
+        layers=len(base.model.layers),
+        dtype=TORCH_NAMES[base.model.dtype],
+        batch=given.batch,
+        seq=given.seq,
+        base=base_costs.name,
+        client=client_costs.name,
+        link=own,
+        privacy=given.privacy,
+        steps=steps,
+        links=tuple(speeds),
+        notes=tuple(notes),
+    )
+
+
+def _speed(link: SplitLink, placed: Placed) -> LinkSpeed:
+    decode, training = placed.decode, placed.training
+    return LinkSpeed(
+        link.name,
+        tokens_per_s(decode, decode.costs),
+        tokens_per_s(decode, decode.fixed),
+        None if training is None else tokens_per_s(training, training.costs),
+        None if training is None else tokens_per_s(training, training.fixed),
+    )

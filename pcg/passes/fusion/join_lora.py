@@ -1,0 +1,167 @@
+"""Join LoRA of sites of one input in training, so that a launch takes several sites.
+
+    s_q = shrink(x, A_q), s_k = …          shrink_group(x, A…)
+    z_q = expand_add(q, s_q, B_q), …       expand_add_group(q…, s…, B…)
+    dx = dx_q + dx_k + …                   lora_group_backward(dz…, W…, A…, B…, s…)
+    dA_q = asked_outer(ds_q, x), …         asked_outer_group(ds…, x)
+
+q, k and v so take as many launches as one of them, and the gradients of their input are summed
+where the first one lies. Sites of one operator have ranks of one size, and none depends on
+another; where a collective is under way the order of nodes hides it, and stays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+from pcg.ir.analysis.in_flight import waits
+from pcg.ir.graph import Graph, Node, Value
+from pcg.ir.operators.lora_groups import MOST_SITES
+from pcg.passes.fusion.fuse_gradients import depends, in_order, sums_of
+from pcg.passes.pass_base import GraphPass
+
+
+class JoinLora(GraphPass):
+    """Join operators of LoRA of one input; what joins no other stays as it is."""
+
+    name = "join_lora"
+
+    def run(self, before: Graph) -> Graph:
+        if waits(before.nodes):
+            return before
+        graph = before
+        for key, join in (
+            (_shrink_key, _shrinks),
+            (_expand_key, _expands),
+            (_backward_key, _backwards),
+            (_outer_key, _outers),
+        ):
+            for names in _groups(graph, key):
+                nodes = [graph.producers[name] for name in names]
+                if _are_free(graph, nodes):
+                    graph = join(graph, nodes)
+        return graph
+
+
+Key = Callable[[Graph, Node], object]
+
+
+def _groups(graph: Graph, key: Key) -> Iterator[list[str]]:
+    """The names of nodes of one key, not None: of two or more, and so many as an operator takes."""
+    found: dict[object, list[str]] = {}
+    # Gradients come in the opposite order; so each s is found where forward put it.
+    for node in reversed(graph.nodes) if key in _OF_GRADIENTS else graph.nodes:
+        own = key(graph, node)
+        if own is not None:
+            found.setdefault(own, []).append(node.name)
+    for names in found.values():
+        for first in range(0, len(names) - 1, MOST_SITES):
+            yield names[first : first + MOST_SITES]
+
+
+def _are_free(graph: Graph, nodes: Sequence[Node]) -> bool:
+    """Return whether none of some nodes depends on another one."""
+    return not any(
+        depends(graph, node.inputs, [other for other in nodes if other is not node])
+        for node in nodes
+    )
+
+
+def _joined(graph: Graph, nodes: Sequence[Node], new: Node) -> Graph:
+    """The graph with one node at the place of the last of some."""
+    names = {node.name for node in nodes}
+    last = next(node for node in reversed(graph.nodes) if node.name in names)
+    kept = (
+        new if node is last else node
+        for node in graph.nodes
+        if node is last or node.name not in names
+    )
+    return graph.replace(nodes=in_order([*kept]))
+
+
+def _columns(nodes: Sequence[Node]) -> list[str]:
+    """The inputs of nodes, all first ones before all second ones."""
+    return [name for names in zip(*(node.inputs for node in nodes), strict=True) for name in names]
+
+
+# ----------------------------------------------------------------------------------------- forward
+
+
+def _shrink_key(graph: Graph, node: Node) -> object:
+    return (node.inputs[0], graph.types[node.name]) if node.op == "shrink" else None
+
+
+def _shrinks(graph: Graph, nodes: Sequence[Node]) -> Graph:
+    inputs = (nodes[0].inputs[0], *(node.inputs[1] for node in nodes))
+    outputs = tuple(node.output for node in nodes)
+    return _joined(graph, nodes, Node("shrink_group", inputs, outputs, (), nodes[0].scope))
+
+
+def _expand_key(graph: Graph, node: Node) -> object:
+    maker = graph.producers.get(node.inputs[1]) if node.op == "expand_add" else None
+    if maker is None or maker.op != "shrink_group":
+        return None
+    return maker.name, graph.types[node.inputs[0]].dtype
+
+
+def _expands(graph: Graph, nodes: Sequence[Node]) -> Graph:
+    outputs = tuple(node.output for node in nodes)
+    new = Node("expand_add_group", tuple(_columns(nodes)), outputs, (), nodes[0].scope)
+    return _joined(graph, nodes, new)
+
+
+# ---------------------------------------------------------------------------------------- backward
+
+
+def _backward_key(graph: Graph, node: Node) -> object:
+    """The sum that its dx is a summand of, and the type of its s; None where there is none."""
+    if node.op != "lora_linear_backward":
+        return None
+    sums = sums_of(graph, node.outputs[-1].name)
+    return (sums[-1].name, graph.types[node.inputs[4]]) if sums else None
+
+
+def _backwards(graph: Graph, nodes: Sequence[Node]) -> Graph:
+    ds, db, dx = zip(*(node.outputs for node in nodes), strict=True)
+    inputs, outputs = tuple(_columns(nodes)), (*ds, *db, dx[0])
+    new = Node("lora_group_backward", inputs, outputs, (), nodes[0].scope)
+    for summand in dx[1:]:
+        graph = _without_summand(graph, summand)
+    return _joined(graph, [_by_name(graph, node) for node in nodes], new)
+
+
+def _by_name(graph: Graph, node: Node) -> Node:
+    return graph.producers[node.name]
+
+
+def _without_summand(graph: Graph, summand: Value) -> Graph:
+    """The graph whose sum lacks a summand, which is in another one."""
+    (last,) = graph.consumers[summand.name]
+    (other,) = [name for name in last.inputs if name != summand.name]
+
+    def renamed(names: Sequence[str]) -> tuple[str, ...]:
+        return tuple(other if name == last.name else name for name in names)
+
+    nodes = tuple(
+        dataclasses.replace(node, inputs=renamed(node.inputs))
+        for node in graph.nodes
+        if node is not last
+    )
+    return graph.replace(nodes=nodes, outputs=renamed(graph.outputs))
+
+
+def _outer_key(graph: Graph, node: Node) -> object:
+    if node.op != "asked_outer":
+        return None
+    return node.inputs[1], graph.types[node.inputs[0]]
+
+
+def _outers(graph: Graph, nodes: Sequence[Node]) -> Graph:
+    inputs = (*(node.inputs[0] for node in nodes), nodes[0].inputs[1])
+    outputs = tuple(node.output for node in nodes)
+    of = (("of", nodes[0].name),)
+    return _joined(graph, nodes, Node("asked_outer_group", inputs, outputs, of, nodes[0].scope))
+
+
+_OF_GRADIENTS = (_backward_key, _outer_key)

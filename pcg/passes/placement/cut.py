@@ -1,0 +1,170 @@
+"""The cut of a model: what runs at the base, in which calls, and what crosses for it.
+
+Sizes and times are of a step of so many tokens; times in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from pcg.ir.graph import Graph
+from pcg.passes.placement.exact_cut import Cut, RoundTrip, exact_cut, fixed_cut
+from pcg.passes.placement.piece_graph import piece_graph
+from pcg.passes.placement.split_graph import SplitGraph
+from pcg.passes.placement.split_problem import bits
+
+Crossing = tuple[tuple[str, int], ...]
+"""Values that cross, by name, with their bytes."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Nodes that one call runs at the base.
+
+    Attributes:
+        is_backward: True if it is a part of the backward.
+        nodes: names of the nodes.
+        repeated: names of nodes that ran elsewhere, too, and run again instead of being sent.
+        inputs: the values that the client sends.
+        outputs: the values that the base returns.
+        seconds: time of the round trip, latency and transfers included.
+        graph: its nodes as a graph, from the inputs to the outputs.
+    """
+
+    is_backward: bool
+    nodes: tuple[str, ...]
+    repeated: tuple[str, ...]
+    inputs: Crossing
+    outputs: Crossing
+    seconds: float
+    graph: Graph
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(size for _, size in self.inputs)
+
+    @property
+    def returned_bytes(self) -> int:
+        return sum(size for _, size in self.outputs)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of a step, or of a graph in it."""
+
+    round_trips: int = 0
+    sent_bytes: int = 0
+    returned_bytes: int = 0
+    seconds: float = 0.0
+
+    def plus(self, other: Costs, times: int = 1) -> Costs:
+        """These costs and so many times others."""
+        return Costs(
+            self.round_trips + times * other.round_trips,
+            self.sent_bytes + times * other.sent_bytes,
+            self.returned_bytes + times * other.returned_bytes,
+            self.seconds + times * other.seconds,
+        )
+
+
+@dataclass(frozen=True)
+class GraphCut:
+    """The cut of a graph, or of a layer's forward and backward together.
+
+    Attributes:
+        name: the graph's name.
+        count: how many layers are like it.
+        pieces: the calls of the base, in order.
+        client: names of the nodes that the client runs.
+        held: frozen weights of two dims and more that the client needs, with their bytes.
+        costs: the costs of one such graph, with both sides' seconds.
+        fixed: the costs where each product is a call (Symbiosis).
+    """
+
+    name: str
+    count: int
+    pieces: tuple[Piece, ...]
+    client: tuple[str, ...]
+    held: Crossing
+    costs: Costs
+    fixed: Costs
+
+
+@dataclass(frozen=True)
+class StepCut:
+    """The cuts of all graphs of a step of so many tokens."""
+
+    tokens: int
+    graphs: tuple[GraphCut, ...]
+
+    @cached_property
+    def costs(self) -> Costs:
+        return self._sum(lambda graph: graph.costs)
+
+    @cached_property
+    def fixed(self) -> Costs:
+        return self._sum(lambda graph: graph.fixed)
+
+    def _sum(self, of: Callable[[GraphCut], Costs]) -> Costs:
+        total = Costs()
+        for graph in self.graphs:
+            total = total.plus(of(graph), graph.count)
+        return total
+
+
+def cut_graph(name: str, count: int, graph: SplitGraph) -> GraphCut:
+    """Return the cheapest cut of a graph.
+
+    Raises:
+        UnsupportedError: the graph is too wide to search.
+    """
+    problem = graph.problem
+    best = exact_cut(problem)
+    elsewhere = 0
+    for trip in best.trips:
+        elsewhere |= trip.nodes & ~trip.again
+    client = tuple(
+        node.name
+        for number, node in enumerate(problem.nodes)
+        if graph.nodes[number] is not None and not elsewhere >> number & 1
+    )
+    return GraphCut(
+        name,
+        count,
+        tuple(_piece(f"{name}_piece_{n}", graph, trip) for n, trip in enumerate(best.trips, 1)),
+        client,
+        graph.held,
+        _costs(graph, best),
+        _costs(graph, fixed_cut(problem)),
+    )
+
+
+def _piece(name: str, graph: SplitGraph, trip: RoundTrip) -> Piece:
+    def names(nodes: int) -> tuple[str, ...]:
+        return tuple(graph.problem.nodes[number].name for number in bits(nodes))
+
+    def crossing(values: int) -> Crossing:
+        found = (graph.problem.values[number] for number in bits(values))
+        return tuple((value.name, value.size_bytes) for value in found)
+
+    nodes, repeated = names(trip.nodes), names(trip.repeated)
+    inputs, outputs = crossing(trip.sent), crossing(trip.returned)
+    given = [key for key, _ in inputs], [key for key, _ in outputs]
+    return Piece(
+        any(number >= graph.first_backward for number in bits(trip.nodes)),
+        nodes,
+        repeated,
+        inputs,
+        outputs,
+        trip.cost_ps * 1e-12,
+        piece_graph(name, graph.graphs, (*nodes, *repeated), *given),
+    )
+
+
+def _costs(graph: SplitGraph, cut: Cut) -> Costs:
+    values = graph.problem.values
+    sent = sum(values[value].size_bytes for trip in cut.trips for value in bits(trip.sent))
+    returned = sum(values[value].size_bytes for trip in cut.trips for value in bits(trip.returned))
+    return Costs(len(cut.trips), sent, returned, cut.cost_ps * 1e-12)

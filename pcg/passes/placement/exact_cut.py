@@ -1,0 +1,319 @@
+"""The cheapest cut of a split problem, by a shortest path over the states of its execution.
+
+The base keeps nothing between calls, so all that a state of the execution is are the nodes that ran
+(an ideal of the graph's order), and which of their values the client did not fetch. A move is a
+round trip, or a node that the client runs though the base could. Nodes that only the client can run
+do so as soon as they can, at no choice. Of a round trip's values, those that a later piece alone
+reads may be left behind: that piece repeats the nodes that make them. What crosses and what is
+repeated is a minimum cut for each round trip (`transfer`).
+
+A plain minimum cut over all nodes would price bytes and times, but no round trips, and could put
+what is behind the client's attention in one piece with what is before it. Copies of each node for
+each phase of the execution do not help: that a value which the client keeps costs nothing in later
+phases, and one in the same phase costs nothing either, is no submodular function of two phases.
+A layer is narrow, so its states are few.
+
+Two round trips with nothing between them for the client to do are one, which is never dearer: its
+values are sent once at most, and need not return. A state in which the client has more, and which
+was reached for no more, is never worse.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from pcg.errors import UnsupportedError
+from pcg.passes.placement.split_problem import Side, SplitProblem, bits, mask_of
+from pcg.passes.placement.transfer import Transfer, cheapest_transfer
+
+MOST_STATES = 200_000
+"""States that a search looks at; a layer of the families that pcg knows has some hundreds."""
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """One call of the base, as masks of nodes and of values.
+
+    Attributes:
+        nodes: nodes that run there for the first time.
+        repeated: nodes of earlier pieces, or of the client's, that run there again.
+        sent: values that the client sends.
+        returned: values that the base returns.
+        again: nodes of the piece that the client runs, too, instead of having their values sent.
+        cost_ps: time of all that, latency and the nodes included.
+    """
+
+    nodes: int
+    repeated: int
+    sent: int
+    returned: int
+    again: int
+    cost_ps: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A way to run a graph: its round trips in order, and its time in picoseconds."""
+
+    trips: tuple[RoundTrip, ...]
+    cost_ps: int
+
+
+def exact_cut(problem: SplitProblem) -> Cut:
+    """Return the cheapest cut.
+
+    Raises:
+        UnsupportedError: the graph is too wide; says how wide.
+    """
+    return _Search(problem).run()
+
+
+def fixed_cut(problem: SplitProblem) -> Cut:
+    """Return Symbiosis' cut: each node of the base is a call, and all others are the client's."""
+    trips = []
+    for number, node in enumerate(problem.nodes):
+        if node.side is Side.BASE:
+            sent, returned = mask_of(node.reads), mask_of(node.makes)
+            cost = problem.latency_ps + node.base_ps
+            cost += sum(problem.values[value].up_ps for value in bits(sent))
+            cost += sum(problem.values[value].down_ps for value in bits(returned))
+            trips.append(RoundTrip(1 << number, 0, sent, returned, 0, cost))
+    own = sum(node.client_ps for node in problem.nodes if node.side is not Side.BASE)
+    return Cut(tuple(trips), own + sum(trip.cost_ps for trip in trips))
+
+
+@dataclass(frozen=True)
+class _State:
+    """A state: the nodes that ran, values that the client lacks, and if a round trip may be next.
+
+    It may where the client did something since the one before.
+    """
+
+    done: int
+    lost: int
+    is_open: bool
+
+
+class _Search:
+    def __init__(self, problem: SplitProblem) -> None:
+        self.problem = problem
+        self.every = (1 << len(problem.nodes)) - 1
+        self.at_base = mask_of(
+            n for n, node in enumerate(problem.nodes) if node.side is not Side.CLIENT
+        )
+        self.either = mask_of(n for n, node in enumerate(problem.nodes) if node.side is Side.EITHER)
+        self.timeless = replace(
+            problem, nodes=tuple(replace(node, base_ps=0, client_ps=0) for node in problem.nodes)
+        )
+        self._closed = lru_cache(maxsize=None)(problem.closed)
+        self._left = lru_cache(maxsize=None)(self._bound)
+        self._behind = lru_cache(maxsize=None)(self._made_of)
+        self._up = lru_cache(maxsize=None)(self._sent)
+        self._down = lru_cache(maxsize=None)(self._returned)
+        self._used_later = lru_cache(maxsize=None)(self._later)
+        self._optional = lru_cache(maxsize=None)(self._worth_returning)
+        self._pieces = lru_cache(maxsize=None)(self._pieces_behind)
+
+    def run(self) -> Cut:
+        problem = self.problem
+        start = _State(self._closed(0), 0, True)
+        costs = {start: self._client_ps(start.done)}
+        ways: dict[_State, tuple[_State, RoundTrip | None]] = {}
+        settled: dict[int, list[tuple[int, _State]]] = {}
+        tickets = itertools.count()
+        waiting = [(0, next(tickets), costs[start], start)]
+        while waiting:
+            _, _, cost, state = heapq.heappop(waiting)
+            if state.done == self.every:
+                return Cut(_trips(ways, state), cost)
+            others = settled.setdefault(state.done, [])
+            if cost > costs[state] or _is_worse(cost, state, others):
+                continue
+            others.append((cost, state))
+            if len(costs) > MOST_STATES:
+                raise UnsupportedError(
+                    f"the cut of a graph of {len(problem.nodes)} nodes has more than "
+                    f"{MOST_STATES:,} states, as too many of its nodes can run in any order"
+                )
+            for after, added, trip in self._moves(state):
+                if cost + added < costs.get(after, cost + added + 1):
+                    costs[after] = cost + added
+                    ways[after] = state, trip
+                    bound = cost + added + self._left(after.done)
+                    heapq.heappush(waiting, (bound, next(tickets), cost + added, after))
+        raise AssertionError("a graph's own order always runs")
+
+    def _moves(self, state: _State) -> Iterator[tuple[_State, int, RoundTrip | None]]:
+        problem, done, lost = self.problem, state.done, state.lost
+        for number in bits(self.either & ~done):
+            node = problem.nodes[number]
+            if not problem.before[number] & ~done and not mask_of(node.reads) & lost:
+                after = self._closed(done | 1 << number)
+                yield _State(after, lost, True), self._client_ps(after & ~done), None
+        if not state.is_open:
+            return
+        for piece in self._pieces(done):
+            yield from self._round_trips(state, piece)
+
+    def _round_trips(self, state: _State, piece: int) -> Iterator[tuple[_State, int, RoundTrip]]:
+        problem, lost = self.problem, state.lost
+        ran = state.done | piece
+        after = self._closed(ran)
+        if after == ran != self.every and not self._ready(ran):
+            return
+        made = problem.made_by(piece)
+        needed = made & problem.wanted
+        optional = self._optional(made, ran)
+        reads = problem.read_by(piece)
+        up = self._up(reads, lost & self._behind(reads))
+        base = sum(problem.nodes[n].base_ps for n in bits(piece))
+        for chosen in range(1 << len(optional)):
+            fetched = needed | mask_of(v for i, v in enumerate(optional) if chosen >> i & 1)
+            down = self._down(fetched, piece, lost & reads)
+            cost = problem.latency_ps + base + up.cost_ps + down.cost_ps
+            trip = RoundTrip(piece, up.repeated, up.sent, down.sent, down.repeated, cost)
+            then = _State(after, (lost | made & ~fetched) & self._used_later(after), after != ran)
+            yield then, cost + self._client_ps(after & ~ran), trip
+
+    def _client_ps(self, nodes: int) -> int:
+        """Return the time that the client runs some nodes for."""
+        return sum(self.problem.nodes[number].client_ps for number in bits(nodes))
+
+    def _bound(self, done: int) -> int:
+        """Return a time that a state with these nodes done takes at least, to the end.
+
+        Each other node runs once, on its faster side. What the base's own nodes read is made there
+        of what is sent, and what the client wants is made there of what is returned: at least the
+        minimum cut, if nodes took no time and pieces had what others made.
+        """
+        problem, left = self.problem, self.every & ~done
+        time = self._trips_left(done) * problem.latency_ps
+        for number in bits(left):
+            node = problem.nodes[number]
+            times = {Side.BASE: node.base_ps, Side.CLIENT: node.client_ps}
+            time += times.get(node.side, min(node.base_ps, node.client_ps))
+        own = left & self.at_base
+        made = problem.made_by(own)
+        reads = mask_of(v for n in bits(own & ~self.either) for v in problem.nodes[n].reads)
+        has = ((1 << len(problem.values)) - 1) & ~made
+        up = cheapest_transfer(self.timeless, reads, 0, self.at_base, 0, True)
+        down = cheapest_transfer(
+            self.timeless, problem.wanted & made, has, own & self.either, 0, False
+        )
+        return time + up.cost_ps + down.cost_ps
+
+    def _trips_left(self, done: int) -> int:
+        """Return the least number of round trips behind some nodes, whatever they cost."""
+        problem = self.problem
+        at_client, at_base = [0] * len(problem.values), [1] * len(problem.values)
+        for number in bits(self.every & ~done):
+            node = problem.nodes[number]
+            client = max((at_client[value] for value in node.reads), default=0)
+            base = max((at_base[value] for value in node.reads), default=1)
+            if node.side is Side.BASE:
+                client = base
+            elif node.side is Side.CLIENT:
+                base = client + 1
+            for value in node.makes:
+                at_client[value], at_base[value] = min(client, base), min(base, client + 1)
+        return max((at_client[value] for value in bits(problem.wanted)), default=0)
+
+    def _ready(self, done: int) -> bool:
+        """Return whether the client can run a node that the base could, too."""
+        before = self.problem.before
+        return any(not before[number] & ~done for number in bits(self.either & ~done))
+
+    def _later(self, done: int) -> int:
+        """The values that nodes which did not run read, and all that these may be made of again."""
+        nodes = self.problem.nodes
+        return self._behind(mask_of(v for n in bits(self.every & ~done) for v in nodes[n].reads))
+
+    def _worth_returning(self, made: int, ran: int) -> tuple[int, ...]:
+        """Return the values of a piece that the client may want for later pieces alone.
+
+        A value that only nodes of the piece read is no better than what they make of it, where
+        that is neither dearer to return nor to send.
+        """
+        problem, later = self.problem, self._used_later(ran)
+        prices: dict[int, tuple[int, int]] = {}
+        found = []
+        for value in reversed(tuple(bits(made & later))):
+            one = problem.values[value]
+            if problem.wanted >> value & 1:
+                prices[value] = 0, one.up_ps
+                continue
+            readers = bits(problem.readers[value])
+            made_of_it = [prices.get(w, (0, 0)) for n in readers for w in problem.nodes[n].makes]
+            down, up = (sum(price[way] for price in made_of_it) for way in (0, 1))
+            is_read_later = problem.readers[value] & ~ran
+            if is_read_later or one.down_ps < down or one.up_ps < up:
+                found.append(value)
+                prices[value] = one.down_ps, one.up_ps
+            else:
+                prices[value] = down, up
+        return tuple(found)
+
+    def _made_of(self, values: int) -> int:
+        """Return values, and all that the base may read to make them."""
+        problem, waiting = self.problem, list(bits(values))
+        while waiting:
+            maker = problem.makers.get(waiting.pop())
+            if maker is not None and self.at_base >> maker & 1:
+                more = mask_of(problem.nodes[maker].reads) & ~values
+                values |= more
+                waiting += bits(more)
+        return values
+
+    def _sent(self, reads: int, lost: int) -> Transfer:
+        return cheapest_transfer(self.problem, reads, 0, self.at_base, lost, True)
+
+    def _returned(self, fetched: int, piece: int, lost: int) -> Transfer:
+        problem = self.problem
+        made = problem.made_by(piece)
+        may = 0
+        for number in bits(piece & self.either):
+            if not mask_of(problem.nodes[number].reads) & lost:
+                may |= 1 << number
+        # What the piece did not make, the client has.
+        there = ((1 << len(problem.values)) - 1) & ~made
+        return cheapest_transfer(problem, fetched, there, may, 0, False)
+
+    def _pieces_behind(self, done: int) -> tuple[int, ...]:
+        """Sets of nodes that the base can run behind some, each with all that it needs."""
+        before, found, waiting = self.problem.before, {0}, [0]
+        for piece in waiting:
+            for number in bits(self.at_base & ~done & ~piece):
+                if not before[number] & ~(done | piece):
+                    more = piece | 1 << number
+                    if more not in found:
+                        found.add(more)
+                        waiting.append(more)
+            if len(found) > MOST_STATES:
+                raise UnsupportedError(
+                    f"a graph of {len(self.problem.nodes)} nodes has more than {MOST_STATES:,} "
+                    "pieces, as too many of its nodes can run in any order"
+                )
+        return tuple(waiting[1:])
+
+
+def _is_worse(cost: int, state: _State, others: list[tuple[int, _State]]) -> bool:
+    """Return whether one of the states was reached for no more, and has all that a state has."""
+    return any(
+        least <= cost and not one.lost & ~state.lost and (one.is_open or not state.is_open)
+        for least, one in others
+    )
+
+
+def _trips(
+    ways: dict[_State, tuple[_State, RoundTrip | None]], state: _State
+) -> tuple[RoundTrip, ...]:
+    trips = []
+    while state in ways:
+        state, trip = ways[state]
+        if trip is not None:
+            trips.append(trip)
+    return tuple(reversed(trips))

@@ -1,0 +1,183 @@
+"""The split problem of a graph, or of a layer's forward and backward together.
+
+Between a layer's forward and its backward the rest of the model runs: a node that only the client
+can run, from the layer's outputs to their gradients. So no piece of the base has both in it, and a
+value of the forward that a piece of the backward reads is sent again, or made again there.
+
+Views are what they are views of, where they have as many elements. What is computed from frozen
+weights alone is as those are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
+
+from pcg.errors import UnsupportedError
+from pcg.ir.graph import Graph, Node
+from pcg.ir.operators import operator
+from pcg.ir.types import TensorType
+from pcg.parallel.costs.work import is_free
+from pcg.passes.placement.split_costs import SplitCosts
+from pcg.passes.placement.split_problem import Side, SplitNode, SplitProblem, SplitValue
+
+LINEAR = ("linear", "linear_backward")
+"""Operators that are sent where only linear ones may be."""
+REST = "rest of the model"
+
+
+def split_problem(
+    graph: Graph,
+    backward: Graph | None,
+    costs: SplitCosts,
+    *,
+    linear_only: bool = False,
+    private: Iterable[str] = (),
+) -> SplitGraph:
+    """Return the problem of a graph and, if there is one, its backward.
+
+    Args:
+        linear_only: the base runs products alone, as what is sent is to be hidden by noise.
+        private: inputs that the client sends nobody.
+    Raises:
+        UnsupportedError: the base has to run an operator that is not linear.
+        CostModelError: a device has no cost for an operator.
+    """
+    builder = _Builder(costs, linear_only, set(private))
+    outputs = list(graph.outputs)
+    if backward is None or not backward.nodes:
+        builder.add(graph.without_dead_code())
+    else:
+        builder.add(graph)
+        given = [value for value in backward.inputs if value.name not in graph.types]
+        builder.rest(graph.outputs, [(value.name, value.type) for value in given])
+        builder.add(backward)
+        outputs = list(backward.outputs)
+    return builder.build(outputs)
+
+
+@dataclass(frozen=True)
+class SplitGraph:
+    """A split problem, and what its nodes are in the graph.
+
+    Attributes:
+        graphs: the graph, and its backward where there is one.
+        nodes: the graph's nodes by their number in the problem; None for the rest of the model.
+        first_backward: the number of the first node behind the forward.
+        held: frozen weights of at least two dims that the client's nodes read, with their bytes.
+    """
+
+    problem: SplitProblem
+    graphs: tuple[Graph, ...]
+    nodes: tuple[Node | None, ...]
+    first_backward: int
+    held: tuple[tuple[str, int], ...]
+
+
+@dataclass
+class _Builder:
+    costs: SplitCosts
+    linear_only: bool
+    hidden: set[str]
+    nodes: list[SplitNode] = field(default_factory=list)
+    origins: list[Node | None] = field(default_factory=list)
+    values: list[SplitValue] = field(default_factory=list)
+    graphs: list[Graph] = field(default_factory=list)
+    numbers: dict[str, int] = field(default_factory=dict)
+    weights: set[str] = field(default_factory=set)
+    """What frozen weights alone make, which both sides have; of two dims, the base."""
+    matrices: set[str] = field(default_factory=set)
+    held: dict[str, int] = field(default_factory=dict)
+    first_backward: int | None = None
+
+    def add(self, graph: Graph) -> None:
+        self.graphs.append(graph)
+        for value in graph.inputs:
+            if value.name not in self.numbers:
+                self._value(value.name, value.type)
+        for parameter in graph.parameters:
+            name = parameter.name
+            if parameter.role == "adapter":
+                self.hidden.add(name)
+                continue
+            self.weights.add(name)
+            if parameter.role == "frozen" and len(parameter.type.dims) > 1:
+                self.matrices.add(name)
+        for node in graph.nodes:
+            self._node(graph, node)
+
+    def rest(self, outputs: Iterable[str], gradients: Iterable[tuple[str, TensorType]]) -> None:
+        """Put the rest of the model between a forward and its backward."""
+        reads = tuple(dict.fromkeys(self.numbers[name] for name in outputs))
+        made = tuple(self._value(name, type_) for name, type_ in gradients)
+        self.nodes.append(SplitNode(REST, Side.CLIENT, 0, 0, reads, made))
+        self.origins.append(None)
+        self.first_backward = len(self.nodes)
+
+    def build(self, outputs: Iterable[str]) -> SplitGraph:
+        wanted = [self.numbers[name] for name in outputs if name in self.numbers]
+        problem = SplitProblem(
+            tuple(self.nodes),
+            tuple(self.values),
+            tuple(dict.fromkeys(wanted)),
+            self.costs.latency_ps,
+        )
+        held = tuple(self.held.items())
+        first = len(self.nodes) if self.first_backward is None else self.first_backward
+        return SplitGraph(problem, tuple(self.graphs), tuple(self.origins), first, held)
+
+    def _value(self, name: str, type_: TensorType) -> int:
+        size = self.costs.size_bytes(type_)
+        time = self.costs.send_ps(size)
+        self.numbers[name] = len(self.values)
+        self.values.append(SplitValue(name, size, time, time))
+        return self.numbers[name]
+
+    def _node(self, graph: Graph, node: Node) -> None:
+        if all(name in self.weights for name in node.inputs) and node.inputs:
+            names = {value.name for value in node.outputs}
+            self.weights |= names
+            if self.matrices.intersection(node.inputs):
+                self.matrices |= names
+            return
+        source = node.inputs[0] if node.inputs else ""
+        if source in self.numbers and len(node.outputs) == 1 and is_free(node.op):
+            sizes = (graph.types[source], node.output.type)
+            if prod(sizes[0].features) == prod(sizes[1].features):
+                self.numbers[node.name] = self.numbers[source]
+                if source in self.hidden:
+                    self.hidden.add(node.name)
+                return
+        side = self._side(node)
+        if side is Side.CLIENT:
+            for name in self.matrices.intersection(node.inputs):
+                self.held[name] = self.costs.size_bytes(graph.types[name])
+        reads = tuple(dict.fromkeys(self.numbers[n] for n in node.inputs if n in self.numbers))
+        made = tuple(self._value(value.name, value.type) for value in node.outputs)
+        times = self.costs.node_ps(graph, node, side)
+        self.nodes.append(SplitNode(node.name, side, *times, reads, made))
+        self.origins.append(node)
+
+    def _side(self, node: Node) -> Side:
+        entry = operator(node.op)
+        if self.hidden.intersection(node.inputs):
+            # Of hidden values, results for tokens may be sent: they hold what an adapter adds.
+            names = (value.name for value in node.outputs if not value.type.is_token_wise)
+            self.hidden.update(names)
+            return Side.CLIENT
+        if entry.sees_sequences or entry.sees_rows or entry.is_random:
+            return Side.CLIENT
+        if not all(value.type.is_token_wise for value in node.outputs):
+            return Side.CLIENT  # the gradient of an adapter, a sum over tokens
+        is_product = bool(self.matrices.intersection(node.inputs))
+        if not self.linear_only:
+            return Side.BASE if is_product else Side.EITHER
+        if not is_product or node.op == "embedding":
+            return Side.CLIENT
+        if node.op not in LINEAR:
+            raise UnsupportedError(
+                f"{node.op} reads frozen weights and is not linear, so noise cannot hide what is "
+                "sent to it; leave privacy out"
+            )
+        return Side.BASE

@@ -1,0 +1,163 @@
+"""The split problem: which node of a graph runs at the base, and in which round trip.
+
+A base executor holds the frozen weights and keeps nothing between two calls; a client holds the
+rest (Symbiosis §3). A *piece* is what one call runs at the base, over values that the client sends,
+and returns values to the client. With A the values that the client has, a round trip is
+
+    A -> A + F      latency + Σ up(s), s in S  +  Σ base(n), n in P  +  Σ down(f), f in F
+
+where every value that P reads is made in P, sent (S ⊆ A), or a frozen weight's, and F is made in P.
+The client runs a node whose values it has: A -> A + n at client(n). A node may run more than once:
+in several pieces, or on both sides, where that is cheaper than to send its result. The cut is the
+cheapest way from the graph's inputs to its outputs.
+
+    client   reads an adapter or what is computed from adapters alone, sees sequences (attention and
+             its cache), draws numbers, or reads targets
+    base     reads a frozen weight of at least two dims, and is none of those
+    either   the others: norms, activations, sums; both sides hold their vectors
+
+The values on both sides are numbered, and sets of nodes and of values are masks of bits.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+
+class Side(enum.Enum):
+    """The sides on which a node may run."""
+
+    CLIENT = "client"
+    BASE = "base"
+    EITHER = "either"
+
+
+@dataclass(frozen=True)
+class SplitNode:
+    """A node, with its times on both sides in picoseconds.
+
+    Attributes:
+        name: the node's name.
+        side: where it may run.
+        base_ps: time at the base.
+        client_ps: time at the client.
+        reads: the numbers of the values that it reads, weights left out.
+        makes: the numbers of the values that it makes.
+    """
+
+    name: str
+    side: Side
+    base_ps: int
+    client_ps: int
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SplitValue:
+    """A value, with its size and the times to send and to return it, in picoseconds."""
+
+    name: str
+    size_bytes: int
+    up_ps: int
+    down_ps: int
+
+
+@dataclass(frozen=True)
+class SplitProblem:
+    """Nodes in order over values; those that no node makes are with the client at first.
+
+    Attributes:
+        outputs: the numbers of the values that the client wants.
+        latency_ps: time that each round trip takes beside what it sends and computes.
+    """
+
+    nodes: tuple[SplitNode, ...]
+    values: tuple[SplitValue, ...]
+    outputs: tuple[int, ...]
+    latency_ps: int
+
+    @cached_property
+    def makers(self) -> dict[int, int]:
+        """The node that makes each value; inputs have none."""
+        return {value: n for n, node in enumerate(self.nodes) for value in node.makes}
+
+    @cached_property
+    def readers(self) -> tuple[int, ...]:
+        """The nodes that read each value, as a mask."""
+        found = [0] * len(self.values)
+        for number, node in enumerate(self.nodes):
+            for value in node.reads:
+                found[value] |= 1 << number
+        return tuple(found)
+
+    @cached_property
+    def before(self) -> tuple[int, ...]:
+        """The nodes that make what each node reads, as a mask."""
+        makers = self.makers
+        return tuple(
+            mask_of(makers[value] for value in node.reads if value in makers) for node in self.nodes
+        )
+
+    @cached_property
+    def client_only(self) -> int:
+        return mask_of(n for n, node in enumerate(self.nodes) if node.side is Side.CLIENT)
+
+    @cached_property
+    def wanted(self) -> int:
+        """The values that the client needs in any case: outputs, and what its own nodes read."""
+        own = (node for node in self.nodes if node.side is Side.CLIENT)
+        return mask_of(self.outputs) | mask_of(value for node in own for value in node.reads)
+
+    @cached_property
+    def eager(self) -> int:
+        """The nodes that the client runs as soon as it can: those that no base can run, and others.
+
+        The others make what it needs in any case, of what it then has in any case, in less time
+        than that takes to return. The base may run them, too.
+        """
+        makers, found = self.makers, self.client_only
+        for number, node in enumerate(self.nodes):
+            if node.side is Side.EITHER and all(self.wanted >> v & 1 for v in node.makes):
+                has = all(
+                    v not in makers or found >> makers[v] & 1 or self.wanted >> v & 1
+                    for v in node.reads
+                )
+                if has and node.client_ps <= sum(self.values[v].down_ps for v in node.makes):
+                    found |= 1 << number
+        return found
+
+    def made_by(self, nodes: int) -> int:
+        """The values that some nodes make."""
+        return mask_of(value for n in bits(nodes) for value in self.nodes[n].makes)
+
+    def read_by(self, nodes: int) -> int:
+        """The values that some nodes read, and none of them makes."""
+        read = mask_of(value for n in bits(nodes) for value in self.nodes[n].reads)
+        return read & ~self.made_by(nodes)
+
+    def closed(self, done: int) -> int:
+        """Nodes with all the eager ones that can run behind them."""
+        for number in bits(self.eager & ~done):
+            if not self.before[number] & ~done:
+                done |= 1 << number
+        return done
+
+
+def mask_of(numbers: Iterable[int]) -> int:
+    """The mask of some numbers."""
+    mask = 0
+    for number in numbers:
+        mask |= 1 << number
+    return mask
+
+
+def bits(mask: int) -> Iterator[int]:
+    """The numbers of a mask, ascending."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low

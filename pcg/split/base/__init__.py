@@ -1,0 +1,1 @@
+"""The base executor: frozen weights, the queues of their pieces, and how requests are batched."""

@@ -1,0 +1,162 @@
+"""The base executor: the frozen weights of a model, and the pieces that run by them.
+
+It keeps nothing of a client between two calls. What a client needs of the base beside products is
+fetched once: tensors that are read otherwise, such as embeddings and norms, and biases, which the
+client adds itself, so that a linear piece is linear.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from pcg.errors import SplitError
+from pcg.files import is_file
+from pcg.ir.program.program import python_name
+from pcg.ir.types import TORCH_NAMES
+from pcg.kernels.torch.products import linear, linear_backward
+from pcg.runtime.executor import Executor
+from pcg.runtime.model.product_weights import joined, lie_side_by_side, multiplied
+from pcg.runtime.training.training_copy import weights_checksum
+from pcg.split.messages import VERSION, Message
+from pcg.split.model_facts import TOKENIZER_FILES, config_text
+from pcg.split.pieces import GRADIENT, LINEAR, Piece
+
+_MOST_SAMPLES = 64
+_MOST_PIECES = 4096
+"""Joined pieces that are remembered."""
+
+
+class BaseExecutor:
+    """Runs pieces by the weights of an executor.
+
+    Attributes:
+        multiplied: the weights [out, in] of linear pieces, by name.
+        fetched: the tensors that clients may have.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        program = executor.program
+        if executor.ranks.size > 1:
+            raise SplitError(f"a base executor runs on one rank, not on {executor.ranks.size}")
+        self.name = program.name
+        self.config = program.config
+        self.dtype: torch.dtype = getattr(torch, TORCH_NAMES[program.dtype])
+        self.device = executor.device
+        self._store = executor.state.weight_store
+        self.multiplied: dict[str, Tensor] = {}
+        self.fetched: dict[str, Tensor] = {}
+        self._parameters = dict(self._store.frozen())
+        for graph, layer, holder in self._store.bind(program.base).holders(program.base):
+            products = set(multiplied(graph))
+            for parameter in graph.parameters:
+                if parameter.role == "frozen":
+                    kept = self.multiplied if parameter.name in products else self.fetched
+                    tensor: Tensor = getattr(holder, python_name(parameter.name))
+                    kept[parameter.source.format(layer=layer)] = tensor
+        self._joined: dict[tuple[str, ...], Tensor | None] = {}
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the configuration and of samples of every weight."""
+        text = f"{config_text(self.config)} {self.dtype} {weights_checksum(self._store)}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the weights."""
+        return self._store.size_bytes
+
+    def facts(self, directory_files: Mapping[str, str]) -> dict[str, object]:
+        """Return what a client has to know of the base, as fields of a message."""
+        return {
+            "version": VERSION,
+            "name": self.name,
+            "config": json.loads(config_text(self.config)),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "digest": self.digest,
+            "pieces": {name: list(one.shape) for name, one in self.multiplied.items()},
+            "fetched": {name: list(one.shape) for name, one in self.fetched.items()},
+            "files": dict(directory_files),
+        }
+
+    def checked(self, piece: Piece, inputs: Sequence[Tensor]) -> None:
+        """Check a piece's inputs. SplitError: it is none of the base's, or they do not fit."""
+        for name in piece.weights:
+            if name not in self.multiplied:
+                raise SplitError(f"{name[:200]!r} is no weight that this base multiplies by")
+        shapes = [self.multiplied[name].shape for name in piece.weights]
+        width = shapes[0][1] if piece.kind == LINEAR else shapes[0][0]
+        if any(shape[1] != shapes[0][1] for shape in shapes):
+            raise SplitError(f"the weights of {piece} have inputs of different sizes")
+        if len(inputs) != 1 or inputs[0].dim() != 2 or inputs[0].shape[1] != width:
+            given = ", ".join(str(list(one.shape)) for one in inputs)
+            raise SplitError(f"{piece} takes one tensor [tokens, {width}], not {given or 'none'}")
+        if not len(inputs[0]):
+            raise SplitError(f"{piece} was given no tokens")
+        if inputs[0].dtype not in (self.dtype, torch.float32):
+            raise SplitError(f"the base runs in {self.dtype}, and not in {inputs[0].dtype}")
+
+    @torch.no_grad()
+    def run(self, piece: Piece, inputs: Sequence[Tensor]) -> Tensor:
+        """Run a piece on the tokens of one request, or of several, one after the other."""
+        x = inputs[0].to(self.device)
+        if piece.kind == GRADIENT:
+            return linear_backward(x, self.multiplied[piece.weights[0]].to(x.dtype))
+        whole = self._whole(piece.weights)
+        if whole is not None:
+            return linear(x, whole.to(x.dtype))
+        weights = (self.multiplied[name] for name in piece.weights)
+        return torch.cat([linear(x, weight.to(x.dtype)) for weight in weights], -1)
+
+    def _whole(self, names: tuple[str, ...]) -> Tensor | None:
+        """Return weights as one, without a copy; None if they do not lie side by side."""
+        if names not in self._joined:
+            weights = [self.multiplied[name] for name in names]
+            if len(self._joined) >= _MOST_PIECES:
+                self._joined.clear()
+            self._joined[names] = joined(weights) if lie_side_by_side(weights) else None
+        return self._joined[names]
+
+    @torch.no_grad()
+    def answer(self, message: Message) -> Message:
+        """Answer a request that is no piece. SplitError: it cannot be."""
+        if message.op == "fetch":
+            name = message.text("name")
+            if name not in self.fetched:
+                raise SplitError(
+                    f"{name[:200]!r} stays at the base"
+                    if name in self.multiplied
+                    else f"this base has no tensor {name[:200]!r}"
+                )
+            return Message("reply", message.seq, tensors=(self.fetched[name],))
+        if message.op == "lengths":
+            weight = self._weight(message.text("name"))
+            squares = weight.float().square().sum(1)
+            return Message("reply", message.seq, tensors=(squares,))
+        if message.op == "samples":
+            name, count = message.text("name"), message.number("count", _MOST_SAMPLES)
+            self._weight(name)
+            samples = self._store.samples(name, self._parameters[name], count)
+            return Message("reply", message.seq, tensors=(samples,))
+        raise SplitError(f"{message.op[:100]!r} is nothing that a base does")
+
+    def _weight(self, name: str) -> Tensor:
+        if name not in self.multiplied:
+            raise SplitError(f"{name[:200]!r} is no weight that this base multiplies by")
+        return self.multiplied[name]
+
+
+def tokenizer_files(directory: object) -> dict[str, str]:
+    """Return the small text files of a model's directory that its tokenizer is read from."""
+    from pathlib import Path
+
+    if directory is None:
+        return {}
+    paths = [Path(str(directory)) / name for name in TOKENIZER_FILES]
+    return {path.name: path.read_text(encoding="utf-8") for path in paths if is_file(path)}

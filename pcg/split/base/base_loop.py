@@ -1,0 +1,279 @@
+"""The loop of a base executor: takes messages, batches requests, runs them, and replies."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from pcg.errors import PcgError, SplitError
+from pcg.split.base.base_executor import BaseExecutor
+from pcg.split.base.options import BaseOptions
+from pcg.split.base.policies import make_policy
+from pcg.split.base.queues import Queues, Waiting
+from pcg.split.messages import VERSION, Message, failure
+from pcg.split.model_facts import config_difference
+from pcg.split.pieces import Piece
+from pcg.split.transports.transport import Endpoint
+
+_LOG = logging.getLogger("pcg.split")
+_ACTIVE_S = 1.0
+"""A client that asked nothing for so long is not waited for."""
+_MOST_WAITING = 64
+"""Requests of one client that may wait at once."""
+
+
+@dataclass
+class _Client:
+    """A client that was accepted."""
+
+    name: str
+    seen_s: float = 0.0
+    has_asked: bool = False
+
+
+@dataclass
+class Counts:
+    """Counts of what a base has done.
+
+    Attributes:
+        batches: pieces that were run.
+        requests: requests that they were of.
+        tokens: tokens of these.
+        refused: messages that were answered by an error.
+        dropped: requests of clients that were gone.
+    """
+
+    batches: int = 0
+    requests: int = 0
+    tokens: int = 0
+    refused: int = 0
+    dropped: int = 0
+
+
+class BaseLoop:
+    """Serves the clients of an endpoint; one thread runs it.
+
+    Attributes:
+        base: the weights, and what runs by them.
+        endpoint: the clients' transport.
+        counts: what it has done so far.
+        is_draining: True once new clients are refused.
+    """
+
+    def __init__(
+        self,
+        base: BaseExecutor,
+        endpoint: Endpoint,
+        options: BaseOptions,
+        files: Mapping[str, str] | None = None,
+    ) -> None:
+        self.base = base
+        self.endpoint = endpoint
+        self._options = options
+        self._keys = [_digest_of(key) for key in options.api_key]
+        self._policy = make_policy(
+            options.policy, options.max_batch_tokens, options.wait_ms, options.wait_tokens
+        )
+        self._facts = base.facts(files or {})
+        self._queues = Queues()
+        self._clients: dict[bytes, _Client] = {}
+        self._is_stopped = False
+        self.counts = Counts()
+        self.is_draining = False
+
+    @property
+    def clients(self) -> int:
+        """The number of clients."""
+        return len(self._clients)
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that wait."""
+        return len(self._queues)
+
+    def run(self) -> None:
+        """Serve until `stop`, or until a drain has ended."""
+        drained_s = None
+        wait_s = 0.0
+        while not self._is_stopped:
+            wait_s = self.step(wait_s)
+            if self.is_draining:
+                now_s = time.monotonic()
+                drained_s = drained_s or now_s + self._options.drain_s
+                if not self._clients or now_s > drained_s:
+                    break
+        left = len(self._clients)
+        if left:
+            _LOG.warning("%d clients are left behind", left)
+
+    def stop(self) -> None:
+        """End `run` after its present step."""
+        self._is_stopped = True
+
+    def drain(self) -> None:
+        """Refuse new clients, and end once those that are here have left."""
+        self.is_draining = True
+
+    def step(self, wait_s: float) -> float:
+        """Take what has come, and run one batch; returns how long to wait for more."""
+        for client, message in self.endpoint.receive(min(wait_s, 0.2)):
+            self._take(client, message)
+        for client in self.endpoint.gone(list(self._clients)):
+            self._drop(client, "is gone")
+        if not len(self._queues):
+            return 1.0
+        now_s = time.monotonic()
+        active = [
+            client
+            for client, one in self._clients.items()
+            if one.has_asked and now_s - one.seen_s < _ACTIVE_S
+        ]
+        choice = self._policy.choose(self._queues, active, now_s)
+        if not choice.batch:
+            return max(choice.wait_s, 0.0)
+        self._run(choice.batch)
+        return 0.0
+
+    # ------------------------------------------------------------------------------- messages
+
+    def _take(self, client: bytes, message: Message | Exception) -> None:
+        if isinstance(message, Exception):
+            self._reply(client, failure(0, message))
+            return
+        try:
+            reply = self._answered(client, message)
+        except PcgError as error:
+            self.counts.refused += 1
+            reply = failure(message.seq, error)
+        except Exception as error:
+            _LOG.exception("%s of client %s failed", message.op[:40], client.hex())
+            reply = failure(message.seq, SplitError(f"the base failed: {type(error).__name__}"))
+        if reply is not None:
+            self._reply(client, reply)
+
+    def _answered(self, client: bytes, message: Message) -> Message | None:
+        """Answer a message, or None if its answer comes later."""
+        if message.op == "hello":
+            return self._hello(client, message)
+        known = self._clients.get(client)
+        if known is None:
+            raise SplitError("say hello first: this base does not know you, or was started anew")
+        known.seen_s = time.monotonic()
+        if message.op == "run":
+            known.has_asked = True
+            self._queue(client, message)
+            return None
+        if message.op == "bye":
+            self._drop(client, "leaves")
+            return Message("reply", message.seq)
+        if message.op == "stats":
+            counts = {**asdict(self.counts), "clients": self.clients}
+            return Message("reply", message.seq, counts)
+        if message.op == "share":
+            most = self._options.max_request_mib * 2**20
+            shared = self.endpoint.share(client, message.number("bytes", 2 * most))
+            if shared is None:
+                raise SplitError("this transport shares no memory")
+            return Message("reply", message.seq, shared.fields)
+        return self.base.answer(message)
+
+    def _hello(self, client: bytes, message: Message) -> Message:
+        fields = message.fields
+        if fields.get("version") != VERSION:
+            raise SplitError(
+                f"this base speaks version {VERSION} of the messages, and the client version "
+                f"{str(fields.get('version'))[:20]}; install the same pcg on both"
+            )
+        key = fields.get("key") or ""
+        digest = _digest_of(key if isinstance(key, str) else "")
+        # All are compared, in a time that does not depend on where they differ.
+        if self._keys and not sum(hmac.compare_digest(one, digest) for one in self._keys):
+            raise SplitError("the key is none of this base's; give api_key=…, or PCG_API_KEY")
+        self._check_model(fields)
+        if self.is_draining:
+            raise SplitError("this base ends, and takes no new clients")
+        if client not in self._clients and len(self._clients) >= self._options.max_clients:
+            raise SplitError(f"this base has {len(self._clients)} clients, and takes no more")
+        name = fields.get("client")
+        self._clients[client] = _Client(name[:100] if isinstance(name, str) else client.hex())
+        _LOG.info("client %r comes; %d are here", self._clients[client].name, self.clients)
+        return Message("reply", message.seq, self._facts)
+
+    def _check_model(self, fields: Mapping[str, object]) -> None:
+        """Compare what a client wants with what this is. SplitError: they differ, and in what."""
+        config, base = fields.get("config"), self.base
+        if isinstance(config, Mapping):
+            difference = config_difference(config, base.config)
+            if difference:
+                raise SplitError(
+                    f"the client's model is another than the base's {base.name} ({difference}); "
+                    "connect with the base's model, or with none to take what it has"
+                )
+        for name, own in (("dtype", self._facts["dtype"]), ("digest", self._facts["digest"])):
+            wanted = fields.get(name)
+            if wanted is not None and wanted != own:
+                raise SplitError(
+                    f"the client wants {base.name} with {name} {str(wanted)[:80]}, and this base "
+                    f"has {own}; use the same on both sides"
+                )
+
+    def _queue(self, client: bytes, message: Message) -> None:
+        piece = Piece.parse(message.text("piece", 2**14))
+        self.base.checked(piece, message.tensors)
+        if self._queues.count(client) >= _MOST_WAITING:
+            raise SplitError(f"{_MOST_WAITING} requests of yours wait already")
+        serves, now_s = message.fields.get("serves") is True, time.monotonic()
+        self._queues.add(Waiting(client, message.seq, piece, message.tensors, serves, now_s))
+
+    # ------------------------------------------------------------------------------- running
+
+    def _run(self, batch: Sequence[Waiting]) -> None:
+        """Run requests of one piece as one, and answer each."""
+        self._queues.take(batch)
+        try:
+            inputs = batch[0].tensors
+            if len(batch) > 1:
+                every = zip(*(one.tensors for one in batch), strict=True)
+                inputs = [torch.cat(parts) for parts in every]
+            outputs = self.base.run(batch[0].piece, inputs)
+        except Exception as error:
+            _LOG.exception("%s failed", batch[0].piece)
+            for one in batch:
+                text = f"the base failed at {one.piece}: {type(error).__name__}: {error}"
+                self._reply(one.client, failure(one.seq, SplitError(text)))
+            return
+        self.counts.batches += 1
+        self.counts.requests += len(batch)
+        self.counts.tokens += len(outputs)
+        parts = outputs.split([one.tokens for one in batch])
+        for one, part in zip(batch, parts, strict=True):
+            self._reply(one.client, Message("reply", one.seq, tensors=(part,)))
+
+    def _reply(self, client: bytes, message: Message) -> None:
+        known = self._clients.get(client)
+        if known is not None:
+            known.seen_s = time.monotonic()
+        if not self.endpoint.send(client, message):
+            self._drop(client, "is gone")
+
+    def _drop(self, client: bytes, why: str) -> None:
+        """Forget a client, and all that waits for it."""
+        known = self._clients.pop(client, None)
+        dropped = self._queues.drop(client)
+        self.counts.dropped += dropped
+        self.endpoint.forget(client)
+        if known is not None:
+            _LOG.info(
+                "client %r %s; %d of its requests are dropped, %d clients are here",
+                known.name, why, dropped, self.clients,
+            )  # fmt: skip
+
+
+def _digest_of(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

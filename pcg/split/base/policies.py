@@ -1,0 +1,131 @@
+"""Policies of batching: which requests for a piece run together, and how long one waits for others.
+
+none           each request runs alone, the oldest first
+lockstep       a round begins once every active client has a request here, and runs them all
+opportunistic  a request waits at most w = wait · min(1, tokens / scale) for others of its piece
+               (Symbiosis §3.7): less the smaller it is, and half of that where a user waits for
+               tokens. What is due runs, inference before training, the earliest first; nothing
+               waits once all active clients are here, as nobody else could come.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from pcg.split.base.options import PolicyName
+from pcg.split.base.queues import Queues, Waiting
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The decision of a policy.
+
+    Attributes:
+        batch: requests of one piece that run now, as one; empty for none.
+        wait_s: how long to wait for further requests before asking again, if nothing runs.
+    """
+
+    batch: Sequence[Waiting] = ()
+    wait_s: float = 1.0
+
+
+class Policy(ABC):
+    """Decides what runs next.
+
+    Attributes:
+        max_tokens: the most tokens of a batch; a larger request runs alone.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+
+    @abstractmethod
+    def choose(self, queues: Queues, active: Collection[bytes], now_s: float) -> Choice:
+        """Choose of requests that wait, at least one; `active` are the clients that may ask."""
+
+    def _fitting(self, requests: Sequence[Waiting]) -> Sequence[Waiting]:
+        """Return the first requests of some whose tokens fit in a batch."""
+        tokens = 0
+        for index, one in enumerate(requests):
+            tokens += one.tokens
+            if index and tokens > self.max_tokens:
+                return requests[:index]
+        return requests
+
+
+class Alone(Policy):
+    """No batching: the oldest request."""
+
+    def choose(self, queues: Queues, active: Collection[bytes], now_s: float) -> Choice:
+        return Choice([queues.oldest])
+
+
+class Lockstep(Policy):
+    """Rounds: all active clients have a request, and each is run before anyone's next."""
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__(max_tokens)
+        self._round: list[Waiting] = []
+
+    def choose(self, queues: Queues, active: Collection[bytes], now_s: float) -> Choice:
+        there = {id(one): one for queue in queues for one in queue}
+        self._round = [one for one in self._round if id(one) in there]
+        if not self._round:
+            if not queues.clients.issuperset(active):
+                return Choice(wait_s=0.05)
+            self._round = list(there.values())
+        first = self._round[0]
+        same = [
+            one
+            for one in self._round
+            if one.piece == first.piece and one.tensors[0].dtype == first.tensors[0].dtype
+        ]
+        return Choice(self._fitting(same))
+
+
+class Opportunistic(Policy):
+    """Requests wait for others a bounded time, by their size.
+
+    Args:
+        wait_s: the longest wait, of a request of `scale` tokens or more.
+    """
+
+    def __init__(self, max_tokens: int, wait_s: float, scale: int) -> None:
+        super().__init__(max_tokens)
+        self._wait_s = wait_s
+        self._scale = scale
+
+    def due_s(self, one: Waiting) -> float:
+        """Return when a request waits no longer."""
+        share = min(1.0, one.tokens / self._scale) * (0.5 if one.serves else 1.0)
+        return one.arrived_s + self._wait_s * share
+
+    def choose(self, queues: Queues, active: Collection[bytes], now_s: float) -> Choice:
+        nobody_comes = queues.clients.issuperset(active)
+        ready: list[tuple[bool, float, int, list[Waiting]]] = []
+        next_s = now_s + 1.0
+        for queue in queues:
+            due_s = min(map(self.due_s, queue))
+            if nobody_comes or due_s <= now_s or self._is_full(queue):
+                trains = not any(one.serves for one in queue)
+                ready.append((trains, due_s, len(ready), queue))
+            next_s = min(next_s, due_s)
+        if not ready:
+            return Choice(wait_s=next_s - now_s)
+        # If one has to wait behind another in this queue, the one with a user waits less.
+        queue = sorted(min(ready)[-1], key=lambda one: (not one.serves, one.arrived_s))
+        return Choice(self._fitting(queue))
+
+    def _is_full(self, queue: Sequence[Waiting]) -> bool:
+        return sum(one.tokens for one in queue) >= self.max_tokens
+
+
+def make_policy(name: PolicyName, max_tokens: int, wait_ms: float, wait_tokens: int) -> Policy:
+    """Return a policy by its name; see `BaseOptions`."""
+    if name == "none":
+        return Alone(max_tokens)
+    if name == "lockstep":
+        return Lockstep(max_tokens)
+    return Opportunistic(max_tokens, wait_ms / 1000, wait_tokens)

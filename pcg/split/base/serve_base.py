@@ -1,0 +1,93 @@
+"""A base executor as a process: from its options to its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import secrets
+import signal
+from collections.abc import Callable, Mapping
+
+from pcg.runtime.executor import Executor
+from pcg.split.base.base_executor import BaseExecutor
+from pcg.split.base.base_loop import BaseLoop
+from pcg.split.base.options import BaseOptions
+from pcg.split.transports.zeromq import ZeroMqEndpoint
+from pcg.units import size_text
+
+VARIABLE = "PCG_API_KEY"
+"""The environment's variable with a key."""
+
+
+def serve_base(
+    options: BaseOptions,
+    load: Callable[[], Executor],
+    say: Callable[[str], None],
+    files: Mapping[str, str],
+) -> None:
+    """Serve a base until SIGTERM or Ctrl-C; a second one ends it at once.
+
+    Args:
+        load: returns an executor of the base.
+        say: is told lines for the one who has started it.
+        files: the tokenizer's files, by name.
+    Raises:
+        SplitError: the address cannot be listened at.
+    """
+    keys, made = list(options.api_key), None
+    if not keys and os.environ.get(VARIABLE):
+        keys = [os.environ[VARIABLE]]
+    if not keys:
+        made = secrets.token_urlsafe(24)
+        keys = [made]
+    options = dataclasses.replace(options, api_key=keys)
+    # The address is taken first, so that one which cannot be is an answer at once.
+    endpoint = ZeroMqEndpoint(options.host, options.port, options.max_request_mib * 2**20)
+    try:
+        base = BaseExecutor(load())
+        loop = BaseLoop(base, endpoint, options, files)
+        logging.getLogger("pcg.split").addHandler(_Lines(say))
+        logging.getLogger("pcg.split").setLevel(logging.INFO)
+        kept = {one: signal.signal(one, _ended_by(loop, say)) for one in _SIGNALS}
+        say(
+            f"{base.name} in {str(base.dtype).removeprefix('torch.')} on {base.device}, "
+            f"{size_text(base.size_bytes)} of weights; policy {options.policy}"
+        )
+        if made is not None:
+            say(f"key: {made}")
+        say(f"listening at {endpoint.where}")
+        try:
+            loop.run()
+        finally:
+            for one, handler in kept.items():
+                signal.signal(one, handler)
+        counts = loop.counts
+        say(f"ended: {counts.requests} requests in {counts.batches} batches")
+    finally:
+        endpoint.close()
+
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def _ended_by(loop: BaseLoop, say: Callable[[str], None]) -> Callable[[int, object], None]:
+    def end(number: int, _: object) -> None:
+        if loop.is_draining:
+            loop.stop()
+            return
+        say(f"{signal.Signals(number).name}: no new clients; {loop.clients} are here")
+        loop.drain()
+
+    return end
+
+
+class _Lines(logging.Handler):
+    """Says each record as a line."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__(logging.INFO)
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(self.format(record))

@@ -1,0 +1,1 @@
+"""The client: an executor whose products run at a base executor."""

@@ -1,0 +1,107 @@
+"""The base's weights as a client has them: few tensors here, the products at a base executor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from torch import Tensor
+
+from pcg.errors import SplitError
+from pcg.kernels.torch.remote_weights import remote_tensor
+from pcg.parallel.ranks.shards import Ranges
+from pcg.runtime.model.weights import DTYPE_NAMES, Weights, slices_of
+from pcg.split.client.caller import Caller
+from pcg.split.messages import DTYPES
+from pcg.split.pieces import GRADIENT, LINEAR, Piece
+from pcg.tensor_file import TensorInfo
+
+
+@dataclass(frozen=True, eq=False)
+class CalledWeight:
+    """A weight [out, in], or several side by side, whose products a base executor runs.
+
+    Attributes:
+        names: in the base's checkpoint.
+        serves: True if a user waits for tokens.
+        squares: the sums of squares of weights' rows, by name, once they were asked for.
+    """
+
+    names: tuple[str, ...]
+    serves: bool
+    caller: Caller
+    squares: dict[str, Tensor]
+
+    def joined(self, others: Sequence[Self]) -> CalledWeight:
+        """Return this weight and others as one, [outs, in]."""
+        names = [name for one in (self, *others) for name in one.names]
+        return replace(self, names=tuple(names))
+
+    def linear(self, x: Tensor, others: Sequence[Self]) -> Tensor:
+        """Return x Wᵀ by this weight and others, side by side: [T, outs]."""
+        weight = self.joined(others) if others else self
+        return self._run(Piece(LINEAR, weight.names), x)
+
+    def input_gradient(self, dy: Tensor) -> Tensor:
+        """Return dy W, [T, in]."""
+        return self._run(Piece(GRADIENT, self.names), dy)
+
+    def adapted_lengths(self, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        """Return ||W + scale · B A|| of each output, [out], in A's dtype.
+
+        ||w + s·b A||² = ||w||² + 2 s b (A w) + s² b (A Aᵀ) bᵀ for a row w of W, and b of B: W is
+        read by the product A Wᵀ, and by the squares of its rows' lengths.
+        """
+        (name,) = self.names
+        if name not in self.squares:
+            self.squares[name] = self.caller.call("lengths", name=name).tensors[0].double()
+        given, scaled = a.double(), b.double() * scale
+        through = self._run(Piece(LINEAR, self.names), a.float()).double()
+        total = self.squares[name].to(a.device) + 2 * (through.t() * scaled).sum(1)
+        total += ((scaled @ (given @ given.t())) * scaled).sum(1)
+        return total.clamp_(min=0).sqrt_().to(a.dtype)
+
+    def samples(self, count: int) -> Tensor:
+        """Return `count` entries at equal distances, in fp64."""
+        (name,) = self.names
+        return self.caller.call("samples", name=name, count=count).tensors[0]
+
+    def _run(self, piece: Piece, x: Tensor) -> Tensor:
+        if not len(x):
+            raise SplitError(f"{piece} was given no tokens")
+        reply = self.caller.call("run", (x,), piece=str(piece), serves=self.serves)
+        return reply.tensors[0].to(x.device)
+
+
+class CalledBase(Weights):
+    """A base executor's weights: it is asked for products, and for the other tensors once each."""
+
+    def __init__(self, caller: Caller, base_prefix: str) -> None:
+        facts = caller.facts
+        dtype = DTYPES[facts["dtype"]]
+        self._kept: Mapping[str, Sequence[int]] = facts["pieces"]
+        index = {
+            name: TensorInfo(DTYPE_NAMES[dtype], tuple(shape))
+            for name, shape in facts["fetched"].items()
+        }
+        super().__init__(index, base_prefix, facts["config"], f"the base {facts['name']}")
+        self._caller = caller
+        self._dtype = dtype
+        self._squares: dict[str, Tensor] = {}
+
+    def remote(self, name: str, shape: Sequence[int], serves: bool = False) -> Tensor | None:
+        kept = self._kept.get(name)
+        if kept is None:
+            return None
+        if list(kept) != list(shape):
+            raise SplitError(
+                f"{name} is {list(kept)} at the base executor, and {list(shape)} here; install the "
+                "same versions of pcg and transformers on both"
+            )
+        weight = CalledWeight((name,), serves, self._caller, self._squares)
+        return remote_tensor(shape, self._dtype, weight)
+
+    def _read(self, name: str, ranges: Ranges | None) -> Tensor:
+        (tensor,) = self._caller.call("fetch", name=name).tensors
+        return tensor if ranges is None else tensor[slices_of(ranges)]

@@ -1,0 +1,131 @@
+"""A client's calls of a base: numbers them, and goes on where a base was started anew.
+
+A base keeps nothing of a call, so a call that was lost is made again, with the same result: a
+finetuning step goes on where the connection broke.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from threading import Lock
+from typing import Any
+
+from torch import Tensor
+
+from pcg.errors import BaseLostError, SplitError
+from pcg.split.messages import VERSION, Message
+from pcg.split.transports.transport import Disconnected, Moved, Transport
+
+_LOG = logging.getLogger("pcg.split")
+_RETRY_S = 0.2
+
+
+class Caller:
+    """Calls a base over a transport; any thread may call.
+
+    Attributes:
+        facts: what the base says of itself: its configuration, dtype, digest, pieces and tensors.
+        moved: what has crossed the transport.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        hello: Mapping[str, Any],
+        *,
+        connect_s: float = 20.0,
+        lost_s: float = 30.0,
+    ) -> None:
+        """Connect.
+
+        Args:
+            hello: what this client expects of the base, and its key.
+            connect_s: how long to wait for the base at first.
+            lost_s: how long to look for a base that is gone.
+        Raises:
+            SplitError: the base refuses this client, and says why.
+            BaseLostError: no base answers.
+        """
+        self._transport = transport
+        self._hello = {"version": VERSION, **hello}
+        self._lost_s = lost_s
+        self._numbers = itertools.count(1)
+        self._lock = Lock()
+        self._is_closed = False
+        self.moved = Moved()
+        self.facts: Mapping[str, Any] = {}
+        with self._lock:
+            self.facts = self._open(connect_s, "no base executor answers at")
+        # It may go away meanwhile, and come back with other weights.
+        self._hello = {**self._hello, "digest": self.facts["digest"]}
+
+    def call(self, op: str, tensors: Sequence[Tensor] = (), **fields: Any) -> Message:
+        """Make a call and return its reply.
+
+        Raises:
+            SplitError: the base refuses it, and says why.
+            BaseLostError: the base is gone.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise SplitError("this connection to a base executor was closed")
+            message = Message(op, next(self._numbers), fields, tensors)
+            while True:
+                try:
+                    reply = self._transport.exchange(message, self._lost_s)
+                    break
+                except Disconnected as error:
+                    where = self._transport.where
+                    _LOG.warning(
+                        "the base executor at %s is gone (%s); looking for it", where, error
+                    )
+                    self._open(self._lost_s, "the base executor is gone, and none answers at")
+                    _LOG.warning("the base executor at %s is back", where)
+            self.moved.calls += 1
+            self.moved.sent_bytes += message.size_bytes
+            self.moved.received_bytes += reply.size_bytes
+        return _accepted(reply)
+
+    def close(self) -> None:
+        """Say goodbye, and close the transport."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            try:
+                self._transport.exchange(Message("bye", next(self._numbers)), 1.0)
+            except Disconnected:
+                pass
+            finally:
+                self._transport.close()
+
+    def _open(self, timeout_s: float, otherwise: str) -> Mapping[str, Any]:
+        end_s = time.monotonic() + timeout_s
+        while True:
+            left_s = end_s - time.monotonic()
+            try:
+                self._transport.open()
+                message = Message("hello", next(self._numbers), self._hello)
+                reply = _accepted(self._transport.exchange(message, max(left_s, _RETRY_S)))
+                self._transport.welcomed(Message("share", next(self._numbers)))
+                return reply.fields
+            except Disconnected as error:
+                self._transport.close()
+                if time.monotonic() + _RETRY_S > end_s:
+                    raise BaseLostError(
+                        f"{otherwise} {self._transport.where} within {timeout_s:g} s ({error}); "
+                        "start one with pcg serve-base"
+                    ) from None
+                time.sleep(_RETRY_S)
+            except SplitError:
+                self._transport.close()
+                raise
+
+
+def _accepted(reply: Message) -> Message:
+    if reply.op == "error":
+        raise SplitError(f"the base executor refuses: {reply.fields.get('error')}")
+    return reply

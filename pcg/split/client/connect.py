@@ -1,0 +1,141 @@
+"""Connecting to a base executor: an executor whose products run there."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from pcg.compiler import compile_program, make_executor
+from pcg.errors import SplitError
+from pcg.keywords import takes
+from pcg.options import dtype_name
+from pcg.runtime.executor import Executor
+from pcg.source import ModelSource, resolve
+from pcg.split.client.base_weights import CalledBase
+from pcg.split.client.caller import Caller
+from pcg.split.model_facts import TOKENIZER_FILES
+from pcg.split.transports.transport import Transport
+from pcg.split.transports.zeromq_client import transport_to
+
+VARIABLE = "PCG_API_KEY"
+"""The environment's variable with a key."""
+
+
+@dataclass(frozen=True)
+class ConnectArguments:
+    """Arguments of `connect`.
+
+    Attributes:
+        where: the base executor's address, as host:port, or a transport to it.
+        model: a directory, a hub id or a config that the base must be of, whose tokenizer is used;
+            by default what the base has.
+        peft: None, a word such as "lora", a recipe, a configuration of peft's, or {name: one of
+            these, or the directory of an adapter}; named adapters are added to the executor.
+        api_key: a key of the base; by default that of the environment, PCG_API_KEY.
+        transport: tcp, shared-memory (on the base's machine), or auto, the second where the base
+            is at a loopback address.
+        dtype: what the base must run in: float32, bfloat16, float16 or float64.
+        device: the device of adapters, attention and KV cache; the GPU where there is one, else
+            the CPU.
+        memory_budget: what finetuning may save for backward, as in `CompileOptions`.
+        connect_s: how long to wait for the base at first, s.
+        lost_s: how long to look for a base that is gone, before a call of it fails, s.
+    """
+
+    where: str | Transport
+    model: Any = None
+    peft: object = None
+    api_key: str | None = field(default=None, kw_only=True)
+    transport: Literal["auto", "tcp", "shared-memory"] = field(default="auto", kw_only=True)
+    dtype: str | None = field(default=None, kw_only=True)
+    device: str | torch.device | None = field(default=None, kw_only=True)
+    memory_budget: float | str = field(default=1.0, kw_only=True)
+    connect_s: float = field(default=20.0, kw_only=True)
+    lost_s: float = field(default=30.0, kw_only=True)
+
+
+class SplitExecutor(Executor):
+    """An executor whose base is at a base executor.
+
+    It serves and finetunes as any executor does: adapters, attention, KV cache, gradients and
+    optimizer are in this process. As a context manager it closes its connection.
+
+    Attributes:
+        caller: the connection, which counts what crosses it.
+    """
+
+    caller: Caller
+
+    def __enter__(self) -> SplitExecutor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Say goodbye to the base; nothing runs after that."""
+        self.caller.close()
+
+
+@takes(ConnectArguments, SplitError)
+def connect(given: ConnectArguments) -> SplitExecutor:
+    """Connect to a base executor: an executor that generates and finetunes by its weights.
+
+    Raises:
+        SplitError: the base is of another model, dtype or version, or refuses the key.
+        BaseLostError: no base answers there.
+        PcgError: what cannot be read, traced or attached is named.
+    """
+    model = None if given.model is None else resolve(given.model)
+    where = given.where
+    transport = where if isinstance(where, Transport) else transport_to(where, given.transport)
+    hello = {
+        "key": given.api_key or os.environ.get(VARIABLE),
+        "config": None if model is None else model.config,
+        "dtype": dtype_name(given.dtype),
+        "client": f"process {os.getpid()}",
+    }
+    caller = Caller(transport, hello, connect_s=given.connect_s, lost_s=given.lost_s)
+    try:
+        return _split_executor(caller, given, model)
+    except BaseException:
+        caller.close()
+        raise
+
+
+def _split_executor(
+    caller: Caller, given: ConnectArguments, model: ModelSource | None
+) -> SplitExecutor:
+    facts = caller.facts
+    program = compile_program(
+        dict(facts["config"]),
+        given.peft,
+        backend="torch",
+        dtype=facts["dtype"],
+        memory_budget=given.memory_budget,
+    )
+    weights = CalledBase(caller, program.base_prefix)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = None if model is None else model.directory
+        if directory is None:
+            directory = _write_files(facts["files"], Path(folder))
+        executor = make_executor(program, weights, given.peft, directory, given.device)
+    executor.__class__ = SplitExecutor
+    assert isinstance(executor, SplitExecutor)
+    executor.caller = caller
+    return executor
+
+
+def _write_files(files: object, folder: Path) -> Path:
+    """Write the files of the base's tokenizer where a tokenizer is read from."""
+    if isinstance(files, Mapping):
+        for name in TOKENIZER_FILES:
+            if isinstance(files.get(name), str):
+                (folder / name).write_text(files[name], encoding="utf-8")
+    return folder

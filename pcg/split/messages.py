@@ -1,0 +1,140 @@
+"""Messages between a client and a base: a header in JSON, and tensors as the bytes they have.
+
+    frame 0    {"op": …, "seq": …, fields of the operation, "tensors": [[dtype, shape], …]}
+    frame 1…   the tensors, row by row, the lowest byte of a number first
+
+Nothing is pickled, and what a header says is checked before it is believed.
+
+    hello    client's version, key, model → the base's: configuration, dtype, digest, pieces
+    run      a piece and its inputs → its outputs
+    fetch    a tensor of the base that clients need, such as an embedding → the tensor
+    lengths  a piece's weights → the sum of the squares of each output's weights, fp32
+    samples  a weight and a count → entries at equal distances, fp64
+    stats    → counts of what the base has run
+    bye      the client ends
+
+A reply has the request's `seq`, and "op": "reply", or "error" with the error's text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pcg.errors import SplitError
+
+VERSION = 1
+"""The version of this format; a base and its clients have the same."""
+Buffer: TypeAlias = bytes | bytearray | memoryview
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MOST_TENSORS = 16
+_MOST_DIMS = 4
+
+
+@dataclass
+class Message:
+    """One message.
+
+    Attributes:
+        op: what is asked, or `reply` or `error`.
+        seq: the request's number, which its reply has, too.
+        fields: further fields of the header.
+    """
+
+    op: str
+    seq: int
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Sequence[Tensor] = ()
+
+    def text(self, name: str, most: int = 4096) -> str:
+        """Return a field that is a text. SplitError: it is none."""
+        value = self.fields.get(name)
+        if not isinstance(value, str) or len(value) > most:
+            raise SplitError(f"{self.op} needs {name!r}, a text of {most} characters at most")
+        return value
+
+    def number(self, name: str, most: int) -> int:
+        """Return a field that is a number from 1 on. SplitError: it is none."""
+        value = self.fields.get(name)
+        if type(value) is not int or not 0 < value <= most:
+            raise SplitError(f"{self.op} needs {name!r}, a number from 1 to {most}")
+        return value
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def header_of(message: Message) -> bytes:
+    """Return the first frame of a message."""
+    tensors = [[_NAMES[tensor.dtype], list(tensor.shape)] for tensor in message.tensors]
+    header = {**message.fields, "op": message.op, "seq": message.seq, "tensors": tensors}
+    return json.dumps(header, separators=(",", ":")).encode()
+
+
+def frames_of(message: Message) -> list[Buffer]:
+    """Return a message as frames; those of tensors are views of their memory."""
+    return [header_of(message), *map(bytes_of, message.tensors)]
+
+
+def read_message(frames: Sequence[Buffer]) -> Message:
+    """Read a message; its tensors are copies. SplitError: it is none."""
+    message, kinds = read_header(frames[0] if frames else b"")
+    if len(kinds) != len(frames) - 1:
+        raise SplitError(f"the header names {len(kinds)} tensors, and {len(frames) - 1} came")
+    tensors = []
+    for (dtype, shape), frame in zip(kinds, frames[1:], strict=True):
+        tensor = torch.empty(shape, dtype=dtype)
+        if memoryview(frame).nbytes != tensor.nbytes:
+            raise SplitError(
+                f"{memoryview(frame).nbytes} bytes are no tensor {list(shape)} of {_NAMES[dtype]}"
+            )
+        if tensor.nbytes:
+            bytes_of(tensor)[:] = memoryview(frame).cast("B")
+        tensors.append(tensor)
+    message.tensors = tensors
+    return message
+
+
+def read_header(frame: Buffer) -> tuple[Message, list[tuple[torch.dtype, tuple[int, ...]]]]:
+    """Read a first frame: the message without its tensors, and the dtypes and shapes of these."""
+    try:
+        header = json.loads(bytes(frame))
+        op, seq, tensors = header.pop("op"), header.pop("seq"), header.pop("tensors")
+        kinds = [_kind(*one) for one in tensors]
+    except SplitError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise SplitError(f"this is no message of version {VERSION}: {error!r}") from None
+    if not isinstance(op, str) or type(seq) is not int or len(kinds) > _MOST_TENSORS:
+        raise SplitError(f"this is no message of version {VERSION}: op={op!r}, seq={seq!r}")
+    return Message(op, seq, header), kinds
+
+
+def _kind(dtype: object, shape: object) -> tuple[torch.dtype, tuple[int, ...]]:
+    known = isinstance(dtype, str) and dtype in DTYPES
+    if not known or not isinstance(shape, list) or len(shape) > _MOST_DIMS:
+        raise SplitError(f"a tensor is [dtype, shape], with a dtype of {', '.join(DTYPES)}")
+    if not all(type(size) is int and size >= 0 for size in shape) or math.prod(shape) > 2**40:
+        raise SplitError(f"{shape} is no shape")
+    return DTYPES[dtype], tuple(shape)  # type: ignore[index]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return a CPU tensor's memory, which is copied only if its rows do not follow each other."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    numbers: Any = flat.numpy()
+    return memoryview(numbers)
+
+
+def failure(seq: int, error: Exception) -> Message:
+    """Return the reply that says what was wrong with a request."""
+    return Message("error", seq, {"error": str(error), "kind": type(error).__name__})

@@ -1,0 +1,1 @@
+"""Transports between clients and a base executor, behind one interface."""

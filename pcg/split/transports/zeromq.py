@@ -1,0 +1,147 @@
+"""The base's end over ZeroMQ: TCP, and shared memory for the tensors of clients on its machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from pcg.errors import SplitError
+from pcg.split.messages import (
+    Buffer,
+    Message,
+    frames_of,
+    header_of,
+    read_header,
+    read_message,
+)
+from pcg.split.transports.shared_memory import LEAST_BYTES, SharedMemory
+from pcg.split.transports.transport import Endpoint
+
+_LOG = logging.getLogger("pcg.split")
+HEARTBEAT_MS = 5_000
+"""Ends ping each other so often; one whose machine is gone is noticed after three of them."""
+_MOST_QUEUED = 256
+"""Messages that wait for a client which reads none, before it is dropped."""
+_LOOK_AGAIN_S = (0.0, 0.1, 0.5, 2.0)
+"""Times after a disconnection at which clients are probed: ZeroMQ forgets one a little later."""
+_PROBE = Message("ping", 0)
+
+
+def zmq() -> Any:
+    """Return the module. SplitError: it is not installed."""
+    try:
+        import zmq as module
+    except ImportError:
+        raise SplitError(
+            "split execution between processes needs pyzmq; install pcg[split]"
+        ) from None
+    return module
+
+
+class ZeroMqEndpoint(Endpoint):
+    """Listens at a port."""
+
+    def __init__(self, host: str, port: int, max_request_bytes: int) -> None:
+        """Listen. SplitError: the address is taken, or none of this machine."""
+        self._zmq = zmq()
+        self._context = self._zmq.Context()
+        self._socket = self._context.socket(self._zmq.ROUTER)
+        self._socket.set(self._zmq.ROUTER_MANDATORY, 1)
+        self._socket.set(self._zmq.LINGER, 1000)
+        self._socket.set(self._zmq.SNDHWM, _MOST_QUEUED)
+        self._socket.set(self._zmq.MAXMSGSIZE, max_request_bytes)
+        self._socket.set(self._zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        self._socket.set(self._zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+        self._socket.set(self._zmq.IPV6, int(":" in host))
+        shown = f"[{host}]" if ":" in host else host
+        try:
+            self._socket.bind(f"tcp://{shown}:{port or '*'}")
+        except self._zmq.ZMQError as error:
+            self._context.destroy(0)
+            raise SplitError(
+                f"cannot listen at {shown}:{port}: {error}; choose another --host or --port"
+            ) from None
+        bound = self._socket.get_string(self._zmq.LAST_ENDPOINT)
+        self.where = f"{shown}:{bound.rpartition(':')[2]}"
+        self._events = self._socket.get_monitor_socket(self._zmq.EVENT_DISCONNECTED)
+        self._poller = self._zmq.Poller()
+        self._poller.register(self._socket, self._zmq.POLLIN)
+        self._poller.register(self._events, self._zmq.POLLIN)
+        self._probes: list[float] = []
+        self._shared: dict[bytes, SharedMemory] = {}
+
+    def receive(self, timeout_s: float) -> Sequence[tuple[bytes, Message | Exception]]:
+        self._poller.poll(max(0, timeout_s) * 1000)
+        while self._events.poll(0):
+            self._events.recv_multipart()
+            self._probes = [time.monotonic() + later for later in _LOOK_AGAIN_S]
+        found: list[tuple[bytes, Message | Exception]] = []
+        while True:
+            try:
+                frames = self._socket.recv_multipart(self._zmq.NOBLOCK, copy=False)
+            except self._zmq.Again:
+                return found
+            client = frames[0].bytes
+            try:
+                found.append((client, self._read(client, [one.buffer for one in frames[1:]])))
+            except SplitError as error:
+                found.append((client, error))
+
+    def _read(self, client: bytes, frames: Sequence[Buffer]) -> Message:
+        shared = self._shared.get(client)
+        message, kinds = read_header(frames[0] if frames else b"")
+        places = message.fields.get("places")
+        if places is None or shared is None:
+            return read_message(frames)
+        if not isinstance(places, list) or len(places) != len(kinds):
+            raise SplitError("places of tensors in the shared memory are a list, one for each")
+        message.tensors = [
+            shared.view(at, *kind, is_reply=False) for at, kind in zip(places, kinds, strict=True)
+        ]
+        return message
+
+    def send(self, client: bytes, message: Message) -> bool:
+        shared = self._shared.get(client)
+        places = shared.put(message.tensors, is_reply=True) if shared and message.tensors else None
+        if places is None:
+            frames = frames_of(message)
+        else:
+            fields = {**message.fields, "places": places}
+            frames = [header_of(Message(message.op, message.seq, fields, message.tensors))]
+        return self._send(client, frames)
+
+    def _send(self, client: bytes, frames: Sequence[Buffer]) -> bool:
+        try:
+            self._socket.send_multipart([client, *frames], self._zmq.NOBLOCK, copy=False)
+        except self._zmq.ZMQError as error:  # it is gone, or reads nothing
+            _LOG.debug("no reply to client %s: %s", client.hex(), error)
+            return False
+        return True
+
+    def gone(self, clients: Sequence[bytes]) -> list[bytes]:
+        now_s = time.monotonic()
+        if not self._probes or self._probes[0] > now_s:
+            return []
+        self._probes = [at for at in self._probes if at > now_s]
+        return [client for client in clients if not self._send(client, frames_of(_PROBE))]
+
+    def share(self, client: bytes, size_bytes: int) -> Message:
+        self.forget(client)
+        size = max(LEAST_BYTES, -(-size_bytes // 4096) * 4096)
+        shared = self._shared[client] = SharedMemory.make(size)
+        place = {"process": os.getpid(), "descriptor": shared.descriptor, "bytes": size}
+        return Message("reply", 0, place)
+
+    def forget(self, client: bytes) -> None:
+        shared = self._shared.pop(client, None)
+        if shared is not None:
+            shared.close()
+
+    def close(self) -> None:
+        for client in list(self._shared):
+            self.forget(client)
+        self._socket.disable_monitor()
+        self._context.destroy(1000)

@@ -1,0 +1,183 @@
+"""A client's end over ZeroMQ: by TCP alone, or with shared memory for the tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pcg.errors import SplitError
+from pcg.split.messages import Message, frames_of, header_of, read_header, read_message
+from pcg.split.transports.shared_memory import SharedMemory
+from pcg.split.transports.transport import Disconnected, Transport
+from pcg.split.transports.zeromq import HEARTBEAT_MS, zmq
+
+_LOG = logging.getLogger("pcg.split")
+_SLICE_MS = 1000
+_FIRST_BYTES = 2**22
+
+
+class TcpTransport(Transport):
+    """A connection to `host:port`."""
+
+    def __init__(self, where: str) -> None:
+        """Check the address. SplitError: it is none."""
+        host, colon, port = where.removeprefix("tcp://").rpartition(":")
+        if not colon or not host or not port.isdigit() or not 0 < int(port) < 2**16:
+            raise SplitError(f"{where!r} is no address of a base executor; use host:port")
+        self.where = f"{host}:{port}"
+        self._host = host
+        self._zmq = zmq()
+        self._context: Any = None
+        self._socket: Any = None
+        self._events: Any = None
+
+    def open(self) -> None:
+        self.close()
+        self._context = self._zmq.Context()
+        self._socket = self._context.socket(self._zmq.DEALER)
+        self._socket.set(self._zmq.LINGER, 1000)
+        self._socket.set(self._zmq.IPV6, int(":" in self._host))
+        self._socket.set(self._zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        self._socket.set(self._zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+        self._events = self._socket.get_monitor_socket(self._zmq.EVENT_DISCONNECTED)
+        self._poller = self._zmq.Poller()
+        self._poller.register(self._socket, self._zmq.POLLIN)
+        self._poller.register(self._events, self._zmq.POLLIN)
+        self._socket.connect(f"tcp://{self.where}")
+
+    def exchange(self, message: Message, timeout_s: float) -> Message:
+        if self._socket is None:
+            raise Disconnected("not connected")
+        try:
+            self._socket.send_multipart(self._frames(message), copy=False)
+        except self._zmq.ZMQError as error:
+            raise Disconnected(str(error)) from None
+        end_s = time.monotonic() + timeout_s
+        while True:
+            there = dict(self._poller.poll(min(_SLICE_MS, max(0, end_s - time.monotonic()) * 1000)))
+            while self._socket.poll(0):
+                reply = self._read(self._socket.recv_multipart(copy=False))
+                # Replies that nobody waited for, after an interruption, and probes of the base.
+                if reply.seq == message.seq:
+                    return reply
+                if reply.op == "error" and reply.seq == 0:
+                    raise SplitError(f"the base executor refuses: {reply.fields.get('error')}")
+            if self._events in there:
+                raise Disconnected("the connection is closed")
+            if time.monotonic() > end_s:
+                raise Disconnected(f"no answer in {timeout_s:g} s")
+
+    def _frames(self, message: Message) -> Sequence[object]:
+        return frames_of(message)
+
+    def _read(self, frames: Sequence[object]) -> Message:
+        return read_message([one.buffer for one in frames])  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        if self._context is not None:
+            self._socket.disable_monitor()
+            self._context.destroy(1000)
+            self._context = self._socket = self._events = None
+
+
+class SharedMemoryTransport(TcpTransport):
+    """A connection within a machine, whose tensors lie in memory of both processes."""
+
+    def __init__(self, where: str, is_wanted: bool = True) -> None:
+        """Check the address; unless it is wanted, TCP alone does where memory cannot be shared."""
+        super().__init__(where)
+        self._is_wanted = is_wanted
+        self._shared: SharedMemory | None = None
+        self._ask: Message | None = None
+
+    def open(self) -> None:
+        self._forget()
+        super().open()
+
+    def welcomed(self, ask: Message) -> None:
+        self._ask = ask
+        try:
+            self._grow(_FIRST_BYTES)
+        except SplitError as error:
+            if self._is_wanted:
+                raise
+            _LOG.warning("%s", error)
+
+    def _grow(self, size_bytes: int) -> None:
+        """Have the base share so much memory. SplitError: it is not on this machine."""
+        assert self._ask is not None
+        self._forget()
+        ask = dataclasses.replace(self._ask, fields={"bytes": size_bytes})
+        reply = super().exchange(ask, 30.0)
+        if reply.op == "error":
+            raise SplitError(f"the base executor shares no memory: {reply.fields.get('error')}")
+        process, descriptor = reply.number("process", 2**31), reply.number("descriptor", 2**31)
+        try:
+            self._shared = SharedMemory.attach(process, descriptor, reply.number("bytes", 2**48))
+        except OSError as error:
+            raise SplitError(
+                f"the memory of process {process} cannot be shared ({error}): the base executor is "
+                "on another machine, in another container or of another user; use transport='tcp'"
+            ) from None
+
+    def exchange(self, message: Message, timeout_s: float) -> Message:
+        size = sum(-(-tensor.nbytes // 64) * 64 for tensor in message.tensors)
+        if self._shared is not None and size > self._shared.half:
+            self._grow(2 * size + size // 2)
+        reply = super().exchange(message, timeout_s)
+        if self._shared is not None and reply.size_bytes > self._shared.half:
+            self._grow(2 * reply.size_bytes + reply.size_bytes // 2)
+        return reply
+
+    def _frames(self, message: Message) -> Sequence[object]:
+        tensors: Sequence[Tensor] = message.tensors
+        places = self._shared.put(tensors, is_reply=False) if self._shared and tensors else None
+        if places is None:
+            return frames_of(message)
+        fields = {**message.fields, "places": places}
+        return [header_of(Message(message.op, message.seq, fields, tensors))]
+
+    def _read(self, frames: Sequence[object]) -> Message:
+        message, kinds = read_header(frames[0].buffer)  # type: ignore[attr-defined]
+        places = message.fields.get("places")
+        if places is None or self._shared is None:
+            return super()._read(frames)
+        # A copy: the next reply comes to the same place.
+        message.tensors = [
+            self._shared.view(at, *kind, is_reply=True).clone()
+            for at, kind in zip(places, kinds, strict=True)
+        ]
+        return message
+
+    def _forget(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
+
+    def close(self) -> None:
+        self._forget()
+        super().close()
+
+
+_LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
+
+
+def transport_to(where: str, kind: str) -> Transport:
+    """Return a transport to a base's address, by its name; `auto` shares memory on loopback.
+
+    Raises:
+        SplitError: the address or the name is none.
+    """
+    host = where.removeprefix("tcp://").rpartition(":")[0]
+    is_local = host in _LOCAL and hasattr(os, "memfd_create")
+    if kind == "tcp" or (kind == "auto" and not is_local):
+        return TcpTransport(where)
+    if kind not in ("auto", "shared-memory"):
+        raise SplitError(f"transport={kind!r}; use auto, tcp or shared-memory")
+    return SharedMemoryTransport(where, is_wanted=kind == "shared-memory")

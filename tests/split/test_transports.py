@@ -1,0 +1,166 @@
+"""Clients and a base in processes of their own, over each real transport."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import pcg
+from pcg.errors import BaseLostError, SplitError
+from pcg.runtime.executor import Executor
+from pcg.split.base.base_executor import BaseExecutor
+from pcg.split.base.base_loop import BaseLoop
+from pcg.split.base.options import BaseOptions
+from pcg.split.client.caller import Caller
+from pcg.split.client.connect import connect
+from pcg.split.transports.shared_memory import SharedMemory
+from pcg.split.transports.zeromq import ZeroMqEndpoint
+from pcg.split.transports.zeromq_client import transport_to
+from tests.support import oracle, serving
+from tests.support.prompts import TOLERANCE
+from tests.support.split_base import KEY, BaseProcess, base_process
+from tests.support.text_model import ROWS
+from tests.support.waiting import until
+
+pytest.importorskip("zmq")
+JOB: dict[str, Any] = {"adapter": "x", "max_steps": 4, "batch_size": 2, "learning_rate": 1e-2}
+LORA = pcg.LoraConfig(r=4, target_modules="all-linear")
+STAYS = """
+import sys, time
+from pcg.split.base.base_executor import BaseExecutor
+from pcg.split.base.base_loop import BaseLoop
+from pcg.split.base.options import BaseOptions
+from pcg.split.client.caller import Caller
+from pcg.split.transports.zeromq import ZeroMqEndpoint
+from pcg.split.transports.zeromq_client import transport_to
+caller = Caller(transport_to(sys.argv[1], sys.argv[2]), {"key": sys.argv[3]}, connect_s=120)
+print("here", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[BaseProcess]:
+    with base_process() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def whole() -> Executor:
+    executor = pcg.compile(serving.model_directory(), peft={"x": LORA})
+    executor.finetune(ROWS, **JOB)
+    return executor
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shared-memory"])
+def test_a_client_generates_and_finetunes_as_the_undivided_executor(
+    base: BaseProcess, whole: Executor, transport: Any
+) -> None:
+    with connect(base.where, api_key=KEY, transport=transport, peft={"x": LORA}) as split:
+        split.finetune(ROWS, **JOB)
+        pairs = zip(split.adapters["x"].tensors, whole.adapters["x"].tensors, strict=True)
+        for one, other in pairs:
+            assert oracle.relative_error(one, other) < TOLERANCE
+        options = {"max_new_tokens": 8, "temperature": 0}
+        found, expected = (
+            executor.generate("Hello, how", "x", **options) for executor in (split, whole)
+        )
+        assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shared-memory"])
+def test_a_killed_client_is_forgotten(base: BaseProcess, transport: str) -> None:
+    command = [sys.executable, "-c", STAYS, base.where, transport, KEY]
+    caller = Caller(transport_to(base.where, "tcp"), {"key": KEY}, connect_s=60)
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"here\n"
+            assert caller.call("stats").fields["clients"] == 2
+            child.kill()
+            until(lambda: bool(caller.call("stats").fields["clients"] == 1))
+            assert "is gone" in base.errors()
+        finally:
+            child.kill()
+            caller.close()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shared-memory"])
+def test_a_call_is_made_again_at_a_base_that_is_new(whole: Executor, transport: str) -> None:
+    def serve(port: int) -> tuple[BaseLoop, threading.Thread]:
+        endpoint = ZeroMqEndpoint("127.0.0.1", port, 2**24)
+        loop = BaseLoop(BaseExecutor(whole), endpoint, BaseOptions(api_key=(KEY,)))
+
+        def run() -> None:
+            loop.run()
+            endpoint.close()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return loop, thread
+
+    first, thread = serve(0)
+    where = first.endpoint.where
+    caller = Caller(transport_to(where, transport), {"key": KEY}, connect_s=60, lost_s=120)
+    name = next(iter(first.base.multiplied))
+    weight = first.base.multiplied[name]
+    x = torch.randn(3, weight.shape[1])
+    for _ in range(2):
+        (y,) = caller.call("run", (x,), piece=f"linear:{name}").tensors
+        assert torch.allclose(y, x @ weight.t(), atol=1e-5)
+        first.stop()
+        thread.join(60)
+        first, thread = serve(int(where.rpartition(":")[2]))
+    caller.close()
+    first.stop()
+    thread.join(60)
+
+
+@pytest.mark.slow
+def test_a_base_that_is_killed_and_started_again_is_found(whole: Executor) -> None:
+    with base_process() as first:
+        where = first.where
+        split = connect(where, api_key=KEY, peft={"x": LORA}, lost_s=240)
+        trained = threading.Thread(target=lambda: split.finetune(ROWS, **JOB))
+        before = split.caller.moved.calls
+        trained.start()
+        until(lambda: split.caller.moved.calls > before + 20 or not trained.is_alive())
+        first.process.kill()
+        first.process.wait(30)
+    with base_process(where.rpartition(":")[2]), split:
+        trained.join(240)
+        assert not trained.is_alive()
+        pairs = zip(split.adapters["x"].tensors, whole.adapters["x"].tensors, strict=True)
+        for one, other in pairs:
+            assert oracle.relative_error(one, other) < TOLERANCE
+
+
+def test_a_client_says_that_no_base_is_there() -> None:
+    with pytest.raises(BaseLostError, match="no base executor answers at"):
+        connect("127.0.0.1:9", connect_s=0.1)
+    for where in ("nowhere", "127.0.0.1:port", ":1"):
+        with pytest.raises(SplitError, match="no address"):
+            connect(where)
+
+
+def test_shared_memory_goes_both_ways_and_has_bounds() -> None:
+    own = SharedMemory.make(2**20)
+    other = SharedMemory.attach(os.getpid(), own.descriptor, 2**20)
+    x = torch.randn(3, 5).to(torch.bfloat16)
+    (place,) = other.put((x,), is_reply=False) or [0]
+    assert torch.equal(own.view(place, x.dtype, (3, 5), is_reply=False), x)
+    assert own.put((torch.zeros(2**20),), is_reply=True) is None
+    for at in (-64, 3, 2**19, 2**19 - 8, "0", 2**70):
+        with pytest.raises(pcg.PcgError, match="not in the shared memory"):
+            own.view(at, torch.float32, (16,), is_reply=False)  # type: ignore[arg-type]
+    with pytest.raises(OSError, match=r"[Oo]peration not permitted"):
+        os.ftruncate(other.descriptor, 0)
+    own.close()
+    other.close()
