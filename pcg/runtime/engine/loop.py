@@ -259,7 +259,7 @@ class EngineLoop:
             else:
                 self._flight, step.is_under_way = flight, True
         except BaseException as error:
-            ran = [*(one for one, _ in plan.chunks), *jobs]
+            ran: list[Sequence | Job] = [*(one for one, _ in plan.chunks), *jobs]
             if self._flight is not None and flight is None:
                 self.land()
             self._give_up([*([] if self._flight is None else self._flight.ran), *ran], now, error)

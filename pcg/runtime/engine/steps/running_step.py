@@ -167,4 +167,4 @@ class RunningStep:
         if self._events is None or not self._computed:
             return None
         began, ended = self._events
-        return began.elapsed_time(ended) / 1e3
+        return float(began.elapsed_time(ended)) / 1e3
