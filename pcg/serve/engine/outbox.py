@@ -39,10 +39,15 @@ class Outbox:
         if chunk.prompt_logprobs is not None:
             stream.has_sent_prompt = True
 
-    def report(self, report: Report, wakes: Wakes) -> None:
-        """Send a report before the chunks of its step, on the engine's thread."""
+    def report(self, report: Report, wakes: Wakes | None) -> None:
+        """Send a report, on the engine's thread.
+
+        Args:
+            wakes: sends it now; None to send it with the next chunks, or the next report that is.
+        """
         self._reports.append(encode(report))
-        wakes.call(self.flush)
+        if wakes is not None:
+            wakes.call(self.flush)
 
     def flush(self) -> None:
         """Send the chunks of the step."""

@@ -1,10 +1,11 @@
 """Reports of an engine's numbers, to a server that watches them.
 
 Who reads them 20 times a second would have a thread of this process take turns with the engine's at
-the interpreter's lock. So the engine's own thread tells what changed, where it changed, before the
+the interpreter's lock. So the engine's own thread tells what changed, where it changed, with the
 chunks of the same step, and only while somebody watches:
 
-    state    which requests run and wait, pages, and adapters, at once
+    state    which requests run and wait, and adapters, at once
+    pages    with the next chunks, as every step takes some: its end does not wake the server twice
     totals   0.5 s old at most, and whole when nothing is served any more
 """
 
@@ -25,20 +26,22 @@ _COUNTED_S = 0.5
 """The time between two reports of totals while requests run or wait."""
 _SETTLING_S = 0.02
 """… and while only jobs run."""
+_PAGES = "free_pages"
 
 
 class Reports:
     """Reports what changed, on the engine's thread.
 
     Args:
-        send: sends a report with what is sent behind it.
+        send: sends a report with what is sent behind it; with None, when something else is sent.
     """
 
-    def __init__(self, engine: AsyncEngine, send: Callable[[Report, Wakes], None]) -> None:
+    def __init__(self, engine: AsyncEngine, send: Callable[[Report, Wakes | None], None]) -> None:
         self._engine = engine
         self._send = send
         self._until_s = -math.inf
         self._begins = False
+        self._awaits_chunks = False
         self._forget()
         engine.watcher = self._tell
 
@@ -67,18 +70,22 @@ class Reports:
         if now_s >= self._until_s:
             return
         numbers = self._engine.numbers()
-        report = Report(now_s)
-        state, adapters = plain_state(numbers), numbers.totals.adapters
-        if state != self._state:
-            report.state = self._state = state
+        report, adapters = Report(now_s), numbers.totals.adapters
         if adapters.resident != self._resident:
             report.resident = self._resident = adapters.resident.copy()
         if adapters.waiting != self._waiting:
             report.waiting = self._waiting = adapters.waiting.copy()
         if self._counts_are_due(numbers, now_s):
             self._count(numbers, now_s, report)
-        if report != Report(now_s):
-            self._send(report, wakes)
+        is_idle = self._engine.engine.is_idle
+        is_urgent, state = is_idle or report != Report(now_s), plain_state(numbers)
+        if state != self._state:
+            known = self._state or {}
+            is_urgent = is_urgent or {**state, _PAGES: 0} != {**known, _PAGES: 0}
+            report.state = self._state = state
+        if report != Report(now_s) or (is_idle and self._awaits_chunks):
+            self._awaits_chunks = not is_urgent
+            self._send(report, wakes if is_urgent else None)
 
     def _counts_are_due(self, numbers: EngineNumbers, now_s: float) -> bool:
         if self._engine.engine.is_idle:
