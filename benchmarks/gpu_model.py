@@ -68,6 +68,9 @@ class DeviceWeights:
     def shared(self, name: str, *place: object) -> None:
         """None: no tensor is there before it is made."""
 
+    def remote(self, *_: object) -> None:
+        """None: no other process multiplies by a weight."""
+
 
 def executor_of(bench: Bench, peft: object = None, **options: Any) -> Any:
     """An executor of the model with the triton backend."""

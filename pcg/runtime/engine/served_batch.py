@@ -83,7 +83,7 @@ class ServedBatch:
                 read = self.scored if sequence.request.pooling is None else self.pooled
                 read.append(ReadRows(sequence, first + unread.start - start, unread))
             if sequence.ahead:
-                ids.append(latest.id_of(sequence))
+                ids.append(latest.id_of(sequence.id))
             elif generated and count == 1 and end == sequence.length:
                 ids.append(generated[-1])
             else:

@@ -12,7 +12,7 @@ Source: mini-sglang's and SGLang's map of future tokens.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,14 +27,14 @@ class LatestTokens:
 
     def __init__(self, most: int, device: torch.device) -> None:
         self._memory = torch.zeros(most, dtype=torch.int64, device=device)
-        self._places: dict[Hashable, int] = {}
+        self._places: dict[str, int] = {}
 
-    def put(self, owners: Sequence[Hashable], tokens: Tensor) -> None:
-        """Keep the token [n] of each owner, in place of those before."""
+    def put(self, owners: Sequence[str], tokens: Tensor) -> None:
+        """Keep the token [n] of each owner, which is a sequence's id, in place of those before."""
         self._memory[: len(tokens)].copy_(tokens)
         self._places = {owner: place for place, owner in enumerate(owners)}
 
-    def id_of(self, owner: Hashable) -> int:
+    def id_of(self, owner: str) -> int:
         """Return the number that stands for an owner's token among the ids of the next step."""
         return -1 - self._places[owner]
 

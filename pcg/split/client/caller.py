@@ -62,7 +62,7 @@ class Caller:
         # It may go away meanwhile, and come back with other weights.
         self._hello = {**self._hello, "digest": self.facts["digest"]}
 
-    def call(self, op: str, tensors: Sequence[Tensor] = (), **fields: Any) -> Message:
+    def call(self, op: str, tensors: Sequence[Tensor] = (), **fields: bool | int | str) -> Message:
         """Make a call and return its reply.
 
         Raises:

@@ -187,7 +187,7 @@ def test_who_stops_asking_is_told_no_more_and_believes_nothing_old() -> None:
 
 STATE: dict[str, Any] = {
     "waiting": 0, "preparing": 0, "running": 0, "waiting_tokens": 0, "jobs": {}, "pages": 9,
-    "free_pages": 9, "adapters": 0, "shares_prefixes": True,
+    "free_pages": 9, "adapters": 0, "shares_prefixes": True, "late": {},
 }  # fmt: skip
 
 

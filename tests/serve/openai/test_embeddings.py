@@ -136,7 +136,10 @@ def test_a_part_of_an_embedding_needs_a_model_that_was_trained_for_it(
         executor = SimpleNamespace(
             program=configured, device=local.executor.device, max_positions=None
         )
-        return facts_of(executor, Limits(), ServeOptions())  # type: ignore[arg-type]
+        engine = SimpleNamespace(
+            scheduler=SimpleNamespace(limits=Limits()), device=SimpleNamespace(warmed=None)
+        )
+        return facts_of(executor, engine, ServeOptions())  # type: ignore[arg-type]
 
     check_dimensions(with_config(is_matryoshka=True), 1)
     check_dimensions(with_config(matryoshka_dimensions=[4, 8]), 8)

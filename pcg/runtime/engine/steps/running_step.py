@@ -52,7 +52,7 @@ class TokenChoice:
             sequences = [each for one in sequences for each in (one, *one.followers)]
             return self._chosen(sequences, logits, likeliest)
         found = self._chosen(sequences, logits, likeliest)
-        self.latest.put(sequences, found.tokens)
+        self.latest.put([one.id for one in sequences], found.tokens)
         return found
 
     def _chosen(
