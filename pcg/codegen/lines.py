@@ -11,7 +11,10 @@ _OPERATORS = (("&", "|"), ("+", "-"), ("*", "/", "//", "%"))
 
 
 def statement(text: str, indent: int = 4) -> str:
-    """A statement on one line, or with the contents of its first parentheses on further lines."""
+    """A statement on one line, or with the contents of its first parentheses on further lines.
+
+    Targets that are longer than a line stand in parentheses, too.
+    """
     space = " " * indent
     begin = text.find("(", text.find(" = ") + 1)
     if len(text) + indent <= WIDTH or begin < 0:
@@ -21,7 +24,11 @@ def statement(text: str, indent: int = 4) -> str:
         depth += {"(": 1, ")": -1}.get(text[end], 0)
         end += 1
     inner = filled(_parts(text[begin + 1 : end - 1]), indent + 4)
-    return "\n".join([f"{space}{text[: begin + 1]}", *inner, f"{space}{text[end - 1 :]}"])
+    head = [f"{space}{text[: begin + 1]}"]
+    targets, _, called = text[: begin + 1].partition(" = ")
+    if len(head[0]) > WIDTH and called and len(names := _arguments(targets)) > 1:
+        head = [f"{space}(", *filled(names, indent + 4), f"{space}) = {called}"]
+    return "\n".join([*head, *inner, f"{space}{text[end - 1 :]}"])
 
 
 def _parts(inner: str) -> list[str]:

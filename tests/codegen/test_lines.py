@@ -42,6 +42,18 @@ def test_operands_begin_lines_with_their_operator() -> None:
     )
 
 
+def test_targets_that_are_longer_than_a_line_are_broken() -> None:
+    names = ", ".join(f"d_self_attn_{name}_proj_lora_A" for name in "qkv")
+    found = statement(f"{names} = yield from K.asked_outer_group(context, x)")
+    assert found.splitlines() == [
+        "    (",
+        f"        {names}",
+        "    ) = yield from K.asked_outer_group(",
+        "        context, x",
+        "    )",
+    ]
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("name", ["llama3", "gemma2", "gptj"])
 def test_no_emitted_line_is_long(name: str, backend: str) -> None:
