@@ -69,7 +69,12 @@ class Loaded:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "packs"), [("float64", True), ("float32", True), ("float32", False)]
+    ("dtype", "packs"),
+    [
+        pytest.param("float64", True, marks=pytest.mark.slow),
+        ("float32", True),
+        ("float32", False),
+    ],
 )
 @pytest.mark.parametrize("name", CONFIGS)
 def test_live_bytes_after_load_are_those_explained(
@@ -90,7 +95,7 @@ def test_live_bytes_after_load_are_those_explained(
 @pytest.mark.parametrize(
     ("backend", "dtype", "packs"),
     [
-        ("torch", "float64", True),
+        pytest.param("torch", "float64", True, marks=pytest.mark.slow),
         ("torch", "float32", True),
         ("torch", "float32", False),
         ("triton", "float32", True),
