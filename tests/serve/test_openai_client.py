@@ -15,6 +15,7 @@ from tests.support.step_gate import StepGate
 from tests.support.waiting import until
 
 LONG: dict[str, Any] = {"max_tokens": 100, "extra_body": {"ignore_eos": True}}
+GREEDY = {"temperature": 0, **LONG}
 PROMPTS = ["Hello, how", "the quick brown fox", "def add(a, b):", "Ein schöner Tag"]
 
 
@@ -65,8 +66,14 @@ def test_a_full_queue_is_asked_again_after_the_time_that_the_server_says() -> No
         client_of(server, max_retries=5) as patient,
     ):
         gate = StepGate(server.service.client.engine.engine)
-        gate.let()
-        asked = {"model": serving.MODEL, "prompt": "Hello", "stream": True, **LONG}
+        gate.let(8)  # the text of a first token may wait for the next
+        asked = {
+            "model": serving.MODEL,
+            "prompt": "Hello",
+            "stream": True,
+            "temperature": 0,
+            **LONG,
+        }
         running = hasty.completions.create(**asked)
         next(running)
         waiting = threading.Thread(target=lambda: list(hasty.completions.create(**asked)))
