@@ -2,6 +2,8 @@
 
 Every setting of every case runs in small sizes, with a timer that calls what it is given and makes
 up the time: kernels in the interpreter, decode steps on a GPU that is not there.
+
+Long because each case of the benchmark has tests of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""LoRA of many adapters in one launch, against float64 loops over tokens."""
+"""LoRA of many adapters in one launch, against float64 loops over tokens.
+
+Long because each kernel of LoRA has its own loop over tokens to compare with.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Adapters as models over HTTP: loaded, replaced, unloaded, found by name, and each its owner's."""
+"""Adapters as models over HTTP: loaded, replaced, unloaded, found by name, and each its owner's.
+
+Long because each route has every way in which it can be asked wrongly.
+"""
 
 from __future__ import annotations
 
