@@ -1,4 +1,4 @@
-"""How a client hides what it sends: the options of noise."""
+"""Options of the noise by which a client hides what it sends."""
 
 from __future__ import annotations
 
