@@ -303,8 +303,9 @@ class AsyncEngine(StepThread):
 
     def _compile(self, running: RunningJob, read: Future[JobArguments]) -> None:
         """Have a job made of its examples, on the thread that compiles."""
-        if _pass_error(running, read):
-            self.call(functools.partial(self._release, running))
+        if read.exception() is not None:
+            self.call(functools.partial(self._release, running))  # its name is free once it is told
+            _pass_error(running, read)
             return
         with contextlib.suppress(EngineError):  # closed meanwhile, and the job is cancelled
             self._preparation.compile(functools.partial(self._prepare, running, read.result()))
@@ -316,8 +317,8 @@ class AsyncEngine(StepThread):
             running.cancelling.check()
             job = self._prepare_job(given)
         except Exception as error:  # the caller's
-            running.fail(error)
             self.call(functools.partial(self._release, running))
+            running.fail(error)
             return
         begun = self.call(functools.partial(self._begin_job, running, job))
 
