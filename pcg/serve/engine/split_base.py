@@ -28,7 +28,7 @@ _LOG = logging.getLogger("pcg.split")
 
 @dataclass(frozen=True)
 class SplitAccess:
-    """What a server's base needs to know beside its options.
+    """Facts that a server's base needs beside its options.
 
     Attributes:
         keys: the server's keys.
