@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -81,7 +82,8 @@ class BaseLoop:
         self._policy = make_policy(
             options.policy, options.max_batch_tokens, options.wait_ms, options.wait_tokens
         )
-        self._facts = base.facts(files or {})
+        facts = {"rows": options.downloads, "instance": secrets.token_hex(16)}
+        self._facts = {**base.facts(files or {}), **facts}
         self._queues = Queues()
         self._clients: dict[bytes, _Client] = {}
         self._is_stopped = False
@@ -182,6 +184,8 @@ class BaseLoop:
             if shared is None:
                 raise SplitError("this transport shares no memory")
             return Message("reply", message.seq, shared.fields)
+        if message.op == "rows" and not self._options.downloads:
+            raise SplitError("this base does not let its weights be downloaded (--downloads)")
         return self.base.answer(message)
 
     def _hello(self, client: bytes, message: Message) -> Message:

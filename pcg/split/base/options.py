@@ -26,6 +26,7 @@ class BaseOptions:
         wait_tokens: the tokens of a request that waits longest.
         max_batch_tokens: the most tokens that run as one; a larger request runs alone.
         max_request_mib: the most bytes of a request, MiB.
+        downloads: let clients download the weights, of which they compute the effects of noise.
         max_clients: the most clients at once.
         drain_s: time that clients have to end after SIGTERM, s.
     Raises:
@@ -42,6 +43,7 @@ class BaseOptions:
     wait_tokens: int = 512
     max_batch_tokens: int = 8192
     max_request_mib: int = 512
+    downloads: bool = False
     max_clients: int = 256
     drain_s: float = 30.0
 
