@@ -35,6 +35,7 @@ from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.preparation import Preparation
 from pcg.runtime.engine.running_job import RunningJob
 from pcg.runtime.engine.step_thread import StepThread
+from pcg.runtime.engine.steps.guest_work import GuestWork
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.status import (
     AdapterStatus,
@@ -224,6 +225,12 @@ class AsyncEngine(StepThread):
             for one in [one for one in self._listed if one.is_over][:-_KEPT_JOBS]:
                 self._listed.remove(one)
             self._listed.append(running)
+
+    def host(self) -> GuestWork:
+        """Return what takes the work of guests, which runs in the time that steps leave."""
+        guests = GuestWork(self.call, lambda: self.engine.is_idle, self._is_called)
+        self.engine.parts.guests = guests
+        return guests
 
     def most_tokens(self, adapter: Adapter | None) -> int:
         """Return the most tokens of a prompt and its output that there are pages for."""

@@ -60,6 +60,7 @@ class BaseExecutor:
                     tensor: Tensor = getattr(holder, python_name(parameter.name))
                     kept[parameter.source.format(layer=layer)] = tensor
         self._joined: dict[tuple[str, ...], Tensor | None] = {}
+        self._squares: dict[str, Tensor] = {}
 
     @cached_property
     def digest(self) -> str:
@@ -136,9 +137,10 @@ class BaseExecutor:
                 )
             return Message("reply", message.seq, tensors=(self.fetched[name],))
         if message.op == "lengths":
-            weight = self._weight(message.text("name"))
-            squares = weight.float().square().sum(1)
-            return Message("reply", message.seq, tensors=(squares,))
+            name = message.text("name")
+            if name not in self._squares:
+                self._squares[name] = self._weight(name).float().square().sum(1)
+            return Message("reply", message.seq, tensors=(self._squares[name],))
         if message.op == "rows":
             weight = self._weight(message.text("name"))
             end = message.number("end", len(weight))

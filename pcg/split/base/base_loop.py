@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import secrets
 import time
@@ -14,12 +12,13 @@ import torch
 
 from pcg.errors import PcgError, SplitError
 from pcg.split.base.base_executor import BaseExecutor
+from pcg.split.base.keys import SERVE, TRAIN, KeyCheck, keys_of
 from pcg.split.base.options import BaseOptions
 from pcg.split.base.policies import make_policy
 from pcg.split.base.queues import Queues, Waiting
 from pcg.split.messages import VERSION, Message, failure
 from pcg.split.model_facts import config_difference
-from pcg.split.pieces import Piece
+from pcg.split.pieces import GRADIENT, Piece
 from pcg.split.transports.transport import Endpoint
 
 _LOG = logging.getLogger("pcg.split")
@@ -31,9 +30,10 @@ _MOST_WAITING = 64
 
 @dataclass
 class _Client:
-    """A client that was accepted."""
+    """A client that was accepted, and what its key allows."""
 
     name: str
+    allowed: frozenset[str]
     seen_s: float = 0.0
     has_asked: bool = False
 
@@ -73,11 +73,12 @@ class BaseLoop:
         endpoint: Endpoint,
         options: BaseOptions,
         files: Mapping[str, str] | None = None,
+        keys: KeyCheck | None = None,
     ) -> None:
         self.base = base
         self.endpoint = endpoint
         self._options = options
-        self._keys = [_digest_of(key) for key in options.api_key]
+        self._keys = keys_of(options.api_key) if keys is None else keys
         self._policy = make_policy(
             options.policy, options.max_batch_tokens, options.wait_ms, options.wait_tokens
         )
@@ -169,7 +170,7 @@ class BaseLoop:
         known.seen_s = time.monotonic()
         if message.op == "run":
             known.has_asked = True
-            self._queue(client, message)
+            self._queue(client, message, known.allowed)
             return None
         if message.op == "bye":
             self._drop(client, "leaves")
@@ -194,18 +195,20 @@ class BaseLoop:
                 f"this base speaks version {VERSION} of the messages, and the client version "
                 f"{str(fields.get('version'))[:20]}; install the same pcg on both"
             )
-        key = fields.get("key") or ""
-        digest = _digest_of(key if isinstance(key, str) else "")
-        # All are compared, in a time that does not depend on where they differ.
-        if self._keys and not sum(hmac.compare_digest(one, digest) for one in self._keys):
+        key = fields.get("key")
+        allowed = self._keys(key if isinstance(key, str) else "")
+        if allowed is None:
             raise SplitError("the key is none of this base's; give api_key=…, or PCG_API_KEY")
+        if allowed.isdisjoint((SERVE, TRAIN)):
+            raise SplitError(f"the key allows neither {SERVE} nor {TRAIN}; use one that does")
         self._check_model(fields)
         if self.is_draining:
             raise SplitError("this base ends, and takes no new clients")
         if client not in self._clients and len(self._clients) >= self._options.max_clients:
             raise SplitError(f"this base has {len(self._clients)} clients, and takes no more")
         name = fields.get("client")
-        self._clients[client] = _Client(name[:100] if isinstance(name, str) else client.hex())
+        shown = name[:100] if isinstance(name, str) else client.hex()
+        self._clients[client] = _Client(shown, allowed)
         _LOG.info("client %r comes; %d are here", self._clients[client].name, self.clients)
         return Message("reply", message.seq, self._facts)
 
@@ -227,13 +230,17 @@ class BaseLoop:
                     f"has {own}; use the same on both sides"
                 )
 
-    def _queue(self, client: bytes, message: Message) -> None:
+    def _queue(self, client: bytes, message: Message, allowed: frozenset[str]) -> None:
         piece = Piece.parse(message.text("piece", 2**14))
+        if piece.kind == GRADIENT and TRAIN not in allowed:
+            raise SplitError(f"{GRADIENT} needs a key with the scope {TRAIN}")
+        # A key without the scope has no priority over those that train.
+        serves = message.fields.get("serves") is True and SERVE in allowed
         self.base.checked(piece, message.tensors)
         if self._queues.count(client) >= _MOST_WAITING:
             raise SplitError(f"{_MOST_WAITING} requests of yours wait already")
-        serves, now_s = message.fields.get("serves") is True, time.monotonic()
-        self._queues.add(Waiting(client, message.seq, piece, message.tensors, serves, now_s))
+        request = Waiting(client, message.seq, piece, message.tensors, serves, time.monotonic())
+        self._queues.add(request)
 
     # ------------------------------------------------------------------------------- running
 
@@ -277,7 +284,3 @@ class BaseLoop:
                 "client %r %s; %d of its requests are dropped, %d clients are here",
                 known.name, why, dropped, self.clients,
             )  # fmt: skip
-
-
-def _digest_of(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
