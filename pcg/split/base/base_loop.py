@@ -14,11 +14,12 @@ from pcg.errors import PcgError, SplitError
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.keys import SERVE, TRAIN, KeyCheck, keys_of
 from pcg.split.base.options import BaseOptions
+from pcg.split.base.piece_rules import MOST_CHARACTERS
 from pcg.split.base.policies import make_policy
 from pcg.split.base.queues import Queues, Waiting
 from pcg.split.messages import VERSION, Message, failure
 from pcg.split.model_facts import config_difference
-from pcg.split.pieces import GRADIENT, Piece
+from pcg.split.pieces import GRADIENT, GRAPH, Piece
 from pcg.split.transports.transport import Endpoint
 
 _LOG = logging.getLogger("pcg.split")
@@ -172,6 +173,11 @@ class BaseLoop:
             known.has_asked = True
             self._queue(client, message, known.allowed)
             return None
+        if message.op == "define":
+            digest = self.base.graphs.define(client, message.text("text", MOST_CHARACTERS))
+            return Message("reply", message.seq, {"digest": digest})
+        if message.op == "echo":
+            return Message("reply", message.seq, tensors=message.tensors)
         if message.op == "bye":
             self._drop(client, "leaves")
             return Message("reply", message.seq)
@@ -232,15 +238,30 @@ class BaseLoop:
 
     def _queue(self, client: bytes, message: Message, allowed: frozenset[str]) -> None:
         piece = Piece.parse(message.text("piece", 2**14))
-        if piece.kind == GRADIENT and TRAIN not in allowed:
+        trains = piece.kind == GRADIENT
+        if piece.kind == GRAPH:
+            graph = self.base.graphs.checked(client, piece, message.tensors)
+            trains = graph.trains
+            self._check_memory(len(message.tensors[0]), graph.bytes_per_token)
+        else:
+            self.base.checked(piece, message.tensors)
+        if trains and TRAIN not in allowed:
             raise SplitError(f"{GRADIENT} needs a key with the scope {TRAIN}")
         # A key without the scope has no priority over those that train.
         serves = message.fields.get("serves") is True and SERVE in allowed
-        self.base.checked(piece, message.tensors)
         if self._queues.count(client) >= _MOST_WAITING:
             raise SplitError(f"{_MOST_WAITING} requests of yours wait already")
         request = Waiting(client, message.seq, piece, message.tensors, serves, time.monotonic())
         self._queues.add(request)
+
+    def _check_memory(self, tokens: int, bytes_per_token: int) -> None:
+        most = self._options.max_piece_mib * 2**20
+        if tokens * bytes_per_token > most:
+            raise SplitError(
+                f"a piece of {tokens:,} tokens has {tokens * bytes_per_token:,} bytes of values, "
+                f"and this base allows {most:,}; send {most // bytes_per_token:,} tokens at most, "
+                "in smaller batches or windows, or start it with --max-piece-mib"
+            )
 
     # ------------------------------------------------------------------------------- running
 
@@ -261,10 +282,11 @@ class BaseLoop:
             return
         self.counts.batches += 1
         self.counts.requests += len(batch)
-        self.counts.tokens += len(outputs)
-        parts = outputs.split([one.tokens for one in batch])
-        for one, part in zip(batch, parts, strict=True):
-            self._reply(one.client, Message("reply", one.seq, tensors=(part,)))
+        self.counts.tokens += len(outputs[0])
+        counts = [one.tokens for one in batch]
+        parts = zip(*(output.split(counts) for output in outputs), strict=True)
+        for one, own in zip(batch, parts, strict=True):
+            self._reply(one.client, Message("reply", one.seq, tensors=own))
 
     def _reply(self, client: bytes, message: Message) -> None:
         known = self._clients.get(client)
@@ -279,6 +301,7 @@ class BaseLoop:
         dropped = self._queues.drop(client)
         self.counts.dropped += dropped
         self.endpoint.forget(client)
+        self.base.graphs.forget(client)
         if known is not None:
             _LOG.info(
                 "client %r %s; %d of its requests are dropped, %d clients are here",

@@ -27,6 +27,7 @@ class BaseOptions:
         max_batch_tokens: the most tokens that run as one; a larger request runs alone.
         max_request_mib: the most bytes of a request, MiB.
         downloads: let clients download the weights, of which they compute the effects of noise.
+        max_piece_mib: the most bytes of all values of a request for a graph, MiB.
         max_clients: the most clients at once.
         drain_s: time that clients have to end after SIGTERM, s.
     Raises:
@@ -44,6 +45,7 @@ class BaseOptions:
     max_batch_tokens: int = 8192
     max_request_mib: int = 512
     downloads: bool = False
+    max_piece_mib: int = 4096
     max_clients: int = 256
     drain_s: float = 30.0
 
@@ -54,6 +56,7 @@ class BaseOptions:
             "wait_tokens": (1, 2**20),
             "max_batch_tokens": (1, 2**20),
             "max_request_mib": (1, 2**16),
+            "max_piece_mib": (1, 2**20),
             "max_clients": (1, 10_000),
             "drain_s": (0, 3600),
         }

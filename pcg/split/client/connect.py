@@ -13,12 +13,15 @@ import torch
 
 from pcg.compiler import compile_program, make_executor
 from pcg.errors import SplitError
+from pcg.kernels.backend import machine_device
 from pcg.keywords import takes
-from pcg.options import dtype_name
+from pcg.options import SplitLink, dtype_name
+from pcg.passes.placement.call_pieces import CallPieces
 from pcg.runtime.executor import Executor
 from pcg.source import ModelSource, resolve
 from pcg.split.client.base_weights import CalledBase
 from pcg.split.client.caller import Caller
+from pcg.split.client.cut_plan import CutReport, measured_link, searched_cut
 from pcg.split.client.effects import Effects, EffectsAtBase, EffectsHere
 from pcg.split.client.noise import Noise
 from pcg.split.client.privacy import BASE, DOWNLOAD, Privacy, privacy_of
@@ -49,6 +52,11 @@ class ConnectArguments:
         memory_budget: what finetuning may save for backward, as in `CompileOptions`.
         privacy: hide all that is sent by noise: who computes its effects, as a word or an address,
             or `Privacy`; None sends it as it is.
+        cut: which parts of a layer the base runs: searched takes the pieces that take the least
+            time over this link, and linear each product by itself. Noise hides linear operators
+            alone, so that `privacy` is always linear.
+        link: the link that the cut is searched for: shared, lan, wan, or a round trip's
+            milliseconds and a bandwidth in Gbit/s, as 5,2.5; measured by default.
         connect_s: how long to wait for the base at first, s.
         lost_s: how long to look for a base that is gone, before a call of it fails, s.
     """
@@ -62,6 +70,8 @@ class ConnectArguments:
     device: str | torch.device | None = field(default=None, kw_only=True)
     memory_budget: float | str = field(default=1.0, kw_only=True)
     privacy: str | Privacy | None = field(default=None, kw_only=True)
+    cut: Literal["searched", "linear"] = field(default="searched", kw_only=True)
+    link: str | None = field(default=None, kw_only=True)
     connect_s: float = field(default=20.0, kw_only=True)
     lost_s: float = field(default=30.0, kw_only=True)
 
@@ -75,9 +85,11 @@ class SplitExecutor(Executor):
     Attributes:
         caller: the connection, which counts what crosses it.
         noise: what hides the rows that are sent; None without `privacy`.
+        cut: what the base runs; as text, with the round trips of a layer.
     """
 
     caller: Caller
+    cut: CutReport
     noise: Noise | None
 
     def __enter__(self) -> SplitExecutor:
@@ -103,6 +115,10 @@ def connect(given: ConnectArguments) -> SplitExecutor:
         PcgError: what cannot be read, traced or attached is named.
     """
     privacy = privacy_of(given.privacy)
+    if given.cut not in ("searched", "linear"):
+        raise SplitError(f"cut={given.cut!r}; use searched or linear")
+    if given.link is not None:
+        SplitLink.parse(given.link)  # refuses one that is none before anything is opened
     model = None if given.model is None else resolve(given.model)
     where = given.where
     transport = where if isinstance(where, Transport) else transport_to(where, given.transport)
@@ -156,24 +172,37 @@ def _split_executor(
     caller: Caller, given: ConnectArguments, model: ModelSource | None, noise: Noise | None
 ) -> SplitExecutor:
     facts = caller.facts
+    place, cut = _cut(caller, given)
     program = compile_program(
         dict(facts["config"]),
         given.peft,
         backend="torch",
         dtype=facts["dtype"],
         memory_budget=given.memory_budget,
+        place=place,
     )
     weights = CalledBase(caller, program.base_prefix, noise)
     with tempfile.TemporaryDirectory() as folder:
         directory = None if model is None else model.directory
         if directory is None:
             directory = _write_files(facts["files"], Path(folder))
-        executor = make_executor(program, weights, given.peft, directory, given.device)
+        executor = make_executor(program, weights, given.peft, directory, given.device, place=place)
     executor.__class__ = SplitExecutor
     assert isinstance(executor, SplitExecutor)
     executor.caller = caller
+    executor.cut = cut
     executor.noise = noise
     return executor
+
+
+def _cut(caller: Caller, given: ConnectArguments) -> tuple[CallPieces | None, CutReport]:
+    """Return the pass that cuts the layers, None where each product is a call, and its report."""
+    if given.privacy is not None:
+        return None, CutReport(None, "noise hides linear operators alone")
+    if given.cut == "linear":
+        return None, CutReport(None, "it was asked for")
+    link = measured_link(caller) if given.link is None else SplitLink.parse(given.link)
+    return searched_cut(link, str(caller.facts["device"]), machine_device(given.device))
 
 
 def _write_files(files: object, folder: Path) -> Path:
