@@ -145,9 +145,9 @@ def test_an_engine_of_a_client_serves_and_trains_in_the_same_steps() -> None:
             assert oracle.relative_error(one, other) < TOLERANCE
 
 
-def test_a_step_takes_the_round_trips_that_are_documented() -> None:
+def test_the_linear_cut_takes_the_round_trips_that_are_documented() -> None:
     whole = compiler.compile(oracle.random_model(BY_NAME["llama3"].config(2)), verify=False)
-    with running_base(whole) as base, base.connect(peft={"x": LORA}) as split:
+    with running_base(whole) as base, base.connect(peft={"x": LORA}, cut="linear") as split:
         moved = split.caller.moved
         before = moved.calls
         split.logits(PROMPTS[0])

@@ -44,7 +44,7 @@ class SharedBase(BaseExecutor):
             work = tuple(tuple(self.multiplied[name].shape) for name in piece.weights)
         kind = (piece.kind, *work, inputs[0].dtype)
         self._wait(self._guests.submit(RowWork(kind, rows, act)))
-        return parts[0] if len(parts) == 1 else [torch.cat(every) for every in zip(*parts)]
+        return parts[0] if len(parts) == 1 else [torch.cat(every) for every in zip(*parts, strict=True)]
 
     def answer(self, message: Message) -> Message:
         return self._wait(self._engine.call(lambda: super(SharedBase, self).answer(message)))
