@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from pcg.errors import PcgError, SplitError
+from pcg.errors import PcgError, RankLostError, SplitError
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.keys import SERVE, TRAIN, KeyCheck, keys_of
 from pcg.split.base.options import BaseOptions
@@ -151,6 +151,8 @@ class BaseLoop:
             return
         try:
             reply = self._answered(client, message)
+        except RankLostError:
+            raise
         except PcgError as error:
             self.counts.refused += 1
             reply = failure(message.seq, error)
@@ -253,6 +255,8 @@ class BaseLoop:
                 every = zip(*(one.tensors for one in batch), strict=True)
                 inputs = [torch.cat(parts) for parts in every]
             outputs = self.base.run(batch[0].piece, inputs)
+        except RankLostError:
+            raise  # nothing runs without it
         except Exception as error:
             _LOG.exception("%s failed", batch[0].piece)
             for one in batch:

@@ -9,7 +9,6 @@ import secrets
 import signal
 from collections.abc import Callable, Mapping
 
-from pcg.runtime.executor import Executor
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
@@ -22,14 +21,14 @@ VARIABLE = "PCG_API_KEY"
 
 def serve_base(
     options: BaseOptions,
-    load: Callable[[], Executor],
+    load: Callable[[], BaseExecutor],
     say: Callable[[str], None],
     files: Mapping[str, str],
 ) -> None:
     """Serve a base until SIGTERM or Ctrl-C; a second one ends it at once.
 
     Args:
-        load: returns an executor of the base.
+        load: loads the base.
         say: is told lines for the one who has started it.
         files: the tokenizer's files, by name.
     Raises:
@@ -45,7 +44,7 @@ def serve_base(
     # The address is taken first, so that one which cannot be is an answer at once.
     endpoint = ZeroMqEndpoint(options.host, options.port, options.max_request_mib * 2**20)
     try:
-        base = BaseExecutor(load())
+        base = load()
         loop = BaseLoop(base, endpoint, options, files)
         logging.getLogger("pcg.split").addHandler(_Lines(say))
         logging.getLogger("pcg.split").setLevel(logging.INFO)
