@@ -66,7 +66,7 @@ class MergedExecution(Generic[Result]):
         return list(by_key.values())
 
     def _of_base(self) -> dict[int, Product]:
-        """What each function runs next: what it asks for, or a part of it that others ask for."""
+        """The next product of each function: all that it asks for, or a part that others share."""
         if not self._parts and len({product.key for product in self._asked.values()}) < 2:
             return dict(self._asked)
         self._split()
