@@ -22,6 +22,7 @@ import uvicorn
 
 from pcg.errors import ConfigError
 from pcg.files import read_text
+from pcg.keys import open_keys
 from pcg.serve.adapters.modules import check_modules
 from pcg.serve.adapters.roots import Roots
 from pcg.serve.app import create_app
@@ -32,7 +33,6 @@ from pcg.serve.generation_config import read_generation_config
 from pcg.serve.listening import check_certificate, listen, url_of
 from pcg.serve.options import ServeOptions
 from pcg.serve.security.connection import BoundedConnection, allow_connections
-from pcg.serve.security.keys import open_keys
 from pcg.serve.service import Service
 from pcg.serve.startup import announcement
 from pcg.serve.store.store import open_store

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
+from pcg.keys import Keys
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.executor import Executor
 from pcg.serve.options import ServeOptions
-from pcg.serve.security.keys import Keys
 from pcg.split.base.base_executor import tokenizer_files
 from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
@@ -37,11 +37,6 @@ class SplitAccess:
 
     keys: Keys
     directory: Path | None
-
-    def allowed(self, key: str) -> frozenset[str] | None:
-        """Return the scopes of a key; None if it is none of the server's."""
-        found = self.keys.find(key)
-        return None if found is None else frozenset(scope.value for scope in found.scopes)
 
 
 class ServedBase:
@@ -99,7 +94,7 @@ def served_base(
     """Serve split clients by an engine's weights, within a `with`."""
     base = SharedBase(executor, engine)
     files = tokenizer_files(access.directory)
-    found = ServedBase(BaseLoop(base, endpoint, _base_options(options), files, access.allowed))
+    found = ServedBase(BaseLoop(base, endpoint, _base_options(options), files, access.keys))
     try:
         yield found
     finally:

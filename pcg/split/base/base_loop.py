@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 import torch
 
 from pcg.errors import PcgError, SplitError
+from pcg.keys import Key, Keys, Scope, open_keys
 from pcg.split.base.base_executor import BaseExecutor
-from pcg.split.base.keys import SERVE, TRAIN, KeyCheck, keys_of
 from pcg.split.base.options import BaseOptions
 from pcg.split.base.policies import make_policy
 from pcg.split.base.queues import Queues, Waiting
@@ -30,10 +30,10 @@ _MOST_WAITING = 64
 
 @dataclass
 class _Client:
-    """A client that was accepted, and what its key allows."""
+    """A client that was accepted, and the key that it came with."""
 
     name: str
-    allowed: frozenset[str]
+    key: Key
     seen_s: float = 0.0
     has_asked: bool = False
 
@@ -73,12 +73,12 @@ class BaseLoop:
         endpoint: Endpoint,
         options: BaseOptions,
         files: Mapping[str, str] | None = None,
-        keys: KeyCheck | None = None,
+        keys: Keys | None = None,
     ) -> None:
         self.base = base
         self.endpoint = endpoint
         self._options = options
-        self._keys = keys_of(options.api_key) if keys is None else keys
+        self._keys = open_keys(options.api_key, options.api_keys)[0] if keys is None else keys
         self._policy = make_policy(
             options.policy, options.max_batch_tokens, options.wait_ms, options.wait_tokens
         )
@@ -170,7 +170,7 @@ class BaseLoop:
         known.seen_s = time.monotonic()
         if message.op == "run":
             known.has_asked = True
-            self._queue(client, message, known.allowed)
+            self._queue(client, message, known.key)
             return None
         if message.op == "bye":
             self._drop(client, "leaves")
@@ -195,12 +195,15 @@ class BaseLoop:
                 f"this base speaks version {VERSION} of the messages, and the client version "
                 f"{str(fields.get('version'))[:20]}; install the same pcg on both"
             )
-        key = fields.get("key")
-        allowed = self._keys(key if isinstance(key, str) else "")
-        if allowed is None:
+        given = fields.get("key")
+        key = self._keys.find(given if isinstance(given, str) else "")
+        if key is None:
             raise SplitError("the key is none of this base's; give api_key=…, or PCG_API_KEY")
-        if allowed.isdisjoint((SERVE, TRAIN)):
-            raise SplitError(f"the key allows neither {SERVE} nor {TRAIN}; use one that does")
+        if key.scopes.isdisjoint((Scope.INFER, Scope.TRAIN)):
+            raise SplitError(
+                f"the key {key.name!r} has neither of the scopes {Scope.INFER} and {Scope.TRAIN}; "
+                "use one that has"
+            )
         self._check_model(fields)
         if self.is_draining:
             raise SplitError("this base ends, and takes no new clients")
@@ -208,7 +211,7 @@ class BaseLoop:
             raise SplitError(f"this base has {len(self._clients)} clients, and takes no more")
         name = fields.get("client")
         shown = name[:100] if isinstance(name, str) else client.hex()
-        self._clients[client] = _Client(shown, allowed)
+        self._clients[client] = _Client(shown, key)
         _LOG.info("client %r comes; %d are here", self._clients[client].name, self.clients)
         return Message("reply", message.seq, self._facts)
 
@@ -230,12 +233,12 @@ class BaseLoop:
                     f"has {own}; use the same on both sides"
                 )
 
-    def _queue(self, client: bytes, message: Message, allowed: frozenset[str]) -> None:
+    def _queue(self, client: bytes, message: Message, key: Key) -> None:
         piece = Piece.parse(message.text("piece", 2**14))
-        if piece.kind == GRADIENT and TRAIN not in allowed:
-            raise SplitError(f"{GRADIENT} needs a key with the scope {TRAIN}")
+        if piece.kind == GRADIENT and Scope.TRAIN not in key.scopes:
+            raise SplitError(f"{GRADIENT} needs a key with the scope {Scope.TRAIN}")
         # A key without the scope has no priority over those that train.
-        serves = message.fields.get("serves") is True and SERVE in allowed
+        serves = message.fields.get("serves") is True and Scope.INFER in key.scopes
         self.base.checked(piece, message.tensors)
         if self._queues.count(client) >= _MOST_WAITING:
             raise SplitError(f"{_MOST_WAITING} requests of yours wait already")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal, TypeAlias
 
 from pcg.errors import SplitError
@@ -19,7 +20,9 @@ class BaseOptions:
         host: the address to listen at. Only this machine reaches 127.0.0.1; what crosses a network
             is not encrypted.
         port: the port to listen at; 0 takes a free one.
-        api_key: a key that clients may use. Repeatable. Without any, one is made and printed.
+        api_key: a key that clients may use for everything. Repeatable. Without any, and without
+            `api_keys`, one is made and printed.
+        api_keys: a JSON file of keys with scopes, as of `pcg serve` (docs/serving.md).
         policy: how requests of several clients are batched: none, lockstep or opportunistic.
         wait_ms: the longest that a request of `wait_tokens` tokens waits for others, with the
             opportunistic policy, ms; a smaller one waits less.
@@ -38,6 +41,7 @@ class BaseOptions:
     host: str = "127.0.0.1"
     port: int = 8300
     api_key: Sequence[str] = ()
+    api_keys: Path | None = None
     policy: PolicyName = "opportunistic"
     wait_ms: float = 2.0
     wait_tokens: int = 512
@@ -63,9 +67,3 @@ class BaseOptions:
                 raise SplitError(f"{name}={value}; use {least} to {most}")
         if self.policy not in ("none", "lockstep", "opportunistic"):
             raise SplitError(f"policy={self.policy!r}; use none, lockstep or opportunistic")
-        if any(len(key) < _SHORTEST_KEY for key in self.api_key):
-            raise SplitError(f"a key of the base has at least {_SHORTEST_KEY} characters")
-
-
-_SHORTEST_KEY = 8
-"""Characters; a shorter key can be guessed."""

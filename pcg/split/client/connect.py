@@ -13,6 +13,7 @@ import torch
 
 from pcg.compiler import compile_program, make_executor
 from pcg.errors import SplitError
+from pcg.keys import VARIABLE
 from pcg.keywords import takes
 from pcg.options import dtype_name
 from pcg.runtime.executor import Executor
@@ -25,9 +26,6 @@ from pcg.split.client.privacy import BASE, DOWNLOAD, Privacy, privacy_of
 from pcg.split.model_facts import TOKENIZER_FILES
 from pcg.split.transports.transport import Transport
 from pcg.split.transports.zeromq_client import transport_to
-
-VARIABLE = "PCG_API_KEY"
-"""The environment's variable with a key."""
 
 
 @dataclass(frozen=True)
