@@ -40,6 +40,8 @@ class ServeOptions:
         lora_roots: a folder of adapters, each in a folder of its own. One is loaded when somebody
             names it, and those loaded over HTTP come from there. Repeatable.
         max_cpu_loras: the most adapters in the host's memory at once.
+        data_dir: a folder for what is kept beyond the server's end, as files; it is made if need
+            be. Without one, what needs it is refused.
         max_model_len: the most tokens of a prompt and its output; the model's positions by default.
         max_num_seqs: the most sequences at once.
         max_num_batched_tokens: the most tokens of a step.
@@ -95,6 +97,7 @@ class ServeOptions:
     lora_modules: Sequence[str] = ()
     lora_roots: Sequence[str] = ()
     max_cpu_loras: int = 256
+    data_dir: Path | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 4096
