@@ -57,7 +57,7 @@ def outcome(executor: Executor) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3])  # 3 divides no matrix of this model
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])  # 3 divides none
 def test_what_clients_compute_is_the_same(size: int) -> None:
     model = oracle.random_model(BY_NAME["llama3"].config(2))
     whole = compiler.compile(model, verify=False)
