@@ -18,6 +18,7 @@ from pcg.errors import (
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.sharing.rule import Sharing
 from pcg.runtime.engine.sharing.step import Step
+from pcg.runtime.engine.steps.late_readings import LateReadings
 from pcg.runtime.memory.pool import PageTable, pages_for
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
@@ -27,6 +28,7 @@ from pcg.runtime.training.work_units import (
     Pages,
     Part,
     Phase,
+    Reading,
     Release,
     StepBeginsAgain,
     Unit,
@@ -157,7 +159,11 @@ class PartGroup:
 
 
 class Jobs:
-    """Active jobs, which together hold `most_pages` of the pool at most."""
+    """Active jobs, which together hold `most_pages` of the pool at most.
+
+    Attributes:
+        readings: which of their readings wait.
+    """
 
     def __init__(
         self, scheduler: Scheduler, cache: Any, most_pages: int, note: Callable[..., None]
@@ -168,6 +174,7 @@ class Jobs:
         self._note = note
         self._jobs: list[Job] = []
         self._held = 0
+        self.readings = LateReadings()
 
     def __iter__(self) -> Iterator[Job]:
         return iter(self._jobs)
@@ -284,6 +291,9 @@ class Jobs:
             elif isinstance(unit, Release):
                 self._close(job)
                 job.tried = math.inf
+            elif isinstance(unit, Reading):
+                if self.readings.hold(unit):
+                    return
             elif isinstance(unit, Part) or (isinstance(unit, Forward) and not unit.is_over):
                 return
             if not job.is_over:

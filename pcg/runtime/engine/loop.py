@@ -175,6 +175,7 @@ class EngineLoop:
 
     def pause_job(self, name: str) -> None:
         """Pause a job after its latest unit; it keeps its pages."""
+        self.land()
         self.jobs.pause(name)
 
     def resume_job(self, name: str) -> None:
@@ -183,6 +184,7 @@ class EngineLoop:
 
     def cancel_job(self, name: str) -> None:
         """End a job now; its adapter is as after the last complete step."""
+        self.land()
         self.jobs.cancel(name)
 
     # ------------------------------------------------------------------------------- a step
@@ -193,7 +195,8 @@ class EngineLoop:
         Where the device runs ahead, the chunks are those of the step before.
         """
         is_ahead, before = self.is_ahead, self._flight
-        if before is not None and (self.jobs or self._suspects.current or before.is_read_first):
+        is_unknown = bool(self.jobs) and self._latencies is None
+        if before is not None and (is_unknown or self._suspects.current or before.is_read_first):
             self.land()
             before = None
         now = self.clock.now_s()
@@ -235,27 +238,33 @@ class EngineLoop:
             False if one of them failed.
         """
         jobs, now = [job for job, _, _ in windows], self.clock.now_s()
-        is_read_now = not self.device.is_ahead or bool(self.jobs) or suspect is not None
+        is_waited_for = bool(self.jobs) and (self._latencies is None or not step.is_served)
+        is_read_now = not self.device.is_ahead or is_waited_for or suspect is not None
+        readings = self.jobs.readings
         flight: Flight | None = None
         try:
             if self.meanwhile is not None and self.device.side is None:
                 self.meanwhile()
             running = self.device.start(plan.chunks, [(unit, count) for _, unit, count in windows])
             takes_s = 0.0 if self._latencies is None else self._latencies.forward.seconds(step.load)
-            flight = Flight(plan, step, running, suspect, jobs, now, begins_s + takes_s)
+            if not is_read_now:
+                readings.begin()
+            due_s, number = begins_s + takes_s, readings.begun
+            flight = Flight(plan, step, running, suspect, jobs, now, due_s, number)
             self.scheduler.policy.served(plan.chunks)
-            if self._flight is None:
-                running.draw()
-            if is_beside:
-                self._parts.run_beside(self.device, self.sharing, step, self._latencies, jobs)
             if self.meanwhile is not None and self.device.side is not None:
                 self.meanwhile()
             if self._flight is not None:
                 self._read(self._flight)
                 self._flight = None
-                running.draw()
+                step.elapsed_s = max(step.elapsed_s, self.clock.now_s() - self._read_s)
+            running.draw()
+            self._parts.settle(self.device)
+            if is_beside:
+                self._parts.run_beside(self.device, self.sharing, step, self._latencies, jobs)
             if is_read_now:
                 self._read(flight)
+                self._parts.settle(self.device)
             else:
                 self._flight, step.is_under_way = flight, True
         except BaseException as error:
@@ -273,6 +282,8 @@ class EngineLoop:
             return
         try:
             self._read(flight)
+            self._flight = None
+            self._parts.settle(self.device)
         except BaseException as error:
             self._give_up(flight.ran, flight.started_s, error)
         self._flight = None
@@ -280,6 +291,7 @@ class EngineLoop:
     def _give_up(self, ran: List[Sequence | Job], started_s: float, error: BaseException) -> None:
         """Put back what runs, as a step failed; what ran in it runs alone next."""
         self._flight = None
+        self.jobs.readings.give_up()
         # Not the present time, for which all ranks would have to ask: some did not fail.
         for one in self.scheduler.abandon():
             self.log.add(Event(started_s, Kind.PREEMPTED, one.id))
@@ -293,6 +305,7 @@ class EngineLoop:
         now = self.clock.now_s()
         took = flight.took_s(now, self._read_s)
         self._read_s, step.is_under_way = now, False
+        self.jobs.readings.read(flight.number)
         is_paced = self.scheduler.policy.is_paced and not plan.has_prompts
         if self._latencies is None and plan.chunks and (self.jobs.layers or is_paced):
             self._latencies = Latencies.guessed(step.load, took, self.jobs.layers or 1)
@@ -300,8 +313,6 @@ class EngineLoop:
         step.ran_forward(took, flight.running.is_replayed)
         self._parts.join(self.device, self.sharing, step)
         self._accept(flight, results)
-        for job in self.jobs.unpaused:
-            self.jobs.settle(job)
         self._suspects.ran(flight.suspect, has_tokens=bool(plan.chunks))
 
     def _taken_chunks(self) -> list[Chunk]:

@@ -36,6 +36,7 @@ class Flight:
         jobs: those whose windows run in it.
         started_s: when the host started it.
         due_s: when it is expected to end.
+        number: which of the steps it is that are read late; that of the latest for others.
         trained: tokens of windows in it.
     """
 
@@ -46,6 +47,7 @@ class Flight:
     jobs: list[Job]
     started_s: float
     due_s: float
+    number: int
     trained: int = field(init=False)
     _begun: list[int] = field(init=False)
 
