@@ -13,6 +13,7 @@ import math
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as List
+from contextlib import nullcontext
 
 from pcg.errors import GenerationError, PcgError, as_pcg_error
 from pcg.runtime.adapters.cache import ServedAdapter
@@ -143,7 +144,7 @@ class EngineLoop:
                     f"there is a request {one.id!r} already; give each its own request_id, or none"
                 )
         self.log.add(Event(now, Kind.SUBMITTED, sequence.id, sequence.described()))
-        error = self.scheduler.refusal(sequence, self.jobs.most_pages if self.jobs else 0)
+        error = self.scheduler.refusal(sequence, self.jobs.pages.most if self.jobs else 0)
         if error is not None:
             sequence.state = State.REFUSED
             self._note(Kind.REFUSED, sequence.id, reason=str(error))
@@ -254,17 +255,16 @@ class EngineLoop:
             self.scheduler.policy.served(plan.chunks)
             if self.meanwhile is not None and self.device.side is not None:
                 self.meanwhile()
-            if self._flight is not None:
+            if is_after_read := self._flight is not None:
                 self._read(self._flight)
                 self._flight = None
                 step.elapsed_s = max(step.elapsed_s, self.clock.now_s() - self._read_s)
             running.draw()
-            self._parts.settle(self.device)
             if is_beside:
-                self._parts.run_beside(self.device, self.sharing, step, self._latencies, jobs)
+                with self.jobs.pages.shut() if is_after_read else nullcontext():
+                    self._parts.run_beside(self.device, self.sharing, step, self._latencies, jobs)
             if is_read_now:
                 self._read(flight)
-                self._parts.settle(self.device)
             else:
                 self._flight, step.is_under_way = flight, True
         except BaseException as error:
@@ -282,8 +282,6 @@ class EngineLoop:
             return
         try:
             self._read(flight)
-            self._flight = None
-            self._parts.settle(self.device)
         except BaseException as error:
             self._give_up(flight.ran, flight.started_s, error)
         self._flight = None
@@ -312,6 +310,7 @@ class EngineLoop:
             self.scheduler.pace = self._latencies.forward
         step.ran_forward(took, flight.running.is_replayed)
         self._parts.join(self.device, self.sharing, step)
+        self._parts.settle(self.device)
         self._accept(flight, results)
         self._suspects.ran(flight.suspect, has_tokens=bool(plan.chunks))
 

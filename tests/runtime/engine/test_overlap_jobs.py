@@ -26,13 +26,10 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
 from pcg.runtime.training.work_units import Forward, Phase, Reading
-from tests.support import oracle
-from tests.support.families import BY_NAME
 from tests.support.interpreter.stand_in import tensors_on_cuda
 from tests.support.interpreter.streams import ORDER
 from tests.support.prompts import prompts
 from tests.support.small_engine import DATA, LORA, make_executor
-from tests.support.started_steps import nothing, when_read
 
 
 class FixedParts(Sharing):
@@ -156,9 +153,7 @@ def many(tmp_path: Path) -> Callable[[Tenants, int], None]:
         if step == 2:
             directory = tmp_path / str(engine.device.is_ahead)
             keeps = {"checkpoint_dir": directory, "save_every": 1}
-            tenants.train(
-                "whole", publish_every=1, eval_data=DATA[:3], eval_every=2, **keeps
-            )
+            tenants.train("whole", publish_every=1, eval_data=DATA[:3], eval_every=2, **keeps)
             tenants.train("gathers", publish_every=2, gradient_accumulation_steps=2)
             tenants.train("breaks", learning_rate=1e20)
             tenants.train("gone", publish_every=1, max_steps=50)
@@ -191,11 +186,14 @@ def lives(act: Callable[[Tenants, int], None], device: str) -> tuple[Life, Life]
             sharing=FixedParts(),
         )
         engine.device.is_ahead = is_ahead
+        # Copies of adapters beside steps have a test of their own; when they end depends on time.
+        engine.scheduler.prefetch = lambda adapters: None
+        engine.scheduler.is_copying = lambda adapter: False
         found.append(Tenants(engine, executor).run(act))
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
 def test_jobs_and_tokens_are_those_of_steps_one_by_one(device: str, tmp_path: Path) -> None:
     """On a GPU that is not there, whose streams are watched for races, too."""
     with nullcontext() if device == "cpu" else tensors_on_cuda():
@@ -216,3 +214,93 @@ def test_jobs_and_tokens_are_those_of_steps_one_by_one(device: str, tmp_path: Pa
     for text, tensors in ahead.versions.items():
         for one, other in zip(tensors, alone.versions[text], strict=True):
             assert torch.equal(one, other), text
+
+
+# ------------------------------------------------------------- on the stand-in for a GPU
+
+
+def small(tenants: Tenants, step: int) -> None:
+    """A job of two steps beside two requests, whose version is asked at once."""
+    if step == 0:
+        tenants.ask("a0", 9, new=30)
+        tenants.ask("b0", 4, new=30)
+    if step == 1:
+        tenants.train("whole", max_steps=2, publish_every=1)
+
+
+def test_the_host_waits_for_no_step_that_runs() -> None:
+    """For a job's numbers neither, though it has windows and updates in many steps."""
+    waited: list[bool] = []
+    read = Reading.read
+
+    def late(reading: Reading) -> list[float]:
+        before = dict(ORDER.host)
+        found = read(reading)
+        waited.append(before != ORDER.host)
+        return found
+
+    with tensors_on_cuda(), patch.object(Reading, "read", late):
+        alone, ahead = lives(small, "cuda")
+    # Of two steps, and of the loss of the first data at the end; they came with the tokens.
+    assert waited == [True, True, True, False, False, False]
+    assert ahead.ahead > 10
+    assert ahead.events == alone.events
+    assert ahead.tokens == alone.tokens
+    for text, tensors in ahead.versions.items():
+        for one, other in zip(tensors, alone.versions[text], strict=True):
+            assert torch.equal(one, other), text
+
+
+def test_parts_beside_a_forward_are_paid_when_they_are_launched() -> None:
+    """So that a step without a promise has no more of them than its share of the time."""
+    executor = make_executor()
+    engine = executor.engine(
+        Limits(tokens=32, finetuning_share=0.5),
+        kv_cache_bytes=2**20,
+        latencies=Latencies(Latency(1e-2, 1e-4, 1e-7), Latency(4e-3, 1e-5, 1e-7)),
+        sharing=CoServing(),
+    )
+    engine.device.side = OpenSide()  # type: ignore[assignment]
+    ran: list[int] = []
+    start, run_parts = engine.device.start, engine.device.run_parts
+
+    def started(*of: Any) -> Any:
+        ran.append(0)
+        return start(*of)
+
+    def counted(parts: Any) -> None:
+        ran[-1] += 1
+        run_parts(parts)
+
+    engine.device.start = started  # type: ignore[method-assign]
+    engine.device.run_parts = counted  # type: ignore[method-assign]
+    engine.finetune(DATA, "trained", peft=LORA, max_steps=50, batch_size=2, learning_rate=0.01)
+    engine.submit(executor.request(prompts((5,))[0], max_new_tokens=30, ignore_eos=True))
+    for _ in range(25):
+        engine.step()
+    assert sum(ran) > 3
+    assert max(ran) <= 3  # of 4 ms each, beside 10 ms
+
+
+class OpenSide:
+    """Stands for a GPU's second stream; its parts take as long as is predicted."""
+
+    def __init__(self) -> None:
+        self._parts = 0
+
+    def begin(self) -> None:
+        """Do nothing: all runs in turn."""
+
+    def rejoin(self) -> None:
+        """Do nothing, likewise."""
+
+    def beside(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def timed(self) -> nullcontext[None]:
+        self._parts += 1
+        return nullcontext()
+
+    def join(self) -> list[float]:
+        parts, self._parts = self._parts, 0
+        return [4e-3] * parts

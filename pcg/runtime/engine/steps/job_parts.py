@@ -114,6 +114,8 @@ class JobParts:
         with nullcontext() if device.side is None else device.side.beside():
             for job in jobs:
                 self._jobs.settle(job)
+        if device.side is not None:
+            device.side.rejoin()
 
     def join(self, device: Device, sharing: Sharing, step: Step) -> None:
         """Wait for the parts beside the forward, and learn how long they took."""
