@@ -15,7 +15,7 @@ from pcg.runtime.training.work_units import Reading
 
 
 class LateReadings:
-    """Which readings have to wait for the step that is under way.
+    """Tells which readings have to wait for the step that is under way.
 
     Attributes:
         begun: number of steps so far that are read late.
@@ -30,7 +30,7 @@ class LateReadings:
         self.begun += 1
 
     def read(self, number: int) -> None:
-        """Note that a step was read: that of `begun` steps so far the latest was this one."""
+        """Note that the step of this number was read."""
         self._read = max(self._read, number)
 
     def give_up(self) -> None:
