@@ -24,6 +24,11 @@ class ServeOptions:
         host: the address to listen at. Only this machine reaches 127.0.0.1; 0.0.0.0 and :: are all
             addresses.
         port: the port to listen at; 0 takes a free one.
+        split_port: a second port, for split execution (docs/split.md): processes that have adapters
+            of their own multiply by these weights, with the same keys.
+        split_curve_key: a CURVE certificate, NAME.key_secret, which encrypts the second port.
+        split_curve_clients: a folder of the certificates, *.key, of clients that may connect to it.
+        split_plaintext: let connections of other machines to it go unencrypted.
         api_key: a key that clients may use for everything. Repeatable. Without any, and without
             `api_keys`, one is made and printed.
         api_keys: a JSON file of keys with scopes and tenants (docs/serving.md).
@@ -35,6 +40,8 @@ class ServeOptions:
         lora_roots: a folder of adapters, each in a folder of its own. One is loaded when somebody
             names it, and those loaded over HTTP come from there. Repeatable.
         max_cpu_loras: the most adapters in the host's memory at once.
+        data_dir: a folder for what is kept beyond the server's end, as files; it is made if need
+            be. Without one, what needs it is refused.
         max_model_len: the most tokens of a prompt and its output; the model's positions by default.
         max_num_seqs: the most sequences at once.
         max_num_batched_tokens: the most tokens of a step.
@@ -78,6 +85,10 @@ class ServeOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    split_port: int | None = None
+    split_curve_key: Path | None = None
+    split_curve_clients: Path | None = None
+    split_plaintext: bool = False
     api_key: Sequence[str] = ()
     api_keys: Path | None = None
     ssl_certfile: Path | None = None
@@ -86,6 +97,7 @@ class ServeOptions:
     lora_modules: Sequence[str] = ()
     lora_roots: Sequence[str] = ()
     max_cpu_loras: int = 256
+    data_dir: Path | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 4096
@@ -114,6 +126,10 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ServeError(f"port={self.port}; use 0 to 65535")
+        if self.split_port is not None and not 0 <= self.split_port < 2**16:
+            raise ServeError(f"split_port={self.split_port}; use 0 to 65535")
+        if self.split_port and self.split_port == self.port:
+            raise ServeError(f"port and split_port are both {self.port}; use two")
         for name in (
             "max_model_len",
             "max_num_seqs",

@@ -43,6 +43,7 @@ class EngineLoop:
     Attributes:
         submitted: number of requests so far, which is the index of the next one's chunks.
         worked: True if the last step ran anything.
+        parts: what runs the parts of jobs in a step, and the work of guests.
         awaited: tells if somebody waits; a step that serves nothing then ends between two parts.
         requests: those that are here.
         meanwhile: called once a step is planned: before its work, or behind a launch of that.
@@ -79,7 +80,7 @@ class EngineLoop:
         self._note = note
         self.jobs = Jobs(scheduler, device.cache, pages, note)
         self._suspects = Suspects()
-        self._parts = JobParts(self.jobs, clock)
+        self.parts = JobParts(self.jobs, clock)
         self._flight: Flight | None = None
         self._read_s = -math.inf
         self.submitted = 0
@@ -209,17 +210,17 @@ class EngineLoop:
         # How many parts fit beside a forward is known by latencies.
         is_beside = step.is_served and None not in (self.device.side, self._latencies)
         if step.is_served and not is_beside:
-            self._parts.run(self.device, self.sharing, step, now)
+            self.parts.run(self.device, self.sharing, step, now)
         begins_s = now if before is None else max(now, before.due_s)
         step.elapsed_s = max(0.0, self.clock.now_s() - begins_s)
-        windows = self._parts.windows(self.sharing, step, suspect)
+        windows = self.parts.windows(self.sharing, step, suspect)
         if not step.load.tokens:
             self._land()
             self._suspects.ran(suspect, has_tokens=False)
         elif not self._run(step, plan, suspect, windows, begins_s, is_beside):
             return
         if not step.is_served:
-            self._parts.run(self.device, self.sharing, step, now)
+            self.parts.run(self.device, self.sharing, step, now)
         self.worked = bool(step.load.tokens or step.units or is_ahead)
 
     def _run(
@@ -259,8 +260,10 @@ class EngineLoop:
                 step.elapsed_s = max(step.elapsed_s, self.clock.now_s() - self._read_s)
             running.draw()
             if is_beside:
+                if self.meanwhile is not None and is_after_read:
+                    self.meanwhile()
                 with self.jobs.pages.shut() if is_after_read else nullcontext():
-                    self._parts.run_beside(self.device, self.sharing, step, self._latencies, jobs)
+                    self.parts.run_beside(self.device, self.sharing, step, self._latencies, jobs)
             if is_read_now:
                 self._read(flight)
             else:
@@ -323,8 +326,8 @@ class EngineLoop:
             self._latencies = Latencies.guessed(step.load, took, self.jobs.layers or 1)
             self.scheduler.pace = self._latencies.forward
         step.ran_forward(took, flight.running.is_replayed)
-        self._parts.join(self.device, self.sharing, step)
-        self._parts.settle(self.device)
+        self.parts.join(self.device, self.sharing, step)
+        self.parts.settle(self.device)
         self.requests.accept(flight, results, self.clock.now_s())
         self._suspects.ran(flight.suspect, has_tokens=bool(plan.chunks))
 
