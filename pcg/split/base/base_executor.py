@@ -24,10 +24,11 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.model.product_weights import joined, lie_side_by_side, multiplied
 from pcg.runtime.training.training_copy import weights_checksum
 from pcg.split.messages import VERSION, Message
-from pcg.split.model_facts import TOKENIZER_FILES, config_text
+from pcg.split.model_facts import TOKENIZER_FILES, config_text, weight_samples
 from pcg.split.pieces import GRADIENT, LINEAR, Piece
 
 _MOST_SAMPLES = 64
+_MOST_REPLY_BYTES = 2**32
 _MOST_PIECES = 4096
 """Joined pieces that are remembered."""
 
@@ -83,6 +84,7 @@ class BaseExecutor:
             "digest": self.digest,
             "pieces": {name: list(one.shape) for name, one in self.multiplied.items()},
             "fetched": {name: list(one.shape) for name, one in self.fetched.items()},
+            "samples": weight_samples(self._store),
             "files": dict(directory_files),
         }
 
@@ -102,6 +104,13 @@ class BaseExecutor:
             raise SplitError(f"{piece} takes one tensor [tokens, {width}], not {given or 'none'}")
         if not len(inputs[0]):
             raise SplitError(f"{piece} was given no tokens")
+        outs = sum(shape[0] for shape in shapes) if piece.kind == LINEAR else shapes[0][1]
+        size = len(inputs[0]) * outs * inputs[0].element_size()
+        if size > _MOST_REPLY_BYTES:
+            raise SplitError(
+                f"{len(inputs[0])} tokens through {str(piece)[:200]} are {size} bytes, and a reply "
+                f"has {_MOST_REPLY_BYTES} at most; send fewer tokens at once"
+            )
         if inputs[0].dtype not in (self.dtype, torch.float32, torch.float64):
             raise SplitError(f"the base runs in {self.dtype}, and not in {inputs[0].dtype}")
 
