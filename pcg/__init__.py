@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pcg.runtime.executor import Executor
     from pcg.runtime.sampling.sampling_params import SamplingParams
     from pcg.split.client.connect import connect
+    from pcg.split.client.privacy import Privacy
 
 __all__ = [
     "AsyncEngine",
@@ -45,6 +46,7 @@ __all__ = [
     "Executor",
     "Limits",
     "PcgError",
+    "Privacy",
     "QueueLimits",
     "SamplingParams",
     "__version__",
@@ -62,6 +64,7 @@ _HOMES = {
     "Engine": "pcg.runtime.engine.engine",
     "Executor": "pcg.runtime.executor",
     "Limits": "pcg.runtime.engine.limits",
+    "Privacy": "pcg.split.client.privacy",
     "QueueLimits": "pcg.runtime.admission.backlog",
     "SamplingParams": "pcg.runtime.sampling.sampling_params",
     "compile": "pcg.compiler",

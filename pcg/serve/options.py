@@ -24,6 +24,9 @@ class ServeOptions:
         host: the address to listen at. Only this machine reaches 127.0.0.1; 0.0.0.0 and :: are all
             addresses.
         port: the port to listen at; 0 takes a free one.
+        split_port: a second port, for split execution (docs/split.md): processes that have adapters
+            of their own multiply by these weights, with the same keys. What crosses it is not
+            encrypted.
         api_key: a key that clients may use for everything. Repeatable. Without any, and without
             `api_keys`, one is made and printed.
         api_keys: a JSON file of keys with scopes and tenants (docs/serving.md).
@@ -78,6 +81,7 @@ class ServeOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    split_port: int | None = None
     api_key: Sequence[str] = ()
     api_keys: Path | None = None
     ssl_certfile: Path | None = None
@@ -114,6 +118,10 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ServeError(f"port={self.port}; use 0 to 65535")
+        if self.split_port is not None and not 0 <= self.split_port < 2**16:
+            raise ServeError(f"split_port={self.split_port}; use 0 to 65535")
+        if self.split_port and self.split_port == self.port:
+            raise ServeError(f"port and split_port are both {self.port}; use two")
         for name in (
             "max_model_len",
             "max_num_seqs",

@@ -22,21 +22,25 @@ import uvicorn
 
 from pcg.errors import ConfigError
 from pcg.files import read_text
+from pcg.keys import open_keys
 from pcg.serve.adapters.modules import check_modules
 from pcg.serve.adapters.roots import Roots
 from pcg.serve.app import create_app
 from pcg.serve.engine.client import EngineClient
+from pcg.serve.engine.split_base import SplitAccess
 from pcg.serve.errors import LOG
 from pcg.serve.generation_config import read_generation_config
 from pcg.serve.listening import check_certificate, listen, url_of
 from pcg.serve.options import ServeOptions
 from pcg.serve.security.connection import BoundedConnection, allow_connections
-from pcg.serve.security.keys import open_keys
 from pcg.serve.service import Service
 from pcg.serve.startup import announcement
 
-Engine: TypeAlias = Callable[[ServeOptions, int], contextlib.AbstractContextManager[EngineClient]]
-"""Opens an engine for so many tenants, and closes it at the end of the `with`."""
+Engine: TypeAlias = Callable[
+    [ServeOptions, int, SplitAccess | None], contextlib.AbstractContextManager[EngineClient]
+]
+"""Opens an engine for so many tenants, and for split clients if there may be any; closes it at the
+end of the `with`."""
 
 _CLOSING_S = 5
 """Time that connections have to send the ends of replies, seconds."""
@@ -66,8 +70,10 @@ def serve(
     _check_given_files(options)
     with contextlib.closing(listen(options.host, options.port, options.stream_timeout_s)) as bound:
         allow_connections()
-        generation = read_generation_config(options.generation_config, files())
-        with engine(options, keys.tenants) as client:
+        directory = files()
+        generation = read_generation_config(options.generation_config, directory)
+        split = None if options.split_port is None else SplitAccess(keys, directory)
+        with engine(options, keys.tenants, split) as client:
             service = Service(client, keys, options, generation)
             url = url_of(bound, is_secure=options.ssl_certfile is not None)
             text = announcement(service, url, made_key)

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 from fastapi import Depends, Request
 
 from pcg.errors import GenerationError, PcgError
+from pcg.keys import Keys, Scope
 from pcg.runtime.requests.request import Request as EngineRequest
 from pcg.runtime.requests.request import RequestFields
 from pcg.runtime.requests.stream import Stream
@@ -31,7 +32,6 @@ from pcg.serve.openai.token_texts import TokenTexts
 from pcg.serve.options import ServeOptions
 from pcg.serve.record import note_requests
 from pcg.serve.security.caller import Caller
-from pcg.serve.security.keys import Keys, Scope
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,9 @@ def announcement(service: Service, url: str, made_key: str | None) -> str:
             f"{warmed.seconds:.0f} s, {size_text(warmed.size_bytes)}"
         )
     lines.append(f"listening at {url}")
+    where = service.client.facts.split_address
+    if where is not None:
+        lines.append(f'split clients: pcg.connect("{where}", api_key=…)')
     if made_key is not None:
         lines.append(f"API key, made for this run: {made_key}")
     else:

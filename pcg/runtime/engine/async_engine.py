@@ -35,6 +35,7 @@ from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.preparation import Preparation
 from pcg.runtime.engine.running_job import RunningJob
 from pcg.runtime.engine.step_thread import StepThread
+from pcg.runtime.engine.steps.guest_work import GuestWork
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.status import (
     AdapterStatus,
@@ -225,6 +226,12 @@ class AsyncEngine(StepThread):
                 self._listed.remove(one)
             self._listed.append(running)
 
+    def host(self) -> GuestWork:
+        """Return what takes the work of guests, which runs in the time that steps leave."""
+        guests = GuestWork(self.call, lambda: self.engine.is_idle, self._is_called)
+        self.engine.parts.guests = guests
+        return guests
+
     def most_tokens(self, adapter: Adapter | None) -> int:
         """Return the most tokens of a prompt and its output that there are pages for."""
         scheduler = self.engine.scheduler
@@ -303,8 +310,9 @@ class AsyncEngine(StepThread):
 
     def _compile(self, running: RunningJob, read: Future[JobArguments]) -> None:
         """Have a job made of its examples, on the thread that compiles."""
-        if _pass_error(running, read):
-            self.call(functools.partial(self._release, running))
+        if read.exception() is not None:
+            self.call(functools.partial(self._release, running))  # its name is free once it is told
+            _pass_error(running, read)
             return
         with contextlib.suppress(EngineError):  # closed meanwhile, and the job is cancelled
             self._preparation.compile(functools.partial(self._prepare, running, read.result()))
@@ -316,8 +324,8 @@ class AsyncEngine(StepThread):
             running.cancelling.check()
             job = self._prepare_job(given)
         except Exception as error:  # the caller's
-            running.fail(error)
             self.call(functools.partial(self._release, running))
+            running.fail(error)
             return
         begun = self.call(functools.partial(self._begin_job, running, job))
 

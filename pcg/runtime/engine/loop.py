@@ -45,6 +45,7 @@ class EngineLoop:
     Attributes:
         submitted: number of requests so far, which is the index of the next one's chunks.
         worked: True if the last step ran anything.
+        parts: what runs the parts of jobs in a step, and the work of guests.
         awaited: tells if somebody waits; a step that serves nothing then ends between two parts.
         meanwhile: called once a step is planned: before its work, or behind a launch of that.
     """
@@ -80,7 +81,7 @@ class EngineLoop:
         self._note = note
         self.jobs = Jobs(scheduler, device.cache, pages, note)
         self._suspects = Suspects()
-        self._parts = JobParts(self.jobs, clock)
+        self.parts = JobParts(self.jobs, clock)
         self._flight: Flight | None = None
         self._read_s = -math.inf
         self.submitted = 0
@@ -206,17 +207,17 @@ class EngineLoop:
         # How many parts fit beside a forward is known by latencies.
         is_beside = step.is_served and None not in (self.device.side, self._latencies)
         if step.is_served and not is_beside:
-            self._parts.run(self.device, self.sharing, step, now)
+            self.parts.run(self.device, self.sharing, step, now)
         begins_s = now if before is None else max(now, before.due_s)
         step.elapsed_s = max(0.0, self.clock.now_s() - begins_s)
-        windows = self._parts.windows(self.sharing, step, suspect)
+        windows = self.parts.windows(self.sharing, step, suspect)
         if not step.load.tokens:
             self.land()
             self._suspects.ran(suspect, has_tokens=False)
         elif not self._run(step, plan, suspect, windows, begins_s, is_beside):
             return self._taken_chunks()
         if not step.is_served:
-            self._parts.run(self.device, self.sharing, step, now)
+            self.parts.run(self.device, self.sharing, step, now)
         self.worked = bool(step.load.tokens or step.units or is_ahead)
         return self._taken_chunks()
 
@@ -247,7 +248,7 @@ class EngineLoop:
             if self._flight is None:
                 running.draw()
             if is_beside:
-                self._parts.run_beside(self.device, self.sharing, step, self._latencies, jobs)
+                self.parts.run_beside(self.device, self.sharing, step, self._latencies, jobs)
             if self.meanwhile is not None and self.device.side is not None:
                 self.meanwhile()
             if self._flight is not None:
@@ -298,7 +299,7 @@ class EngineLoop:
             self._latencies = Latencies.guessed(step.load, took, self.jobs.layers or 1)
             self.scheduler.pace = self._latencies.forward
         step.ran_forward(took, flight.running.is_replayed)
-        self._parts.join(self.device, self.sharing, step)
+        self.parts.join(self.device, self.sharing, step)
         self._accept(flight, results)
         for job in self.jobs.unpaused:
             self.jobs.settle(job)

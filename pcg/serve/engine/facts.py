@@ -29,6 +29,7 @@ class ModelFacts:
         memory: the memory that it takes at most, without adapters.
         warmed: the steps that were recorded before the first request; None if there are none.
         pid: the process in which it runs.
+        split_address: where it is a base executor for split clients; None if it is none.
     """
 
     name: str
@@ -43,6 +44,7 @@ class ModelFacts:
     memory: ServingMemory
     warmed: WarmUp | None
     pid: int
+    split_address: str | None = None
 
 
 def facts_of(executor: Executor, engine: Engine, options: ServeOptions) -> ModelFacts:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -21,6 +22,7 @@ from pcg.runtime.requests.stream import Stream
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.engine.client import EngineStatus
 from pcg.serve.engine.facts import ModelFacts, facts_of
+from pcg.serve.engine.split_base import ServedBase, SplitAccess, served_base, split_endpoint
 from pcg.serve.options import ServeOptions
 
 Result = TypeVar("Result")
@@ -33,10 +35,18 @@ class LocalClient:
         executor, engine: those of the model.
     """
 
-    def __init__(self, executor: Executor, engine: AsyncEngine, options: ServeOptions) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        engine: AsyncEngine,
+        options: ServeOptions,
+        base: ServedBase | None = None,
+    ) -> None:
         self.executor = executor
         self.engine = engine
-        self._facts = facts_of(executor, cast(Engine, engine.engine), options)
+        self._base = base
+        facts = facts_of(executor, cast(Engine, engine.engine), options)
+        self._facts = facts if base is None else replace(facts, split_address=base.where)
         self._hashing = ThreadPoolExecutor(1, "pcg digests")
 
     @property
@@ -125,7 +135,8 @@ class LocalClient:
         return nullcontext()
 
     def drain(self, timeout_s: float) -> Future[None]:
-        return self.engine.drain(timeout_s)
+        drained = self.engine.drain(timeout_s)
+        return drained if self._base is None else _both(drained, self._base.drain())
 
     def close(self) -> None:
         """End its own thread, once nobody asks any more."""
@@ -134,21 +145,40 @@ class LocalClient:
 
 @contextmanager
 def local_client(
-    load: Callable[[], Executor], options: ServeOptions, tenants: int
+    load: Callable[[], Executor],
+    options: ServeOptions,
+    tenants: int,
+    split: SplitAccess | None = None,
 ) -> Iterator[LocalClient]:
     """Load a model and run its engine, on a thread, until the end of the `with`.
 
     Args:
         load: loads it.
         tenants: the number of tenants that may ask.
+        split: who may use its weights by split execution; None for nobody.
     """
-    executor = load()
-    with Engine(executor.state, options.engine(tenants)).start() as engine:
-        client = LocalClient(executor, engine, options)
-        try:
-            yield client
-        finally:
-            client.close()
+    with ExitStack() as stack:
+        # The address is taken first, so that one which cannot be is an answer at once.
+        endpoint = None if split is None else stack.enter_context(split_endpoint(options))
+        executor, base = load(), None
+        engine = stack.enter_context(Engine(executor.state, options.engine(tenants)).start())
+        if split is not None and endpoint is not None:
+            serving = served_base(executor, engine, options, split, endpoint)
+            base = stack.enter_context(serving)
+        client = LocalClient(executor, engine, options, base)
+        stack.callback(client.close)
+        yield client
+
+
+def _both(one: Future[None], other: Future[None]) -> Future[None]:
+    """Return what is done once two futures are."""
+    both: Future[None] = Future()
+
+    def next_one(_: Future[None]) -> None:
+        other.add_done_callback(lambda _: both.set_result(None))
+
+    one.add_done_callback(next_one)
+    return both
 
 
 def _done(result: Result) -> Future[Result]:

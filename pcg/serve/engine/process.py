@@ -51,6 +51,7 @@ from pcg.serve.engine.messages import (
 )
 from pcg.serve.engine.numbers import numbers_of
 from pcg.serve.engine.remote_adapters import RemoteAdapter, RemoteAdapters
+from pcg.serve.engine.split_base import SplitAccess
 from pcg.serve.engine.translation import (
     PromptLogprobs,
     chunk_of,
@@ -287,18 +288,22 @@ class ProcessClient:
 
 @contextmanager
 def process_client(
-    load: Callable[[], Executor], options: ServeOptions, tenants: int
+    load: Callable[[], Executor],
+    options: ServeOptions,
+    tenants: int,
+    split: SplitAccess | None = None,
 ) -> Iterator[ProcessClient]:
     """Load a model in a new process and run its engine there, until the end of the `with`.
 
     Args:
         load: loads it; it is pickled.
         tenants: the number of tenants that may ask.
+        split: who may use its weights by split execution; None for nobody.
     Raises:
         PcgError: the model cannot be loaded, or the engine not be made.
     """
     ours, theirs = socket.socketpair()
-    arguments = (theirs, load, options, tenants, torch.get_num_threads())
+    arguments = (theirs, load, options, tenants, torch.get_num_threads(), split)
     process = get_context("spawn").Process(target=run, args=arguments, name="pcg engine")
     # It is born without the signals that it will ignore.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -54,6 +54,7 @@ from pcg.serve.engine.messages import (
 from pcg.serve.engine.numbers import plain
 from pcg.serve.engine.outbox import Outbox
 from pcg.serve.engine.reports import Reports
+from pcg.serve.engine.split_base import SplitAccess
 from pcg.serve.engine.translation import fault_of, name_of, request_of, tokenizer_data
 from pcg.serve.options import ServeOptions
 
@@ -70,6 +71,7 @@ def run(
     options: ServeOptions,
     tenants: int,
     threads: int,
+    split: SplitAccess | None = None,
 ) -> None:
     """Serve what comes over a socket until the server says to end, or is gone.
 
@@ -77,6 +79,7 @@ def run(
         load: loads the model.
         tenants: the number of tenants that may ask.
         threads: the number of threads for tensors.
+        split: who may use its weights by split execution; None for nobody.
     """
     _follow_parent()
     channel = Channel(end)
@@ -84,7 +87,7 @@ def run(
     Thread(target=worker.read, name="pcg messages", daemon=True).start()
     torch.set_num_threads(threads)
     try:
-        with local_client(load, options, tenants) as client:
+        with local_client(load, options, tenants, split) as client:
             worker.begin(client)
             ended = client.engine.join()
         channel.send(encode(Ended(str(ended))))

@@ -60,6 +60,7 @@ class BaseExecutor:
                     tensor: Tensor = getattr(holder, python_name(parameter.name))
                     kept[parameter.source.format(layer=layer)] = tensor
         self._joined: dict[tuple[str, ...], Tensor | None] = {}
+        self._squares: dict[str, Tensor] = {}
 
     @cached_property
     def digest(self) -> str:
@@ -99,7 +100,7 @@ class BaseExecutor:
             raise SplitError(f"{piece} takes one tensor [tokens, {width}], not {given or 'none'}")
         if not len(inputs[0]):
             raise SplitError(f"{piece} was given no tokens")
-        if inputs[0].dtype not in (self.dtype, torch.float32):
+        if inputs[0].dtype not in (self.dtype, torch.float32, torch.float64):
             raise SplitError(f"the base runs in {self.dtype}, and not in {inputs[0].dtype}")
 
     @torch.no_grad()
@@ -136,9 +137,15 @@ class BaseExecutor:
                 )
             return Message("reply", message.seq, tensors=(self.fetched[name],))
         if message.op == "lengths":
+            name = message.text("name")
+            if name not in self._squares:
+                self._squares[name] = self._weight(name).float().square().sum(1)
+            return Message("reply", message.seq, tensors=(self._squares[name],))
+        if message.op == "rows":
             weight = self._weight(message.text("name"))
-            squares = weight.float().square().sum(1)
-            return Message("reply", message.seq, tensors=(squares,))
+            end = message.number("end", len(weight))
+            begin = message.number("begin", end)
+            return Message("reply", message.seq, tensors=(weight[begin - 1 : end],))
         if message.op == "samples":
             name, count = message.text("name"), message.number("count", _MOST_SAMPLES)
             self._weight(name)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,13 +11,14 @@ from dataclasses import asdict, dataclass
 import torch
 
 from pcg.errors import PcgError, SplitError
+from pcg.keys import Key, Keys, Scope, open_keys
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.options import BaseOptions
 from pcg.split.base.policies import make_policy
 from pcg.split.base.queues import Queues, Waiting
 from pcg.split.messages import VERSION, Message, failure
 from pcg.split.model_facts import config_difference
-from pcg.split.pieces import Piece
+from pcg.split.pieces import GRADIENT, Piece
 from pcg.split.transports.transport import Endpoint
 
 _LOG = logging.getLogger("pcg.split")
@@ -30,9 +30,10 @@ _MOST_WAITING = 64
 
 @dataclass
 class _Client:
-    """A client that was accepted."""
+    """A client that was accepted, and the key that it came with."""
 
     name: str
+    key: Key
     seen_s: float = 0.0
     has_asked: bool = False
 
@@ -72,15 +73,17 @@ class BaseLoop:
         endpoint: Endpoint,
         options: BaseOptions,
         files: Mapping[str, str] | None = None,
+        keys: Keys | None = None,
     ) -> None:
         self.base = base
         self.endpoint = endpoint
         self._options = options
-        self._keys = [_digest_of(key) for key in options.api_key]
+        self._keys = open_keys(options.api_key, options.api_keys)[0] if keys is None else keys
         self._policy = make_policy(
             options.policy, options.max_batch_tokens, options.wait_ms, options.wait_tokens
         )
-        self._facts = base.facts(files or {})
+        facts = {"rows": options.downloads, "instance": secrets.token_hex(16)}
+        self._facts = {**base.facts(files or {}), **facts}
         self._queues = Queues()
         self._clients: dict[bytes, _Client] = {}
         self._is_stopped = False
@@ -167,7 +170,7 @@ class BaseLoop:
         known.seen_s = time.monotonic()
         if message.op == "run":
             known.has_asked = True
-            self._queue(client, message)
+            self._queue(client, message, known.key)
             return None
         if message.op == "bye":
             self._drop(client, "leaves")
@@ -181,6 +184,8 @@ class BaseLoop:
             if shared is None:
                 raise SplitError("this transport shares no memory")
             return Message("reply", message.seq, shared.fields)
+        if message.op == "rows" and not self._options.downloads:
+            raise SplitError("this base does not let its weights be downloaded (--downloads)")
         return self.base.answer(message)
 
     def _hello(self, client: bytes, message: Message) -> Message:
@@ -190,18 +195,23 @@ class BaseLoop:
                 f"this base speaks version {VERSION} of the messages, and the client version "
                 f"{str(fields.get('version'))[:20]}; install the same pcg on both"
             )
-        key = fields.get("key") or ""
-        digest = _digest_of(key if isinstance(key, str) else "")
-        # All are compared, in a time that does not depend on where they differ.
-        if self._keys and not sum(hmac.compare_digest(one, digest) for one in self._keys):
+        given = fields.get("key")
+        key = self._keys.find(given if isinstance(given, str) else "")
+        if key is None:
             raise SplitError("the key is none of this base's; give api_key=…, or PCG_API_KEY")
+        if key.scopes.isdisjoint((Scope.INFER, Scope.TRAIN)):
+            raise SplitError(
+                f"the key {key.name!r} has neither of the scopes {Scope.INFER} and {Scope.TRAIN}; "
+                "use one that has"
+            )
         self._check_model(fields)
         if self.is_draining:
             raise SplitError("this base ends, and takes no new clients")
         if client not in self._clients and len(self._clients) >= self._options.max_clients:
             raise SplitError(f"this base has {len(self._clients)} clients, and takes no more")
         name = fields.get("client")
-        self._clients[client] = _Client(name[:100] if isinstance(name, str) else client.hex())
+        shown = name[:100] if isinstance(name, str) else client.hex()
+        self._clients[client] = _Client(shown, key)
         _LOG.info("client %r comes; %d are here", self._clients[client].name, self.clients)
         return Message("reply", message.seq, self._facts)
 
@@ -223,13 +233,17 @@ class BaseLoop:
                     f"has {own}; use the same on both sides"
                 )
 
-    def _queue(self, client: bytes, message: Message) -> None:
+    def _queue(self, client: bytes, message: Message, key: Key) -> None:
         piece = Piece.parse(message.text("piece", 2**14))
+        if piece.kind == GRADIENT and Scope.TRAIN not in key.scopes:
+            raise SplitError(f"{GRADIENT} needs a key with the scope {Scope.TRAIN}")
+        # A key without the scope has no priority over those that train.
+        serves = message.fields.get("serves") is True and Scope.INFER in key.scopes
         self.base.checked(piece, message.tensors)
         if self._queues.count(client) >= _MOST_WAITING:
             raise SplitError(f"{_MOST_WAITING} requests of yours wait already")
-        serves, now_s = message.fields.get("serves") is True, time.monotonic()
-        self._queues.add(Waiting(client, message.seq, piece, message.tensors, serves, now_s))
+        request = Waiting(client, message.seq, piece, message.tensors, serves, time.monotonic())
+        self._queues.add(request)
 
     # ------------------------------------------------------------------------------- running
 
@@ -273,7 +287,3 @@ class BaseLoop:
                 "client %r %s; %d of its requests are dropped, %d clients are here",
                 known.name, why, dropped, self.clients,
             )  # fmt: skip
-
-
-def _digest_of(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

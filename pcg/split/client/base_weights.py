@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from pcg.kernels.torch.remote_weights import remote_tensor
 from pcg.parallel.ranks.shards import Ranges
 from pcg.runtime.model.weights import DTYPE_NAMES, Weights, slices_of
 from pcg.split.client.caller import Caller
+from pcg.split.client.noise import Noise
 from pcg.split.messages import DTYPES
 from pcg.split.pieces import GRADIENT, LINEAR, Piece
 from pcg.tensor_file import TensorInfo
@@ -26,12 +28,14 @@ class CalledWeight:
         names: in the base's checkpoint.
         serves: True if a user waits for tokens.
         squares: the sums of squares of weights' rows, by name, once they were asked for.
+        noise: hides what is sent; None to send it as it is.
     """
 
     names: tuple[str, ...]
     serves: bool
     caller: Caller
     squares: dict[str, Tensor]
+    noise: Noise | None
 
     def joined(self, others: Sequence[Self]) -> CalledWeight:
         """Return this weight and others as one, [outs, in]."""
@@ -70,14 +74,19 @@ class CalledWeight:
     def _run(self, piece: Piece, x: Tensor) -> Tensor:
         if not len(x):
             raise SplitError(f"{piece} was given no tokens")
+        if self.noise is None:
+            return self._ask(piece, x).to(x.device)
+        return self.noise.run(piece, x, partial(self._ask, piece)).to(x.device)
+
+    def _ask(self, piece: Piece, x: Tensor) -> Tensor:
         reply = self.caller.call("run", (x,), piece=str(piece), serves=self.serves)
-        return reply.tensors[0].to(x.device)
+        return reply.tensors[0]
 
 
 class CalledBase(Weights):
     """A base executor's weights: it is asked for products, and for the other tensors once each."""
 
-    def __init__(self, caller: Caller, base_prefix: str) -> None:
+    def __init__(self, caller: Caller, base_prefix: str, noise: Noise | None = None) -> None:
         facts = caller.facts
         dtype = DTYPES[facts["dtype"]]
         self._kept: Mapping[str, Sequence[int]] = facts["pieces"]
@@ -87,6 +96,7 @@ class CalledBase(Weights):
         }
         super().__init__(index, base_prefix, facts["config"], f"the base {facts['name']}")
         self._caller = caller
+        self._noise = noise
         self._dtype = dtype
         self._squares: dict[str, Tensor] = {}
 
@@ -99,7 +109,7 @@ class CalledBase(Weights):
                 f"{name} is {list(kept)} at the base executor, and {list(shape)} here; install the "
                 "same versions of pcg and transformers on both"
             )
-        weight = CalledWeight((name,), serves, self._caller, self._squares)
+        weight = CalledWeight((name,), serves, self._caller, self._squares, self._noise)
         return remote_tensor(shape, self._dtype, weight)
 
     def _read(self, name: str, ranges: Ranges | None) -> Tensor:

@@ -13,18 +13,19 @@ import torch
 
 from pcg.compiler import compile_program, make_executor
 from pcg.errors import SplitError
+from pcg.keys import VARIABLE
 from pcg.keywords import takes
 from pcg.options import dtype_name
 from pcg.runtime.executor import Executor
 from pcg.source import ModelSource, resolve
 from pcg.split.client.base_weights import CalledBase
 from pcg.split.client.caller import Caller
+from pcg.split.client.effects import Effects, EffectsAtBase, EffectsHere
+from pcg.split.client.noise import Noise
+from pcg.split.client.privacy import BASE, DOWNLOAD, Privacy, privacy_of
 from pcg.split.model_facts import TOKENIZER_FILES
 from pcg.split.transports.transport import Transport
 from pcg.split.transports.zeromq_client import transport_to
-
-VARIABLE = "PCG_API_KEY"
-"""The environment's variable with a key."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class ConnectArguments:
         device: the device of adapters, attention and KV cache; the GPU where there is one, else
             the CPU.
         memory_budget: what finetuning may save for backward, as in `CompileOptions`.
+        privacy: hide all that is sent by noise: who computes its effects, as a word or an address,
+            or `Privacy`; None sends it as it is.
         connect_s: how long to wait for the base at first, s.
         lost_s: how long to look for a base that is gone, before a call of it fails, s.
     """
@@ -56,6 +59,7 @@ class ConnectArguments:
     dtype: str | None = field(default=None, kw_only=True)
     device: str | torch.device | None = field(default=None, kw_only=True)
     memory_budget: float | str = field(default=1.0, kw_only=True)
+    privacy: str | Privacy | None = field(default=None, kw_only=True)
     connect_s: float = field(default=20.0, kw_only=True)
     lost_s: float = field(default=30.0, kw_only=True)
 
@@ -68,9 +72,11 @@ class SplitExecutor(Executor):
 
     Attributes:
         caller: the connection, which counts what crosses it.
+        noise: what hides the rows that are sent; None without `privacy`.
     """
 
     caller: Caller
+    noise: Noise | None
 
     def __enter__(self) -> SplitExecutor:
         return self
@@ -81,6 +87,8 @@ class SplitExecutor(Executor):
     def close(self) -> None:
         """Say goodbye to the base; nothing runs after that."""
         self.caller.close()
+        if self.noise is not None:
+            self.noise.close()
 
 
 @takes(ConnectArguments, SplitError)
@@ -92,6 +100,7 @@ def connect(given: ConnectArguments) -> SplitExecutor:
         BaseLostError: no base answers there.
         PcgError: what cannot be read, traced or attached is named.
     """
+    privacy = privacy_of(given.privacy)
     model = None if given.model is None else resolve(given.model)
     where = given.where
     transport = where if isinstance(where, Transport) else transport_to(where, given.transport)
@@ -102,15 +111,47 @@ def connect(given: ConnectArguments) -> SplitExecutor:
         "client": f"process {os.getpid()}",
     }
     caller = Caller(transport, hello, connect_s=given.connect_s, lost_s=given.lost_s)
+    noise = None
     try:
-        return _split_executor(caller, given, model)
+        if privacy is not None:
+            noise = Noise(privacy, _effects(privacy, caller, given, hello))
+        return _split_executor(caller, given, model, noise)
     except BaseException:
         caller.close()
+        if noise is not None:
+            noise.close()
         raise
 
 
+def _effects(
+    privacy: Privacy, caller: Caller, given: ConnectArguments, hello: Mapping[str, Any]
+) -> Effects:
+    """Return what computes the effects of noise. SplitError: it does not fit the base."""
+    at = privacy.effects
+    if at == BASE:
+        return EffectsAtBase(caller, is_own=False)
+    if at == DOWNLOAD:
+        if not caller.facts["rows"]:
+            raise SplitError(
+                "privacy: this base does not let its weights be downloaded; start it with "
+                "--downloads, or use a second base for effects"
+            )
+        return EffectsHere(caller)
+    transport = at if isinstance(at, Transport) else transport_to(at, given.transport)
+    asked = {**hello, "digest": caller.facts["digest"]}
+    asked["key"] = privacy.effects_api_key or hello["key"]
+    second = Caller(transport, asked, connect_s=given.connect_s, lost_s=given.lost_s)
+    if second.facts["instance"] == caller.facts["instance"]:
+        second.close()
+        raise SplitError(
+            f"privacy: the base at {transport.where} is the one that noise is to hide from; name "
+            "another process, of somebody who does not tell this one what it sees"
+        )
+    return EffectsAtBase(second, is_own=True)
+
+
 def _split_executor(
-    caller: Caller, given: ConnectArguments, model: ModelSource | None
+    caller: Caller, given: ConnectArguments, model: ModelSource | None, noise: Noise | None
 ) -> SplitExecutor:
     facts = caller.facts
     program = compile_program(
@@ -120,7 +161,7 @@ def _split_executor(
         dtype=facts["dtype"],
         memory_budget=given.memory_budget,
     )
-    weights = CalledBase(caller, program.base_prefix)
+    weights = CalledBase(caller, program.base_prefix, noise)
     with tempfile.TemporaryDirectory() as folder:
         directory = None if model is None else model.directory
         if directory is None:
@@ -129,6 +170,7 @@ def _split_executor(
     executor.__class__ = SplitExecutor
     assert isinstance(executor, SplitExecutor)
     executor.caller = caller
+    executor.noise = noise
     return executor
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,20 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "long path": (lambda: f"/{'a' * 5000}.jsonl", "no data file|cannot be read"),
     "number": (lambda: 5, "data is a number"),
 }
+
+
+def test_a_name_is_free_once_its_job_is_over(model: Path) -> None:
+    executor, data = compiler.compile(model), Blocked()
+    with started(executor) as running:
+        job = running.finetune(data, "mine", **OPTIONS)
+        assert data.waits.wait(60)
+        again: Future[Any] = Future()
+        job._end.add_done_callback(  # at once, on the thread that told the end
+            lambda _: again.set_result(running.finetune(ROWS, "mine", **OPTIONS))
+        )
+        job.cancel()
+        assert again.result(60).wait(120).steps == 2
+    data.go.set()
 
 
 def test_data_that_is_refused(model: Path) -> None:

@@ -1,6 +1,6 @@
 """Jobs in a step: windows within its forward, and parts before it, after it, or beside it.
 
-Parts beside it run on a stream of their own.
+Parts beside it run on a stream of their own. The work of guests runs before those of jobs.
 """
 
 from __future__ import annotations
@@ -14,17 +14,23 @@ from pcg.runtime.engine.jobs import Job, Jobs, PartGroup
 from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.sharing import Sharing
 from pcg.runtime.engine.sharing.step import Step
+from pcg.runtime.engine.steps.guest_work import GuestWork
 from pcg.runtime.model.load import Load
 from pcg.runtime.training.work_units import Forward, Part
 
 
 class JobParts:
-    """Runs as many parts of jobs in a step as a rule of sharing allows."""
+    """Runs as many parts of jobs in a step as a rule of sharing allows.
+
+    Attributes:
+        guests: work of others; None for none.
+    """
 
     def __init__(self, jobs: Jobs, clock: Clock) -> None:
         self._jobs = jobs
         self._clock = clock
         self._beside: list[PartGroup] = []
+        self.guests: GuestWork | None = None
 
     def windows(
         self, sharing: Sharing, step: Step, suspect: object
@@ -49,6 +55,8 @@ class JobParts:
         """Run parts before the forward of what the step serves, if it does."""
         ahead_s = step.ahead_s() if step.is_served else 0.0
         step.elapsed_s = self._clock.now_s() - started_s
+        if self.guests is not None:
+            self.guests.run(step, ahead_s)
         while not step.is_over and (group := self._jobs.next_group(sharing, step, ahead_s)):
             try:
                 took = self._run(device, group.parts, started_s + step.elapsed_s)
@@ -89,6 +97,8 @@ class JobParts:
         assert latencies is not None
         spent_s = step.ahead_s()
         with side.beside():
+            if self.guests is not None:
+                self.guests.run(step, spent_s)
             while group := self._jobs.next_group(sharing, step, spent_s, busy):
                 try:
                     with side.timed():

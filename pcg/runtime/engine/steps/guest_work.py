@@ -1,0 +1,208 @@
+"""Work of guests: neither requests nor jobs of this engine, in the time that its steps leave.
+
+A guest's work is on rows that do not depend on each other, as the pieces of a base executor are. So
+it is cut where the time of a step ends, and goes on in the next one:
+
+    a step that serves, and promises a TPOT    SLO - what has run - the bound of what is served
+    a step that serves, and promises none      earned: share / (1 - share) of what serving takes
+    a step that serves nothing, or no step     all, in slices between which a request may come
+
+Requests come first: what does not fit waits, also for long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from pcg.runtime.engine.sharing.step import Step
+
+
+@dataclass(eq=False)
+class RowWork:
+    """Work on rows that do not depend on each other.
+
+    Attributes:
+        kind: equal for works whose rows take equally long.
+        rows: the number of rows.
+        act: does those from a first to before an end, and returns once they are done.
+        done: is done once all are, or failed.
+    """
+
+    kind: Hashable
+    rows: int
+    act: Callable[[int, int], None]
+    done: Future[None] = field(default_factory=Future)
+    ended: int = 0
+
+
+class RowTimes:
+    """The time of work by its rows, as far as what ran tells: its size is a power of two rows.
+
+    Less time is never expected of more rows, nor more than in proportion: a constant is in each.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[Hashable, dict[int, float]] = {}
+
+    def observe(self, kind: Hashable, rows: int, seconds: float) -> None:
+        """Learn from work that ran."""
+        known, size = self._seconds.setdefault(kind, {}), _size(rows)
+        # A slower one counts at once, and a faster one slowly.
+        before = known.get(size, 0.0)
+        known[size] = max(seconds, before + _FORGOTTEN * (seconds - before))
+
+    def bound_s(self, kind: Hashable, rows: int) -> float | None:
+        """Return the longest time that so many rows may take; None if nothing is known."""
+        known, size = self._seconds.get(kind), _size(rows)
+        if not known:
+            return None
+        smaller = [one for one in known if one <= size]
+        if not smaller:
+            return _MARGIN * known[min(known)]
+        nearest = max(smaller)
+        return _MARGIN * known[nearest] * size / nearest
+
+    def within(self, kind: Hashable, rows: int, seconds: float) -> int:
+        """Return the most of so many rows that end within a time; 0 for none.
+
+        Of a kind of which nothing is known a few rows are tried, if there is any time at all.
+        """
+        if seconds <= 0:
+            return 0
+        tried = rows
+        while tried:
+            bound_s = self.bound_s(kind, tried)
+            if bound_s is None:
+                return min(rows, LEAST_ROWS)
+            if bound_s <= seconds:
+                return tried
+            tried = 0 if tried <= LEAST_ROWS else _size(tried) // 2
+        return 0
+
+
+class GuestWork:
+    """Guests' work that waits, and the time that it has; the engine's thread runs it.
+
+    Args:
+        call: has the engine's thread call a function between two steps.
+        is_idle: tells whether that has nothing to do.
+        is_awaited: tells whether somebody waits for it.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Callable[[], None]], Future[Any]],
+        is_idle: Callable[[], bool],
+        is_awaited: Callable[[], bool],
+    ) -> None:
+        self.times = RowTimes()
+        self._call = call
+        self._is_idle = is_idle
+        self._is_awaited = is_awaited
+        self._works: deque[RowWork] = deque()
+        self._is_called = False
+        self._before: Step | None = None
+        self._served_s = 0.0
+        self._earned_s = 0.0
+
+    def submit(self, work: RowWork) -> Future[None]:
+        """Have work done; for any thread. Its future fails with what `act` raised."""
+        self._works.append(work)
+        self.wake()
+        return work.done
+
+    def wake(self) -> Future[Any]:
+        """Have the engine's thread look for work; fails once that has ended."""
+        return self._call(self._while_idle)
+
+    def run(self, step: Step, ahead_s: float) -> None:
+        """Run as much as a step has time for, before what it serves.
+
+        Args:
+            ahead_s: how long what it serves takes at most, as predicted; 0 where nothing is known.
+        """
+        self._account(step)
+        ahead_s = max(ahead_s, self._served_s) if step.is_served else 0.0
+        while self._works and not step.is_over:
+            rows = self._rows(self._left_s(step, ahead_s), is_awaited=step.is_served)
+            if not rows:
+                break
+            took_s = self._slice(rows)
+            step.elapsed_s += took_s
+            step.units += 1
+            self._earned_s -= took_s
+        if self._works and not self._is_called:
+            self._is_called = True
+            self.wake()
+
+    def _account(self, step: Step) -> None:
+        """Earn by what the step before served, where nothing is promised."""
+        before, self._before = self._before, step
+        if before is None or not before.is_served or not before.spent_s:
+            return
+        self._served_s = before.spent_s
+        share = step.limits.finetuning_share
+        earned_s = self._earned_s + share / (1 - share) * before.spent_s
+        self._earned_s = min(earned_s, step.limits.idle_step_s)
+
+    def _left_s(self, step: Step, ahead_s: float) -> float:
+        if not step.is_served:
+            return _SLICE_S
+        left_s = step.left_s() - ahead_s
+        return left_s if step.tpot_slo_s is not None else min(left_s, self._earned_s)
+
+    def _while_idle(self) -> None:
+        """Run work while there are no steps; steps run it themselves."""
+        self._is_called = False
+        while self._works and self._is_idle():
+            self._slice(self._rows(_SLICE_S, is_awaited=False))
+            if self._is_awaited():
+                break
+        if self._works and self._is_idle():
+            self._is_called = True
+            self.wake()
+
+    def _rows(self, seconds: float, is_awaited: bool) -> int:
+        """Return how many rows of the first work run now; some do where nobody has to wait."""
+        work = self._works[0]
+        left = work.rows - work.ended
+        found = self.times.within(work.kind, left, seconds)
+        return found or (0 if is_awaited else min(left, LEAST_ROWS))
+
+    def _slice(self, rows: int) -> float:
+        """Run rows of the first work, and return how long that took."""
+        work, began_s = self._works[0], time.perf_counter()
+        begin = work.ended
+        try:
+            work.act(begin, begin + rows)
+        except Exception as error:  # the guest's, not the engine's
+            self._works.popleft()
+            work.done.set_exception(error)
+            return time.perf_counter() - began_s
+        took_s = time.perf_counter() - began_s
+        work.ended = begin + rows
+        self.times.observe(work.kind, rows, took_s)
+        if work.ended == work.rows:
+            self._works.popleft()
+            work.done.set_result(None)
+        return took_s
+
+
+def _size(rows: int) -> int:
+    """Return the power of two from `rows` on."""
+    return 1 << (rows - 1).bit_length()
+
+
+LEAST_ROWS = 16
+"""Rows that are not cut further: as many take hardly longer than one."""
+_SLICE_S = 0.025
+"""The time of a slice where nothing is served, after which a request that came begins."""
+_MARGIN = 1.25
+"""The longest time of a slice, relative to the longest of late."""
+_FORGOTTEN = 0.1
+"""The part of a faster slice that counts against slower ones before."""

@@ -1,0 +1,58 @@
+"""A base executor whose weights an engine serves and trains by, too: one copy, and one device.
+
+Its pieces run on the engine's thread, in the time that steps leave (`GuestWork`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, TimeoutError
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from pcg.runtime.engine.async_engine import AsyncEngine
+from pcg.runtime.engine.steps.guest_work import RowWork
+from pcg.runtime.executor import Executor
+from pcg.split.base.base_executor import BaseExecutor
+from pcg.split.messages import Message
+from pcg.split.pieces import Piece
+
+Result = TypeVar("Result")
+_LOOKS_S = 0.5
+
+
+class SharedBase(BaseExecutor):
+    """Runs pieces between what an engine serves; one thread calls it, and waits."""
+
+    def __init__(self, executor: Executor, engine: AsyncEngine) -> None:
+        super().__init__(executor)
+        self._engine = engine
+        self._guests = engine.host()
+
+    def run(self, piece: Piece, inputs: Sequence[Tensor]) -> Tensor:
+        """Run a piece; EngineError: the engine has ended."""
+        rows, parts = len(inputs[0]), []
+
+        def act(begin: int, end: int) -> None:
+            part = super(SharedBase, self).run(piece, [one[begin:end] for one in inputs])
+            parts.append(part.cpu())  # which waits for a GPU
+
+        shapes = [tuple(self.multiplied[name].shape) for name in piece.weights]
+        kind = (piece.kind, *shapes, inputs[0].dtype)
+        self._wait(self._guests.submit(RowWork(kind, rows, act)))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def answer(self, message: Message) -> Message:
+        return self._wait(self._engine.call(lambda: super(SharedBase, self).answer(message)))
+
+    def _wait(self, done: Future[Result]) -> Result:
+        while True:
+            try:
+                return done.result(_LOOKS_S)
+            except TimeoutError:
+                if self._engine.ended is not None:
+                    raise self._engine.ended from None
+                # The last request may have been cancelled between two steps.
+                self._guests.wake()

@@ -1,0 +1,245 @@
+"""Noise hides what a client sends, and changes no result beyond a stated rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pcg
+import pcg.compiler as compiler
+from pcg.errors import SplitError
+from pcg.runtime.data.example import Example
+from pcg.runtime.executor import Executor
+from pcg.runtime.training.runner import training_runner
+from pcg.split.client.effects import Effects
+from pcg.split.client.noise import Noise
+from pcg.split.client.privacy import Privacy
+from pcg.split.pieces import Piece
+from tests.support import oracle
+from tests.support.families import BY_NAME
+from tests.support.prompts import TOLERANCE, prompts
+from tests.support.split_base import KEY, Base, running_base
+
+METHODS = {
+    "lora": pcg.LoraConfig(r=4, target_modules="all-linear"),
+    "dora": pcg.LoraConfig(r=4, target_modules="all-linear", use_dora=True),
+    "ia3": pcg.IA3Config(),
+    "prefix": pcg.PrefixTuningConfig(num_virtual_tokens=3),
+    "vera": pcg.VeraConfig(r=4),
+}
+PROMPTS = prompts([6, 3])
+EXAMPLES = [Example(one, one) for one in prompts([9, 5])]
+COUNT = sum(map(len, prompts([9, 5]))) - 2
+JOB: dict[str, Any] = {"adapter": "x", "max_steps": 3, "batch_size": 2, "learning_rate": 1e-3}
+PIECE = Piece("linear", ("w",))
+
+
+@pytest.fixture(scope="module")
+def whole() -> Executor:
+    return compiler.compile(oracle.random_model(BY_NAME["llama3"].config(2)), verify=False)
+
+
+def outputs(executor: Executor, method: Any) -> tuple[Any, dict[str, Any]]:
+    """Greedy tokens, and logits, loss, gradients and trained weights by name."""
+    adapter = executor.add_adapter("x", method, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for tensor in adapter.tensors:
+        tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.05)
+    executor.refresh_adapter("x")
+    done = executor.generate(PROMPTS, "x", max_new_tokens=4, temperature=0)
+    runner = training_runner(executor.state, executor.state.adapter("x"))
+    loss = runner.forward_backward(EXAMPLES, COUNT)
+    found: dict[str, Any] = {n: p.grad for n, p in runner.parameters.items() if p.grad is not None}
+    found |= {"loss": torch.tensor([loss]), "logits": executor.logits(PROMPTS[0], adapter="x")}
+    executor.finetune(EXAMPLES, **JOB)
+    found |= {f"trained {at}": one for at, one in enumerate(executor.adapters["x"].tensors)}
+    executor.state.remove_adapter("x")
+    return [one.token_ids for one in done], found
+
+
+def watched(base: Base) -> list[tuple[Piece, Tensor]]:
+    """Return a list of what the base is given from now on."""
+    seen: list[tuple[Piece, Tensor]] = []
+    run = base.loop.base.run
+
+    def watching(piece: Piece, inputs: Any) -> Tensor:
+        seen.append((piece, inputs[0].clone()))
+        return run(piece, inputs)
+
+    base.loop.base.run = watching  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        one if one in ("lora", "dora") else pytest.param(one, marks=pytest.mark.slow)
+        for one in METHODS
+    ],
+)
+def test_results_are_those_of_the_undivided_executor(whole: Executor, method: str) -> None:
+    tokens, numbers = outputs(whole, METHODS[method])
+    with running_base(whole, downloads=True) as base:
+        options = Privacy("download", pool=8, uses=100)
+        with base.connect(privacy=options) as split:
+            found, own = outputs(split, METHODS[method])
+            assert found == tokens
+            assert own.keys() == numbers.keys()
+            for name, expected in numbers.items():
+                assert oracle.relative_error(own[name], expected) < TOLERANCE, name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "scale", "bound"),
+    [
+        ("float32", "float64", 2.0**14, 1e-5),
+        ("float32", "float32", 16.0, 3e-4),
+        ("bfloat16", "float64", 1024.0, 4e-2),
+        pytest.param("bfloat16", "float32", 16.0, 4e-2, marks=pytest.mark.slow),
+    ],
+)
+def test_the_error_is_within_the_bound_of_the_docs(
+    dtype: str, precision: Any, scale: float, bound: float
+) -> None:
+    """In bf16 any product that is rounded the other way moves the result by some 1e-2."""
+    model = oracle.random_model(BY_NAME["llama3"].config(2))
+    whole = compiler.compile(model, verify=False, dtype=dtype)
+    _, numbers = outputs(whole, METHODS["lora"])
+    with (
+        running_base(whole) as base,
+        base.connect(privacy=Privacy("base", scale, pool=8, uses=4, precision=precision)) as split,
+    ):
+        _, own = outputs(split, METHODS["lora"])
+        for name, expected in numbers.items():
+            assert oracle.relative_error(own[name], expected) < bound, name
+
+
+def test_a_base_sees_noise_and_a_second_base_nothing_else(whole: Executor) -> None:
+    """The rows that the base is given are as large as the noise, and not near any that it hides."""
+    with running_base(whole) as base, running_base(whole) as second:
+        plain = watched(base)
+        with base.connect() as split:
+            outputs(split, METHODS["dora"])
+        sent = list(plain)
+        plain.clear()
+        other = watched(second)
+        options = Privacy(second.endpoint.transport(), effects_api_key=KEY)
+        with base.connect(privacy=options) as split:
+            outputs(split, METHODS["dora"])
+    assert [piece for piece, _ in plain] == [piece for piece, _ in sent]
+    assert {piece for piece, _ in other} == {piece for piece, _ in sent}
+    for (piece, hidden), (_, bare) in zip(plain, sent, strict=True):
+        size, own = (float(one.double().square().mean().sqrt()) for one in (hidden, bare))
+        assert size > 500 * own, piece
+        assert len(torch.unique(hidden, dim=0)) == len(hidden)
+    for _, noise in other:  # unit noise: nothing of what it hides, not even its size
+        assert abs(float(noise.square().mean()) - 1) < 0.2
+
+
+class _Products(Effects):
+    """Effects by a matrix that is here."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self.asked: list[int] = []
+
+    def of(self, piece: Piece, noise: Tensor) -> Tensor:
+        self.asked.append(len(noise))
+        return noise @ self.weight.t()
+
+
+def hidden_rows(noise: Noise, rows: list[int], weight: Tensor) -> Tensor:
+    """Send zeros, so that what is sent is noise alone; returns all of it."""
+    sent: list[Tensor] = []
+
+    def ask(x: Tensor) -> Tensor:
+        sent.append(x)
+        return x @ weight.t()
+
+    for count in rows:
+        found = noise.run(PIECE, torch.zeros(count, weight.shape[1]), ask)
+        assert float(found.abs().max()) < 1e-9
+    return torch.cat(sent)
+
+
+def test_rows_have_noise_of_their_own_and_pools_are_drawn_anew() -> None:
+    weight = torch.randn(5, 40, dtype=torch.float64)
+    effects = _Products(weight)
+    noise = Noise(Privacy("base", pool=8, uses=3), effects)
+    rows = hidden_rows(noise, [1, 5, 20, 24], weight)
+    assert effects.asked == [8, 8, 8]
+    first = rows[:24]
+    assert torch.linalg.matrix_rank(first) == 8  # the space that is found by who has 24 rows
+    assert torch.linalg.matrix_rank(rows) == 8 + 8 + 2
+    scaled = first / first.square().mean().sqrt()
+    apart = torch.cdist(scaled, scaled) + 99 * torch.eye(24)
+    assert float(apart.min()) > 1
+    # Within a round, rows are as independent as fresh noise.
+    for begin in (0, 8, 16):
+        assert torch.linalg.matrix_rank(rows[begin : begin + 8]) == 8
+    assert noise.size_bytes == 8 * (40 + 5) * 8
+
+
+def test_noise_that_is_used_once_is_drawn_for_all_rows_of_a_request() -> None:
+    weight = torch.randn(5, 40, dtype=torch.float64)
+    effects = _Products(weight)
+    noise = Noise(Privacy("base", pool=4), effects)
+    rows = hidden_rows(noise, [3, 30, 2], weight)
+    assert effects.asked == [4, 29, 4]
+    assert torch.linalg.matrix_rank(rows) == 35
+    assert noise.drawn == 37
+
+
+def test_noise_is_normal_and_two_clients_have_different() -> None:
+    weight = torch.randn(1, 400, dtype=torch.float64)
+    one, other = (
+        hidden_rows(Noise(Privacy("base"), _Products(weight)), [64], weight) for _ in range(2)
+    )
+    scaled = one / 1024
+    assert abs(float(scaled.mean())) < 0.05
+    assert abs(float(scaled.std()) - 1) < 0.05
+    assert abs(float(scaled.pow(4).mean()) - 3) < 0.5
+    assert not torch.equal(one, other)
+
+
+def test_the_size_of_noise_tells_the_largest_row_alone() -> None:
+    weight = torch.eye(4, dtype=torch.float64)
+    sent: list[Tensor] = []
+    noise = Noise(Privacy("base", pool=4), _Products(weight))
+    x = torch.tensor([[1e-9] * 4, [3.0] * 4, [0.0] * 4])
+    found = noise.run(PIECE, x, lambda rows: sent.append(rows) or rows @ weight.t())
+    assert torch.allclose(found, x, atol=1e-9)
+    assert float(sent[0].abs().max(1).values.min()) > 100  # the zero row is hidden, too
+    with pytest.raises(SplitError, match="not finite"):
+        noise.run(PIECE, torch.tensor([[torch.nan] * 4]), lambda rows: rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"effects": "elsewhere"}, "host:port of a second"),
+        ({"effects": "base", "scale": 0}, "more than 0"),
+        ({"effects": "base", "scale": 1e5, "precision": "float32"}, "no digits"),
+        ({"effects": "base", "precision": "bfloat16"}, "use float32 or float64"),
+        ({"effects": "base", "pool": 0}, "pool=0"),
+        ({"effects": "base", "uses": True}, "uses=True"),
+    ],
+)
+def test_options_that_hide_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SplitError, match=message):
+        Privacy(**options)
+
+
+def test_what_computes_effects_has_to_be_able_to(whole: Executor) -> None:
+    with running_base(whole) as base:
+        with pytest.raises(SplitError, match="--downloads"):
+            base.connect(privacy="download")
+        with pytest.raises(SplitError, match="the one that noise is to hide from"):
+            base.connect(privacy=Privacy(base.endpoint.transport()))
+        with base.connect() as split:
+            name = next(iter(split.caller.facts["pieces"]))
+            with pytest.raises(SplitError, match="--downloads"):
+                split.caller.call("rows", name=name, begin=1, end=2)
