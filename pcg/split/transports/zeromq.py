@@ -74,8 +74,8 @@ class ZeroMqEndpoint(Endpoint):
         self._shared: dict[bytes, SharedMemory] = {}
 
     def receive(self, timeout_s: float) -> Sequence[tuple[bytes, Message | Exception]]:
-        self._poller.poll(max(0, timeout_s) * 1000)
-        while self._events.poll(0):
+        there = dict(self._poller.poll(max(0, timeout_s) * 1000))
+        while self._events in there and self._events.poll(0):
             self._events.recv_multipart()
             self._probes = [time.monotonic() + later for later in _LOOK_AGAIN_S]
         found: list[tuple[bytes, Message | Exception]] = []

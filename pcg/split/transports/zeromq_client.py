@@ -18,7 +18,8 @@ from pcg.split.transports.transport import Disconnected, Transport
 from pcg.split.transports.zeromq import HEARTBEAT_MS, zmq
 
 _LOG = logging.getLogger("pcg.split")
-_SLICE_MS = 1000
+_SLICE_MS = 200
+"""A base that ends is noticed so much later at most."""
 _FIRST_BYTES = 2**22
 
 
@@ -46,32 +47,38 @@ class TcpTransport(Transport):
         self._socket.set(self._zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self._socket.set(self._zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
         self._events = self._socket.get_monitor_socket(self._zmq.EVENT_DISCONNECTED)
-        self._poller = self._zmq.Poller()
-        self._poller.register(self._socket, self._zmq.POLLIN)
-        self._poller.register(self._events, self._zmq.POLLIN)
+        self._socket.set(self._zmq.RCVTIMEO, _SLICE_MS)
         self._socket.connect(f"tcp://{self.where}")
 
     def exchange(self, message: Message, timeout_s: float) -> Message:
         if self._socket is None:
             raise Disconnected("not connected")
+        self._check_open()
         try:
             self._socket.send_multipart(self._frames(message), copy=False)
         except self._zmq.ZMQError as error:
             raise Disconnected(str(error)) from None
         end_s = time.monotonic() + timeout_s
         while True:
-            there = dict(self._poller.poll(min(_SLICE_MS, max(0, end_s - time.monotonic()) * 1000)))
-            while self._socket.poll(0):
+            try:
                 reply = self._read(self._socket.recv_multipart(copy=False))
-                # Replies that nobody waited for, after an interruption, and probes of the base.
-                if reply.seq == message.seq:
-                    return reply
-                if reply.op == "error" and reply.seq == 0:
-                    raise SplitError(f"the base executor refuses: {reply.fields.get('error')}")
-            if self._events in there:
-                raise Disconnected("the connection is closed")
-            if time.monotonic() > end_s:
-                raise Disconnected(f"no answer in {timeout_s:g} s")
+            except self._zmq.Again:
+                self._check_open()
+                if time.monotonic() > end_s:
+                    raise Disconnected(f"no answer in {timeout_s:g} s") from None
+                continue
+            if reply.op == "error":  # perhaps of a base that has come since, and knows nobody
+                self._check_open()
+            # Replies that nobody waited for, after an interruption, and probes of the base.
+            if reply.seq == message.seq:
+                return reply
+            if reply.op == "error" and reply.seq == 0:
+                raise SplitError(f"the base executor refuses: {reply.fields.get('error')}")
+
+    def _check_open(self) -> None:
+        """Disconnected: the connection was closed since it was opened."""
+        if self._events.poll(0):
+            raise Disconnected("the connection is closed")
 
     def _frames(self, message: Message) -> Sequence[object]:
         return frames_of(message)
