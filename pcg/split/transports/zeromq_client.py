@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pcg.errors import SplitError
 from pcg.split.messages import Message, frames_of, header_of, read_header, read_message
+from pcg.split.transports.published_tensors import published_tensor
 from pcg.split.transports.shared_memory import SharedMemory
 from pcg.split.transports.transport import Disconnected, Transport
 from pcg.split.transports.zeromq import HEARTBEAT_MS, zmq
@@ -138,7 +139,8 @@ class SharedMemoryTransport(TcpTransport):
         if self._shared is not None and size > self._shared.half:
             self._grow(2 * size + size // 2)
         reply = super().exchange(message, timeout_s)
-        if self._shared is not None and reply.size_bytes > self._shared.half:
+        is_mapped = any(isinstance(at, dict) for at in reply.fields.get("places") or ())
+        if self._shared is not None and reply.size_bytes > self._shared.half and not is_mapped:
             self._grow(2 * reply.size_bytes + reply.size_bytes // 2)
         return reply
 
@@ -155,9 +157,11 @@ class SharedMemoryTransport(TcpTransport):
         places = message.fields.get("places")
         if places is None or self._shared is None:
             return super()._read(frames)
-        # A copy: the next reply comes to the same place.
         message.tensors = [
-            self._shared.view(at, *kind, is_reply=True).clone()
+            # A copy: the next reply comes to the same place.
+            published_tensor(at, *kind)
+            if isinstance(at, dict)
+            else self._shared.view(at, *kind, is_reply=True).clone()
             for at, kind in zip(places, kinds, strict=True)
         ]
         return message
