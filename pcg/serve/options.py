@@ -25,8 +25,10 @@ class ServeOptions:
             addresses.
         port: the port to listen at; 0 takes a free one.
         split_port: a second port, for split execution (docs/split.md): processes that have adapters
-            of their own multiply by these weights, with the same keys. What crosses it is not
-            encrypted.
+            of their own multiply by these weights, with the same keys.
+        split_curve_key: a CURVE certificate, NAME.key_secret, which encrypts the second port.
+        split_curve_clients: a folder of the certificates, *.key, of clients that may connect to it.
+        split_plaintext: let connections of other machines to it go unencrypted.
         api_key: a key that clients may use for everything. Repeatable. Without any, and without
             `api_keys`, one is made and printed.
         api_keys: a JSON file of keys with scopes and tenants (docs/serving.md).
@@ -38,6 +40,8 @@ class ServeOptions:
         lora_roots: a folder of adapters, each in a folder of its own. One is loaded when somebody
             names it, and those loaded over HTTP come from there. Repeatable.
         max_cpu_loras: the most adapters in the host's memory at once.
+        data_dir: a folder for what is kept beyond the server's end, as files; it is made if need
+            be. Without one, what needs it is refused.
         max_model_len: the most tokens of a prompt and its output; the model's positions by default.
         max_num_seqs: the most sequences at once.
         max_num_batched_tokens: the most tokens of a step.
@@ -82,6 +86,9 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     split_port: int | None = None
+    split_curve_key: Path | None = None
+    split_curve_clients: Path | None = None
+    split_plaintext: bool = False
     api_key: Sequence[str] = ()
     api_keys: Path | None = None
     ssl_certfile: Path | None = None
@@ -90,6 +97,7 @@ class ServeOptions:
     lora_modules: Sequence[str] = ()
     lora_roots: Sequence[str] = ()
     max_cpu_loras: int = 256
+    data_dir: Path | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 4096

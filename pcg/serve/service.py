@@ -32,6 +32,7 @@ from pcg.serve.openai.token_texts import TokenTexts
 from pcg.serve.options import ServeOptions
 from pcg.serve.record import note_requests
 from pcg.serve.security.caller import Caller
+from pcg.serve.store.store import Store
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Service:
         memory: the memory that it takes at most.
         metrics: the page of metrics.
         observers: what is told of every request over HTTP.
+        store: what is kept beyond the server's end; None without `--data-dir`.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class Service:
         keys: Keys,
         options: ServeOptions,
         generation: GenerationConfig | None = None,
+        store: Store | None = None,
     ) -> None:
         self.client = client
+        self.store = store
         facts, tokenizer = client.facts, client.tokenizer
         self.keys = keys
         self.options = options
