@@ -200,6 +200,10 @@ class BaseLostError(SplitError):
     """The base executor is gone, and did not come back in time."""
 
 
+class BaseBusyError(SplitError):
+    """A key has as much waiting at a base executor as it may; the call can be made again."""
+
+
 class MemoryBudgetError(PcgError):
     """A memory budget is less than what backward needs at least."""
 

@@ -25,8 +25,10 @@ class ServeOptions:
             addresses.
         port: the port to listen at; 0 takes a free one.
         split_port: a second port, for split execution (docs/split.md): processes that have adapters
-            of their own multiply by these weights, with the same keys. What crosses it is not
-            encrypted.
+            of their own multiply by these weights, with the same keys.
+        split_curve_key: a CURVE certificate, NAME.key_secret, which encrypts the second port.
+        split_curve_clients: a folder of the certificates, *.key, of clients that may connect to it.
+        split_plaintext: let connections of other machines to it go unencrypted.
         api_key: a key that clients may use for everything. Repeatable. Without any, and without
             `api_keys`, one is made and printed.
         api_keys: a JSON file of keys with scopes and tenants (docs/serving.md).
@@ -87,6 +89,9 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     split_port: int | None = None
+    split_curve_key: Path | None = None
+    split_curve_clients: Path | None = None
+    split_plaintext: bool = False
     api_key: Sequence[str] = ()
     api_keys: Path | None = None
     ssl_certfile: Path | None = None

@@ -91,6 +91,8 @@ class BaseExecutor:
         for name in piece.weights:
             if name not in self.multiplied:
                 raise SplitError(f"{name[:200]!r} is no weight that this base multiplies by")
+        if len(set(piece.weights)) < len(piece.weights):
+            raise SplitError(f"{str(piece)[:200]} names a weight twice")
         shapes = [self.multiplied[name].shape for name in piece.weights]
         width = shapes[0][1] if piece.kind == LINEAR else shapes[0][0]
         if any(shape[1] != shapes[0][1] for shape in shapes):

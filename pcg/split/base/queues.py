@@ -20,6 +20,7 @@ class Waiting:
         tensors: the piece's inputs, [tokens, …] each.
         serves: True if a user waits for tokens; False if it trains.
         arrived_s: when it came, on the clock of `time.monotonic`.
+        key: the name of the key that it came with.
     """
 
     client: bytes
@@ -28,6 +29,7 @@ class Waiting:
     tensors: Sequence[Tensor]
     serves: bool
     arrived_s: float
+    key: str = ""
 
     @property
     def tokens(self) -> int:
@@ -64,6 +66,12 @@ class Queues:
     def count(self, client: bytes) -> int:
         """Return the number of requests of a client."""
         return sum(one.client == client for queue in self for one in queue)
+
+    def load_of(self, key: str) -> tuple[int, int]:
+        """Return the tokens and the bytes of all requests that came with a key."""
+        own = [one for queue in self for one in queue if one.key == key]
+        size = sum(tensor.nbytes for one in own for tensor in one.tensors)
+        return sum(one.tokens for one in own), size
 
     @property
     def clients(self) -> set[bytes]:

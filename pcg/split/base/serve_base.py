@@ -33,7 +33,8 @@ def serve_base(
     """
     keys, made = open_keys(options.api_key, options.api_keys)
     # The address is taken first, so that one which cannot be is an answer at once.
-    endpoint = ZeroMqEndpoint(options.host, options.port, options.max_request_mib * 2**20)
+    most, curve = options.max_request_mib * 2**20, options.curve
+    endpoint = ZeroMqEndpoint(options.host, options.port, most, curve)
     try:
         base = BaseExecutor(load())
         loop = BaseLoop(base, endpoint, options, files, keys)
@@ -46,6 +47,8 @@ def serve_base(
         )
         if made is not None:
             say(f"key: {made}")
+        if curve is not None:
+            say(f"CURVE key: {curve.public.decode()}")
         say(f"listening at {endpoint.where}")
         try:
             loop.run()

@@ -24,6 +24,7 @@ from pcg.split.client.effects import Effects, EffectsAtBase, EffectsHere
 from pcg.split.client.noise import Noise
 from pcg.split.client.privacy import BASE, DOWNLOAD, Privacy, privacy_of
 from pcg.split.model_facts import TOKENIZER_FILES
+from pcg.split.transports.curve import ClientCurve, is_loopback
 from pcg.split.transports.transport import Transport
 from pcg.split.transports.zeromq_client import transport_to
 
@@ -47,6 +48,10 @@ class ConnectArguments:
         memory_budget: what finetuning may save for backward, as in `CompileOptions`.
         privacy: hide all that is sent by noise: who computes its effects, as a word or an address,
             or `Privacy`; None sends it as it is.
+        curve_server: the base's CURVE key, or a file with it, to encrypt the connection.
+        curve_key: this client's CURVE certificate, NAME.key_secret, for a base that admits certain
+            clients; by default a pair of keys is made.
+        plaintext: let keys and tensors go unencrypted to another machine.
         connect_s: how long to wait for the base at first, s.
         lost_s: how long to look for a base that is gone, before a call of it fails, s.
     """
@@ -60,6 +65,9 @@ class ConnectArguments:
     device: str | torch.device | None = field(default=None, kw_only=True)
     memory_budget: float | str = field(default=1.0, kw_only=True)
     privacy: str | Privacy | None = field(default=None, kw_only=True)
+    curve_server: str | Path | None = field(default=None, kw_only=True)
+    curve_key: str | Path | None = field(default=None, kw_only=True)
+    plaintext: bool = field(default=False, kw_only=True)
     connect_s: float = field(default=20.0, kw_only=True)
     lost_s: float = field(default=30.0, kw_only=True)
 
@@ -103,7 +111,9 @@ def connect(given: ConnectArguments) -> SplitExecutor:
     privacy = privacy_of(given.privacy)
     model = None if given.model is None else resolve(given.model)
     where = given.where
-    transport = where if isinstance(where, Transport) else transport_to(where, given.transport)
+    transport = (
+        where if isinstance(where, Transport) else _transport(where, given, given.curve_server)
+    )
     hello = {
         "key": given.api_key or os.environ.get(VARIABLE),
         "config": None if model is None else model.config,
@@ -123,6 +133,25 @@ def connect(given: ConnectArguments) -> SplitExecutor:
         raise
 
 
+def _transport(where: str, given: ConnectArguments, server: str | Path | None) -> Transport:
+    """Return a transport. SplitError: it is refused to send keys and tensors in clear."""
+    curve = None
+    if server is not None:
+        own = None if given.curve_key is None else Path(given.curve_key)
+        curve = ClientCurve.read(server, own)
+    elif given.curve_key is not None:
+        raise SplitError(
+            f"curve_key is for encrypted connections; give the CURVE key of {where}, too"
+        )
+    host = where.removeprefix("tcp://").rpartition(":")[0]
+    if host and not (is_loopback(host) or curve is not None or given.plaintext):
+        raise SplitError(
+            f"{where} is another machine, and keys and tensors would be sent to it in clear; give "
+            "its CURVE key by curve_server=…, or plaintext=True to let them"
+        )
+    return transport_to(where, given.transport, curve)
+
+
 def _effects(
     privacy: Privacy, caller: Caller, given: ConnectArguments, hello: Mapping[str, Any]
 ) -> Effects:
@@ -137,7 +166,8 @@ def _effects(
                 "--downloads, or use a second base for effects"
             )
         return EffectsHere(caller)
-    transport = at if isinstance(at, Transport) else transport_to(at, given.transport)
+    server = privacy.effects_curve_server
+    transport = at if isinstance(at, Transport) else _transport(at, given, server)
     asked = {**hello, "digest": caller.facts["digest"]}
     asked["key"] = privacy.effects_api_key or hello["key"]
     second = Caller(transport, asked, connect_s=given.connect_s, lost_s=given.lost_s)
