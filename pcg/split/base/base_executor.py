@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -26,6 +26,7 @@ from pcg.runtime.training.training_copy import weights_checksum
 from pcg.split.messages import VERSION, Message
 from pcg.split.model_facts import TOKENIZER_FILES, config_text, weight_samples
 from pcg.split.pieces import GRADIENT, LINEAR, Piece
+from pcg.split.transports.published_tensors import LEAST_BYTES
 
 _MOST_SAMPLES = 64
 _MOST_REPLY_BYTES = 2**32
@@ -62,6 +63,18 @@ class BaseExecutor:
                     kept[parameter.source.format(layer=layer)] = tensor
         self._joined: dict[tuple[str, ...], Tensor | None] = {}
         self._squares: dict[str, Tensor] = {}
+
+    def publish(self, publish: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
+        """Have the large tensors that clients fetch put where they can map them.
+
+        Args:
+            publish: a transport's; it returns the tensors that lie elsewhere from then on.
+        """
+        if self.device.type == "cpu":
+            large = {n: one for n, one in self.fetched.items() if one.nbytes >= LEAST_BYTES}
+            for name, tensor in publish(large).items():
+                # In place, so that all who have the tensor leave the memory where it was.
+                self.fetched[name].data = tensor
 
     @cached_property
     def digest(self) -> str:
