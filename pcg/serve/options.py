@@ -77,6 +77,9 @@ class ServeOptions:
             10 ms a MiB, nobody else's goes on; it is validated beside the others.
         stream_timeout_s: time after which a stream that its client does not read is ended, s.
         shutdown_timeout_s: time that running requests have to end after SIGTERM, s.
+        max_file_mib: the most bytes of a file that is kept, MiB.
+        tenant_files: the most files that a tenant keeps, with its uploads that are under way.
+        tenant_files_gib: the most bytes of them, GiB.
     Raises:
         ServeError: a value is out of range.
     """
@@ -122,6 +125,9 @@ class ServeOptions:
     max_body_mib: float = 4.0
     stream_timeout_s: float = 60.0
     shutdown_timeout_s: float = 30.0
+    max_file_mib: float = 512.0
+    tenant_files: int = 1000
+    tenant_files_gib: float = 16.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -138,6 +144,7 @@ class ServeOptions:
             "max_queue",
             "max_cpu_loras",
             "key_requests",
+            "tenant_files",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -149,6 +156,8 @@ class ServeOptions:
             "shutdown_timeout_s",
             "ttft_slo_ms",
             "tpot_slo_ms",
+            "max_file_mib",
+            "tenant_files_gib",
         ):
             value = getattr(self, name)
             if value is not None and not 0 < value < _MOST:
@@ -161,6 +170,14 @@ class ServeOptions:
     @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mib * 2**20)
+
+    @property
+    def max_file_bytes(self) -> int:
+        return int(self.max_file_mib * 2**20)
+
+    @property
+    def tenant_files_bytes(self) -> int:
+        return int(self.tenant_files_gib * 2**30)
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -22,6 +22,8 @@ from pcg.runtime.requests.stream import Stream
 from pcg.serve.adapters.catalog import Catalog, ServedModel
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.errors import ApiError
+from pcg.serve.files.files import Files
+from pcg.serve.files.quota import Quota
 from pcg.serve.generation_config import GenerationConfig
 from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
 from pcg.serve.observers import open_observers
@@ -65,7 +67,6 @@ class Service:
         memory: the memory that it takes at most.
         metrics: the page of metrics.
         observers: what is told of every request over HTTP.
-        store: what is kept beyond the server's end; None without `--data-dir`.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Service:
         store: Store | None = None,
     ) -> None:
         self.client = client
-        self.store = store
+        self._files = None if store is None else Files(store, Quota(options))
         facts, tokenizer = client.facts, client.tokenizer
         self.keys = keys
         self.options = options
@@ -113,6 +114,17 @@ class Service:
         self._threads.shutdown(cancel_futures=True)
         for observer in self.observers:
             observer.close()
+
+    @property
+    def files(self) -> Files:
+        """The files that are kept. ApiError: the server keeps nothing."""
+        if self._files is None:
+            raise ApiError(
+                400,
+                "This server keeps nothing: it was started without --data-dir.",
+                code="unsupported",
+            )
+        return self._files
 
     def may_read_metrics(self, caller: Caller | None) -> bool:
         """Return True if a caller may read /metrics; None is one without a key."""

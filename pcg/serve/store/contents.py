@@ -115,5 +115,7 @@ class Contents:
 
 
 def _is_named(connection: sqlite3.Connection, digest: str) -> bool:
-    found = connection.execute("SELECT 1 FROM files WHERE digest = ? LIMIT 1", (digest,))
-    return found.fetchone() is not None
+    return any(
+        connection.execute(f"SELECT 1 FROM {table} WHERE digest = ? LIMIT 1", (digest,)).fetchone()
+        for table in ("files", "upload_parts")
+    )

@@ -27,6 +27,32 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE INDEX files_of_tenant ON files (tenant, place)",
         "CREATE INDEX files_of_digest ON files (digest)",
     ),
+    (
+        """CREATE TABLE uploads (
+            id TEXT PRIMARY KEY,
+            tenant TEXT NOT NULL,
+            filename TEXT NOT NULL,
+            purpose TEXT NOT NULL,
+            mime_type TEXT NOT NULL,
+            size_bytes INTEGER NOT NULL,
+            created_s INTEGER NOT NULL,
+            expires_s INTEGER NOT NULL,
+            file_expires_after_s INTEGER,
+            status TEXT NOT NULL,
+            file TEXT
+        ) STRICT""",
+        "CREATE INDEX uploads_of_tenant ON uploads (tenant, status)",
+        """CREATE TABLE upload_parts (
+            id TEXT PRIMARY KEY,
+            upload TEXT NOT NULL REFERENCES uploads (id) ON DELETE CASCADE,
+            created_s INTEGER NOT NULL,
+            size_bytes INTEGER NOT NULL,
+            digest TEXT NOT NULL
+        ) STRICT""",
+        "CREATE INDEX parts_of_upload ON upload_parts (upload)",
+        "CREATE INDEX parts_of_digest ON upload_parts (digest)",
+        "CREATE INDEX files_by_id ON files (tenant, id)",
+    ),
 )
 """Statements that lead from schema 0, which is empty, to 1, from there to 2, and so on."""
 

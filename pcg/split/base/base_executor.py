@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -24,10 +24,12 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.model.product_weights import joined, lie_side_by_side, multiplied
 from pcg.runtime.training.training_copy import weights_checksum
 from pcg.split.messages import VERSION, Message
-from pcg.split.model_facts import TOKENIZER_FILES, config_text
+from pcg.split.model_facts import TOKENIZER_FILES, config_text, weight_samples
 from pcg.split.pieces import GRADIENT, LINEAR, Piece
+from pcg.split.transports.published_tensors import LEAST_BYTES
 
 _MOST_SAMPLES = 64
+_MOST_REPLY_BYTES = 2**32
 _MOST_PIECES = 4096
 """Joined pieces that are remembered."""
 
@@ -62,6 +64,18 @@ class BaseExecutor:
         self._joined: dict[tuple[str, ...], Tensor | None] = {}
         self._squares: dict[str, Tensor] = {}
 
+    def publish(self, publish: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
+        """Have the large tensors that clients fetch put where they can map them.
+
+        Args:
+            publish: a transport's; it returns the tensors that lie elsewhere from then on.
+        """
+        if self.device.type == "cpu":
+            large = {n: one for n, one in self.fetched.items() if one.nbytes >= LEAST_BYTES}
+            for name, tensor in publish(large).items():
+                # In place, so that all who have the tensor leave the memory where it was.
+                self.fetched[name].data = tensor
+
     @cached_property
     def digest(self) -> str:
         """A digest of the configuration and of samples of every weight."""
@@ -83,6 +97,7 @@ class BaseExecutor:
             "digest": self.digest,
             "pieces": {name: list(one.shape) for name, one in self.multiplied.items()},
             "fetched": {name: list(one.shape) for name, one in self.fetched.items()},
+            "samples": weight_samples(self._store),
             "files": dict(directory_files),
         }
 
@@ -102,6 +117,13 @@ class BaseExecutor:
             raise SplitError(f"{piece} takes one tensor [tokens, {width}], not {given or 'none'}")
         if not len(inputs[0]):
             raise SplitError(f"{piece} was given no tokens")
+        outs = sum(shape[0] for shape in shapes) if piece.kind == LINEAR else shapes[0][1]
+        size = len(inputs[0]) * outs * inputs[0].element_size()
+        if size > _MOST_REPLY_BYTES:
+            raise SplitError(
+                f"{len(inputs[0])} tokens through {str(piece)[:200]} are {size} bytes, and a reply "
+                f"has {_MOST_REPLY_BYTES} at most; send fewer tokens at once"
+            )
         if inputs[0].dtype not in (self.dtype, torch.float32, torch.float64):
             raise SplitError(f"the base runs in {self.dtype}, and not in {inputs[0].dtype}")
 

@@ -86,6 +86,7 @@ class BaseLoop:
             options.policy, options.max_batch_tokens, options.wait_ms, options.wait_tokens
         )
         facts = {"rows": options.downloads, "instance": secrets.token_hex(16)}
+        base.publish(endpoint.publish)
         self._facts = {**base.facts(files or {}), **facts}
         self._queues = Queues()
         self._clients: dict[bytes, _Client] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ class Waiting:
         serves: True if a user waits for tokens; False if it trains.
         arrived_s: when it came, on the clock of `time.monotonic`.
         key: the name of the key that it came with.
+        tokens: the number of its tokens.
     """
 
     client: bytes
@@ -30,10 +31,10 @@ class Waiting:
     serves: bool
     arrived_s: float
     key: str = ""
+    tokens: int = field(init=False)
 
-    @property
-    def tokens(self) -> int:
-        return len(self.tensors[0])
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", len(self.tensors[0]))
 
 
 class Queues:

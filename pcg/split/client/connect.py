@@ -13,17 +13,20 @@ import torch
 
 from pcg.compiler import compile_program, make_executor
 from pcg.errors import SplitError
+from pcg.ir.program.program import Program
 from pcg.keys import VARIABLE
 from pcg.keywords import takes
 from pcg.options import dtype_name
 from pcg.runtime.executor import Executor
+from pcg.runtime.model.base_weights import WeightStore
+from pcg.runtime.model.weights import Checkpoint
 from pcg.source import ModelSource, resolve
 from pcg.split.client.base_weights import CalledBase
 from pcg.split.client.caller import Caller
 from pcg.split.client.effects import Effects, EffectsAtBase, EffectsHere
 from pcg.split.client.noise import Noise
 from pcg.split.client.privacy import BASE, DOWNLOAD, Privacy, privacy_of
-from pcg.split.model_facts import TOKENIZER_FILES
+from pcg.split.model_facts import TOKENIZER_FILES, weight_samples, weights_difference
 from pcg.split.transports.curve import ClientCurve, is_loopback
 from pcg.split.transports.transport import Transport
 from pcg.split.transports.zeromq_client import transport_to
@@ -191,6 +194,8 @@ def _split_executor(
         dtype=facts["dtype"],
         memory_budget=given.memory_budget,
     )
+    if model is not None and model.weight_files:
+        _check_weights(program, model, facts)
     weights = CalledBase(caller, program.base_prefix, noise)
     with tempfile.TemporaryDirectory() as folder:
         directory = None if model is None else model.directory
@@ -202,6 +207,18 @@ def _split_executor(
     executor.caller = caller
     executor.noise = noise
     return executor
+
+
+def _check_weights(program: Program, model: ModelSource, facts: Mapping[str, Any]) -> None:
+    """Compare the client's own files with the base's weights. SplitError: they differ."""
+    own = Checkpoint.open(model, program.base_prefix)
+    store = WeightStore(program, own, torch.device("cpu"))
+    difference = weights_difference(weight_samples(store), facts["samples"])
+    if difference:
+        raise SplitError(
+            f"the weights of {model.name} are not those of the base {facts['name']}: they differ "
+            f"in {difference}; connect with the base's files, or with no model to take what it has"
+        )
 
 
 def _write_files(files: object, folder: Path) -> Path:
