@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[tuple[str, str]] = Counter()
         self.calls = [type(model).__name__]
+        self._thread = get_ident()  # hooks are called on all threads
         self._names = {
             module: f"{path} ({type(module).__name__})" for path, module in model.named_modules()
         }
@@ -79,10 +81,12 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        self.calls.append(self._names.get(module, self.calls[-1]))
+        if get_ident() == self._thread:
+            self.calls.append(self._names.get(module, self.calls[-1]))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.calls.pop()
+        if get_ident() == self._thread:
+            self.calls.pop()
 
 
 @contextlib.contextmanager

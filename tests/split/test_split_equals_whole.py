@@ -105,7 +105,7 @@ def test_clients_at_once_train_as_if_each_were_alone() -> None:
         barrier = threading.Barrier(len(methods))
 
         def train(name: str) -> None:
-            with base.connect() as split:
+            with base.connect(cut="linear") as split:
                 split.add_adapter(name, METHODS[name], seed=3)
                 barrier.wait(60)
                 split.finetune(rows, adapter=name, max_steps=3, batch_size=2, learning_rate=1e-2)

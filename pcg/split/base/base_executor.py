@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,10 +27,12 @@ from pcg.runtime.model.product_weights import joined, lie_side_by_side, multipli
 from pcg.runtime.training.training_copy import weights_checksum
 from pcg.split.base.graph_pieces import GraphPieces
 from pcg.split.messages import VERSION, Message
-from pcg.split.model_facts import TOKENIZER_FILES, config_text
+from pcg.split.model_facts import TOKENIZER_FILES, config_text, weight_samples
 from pcg.split.pieces import GRADIENT, GRAPH, LINEAR, Piece
+from pcg.split.transports.published_tensors import LEAST_BYTES
 
 _MOST_SAMPLES = 64
+_MOST_REPLY_BYTES = 2**32
 _MOST_PIECES = 4096
 """Joined pieces that are remembered."""
 
@@ -41,7 +44,10 @@ class BaseExecutor:
         multiplied: the weights [out, in] of linear pieces, by name.
         fetched: the tensors that clients may have.
         graphs: the graphs that clients have defined.
+        runs_graphs: True if clients may define any.
     """
+
+    runs_graphs: ClassVar[bool] = True
 
     def __init__(self, executor: Executor) -> None:
         program = executor.program
@@ -68,6 +74,18 @@ class BaseExecutor:
         self.graphs = GraphPieces({**constants, **self.fetched, **self.multiplied}, widest)
         self._joined: dict[tuple[str, ...], Tensor | None] = {}
         self._squares: dict[str, Tensor] = {}
+
+    def publish(self, publish: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
+        """Have the large tensors that clients fetch put where they can map them.
+
+        Args:
+            publish: a transport's; it returns the tensors that lie elsewhere from then on.
+        """
+        if self.device.type == "cpu":
+            large = {n: one for n, one in self.fetched.items() if one.nbytes >= LEAST_BYTES}
+            for name, tensor in publish(large).items():
+                # In place, so that all who have the tensor leave the memory where it was.
+                self.fetched[name].data = tensor
 
     @cached_property
     def digest(self) -> str:
@@ -97,8 +115,10 @@ class BaseExecutor:
             "dtype": str(self.dtype).removeprefix("torch."),
             "digest": self.digest,
             "device": self._sheet,
+            "graphs": self.runs_graphs,
             "pieces": {name: list(one.shape) for name, one in self.multiplied.items()},
             "fetched": {name: list(one.shape) for name, one in self.fetched.items()},
+            "samples": weight_samples(self._store),
             "files": dict(directory_files),
         }
 
@@ -107,6 +127,8 @@ class BaseExecutor:
         for name in piece.weights:
             if name not in self.multiplied:
                 raise SplitError(f"{name[:200]!r} is no weight that this base multiplies by")
+        if len(set(piece.weights)) < len(piece.weights):
+            raise SplitError(f"{str(piece)[:200]} names a weight twice")
         shapes = [self.multiplied[name].shape for name in piece.weights]
         width = shapes[0][1] if piece.kind == LINEAR else shapes[0][0]
         if any(shape[1] != shapes[0][1] for shape in shapes):
@@ -116,6 +138,13 @@ class BaseExecutor:
             raise SplitError(f"{piece} takes one tensor [tokens, {width}], not {given or 'none'}")
         if not len(inputs[0]):
             raise SplitError(f"{piece} was given no tokens")
+        outs = sum(shape[0] for shape in shapes) if piece.kind == LINEAR else shapes[0][1]
+        size = len(inputs[0]) * outs * inputs[0].element_size()
+        if size > _MOST_REPLY_BYTES:
+            raise SplitError(
+                f"{len(inputs[0])} tokens through {str(piece)[:200]} are {size} bytes, and a reply "
+                f"has {_MOST_REPLY_BYTES} at most; send fewer tokens at once"
+            )
         if inputs[0].dtype not in (self.dtype, torch.float32, torch.float64):
             raise SplitError(f"the base runs in {self.dtype}, and not in {inputs[0].dtype}")
 

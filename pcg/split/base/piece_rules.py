@@ -72,9 +72,7 @@ def read_piece(text: str, widest: int) -> PieceGraph:
         raise SplitError(f"a piece has {MOST_CHARACTERS:,} characters at most, not {len(text):,}")
     for sizes in re.findall(r"\[([^\]]*)", text):
         if not _SIZES.fullmatch(sizes):
-            raise SplitError(
-                f"a piece has types of T and numbers, as f32[T, 64], not [{sizes[:40]}"
-            )
+            raise SplitError(f"a piece has types such as f32[T, 64], not [{sizes[:40]}]")
     try:
         graph = parse_graph(text)
         _check_size(graph)
@@ -93,7 +91,7 @@ def read_piece(text: str, widest: int) -> PieceGraph:
 
 
 def check_weight(parameter: Parameter, layer: int, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the tensor of a piece's parameter. SplitError: the base has none, or of other sizes."""
+    """Return the tensor of a piece's parameter. SplitError: the base has none, or another."""
     name = parameter.source.replace("{layer}", str(layer))
     tensor = tensors.get(name)
     if tensor is None:

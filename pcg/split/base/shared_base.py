@@ -31,6 +31,9 @@ class SharedBase(BaseExecutor):
         self._engine = engine
         self._guests = engine.host()
 
+    def publish(self, publish: object) -> None:
+        """Do nothing: the engine's thread reads the tensors, and clients fetch copies."""
+
     def run(self, piece: Piece, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run a piece; EngineError: the engine has ended."""
         rows, parts = len(inputs[0]), list[Sequence[Tensor]]()
@@ -44,7 +47,11 @@ class SharedBase(BaseExecutor):
             work = tuple(tuple(self.multiplied[name].shape) for name in piece.weights)
         kind = (piece.kind, *work, inputs[0].dtype)
         self._wait(self._guests.submit(RowWork(kind, rows, act)))
-        return parts[0] if len(parts) == 1 else [torch.cat(every) for every in zip(*parts, strict=True)]
+        return (
+            parts[0]
+            if len(parts) == 1
+            else [torch.cat(every) for every in zip(*parts, strict=True)]
+        )
 
     def answer(self, message: Message) -> Message:
         return self._wait(self._engine.call(lambda: super(SharedBase, self).answer(message)))

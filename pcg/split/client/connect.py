@@ -13,11 +13,15 @@ import torch
 
 from pcg.compiler import compile_program, make_executor
 from pcg.errors import SplitError
+from pcg.ir.program.program import Program
 from pcg.kernels.backend import machine_device
+from pcg.keys import VARIABLE
 from pcg.keywords import takes
 from pcg.options import SplitLink, dtype_name
 from pcg.passes.placement.call_pieces import CallPieces
 from pcg.runtime.executor import Executor
+from pcg.runtime.model.base_weights import WeightStore
+from pcg.runtime.model.weights import Checkpoint
 from pcg.source import ModelSource, resolve
 from pcg.split.client.base_weights import CalledBase
 from pcg.split.client.caller import Caller
@@ -25,12 +29,10 @@ from pcg.split.client.cut_plan import CutReport, measured_link, searched_cut
 from pcg.split.client.effects import Effects, EffectsAtBase, EffectsHere
 from pcg.split.client.noise import Noise
 from pcg.split.client.privacy import BASE, DOWNLOAD, Privacy, privacy_of
-from pcg.split.model_facts import TOKENIZER_FILES
+from pcg.split.model_facts import TOKENIZER_FILES, weight_samples, weights_difference
+from pcg.split.transports.curve import ClientCurve, is_loopback
 from pcg.split.transports.transport import Transport
 from pcg.split.transports.zeromq_client import transport_to
-
-VARIABLE = "PCG_API_KEY"
-"""The environment's variable with a key."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,10 @@ class ConnectArguments:
             alone, so that `privacy` is always linear.
         link: the link that the cut is searched for: shared, lan, wan, or a round trip's
             milliseconds and a bandwidth in Gbit/s, as 5,2.5; measured by default.
+        curve_server: the base's CURVE key, or a file with it, to encrypt the connection.
+        curve_key: this client's CURVE certificate, NAME.key_secret, for a base that admits certain
+            clients; by default a pair of keys is made.
+        plaintext: let keys and tensors go unencrypted to another machine.
         connect_s: how long to wait for the base at first, s.
         lost_s: how long to look for a base that is gone, before a call of it fails, s.
     """
@@ -72,6 +78,9 @@ class ConnectArguments:
     privacy: str | Privacy | None = field(default=None, kw_only=True)
     cut: Literal["searched", "linear"] = field(default="searched", kw_only=True)
     link: str | None = field(default=None, kw_only=True)
+    curve_server: str | Path | None = field(default=None, kw_only=True)
+    curve_key: str | Path | None = field(default=None, kw_only=True)
+    plaintext: bool = field(default=False, kw_only=True)
     connect_s: float = field(default=20.0, kw_only=True)
     lost_s: float = field(default=30.0, kw_only=True)
 
@@ -121,7 +130,9 @@ def connect(given: ConnectArguments) -> SplitExecutor:
         SplitLink.parse(given.link)  # refuses one that is none before anything is opened
     model = None if given.model is None else resolve(given.model)
     where = given.where
-    transport = where if isinstance(where, Transport) else transport_to(where, given.transport)
+    transport = (
+        where if isinstance(where, Transport) else _transport(where, given, given.curve_server)
+    )
     hello = {
         "key": given.api_key or os.environ.get(VARIABLE),
         "config": None if model is None else model.config,
@@ -141,6 +152,25 @@ def connect(given: ConnectArguments) -> SplitExecutor:
         raise
 
 
+def _transport(where: str, given: ConnectArguments, server: str | Path | None) -> Transport:
+    """Return a transport. SplitError: it is refused to send keys and tensors in clear."""
+    curve = None
+    if server is not None:
+        own = None if given.curve_key is None else Path(given.curve_key)
+        curve = ClientCurve.read(server, own)
+    elif given.curve_key is not None:
+        raise SplitError(
+            f"curve_key is for encrypted connections; give the CURVE key of {where}, too"
+        )
+    host = where.removeprefix("tcp://").rpartition(":")[0]
+    if host and not (is_loopback(host) or curve is not None or given.plaintext):
+        raise SplitError(
+            f"{where} is another machine, and keys and tensors would be sent to it in clear; give "
+            "its CURVE key by curve_server=…, or plaintext=True to let them"
+        )
+    return transport_to(where, given.transport, curve)
+
+
 def _effects(
     privacy: Privacy, caller: Caller, given: ConnectArguments, hello: Mapping[str, Any]
 ) -> Effects:
@@ -155,7 +185,8 @@ def _effects(
                 "--downloads, or use a second base for effects"
             )
         return EffectsHere(caller)
-    transport = at if isinstance(at, Transport) else transport_to(at, given.transport)
+    server = privacy.effects_curve_server
+    transport = at if isinstance(at, Transport) else _transport(at, given, server)
     asked = {**hello, "digest": caller.facts["digest"]}
     asked["key"] = privacy.effects_api_key or hello["key"]
     second = Caller(transport, asked, connect_s=given.connect_s, lost_s=given.lost_s)
@@ -181,6 +212,8 @@ def _split_executor(
         memory_budget=given.memory_budget,
         place=place,
     )
+    if model is not None and model.weight_files:
+        _check_weights(program, model, facts)
     weights = CalledBase(caller, program.base_prefix, noise)
     with tempfile.TemporaryDirectory() as folder:
         directory = None if model is None else model.directory
@@ -201,8 +234,22 @@ def _cut(caller: Caller, given: ConnectArguments) -> tuple[CallPieces | None, Cu
         return None, CutReport(None, "noise hides linear operators alone")
     if given.cut == "linear":
         return None, CutReport(None, "it was asked for")
+    if not caller.facts["graphs"]:
+        return None, CutReport(None, "the base runs products alone, over several ranks")
     link = measured_link(caller) if given.link is None else SplitLink.parse(given.link)
     return searched_cut(link, str(caller.facts["device"]), machine_device(given.device))
+
+
+def _check_weights(program: Program, model: ModelSource, facts: Mapping[str, Any]) -> None:
+    """Compare the client's own files with the base's weights. SplitError: they differ."""
+    own = Checkpoint.open(model, program.base_prefix)
+    store = WeightStore(program, own, torch.device("cpu"))
+    difference = weights_difference(weight_samples(store), facts["samples"])
+    if difference:
+        raise SplitError(
+            f"the weights of {model.name} are not those of the base {facts['name']}: they differ "
+            f"in {difference}; connect with the base's files, or with no model to take what it has"
+        )
 
 
 def _write_files(files: object, folder: Path) -> Path:
