@@ -253,6 +253,7 @@ class AsyncEngine(StepThread):
             adapters=len(scheduler.adapters),
             shares_prefixes=scheduler.prefixes is not None,
             late=self.engine.device.late,
+            reads=dict(self.engine.reads),
             totals=self.engine.totals,
         )
 

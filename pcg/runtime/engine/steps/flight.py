@@ -33,6 +33,9 @@ from pcg.runtime.engine.steps.started import StartedStep
 from pcg.runtime.requests.sequence import Sequence, State
 from pcg.runtime.requests.step_plan import StepPlan
 
+AHEAD = "ahead"
+"""Said of a step that is read once the next one has begun."""
+
 
 @dataclass(eq=False)
 class Flight:
