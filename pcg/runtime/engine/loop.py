@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from contextlib import nullcontext
+from functools import partial
 
 from pcg.errors import GenerationError
 from pcg.runtime.adapters.cache import ServedAdapter
@@ -274,8 +275,10 @@ class EngineLoop:
             if is_beside:
                 if self.meanwhile is not None and is_after_read:
                     self.meanwhile()
+                run = partial(self.parts.run_beside, self.device, self.sharing, step)
                 with self.jobs.pages.shut() if is_after_read else nullcontext():
-                    self.parts.run_beside(self.device, self.sharing, step, self._latencies, jobs)
+                    beside_s = run(self._latencies, jobs)
+                flight.expect((self._read_s if is_after_read else begins_s) + takes_s + beside_s)
             if is_read_now:
                 self._read(flight, why)
             else:

@@ -72,6 +72,14 @@ class Flight:
         """Everything that runs in it."""
         return [*(one for one, _ in self.plan.chunks), *self.jobs]
 
+    def expect(self, due_s: float) -> None:
+        """Note when it is expected to end now, which may be later as more runs beside it."""
+        if due_s <= self.due_s:
+            return
+        self.due_s = due_s
+        for sequence in self.left:
+            sequence.due_s = due_s
+
     @property
     def is_read_first(self) -> bool:
         """True if the next step can only be planned once this one is read.

@@ -88,8 +88,8 @@ class JobParts:
         step: Step,
         latencies: Latencies | None,
         busy: Collection[Job],
-    ) -> None:
-        """Run parts beside the step's forward, by their predicted time.
+    ) -> float:
+        """Run parts beside the step's forward; returns their predicted time.
 
         Jobs that are busy in the forward have none: they would read what it still computes.
 
@@ -98,7 +98,7 @@ class JobParts:
         side = device.side
         assert side is not None
         assert latencies is not None
-        spent_s = step.ahead_s()
+        spent_s, beside_s = step.ahead_s(), 0.0
         with side.beside():
             if self.guests is not None:
                 self.guests.run(step, spent_s)
@@ -113,8 +113,10 @@ class JobParts:
                 foretold_s = latencies.of(group.phase).seconds(group.load)
                 self._beside.append((group, foretold_s))
                 sharing.ran(step, foretold_s)
+                beside_s += foretold_s
                 self._advance(step, group)
         side.rejoin()
+        return beside_s
 
     def settle(self, device: Device) -> None:
         """Have jobs go on by what was read: on a GPU, beside the forward that is under way."""
