@@ -342,7 +342,8 @@ class EngineLoop:
             self._latencies = Latencies.guessed(step.load, took, self.jobs.layers or 1)
             self.scheduler.pace = self._latencies.forward
         step.ran_forward(took, flight.running.is_replayed)
-        self.parts.join(self.device, self.sharing, step)
+        if self.parts.join(self.device, self.sharing, step):
+            self._read_s = self.clock.now_s()  # the next forward begins once both have ended
         self.parts.settle(self.device)
         self.requests.accept(flight, results, self.clock.now_s())
         self._suspects.ran(flight.suspect, has_tokens=bool(plan.chunks))

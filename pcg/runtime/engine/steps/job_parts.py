@@ -129,14 +129,20 @@ class JobParts:
         if device.side is not None:
             device.side.rejoin()
 
-    def join(self, device: Device, sharing: Sharing, step: Step) -> None:
-        """Wait for the parts beside the forward, and learn how long they took."""
-        if self._beside:
-            assert device.side is not None
-            groups, self._beside = self._beside, []
-            for (group, foretold_s), took_s in zip(groups, device.side.join(), strict=True):
-                step.ran_parts(group.phase, group.load, took_s, took_s)
-                sharing.corrected(step, took_s - foretold_s)
+    def join(self, device: Device, sharing: Sharing, step: Step) -> bool:
+        """Wait for the parts beside the forward, and learn how long they took.
+
+        Returns:
+            True if there were any.
+        """
+        groups, self._beside = self._beside, []
+        if not groups:
+            return False
+        assert device.side is not None
+        for (group, foretold_s), took_s in zip(groups, device.side.join(), strict=True):
+            step.ran_parts(group.phase, group.load, took_s, took_s)
+            sharing.corrected(step, took_s - foretold_s)
+        return True
 
     def _fail(self, device: Device, group: PartGroup, error: Exception) -> None:
         if not device.fails_alike:
