@@ -47,12 +47,12 @@ class LayeredCaller(Caller):
 
     @property
     def where(self) -> str:
-        """The addresses."""
+        """The addresses, with commas."""
         return ",".join(one.where for one in self.callers)
 
     @property
     def moved(self) -> Moved:  # type: ignore[override]
-        """What has crossed all transports."""
+        """Counts over all transports."""
         every = [one.moved for one in self.callers]
         return Moved(
             sum(one.calls for one in every),
