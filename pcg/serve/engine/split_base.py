@@ -76,7 +76,8 @@ class ServedBase:
 def split_endpoint(options: ServeOptions) -> Iterator[ZeroMqEndpoint]:
     """Listen for split clients, within a `with`. SplitError: the address cannot be listened at."""
     asked = _base_options(options)
-    endpoint = ZeroMqEndpoint(asked.host, asked.port, asked.max_request_mib * 2**20)
+    most = asked.max_request_mib * 2**20
+    endpoint = ZeroMqEndpoint(asked.host, asked.port, most, asked.curve)
     try:
         yield endpoint
     finally:
@@ -104,5 +105,10 @@ def served_base(
 def _base_options(options: ServeOptions) -> BaseOptions:
     assert options.split_port is not None
     return BaseOptions(
-        host=options.host, port=options.split_port, drain_s=options.shutdown_timeout_s
+        host=options.host,
+        port=options.split_port,
+        curve_key=options.split_curve_key,
+        curve_clients=options.split_curve_clients,
+        plaintext=options.split_plaintext,
+        drain_s=options.shutdown_timeout_s,
     )
