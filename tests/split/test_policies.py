@@ -8,7 +8,7 @@ from pcg.split.base.policies import Choice, Policy, make_policy
 from pcg.split.base.queues import Queues, Waiting
 from pcg.split.pieces import Piece
 
-FIRST, SECOND = Piece("linear", ("a",)), Piece("linear", ("b",))
+FIRST, SECOND, THIRD = (Piece("linear", (name,)) for name in "abc")
 
 
 def waiting(
@@ -49,6 +49,43 @@ def test_nothing_waits_when_nobody_else_can_come() -> None:
     assert clients(choose(opportunistic(), waiting("a"), now=0, active="a")) == "a"
     other = waiting("b", SECOND)
     assert len(choose(opportunistic(), waiting("a"), other, now=0, active="ab").batch) == 1
+
+
+def came_from(queues: Queues, client: str, *pieces: Piece, serves: bool = True) -> None:
+    """Have a client ask for pieces, one after the other, each of which runs."""
+    for piece in pieces:
+        one = waiting(client, piece, serves=serves)
+        queues.add(one)
+        queues.take([one])
+
+
+def test_a_request_waits_only_for_clients_that_ask_for_its_piece_next() -> None:
+    queues, policy = Queues(), opportunistic()
+    came_from(queues, "b", FIRST, SECOND, THIRD, FIRST)
+    queues.add(waiting("a", THIRD))
+    assert clients(policy.choose(queues, [b"a", b"b"], 0.0)) == "a"  # b goes to the second
+    came_from(queues, "b", SECOND)
+    assert not policy.choose(queues, [b"a", b"b"], 0.0).batch  # and now comes here
+    assert policy.choose(queues, [b"a", b"b", b"c"], 0.1).batch  # it was waited for long enough
+    queues.drop(b"b")
+    assert clients(policy.choose(queues, [b"a"], 0.0)) == "a"
+
+
+def test_what_others_may_join_runs_behind_what_nobody_can() -> None:
+    queues, policy = Queues(), opportunistic()
+    came_from(queues, "c", FIRST, SECOND, FIRST)
+    queues.add(waiting("a", SECOND, at=0.0))  # c may come
+    queues.add(waiting("b", THIRD, at=0.02))
+    active = [b"a", b"b", b"c"]
+    assert clients(policy.choose(queues, active, 0.13)) == "b"
+    assert clients(policy.choose(queues, active, 0.16)) == "a"  # it is too late to wait
+
+
+def test_training_waits_for_inference_a_bounded_time() -> None:
+    trains = waiting("a", tokens=1, at=0)
+    serves = [waiting("b", SECOND, tokens=1, at=at, serves=True) for at in (0.05, 0.08)]
+    assert clients(choose(opportunistic(), trains, serves[0], now=1)) == "b"
+    assert clients(choose(opportunistic(), trains, serves[1], now=1)) == "a"
 
 
 def test_a_small_request_waits_less_and_one_that_serves_half_as_long() -> None:

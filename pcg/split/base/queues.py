@@ -1,8 +1,12 @@
-"""Requests that wait at a base, by the piece that they are for."""
+"""Requests that wait at a base, by the piece that they are for, and where clients go from there.
+
+A client runs one program again and again, so it asks for what it asked for after the same piece the
+time before. That says who may come to a piece next.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -37,11 +41,17 @@ class Waiting:
         object.__setattr__(self, "tokens", len(self.tensors[0]))
 
 
+_MOST_REMEMBERED = 4096
+"""Pieces of a client whose successors are remembered; more than its program has."""
+
+
 class Queues:
     """One queue for each piece that requests wait for, the oldest request first in each."""
 
     def __init__(self) -> None:
         self._queues: dict[tuple[Piece, object], list[Waiting]] = {}
+        self._last: dict[bytes, tuple[Piece, bool]] = {}
+        self._next: dict[bytes, dict[tuple[Piece, bool], Piece]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
@@ -52,6 +62,23 @@ class Queues:
     def add(self, request: Waiting) -> None:
         """Add a request behind those of its piece and dtype."""
         self._queues.setdefault((request.piece, request.tensors[0].dtype), []).append(request)
+        followed = self._next.setdefault(request.client, {})
+        if len(followed) >= _MOST_REMEMBERED:
+            followed.clear()
+        before = self._last.get(request.client)
+        if before is not None:
+            followed[before] = request.piece
+        self._last[request.client] = (request.piece, request.serves)
+
+    def may_come(self, piece: Piece, clients: Collection[bytes]) -> bool:
+        """Return whether one of some clients that do not wait may ask for a piece next."""
+        away = set(clients) - self.clients
+        return any(self._next_of(client) in (None, piece) for client in away)
+
+    def _next_of(self, client: bytes) -> Piece | None:
+        """Return what a client asks for next; None if that is not known."""
+        last = self._last.get(client)
+        return None if last is None else self._next[client].get(last)
 
     def take(self, batch: Sequence[Waiting]) -> None:
         """Take requests out, which run now."""
@@ -62,6 +89,8 @@ class Queues:
         """Take out all of a client that is gone; returns how many there were."""
         before = len(self)
         self._keep(lambda one: one.client != client)
+        self._last.pop(client, None)
+        self._next.pop(client, None)
         return before - len(self)
 
     def count(self, client: bytes) -> int:
