@@ -4,10 +4,10 @@ none           each request runs alone, the oldest first
 lockstep       a round begins once every active client has a request here, and runs them all
 opportunistic  a request waits at most w = wait · min(1, tokens / scale) for others of its piece
                (Symbiosis §3.7): less the smaller it is, and half of that where a user waits for
-               tokens. It waits only while an active client may ask for its piece next, and longer
-               than w only while the base has something to run for which nobody else may come.
-               Inference is before training, which it goes before by PATIENCE_S at most; else what
-               is due first runs first.
+               tokens. It waits only while an active client may come to its piece soon, and longer
+               than w only while the base has something to run that nobody may join: for 2 n batches
+               of n active clients at most. Inference is before training that has waited for n
+               batches or less; else the request that came first is.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from dataclasses import dataclass
 
 from pcg.split.base.options import PolicyName
 from pcg.split.base.queues import Queues, Waiting
-
-PATIENCE_S = 0.05
-"""A request that was due so long ago waits for nobody; training waits for inference as long."""
 
 
 @dataclass(frozen=True)
@@ -108,15 +105,17 @@ class Opportunistic(Policy):
         return one.arrived_s + self._wait_s * share
 
     def choose(self, queues: Queues, active: Collection[bytes], now_s: float) -> Choice:
-        whole: list[tuple[float, int, list[Waiting]]] = []  # nobody else may come, or not in time
-        due: list[tuple[float, int, list[Waiting]]] = []
+        may_join = queues.may_come(active)
+        whole: list[tuple[int, int, list[Waiting]]] = []  # nobody may join them, or not in time
+        due: list[tuple[int, int, list[Waiting]]] = []
         next_s = now_s + 1.0
         for place, queue in enumerate(queues):
             due_s = min(map(self.due_s, queue))
+            first = min(one.turn for one in queue)
             trains = not any(one.serves for one in queue)
-            entry = (due_s + PATIENCE_S * trains, place, queue)
-            late = now_s >= due_s + PATIENCE_S
-            if late or self._is_full(queue) or not queues.may_come(queue[0].piece, active):
+            entry = (first + len(active) * trains, place, queue)
+            is_late = queues.turn - first > 2 * len(active)
+            if is_late or self._is_full(queue) or not may_join(queue):
                 whole.append(entry)
             elif due_s <= now_s:
                 due.append(entry)
