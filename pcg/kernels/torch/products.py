@@ -220,9 +220,9 @@ def has_onednn(dtype: torch.dtype) -> bool:
 
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
-_FEW_TOKENS = 64
-"""From here on oneDNN multiplies by a plain fp32 weight faster than torch's BLAS: on an AMD EPYC in
-0.75 to 0.95 of MKL's time, for sizes of 512 to 4,096."""
+_FEW_TOKENS = 8
+"""From here on oneDNN multiplies by a plain fp32 weight faster than torch's BLAS: on AMD EPYCs in
+0.4 to 0.95 of MKL's time, for sizes of 512 to 4,096."""
 
 
 def _is_onednn_faster(x: Tensor) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from pcg.errors import SplitError
 from pcg.split.messages import (
@@ -18,6 +20,7 @@ from pcg.split.messages import (
     read_message,
 )
 from pcg.split.transports.curve import BaseCurve, ClientKeys
+from pcg.split.transports.published_tensors import PublishedTensors
 from pcg.split.transports.shared_memory import LEAST_BYTES, SharedMemory
 from pcg.split.transports.transport import Endpoint
 from pcg.split.transports.zeromq_library import zmq
@@ -86,13 +89,14 @@ class ZeroMqEndpoint(Endpoint):
         self._probes: list[float] = []
         self._swept_s = 0.0
         self._shared: dict[bytes, SharedMemory] = {}
+        self._published: PublishedTensors | None = None
 
     def receive(self, timeout_s: float) -> Sequence[tuple[bytes, Message | Exception]]:
-        self._poller.poll(max(0, timeout_s) * 1000)
+        there = dict(self._poller.poll(max(0, timeout_s) * 1000))
         if self._client_keys is not None:
             for address in self._client_keys.answer():
                 _LOG.warning("a client at %s has a CURVE key that is not known", address)
-        while self._events.poll(0):
+        while self._events in there and self._events.poll(0):
             self._events.recv_multipart()
             self._probes = [time.monotonic() + later for later in _LOOK_AGAIN_S]
         found: list[tuple[bytes, Message | Exception]] = []
@@ -134,13 +138,22 @@ class ZeroMqEndpoint(Endpoint):
 
     def send(self, client: bytes, message: Message) -> bool:
         shared = self._shared.get(client)
-        places = shared.put(message.tensors, is_reply=True) if shared and message.tensors else None
+        places = None
+        if shared is not None and message.tensors:
+            places = self._published_place(message) or shared.put(message.tensors, is_reply=True)
         if places is None:
             frames = frames_of(message)
         else:
             fields = {**message.fields, "places": places}
             frames = [header_of(Message(message.op, message.seq, fields, message.tensors))]
         return self._send(client, frames)
+
+    def _published_place(self, message: Message) -> list[Mapping[str, int]] | None:
+        """Return where the tensor of a message was published, if it is one that was."""
+        if self._published is None or len(message.tensors) > 1:
+            return None
+        place = self._published.place(message.tensors[0])
+        return None if place is None else [place]
 
     def _send(self, client: bytes, frames: Sequence[Buffer]) -> bool:
         try:
@@ -159,6 +172,16 @@ class ZeroMqEndpoint(Endpoint):
         self._probes = [at for at in self._probes if at > now_s]
         return [client for client in clients if not self._send(client, frames_of(_PROBE))]
 
+    def publish(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if not tensors or not hasattr(os, "memfd_create"):
+            return {}
+        try:
+            self._published = PublishedTensors(tensors)
+        except OSError as error:  # an older Linux
+            _LOG.debug("clients fetch copies: %s", error)
+            return {}
+        return self._published.tensors
+
     def share(self, client: bytes, size_bytes: int) -> Message:
         self.forget(client)
         size = max(LEAST_BYTES, -(-size_bytes // 4096) * 4096)
@@ -174,6 +197,8 @@ class ZeroMqEndpoint(Endpoint):
     def close(self) -> None:
         for client in list(self._shared):
             self.forget(client)
+        if self._published is not None:
+            self._published.close()
         self._socket.disable_monitor()
         if self._client_keys is not None:
             self._client_keys.socket.close()

@@ -14,13 +14,15 @@ from torch import Tensor
 from pcg.errors import SplitError
 from pcg.split.messages import Message, frames_of, header_of, read_header, read_message
 from pcg.split.transports.curve import ClientCurve, is_loopback
+from pcg.split.transports.published_tensors import published_tensor
 from pcg.split.transports.shared_memory import SharedMemory
 from pcg.split.transports.transport import Disconnected, Transport
 from pcg.split.transports.zeromq import HEARTBEAT_MS
 from pcg.split.transports.zeromq_library import zmq
 
 _LOG = logging.getLogger("pcg.split")
-_SLICE_MS = 1000
+_SLICE_MS = 200
+"""A base that ends is noticed so much later at most."""
 _FIRST_BYTES = 2**22
 _MOST_HANDSHAKES = 5
 """Handshakes that fail before a client gives up: a base that ends may break off one."""
@@ -57,32 +59,33 @@ class TcpTransport(Transport):
             self._socket.set(self._zmq.CURVE_PUBLICKEY, self._curve.public)
             self._socket.set(self._zmq.CURVE_SECRETKEY, self._curve.secret)
         self._events = self._socket.get_monitor_socket(self._event_mask())
-        self._poller = self._zmq.Poller()
-        self._poller.register(self._socket, self._zmq.POLLIN)
-        self._poller.register(self._events, self._zmq.POLLIN)
+        self._socket.set(self._zmq.RCVTIMEO, _SLICE_MS)
         self._socket.connect(f"tcp://{self.where}")
 
     def exchange(self, message: Message, timeout_s: float) -> Message:
         if self._socket is None:
             raise Disconnected("not connected")
+        self._look()
         try:
             self._socket.send_multipart(self._frames(message), copy=False)
         except self._zmq.ZMQError as error:
             raise Disconnected(str(error)) from None
         end_s = time.monotonic() + timeout_s
         while True:
-            there = dict(self._poller.poll(min(_SLICE_MS, max(0, end_s - time.monotonic()) * 1000)))
-            while self._socket.poll(0):
+            try:
                 reply = self._read(self._socket.recv_multipart(copy=False))
-                # Replies that nobody waited for, after an interruption, and probes of the base.
-                if reply.seq == message.seq:
-                    return reply
-                if reply.op == "error" and reply.seq == 0:
-                    raise SplitError(f"the base executor refuses: {reply.fields.get('error')}")
-            if self._events in there:
+            except self._zmq.Again:
                 self._look()
-            if time.monotonic() > end_s:
-                raise Disconnected(f"no answer in {timeout_s:g} s")
+                if time.monotonic() > end_s:
+                    raise Disconnected(f"no answer in {timeout_s:g} s") from None
+                continue
+            if reply.op == "error":  # perhaps of a base that has come since, and knows nobody
+                self._look()
+            # Replies that nobody waited for, after an interruption, and probes of the base.
+            if reply.seq == message.seq:
+                return reply
+            if reply.op == "error" and reply.seq == 0:
+                raise SplitError(f"the base executor refuses: {reply.fields.get('error')}")
 
     def _event_mask(self) -> int:
         names = ("DISCONNECTED", "HANDSHAKE_SUCCEEDED", *_HANDSHAKE_FAILED)
@@ -186,7 +189,8 @@ class SharedMemoryTransport(TcpTransport):
         if self._shared is not None and size > self._shared.half:
             self._grow(2 * size + size // 2)
         reply = super().exchange(message, timeout_s)
-        if self._shared is not None and reply.size_bytes > self._shared.half:
+        is_mapped = any(isinstance(at, dict) for at in reply.fields.get("places") or ())
+        if self._shared is not None and reply.size_bytes > self._shared.half and not is_mapped:
             self._grow(2 * reply.size_bytes + reply.size_bytes // 2)
         return reply
 
@@ -203,9 +207,11 @@ class SharedMemoryTransport(TcpTransport):
         places = message.fields.get("places")
         if places is None or self._shared is None:
             return super()._read(frames)
-        # A copy: the next reply comes to the same place.
         message.tensors = [
-            self._shared.view(at, *kind, is_reply=True).clone()
+            # A copy: the next reply comes to the same place.
+            published_tensor(at, *kind)
+            if isinstance(at, dict)
+            else self._shared.view(at, *kind, is_reply=True).clone()
             for at, kind in zip(places, kinds, strict=True)
         ]
         return message
