@@ -1,4 +1,4 @@
-"""How jobs end: the errors of those that fail, and of changes that come too late."""
+"""The endings of jobs: errors of those that fail, and of changes that come too late."""
 
 from __future__ import annotations
 
