@@ -34,6 +34,8 @@ PcgError
 ├── EngineError                the engine's thread was closed, or ended by an error
 │   └── DrainingError          the engine ends its work, and takes nothing new
 ├── ServeError                 the server cannot start: its address, keys or options
+├── StoreError                 what a server keeps cannot be read or written
+│   └── StoreFullError         there is no room for it on the disk
 ├── SplitError                 a base executor and its client cannot work together
 │   └── BaseLostError          the base executor is gone, and did not come back in time
 ├── MemoryBudgetError          less than what backward needs at least
@@ -182,12 +184,24 @@ class ServeError(PcgError):
     """The server cannot start: its address, its keys or its options."""
 
 
+class StoreError(PcgError):
+    """The data folder of a server cannot be read or written."""
+
+
+class StoreFullError(StoreError):
+    """There is no room on the disk; what was there stays."""
+
+
 class SplitError(PcgError):
     """A base executor and its client cannot work together: another model, version or key."""
 
 
 class BaseLostError(SplitError):
     """The base executor is gone, and did not come back in time."""
+
+
+class BaseBusyError(SplitError):
+    """A key has as much waiting at a base executor as it may; the call can be made again."""
 
 
 class MemoryBudgetError(PcgError):

@@ -14,6 +14,8 @@ from pcg.serve.adapters import routes as adapters
 from pcg.serve.adapters import sglang
 from pcg.serve.direct_send import DirectSend
 from pcg.serve.errors import ERRORS, add_handlers
+from pcg.serve.files import routes as files
+from pcg.serve.files import uploads
 from pcg.serve.metrics import routes as metrics
 from pcg.serve.openai import completions, embeddings, models, tokens
 from pcg.serve.openai.chat import completions as chat_completions
@@ -31,6 +33,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     chat_completions.router,
     completions.router,
     embeddings.router,
+    files.router,
     health.router,
     metrics.router,
     models.router,
@@ -39,6 +42,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     status.router,
     sglang.router,
     tokens.router,
+    uploads.router,
 )
 
 PUBLIC = ("/", "/health")

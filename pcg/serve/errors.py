@@ -30,6 +30,7 @@ from pcg.errors import (
     GenerationError,
     PcgError,
     QueueFullError,
+    StoreFullError,
     UnsupportedError,
 )
 from pcg.serve.json_bytes import json_bytes
@@ -45,6 +46,7 @@ _TYPES = {
     429: "rate_limit_error",
     500: "server_error",
     503: "server_error",
+    507: "server_error",
 }
 """The type of an error by its status; that of all others is `INVALID`."""
 
@@ -158,6 +160,14 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, EngineError) and not isinstance(error, DrainingError):
         # Its text may tell what failed in the engine, which the server logs when it ends.
         return ApiError(503, "The engine has ended; ask again later.", code="engine_ended")
+    if isinstance(error, StoreFullError):  # its text tells of the machine
+        LOG.error("%s", error)
+        return ApiError(
+            507,
+            "The server has no room to keep this; nothing of it was kept, what was there stays.",
+            code="storage_full",
+            headers={"x-should-retry": "false"},
+        )
     for kind, status, code in _STATUS:
         if isinstance(error, kind):
             return ApiError(status, str(error), code=code)

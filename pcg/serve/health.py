@@ -6,11 +6,11 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
+from pcg.keys import Scope
 from pcg.runtime.metrics.status import EngineState
 from pcg.serve.errors import ApiError
 from pcg.serve.schema import schema_of
 from pcg.serve.security.caller import requires
-from pcg.serve.security.keys import Scope
 from pcg.serve.service import ServiceDependency
 from pcg.version import __version__
 

@@ -25,8 +25,10 @@ class ServeOptions:
             addresses.
         port: the port to listen at; 0 takes a free one.
         split_port: a second port, for split execution (docs/split.md): processes that have adapters
-            of their own multiply by these weights, with the same keys. What crosses it is not
-            encrypted.
+            of their own multiply by these weights, with the same keys.
+        split_curve_key: a CURVE certificate, NAME.key_secret, which encrypts the second port.
+        split_curve_clients: a folder of the certificates, *.key, of clients that may connect to it.
+        split_plaintext: let connections of other machines to it go unencrypted.
         api_key: a key that clients may use for everything. Repeatable. Without any, and without
             `api_keys`, one is made and printed.
         api_keys: a JSON file of keys with scopes and tenants (docs/serving.md).
@@ -38,6 +40,8 @@ class ServeOptions:
         lora_roots: a folder of adapters, each in a folder of its own. One is loaded when somebody
             names it, and those loaded over HTTP come from there. Repeatable.
         max_cpu_loras: the most adapters in the host's memory at once.
+        data_dir: a folder for what is kept beyond the server's end, as files; it is made if need
+            be. Without one, what needs it is refused.
         max_model_len: the most tokens of a prompt and its output; the model's positions by default.
         max_num_seqs: the most sequences at once.
         max_num_batched_tokens: the most tokens of a step.
@@ -73,6 +77,9 @@ class ServeOptions:
             10 ms a MiB, nobody else's goes on; it is validated beside the others.
         stream_timeout_s: time after which a stream that its client does not read is ended, s.
         shutdown_timeout_s: time that running requests have to end after SIGTERM, s.
+        max_file_mib: the most bytes of a file that is kept, MiB.
+        tenant_files: the most files that a tenant keeps, with its uploads that are under way.
+        tenant_files_gib: the most bytes of them, GiB.
     Raises:
         ServeError: a value is out of range.
     """
@@ -82,6 +89,9 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     split_port: int | None = None
+    split_curve_key: Path | None = None
+    split_curve_clients: Path | None = None
+    split_plaintext: bool = False
     api_key: Sequence[str] = ()
     api_keys: Path | None = None
     ssl_certfile: Path | None = None
@@ -90,6 +100,7 @@ class ServeOptions:
     lora_modules: Sequence[str] = ()
     lora_roots: Sequence[str] = ()
     max_cpu_loras: int = 256
+    data_dir: Path | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 4096
@@ -114,6 +125,9 @@ class ServeOptions:
     max_body_mib: float = 4.0
     stream_timeout_s: float = 60.0
     shutdown_timeout_s: float = 30.0
+    max_file_mib: float = 512.0
+    tenant_files: int = 1000
+    tenant_files_gib: float = 16.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -130,6 +144,7 @@ class ServeOptions:
             "max_queue",
             "max_cpu_loras",
             "key_requests",
+            "tenant_files",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -141,6 +156,8 @@ class ServeOptions:
             "shutdown_timeout_s",
             "ttft_slo_ms",
             "tpot_slo_ms",
+            "max_file_mib",
+            "tenant_files_gib",
         ):
             value = getattr(self, name)
             if value is not None and not 0 < value < _MOST:
@@ -153,6 +170,14 @@ class ServeOptions:
     @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mib * 2**20)
+
+    @property
+    def max_file_bytes(self) -> int:
+        return int(self.max_file_mib * 2**20)
+
+    @property
+    def tenant_files_bytes(self) -> int:
+        return int(self.tenant_files_gib * 2**30)
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -22,6 +22,7 @@ import uvicorn
 
 from pcg.errors import ConfigError
 from pcg.files import read_text
+from pcg.keys import open_keys
 from pcg.serve.adapters.modules import check_modules
 from pcg.serve.adapters.roots import Roots
 from pcg.serve.app import create_app
@@ -32,9 +33,9 @@ from pcg.serve.generation_config import read_generation_config
 from pcg.serve.listening import check_certificate, listen, url_of
 from pcg.serve.options import ServeOptions
 from pcg.serve.security.connection import BoundedConnection, allow_connections
-from pcg.serve.security.keys import open_keys
 from pcg.serve.service import Service
 from pcg.serve.startup import announcement
+from pcg.serve.store.store import open_store
 
 Engine: TypeAlias = Callable[
     [ServeOptions, int, SplitAccess | None], contextlib.AbstractContextManager[EngineClient]
@@ -63,18 +64,24 @@ def serve(
     Returns:
         True if all that was begun ended, or was given up in time.
     Raises:
-        ServeError: the server cannot listen, the keys are damaged, or a file is not there.
+        ServeError: the server cannot listen, the keys are damaged, a file is not there, or the data
+            folder cannot be used.
         PcgError: the engine cannot be made.
     """
     keys, made_key = open_keys(options.api_key, options.api_keys)
     _check_given_files(options)
-    with contextlib.closing(listen(options.host, options.port, options.stream_timeout_s)) as bound:
+    data_dir = options.data_dir
+    opened = contextlib.nullcontext() if data_dir is None else open_store(data_dir)
+    with (
+        contextlib.closing(listen(options.host, options.port, options.stream_timeout_s)) as bound,
+        opened as store,
+    ):
         allow_connections()
         directory = files()
         generation = read_generation_config(options.generation_config, directory)
         split = None if options.split_port is None else SplitAccess(keys, directory)
         with engine(options, keys.tenants, split) as client:
-            service = Service(client, keys, options, generation)
+            service = Service(client, keys, options, generation, store)
             url = url_of(bound, is_secure=options.ssl_certfile is not None)
             text = announcement(service, url, made_key)
             server = Server(service, lambda: say(text), ready)

@@ -15,12 +15,15 @@ from weakref import WeakValueDictionary
 from fastapi import Depends, Request
 
 from pcg.errors import GenerationError, PcgError
+from pcg.keys import Keys, Scope
 from pcg.runtime.requests.request import Request as EngineRequest
 from pcg.runtime.requests.request import RequestFields
 from pcg.runtime.requests.stream import Stream
 from pcg.serve.adapters.catalog import Catalog, ServedModel
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.errors import ApiError
+from pcg.serve.files.files import Files
+from pcg.serve.files.quota import Quota
 from pcg.serve.generation_config import GenerationConfig
 from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
 from pcg.serve.observers import open_observers
@@ -31,7 +34,7 @@ from pcg.serve.openai.token_texts import TokenTexts
 from pcg.serve.options import ServeOptions
 from pcg.serve.record import note_requests
 from pcg.serve.security.caller import Caller
-from pcg.serve.security.keys import Keys, Scope
+from pcg.serve.store.store import Store
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,10 @@ class Service:
         keys: Keys,
         options: ServeOptions,
         generation: GenerationConfig | None = None,
+        store: Store | None = None,
     ) -> None:
         self.client = client
+        self._files = None if store is None else Files(store, Quota(options))
         facts, tokenizer = client.facts, client.tokenizer
         self.keys = keys
         self.options = options
@@ -109,6 +114,17 @@ class Service:
         self._threads.shutdown(cancel_futures=True)
         for observer in self.observers:
             observer.close()
+
+    @property
+    def files(self) -> Files:
+        """The files that are kept. ApiError: the server keeps nothing."""
+        if self._files is None:
+            raise ApiError(
+                400,
+                "This server keeps nothing: it was started without --data-dir.",
+                code="unsupported",
+            )
+        return self._files
 
     def may_read_metrics(self, caller: Caller | None) -> bool:
         """Return True if a caller may read /metrics; None is one without a key."""

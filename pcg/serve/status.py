@@ -15,6 +15,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel
 
+from pcg.keys import Scope
 from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.metrics.histogram import Histogram
 from pcg.runtime.metrics.status import AdapterStatus, EngineNumbers, JobStatus
@@ -22,7 +23,6 @@ from pcg.runtime.metrics.totals import Promised, Totals
 from pcg.serve.adapters.owned import Owned
 from pcg.serve.engine.client import EngineStatus
 from pcg.serve.security.caller import Caller, requires
-from pcg.serve.security.keys import Scope
 from pcg.serve.service import Service, ServiceDependency
 from pcg.version import __version__
 

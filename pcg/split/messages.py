@@ -47,12 +47,14 @@ class Message:
         op: what is asked, or `reply` or `error`.
         seq: the request's number, which its reply has, too.
         fields: further fields of the header.
+        sender: who sent it, as the transport knows it, if it is a hello.
     """
 
     op: str
     seq: int
     fields: Mapping[str, Any] = field(default_factory=dict)
     tensors: Sequence[Tensor] = ()
+    sender: str = ""
 
     def text(self, name: str, most: int = 4096) -> str:
         """Return a field that is a text. SplitError: it is none."""

@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from typing import Any
+from zlib import crc32
 
+from pcg.runtime.model.base_weights import WeightStore
+
+_SAMPLES = 16
+"""Entries of a tensor that are compared: another checkpoint's differ nearly everywhere."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -20,6 +25,23 @@ _NEUTRAL = (
     "pad_token_id", "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
 """Fields of a configuration that do not change what a model computes."""
+
+
+def weight_samples(weights: WeightStore) -> dict[str, str]:
+    """Return a checksum of some entries of each frozen tensor, as they are computed with."""
+    return {
+        name: f"{crc32(weights.samples(name, parameter, _SAMPLES).numpy().tobytes()):08x}"
+        for name, parameter in weights.frozen()
+    }
+
+
+def weights_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """Say which tensors make two models different by their `weight_samples`; empty if none does."""
+    found = [name for name in one if one[name] != other.get(name)]
+    if not found:
+        return ""
+    rest = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return f"{found[0]}{rest} of {len(one)} tensors"
 
 
 def config_text(config: Mapping[str, Any]) -> str:

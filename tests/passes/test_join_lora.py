@@ -36,7 +36,10 @@ def joined(recipe: dict[str, Any], **options: Any) -> tuple[Graph, Graph]:
 def sites(graph: Graph, op: str) -> list[int]:
     """Sites of each operator of that name."""
     kinds = {"shrink_group": 1, "expand_add_group": 3, "lora_group_backward": 5}
-    return sorted(len(node.inputs) // kinds.get(op, 1) for node in graph.nodes if node.op == op)
+    nodes = [node for node in graph.nodes if node.op == op]
+    plain = [dict(node.attributes).get("plain", 0) for node in nodes]
+    counts = [len(node.inputs) - 2 * int(none) for node, none in zip(nodes, plain, strict=True)]
+    return sorted(count // kinds.get(op, 1) for count in counts)
 
 
 def test_q_k_v_and_gate_up() -> None:
@@ -67,6 +70,14 @@ def test_what_is_joined(recipe: dict[str, Any], forward: list[int], backward: li
     graphs = joined(recipe)
     assert sites(graphs[0], "expand_add_group") == forward
     assert sites(graphs[1], "lora_group_backward") == backward
+
+
+def test_weights_without_lora_are_summed_with_others() -> None:
+    """k's gradient is no summand of its own where q and v have LoRA."""
+    _, backward = joined({**LORA, "target_modules": ["q_proj", "v_proj"]})
+    (group,) = (node for node in backward.nodes if node.op == "lora_group_backward")
+    assert dict(group.attributes) == {"plain": 1}
+    assert group.inputs[3:6] == tuple(f"self_attn.{name}_proj.weight" for name in "qvk")
 
 
 @pytest.mark.parametrize("budget", [0.0, 1.0])

@@ -16,9 +16,9 @@ import httpx2
 import pytest
 
 from pcg.errors import ServeError
+from pcg.keys import Keys
 from pcg.serve.access_log import AccessLog
 from pcg.serve.record import Record
-from pcg.serve.security.keys import Keys
 from tests.support import serving
 from tests.support.step_gate import StepGate
 from tests.support.waiting import until

@@ -11,9 +11,9 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
 from pcg.errors import EngineError, ServeError
+from pcg.keys import Keys
 from pcg.serve.app import PUBLIC, ROUTERS, check_scopes
 from pcg.serve.errors import as_api_error
-from pcg.serve.security.keys import Keys
 from pcg.serve.service import Service
 from pcg.version import __version__
 from tests.support import serving

@@ -13,9 +13,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from pcg.keys import Keys
 from pcg.runtime.metrics.events import Kind
 from pcg.serve.security import connection as connection_module
-from pcg.serve.security.keys import Keys
 from pcg.serve.service import Service
 from tests.support import serving
 from tests.support.waiting import until

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from pcg.keys import Keys
 from pcg.serve.adapters.owned import Owned
-from pcg.serve.security.keys import Keys
 from pcg.serve.service import Service
 from tests.support import serving
 

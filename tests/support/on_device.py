@@ -21,9 +21,9 @@ from pcg.runtime.sampling.sampler import Sampler
 from pcg.runtime.sampling.sampling import UNDRAWN, sample
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training import bound_training
-from pcg.runtime.training import step as step_room
 from pcg.runtime.training.recorded.update_graphs import UpdateGraphs
 from pcg.runtime.training.recorded.warm_jobs import record_jobs
+from pcg.runtime.training.work_units import Reading
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import prompts
@@ -209,15 +209,15 @@ def windows_are_recorded() -> None:
             data, "trained", peft=recipe, max_steps=5, batch_size=2, learning_rate=0.01
         )
         replayed: list[int] = []
-        step, read = UpdateGraphs.step, step_room.broadcast_from_first
+        step = UpdateGraphs.step
 
         def ended(*of: Any, step: Any = step, replayed: Any = replayed) -> None:
             step(*of)
             replayed.append(1)
 
-        def numbers(*of: Any, read: Any = read) -> Any:
+        def numbers(*of: Any, read: Any = Reading.read) -> Any:
             with waiting():
-                return read(*of).cpu()
+                return read(*of)
 
         def joined(*of: Any, join: Any = SideStream.join) -> Any:
             with waiting():  # for the time that parts took
@@ -228,7 +228,7 @@ def windows_are_recorded() -> None:
             patch.object(SideStream, "join", joined),
             patch.object(bound_training, "recorder_for", recorder_for),
             patch.object(UpdateGraphs, "step", ended),
-            patch.object(step_room, "broadcast_from_first", numbers),
+            patch.object(Reading, "read", numbers),
         ):
             while job.error is None and (job.record is None or job.record.step < 3):
                 engine.step()

@@ -20,11 +20,11 @@ from typing import Any
 import httpx2
 
 import pcg.compiler as compiler
+from pcg.keys import Key, Keys, Scope, digest_of, open_keys
 from pcg.runtime.executor import Executor
 from pcg.serve.app import create_app
 from pcg.serve.engine.local import local_client
 from pcg.serve.options import ServeOptions
-from pcg.serve.security.keys import Key, Keys, Scope, digest_of, open_keys
 from pcg.serve.server import Server, serve
 from pcg.serve.service import Service
 from tests.support.text_model import save_text_model

@@ -36,9 +36,9 @@ def models() -> tuple[Any, Any]:
     return base, oracle.with_adapter(base, "all-linear", rank=4)
 
 
-def make_executor(backend: str = "torch") -> Executor:
+def make_executor(backend: str = "torch", device: str = "cpu") -> Executor:
     base, wrapped = models()
-    executor = compiler.compile(base, backend=backend)
+    executor = compiler.compile(base, backend=backend, device=device)
     adapter = executor.add_adapter("a", LORA)
     for path, parameter in oracle.lora_parameters(wrapped).items():
         module, _, kind = path.rpartition(".")

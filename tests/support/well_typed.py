@@ -326,7 +326,10 @@ def lora_group(make: Maker, op: str) -> Sequence[str]:
         return make.add(op, x, *(make.of("f32", rank, own) for rank in ranks))
     weights = [make.of(dtype, out, size) for out in sites]
     a = [make.of("f32", rank, size) for rank in ranks]
-    return make.add(op, *y, *weights, *a, *b, *s)
+    if plain := int(len(sites) == 2 and make.coin()):
+        y.append(make.of(dtype, tokens, size))
+        weights.append(make.of(dtype, size, size))
+    return make.add(op, *y, *weights, *a, *b, *s, plain=plain)
 
 
 def bottleneck_backward(make: Maker, op: str) -> Sequence[str]:

@@ -17,7 +17,7 @@ import sympy
 
 from pcg.errors import TypeCheckError
 from pcg.ir.operators.base import Attributes, Types
-from pcg.ir.operators.linear import Product, tuple_source, weight_name
+from pcg.ir.operators.linear import LinearBackward, Product, tuple_source, weight_name
 from pcg.ir.operators.lora import ExpandAdd, LoraLinearBackward, Outer, Shrink
 
 Item = TypeVar("Item")
@@ -60,7 +60,8 @@ class ExpandAddGroup(Product):
 class LoraGroupBackward(Product):
     """The gradients of linear operators of one input with LoRA, without A's.
 
-    Inputs are all dz, all W, all A, all B and all s; outputs all ds, all dB, and the sum dx.
+    Inputs are all dz, all W, all A, all B and all s; outputs all ds, all dB, and the sum dx. The
+    last `plain` operators have no LoRA, and so neither A, B nor s.
     """
 
     name = "lora_group_backward"
@@ -68,20 +69,22 @@ class LoraGroupBackward(Product):
     computes_in_first = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        each = [LoraLinearBackward().infer(own, {}) for own in zip(*by_kind(types, 5), strict=True)]
-        ds, db, dx = zip(*each, strict=True)
+        dz, weights, *rest = by_site(types, int(attributes["plain"]))
+        adapted = zip(dz, weights, *rest, strict=False)
+        ds, db, _ = zip(*(LoraLinearBackward().infer(own, {}) for own in adapted), strict=True)
+        dx = [LinearBackward().infer(own, {})[0] for own in zip(dz, weights, strict=True)]
         if len(set(dx)) > 1:
             raise TypeCheckError(f"{self.name} sums gradients {dx} of different types")
         return (*ds, *db, dx[0])
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        groups = by_kind(inputs, 5)
+        groups = by_site(inputs, int(attributes["plain"]))
         names = tuple_source([f'"{weight_name(weight)}"' for weight in groups[1]])
         rest = ", ".join(map(tuple_source, groups))
         return f"yield from K.{self.name}(batch, {names}, {rest})"
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        width = sum(dz.shape[-1] for dz in by_kind(inputs, 5)[0])
+        width = sum(dz.shape[-1] for dz in by_site(inputs, int(attributes["plain"]))[0])
         return 2 * outputs[-1].elements * width
 
 
@@ -113,3 +116,13 @@ def by_kind(items: Sequence[Item], count: int) -> list[Sequence[Item]]:
         raise TypeCheckError(f"{len(items)} inputs are not as many of each of {count} kinds")
     size = len(items) // count
     return [items[kind * size : (kind + 1) * size] for kind in range(count)]
+
+
+def by_site(items: Sequence[Item], plain: int) -> list[Sequence[Item]]:
+    """All dz, W, A, B and s of `lora_group_backward`; the last `plain` have only dz and W."""
+    first = len(items) - 2 * plain
+    adapted, rest = divmod(first, 5)
+    if rest or adapted < 1:
+        raise TypeCheckError(f"{len(items)} inputs are not 5 a site, and 2 of each of {plain}")
+    starts = [0, adapted + plain, *(2 * (adapted + plain) + kind * adapted for kind in range(3))]
+    return [items[start:end] for start, end in zip(starts, [*starts[1:], len(items)], strict=True)]

@@ -17,6 +17,7 @@ from pcg.kernels.torch.collectives import (
     reduce_scatter,
 )
 from pcg.kernels.torch.elementwise import pack_signs, relu_backward_packed, slice_backward
+from pcg.kernels.torch.input_gradient import product_backward
 from pcg.kernels.torch.lora import (
     add_lora,
     expand_add,
@@ -56,7 +57,6 @@ from pcg.kernels.torch.products import (
     linear_backward,
     linear_group,
     product,
-    product_backward,
 )
 from pcg.kernels.torch.rope import (
     rope_half,

@@ -12,7 +12,6 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
 import torch
@@ -46,6 +45,19 @@ class Product(ABC):
     def rows(self) -> int:
         """Rows of the weight, if it can be run for some of them at a time; 0 otherwise."""
         return 0
+
+    @property
+    def part_keys(self) -> Sequence[tuple[object, ...]]:
+        """The keys of its `parts`; its own where it has none."""
+        return (self.key,)
+
+    def parts(self) -> Sequence[Self]:
+        """Products by a weight each whose sum it is, to be run instead of it."""
+        return ()
+
+    def add_part(self, part: Self) -> None:
+        """Add the outputs of a part that has run to its own."""
+        raise NotImplementedError
 
     @property
     def tokens(self) -> int:
@@ -174,117 +186,6 @@ class LinearProduct(Product):
             one._outputs = torch.cat(own, -1) if one.is_whole else [rows.clone() for rows in own]
 
 
-class InputGradientTerm(ABC):
-    """The term that bypass networks add to the gradient of a linear operator's input."""
-
-    @abstractmethod
-    def add(
-        self,
-        dys: Sequence[Tensor],
-        dx: Tensor,
-        jobs: Sequence[Self],
-        spans: Sequence[tuple[int, int]],
-    ) -> None:
-        """Add the terms of several jobs, this one included, to the base's dx [T, in] in one go.
-
-        `dys` has dy [T, out] of each weight; `spans` are the first token of each job and its
-        number of tokens in them.
-        """
-
-
-@dataclass(slots=True, eq=False)
-class InputGradient(Product):
-    """dy W, summed over several where there are others, with a term of bypass networks added.
-
-    Attributes:
-        others: dy and W beside the first ones.
-    """
-
-    weight: Tensor
-    term: InputGradientTerm | None
-    others: Sequence[tuple[Tensor, Tensor]] = ()
-
-    @property
-    def rows(self) -> int:
-        if is_remote(self.weight):
-            return 0
-        return len(self.weight) + sum(len(weight) for _, weight in self.others)
-
-    def run_rows(self, start: int, stop: int) -> None:
-        first, pairs = 0, self._pairs()
-        for dy, weight in pairs:
-            part = slice(max(start - first, 0), min(stop - first, len(weight)))
-            if part.start < part.stop:
-                dx = linear_backward(dy[:, part].contiguous(), weight[part]).to(_sum_dtype(dy))
-                self._outputs = dx if not first + part.start else self._outputs.add_(dx)
-            first += len(weight)
-        if stop == first:
-            dys = [dy for dy, _ in pairs]
-            self._outputs = self._outputs.to(dys[0].dtype)
-            self._add_terms(dys, self._outputs, *(self._parts or ((self,), (len(dys[0]),))))
-            self._x, self.others = None, ()
-
-    def joined(self, others: Sequence[Self]) -> Self:
-        every = (self, *others)
-        (first, *rest), counts = self._joined_pairs(every)
-        whole = dataclasses.replace(self, _x=first[0], others=rest)
-        whole._parts = every, counts
-        return whole
-
-    def run(self) -> None:
-        (self._outputs,) = self._made((self,))
-
-    def run_with(self, others: Sequence[InputGradient]) -> None:
-        every = (self, *others)
-        for one, rows in zip(every, self._made(every), strict=True):
-            one._outputs = rows.clone()
-
-    def _made(self, every: Sequence[InputGradient]) -> Sequence[Tensor]:
-        pairs, counts = self._joined_pairs(every)
-        (dy, weight), *others = pairs
-        dx = linear_backward(dy, weight)
-        for more, by in others:
-            if is_remote(by):
-                dx.add_(linear_backward(more, by))
-            else:
-                dx = torch.addmm(dx, more, by, out=dx) if dx.is_cuda else dx.add_(more @ by)
-        self._add_terms([dy for dy, _ in pairs], dx, every, counts)
-        own: Sequence[Tensor] = dx.split(counts)
-        return own
-
-    def _pairs(self) -> Sequence[tuple[Tensor, Tensor]]:
-        assert self._x is not None
-        return [(self._x, self.weight), *self.others]
-
-    def _joined_pairs(
-        self, every: Sequence[InputGradient]
-    ) -> tuple[list[tuple[Tensor, Tensor]], list[int]]:
-        """Each weight with the dy of all, one behind the other, and how many tokens each has."""
-        dy, counts = joined_tokens(every)
-        pairs = [(dy, self.weight)]
-        for place, (own, weight) in enumerate(self.others):
-            rows = [one.others[place][0] for one in every]
-            pairs.append((torch.cat(rows) if len(rows) > 1 else own, weight))
-        for one in every:
-            one.others = ()
-        return pairs, counts
-
-    @staticmethod
-    def _add_terms(
-        dys: Sequence[Tensor], dx: Tensor, every: Sequence[InputGradient], counts: Sequence[int]
-    ) -> None:
-        spans = zip(accumulate(counts[:-1], initial=0), counts, strict=True)
-        found = [(one.term, span) for one, span in zip(every, spans, strict=True) if one.term]
-        if found:
-            terms = [term for term, _ in found]
-            terms[0].add(dys, dx, terms, [span for _, span in found])
-
-
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that parts of a sum are added in."""
-    return x.dtype if x.dtype == torch.float64 else torch.float32
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ (+ b); the weight plain, packed by oneDNN, or in another process."""
     if is_remote(weight):
@@ -319,9 +220,9 @@ def has_onednn(dtype: torch.dtype) -> bool:
 
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
-_FEW_TOKENS = 64
-"""From here on oneDNN multiplies by a plain fp32 weight faster than torch's BLAS: on an AMD EPYC in
-0.75 to 0.95 of MKL's time, for sizes of 512 to 4,096."""
+_FEW_TOKENS = 8
+"""From here on oneDNN multiplies by a plain fp32 weight faster than torch's BLAS: on AMD EPYCs in
+0.4 to 0.95 of MKL's time, for sizes of 512 to 4,096."""
 
 
 def _is_onednn_faster(x: Tensor) -> bool:
@@ -366,20 +267,3 @@ def product(
     """
     key = (batch.layer, name, len(weights), bool(biases))
     return LinearProduct(key, x, weights, biases, whole).requested()
-
-
-def product_backward(
-    batch: ProgramBatch,
-    name: str,
-    dy: Tensor,
-    weight: Tensor,
-    term: InputGradientTerm | None = None,
-    others: Sequence[tuple[str, Tensor, Tensor]] = (),
-) -> ProductRequest[Any]:
-    """Request dx = dy W, [T, in], with a term of bypass networks added; `name` is the weight's.
-
-    The dx of `others`, each a weight's name, dy and W, are summed with it.
-    """
-    names = (name, *(other for other, _, _ in others))
-    pairs = [(own, by) for _, own, by in others]
-    return InputGradient((batch.layer, *names, "backward"), dy, weight, term, pairs).requested()

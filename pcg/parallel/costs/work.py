@@ -24,7 +24,7 @@ from pcg.ir.operators.collectives import Collective, Transition
 from pcg.ir.operators.lora import (
     LoraLinear,
 )
-from pcg.ir.operators.lora_groups import by_kind
+from pcg.ir.operators.lora_groups import by_kind, by_site
 from pcg.ir.types import CONTEXT, TOKENS, Size, TensorType
 
 OPEN_RANK = 16
@@ -185,10 +185,14 @@ def _parts_of_group(
             for own, z in zip(zip(*by_kind(inputs, 3), strict=True), outputs, strict=True):
                 yield "expand_add", own, (z,), {}
         case _:
-            sites = zip(*by_kind(inputs, 5), *by_kind(outputs[:-1], 2), strict=True)
+            dz, weights, *rest = by_site(inputs, int(attributes["plain"]))
+            dx, count = outputs[-1], len(rest[0])
+            sites = zip(dz, weights, *rest, *by_kind(outputs[:-1], 2), strict=False)
             for *given, ds, db in sites:
-                made = ds, db, outputs[-1]
+                made = ds, db, dx
                 yield from _parts_of_gradients("lora_linear_backward", (*given,), made, attributes)
+            for plain in zip(dz[count:], weights[count:], strict=True):
+                yield "linear_backward", plain, (dx,), {}
 
 
 def _parts_of_loss(

@@ -6,8 +6,9 @@
     dA_q = asked_outer(ds_q, x), …         asked_outer_group(ds…, x)
 
 q, k and v so take as many launches as one of them, and the gradients of their input are summed
-where the first one lies. Sites of one operator have ranks of one size, and none depends on
-another; where a collective is under way the order of nodes hides it, and stays.
+where the first one lies, those by weights without LoRA too, as k's where q and v have some. Sites
+of one operator have ranks of one size, and none depends on another; where a collective is under way
+the order of nodes hides it, and stays.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class JoinLora(GraphPass):
 
 
 Key = Callable[[Graph, Node], object]
+Order = Callable[[Sequence[Node]], tuple[Node, ...]]
 
 
 def _groups(graph: Graph, key: Key) -> Iterator[list[str]]:
@@ -68,8 +70,8 @@ def _are_free(graph: Graph, nodes: Sequence[Node]) -> bool:
     )
 
 
-def _joined(graph: Graph, nodes: Sequence[Node], new: Node) -> Graph:
-    """The graph with one node at the place of the last of some."""
+def _joined(graph: Graph, nodes: Sequence[Node], new: Node, order: Order = in_order) -> Graph:
+    """The graph with one node at the place of the last of some, in an order of what reads it."""
     names = {node.name for node in nodes}
     last = next(node for node in reversed(graph.nodes) if node.name in names)
     kept = (
@@ -77,7 +79,21 @@ def _joined(graph: Graph, nodes: Sequence[Node], new: Node) -> Graph:
         for node in graph.nodes
         if node is last or node.name not in names
     )
-    return graph.replace(nodes=in_order([*kept]))
+    return graph.replace(nodes=order([*kept]))
+
+
+def _delayed(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """The nodes; one that reads what comes later waits for it, while the others stay in order."""
+    missing = {value.name for node in nodes for value in node.outputs}
+    found: list[Node] = []
+    waiting: list[Node] = []
+    for node in nodes:
+        waiting.append(node)
+        while ready := [one for one in waiting if missing.isdisjoint(one.inputs)]:
+            found.append(ready[0])
+            waiting.remove(ready[0])
+            missing -= {value.name for value in ready[0].outputs}
+    return tuple(found)
 
 
 def _columns(nodes: Sequence[Node]) -> list[str]:
@@ -123,12 +139,38 @@ def _backward_key(graph: Graph, node: Node) -> object:
 
 
 def _backwards(graph: Graph, nodes: Sequence[Node]) -> Graph:
+    plain = _plain(graph, nodes)
     ds, db, dx = zip(*(node.outputs for node in nodes), strict=True)
-    inputs, outputs = tuple(_columns(nodes)), (*ds, *db, dx[0])
-    new = Node("lora_group_backward", inputs, outputs, (), nodes[0].scope)
-    for summand in dx[1:]:
+    dz, weights, *rest = zip(*(node.inputs for node in nodes), strict=True)
+    dz, weights = ((*own, *(n.inputs[i] for n in plain)) for i, own in enumerate((dz, weights)))
+    inputs, outputs = (
+        (*dz, *weights, *(name for names in rest for name in names)),
+        (*ds, *db, dx[0]),
+    )
+    count = (("plain", len(plain)),)
+    new = Node("lora_group_backward", inputs, outputs, count, nodes[0].scope)
+    for summand in (*dx[1:], *(node.output for node in plain)):
         graph = _without_summand(graph, summand)
-    return _joined(graph, [_by_name(graph, node) for node in nodes], new)
+    nodes = [*nodes, *plain]
+    # What reads one site's gradients waits; other products stay before those of the last site.
+    return _joined(graph, [_by_name(graph, node) for node in nodes], new, _delayed)
+
+
+def _plain(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
+    """Products by frozen weights without LoRA, of the same sum as some with it."""
+    whole = sums_of(graph, nodes[0].outputs[-1].name)[-1]
+    found: list[Node] = []
+    for node in graph.nodes:
+        weight = graph.parameters_by_name.get(node.inputs[1]) if node.op == PLAIN else None
+        if weight is None or weight.role != "frozen" or len(nodes) + len(found) == MOST_SITES:
+            continue
+        sums = sums_of(graph, node.name)
+        if sums and sums[-1] is whole and _are_free(graph, [*nodes, *found, node]):
+            found.append(node)
+    return found
+
+
+PLAIN = "linear_backward"
 
 
 def _by_name(graph: Graph, node: Node) -> Node:

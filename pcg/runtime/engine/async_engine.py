@@ -234,7 +234,7 @@ class AsyncEngine(TrainerThread):
     def most_tokens(self, adapter: Adapter | None) -> int:
         """Return the most tokens of a prompt and its output that there are pages for."""
         scheduler = self.engine.scheduler
-        reserved = self.engine.jobs.most_pages if self.engine.jobs else 0
+        reserved = self.engine.jobs.pages.most if self.engine.jobs else 0
         pages = scheduler.pool.size - reserved - scheduler.adapters.pages_of(adapter)
         return pages * PAGE_TOKENS + 1  # the last token is never cached
 

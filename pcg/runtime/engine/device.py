@@ -19,8 +19,8 @@ from pcg.runtime.training.work_units import Forward, Part
 class SideStream:
     """A second stream of a GPU, for parts of jobs beside a step's forward (FlexLLM v2 §6.1).
 
-    Memory that one stream used may be used by the other only after `join`, for which the host
-    waits.
+    Memory that one stream used may be used by the other only after `begin` or `rejoin`, for which
+    the streams wait, or after `join`, for which the host does.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,6 +32,10 @@ class SideStream:
         """Note that a forward begins; parts beside it do not depend on its work."""
         main = torch.cuda.current_stream(self._stream.device)
         self._before = main.record_event()
+
+    def rejoin(self) -> None:
+        """Have all that comes next on the main stream come after the parts, too."""
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     @contextmanager
     def beside(self) -> Iterator[None]:

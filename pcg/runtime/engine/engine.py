@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from signal import SIGINT
 from typing import Self, cast
@@ -161,8 +162,7 @@ class Engine(EngineLoop):
         self.learn(calibrated(self.state, self.clock, self.device.graphs))
 
     def use_program(self, program: ServingProgram) -> None:
-        self.land()
-        self.device.use(program)
+        self.when_landed(functools.partial(self.device.use, program))
 
     @classmethod
     def for_requests(cls, state: ModelState, requests: Sequence[Request]) -> Self:

@@ -18,7 +18,9 @@ from pcg.errors import (
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.sharing.rule import Sharing
 from pcg.runtime.engine.sharing.step import Step
-from pcg.runtime.memory.pool import PageTable, pages_for
+from pcg.runtime.engine.steps.job_pages import JobPages
+from pcg.runtime.engine.steps.late_readings import LateReadings
+from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
 from pcg.runtime.training.result import StepRecord
@@ -27,6 +29,7 @@ from pcg.runtime.training.work_units import (
     Pages,
     Part,
     Phase,
+    Reading,
     Release,
     StepBeginsAgain,
     Unit,
@@ -157,17 +160,21 @@ class PartGroup:
 
 
 class Jobs:
-    """Active jobs, which together hold `most_pages` of the pool at most."""
+    """Active jobs.
+
+    Attributes:
+        pages: the pages of the pool that they hold.
+        readings: which of their readings wait.
+    """
 
     def __init__(
         self, scheduler: Scheduler, cache: Any, most_pages: int, note: Callable[..., None]
     ) -> None:
-        self.most_pages = most_pages
-        self._scheduler = scheduler
+        self.pages = JobPages(scheduler, most_pages)
         self._cache = cache
         self._note = note
         self._jobs: list[Job] = []
-        self._held = 0
+        self.readings = LateReadings()
 
     def __iter__(self) -> Iterator[Job]:
         return iter(self._jobs)
@@ -284,6 +291,9 @@ class Jobs:
             elif isinstance(unit, Release):
                 self._close(job)
                 job.tried = math.inf
+            elif isinstance(unit, Reading):
+                if self.readings.hold(unit):
+                    return
             elif isinstance(unit, Part) or (isinstance(unit, Forward) and not unit.is_over):
                 return
             if not job.is_over:
@@ -348,36 +358,20 @@ class Jobs:
 
     def _open(self, job: Job, unit: Pages) -> bool:
         """Give a job pages; returns False while there is no room."""
-        needs = [pages_for(count) for count in unit.tokens]
-        total = sum(needs)
-        if total > self.most_pages:
-            text = (
-                f"a batch of job {job.name!r} needs {total} pages of the KV cache, and finetuning "
-                f"may hold {self.most_pages}; lower batch_size, or give the engine more memory"
-            )
-            job.fail(OutOfMemoryError(text))
+        try:
+            tables = self.pages.open(job.name, unit)
+        except OutOfMemoryError as error:
+            job.fail(error)
             return True
-        scheduler, pool = self._scheduler, self._scheduler.pool
-        # A request that was accepted before there were jobs may need more than they leave.
-        spare = pool.size - scheduler.most_pages
-        held = self._held + total
-        if held > min(self.most_pages, spare) or not scheduler.adapters.make_room(total):
+        if tables is None:
             return False
-        tables = []
-        for need in needs:
-            table = pool.open(f"job {job.name!r}", need)
-            pool.extend(table, need)
-            tables.append(table)
-        self._held += total
-        job.tables = unit.tables = tuple(tables)
+        job.tables = unit.tables = tables
         unit.cache = self._cache
         return True
 
     def _close(self, job: Job) -> None:
-        for table in job.tables:
-            self._held -= len(table.pages)
-            self._scheduler.pool.close(table)
-        job.tables = ()
+        tables, job.tables = job.tables, ()
+        self.pages.close(tables)
 
     def _end(self, job: Job) -> None:
         if job in self._jobs:
@@ -388,4 +382,4 @@ class Jobs:
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page of a job is lost."""
-        assert self._held == sum(len(table.pages) for job in self._jobs for table in job.tables)
+        self.pages.check_integrity(table for job in self._jobs for table in job.tables)

@@ -13,8 +13,9 @@ import math
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as List
+from contextlib import nullcontext
 
-from pcg.errors import GenerationError, PcgError, as_pcg_error
+from pcg.errors import GenerationError
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.device import Device
@@ -25,17 +26,14 @@ from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.sharing import CoServing, Sharing, Step
 from pcg.runtime.engine.steps.flight import Flight
 from pcg.runtime.engine.steps.job_parts import JobParts
+from pcg.runtime.engine.steps.open_requests import OpenRequests
 from pcg.runtime.engine.suspects import Suspects
-from pcg.runtime.engine.taken import Taken
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.metrics.events import KEPT_EVENTS, Event, EventLog, Kind
 from pcg.runtime.metrics.totals import Totals
-from pcg.runtime.requests.deadlines import Deadlines
-from pcg.runtime.requests.groups import Groups
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.requests.sequence import Sequence, State
 from pcg.runtime.requests.step_plan import StepPlan
-from pcg.runtime.requests.step_results import StepResults
 from pcg.runtime.training.work_units import Forward
 
 
@@ -47,6 +45,7 @@ class EngineLoop:
         worked: True if the last step ran anything.
         parts: what runs the parts of jobs in a step, and the work of guests.
         awaited: tells if somebody waits; a step that serves nothing then ends between two parts.
+        requests: those that are here.
         meanwhile: called once a step is planned: before its work, or behind a launch of that.
     """
 
@@ -85,10 +84,9 @@ class EngineLoop:
         self._flight: Flight | None = None
         self._read_s = -math.inf
         self.submitted = 0
-        self._chunks: list[Chunk] = []
-        self._sequences: dict[str, Sequence] = {}
-        self._groups = Groups()
-        self._deadlines = Deadlines()
+        self.requests = OpenRequests(scheduler, self.log, self.totals, note)
+        self._is_stepping = False
+        self._acts: list[Callable[[], None]] = []
 
         scheduler.on_preempted = lambda sequence: note(Kind.PREEMPTED, sequence.id)
         scheduler.adapters.on_page_in = lambda adapter: note(Kind.PAGED_IN, adapter.name)
@@ -110,7 +108,7 @@ class EngineLoop:
     def is_idle(self) -> bool:
         """True if there is nothing to serve, nothing to train, and no chunk to return."""
         trains = self.sharing.trains and self.jobs.unpaused
-        is_left = self._flight is not None or self._chunks or trains
+        is_left = self._flight is not None or self.requests.chunks or self._acts or trains
         return self.scheduler.is_empty and not is_left
 
     @property
@@ -139,32 +137,24 @@ class EngineLoop:
         for one in opened:
             one.submitted_s = now
             self.scheduler.limits.promise(one)
-            if self._sequences_of(one.id):
+            if self.requests.of(one.id):
                 raise GenerationError(
                     f"there is a request {one.id!r} already; give each its own request_id, or none"
                 )
         self.log.add(Event(now, Kind.SUBMITTED, sequence.id, sequence.described()))
-        error = self.scheduler.refusal(sequence, self.jobs.most_pages if self.jobs else 0)
+        error = self.scheduler.refusal(sequence, self.jobs.pages.most if self.jobs else 0)
         if error is not None:
             sequence.state = State.REFUSED
             self._note(Kind.REFUSED, sequence.id, reason=str(error))
             raise error
         self.log.add(*(Event(now, Kind.SUBMITTED, f.id, f.described()) for f in sequence.followers))
-        self._sequences |= {one.id: one for one in opened}
-        self._groups.add(sequence)
-        if request.timeout_s is not None:
-            self._deadlines.add(now + request.timeout_s, opened)
+        self.requests.add(sequence, None if request.timeout_s is None else now + request.timeout_s)
         self.scheduler.add(sequence)
         return sequence.id
 
     def cancel(self, request: str, kind: Kind = Kind.CANCELLED) -> None:
         """End a request by its id, if there is one; `kind` may be TIMED_OUT."""
-        self._end(self._sequences_of(request), State(kind.value), kind)
-
-    def _sequences_of(self, request: str) -> List[Sequence]:
-        """Return a request's continuations; none if it is not here any more."""
-        sequence = self._sequences.get(request) or self._groups.first(request)
-        return () if sequence is None else self._groups.of(sequence)
+        self.requests.end(self.requests.of(request), State(kind.value), kind)
 
     def forget(self, adapter: ServedAdapter, *, is_gone: bool = True) -> None:
         """Drop what is cached of an adapter that changed; running requests go on with it alone."""
@@ -176,6 +166,7 @@ class EngineLoop:
 
     def pause_job(self, name: str) -> None:
         """Pause a job after its latest unit; it keeps its pages."""
+        self.land()
         self.jobs.pause(name)
 
     def resume_job(self, name: str) -> None:
@@ -184,6 +175,7 @@ class EngineLoop:
 
     def cancel_job(self, name: str) -> None:
         """End a job now; its adapter is as after the last complete step."""
+        self.land()
         self.jobs.cancel(name)
 
     # ------------------------------------------------------------------------------- a step
@@ -193,12 +185,23 @@ class EngineLoop:
 
         Where the device runs ahead, the chunks are those of the step before.
         """
-        is_ahead, before = self.is_ahead, self._flight
-        if before is not None and (self.jobs or self._suspects.current or before.is_read_first):
+        if self._acts:
             self.land()
+        self._is_stepping = True
+        try:
+            self._step()
+        finally:
+            self._is_stepping = False
+        return self.requests.take_chunks()
+
+    def _step(self) -> None:
+        is_ahead, before = self.is_ahead, self._flight
+        is_unknown = bool(self.jobs) and self._latencies is None
+        if before is not None and (is_unknown or self._suspects.current or before.is_read_first):
+            self._land()
             before = None
         now = self.clock.now_s()
-        self._time_out(now)
+        self.requests.time_out(now)
         suspect, plan = self._plan(now)
         for sequence in plan.admitted:
             self._note(Kind.ADMITTED, sequence.id)
@@ -212,14 +215,13 @@ class EngineLoop:
         step.elapsed_s = max(0.0, self.clock.now_s() - begins_s)
         windows = self.parts.windows(self.sharing, step, suspect)
         if not step.load.tokens:
-            self.land()
+            self._land()
             self._suspects.ran(suspect, has_tokens=False)
         elif not self._run(step, plan, suspect, windows, begins_s, is_beside):
-            return self._taken_chunks()
+            return
         if not step.is_served:
             self.parts.run(self.device, self.sharing, step, now)
         self.worked = bool(step.load.tokens or step.units or is_ahead)
-        return self._taken_chunks()
 
     def _run(
         self,
@@ -236,25 +238,32 @@ class EngineLoop:
             False if one of them failed.
         """
         jobs, now = [job for job, _, _ in windows], self.clock.now_s()
-        is_read_now = not self.device.is_ahead or bool(self.jobs) or suspect is not None
+        is_waited_for = bool(self.jobs) and (self._latencies is None or not step.is_served)
+        is_read_now = not self.device.is_ahead or is_waited_for or suspect is not None
+        readings = self.jobs.readings
         flight: Flight | None = None
         try:
             if self.meanwhile is not None and self.device.side is None:
                 self.meanwhile()
             running = self.device.start(plan.chunks, [(unit, count) for _, unit, count in windows])
             takes_s = 0.0 if self._latencies is None else self._latencies.forward.seconds(step.load)
-            flight = Flight(plan, step, running, suspect, jobs, now, begins_s + takes_s)
+            if not is_read_now:
+                readings.begin()
+            due_s, number = begins_s + takes_s, readings.begun
+            flight = Flight(plan, step, running, suspect, jobs, now, due_s, number)
             self.scheduler.policy.served(plan.chunks)
-            if self._flight is None:
-                running.draw()
-            if is_beside:
-                self.parts.run_beside(self.device, self.sharing, step, self._latencies, jobs)
             if self.meanwhile is not None and self.device.side is not None:
                 self.meanwhile()
-            if self._flight is not None:
+            if is_after_read := self._flight is not None:
                 self._read(self._flight)
                 self._flight = None
-                running.draw()
+                step.elapsed_s = max(step.elapsed_s, self.clock.now_s() - self._read_s)
+            running.draw()
+            if is_beside:
+                if self.meanwhile is not None and is_after_read:
+                    self.meanwhile()
+                with self.jobs.pages.shut() if is_after_read else nullcontext():
+                    self.parts.run_beside(self.device, self.sharing, step, self._latencies, jobs)
             if is_read_now:
                 self._read(flight)
             else:
@@ -262,13 +271,29 @@ class EngineLoop:
         except BaseException as error:
             ran: list[Sequence | Job] = [*(one for one, _ in plan.chunks), *jobs]
             if self._flight is not None and flight is None:
-                self.land()
+                self._land()
             self._give_up([*([] if self._flight is None else self._flight.ran), *ran], now, error)
             return False
         return True
 
     def land(self) -> None:
-        """Read the step that is under way, if one is; `step` then returns its chunks."""
+        """Read the step that is under way, if one is; `step` then returns its chunks.
+
+        Called in a step, by what a job does, it does nothing.
+        """
+        if self._is_stepping:
+            return
+        self._land()
+        acts, self._acts = self._acts, []
+        for act in acts:
+            act()
+
+    def when_landed(self, act: Callable[[], None]) -> None:
+        """Act while no step is under way: now, or before the next if this is called in a step."""
+        self._acts.append(act)
+        self.land()
+
+    def _land(self) -> None:
         flight = self._flight
         if flight is None:
             return
@@ -281,6 +306,7 @@ class EngineLoop:
     def _give_up(self, ran: List[Sequence | Job], started_s: float, error: BaseException) -> None:
         """Put back what runs, as a step failed; what ran in it runs alone next."""
         self._flight = None
+        self.jobs.readings.give_up()
         # Not the present time, for which all ranks would have to ask: some did not fail.
         for one in self.scheduler.abandon():
             self.log.add(Event(started_s, Kind.PREEMPTED, one.id))
@@ -294,20 +320,16 @@ class EngineLoop:
         now = self.clock.now_s()
         took = flight.took_s(now, self._read_s)
         self._read_s, step.is_under_way = now, False
+        self.jobs.readings.read(flight.number)
         is_paced = self.scheduler.policy.is_paced and not plan.has_prompts
         if self._latencies is None and plan.chunks and (self.jobs.layers or is_paced):
             self._latencies = Latencies.guessed(step.load, took, self.jobs.layers or 1)
             self.scheduler.pace = self._latencies.forward
         step.ran_forward(took, flight.running.is_replayed)
         self.parts.join(self.device, self.sharing, step)
-        self._accept(flight, results)
-        for job in self.jobs.unpaused:
-            self.jobs.settle(job)
+        self.parts.settle(self.device)
+        self.requests.accept(flight, results, self.clock.now_s())
         self._suspects.ran(flight.suspect, has_tokens=bool(plan.chunks))
-
-    def _taken_chunks(self) -> list[Chunk]:
-        chunks, self._chunks = self._chunks, []
-        return chunks
 
     def _plan(self, now: float) -> tuple[Sequence | Job | None, StepPlan]:
         """Return what has to run alone, if anything, and what is served."""
@@ -335,55 +357,13 @@ class EngineLoop:
         except Exception:
             raise error from None
         if isinstance(ran[0], Sequence):
-            self._fail(ran[0], error)
+            self.requests.fail(ran[0], error)
         else:
             ran[0].fail(error)
             self.jobs.settle(ran[0])
 
-    def _fail(self, one: Sequence, error: Exception) -> None:
-        caused = as_pcg_error(error, one.id, GenerationError)
-        self._end(self._groups.of(one), State.FAILED, Kind.FAILED, caused)
-
-    def _time_out(self, now: float) -> None:
-        for late in self._deadlines.passed(now):
-            self._end(late, State.TIMED_OUT, Kind.TIMED_OUT)
-        for sequence, error in self.scheduler.queue_prepared():
-            self._fail(sequence, error)
-        for sequence in self.scheduler.policy.hopeless(now):
-            self._end(self._groups.of(sequence), State.TIMED_OUT, Kind.TIMED_OUT)
-
-    def _end(
-        self, request: List[Sequence], state: State, kind: Kind, error: PcgError | None = None
-    ) -> None:
-        """End a request: those of its continuations that are left."""
-        reason = {} if error is None else {"reason": str(error)}
-        not_begun = [other for one in request for other in one.followers]
-        for one in request:
-            if one.is_over:
-                continue
-            if one not in not_begun:
-                self.scheduler.drop(one)
-            del self._sequences[one.id]
-            self._chunks += self._groups.handed_out(one, one.end(state, error))
-            self._note(kind, one.id, tokens=len(one.generated), **reason)
-
-    def _accept(self, flight: Flight, results: StepResults) -> None:
-        taken = Taken(self.clock.now_s(), self._groups, self.scheduler, self.totals)
-        for sequence in flight.left:
-            taken.give(sequence, results)
-        self._chunks += taken.chunks
-        taken.log(self.log, flight.plan.tokens, flight.trained)
-        for sequence, reason in taken.ended:
-            self.scheduler.drop(sequence)
-            del self._sequences[sequence.id]
-            self._note(Kind.FINISHED, sequence.id, reason=reason, tokens=len(sequence.generated))
-        for sequence, cause in taken.failed.items():
-            self._fail(sequence, cause)
-
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page, a sequence or a job is lost, or in two places."""
         self.scheduler.check_integrity()
-        here = self.scheduler.everyone
-        there = {id(each) for one in here for each in (one, *one.followers)}
-        assert there == {id(sequence) for sequence in self._sequences.values()}
+        self.requests.check_integrity()
         self.jobs.check_integrity()

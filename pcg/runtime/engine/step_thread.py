@@ -306,7 +306,7 @@ class StepThread(ABC):
     def _deliver(self) -> None:
         if self.watcher is not None:
             self.watcher(self._wakes)
-        chunks, self._undelivered = self._undelivered, ()
+        chunks, self._undelivered = [*self._undelivered, *self.engine.requests.take_chunks()], ()
         for chunk in chunks:
             stream = self._streams.get(chunk.index)
             if stream is not None:

@@ -126,6 +126,7 @@ class WeightStore:
                     setattr(holder, python_name(name), tensor)
                 for product in products:
                     self._lay_out(product, reads, holder)
+            self._source.release()
         return weights
 
     def _remote(

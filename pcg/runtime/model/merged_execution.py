@@ -10,6 +10,7 @@ Source: Symbiosis (split execution: a base executor shared by clients).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Generic
 
@@ -30,7 +31,8 @@ class MergedExecution(Generic[Result]):
     """Functions that run side by side.
 
     Functions that request products of their own go first, while the others wait at a product by
-    the base's weights: so all reach their next one together.
+    the base's weights: so all reach their next one together. One that is a sum over weights, of
+    which another function asks for some, runs in parts.
 
     Attributes:
         results: what each has returned, once it has.
@@ -40,9 +42,13 @@ class MergedExecution(Generic[Result]):
         self.results: list[Any] = [None] * len(functions)
         self._left = dict(enumerate(functions))
         self._asked: dict[int, Product] = {}
+        # Parts of what is asked that are left, and those that run now.
+        self._parts: dict[int, list[Product]] = {}
+        self._running: dict[int, Product] = {}
 
     def next_groups(self) -> list[list[Product]]:
         """Go on to the next products; returns those that run as one together, none at the end."""
+        self._add_parts()
         for index, function in list(self._left.items()):
             if index in self._asked:
                 continue
@@ -51,12 +57,52 @@ class MergedExecution(Generic[Result]):
             except StopIteration as end:
                 self.results[index] = end.value
                 del self._left[index]
-        own = [index for index, product in self._asked.items() if product.is_own]
+        own = {index: product for index, product in self._asked.items() if product.is_own}
         by_key: dict[tuple[object, ...], list[Product]] = {}
-        for index in own or list(self._asked):
-            product = self._asked.pop(index)
+        for index, product in (own or self._of_base()).items():
+            if product is self._asked[index]:
+                del self._asked[index]
             by_key.setdefault(product.key, []).append(product)
         return list(by_key.values())
+
+    def _of_base(self) -> dict[int, Product]:
+        """The next product of each function: all that it asks for, or a part that others share."""
+        if not self._parts and len({product.key for product in self._asked.values()}) < 2:
+            return dict(self._asked)
+        self._split()
+        found, keys = {}, self._keys()
+        single = {key for own in keys.values() if len(own) == 1 for key in own}
+        counts = Counter(key for own in keys.values() for key in own)
+        for index, product in self._asked.items():
+            found[index] = product
+            if parts := self._parts.get(index):
+                # One that a function waits for, else one that most have; the same for all of them.
+                part = max(parts, key=lambda one: (one.key in single, counts[one.key], one.key))
+                parts.remove(part)
+                found[index] = self._running[index] = part
+        return found
+
+    def _keys(self) -> dict[int, set[tuple[object, ...]]]:
+        """The keys of what each function asks for, part by part."""
+        keys = {index: {*product.part_keys} for index, product in self._asked.items()}
+        return keys | {index: {part.key for part in some} for index, some in self._parts.items()}
+
+    def _split(self) -> None:
+        """Begin the parts of products that share some, but not all, with another function's."""
+        keys, begun = self._keys(), {*self._parts}
+        for index in keys.keys() - begun:
+            mine = keys[index]
+            others = [own for other, own in keys.items() if other in begun or own != mine]
+            if len(mine) > 1 and any(not mine.isdisjoint(own) for own in others):
+                self._parts[index] = [*self._asked[index].parts()]
+
+    def _add_parts(self) -> None:
+        """Add the parts that have run to what was asked for, which is there with the last one."""
+        for index, part in self._running.items():
+            self._asked[index].add_part(part)
+            if not self._parts[index]:
+                del self._asked[index], self._parts[index]
+        self._running.clear()
 
 
 def run_together(first: Product, others: Sequence[Product]) -> None:

@@ -134,6 +134,9 @@ class Weights(ABC):
     def unused(self) -> tuple[str, ...]:
         return tuple(sorted(self.index.keys() - self._used))
 
+    def release(self) -> None:  # noqa: B027  # most have nothing open
+        """Close the files that were read; one that is needed again is opened again."""
+
     @abstractmethod
     def _read(self, name: str, ranges: Ranges | None) -> Tensor:
         """Read a tensor of the index as it is stored, or these ranges of it."""
@@ -264,6 +267,10 @@ class Checkpoint(Weights):
             raise WeightsError(f"{file} cannot be read at {name}: {error}") from error
         return tensor
 
+    def release(self) -> None:
+        # A file stays mapped as long as a tensor is a view of it.
+        self._handles.clear()
+
     def _place(self, name: str) -> str:
         return str(self._files[name])
 
@@ -303,6 +310,9 @@ class RandomWeights:
 
     def remote(self, name: str, *place: object) -> None:
         """Return None: all tensors are made here; see `Weights.remote`."""
+
+    def release(self) -> None:
+        """Do nothing: no file is open; see `Weights.release`."""
 
 
 def slices_of(ranges: Ranges) -> tuple[slice, ...]:

@@ -35,7 +35,7 @@ from pcg.runtime.training.runner import pass_through
 from pcg.runtime.training.step import TrainingStep
 from pcg.runtime.training.training_copy import overwrite, owned, start_adapter, weights_checksum
 from pcg.runtime.training.training_data import check_with_prompt, splits_of, training_data
-from pcg.runtime.training.work_units import Work, run_to_end
+from pcg.runtime.training.work_units import Reading, Work, run_to_end
 
 _LOG = logging.getLogger("pcg.finetuning")
 
@@ -316,12 +316,14 @@ class FinetuneJob:
 
     def _mean_loss(self, data: Dataset, plan: Sequence[Sequence[int]]) -> Work[float]:
         """Return the mean loss of the target tokens of some batches, without dropout."""
-        total, targets = 0.0, 0
+        losses, targets = [], 0
         for indexes in plan:
             done = yield from pass_through(self._runner, [data.examples[i] for i in indexes])
-            total += done.loss
+            losses.append(done.loss_sum.to(self._runner.device))
             targets += done.targets
-        own = torch.tensor(total / targets, dtype=torch.float64)
+        reading = Reading(torch.stack(losses))
+        yield reading
+        own = torch.tensor(sum(reading.read()) / targets, dtype=torch.float64)
         return float(broadcast_from_first(self._ranks, own))
 
     def _save(self) -> None:

@@ -36,7 +36,7 @@ from pcg.runtime.training.options import FinetuneOptions
 from pcg.runtime.training.recorded.update_graphs import UpdateGraphs
 from pcg.runtime.training.runner import TrainingRunner, pass_through
 from pcg.runtime.training.training_data import places_of
-from pcg.runtime.training.work_units import Release, StepBeginsAgain, Work
+from pcg.runtime.training.work_units import Reading, Release, StepBeginsAgain, Work
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,11 @@ class TrainingStep:
             except StepBeginsAgain:
                 self.drop_gradients()
                 yield Release()
-        # The one place of a step at which the host waits for the device. The first rank's numbers
-        # decide how the job goes on.
+        # The first rank's numbers decide how the job goes on.
         numbers = torch.stack([x.to(self._runner.device).double() for x in (*losses, self._clip())])
-        *each, norm = broadcast_from_first(self._runner.ranks, numbers).tolist()
+        reading = Reading(broadcast_from_first(self._runner.ranks, numbers))
+        yield reading
+        *each, norm = reading.read()
         for index, (loss, batch) in enumerate(zip(each, group, strict=True)):
             if not math.isfinite(loss):
                 places = self._places(epoch, first + index)

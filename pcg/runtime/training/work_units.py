@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import torch
+from torch import Tensor
+
+from pcg.kernels.uploads import downloaded
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.load import Load
 
@@ -166,11 +170,36 @@ class Release:
     """Gives the job's pages back."""
 
 
+class Reading:
+    """Numbers of the device, by which a job goes on once the engine lets it read them.
+
+    They are sent to the host behind what computes them, so that reading them waits for no more.
+
+    Attributes:
+        step: number of the engine's step that computed them; None before the engine saw them.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        """Send the numbers, [n]."""
+        self.step: int | None = None
+        self._numbers = downloaded(numbers)
+        self._is_sent = None
+        if numbers.device.type == "cuda":
+            self._is_sent = torch.cuda.current_stream(numbers.device).record_event()
+
+    def read(self) -> list[float]:
+        """Wait for the numbers, and return them."""
+        if self._is_sent is not None:
+            self._is_sent.synchronize()
+        found: list[float] = self._numbers.tolist()
+        return found
+
+
 class StepBeginsAgain(Exception):  # a signal, as StopIteration is
     """Thrown into a job: begin the step under way again, from its first token."""
 
 
-Unit: TypeAlias = Forward | Part | Pages | Release
+Unit: TypeAlias = Forward | Part | Pages | Reading | Release
 Work: TypeAlias = Generator[Unit, None, Result]
 
 

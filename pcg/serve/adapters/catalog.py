@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pcg.errors import AdapterError
+from pcg.keys import Scope
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.serve.adapters.engine_names import engine_name, owned
@@ -24,7 +25,6 @@ from pcg.serve.engine.client import EngineClient
 from pcg.serve.errors import not_found
 from pcg.serve.options import ServeOptions
 from pcg.serve.security.caller import Caller
-from pcg.serve.security.keys import Scope
 
 
 @dataclass(frozen=True)

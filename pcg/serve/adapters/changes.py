@@ -7,13 +7,13 @@ import time
 from dataclasses import dataclass
 
 from pcg.errors import AdapterConflictError, AdapterError, AdapterNotFoundError
+from pcg.keys import Scope
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.serve.adapters.engine_names import engine_name, owned
 from pcg.serve.adapters.loader import Origin
 from pcg.serve.errors import ApiError, not_found
 from pcg.serve.security.caller import Caller
-from pcg.serve.security.keys import Scope
 from pcg.serve.service import Service
 
 

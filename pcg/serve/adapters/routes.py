@@ -12,11 +12,11 @@ from fastapi import APIRouter, Depends
 from pydantic import Field
 from starlette.responses import PlainTextResponse
 
+from pcg.keys import Scope
 from pcg.serve.adapters.catalog import version_headers
 from pcg.serve.adapters.changes import Load, invalid, load, owner_of, unload
 from pcg.serve.openai.wire import WireModel
 from pcg.serve.security.caller import Caller, requires
-from pcg.serve.security.keys import Scope
 from pcg.serve.service import Service, ServiceDependency
 
 router = APIRouter(prefix="/v1", tags=["adapters"])

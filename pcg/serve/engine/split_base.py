@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
+from pcg.keys import Keys
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.executor import Executor
 from pcg.serve.options import ServeOptions
-from pcg.serve.security.keys import Keys
 from pcg.split.base.base_executor import tokenizer_files
 from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
@@ -37,11 +37,6 @@ class SplitAccess:
 
     keys: Keys
     directory: Path | None
-
-    def allowed(self, key: str) -> frozenset[str] | None:
-        """Return the scopes of a key; None if it is none of the server's."""
-        found = self.keys.find(key)
-        return None if found is None else frozenset(scope.value for scope in found.scopes)
 
 
 class ServedBase:
@@ -81,7 +76,8 @@ class ServedBase:
 def split_endpoint(options: ServeOptions) -> Iterator[ZeroMqEndpoint]:
     """Listen for split clients, within a `with`. SplitError: the address cannot be listened at."""
     asked = _base_options(options)
-    endpoint = ZeroMqEndpoint(asked.host, asked.port, asked.max_request_mib * 2**20)
+    most = asked.max_request_mib * 2**20
+    endpoint = ZeroMqEndpoint(asked.host, asked.port, most, asked.curve)
     try:
         yield endpoint
     finally:
@@ -99,7 +95,7 @@ def served_base(
     """Serve split clients by an engine's weights, within a `with`."""
     base = SharedBase(executor, engine)
     files = tokenizer_files(access.directory)
-    found = ServedBase(BaseLoop(base, endpoint, _base_options(options), files, access.allowed))
+    found = ServedBase(BaseLoop(base, endpoint, _base_options(options), files, access.keys))
     try:
         yield found
     finally:
@@ -109,5 +105,10 @@ def served_base(
 def _base_options(options: ServeOptions) -> BaseOptions:
     assert options.split_port is not None
     return BaseOptions(
-        host=options.host, port=options.split_port, drain_s=options.shutdown_timeout_s
+        host=options.host,
+        port=options.split_port,
+        curve_key=options.split_curve_key,
+        curve_clients=options.split_curve_clients,
+        plaintext=options.split_plaintext,
+        drain_s=options.shutdown_timeout_s,
     )

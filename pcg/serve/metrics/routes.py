@@ -11,9 +11,9 @@ from fastapi.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
+from pcg.keys import Scope
 from pcg.serve.metrics.engine_metrics import CONTENT_TYPE
 from pcg.serve.security.caller import Caller, RequiredScope
-from pcg.serve.security.keys import Scope
 from pcg.serve.service import Service, ServiceDependency
 
 PATH = "/metrics"

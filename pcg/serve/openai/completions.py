@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from pcg.keys import Scope
 from pcg.runtime.requests.request import Completion, RequestFields
 from pcg.serve.errors import ApiError
 from pcg.serve.json_bytes import json_bytes
@@ -24,7 +25,6 @@ from pcg.serve.openai.sampling_fields import SamplingBody, SamplingDefaults, Who
 from pcg.serve.openai.usage import Usage, usage_of
 from pcg.serve.openai.wire import Prompts, StreamOptions
 from pcg.serve.security.caller import Caller, requires
-from pcg.serve.security.keys import Scope
 from pcg.serve.service import Service, ServiceDependency, Submitted, new_id
 
 router = APIRouter(prefix="/v1", tags=["completions"], route_class=LongBodyRoute)

@@ -19,6 +19,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from pcg.keys import Scope
 from pcg.runtime.requests.request import Completion, Pooling, RequestFields
 from pcg.serve.engine.facts import ModelFacts
 from pcg.serve.errors import ApiError
@@ -29,7 +30,6 @@ from pcg.serve.openai.field_names import FieldNames
 from pcg.serve.openai.sampling_fields import Truncation
 from pcg.serve.openai.wire import Prompts
 from pcg.serve.security.caller import Caller, requires
-from pcg.serve.security.keys import Scope
 from pcg.serve.service import ServiceDependency, new_id
 
 router = APIRouter(prefix="/v1", tags=["embeddings"], route_class=LongBodyRoute)

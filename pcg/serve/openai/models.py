@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel
 
+from pcg.keys import Scope
 from pcg.serve.adapters.catalog import ServedModel
 from pcg.serve.adapters.changes import delete
 from pcg.serve.security.caller import Caller, requires
-from pcg.serve.security.keys import Scope
 from pcg.serve.service import Service, ServiceDependency
 
 router = APIRouter(prefix="/v1", tags=["models"])

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from starlette.responses import Response
 
 from pcg.errors import GenerationError
+from pcg.keys import Scope
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.errors import ApiError
 from pcg.serve.json_bytes import json_bytes
@@ -24,7 +25,6 @@ from pcg.serve.openai.chat.tools import Tools
 from pcg.serve.openai.text_bound import check_count, check_length
 from pcg.serve.openai.wire import WireModel
 from pcg.serve.security.caller import Caller, requires
-from pcg.serve.security.keys import Scope
 from pcg.serve.service import Service, ServiceDependency
 
 router = APIRouter(tags=["tokens"], route_class=LongBodyRoute)

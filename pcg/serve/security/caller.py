@@ -10,8 +10,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
+from pcg.keys import Keys, Scope
 from pcg.serve.errors import ApiError
-from pcg.serve.security.keys import Keys, Scope
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 Bytes are counted as they come, whatever a header says. What is beyond is refused before it is read:
 a 413 for one body, a 429 for what there is in all. How much waits in the engine is the engine's to
-bound (`pcg.runtime.admission.backlog`).
+bound (`pcg.runtime.admission.backlog`). Files go to the disk as they come, so that their bytes are
+bounded by a tenant's quota (`pcg.serve.files.quota`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,6 +20,10 @@ from pcg.serve.security.json_containers import MOST_CONTAINERS, has_too_many
 
 _BODIES = 8
 """The bodies of the largest size that a tenant may have in the server at once, by their bytes."""
+
+
+_FILES = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts")
+"""The paths to which files come."""
 
 
 class RequestLimits:
@@ -35,11 +41,12 @@ class RequestLimits:
             return
         caller = scope["state"].get("caller")
         key, tenant = ("", "") if caller is None else (caller.key, caller.tenant)
-        refusal = self._refusal(key, scope)
+        has_file = _FILES.fullmatch(scope["path"]) is not None
+        refusal = self._refusal(key, 0 if has_file else _said_bytes(scope))
         if refusal is not None:
             await refusal.response()(scope, receive, send)
             return
-        body = _Body(self, tenant, receive)
+        body = _Body(self, tenant, receive, is_kept=not has_file)
         self._requests[key] += 1
         try:
             await self.app(scope, body.receive, send)
@@ -47,9 +54,8 @@ class RequestLimits:
             _less(self._requests, key, 1)
             _less(self._bytes, tenant, body.size_bytes)
 
-    def _refusal(self, key: str, scope: Scope) -> ApiError | None:
-        said = dict(scope["headers"]).get(b"content-length", b"0")
-        if said.isdigit() and int(said[:20]) > self._options.max_body_bytes:
+    def _refusal(self, key: str, said_bytes: int) -> ApiError | None:
+        if said_bytes > self._options.max_body_bytes:
             return self._too_large()
         most = self._options.key_requests
         if self._requests[key] >= most:
@@ -95,6 +101,12 @@ class RequestLimits:
         return self._options.stream_timeout_s
 
 
+def _said_bytes(scope: Scope) -> int:
+    """Return how many bytes a request says that it has."""
+    said = dict(scope["headers"]).get(b"content-length", b"0")
+    return int(said[:20]) if said.isdigit() else 0
+
+
 def _less(counts: Counter[str], key: str, count: int) -> None:
     counts[key] -= count
     if not counts[key]:
@@ -102,13 +114,20 @@ def _less(counts: Counter[str], key: str, count: int) -> None:
 
 
 class _Body:
-    """A body that is counted while it comes."""
+    """A body that is counted while it comes.
 
-    def __init__(self, limits: RequestLimits, tenant: str, receive: Receive) -> None:
+    Args:
+        is_kept: True for one that is held as a whole by whoever reads it.
+    """
+
+    def __init__(
+        self, limits: RequestLimits, tenant: str, receive: Receive, *, is_kept: bool
+    ) -> None:
         self.size_bytes = 0
         self._limits = limits
         self._tenant = tenant
         self._receive = receive
+        self._is_kept = is_kept
         self._is_whole = False
         self._parts: list[bytes] = []
 
@@ -124,8 +143,10 @@ class _Body:
                 408, "The body did not come in time.", code="body_timeout", headers=headers
             ) from None
         part = message.get("body", b"")
-        self.size_bytes += len(part)
         self._is_whole = not message.get("more_body", False)
+        if not self._is_kept:
+            return message
+        self.size_bytes += len(part)
         self._limits.take(self._tenant, len(part), self.size_bytes)
         self._parts.append(part)
         if self._is_whole:

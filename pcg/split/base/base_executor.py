@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -20,14 +20,17 @@ from pcg.files import is_file
 from pcg.ir.program.program import python_name
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.torch.products import linear, linear_backward
+from pcg.kernels.torch.remote_weights import is_remote
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.product_weights import joined, lie_side_by_side, multiplied
 from pcg.runtime.training.training_copy import weights_checksum
 from pcg.split.messages import VERSION, Message
-from pcg.split.model_facts import TOKENIZER_FILES, config_text
+from pcg.split.model_facts import TOKENIZER_FILES, config_text, weight_samples
 from pcg.split.pieces import GRADIENT, LINEAR, Piece
+from pcg.split.transports.published_tensors import LEAST_BYTES
 
 _MOST_SAMPLES = 64
+_MOST_REPLY_BYTES = 2**32
 _MOST_PIECES = 4096
 """Joined pieces that are remembered."""
 
@@ -38,6 +41,7 @@ class BaseExecutor:
     Attributes:
         multiplied: the weights [out, in] of linear pieces, by name.
         fetched: the tensors that clients may have.
+        absent: names of matrices that other bases hold.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -59,8 +63,26 @@ class BaseExecutor:
                     kept = self.multiplied if parameter.name in products else self.fetched
                     tensor: Tensor = getattr(holder, python_name(parameter.name))
                     kept[parameter.source.format(layer=layer)] = tensor
+        self.absent: tuple[str, ...] = ()
         self._joined: dict[tuple[str, ...], Tensor | None] = {}
         self._squares: dict[str, Tensor] = {}
+
+    def leave_absent(self) -> None:
+        """Leave the matrices out that other bases hold."""
+        self.absent = tuple(name for name, one in self.multiplied.items() if is_remote(one))
+        self.multiplied = {n: one for n, one in self.multiplied.items() if not is_remote(one)}
+
+    def publish(self, publish: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
+        """Have the large tensors that clients fetch put where they can map them.
+
+        Args:
+            publish: a transport's; it returns the tensors that lie elsewhere from then on.
+        """
+        if self.device.type == "cpu":
+            large = {n: one for n, one in self.fetched.items() if one.nbytes >= LEAST_BYTES}
+            for name, tensor in publish(large).items():
+                # In place, so that all who have the tensor leave the memory where it was.
+                self.fetched[name].data = tensor
 
     @cached_property
     def digest(self) -> str:
@@ -83,6 +105,8 @@ class BaseExecutor:
             "digest": self.digest,
             "pieces": {name: list(one.shape) for name, one in self.multiplied.items()},
             "fetched": {name: list(one.shape) for name, one in self.fetched.items()},
+            "absent": self.absent,
+            "samples": weight_samples(self._store),
             "files": dict(directory_files),
         }
 
@@ -91,6 +115,8 @@ class BaseExecutor:
         for name in piece.weights:
             if name not in self.multiplied:
                 raise SplitError(f"{name[:200]!r} is no weight that this base multiplies by")
+        if len(set(piece.weights)) < len(piece.weights):
+            raise SplitError(f"{str(piece)[:200]} names a weight twice")
         shapes = [self.multiplied[name].shape for name in piece.weights]
         width = shapes[0][1] if piece.kind == LINEAR else shapes[0][0]
         if any(shape[1] != shapes[0][1] for shape in shapes):
@@ -100,13 +126,22 @@ class BaseExecutor:
             raise SplitError(f"{piece} takes one tensor [tokens, {width}], not {given or 'none'}")
         if not len(inputs[0]):
             raise SplitError(f"{piece} was given no tokens")
+        outs = sum(shape[0] for shape in shapes) if piece.kind == LINEAR else shapes[0][1]
+        size = len(inputs[0]) * outs * inputs[0].element_size()
+        if size > _MOST_REPLY_BYTES:
+            raise SplitError(
+                f"{len(inputs[0])} tokens through {str(piece)[:200]} are {size} bytes, and a reply "
+                f"has {_MOST_REPLY_BYTES} at most; send fewer tokens at once"
+            )
         if inputs[0].dtype not in (self.dtype, torch.float32, torch.float64):
             raise SplitError(f"the base runs in {self.dtype}, and not in {inputs[0].dtype}")
 
     @torch.no_grad()
     def run(self, piece: Piece, inputs: Sequence[Tensor]) -> Tensor:
         """Run a piece on the tokens of one request, or of several, one after the other."""
-        x = inputs[0].to(self.device)
+        return self._product(piece, inputs[0].to(self.device))
+
+    def _product(self, piece: Piece, x: Tensor) -> Tensor:
         if piece.kind == GRADIENT:
             return linear_backward(x, self.multiplied[piece.weights[0]].to(x.dtype))
         whole = self._whole(piece.weights)

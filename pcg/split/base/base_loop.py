@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from pcg.errors import PcgError, SplitError
+from pcg.errors import BaseBusyError, PcgError, RankLostError, SplitError
+from pcg.keys import Key, Keys, Scope, open_keys
 from pcg.split.base.base_executor import BaseExecutor
-from pcg.split.base.keys import SERVE, TRAIN, KeyCheck, keys_of
 from pcg.split.base.options import BaseOptions
 from pcg.split.base.policies import make_policy
 from pcg.split.base.queues import Queues, Waiting
+from pcg.split.base.wrong_keys import WrongKeys
 from pcg.split.messages import VERSION, Message, failure
 from pcg.split.model_facts import config_difference
 from pcg.split.pieces import GRADIENT, Piece
@@ -26,14 +27,16 @@ _ACTIVE_S = 1.0
 """A client that asked nothing for so long is not waited for."""
 _MOST_WAITING = 64
 """Requests of one client that may wait at once."""
+_MOST_HELD = 64
+"""Clients that wait because wrong keys came from their address."""
 
 
 @dataclass
 class _Client:
-    """A client that was accepted, and what its key allows."""
+    """A client that was accepted, and the key that it came with."""
 
     name: str
-    allowed: frozenset[str]
+    key: Key
     seen_s: float = 0.0
     has_asked: bool = False
 
@@ -73,19 +76,22 @@ class BaseLoop:
         endpoint: Endpoint,
         options: BaseOptions,
         files: Mapping[str, str] | None = None,
-        keys: KeyCheck | None = None,
+        keys: Keys | None = None,
     ) -> None:
         self.base = base
         self.endpoint = endpoint
         self._options = options
-        self._keys = keys_of(options.api_key) if keys is None else keys
+        self._keys = open_keys(options.api_key, options.api_keys)[0] if keys is None else keys
         self._policy = make_policy(
             options.policy, options.max_batch_tokens, options.wait_ms, options.wait_tokens
         )
         facts = {"rows": options.downloads, "instance": secrets.token_hex(16)}
+        base.publish(endpoint.publish)
         self._facts = {**base.facts(files or {}), **facts}
         self._queues = Queues()
         self._clients: dict[bytes, _Client] = {}
+        self._wrong_keys = WrongKeys()
+        self._held: dict[bytes, Message] = {}
         self._is_stopped = False
         self.counts = Counts()
         self.is_draining = False
@@ -127,6 +133,9 @@ class BaseLoop:
         """Take what has come, and run one batch; returns how long to wait for more."""
         for client, message in self.endpoint.receive(min(wait_s, 0.2)):
             self._take(client, message)
+        held, self._held = self._held, {}
+        for client, message in held.items():
+            self._take(client, message)
         for client in self.endpoint.gone(list(self._clients)):
             self._drop(client, "is gone")
         if not len(self._queues):
@@ -151,6 +160,8 @@ class BaseLoop:
             return
         try:
             reply = self._answered(client, message)
+        except RankLostError:
+            raise
         except PcgError as error:
             self.counts.refused += 1
             reply = failure(message.seq, error)
@@ -163,14 +174,14 @@ class BaseLoop:
     def _answered(self, client: bytes, message: Message) -> Message | None:
         """Answer a message, or None if its answer comes later."""
         if message.op == "hello":
-            return self._hello(client, message)
+            return self._hello(client, message) if self._is_heard(client, message) else None
         known = self._clients.get(client)
         if known is None:
             raise SplitError("say hello first: this base does not know you, or was started anew")
         known.seen_s = time.monotonic()
         if message.op == "run":
             known.has_asked = True
-            self._queue(client, message, known.allowed)
+            self._queue(client, message, known.key)
             return None
         if message.op == "bye":
             self._drop(client, "leaves")
@@ -188,6 +199,15 @@ class BaseLoop:
             raise SplitError("this base does not let its weights be downloaded (--downloads)")
         return self.base.answer(message)
 
+    def _is_heard(self, client: bytes, hello: Message) -> bool:
+        """Return whether a client's key is looked at now; it is held if wrong ones came from it."""
+        if not self._wrong_keys.wait_s(hello.sender, time.monotonic()):
+            return True
+        if len(self._held) >= _MOST_HELD or client in self._held:
+            raise BaseBusyError("too many wrong keys come from your address; try again later")
+        self._held[client] = hello
+        return False
+
     def _hello(self, client: bytes, message: Message) -> Message:
         fields = message.fields
         if fields.get("version") != VERSION:
@@ -195,12 +215,17 @@ class BaseLoop:
                 f"this base speaks version {VERSION} of the messages, and the client version "
                 f"{str(fields.get('version'))[:20]}; install the same pcg on both"
             )
-        key = fields.get("key")
-        allowed = self._keys(key if isinstance(key, str) else "")
-        if allowed is None:
+        given = fields.get("key")
+        key = self._keys.find(given if isinstance(given, str) else "")
+        if key is None:
+            self._wrong_keys.note(message.sender, time.monotonic())
+            _LOG.warning("a client at %s has a wrong key", message.sender or client.hex())
             raise SplitError("the key is none of this base's; give api_key=…, or PCG_API_KEY")
-        if allowed.isdisjoint((SERVE, TRAIN)):
-            raise SplitError(f"the key allows neither {SERVE} nor {TRAIN}; use one that does")
+        if key.scopes.isdisjoint((Scope.INFER, Scope.TRAIN)):
+            raise SplitError(
+                f"the key {key.name!r} has neither of the scopes {Scope.INFER} and {Scope.TRAIN}; "
+                "use one that has"
+            )
         self._check_model(fields)
         if self.is_draining:
             raise SplitError("this base ends, and takes no new clients")
@@ -208,7 +233,7 @@ class BaseLoop:
             raise SplitError(f"this base has {len(self._clients)} clients, and takes no more")
         name = fields.get("client")
         shown = name[:100] if isinstance(name, str) else client.hex()
-        self._clients[client] = _Client(shown, allowed)
+        self._clients[client] = _Client(shown, key)
         _LOG.info("client %r comes; %d are here", self._clients[client].name, self.clients)
         return Message("reply", message.seq, self._facts)
 
@@ -230,17 +255,36 @@ class BaseLoop:
                     f"has {own}; use the same on both sides"
                 )
 
-    def _queue(self, client: bytes, message: Message, allowed: frozenset[str]) -> None:
+    def _queue(self, client: bytes, message: Message, key: Key) -> None:
         piece = Piece.parse(message.text("piece", 2**14))
-        if piece.kind == GRADIENT and TRAIN not in allowed:
-            raise SplitError(f"{GRADIENT} needs a key with the scope {TRAIN}")
+        if piece.kind == GRADIENT and Scope.TRAIN not in key.scopes:
+            raise SplitError(f"{GRADIENT} needs a key with the scope {Scope.TRAIN}")
         # A key without the scope has no priority over those that train.
-        serves = message.fields.get("serves") is True and SERVE in allowed
+        serves = message.fields.get("serves") is True and Scope.INFER in key.scopes
         self.base.checked(piece, message.tensors)
+        self._check_load(client, message, key)
+        now_s = time.monotonic()
+        self._queues.add(
+            Waiting(client, message.seq, piece, message.tensors, serves, now_s, key.name)
+        )
+
+    def _check_load(self, client: bytes, message: Message, key: Key) -> None:
+        """Bound what waits. BaseBusyError: it is too much now. SplitError: it always will be."""
         if self._queues.count(client) >= _MOST_WAITING:
-            raise SplitError(f"{_MOST_WAITING} requests of yours wait already")
-        request = Waiting(client, message.seq, piece, message.tensors, serves, time.monotonic())
-        self._queues.add(request)
+            raise BaseBusyError(f"{_MOST_WAITING} requests of yours wait already")
+        most_tokens, most_bytes = self._options.key_tokens, self._options.key_mib * 2**20
+        tokens, size = len(message.tensors[0]), message.size_bytes
+        if tokens > most_tokens or size > most_bytes:
+            raise SplitError(
+                f"a request of {tokens} tokens and {size} bytes is more than a key may have "
+                f"waiting ({most_tokens} tokens, {most_bytes} bytes); send fewer tokens at once"
+            )
+        waiting_tokens, waiting_bytes = self._queues.load_of(key.name)
+        if waiting_tokens + tokens > most_tokens or waiting_bytes + size > most_bytes:
+            raise BaseBusyError(
+                f"{waiting_tokens} tokens and {waiting_bytes} bytes of the key {key.name!r} wait "
+                f"already; it may have {most_tokens} and {most_bytes}"
+            )
 
     # ------------------------------------------------------------------------------- running
 
@@ -253,6 +297,8 @@ class BaseLoop:
                 every = zip(*(one.tensors for one in batch), strict=True)
                 inputs = [torch.cat(parts) for parts in every]
             outputs = self.base.run(batch[0].piece, inputs)
+        except RankLostError:
+            raise  # nothing runs without it
         except Exception as error:
             _LOG.exception("%s failed", batch[0].piece)
             for one in batch:

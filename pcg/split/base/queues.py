@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -20,6 +20,8 @@ class Waiting:
         tensors: the piece's inputs, [tokens, …] each.
         serves: True if a user waits for tokens; False if it trains.
         arrived_s: when it came, on the clock of `time.monotonic`.
+        key: the name of the key that it came with.
+        tokens: the number of its tokens.
     """
 
     client: bytes
@@ -28,10 +30,11 @@ class Waiting:
     tensors: Sequence[Tensor]
     serves: bool
     arrived_s: float
+    key: str = ""
+    tokens: int = field(init=False)
 
-    @property
-    def tokens(self) -> int:
-        return len(self.tensors[0])
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", len(self.tensors[0]))
 
 
 class Queues:
@@ -64,6 +67,12 @@ class Queues:
     def count(self, client: bytes) -> int:
         """Return the number of requests of a client."""
         return sum(one.client == client for queue in self for one in queue)
+
+    def load_of(self, key: str) -> tuple[int, int]:
+        """Return the tokens and the bytes of all requests that came with a key."""
+        own = [one for queue in self for one in queue if one.key == key]
+        size = sum(tensor.nbytes for one in own for tensor in one.tensors)
+        return sum(one.tokens for one in own), size
 
     @property
     def clients(self) -> set[bytes]:

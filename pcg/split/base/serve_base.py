@@ -2,51 +2,41 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import os
-import secrets
 import signal
 from collections.abc import Callable, Mapping
 
-from pcg.runtime.executor import Executor
+from pcg.keys import open_keys
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
 from pcg.split.transports.zeromq import ZeroMqEndpoint
 from pcg.units import size_text
 
-VARIABLE = "PCG_API_KEY"
-"""The environment's variable with a key."""
-
 
 def serve_base(
     options: BaseOptions,
-    load: Callable[[], Executor],
+    load: Callable[[], BaseExecutor],
     say: Callable[[str], None],
     files: Mapping[str, str],
 ) -> None:
     """Serve a base until SIGTERM or Ctrl-C; a second one ends it at once.
 
     Args:
-        load: returns an executor of the base.
+        load: loads the base.
         say: is told lines for the one who has started it.
         files: the tokenizer's files, by name.
     Raises:
         SplitError: the address cannot be listened at.
+        ServeError: a key is too short, or the file of keys is damaged.
     """
-    keys, made = list(options.api_key), None
-    if not keys and os.environ.get(VARIABLE):
-        keys = [os.environ[VARIABLE]]
-    if not keys:
-        made = secrets.token_urlsafe(24)
-        keys = [made]
-    options = dataclasses.replace(options, api_key=keys)
+    keys, made = open_keys(options.api_key, options.api_keys)
     # The address is taken first, so that one which cannot be is an answer at once.
-    endpoint = ZeroMqEndpoint(options.host, options.port, options.max_request_mib * 2**20)
+    most, curve = options.max_request_mib * 2**20, options.curve
+    endpoint = ZeroMqEndpoint(options.host, options.port, most, curve)
     try:
-        base = BaseExecutor(load())
-        loop = BaseLoop(base, endpoint, options, files)
+        base = load()
+        loop = BaseLoop(base, endpoint, options, files, keys)
         logging.getLogger("pcg.split").addHandler(_Lines(say))
         logging.getLogger("pcg.split").setLevel(logging.INFO)
         kept = {one: signal.signal(one, _ended_by(loop, say)) for one in _SIGNALS}
@@ -56,6 +46,8 @@ def serve_base(
         )
         if made is not None:
             say(f"key: {made}")
+        if curve is not None:
+            say(f"CURVE key: {curve.public.decode()}")
         say(f"listening at {endpoint.where}")
         try:
             loop.run()

@@ -31,6 +31,9 @@ class SharedBase(BaseExecutor):
         self._engine = engine
         self._guests = engine.host()
 
+    def publish(self, publish: object) -> None:
+        """Do nothing: the engine's thread reads the tensors, and clients fetch copies."""
+
     def run(self, piece: Piece, inputs: Sequence[Tensor]) -> Tensor:
         """Run a piece; EngineError: the engine has ended."""
         rows, parts = len(inputs[0]), []

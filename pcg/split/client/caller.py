@@ -15,12 +15,14 @@ from typing import Any
 
 from torch import Tensor
 
-from pcg.errors import BaseLostError, SplitError
+from pcg.errors import BaseBusyError, BaseLostError, SplitError
 from pcg.split.messages import VERSION, Message
 from pcg.split.transports.transport import Disconnected, Moved, Transport
 
 _LOG = logging.getLogger("pcg.split")
 _RETRY_S = 0.2
+_BUSY, _BUSY_S = BaseBusyError.__name__, 0.02
+"""The kind of error of a base which has too much of this key waiting, and when to ask again."""
 
 
 class Caller:
@@ -62,6 +64,11 @@ class Caller:
         # It may go away meanwhile, and come back with other weights.
         self._hello = {**self._hello, "digest": self.facts["digest"]}
 
+    @property
+    def where(self) -> str:
+        """The base's address."""
+        return self._transport.where
+
     def call(self, op: str, tensors: Sequence[Tensor] = (), **fields: bool | int | str) -> Message:
         """Make a call and return its reply.
 
@@ -73,10 +80,10 @@ class Caller:
             if self._is_closed:
                 raise SplitError("this connection to a base executor was closed")
             message = Message(op, next(self._numbers), fields, tensors)
+            end_s = time.monotonic() + self._lost_s
             while True:
                 try:
                     reply = self._transport.exchange(message, self._lost_s)
-                    break
                 except Disconnected as error:
                     where = self._transport.where
                     _LOG.warning(
@@ -84,6 +91,11 @@ class Caller:
                     )
                     self._open(self._lost_s, "the base executor is gone, and none answers at")
                     _LOG.warning("the base executor at %s is back", where)
+                    continue
+                if reply.fields.get("kind") == _BUSY and time.monotonic() < end_s:
+                    time.sleep(_BUSY_S)
+                    continue
+                break
             self.moved.calls += 1
             self.moved.sent_bytes += message.size_bytes
             self.moved.received_bytes += reply.size_bytes

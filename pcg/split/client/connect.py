@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,21 +13,24 @@ import torch
 
 from pcg.compiler import compile_program, make_executor
 from pcg.errors import SplitError
+from pcg.ir.program.program import Program
+from pcg.keys import VARIABLE
 from pcg.keywords import takes
 from pcg.options import dtype_name
 from pcg.runtime.executor import Executor
+from pcg.runtime.model.base_weights import WeightStore
+from pcg.runtime.model.weights import Checkpoint
 from pcg.source import ModelSource, resolve
 from pcg.split.client.base_weights import CalledBase
 from pcg.split.client.caller import Caller
 from pcg.split.client.effects import Effects, EffectsAtBase, EffectsHere
+from pcg.split.client.layered_caller import LayeredCaller
 from pcg.split.client.noise import Noise
 from pcg.split.client.privacy import BASE, DOWNLOAD, Privacy, privacy_of
-from pcg.split.model_facts import TOKENIZER_FILES
+from pcg.split.model_facts import TOKENIZER_FILES, weight_samples, weights_difference
+from pcg.split.transports.curve import ClientCurve, is_loopback
 from pcg.split.transports.transport import Transport
 from pcg.split.transports.zeromq_client import transport_to
-
-VARIABLE = "PCG_API_KEY"
-"""The environment's variable with a key."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class ConnectArguments:
     """Arguments of `connect`.
 
     Attributes:
-        where: the base executor's address, as host:port, or a transport to it.
+        where: the base executor's address, as host:port, or a transport to it; several of either,
+            texts also with commas, where bases hold some layers each.
         model: a directory, a hub id or a config that the base must be of, whose tokenizer is used;
             by default what the base has.
         peft: None, a word such as "lora", a recipe, a configuration of peft's, or {name: one of
@@ -49,11 +53,15 @@ class ConnectArguments:
         memory_budget: what finetuning may save for backward, as in `CompileOptions`.
         privacy: hide all that is sent by noise: who computes its effects, as a word or an address,
             or `Privacy`; None sends it as it is.
+        curve_server: the base's CURVE key, or a file with it, to encrypt the connection.
+        curve_key: this client's CURVE certificate, NAME.key_secret, for a base that admits certain
+            clients; by default a pair of keys is made.
+        plaintext: let keys and tensors go unencrypted to another machine.
         connect_s: how long to wait for the base at first, s.
         lost_s: how long to look for a base that is gone, before a call of it fails, s.
     """
 
-    where: str | Transport
+    where: str | Transport | Sequence[str | Transport]
     model: Any = None
     peft: object = None
     api_key: str | None = field(default=None, kw_only=True)
@@ -62,6 +70,9 @@ class ConnectArguments:
     device: str | torch.device | None = field(default=None, kw_only=True)
     memory_budget: float | str = field(default=1.0, kw_only=True)
     privacy: str | Privacy | None = field(default=None, kw_only=True)
+    curve_server: str | Path | None = field(default=None, kw_only=True)
+    curve_key: str | Path | None = field(default=None, kw_only=True)
+    plaintext: bool = field(default=False, kw_only=True)
     connect_s: float = field(default=20.0, kw_only=True)
     lost_s: float = field(default=30.0, kw_only=True)
 
@@ -104,17 +115,21 @@ def connect(given: ConnectArguments) -> SplitExecutor:
     """
     privacy = privacy_of(given.privacy)
     model = None if given.model is None else resolve(given.model)
-    where = given.where
-    transport = where if isinstance(where, Transport) else transport_to(where, given.transport)
     hello = {
         "key": given.api_key or os.environ.get(VARIABLE),
         "config": None if model is None else model.config,
         "dtype": dtype_name(given.dtype),
         "client": f"process {os.getpid()}",
     }
-    caller = Caller(transport, hello, connect_s=given.connect_s, lost_s=given.lost_s)
+    caller = _caller(given, hello)
     noise = None
     try:
+        absent = caller.facts.get("absent")
+        if absent:
+            raise SplitError(
+                f"no base executor at {caller.where} holds {absent[0]}, and {len(absent) - 1} "
+                "others; name all that hold layers, as host:port,host:port"
+            )
         if privacy is not None:
             noise = Noise(privacy, _effects(privacy, caller, given, hello))
         return _split_executor(caller, given, model, noise)
@@ -123,6 +138,46 @@ def connect(given: ConnectArguments) -> SplitExecutor:
         if noise is not None:
             noise.close()
         raise
+
+
+def _caller(given: ConnectArguments, hello: Mapping[str, Any]) -> Caller:
+    """Connect to a base, or to all of several."""
+    where = given.where.split(",") if isinstance(given.where, str) else given.where
+    places = [where] if isinstance(where, Transport) else where
+    callers: list[Caller] = []
+    try:
+        for place in places:
+            transport = (
+                place
+                if isinstance(place, Transport)
+                else _transport(place.strip(), given, given.curve_server)
+            )
+            times = {"connect_s": given.connect_s, "lost_s": given.lost_s}
+            callers.append(Caller(transport, hello, **times))
+        return callers[0] if len(callers) == 1 else LayeredCaller(callers)
+    except BaseException:
+        for caller in callers:
+            caller.close()
+        raise
+
+
+def _transport(where: str, given: ConnectArguments, server: str | Path | None) -> Transport:
+    """Return a transport. SplitError: it is refused to send keys and tensors in clear."""
+    curve = None
+    if server is not None:
+        own = None if given.curve_key is None else Path(given.curve_key)
+        curve = ClientCurve.read(server, own)
+    elif given.curve_key is not None:
+        raise SplitError(
+            f"curve_key is for encrypted connections; give the CURVE key of {where}, too"
+        )
+    host = where.removeprefix("tcp://").rpartition(":")[0]
+    if host and not (is_loopback(host) or curve is not None or given.plaintext):
+        raise SplitError(
+            f"{where} is another machine, and keys and tensors would be sent to it in clear; give "
+            "its CURVE key by curve_server=…, or plaintext=True to let them"
+        )
+    return transport_to(where, given.transport, curve)
 
 
 def _effects(
@@ -139,7 +194,8 @@ def _effects(
                 "--downloads, or use a second base for effects"
             )
         return EffectsHere(caller)
-    transport = at if isinstance(at, Transport) else transport_to(at, given.transport)
+    server = privacy.effects_curve_server
+    transport = at if isinstance(at, Transport) else _transport(at, given, server)
     asked = {**hello, "digest": caller.facts["digest"]}
     asked["key"] = privacy.effects_api_key or hello["key"]
     second = Caller(transport, asked, connect_s=given.connect_s, lost_s=given.lost_s)
@@ -163,6 +219,8 @@ def _split_executor(
         dtype=facts["dtype"],
         memory_budget=given.memory_budget,
     )
+    if model is not None and model.weight_files:
+        _check_weights(program, model, facts)
     weights = CalledBase(caller, program.base_prefix, noise)
     with tempfile.TemporaryDirectory() as folder:
         directory = None if model is None else model.directory
@@ -174,6 +232,18 @@ def _split_executor(
     executor.caller = caller
     executor.noise = noise
     return executor
+
+
+def _check_weights(program: Program, model: ModelSource, facts: Mapping[str, Any]) -> None:
+    """Compare the client's own files with the base's weights. SplitError: they differ."""
+    own = Checkpoint.open(model, program.base_prefix)
+    store = WeightStore(program, own, torch.device("cpu"))
+    difference = weights_difference(weight_samples(store), facts["samples"])
+    if difference:
+        raise SplitError(
+            f"the weights of {model.name} are not those of the base {facts['name']}: they differ "
+            f"in {difference}; connect with the base's files, or with no model to take what it has"
+        )
 
 
 def _write_files(files: object, folder: Path) -> Path:

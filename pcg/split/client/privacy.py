@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -31,6 +32,7 @@ class Privacy:
         precision: what rows with noise travel and are multiplied in. A product's relative error is
             about `scale` times its rounding: 6e-8 in float32, 1.1e-16 in float64.
         effects_api_key: a key of the second base; by default that of the first.
+        effects_curve_server: its CURVE key, or a file with it, to encrypt the connection.
     Raises:
         SplitError: a value is out of range, or the noise would drown the result.
     """
@@ -41,6 +43,7 @@ class Privacy:
     uses: int = 1
     precision: Literal["float32", "float64"] = "float64"
     effects_api_key: str | None = field(default=None, repr=False)
+    effects_curve_server: str | Path | None = None
 
     def __post_init__(self) -> None:
         for name, value, most in (("pool", self.pool, 2**16), ("uses", self.uses, 2**20)):

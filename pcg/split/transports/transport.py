@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from pcg.split.messages import Message
 
@@ -82,6 +84,13 @@ class Endpoint(ABC):
     @abstractmethod
     def gone(self, clients: Sequence[bytes]) -> list[bytes]:
         """Return those of some clients that are known to be gone since."""
+
+    def publish(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Put tensors where clients may read them; returns those that lie elsewhere from now on.
+
+        A reply with one of them is as long as its header alone, for clients that can map it.
+        """
+        return {}
 
     def share(self, client: bytes, size_bytes: int) -> Message | None:
         """Share memory with a client for its tensors; None if the transport has none."""

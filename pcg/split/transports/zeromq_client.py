@@ -13,25 +13,33 @@ from torch import Tensor
 
 from pcg.errors import SplitError
 from pcg.split.messages import Message, frames_of, header_of, read_header, read_message
+from pcg.split.transports.curve import ClientCurve, is_loopback
+from pcg.split.transports.published_tensors import published_tensor
 from pcg.split.transports.shared_memory import SharedMemory
 from pcg.split.transports.transport import Disconnected, Transport
-from pcg.split.transports.zeromq import HEARTBEAT_MS, zmq
+from pcg.split.transports.zeromq import HEARTBEAT_MS
+from pcg.split.transports.zeromq_library import zmq
 
 _LOG = logging.getLogger("pcg.split")
-_SLICE_MS = 1000
+_SLICE_MS = 200
+"""A base that ends is noticed so much later at most."""
 _FIRST_BYTES = 2**22
+_MOST_HANDSHAKES = 5
+"""Handshakes that fail before a client gives up: a base that ends may break off one."""
 
 
 class TcpTransport(Transport):
     """A connection to `host:port`."""
 
-    def __init__(self, where: str) -> None:
-        """Check the address. SplitError: it is none."""
+    def __init__(self, where: str, curve: ClientCurve | None = None) -> None:
+        """Check the address; with `curve` the connection is encrypted. SplitError: it is none."""
         host, colon, port = where.removeprefix("tcp://").rpartition(":")
         if not colon or not host or not port.isdigit() or not 0 < int(port) < 2**16:
             raise SplitError(f"{where!r} is no address of a base executor; use host:port")
         self.where = f"{host}:{port}"
         self._host = host
+        self._curve = curve
+        self._failed = 0
         self._zmq = zmq()
         self._context: Any = None
         self._socket: Any = None
@@ -41,37 +49,85 @@ class TcpTransport(Transport):
         self.close()
         self._context = self._zmq.Context()
         self._socket = self._context.socket(self._zmq.DEALER)
-        self._socket.set(self._zmq.LINGER, 1000)
+        # A reply has come to all that matters; what waits for a base that is gone is made again.
+        self._socket.set(self._zmq.LINGER, 0)
         self._socket.set(self._zmq.IPV6, int(":" in self._host))
         self._socket.set(self._zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self._socket.set(self._zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
-        self._events = self._socket.get_monitor_socket(self._zmq.EVENT_DISCONNECTED)
-        self._poller = self._zmq.Poller()
-        self._poller.register(self._socket, self._zmq.POLLIN)
-        self._poller.register(self._events, self._zmq.POLLIN)
+        if self._curve is not None:
+            self._socket.set(self._zmq.CURVE_SERVERKEY, self._curve.server)
+            self._socket.set(self._zmq.CURVE_PUBLICKEY, self._curve.public)
+            self._socket.set(self._zmq.CURVE_SECRETKEY, self._curve.secret)
+        self._events = self._socket.get_monitor_socket(self._event_mask())
+        self._socket.set(self._zmq.RCVTIMEO, _SLICE_MS)
         self._socket.connect(f"tcp://{self.where}")
 
     def exchange(self, message: Message, timeout_s: float) -> Message:
         if self._socket is None:
             raise Disconnected("not connected")
+        self._look()
         try:
             self._socket.send_multipart(self._frames(message), copy=False)
         except self._zmq.ZMQError as error:
             raise Disconnected(str(error)) from None
         end_s = time.monotonic() + timeout_s
         while True:
-            there = dict(self._poller.poll(min(_SLICE_MS, max(0, end_s - time.monotonic()) * 1000)))
-            while self._socket.poll(0):
+            try:
                 reply = self._read(self._socket.recv_multipart(copy=False))
-                # Replies that nobody waited for, after an interruption, and probes of the base.
-                if reply.seq == message.seq:
-                    return reply
-                if reply.op == "error" and reply.seq == 0:
-                    raise SplitError(f"the base executor refuses: {reply.fields.get('error')}")
-            if self._events in there:
-                raise Disconnected("the connection is closed")
-            if time.monotonic() > end_s:
-                raise Disconnected(f"no answer in {timeout_s:g} s")
+            except self._zmq.Again:
+                self._look()
+                if time.monotonic() > end_s:
+                    raise Disconnected(f"no answer in {timeout_s:g} s") from None
+                continue
+            if reply.op == "error":  # perhaps of a base that has come since, and knows nobody
+                self._look()
+            # Replies that nobody waited for, after an interruption, and probes of the base.
+            if reply.seq == message.seq:
+                return reply
+            if reply.op == "error" and reply.seq == 0:
+                raise SplitError(f"the base executor refuses: {reply.fields.get('error')}")
+
+    def _event_mask(self) -> int:
+        names = ("DISCONNECTED", "HANDSHAKE_SUCCEEDED", *_HANDSHAKE_FAILED)
+        mask = 0
+        for name in names:
+            mask |= int(getattr(self._zmq, f"EVENT_{name}"))
+        return mask
+
+    def _look(self) -> None:
+        """Look what has happened to the connection.
+
+        Raises:
+            Disconnected: it has ended.
+            SplitError: the ends do not accept each other, and will not.
+        """
+        failed = [getattr(self._zmq, f"EVENT_{name}") for name in _HANDSHAKE_FAILED]
+        while self._events.poll(0):
+            found = self._zmq.utils.monitor.parse_monitor_message(self._events.recv_multipart())
+            if found["event"] == self._zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._failed = 0
+                continue
+            if found["event"] == self._zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                raise SplitError(
+                    f"the base executor at {self.where} does not know this client's CURVE key; "
+                    "have its NAME.key put in the folder that the base was given (--curve-clients)"
+                )
+            if found["event"] in failed:
+                self._failed += 1
+                if self._failed >= _MOST_HANDSHAKES:
+                    raise SplitError(f"no handshake with {self.where} succeeds: {self._mismatch}")
+                raise Disconnected(f"the handshake fails: {self._mismatch}")
+            raise Disconnected("the connection is closed")
+
+    @property
+    def _mismatch(self) -> str:
+        """The likeliest reason of handshakes that fail."""
+        if self._curve is None:
+            return "it is encrypted by CURVE; give the base's public key (curve_server=…)"
+        return (
+            "the base's CURVE key is another than the one given (curve_server=…), or the base was "
+            "started without (--curve-key)"
+        )
 
     def _frames(self, message: Message) -> Sequence[object]:
         return frames_of(message)
@@ -82,16 +138,18 @@ class TcpTransport(Transport):
     def close(self) -> None:
         if self._context is not None:
             self._socket.disable_monitor()
-            self._context.destroy(1000)
+            self._context.destroy(0)
             self._context = self._socket = self._events = None
 
 
 class SharedMemoryTransport(TcpTransport):
     """A connection within a machine, whose tensors lie in memory of both processes."""
 
-    def __init__(self, where: str, is_wanted: bool = True) -> None:
+    def __init__(
+        self, where: str, is_wanted: bool = True, curve: ClientCurve | None = None
+    ) -> None:
         """Check the address; unless it is wanted, TCP alone does where memory cannot be shared."""
-        super().__init__(where)
+        super().__init__(where, curve)
         self._is_wanted = is_wanted
         self._shared: SharedMemory | None = None
         self._ask: Message | None = None
@@ -131,7 +189,8 @@ class SharedMemoryTransport(TcpTransport):
         if self._shared is not None and size > self._shared.half:
             self._grow(2 * size + size // 2)
         reply = super().exchange(message, timeout_s)
-        if self._shared is not None and reply.size_bytes > self._shared.half:
+        is_mapped = any(isinstance(at, dict) for at in reply.fields.get("places") or ())
+        if self._shared is not None and reply.size_bytes > self._shared.half and not is_mapped:
             self._grow(2 * reply.size_bytes + reply.size_bytes // 2)
         return reply
 
@@ -148,9 +207,11 @@ class SharedMemoryTransport(TcpTransport):
         places = message.fields.get("places")
         if places is None or self._shared is None:
             return super()._read(frames)
-        # A copy: the next reply comes to the same place.
         message.tensors = [
-            self._shared.view(at, *kind, is_reply=True).clone()
+            # A copy: the next reply comes to the same place.
+            published_tensor(at, *kind)
+            if isinstance(at, dict)
+            else self._shared.view(at, *kind, is_reply=True).clone()
             for at, kind in zip(places, kinds, strict=True)
         ]
         return message
@@ -165,19 +226,21 @@ class SharedMemoryTransport(TcpTransport):
         super().close()
 
 
-_LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
+_HANDSHAKE_FAILED = (
+    "HANDSHAKE_FAILED_AUTH", "HANDSHAKE_FAILED_NO_DETAIL", "HANDSHAKE_FAILED_PROTOCOL",
+)  # fmt: skip
 
 
-def transport_to(where: str, kind: str) -> Transport:
+def transport_to(where: str, kind: str, curve: ClientCurve | None = None) -> Transport:
     """Return a transport to a base's address, by its name; `auto` shares memory on loopback.
 
     Raises:
         SplitError: the address or the name is none.
     """
     host = where.removeprefix("tcp://").rpartition(":")[0]
-    is_local = host in _LOCAL and hasattr(os, "memfd_create")
+    is_local = is_loopback(host) and hasattr(os, "memfd_create")
     if kind == "tcp" or (kind == "auto" and not is_local):
-        return TcpTransport(where)
+        return TcpTransport(where, curve)
     if kind not in ("auto", "shared-memory"):
         raise SplitError(f"transport={kind!r}; use auto, tcp or shared-memory")
-    return SharedMemoryTransport(where, is_wanted=kind == "shared-memory")
+    return SharedMemoryTransport(where, is_wanted=kind == "shared-memory", curve=curve)

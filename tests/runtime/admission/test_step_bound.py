@@ -47,7 +47,7 @@ def run(policy: Policy, hostile: str | None, prompt: int = 4, new: int = 20) -> 
             for _ in range(40):
                 engine.submit(ask(hostile, prompt, new))
         names = [engine.submit(ask(tenant, name=f"{tenant} {turn}")) for tenant in "ab"]
-        while any(name in engine._sequences for name in names):
+        while any(name in engine.requests.by_id for name in names):
             engine.step()
             engine.check_integrity()
     return engine
@@ -114,7 +114,7 @@ def test_what_waits_for_room_in_a_step_is_served_in_the_end() -> None:
     names = [engine.submit(ask("a", new=3000, prompt=1))]
     for _ in range(2500):
         engine.step()
-    assert names[0] in engine._sequences
+    assert names[0] in engine.requests.by_id
     ended = [event.subject for event in engine.log if event.kind is Kind.FINISHED]
     assert set(ended) & set(flood)
     engine.check_integrity()
@@ -169,7 +169,7 @@ def test_the_first_flood_of_an_engine_is_bounded() -> None:
     engine.step()
     for _ in range(200):
         engine.submit(ask("greedy", prompt=8))
-    while name in engine._sequences:
+    while name in engine.requests.by_id:
         engine.step()
     gaps = gaps_of(engine, [name])
     assert statistics.mean(gaps) <= 1.25 * gaps[0]
@@ -204,6 +204,6 @@ def test_few_of_a_flood_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     modest = engine.submit(ask("b"))
     for _ in range(100):
         engine.step()
-    assert name in engine._sequences
+    assert name in engine.requests.by_id
     assert max(found) <= 4
     assert any(event.kind is Kind.TOKEN for event in engine.log.of(modest))

@@ -102,6 +102,9 @@ class TakenSide:
         yield
         self._seconds.append(0.02)
 
+    def rejoin(self) -> None:
+        assert not self._open
+
     def join(self) -> list[float]:
         assert not self._open
         seconds, self._seconds = self._seconds, []

@@ -199,7 +199,7 @@ def test_a_name_is_taken_until_all_continuations_end(executor: Executor) -> None
     fields: dict[str, Any] = {"request_id": "mine", "ignore_eos": True, "temperature": 1.0}
     engine.submit(executor.request([1], n=2, seed=0, max_new_tokens=40, **fields))
     engine.step()
-    first = engine._sequences["mine"]
+    first = engine.requests.by_id["mine"]
     first.limit = 3  # it ends before the other
     while not first.is_over:
         engine.step()

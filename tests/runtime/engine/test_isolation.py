@@ -253,7 +253,7 @@ def test_a_text_that_cannot_be_made_fails_its_request(monkeypatch: pytest.Monkey
     engine = make_engine(executor, 64)
     for request in asked:
         engine.submit(request)
-    sequence = engine._sequences["request 2"]
+    sequence = engine.requests.by_id["request 2"]
 
     class Broken:
         def push(self, token: int) -> str:

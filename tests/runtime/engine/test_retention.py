@@ -86,7 +86,7 @@ def test_times_of_requests_that_are_over_are_forgotten() -> None:
     for _ in range(2000):
         engine.submit(Request((1,), params, request_id="same", timeout_s=1e6))
         finish(engine)
-    assert len(engine._deadlines) < 200
+    assert len(engine.requests.deadlines) < 200
     engine.submit(Request((1,), params, request_id="again", timeout_s=0.5))
     finish(engine)
     long = SamplingParams(max_new_tokens=200)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pcg.kernels.torch.products import ProductRequest, product, product_backward
+from pcg.kernels.torch.input_gradient import product_backward
+from pcg.kernels.torch.products import ProductRequest, product
 from pcg.runtime.model.cut_execution import BLOCK, CutExecution
 
 VOCABULARY, HIDDEN = 2500, 5

@@ -15,9 +15,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from pcg.keys import Keys
 from pcg.peft.reader import WEIGHTS
 from pcg.runtime.executor import Executor
-from pcg.serve.security.keys import Keys
 from pcg.serve.service import Service
 from tests.support import serving
 from tests.support.step_gate import StepGate

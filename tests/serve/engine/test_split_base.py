@@ -90,7 +90,7 @@ def test_keys_and_scopes_are_those_of_the_server(tmp_path: Path) -> None:
         where = where_of(served)
         with pytest.raises(SplitError, match="none of this base's"):
             pcg.connect(where, api_key="no-such-key")
-        with pytest.raises(SplitError, match="neither infer nor train"):
+        with pytest.raises(SplitError, match="neither of the scopes infer and train"):
             pcg.connect(where, api_key="key-of-reads")
         with pcg.connect(where, api_key="key-of-serves") as split:
             assert len(split.generate([PROMPT], max_new_tokens=2)[0].token_ids) == 2

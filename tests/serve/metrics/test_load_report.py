@@ -9,11 +9,11 @@ from dataclasses import replace
 import httpx2
 import pytest
 
+from pcg.keys import Keys
 from pcg.runtime.metrics.events import EventLog
 from pcg.runtime.metrics.status import EngineNumbers
 from pcg.runtime.metrics.totals import Totals
 from pcg.serve.metrics.load_report import ASKED, REPORT, load_headers
-from pcg.serve.security.keys import Keys
 from pcg.serve.service import Service
 from tests.support import serving
 

@@ -9,8 +9,8 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pcg.keys import Keys
 from pcg.serve.app import create_app
-from pcg.serve.security.keys import Keys
 from pcg.serve.service import Service
 from tests.support import serving
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx2
 
+from pcg.keys import Keys
 from pcg.serve.security.json_containers import MOST_CONTAINERS
-from pcg.serve.security.keys import Keys
 from pcg.serve.service import Service
 from tests.support import serving
 

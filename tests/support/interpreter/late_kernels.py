@@ -51,7 +51,7 @@ def _load(executor: Any) -> dict[str, Any]:
         {"temperature": 0.0, "logprobs": 2},
     ]
     names = [None, "r4", "r20", "r1"]
-    for number, ids in enumerate(prompts((5, 1, 16, 33, 3, 9, 40, 17, 2, 8, 31, 64))):
+    for number, ids in enumerate(prompts((5, 1, 16, 33, 3, 9, 40, 17, 2, 8, 31, 57))):
         own = ways[number % len(ways)]
         new = 3 + number % 5
         engine.submit(

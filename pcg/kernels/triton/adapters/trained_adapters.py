@@ -24,15 +24,9 @@ from torch import Tensor
 from pcg.kernels.batch import ProgramBatch
 from pcg.kernels.sizes import ROW_ALIGNMENT
 from pcg.kernels.torch import ops as torch_ops
+from pcg.kernels.torch.input_gradient import InputGradientTerm, product_backward
 from pcg.kernels.torch.lora import as_weight
-from pcg.kernels.torch.products import (
-    InputGradientTerm,
-    Product,
-    ProductRequest,
-    fulfilled,
-    joined_tokens,
-    product_backward,
-)
+from pcg.kernels.torch.products import Product, ProductRequest, fulfilled, joined_tokens
 from pcg.kernels.triton.adapters import segmented_lora
 from pcg.kernels.triton.adapters.segmented_activate import segment_sum, segmented_activate
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles
@@ -161,7 +155,10 @@ def lora_group_backward(
     b: Sequence[Any],
     s: Sequence[Tensor],
 ) -> ProductRequest[Any]:
-    """Request those of linear operators of one input: every ds, every dB, and the sum of dx."""
+    """Request those of linear operators of one input: every ds, every dB, and the sum of dx.
+
+    The last ones may have no LoRA; there are fewer A, B and s then.
+    """
     a, b = [as_weight(one) for one in a], [as_weight(one) for one in b]
     known = all(
         is_tokens(dz_)
@@ -169,15 +166,15 @@ def lora_group_backward(
         and not weight.shape[1] % ROW_ALIGNMENT
         and is_matrix(b_.weight.t(), dz_.shape[1])
         and is_matrix(a_.weight, weight.shape[1])
-        for dz_, weight, a_, b_, s_ in zip(dz, weights, a, b, s, strict=True)
+        for dz_, weight, a_, b_, s_ in zip(dz, weights, a, b, s, strict=False)
     )
     others = list(zip(names[1:], dz[1:], weights[1:], strict=True))
     term = LoraGradients(a, b, s) if known else None
     dx = yield from product_backward(batch, names[0], dz[0], weights[0], term, others)
     if term is not None:
-        return *term.ds, *term.db, dx
-    ds = [torch_ops.expand_backward(*site) for site in zip(dz, b, strict=True)]
-    db = [torch_ops.scaled_outer(*site) for site in zip(dz, s, b, strict=True)]
+        return *term.gradients(), dx
+    ds = [torch_ops.expand_backward(*site) for site in zip(dz, b, strict=False)]
+    db = [torch_ops.scaled_outer(*site) for site in zip(dz, s, b, strict=False)]
     for site in zip(ds, a, strict=True):
         dx.add_(torch_ops.shrink_backward(*site))
     return *ds, *db, dx
@@ -185,13 +182,24 @@ def lora_group_backward(
 
 @dataclass(eq=False)
 class LoraGradients(InputGradientTerm):
-    """ds [T, r] and dB [out, r] of one job's LoRA at linear operators, once they are made."""
+    """The gradients of one job's LoRA at linear operators."""
 
     _a: Sequence[Any]
     _b: Sequence[Any]
     _s: Sequence[Tensor]
-    ds: list[Any] = field(default_factory=list, init=False)
-    db: list[Any] = field(default_factory=list, init=False)
+    _parts: Sequence[LoraGradients] = field(default=(), init=False)
+    _ds: list[Tensor] = field(default_factory=list, init=False)
+    _db: list[Tensor] = field(default_factory=list, init=False)
+
+    def parts(self) -> Sequence[LoraGradients]:
+        sites = zip(self._a, self._b, self._s, strict=True)
+        self._parts = [LoraGradients((a,), (b,), (s,)) for a, b, s in sites]
+        return self._parts
+
+    def gradients(self) -> Sequence[Tensor]:
+        """ds [T, r] of each linear operator, then dB [out, r] of each, once they are made."""
+        every = self._parts or (self,)
+        return [own for one in every for own in one._ds] + [own for one in every for own in one._db]
 
     def add(
         self,
@@ -200,7 +208,8 @@ class LoraGradients(InputGradientTerm):
         jobs: Sequence[LoraGradients],
         spans: Sequence[tuple[int, int]],
     ) -> None:
-        sites, counts = range(len(dys)), [count for _, count in spans]
+        sites, counts = range(len(self._s)), [count for _, count in spans]
+        dys = dys[: len(sites)]  # those behind have no LoRA
         up = up_rows_of([[job._b[j].weight for job in jobs] for j in sites], sum(counts))
         ranks = [job._s[0].shape[1] for job in jobs]
         tiles, device = segments_at(spans, ranks, dx.device, len(sites)), dx.device
@@ -219,8 +228,8 @@ class LoraGradients(InputGradientTerm):
         for own, of_site in zip(by_slice(ds), gradients, strict=True):
             each = zip(jobs, by_job(own, counts, ranks), of_site, strict=True)
             for job, own_ds, own_db in each:
-                job.ds.append(own_ds)
-                job.db.append(own_db)
+                job._ds.append(own_ds)
+                job._db.append(own_db)
 
 
 def asked_outer(batch: ProgramBatch, name: str, ds: Tensor, x: Tensor) -> ProductRequest[Any]:

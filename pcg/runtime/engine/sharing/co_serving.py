@@ -177,6 +177,10 @@ class CoServing(Sharing):
         if self._share_of(step) is not None:
             self._account.spend(seconds)
 
+    def corrected(self, step: Step, seconds: float) -> None:
+        if self._share_of(step) is not None:
+            self._account.correct(seconds)
+
 
 def _even_part(tokens: int, most: int) -> int:
     """Return the size of equal parts of at most `most` tokens."""

@@ -51,4 +51,7 @@ class Sharing(ABC):
         return load.tokens if fits else 0
 
     def ran(self, step: Step, seconds: float) -> None:  # noqa: B027
-        """Note the time of parts."""
+        """Note the time of parts; as it is predicted where they run beside what is served."""
+
+    def corrected(self, step: Step, seconds: float) -> None:  # noqa: B027
+        """Note that parts took so much longer than `ran` was told."""

@@ -96,6 +96,10 @@ class TimeAccount:
         self._earned_s -= seconds
         self._spent_s += seconds
 
+    def correct(self, seconds: float) -> None:
+        """Note that a step before spent so much more than it said."""
+        self._earned_s -= seconds
+
 
 _SURE, _OVER = 0.4, 1.25
 """What a layer of a window takes at most by its first prediction, and in the step in which it runs,

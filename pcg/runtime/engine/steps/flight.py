@@ -2,14 +2,21 @@
 
 On a device that works beside the host, the next step begins before this one is read:
 
-    host      plan n+1 · start n+1 · read n · draw n+1 · plan n+2 · start n+2 · read n+1 · …
+    host      plan n+1 · start n+1 · read n · draw n+1 · parts n+1 · plan n+2 · start n+2 · …
     device    ── forward n, draw n ──┤├──── forward n+1, draw n+1 ────┤├──── forward n+2 …
+    beside    ── parts n ────────────┤├──── updates, parts n+1 ───────┤├──── updates, …
 
 A sequence then has a token `ahead`, that the device reads from its own memory
 (`runtime/model/latest_tokens.py`). One that ends with the token that is read has run one token too
 many, for which none is drawn. Its pages are free at once: whatever uses them next comes after the
 step on the device, too. One that was preempted meanwhile is computed again with what the host
 knows, and draws the same token.
+
+Parts of jobs run beside a forward on a stream of their own. A step ends when both have ended, so
+each stream waits for the other where a step begins; the host waits for neither. A job that needs
+numbers goes on once the step is read that computed them (`late_readings.py`), by an update beside
+the forward that is under way. Pages that were free when a forward began are a job's at once, and
+those that are freed meanwhile from the next step on, as the forward may have a row more there.
 
 Source: vLLM's asynchronous scheduling (placeholders of tokens, sampling apart from the forward),
 mini-sglang's overlap loop.
@@ -36,6 +43,7 @@ class Flight:
         jobs: those whose windows run in it.
         started_s: when the host started it.
         due_s: when it is expected to end.
+        number: which of the steps it is that are read late; that of the latest for others.
         trained: tokens of windows in it.
     """
 
@@ -46,6 +54,7 @@ class Flight:
     jobs: list[Job]
     started_s: float
     due_s: float
+    number: int
     trained: int = field(init=False)
     _begun: list[int] = field(init=False)
 

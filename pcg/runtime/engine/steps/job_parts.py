@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from collections.abc import Sequence as List
+from contextlib import nullcontext
 
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.device import Device
@@ -29,7 +30,7 @@ class JobParts:
     def __init__(self, jobs: Jobs, clock: Clock) -> None:
         self._jobs = jobs
         self._clock = clock
-        self._beside: list[PartGroup] = []
+        self._beside: list[tuple[PartGroup, float]] = []
         self.guests: GuestWork | None = None
 
     def windows(
@@ -66,7 +67,9 @@ class JobParts:
             before_s = step.elapsed_s
             self._advance(step, group)
             step.elapsed_s = self._clock.now_s() - started_s
-            _observe(sharing, step, group, took, step.elapsed_s - before_s)
+            with_update_s = step.elapsed_s - before_s
+            step.ran_parts(group.phase, group.load, took, with_update_s)
+            sharing.ran(step, with_update_s)
 
     def _run(self, device: Device, parts: List[Part], now_s: float) -> float:
         side = device.side
@@ -105,18 +108,33 @@ class JobParts:
                         device.run_parts(group.parts)
                 except Exception as error:
                     self._fail(device, group, error)
-                    return
-                self._beside.append(group)
+                    break
                 spent_s += latencies.of(group.phase).bound_s(group.load)
+                foretold_s = latencies.of(group.phase).seconds(group.load)
+                self._beside.append((group, foretold_s))
+                sharing.ran(step, foretold_s)
                 self._advance(step, group)
+        side.rejoin()
+
+    def settle(self, device: Device) -> None:
+        """Have jobs go on by what was read: on a GPU, beside the forward that is under way."""
+        jobs = self._jobs.unpaused
+        if not jobs:
+            return
+        with nullcontext() if device.side is None else device.side.beside():
+            for job in jobs:
+                self._jobs.settle(job)
+        if device.side is not None:
+            device.side.rejoin()
 
     def join(self, device: Device, sharing: Sharing, step: Step) -> None:
         """Wait for the parts beside the forward, and learn how long they took."""
         if self._beside:
             assert device.side is not None
             groups, self._beside = self._beside, []
-            for group, took_s in zip(groups, device.side.join(), strict=True):
-                _observe(sharing, step, group, took_s, took_s)
+            for (group, foretold_s), took_s in zip(groups, device.side.join(), strict=True):
+                step.ran_parts(group.phase, group.load, took_s, took_s)
+                sharing.corrected(step, took_s - foretold_s)
 
     def _fail(self, device: Device, group: PartGroup, error: Exception) -> None:
         if not device.fails_alike:
@@ -129,10 +147,3 @@ class JobParts:
             job.tokens, job.held = job.tokens + tokens, 0
             job.advance()
             self._jobs.settle(job)
-
-
-def _observe(
-    sharing: Sharing, step: Step, group: PartGroup, took_s: float, with_update_s: float
-) -> None:
-    step.ran_parts(group.phase, group.load, took_s, with_update_s)
-    sharing.ran(step, with_update_s)

@@ -1,4 +1,4 @@
-"""What a trainer's commands return."""
+"""Results of a trainer's commands."""
 
 from __future__ import annotations
 

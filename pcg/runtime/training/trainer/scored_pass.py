@@ -12,30 +12,16 @@ are kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from pcg.runtime.data.example import IGNORED
 from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.loss_chunks import PassLoss, WindowLoss
-from pcg.runtime.training.losses.columns import Columns
-from pcg.runtime.training.losses.loss import Loss
-from pcg.runtime.training.losses.token_losses import Options
+from pcg.runtime.training.trainer.batches import ScoredBatch
 from pcg.runtime.training.trainer.datum import CheckedDatum
 from pcg.runtime.training.training_pass import HasTokens, TrainingPass
 from pcg.runtime.training.work_units import Pages
-
-
-@dataclass(frozen=True)
-class Score:
-    """A loss of some data, with its options and all that it reads."""
-
-    loss: Loss
-    options: Options
-    columns: Columns
 
 
 class ScoredPass(TrainingPass):
@@ -49,8 +35,7 @@ class ScoredPass(TrainingPass):
     def __init__(
         self,
         runner: BoundTraining,
-        data: Sequence[CheckedDatum],
-        score: Score,
+        batch: ScoredBatch,
         pages: Pages,
         *,
         trains: bool,
@@ -62,13 +47,13 @@ class ScoredPass(TrainingPass):
             trains: compute gradients, and not the loss alone.
         """
         normaliser = 1.0 if trains else None
-        super().__init__(runner, data, normaliser, dropout_seed, pages.cache, pages.tables)
-        self._score = score
-        self._lengths = [len(one.ids) for one in data]
+        super().__init__(runner, batch.data, normaliser, dropout_seed, pages.cache, pages.tables)
+        self._score, self._columns = batch.score, batch.columns
+        self._lengths = [len(one.ids) for one in batch.data]
         self.logprobs = torch.zeros(0)
         self._slopes: Tensor | None = None
-        if trains and score.loss.is_linear:
-            self._slopes = self._with_virtual(score.columns.weights)
+        if trains and batch.score.loss.is_linear:
+            self._slopes = self._with_virtual(batch.columns.weights)
 
     def targets_of(self, example: HasTokens) -> list[int]:
         assert isinstance(example, CheckedDatum)
@@ -95,7 +80,7 @@ class ScoredPass(TrainingPass):
         losses = [one.losses for one in reversed(computed.windows) if one.losses is not None]
         logprobs = self._without_virtual(0.0 - torch.cat(losses))  # and not -0.0
         score = self._score
-        total, by_logprobs = score.loss.evaluate(logprobs, score.columns, score.options)
+        total, by_logprobs = score.loss.evaluate(logprobs, self._columns, score.options)
         if self.trains and self._slopes is None:
             self._slopes = self._with_virtual(-by_logprobs)
             self.logprobs = logprobs

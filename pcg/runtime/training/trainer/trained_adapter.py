@@ -7,6 +7,7 @@ the call is done: whatever fails or is cancelled leaves them as they were.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,28 +33,21 @@ from pcg.runtime.training.optimizer import (
     set_rate,
 )
 from pcg.runtime.training.runner import TrainingRunner, run_pass, training_runner
-from pcg.runtime.training.trainer.datum import CheckedDatum, columns_of
+from pcg.runtime.training.trainer.batches import Score, ScoredBatch, cut
+from pcg.runtime.training.trainer.datum import CheckedDatum
 from pcg.runtime.training.trainer.options import TrainerArguments
 from pcg.runtime.training.trainer.results import Scored, Snapshot, Stepped
-from pcg.runtime.training.trainer.scored_pass import Score, ScoredPass
+from pcg.runtime.training.trainer.scored_pass import ScoredPass
 from pcg.runtime.training.training_copy import (
     check_same_recipe,
     owned,
     start_adapter,
     weights_checksum,
 )
-from pcg.runtime.training.work_units import Pages, Release, StepBeginsAgain, Work
+from pcg.runtime.training.work_units import Pages, Reading, Release, StepBeginsAgain, Work
 
 _RATE = 1e-3
 """The learning rate of an optimizer before its first step, which gives its own."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ScoredBatch:
-    """Data that goes through the model together, and its loss."""
-
-    data: Sequence[CheckedDatum]
-    score: Score
 
 
 class TrainedAdapter:
@@ -129,30 +123,15 @@ class TrainedAdapter:
         self, data: Sequence[CheckedDatum], loss: Loss, options: Options
     ) -> list[ScoredBatch]:
         """Cut data into what goes through the model together, in its order."""
-        together, bounds = loss.together, self._given
-        found: list[list[CheckedDatum]] = []
-        tokens = 0
-        for begin in range(0, len(data), together):
-            group = data[begin : begin + together]
-            length = sum(len(one.ids) for one in group)
-            tokens += length
-            is_full = bool(found) and (
-                len(found[-1]) + together > bounds.batch_size
-                or (bounds.max_tokens is not None and tokens > bounds.max_tokens)
-            )
-            if is_full or not found:
-                found.append([])
-                tokens = length
-            found[-1] += group
-        device = self._runner.device
-        return [ScoredBatch(one, Score(loss, options, columns_of(one, device))) for one in found]
+        given, device = self._given, self._runner.device
+        return cut(data, Score(loss, options), given.batch_size, given.max_tokens, device)
 
     def forward(self, batches: Sequence[ScoredBatch]) -> Work[Scored]:
         """Compute the loss of some batches, without gradients and without dropout."""
         while True:
             try:
                 done = yield from self._through(batches, trains=False)
-                return self._scored(batches, done)
+                return (yield from self._scored(batches, done))
             except StepBeginsAgain:
                 yield Release()
 
@@ -171,8 +150,7 @@ class TrainedAdapter:
                 except StepBeginsAgain:
                     self._drop_gradients()
                     yield Release()
-            scored = self._scored(batches, done)
-            self._check_gradients()
+            scored = yield from self._scored(batches, done, self._norm())
             with deferred_interrupts():
                 self._keep_gradients()
                 self._passes += len(batches)
@@ -190,39 +168,55 @@ class TrainedAdapter:
 
             def begin(pages: Pages, batch: ScoredBatch = batch, seed: int = seed) -> ScoredPass:
                 dropout_seed = seed if trains else None
-                data, score = batch.data, batch.score
                 return ScoredPass(
-                    self._runner, data, score, pages, trains=trains, dropout_seed=dropout_seed
+                    self._runner, batch, pages, trains=trains, dropout_seed=dropout_seed
                 )
 
             lengths = [len(one.ids) for one in batch.data]
             done.append((yield from run_pass(self._runner, lengths, begin)))
         return done
 
-    def _scored(self, batches: Sequence[ScoredBatch], done: Sequence[ScoredPass]) -> Scored:
-        """Return the results in host memory, for which the host waits. FinetuneError: NaN."""
+    def _scored(
+        self, batches: Sequence[ScoredBatch], done: Sequence[ScoredPass], norm: Tensor | None = None
+    ) -> Work[Scored]:
+        """Return the results, once the host has them, and the norm of the gradients if any.
+
+        Raises:
+            FinetuneError: one is not finite.
+        """
         data = [one for batch in batches for one in batch.data]
-        flat = torch.cat([each.logprobs for each in done]).cpu()
-        logprobs = flat.split([len(one.ids) for one in data])
+        flat = torch.cat([each.logprobs for each in done])
+        sums = [each.loss_sum.to(flat.device).double() for each in done]
+        norms = [] if norm is None else [norm.to(flat.device).double()]
+        reading = Reading(torch.cat([flat.double(), torch.stack([*sums, *norms])]))
+        yield reading
+        numbers = torch.tensor(reading.read(), dtype=torch.float64)
+        logprobs = numbers[: len(flat)].to(flat.dtype).split([len(one.ids) for one in data])
         for index, values in enumerate(logprobs):
             if not values.isfinite().all():
                 raise FinetuneError(
                     f"trainer {self.name!r}: log-probabilities of data[{index}] are not finite; "
                     f"look at it, or load an earlier state: the adapter had {self.steps} updates"
                 )
-        loss = float(torch.stack([each.loss_sum.cpu() for each in done]).sum())
-        if loss != loss or abs(loss) == float("inf"):
+        loss, found = float(numbers[len(flat) :][: len(sums)].sum()), numbers[-1]
+        if not math.isfinite(loss):
             name = batches[0].score.loss.name
             raise FinetuneError(
                 f"trainer {self.name!r}: the loss {name!r} is {loss:g}; look at the logprobs and "
                 "advantages of the data"
+            )
+        if norm is not None and not found.isfinite():
+            raise FinetuneError(
+                f"trainer {self.name!r}: the norm of this call's gradients is {float(found):g}, "
+                "and they are dropped; look at its weights, advantages and logprobs"
             )
         targets = sum(target != IGNORED for one in data for target in one.targets)
         return Scored(loss, tuple(one.clone() for one in logprobs), len(flat), targets)
 
     # ----------------------------------------------------------------------------------- gradients
 
-    def _check_gradients(self) -> None:
+    def _norm(self) -> Tensor:
+        """Return the norm of the gradients of a call. UnsupportedError: a weight gets none."""
         gradients = []
         for path, tensor in self._parameters.items():
             if tensor.grad is None:
@@ -230,12 +224,7 @@ class TrainedAdapter:
                     f"{path} gets no gradient, so it cannot be trained; leave it out of the recipe"
                 )
             gradients.append(tensor.grad)
-        norm = float(torch.nn.utils.get_total_norm(gradients))
-        if norm != norm or norm == float("inf"):
-            raise FinetuneError(
-                f"trainer {self.name!r}: the norm of this call's gradients is {norm:g}, and they "
-                "are dropped; look at its weights, advantages and logprobs"
-            )
+        return torch.nn.utils.get_total_norm(gradients)
 
     def _keep_gradients(self) -> None:
         # On a GPU recorded windows add to memory that stays theirs.
@@ -261,17 +250,29 @@ class TrainedAdapter:
         Raises:
             FinetuneError: there are none, or their norm is not finite; they wait on.
         """
-        yield from ()
         if not self._pending:
             raise FinetuneError(
                 f"trainer {self.name!r} has no gradients to update by; call forward_backward first"
             )
         self._set(rate, fields)
-        with deferred_interrupts():
-            try:
-                return self._update(grad_clip_norm)
-            finally:
-                self._drop_gradients()
+        try:
+            norm = self._whole_gradients()
+            reading = Reading(norm[None].double())
+            yield reading
+            (found,) = reading.read()
+            if not math.isfinite(found):
+                raise FinetuneError(
+                    f"trainer {self.name!r}: the norm of the gradients is {found:g}; load an "
+                    "earlier state"
+                )
+            with deferred_interrupts():
+                if grad_clip_norm is not None:
+                    torch.nn.utils.clip_grads_with_norm_(
+                        self._parameters.values(), grad_clip_norm, norm
+                    )
+                return self._update(found)
+        finally:
+            self._drop_gradients()
 
     def _set(self, rate: float, fields: dict[str, Any]) -> None:
         kind = self._kind
@@ -287,23 +288,18 @@ class TrainedAdapter:
             if number and "weight_decay" in kind.options:  # biases do not decay
                 group["weight_decay"] = 0.0
 
-    def _update(self, grad_clip_norm: float | None) -> Stepped:
+    def _whole_gradients(self) -> Tensor:
+        """Have the parameters have the gradients that wait; returns their norm."""
         for path, tensor in self._parameters.items():
             tensor.grad = self._pending[path]
-        if self._beside is not None:
+        if self._beside is not None:  # which adds to them
             for tensor in self._parameters.values():
                 assert tensor.grad is not None
                 tensor.grad = tensor.grad.clone()
             self._beside.regularize()
-        norm = self._runner.gradient_norm()
-        found = float(norm)
-        if found != found or found == float("inf"):
-            raise FinetuneError(
-                f"trainer {self.name!r}: the norm of the gradients is {found:g}; load an earlier "
-                "state"
-            )
-        if grad_clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), grad_clip_norm, norm)
+        return self._runner.gradient_norm()
+
+    def _update(self, norm: float) -> Stepped:
         self._take_step()
         self._pending = {}
         history = self._history
@@ -314,7 +310,7 @@ class TrainedAdapter:
         history.losses.append(self._loss)
         history.tokens += self._tokens
         history.targets += self._targets
-        stepped = Stepped(history.step, found, self._tokens, self._loss)
+        stepped = Stepped(history.step, norm, self._tokens, self._loss)
         self._tokens = self._passes = self._targets = 0
         self._loss = 0.0
         self._note_step(stepped)

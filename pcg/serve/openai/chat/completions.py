@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from pcg.keys import Scope
 from pcg.runtime.requests.request import Completion
 from pcg.serve.json_bytes import json_bytes
 from pcg.serve.long_body import LongBodyRoute
@@ -23,7 +24,6 @@ from pcg.serve.openai.completions import STREAMED
 from pcg.serve.openai.logprobs import prompt_logprobs
 from pcg.serve.openai.usage import Usage, usage_of
 from pcg.serve.security.caller import Caller, requires
-from pcg.serve.security.keys import Scope
 from pcg.serve.service import ServiceDependency, new_id
 
 router = APIRouter(prefix="/v1", tags=["chat"], route_class=LongBodyRoute)

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from pcg.keys import Scope
 from pcg.runtime.requests.request import Completion
 from pcg.serve.errors import ApiError
 from pcg.serve.json_bytes import json_bytes
@@ -32,7 +33,6 @@ from pcg.serve.openai.responses.reply import (
 )
 from pcg.serve.openai.responses.store import KeptResponse, ResponseStore
 from pcg.serve.security.caller import Caller, requires
-from pcg.serve.security.keys import Scope
 from pcg.serve.service import ServiceDependency, new_id
 
 router = APIRouter(prefix="/v1", tags=["responses"], route_class=LongBodyRoute)

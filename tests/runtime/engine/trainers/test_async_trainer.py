@@ -48,8 +48,7 @@ def train(trainer: Any, steps: int = 2) -> list[Any]:
     """Ask for all steps at once; returns what the methods gave."""
     found = []
     for step in range(steps):
-        for row in (0, 3):
-            found.append(trainer.forward_backward(data(ROWS[row : row + 3], "weights")))
+        found += [trainer.forward_backward(data(ROWS[row : row + 3], "weights")) for row in (0, 3)]
         found.append(trainer.optim_step(learning_rate=1e-2 / (step + 1), grad_clip_norm=1.0))
     return [*found, trainer.snapshot()]
 
@@ -214,7 +213,7 @@ def test_coroutines_and_the_executors_own_trainer(executor: Executor) -> None:
         loss = asyncio.run(main(engine))
         with executor.trainer("c", peft=LORA, seed=1) as trainer:
             assert train(trainer)[0].loss == pytest.approx(loss, rel=1e-6)
-        with pytest.raises(FinetuneError, match="(?i)adamww"):
+        with pytest.raises(FinetuneError, match=r"(?i)adamww"):
             engine.trainer("d", optimizer="AdamWW")
         with pytest.raises(FinetuneError, match="total_steps"):
             executor.trainer("d", peft={"peft_type": "ADALORA"})

@@ -168,9 +168,9 @@ def test_states_that_do_not_fit_are_refused(executor: Executor, tmp_path: Path) 
         with pytest.raises(FinetuneError, match="there is no state"):
             trainer.load_state(tmp_path / "none")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["mine", "state"]
-    with executor.trainer("c", peft={**LORA, "r": 8}) as trainer:
-        with pytest.raises(FinetuneError, match="same recipe"):
-            trainer.load_state(path)
+    other = executor.trainer("c", peft={**LORA, "r": 8})
+    with other as trainer, pytest.raises(FinetuneError, match="same recipe"):
+        trainer.load_state(path)
     with executor.trainer("d", peft=LORA, optimizer="sgd") as trainer:
         with pytest.raises(FinetuneError, match="optimizer=False"):
             trainer.load_state(path)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from pcg.keys import Keys
 from pcg.serve.openai.chat.messages import Message
 from pcg.serve.openai.responses import routes
 from pcg.serve.openai.responses.items import InputItem, memory_of, messages_of
 from pcg.serve.openai.responses.store import KeptResponse, ResponseStore
-from pcg.serve.security.keys import Keys
 from tests.support import serving
 
 

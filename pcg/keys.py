@@ -1,4 +1,4 @@
-"""API keys: who may do what. A server keeps their hashes alone.
+"""API keys: who may do what. A server, or a base executor, keeps their hashes alone.
 
 A file of keys is a JSON list, whose hashes `printf %s KEY | sha256sum` makes:
 

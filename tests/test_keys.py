@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pcg.errors import ServeError
+from pcg.keys import VARIABLE, Keys, Scope, open_keys
 from pcg.serve.options import ServeOptions
-from pcg.serve.security.keys import VARIABLE, Keys, Scope, open_keys
 from tests.support import serving
 
 SHA = hashlib.sha256(b"secret-1").hexdigest()

@@ -1,0 +1,174 @@
+"""Gradients of the inputs of the base's linear operators, with what bypass networks add to them.
+
+    dx = Σ_j dz_j W_j + ds_j A_j
+
+One of several weights takes the launches of one; beside a job that asks for some of them only, it
+is run in parts, a weight each, so that no product by the base's weights runs twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from pcg.kernels.batch import ProgramBatch
+from pcg.kernels.torch.products import Product, ProductRequest, joined_tokens, linear_backward
+from pcg.kernels.torch.remote_weights import is_remote
+
+
+class InputGradientTerm(ABC):
+    """The term that bypass networks at the first weights add to the gradient of their input."""
+
+    @abstractmethod
+    def add(
+        self,
+        dys: Sequence[Tensor],
+        dx: Tensor,
+        jobs: Sequence[Self],
+        spans: Sequence[tuple[int, int]],
+    ) -> None:
+        """Add the terms of several jobs, this one included, to the base's dx [T, in] in one go.
+
+        `dys` has dy [T, out] of each weight; `spans` are the first token of each job and its
+        number of tokens in them.
+        """
+
+    @abstractmethod
+    def parts(self) -> Sequence[Self]:
+        """A term for each of the first weights; once they have been added, this one has been."""
+
+
+@dataclass(slots=True, eq=False)
+class InputGradient(Product):
+    """dy W, summed over several where there are others, with a term of bypass networks added.
+
+    Attributes:
+        others: dy and W beside the first ones.
+    """
+
+    weight: Tensor
+    term: InputGradientTerm | None
+    others: Sequence[tuple[Tensor, Tensor]] = ()
+
+    @property
+    def rows(self) -> int:
+        if is_remote(self.weight):
+            return 0
+        return len(self.weight) + sum(len(weight) for _, weight in self.others)
+
+    def run_rows(self, start: int, stop: int) -> None:
+        first, pairs = 0, self._pairs()
+        for dy, weight in pairs:
+            part = slice(max(start - first, 0), min(stop - first, len(weight)))
+            if part.start < part.stop:
+                dx = linear_backward(dy[:, part].contiguous(), weight[part]).to(_sum_dtype(dy))
+                self._outputs = dx if not first + part.start else self._outputs.add_(dx)
+            first += len(weight)
+        if stop == first:
+            dys = [dy for dy, _ in pairs]
+            self._outputs = self._outputs.to(dys[0].dtype)
+            self._add_terms(dys, self._outputs, *(self._parts or ((self,), (len(dys[0]),))))
+            self._x, self.others = None, ()
+
+    @property
+    def part_keys(self) -> Sequence[tuple[object, ...]]:
+        layer, *names, kind = self.key
+        return [(layer, name, kind) for name in names]
+
+    def parts(self) -> Sequence[Self]:
+        pairs = self._pairs()
+        terms: list[InputGradientTerm | None] = [*self.term.parts()] if self.term else []
+        terms += [None] * (len(pairs) - len(terms))
+        self._x, self.others = None, ()
+        return [
+            dataclasses.replace(self, key=key, _x=dy, weight=weight, term=term)
+            for key, (dy, weight), term in zip(self.part_keys, pairs, terms, strict=True)
+        ]
+
+    def add_part(self, part: Self) -> None:
+        dx = part.take()
+        self._outputs = dx if self._outputs is None else self._outputs.add_(dx)
+
+    def joined(self, others: Sequence[Self]) -> Self:
+        every = (self, *others)
+        (first, *rest), counts = self._joined_pairs(every)
+        whole = dataclasses.replace(self, _x=first[0], others=rest)
+        whole._parts = every, counts
+        return whole
+
+    def run(self) -> None:
+        (self._outputs,) = self._made((self,))
+
+    def run_with(self, others: Sequence[InputGradient]) -> None:
+        every = (self, *others)
+        for one, rows in zip(every, self._made(every), strict=True):
+            one._outputs = rows.clone()
+
+    def _made(self, every: Sequence[InputGradient]) -> Sequence[Tensor]:
+        pairs, counts = self._joined_pairs(every)
+        (dy, weight), *others = pairs
+        dx = linear_backward(dy, weight)
+        for more, by in others:
+            if is_remote(by):
+                dx.add_(linear_backward(more, by))
+            else:
+                dx = torch.addmm(dx, more, by, out=dx) if dx.is_cuda else dx.add_(more @ by)
+        self._add_terms([dy for dy, _ in pairs], dx, every, counts)
+        own: Sequence[Tensor] = dx.split(counts)
+        return own
+
+    def _pairs(self) -> Sequence[tuple[Tensor, Tensor]]:
+        assert self._x is not None
+        return [(self._x, self.weight), *self.others]
+
+    def _joined_pairs(
+        self, every: Sequence[InputGradient]
+    ) -> tuple[list[tuple[Tensor, Tensor]], list[int]]:
+        """Each weight with the dy of all, one behind the other, and how many tokens each has."""
+        dy, counts = joined_tokens(every)
+        pairs = [(dy, self.weight)]
+        for place, (own, weight) in enumerate(self.others):
+            rows = [one.others[place][0] for one in every]
+            pairs.append((torch.cat(rows) if len(rows) > 1 else own, weight))
+        for one in every:
+            one.others = ()
+        return pairs, counts
+
+    @staticmethod
+    def _add_terms(
+        dys: Sequence[Tensor], dx: Tensor, every: Sequence[InputGradient], counts: Sequence[int]
+    ) -> None:
+        spans = zip(accumulate(counts[:-1], initial=0), counts, strict=True)
+        found = [(one.term, span) for one, span in zip(every, spans, strict=True) if one.term]
+        if found:
+            terms = [term for term, _ in found]
+            terms[0].add(dys, dx, terms, [span for _, span in found])
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that parts of a sum are added in."""
+    return x.dtype if x.dtype == torch.float64 else torch.float32
+
+
+def product_backward(
+    batch: ProgramBatch,
+    name: str,
+    dy: Tensor,
+    weight: Tensor,
+    term: InputGradientTerm | None = None,
+    others: Sequence[tuple[str, Tensor, Tensor]] = (),
+) -> ProductRequest[Any]:
+    """Request dx = dy W, [T, in], with a term of bypass networks added; `name` is the weight's.
+
+    The dx of `others`, each a weight's name, dy and W, are summed with it.
+    """
+    names = (name, *(other for other, _, _ in others))
+    pairs = [(own, by) for _, own, by in others]
+    return InputGradient((batch.layer, *names, "backward"), dy, weight, term, pairs).requested()

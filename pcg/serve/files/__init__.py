@@ -1,0 +1,1 @@
+"""OpenAI's files and uploads, kept in the server's store."""

@@ -1,0 +1,96 @@
+"""The files of a server: kept, found and deleted for their owners."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from typing import TypeVar
+
+from pcg.serve.files import records
+from pcg.serve.files.quota import Quota
+from pcg.serve.files.records import FileRecord, Page
+from pcg.serve.files.wire import missing, now
+from pcg.serve.store.contents import Incoming
+from pcg.serve.store.ids import new_key
+from pcg.serve.store.store import Store
+
+Result = TypeVar("Result")
+
+
+class Files:
+    """The files of all tenants.
+
+    Attributes:
+        store: what keeps them.
+        quota: bounds what each tenant keeps.
+    """
+
+    def __init__(self, store: Store, quota: Quota) -> None:
+        self.store = store
+        self.quota = quota
+
+    async def write(self, act: Callable[[sqlite3.Connection], Result]) -> Result:
+        """Run a function in a transaction, and wait for the disk."""
+        return await asyncio.wrap_future(self.store.database.write(act))
+
+    async def read(self, act: Callable[[sqlite3.Connection], Result]) -> Result:
+        """Run a function on what is kept."""
+        return await asyncio.wrap_future(self.store.database.read(act))
+
+    async def kept_bytes(self, tenant: str) -> int:
+        """Count the bytes that a tenant keeps, once what has expired is removed."""
+        await self.remove(await self.write(lambda one: records.expire(one, now())))
+        return (await self.read(lambda one: records.used(one, tenant, now())))[1]
+
+    async def keep(self, record: FileRecord, content: Incoming) -> FileRecord:
+        """Keep a file. ApiError: the tenant keeps too much."""
+
+        def act(connection: sqlite3.Connection) -> FileRecord:
+            self.quota.check(connection, record.tenant, record.size_bytes)
+            self.store.contents.put(content)
+            records.insert(connection, record)
+            return record
+
+        return await self.write(act)
+
+    async def find(self, tenant: str, id: str) -> FileRecord:
+        """Return a tenant's file. ApiError: there is none."""
+        found = await self.read(lambda one: records.find(one, tenant, id, now()))
+        if found is None:
+            raise missing("File", id)
+        return found
+
+    async def listed(self, tenant: str, page: Page, purpose: str | None) -> list[FileRecord]:
+        """Return a page of a tenant's files, and one more where there are others."""
+        return await self.read(lambda one: records.listed(one, tenant, page, purpose, now()))
+
+    async def delete(self, tenant: str, id: str) -> None:
+        """Delete a tenant's file. ApiError: there is none."""
+        digest = await self.write(lambda one: records.delete(one, tenant, id, now()))
+        if digest is None:
+            raise missing("File", id)
+        await self.remove([digest])
+
+    async def remove(self, digests: list[str]) -> None:
+        """Remove contents that nothing names any more."""
+        if digests:
+            remove = self.store.contents.remove_unnamed
+            await self.write(lambda one: [remove(one, digest) for digest in digests])
+
+
+def new_file(
+    tenant: str, filename: str, purpose: str, content: Incoming, life_s: int | None
+) -> FileRecord:
+    """Return the row of a new file."""
+    created = now()
+    return FileRecord(
+        new_key("file-"),
+        tenant,
+        filename,
+        purpose,
+        content.size_bytes,
+        created,
+        None if life_s is None else created + life_s,
+        content.digest,
+    )

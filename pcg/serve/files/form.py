@@ -1,0 +1,157 @@
+"""Forms with a file, read as they come: the file goes to the disk, and never into memory whole."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from fastapi import Request
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import ClientDisconnect
+
+from pcg.serve.errors import ApiError
+from pcg.serve.files.quota import InFlight
+from pcg.serve.security.caller import Caller
+from pcg.serve.service import Service
+from pcg.serve.store.contents import Incoming
+
+_WRITTEN_BYTES = 2**20
+"""What is written at a time, on a thread."""
+_FIELD_BYTES = 2**12
+_FIELDS = 16
+
+
+@dataclass
+class Form:
+    """A form that was read.
+
+    Attributes:
+        fields: its fields but the file.
+        filename: the file's name.
+        content: the file; whoever has the form drops it, where it is not kept.
+    """
+
+    content: Incoming
+    fields: dict[str, str] = field(default_factory=dict)
+    filename: str | None = None
+
+
+class _Reader:
+    """Takes what the parser finds."""
+
+    def __init__(self, file: str, names: Collection[str]) -> None:
+        self.fields: dict[str, str] = {}
+        self.filename: str | None = None
+        self.unwritten: list[bytes] = []
+        self.unwritten_bytes = 0
+        self.is_over = False
+        self._file = file
+        self._names = frozenset(names)
+        self._headers: dict[bytes, bytes] = {}
+        self._header = self._value = b""
+        self._name = ""
+        self._text = bytearray()
+
+    def on_part_begin(self) -> None:
+        self._headers = {}
+        self._text = bytearray()
+
+    def on_header_field(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+
+    def on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def on_header_end(self) -> None:
+        self._headers[self._header.lower()] = self._value
+        self._header = self._value = b""
+
+    def on_headers_finished(self) -> None:
+        _, options = parse_options_header(self._headers.get(b"content-disposition"))
+        self._name = options.get(b"name", b"").decode("utf-8", "replace")
+        if self._name == self._file:
+            if self.filename is not None:
+                raise ApiError(400, f"The form has two parts '{self._file}'.", param=self._file)
+            self.filename = options.get(b"filename", b"").decode("utf-8", "replace")
+            return
+        if self._name not in self._names:
+            said = f"Unrecognized request argument supplied: {self._name[:64]}"
+            raise ApiError(400, said, param=self._name[:64])
+        if self._name in self.fields or len(self.fields) >= _FIELDS:
+            raise ApiError(400, f"The form has '{self._name}' twice.", param=self._name)
+
+    def on_part_data(self, data: bytes, start: int, end: int) -> None:
+        if self._name == self._file:
+            self.unwritten.append(data[start:end])
+            self.unwritten_bytes += end - start
+            return
+        self._text += data[start:end]
+        if len(self._text) > _FIELD_BYTES:
+            said = f"'{self._name}' has more than {_FIELD_BYTES} bytes."
+            raise ApiError(400, said, param=self._name)
+
+    def on_part_end(self) -> None:
+        if self._name != self._file:
+            self.fields[self._name] = self._text.decode("utf-8", "replace")
+
+    def on_end(self) -> None:
+        self.is_over = True
+
+    def take(self) -> bytes:
+        """Return what is to be written, and forget it."""
+        found, self.unwritten, self.unwritten_bytes = b"".join(self.unwritten), [], 0
+        return found
+
+    @property
+    def callbacks(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in dir(self) if name.startswith("on_")}
+
+
+async def read_form(
+    request: Request,
+    service: Service,
+    caller: Caller,
+    flight: InFlight,
+    file: str,
+    names: Collection[str],
+) -> Form:
+    """Read a form whose part `file` is a file.
+
+    Args:
+        flight: bounds and counts the bytes of the file.
+        names: the fields that it may have beside.
+    Raises:
+        ApiError: it is no such form, or too large.
+        StoreFullError: there is no room.
+    """
+    kind, options = parse_options_header(request.headers.get("content-type"))
+    boundary = options.get(b"boundary")
+    if kind != b"multipart/form-data" or not boundary:
+        raise ApiError(400, "Send the body as content-type: multipart/form-data.")
+    reader = _Reader(file, names)
+    content = await service.beside(caller, service.files.store.contents.begin)
+    try:
+        parser = MultipartParser(boundary, reader.callbacks)  # type: ignore[arg-type]
+        async for part in request.stream():
+            parser.write(part)
+            if reader.unwritten_bytes >= _WRITTEN_BYTES:
+                flight.add(reader.unwritten_bytes)
+                await service.beside(caller, content.write, reader.take())
+        flight.add(reader.unwritten_bytes)
+        await service.beside(caller, content.write, reader.take())
+        if not reader.is_over:
+            raise ApiError(400, "The form ends before its last boundary.", code="invalid_form")
+        if reader.filename is None:
+            raise ApiError(400, f"Missing required parameter: '{file}'.", param=file)
+        await service.beside(caller, content.finish)
+    except FormParserError as error:
+        content.drop()
+        raise ApiError(400, f"The form cannot be read: {error}", code="invalid_form") from None
+    except ClientDisconnect:
+        content.drop()
+        raise ApiError(400, "The client left before its body was whole.") from None
+    except BaseException:
+        content.drop()
+        raise
+    return Form(content, reader.fields, reader.filename)

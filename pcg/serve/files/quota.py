@@ -1,0 +1,89 @@
+"""Quotas of tenants: how many files each keeps, and how many bytes, with those on their way."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pcg.serve.errors import ApiError
+from pcg.serve.files.records import used
+from pcg.serve.options import ServeOptions
+
+
+class InFlight:
+    """The bytes of one file that comes.
+
+    Args:
+        coming: bytes that come now, by tenant.
+        room: bytes that the tenant may have beside what it keeps.
+        most: bytes that the file may have.
+    """
+
+    def __init__(self, coming: Counter[str], tenant: str, room: int, most: int) -> None:
+        self.size_bytes = 0
+        self._coming = coming
+        self._tenant = tenant
+        self._room = room
+        self._most = most
+
+    def add(self, size_bytes: int) -> None:
+        """Count bytes that came. ApiError: they are too many."""
+        self.size_bytes += size_bytes
+        self._coming[self._tenant] += size_bytes
+        if self.size_bytes > self._most:
+            raise ApiError(
+                413,
+                f"The file has more than {self._most} bytes; send less.",
+                param="file",
+                code="file_too_large",
+                headers={"connection": "close"},
+            )
+        if self._coming[self._tenant] > self._room:
+            raise over_quota("bytes")
+
+
+class Quota:
+    """The quotas of a server's tenants."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._options = options
+        self._coming: Counter[str] = Counter()
+
+    @contextmanager
+    def flight(self, tenant: str, kept_bytes: int, most: int | None = None) -> Iterator[InFlight]:
+        """Count a file while it comes.
+
+        Args:
+            kept_bytes: bytes that the tenant keeps.
+            most: bytes that it may have; by default those of any file.
+        """
+        options = self._options
+        most = options.max_file_bytes if most is None else most
+        one = InFlight(self._coming, tenant, options.tenant_files_bytes - kept_bytes, most)
+        try:
+            yield one
+        finally:
+            self._coming[tenant] -= one.size_bytes
+            if not self._coming[tenant]:
+                del self._coming[tenant]
+
+    def check(self, connection: sqlite3.Connection, tenant: str, size_bytes: int) -> None:
+        """Raise an ApiError if a tenant may not keep one more file of so many bytes."""
+        files, kept = used(connection, tenant, int(time.time()))
+        if files >= self._options.tenant_files:
+            raise over_quota(f"files, at most {self._options.tenant_files}")
+        if kept + size_bytes > self._options.tenant_files_bytes:
+            raise over_quota(f"bytes, at most {self._options.tenant_files_bytes}")
+
+
+def over_quota(what: str) -> ApiError:
+    """Return the error of a tenant that would keep too much."""
+    return ApiError(
+        429,
+        f"You keep too many {what} of files; delete some.",
+        code="insufficient_quota",
+        headers={"x-should-retry": "false", "connection": "close"},
+    )

@@ -1,0 +1,86 @@
+"""Rows of uploads and of their parts."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import astuple, dataclass, fields
+
+PENDING, COMPLETED, CANCELLED, EXPIRED = "pending", "completed", "cancelled", "expired"
+
+
+@dataclass(frozen=True)
+class UploadRecord:
+    """An upload, whose room is the tenant's from the beginning.
+
+    Attributes:
+        size_bytes: bytes of all its parts, as the client says first.
+        file_expires_after_s: how long its file will be kept; None for as long as nobody deletes it.
+        file: the id of its file, once it is completed.
+    """
+
+    id: str
+    tenant: str
+    filename: str
+    purpose: str
+    mime_type: str
+    size_bytes: int
+    created_s: int
+    expires_s: int
+    file_expires_after_s: int | None
+    status: str
+    file: str | None = None
+
+
+@dataclass(frozen=True)
+class PartRecord:
+    """A part of an upload."""
+
+    id: str
+    upload: str
+    created_s: int
+    size_bytes: int
+    digest: str
+
+
+def _columns(kind: type) -> str:
+    return ", ".join(field.name for field in fields(kind))
+
+
+def _insert(connection: sqlite3.Connection, table: str, record: UploadRecord | PartRecord) -> None:
+    values = astuple(record)
+    places = ", ".join("?" for _ in values)
+    connection.execute(f"INSERT INTO {table} ({_columns(type(record))}) VALUES ({places})", values)
+
+
+def insert(connection: sqlite3.Connection, record: UploadRecord) -> None:
+    """Add an upload."""
+    _insert(connection, "uploads", record)
+
+
+def insert_part(connection: sqlite3.Connection, record: PartRecord) -> None:
+    """Add a part."""
+    _insert(connection, "upload_parts", record)
+
+
+def find(connection: sqlite3.Connection, tenant: str, id: str) -> UploadRecord | None:
+    """Return a tenant's upload; None if there is none of the id."""
+    row = connection.execute(
+        f"SELECT {_columns(UploadRecord)} FROM uploads WHERE tenant = ? AND id = ?", (tenant, id)
+    ).fetchone()
+    return None if row is None else UploadRecord(*row)
+
+
+def parts(connection: sqlite3.Connection, upload: str) -> dict[str, PartRecord]:
+    """Return the parts of an upload, by id."""
+    rows = connection.execute(
+        f"SELECT {_columns(PartRecord)} FROM upload_parts WHERE upload = ?", (upload,)
+    )
+    return {row["id"]: PartRecord(*row) for row in rows}
+
+
+def end(connection: sqlite3.Connection, id: str, status: str, file: str | None = None) -> list[str]:
+    """End an upload; returns the digests that its parts had."""
+    digests = [part.digest for part in parts(connection, id).values()]
+    connection.execute("UPDATE uploads SET status = ?, file = ? WHERE id = ?", (status, file, id))
+    connection.execute("DELETE FROM upload_parts WHERE upload = ?", (id,))
+    return digests

@@ -1,0 +1,144 @@
+"""The database of a store: SQLite with one thread that writes and one that reads.
+
+A write is done once its transaction is on the disk (`synchronous=FULL`), so what was acknowledged
+outlasts kill -9 and a power failure. Writes that wait share a transaction, and its wait for the
+disk: each has a savepoint, so that one which fails undoes nothing of the others.
+"""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, TypeAlias, TypeVar
+
+from pcg.errors import PcgError, StoreError, StoreFullError
+
+Result = TypeVar("Result")
+_Write: TypeAlias = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
+
+_TOGETHER = 256
+"""The most writes of one transaction."""
+_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
+_FULL_NUMBERS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open a database as all of its users do; any thread may use it, one at a time."""
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    connection.row_factory = sqlite3.Row
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA foreign_keys = ON")
+    return connection
+
+
+def as_store_error(error: BaseException) -> BaseException:
+    """Return what an error of the disk or the database means; other errors as they are."""
+    if isinstance(error, sqlite3.Error):
+        is_full = getattr(error, "sqlite_errorcode", None) in _FULL
+    elif isinstance(error, OSError):
+        is_full = error.errno in _FULL_NUMBERS
+    else:
+        return error
+    kind = StoreFullError if is_full else StoreError
+    text = "there is no room on the disk" if is_full else "the data folder cannot be used"
+    made: PcgError = kind(f"{text}: {error}")
+    made.__cause__ = error
+    return made
+
+
+class Database:
+    """A database that is open; `close` ends its threads.
+
+    Args:
+        path: its file, whose schema is the newest.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._writing, self._reading = connect(path), connect(path)
+        self._reading.execute("PRAGMA query_only = ON")
+        self._writes: SimpleQueue[_Write | None] = SimpleQueue()
+        self._reader = ThreadPoolExecutor(1, "pcg store reads")
+        self._thread = threading.Thread(target=self._write_all, name="pcg store", daemon=True)
+        self._thread.start()
+
+    def write(self, act: Callable[[sqlite3.Connection], Result]) -> Future[Result]:
+        """Run a function in a transaction; done once what it wrote is on the disk.
+
+        Args:
+            act: runs on the writing thread. What it raises undoes its own changes alone.
+        Raises:
+            StoreFullError: by the future, there is no room; nothing of it was written.
+            StoreError: by the future, the disk fails otherwise.
+        """
+        future: Future[Result] = Future()
+        future.set_running_or_notify_cancel()
+        self._writes.put((act, future))
+        return future
+
+    def read(self, act: Callable[[sqlite3.Connection], Result]) -> Future[Result]:
+        """Run a function on what was written before; errors as of `write`."""
+
+        def run() -> Result:
+            try:
+                return act(self._reading)
+            except Exception as error:
+                raise as_store_error(error) from error.__cause__
+
+        return self._reader.submit(run)
+
+    def close(self) -> None:
+        """End once everything that was asked is written."""
+        self._writes.put(None)
+        self._thread.join()
+        self._reader.shutdown()
+        self._reading.close()
+        self._writing.close()
+
+    # ------------------------------------------------------------------------------- the writer
+
+    def _write_all(self) -> None:
+        while True:
+            batch = [self._writes.get()]
+            try:
+                while len(batch) < _TOGETHER:
+                    batch.append(self._writes.get_nowait())
+            except Empty:
+                pass
+            asked = [one for one in batch if one is not None]
+            if asked:
+                self._write_together(asked)
+            if len(asked) < len(batch):
+                return
+
+    def _write_together(self, asked: list[_Write]) -> None:
+        done: list[tuple[Future[Any], Any]] = []
+        try:
+            self._writing.execute("BEGIN IMMEDIATE")
+            for act, future in asked:
+                self._writing.execute("SAVEPOINT one")
+                try:
+                    found = act(self._writing)
+                except Exception as error:
+                    if not self._writing.in_transaction:  # the database undid all of it by itself
+                        raise
+                    self._writing.execute("ROLLBACK TO one")
+                    future.set_exception(as_store_error(error))
+                else:
+                    done.append((future, found))
+                self._writing.execute("RELEASE one")
+            self._writing.execute("COMMIT")
+        except BaseException as error:
+            if self._writing.in_transaction:
+                self._writing.execute("ROLLBACK")
+            for _, future in asked:
+                if not future.done():
+                    future.set_exception(as_store_error(error))
+            return
+        for future, found in done:
+            future.set_result(found)

@@ -1,0 +1,84 @@
+"""The tables of a store, and how those of an older one become these.
+
+A store has the number of its schema in SQLite's `user_version`; each migration leads from one
+number to the next. One that was released never changes: what is new is a further migration.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+from pcg.errors import ServeError
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        """CREATE TABLE files (
+            place INTEGER PRIMARY KEY AUTOINCREMENT,
+            id TEXT NOT NULL UNIQUE,
+            tenant TEXT NOT NULL,
+            filename TEXT NOT NULL,
+            purpose TEXT NOT NULL,
+            size_bytes INTEGER NOT NULL,
+            created_s INTEGER NOT NULL,
+            expires_s INTEGER,
+            digest TEXT NOT NULL
+        ) STRICT""",
+        "CREATE INDEX files_of_tenant ON files (tenant, place)",
+        "CREATE INDEX files_of_digest ON files (digest)",
+    ),
+    (
+        """CREATE TABLE uploads (
+            id TEXT PRIMARY KEY,
+            tenant TEXT NOT NULL,
+            filename TEXT NOT NULL,
+            purpose TEXT NOT NULL,
+            mime_type TEXT NOT NULL,
+            size_bytes INTEGER NOT NULL,
+            created_s INTEGER NOT NULL,
+            expires_s INTEGER NOT NULL,
+            file_expires_after_s INTEGER,
+            status TEXT NOT NULL,
+            file TEXT
+        ) STRICT""",
+        "CREATE INDEX uploads_of_tenant ON uploads (tenant, status)",
+        """CREATE TABLE upload_parts (
+            id TEXT PRIMARY KEY,
+            upload TEXT NOT NULL REFERENCES uploads (id) ON DELETE CASCADE,
+            created_s INTEGER NOT NULL,
+            size_bytes INTEGER NOT NULL,
+            digest TEXT NOT NULL
+        ) STRICT""",
+        "CREATE INDEX parts_of_upload ON upload_parts (upload)",
+        "CREATE INDEX parts_of_digest ON upload_parts (digest)",
+        "CREATE INDEX files_by_id ON files (tenant, id)",
+    ),
+)
+"""Statements that lead from schema 0, which is empty, to 1, from there to 2, and so on."""
+
+
+def migrate(connection: sqlite3.Connection, folder: Path) -> None:
+    """Bring a database to the newest schema, all of it or nothing.
+
+    Raises:
+        ServeError: a newer pcg wrote it.
+    """
+    (found,) = connection.execute("PRAGMA user_version").fetchone()
+    newest = len(MIGRATIONS)
+    if found > newest:
+        raise ServeError(
+            f"{folder} has schema {found}, and this pcg knows schemas up to {newest}: serve it "
+            "with the pcg that wrote it or a later one, or give another --data-dir"
+        )
+    if found == newest:
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        for statements in MIGRATIONS[found:]:
+            for statement in statements:
+                connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {newest}")
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise

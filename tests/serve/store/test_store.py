@@ -1,0 +1,164 @@
+"""A store keeps what it acknowledged: over kills, a full disk, two servers and newer schemas."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from pcg.errors import ServeError, StoreFullError
+from pcg.serve.store.schema import MIGRATIONS
+from pcg.serve.store.store import DATABASE, open_store
+from tests.support.store_writer import put, written
+
+
+def kept(folder: Path) -> Mapping[str, str]:
+    """The digests of all contents by name; each is what it should be, and nothing else is there."""
+    with open_store(folder) as store:
+
+        def rows(connection: sqlite3.Connection) -> dict[str, str]:
+            (state,) = connection.execute("PRAGMA integrity_check").fetchone()
+            assert state == "ok"
+            found = connection.execute("SELECT id, digest FROM files").fetchall()
+            assert len(found) == len({row["id"] for row in found})
+            return {row["id"]: row["digest"] for row in found}
+
+        names = store.database.read(rows).result()
+        for digest in names.values():
+            content = store.contents.path(digest).read_bytes()
+            assert hashlib.sha256(content).hexdigest() == digest
+        there = {path.name for path in (folder / "files").glob("*/*")}
+        assert there == set(names.values())
+        assert not list((folder / "incoming").iterdir())
+        return names
+
+
+def writer(folder: Path, most_mib: int = 0) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.support.store_writer", str(folder), str(most_mib)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_what_was_acknowledged_survives_kills(tmp_path: Path) -> None:
+    instants, acknowledged = random.Random(0), dict[str, str]()
+    for _ in range(8):
+        with writer(tmp_path) as process:
+            assert process.stdout is not None
+            for _ in range(instants.randrange(1, 40)):
+                name, digest = process.stdout.readline().split()
+                acknowledged[name] = digest
+            process.kill()
+            for line in process.stdout:  # what it said before it was killed
+                if line.endswith("\n"):
+                    name, digest = line.split()
+                    acknowledged[name] = digest
+        found = kept(tmp_path)
+        assert {name: found.get(name) for name in acknowledged} == acknowledged
+
+
+def test_a_full_disk_is_an_error_and_what_was_there_stays(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        before = put(store, "before", written(store, b"x" * 100)).result()
+    process = writer(tmp_path, most_mib=1)  # the log of the database outgrows that
+    said, _ = process.communicate(timeout=60)
+    assert said.splitlines()[-1] == "refused StoreFullError"
+    acknowledged = dict(line.split() for line in said.splitlines()[:-1])
+    assert len(acknowledged) > 5
+    found = kept(tmp_path)
+    assert found["before"] == before
+    assert {name: found.get(name) for name in acknowledged} == acknowledged
+    with open_store(tmp_path) as store:  # there is room again
+        put(store, "after", written(store, b"y")).result()
+
+
+def test_a_content_that_finds_no_room(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        incoming = store.contents.begin()
+        incoming._file.close()
+        incoming._file = open("/dev/full", "wb")  # noqa: SIM115  the content's, which drops it
+        with pytest.raises(StoreFullError, match="no room on the disk"):
+            incoming.write(b"x" * 2**20)
+        incoming.drop()
+        assert not list((tmp_path / "incoming").iterdir())
+
+
+def test_a_write_that_fails_undoes_its_own_alone(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        put(store, "one", written(store, b"1")).result()
+        futures = [put(store, name, written(store, name.encode())) for name in ("two", "one")]
+        futures.append(put(store, "three", written(store, b"3")))
+        assert futures[0].result()
+        assert "UNIQUE" in str(futures[1].exception())
+        assert futures[2].result()
+    assert set(kept(tmp_path)) == {"one", "two", "three"}
+
+
+def test_equal_contents_are_kept_once_and_as_long_as_one_is_named(tmp_path: Path) -> None:
+    def remove(connection: sqlite3.Connection, name: str) -> None:
+        connection.execute("DELETE FROM files WHERE id = ?", (name,))
+
+    with open_store(tmp_path) as store:
+        same = [put(store, name, written(store, b"same")).result() for name in ("a", "b")]
+        path, unnamed = store.contents.path(same[0]), store.contents.remove_unnamed
+        assert same[0] == same[1]
+        for name, is_there in (("a", True), ("b", False)):
+            store.database.write(partial(remove, name=name)).result()
+            store.database.write(partial(unnamed, digest=same[0])).result()
+            assert path.exists() is is_there
+
+
+def test_a_second_server_is_refused_by_name(tmp_path: Path) -> None:
+    with writer(tmp_path) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            with pytest.raises(ServeError, match=f"another server, process {process.pid}, "):
+                open_store(tmp_path).__enter__()
+        finally:
+            process.kill()
+    kept(tmp_path)  # the folder is free once its server is gone, however that came
+
+
+def test_folders_that_cannot_be(tmp_path: Path) -> None:
+    newer = tmp_path / "newer"
+    with open_store(newer):
+        pass
+    connection = sqlite3.connect(newer / DATABASE)
+    connection.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
+    connection.close()
+    with pytest.raises(ServeError, match=f"has schema {len(MIGRATIONS) + 1}, and this pcg knows"):
+        open_store(newer).__enter__()
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / DATABASE).write_bytes(b"no database" * 100)
+    with pytest.raises(ServeError, match="cannot be used: file is not a database"):
+        open_store(damaged).__enter__()
+    (tmp_path / "file").touch()
+    with pytest.raises(ServeError, match="cannot be used"):
+        open_store(tmp_path / "file" / "below").__enter__()
+
+
+def test_an_older_schema_becomes_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as older:
+        older.setattr("pcg.serve.store.schema.MIGRATIONS", MIGRATIONS[:1])
+        with open_store(tmp_path) as store:
+            put(store, "old", written(store, b"old")).result()
+    assert set(kept(tmp_path)) == {"old"}
+    connection = sqlite3.connect(tmp_path / DATABASE)
+    assert connection.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
+    connection.close()
+
+
+def test_commits_wait_for_the_disk(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        connection = store.database._writing
+        assert connection.execute("PRAGMA synchronous").fetchone()[0] == 2
+        assert connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
