@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from signal import Signals
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
@@ -117,17 +118,25 @@ def ranks_of(where: str, compiling: Mapping[str, Any], place: PlaceOptions) -> i
     return own.tp
 
 
-def on_ranks(degree: int, act: Callable[..., None], arguments: Mapping[str, Any]) -> None:
+def on_ranks(
+    degree: int,
+    act: Callable[..., None],
+    arguments: Mapping[str, Any],
+    stops: Collection[Signals] = (),
+) -> None:
     """Do a command's work here, or on ranks that are started for it.
 
     Under torchrun this process is a rank already.
+
+    Args:
+        stops: signals that ranks are told, and end by in order.
     """
     if degree > 1:
         from pcg.parallel.ranks.group import started_ranks
         from pcg.parallel.ranks.launch import launch, mute_others
 
         if started_ranks() == 1:
-            launch(degree, act, arguments)
+            launch(degree, act, arguments, stops)
             return
         mute_others()
     act(**arguments)

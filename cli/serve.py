@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Mapping
 from functools import partial
-from typing import Annotated
+from signal import SIGINT, SIGTERM
+from typing import Annotated, Any
 
 import typer
 
+from pcg.ir.program.manifest import is_program_folder
 from pcg.options import CompileOptions
 from pcg.serve.options import ServeOptions
 from pcg.split.base.options import BaseOptions
 
 from .console import err
-from .executors import PlaceOptions, files_of, open_executor, ranks_of
+from .executors import PlaceOptions, files_of, on_ranks, open_executor, ranks_of
 from .options.arguments import Runnable
 from .options.fields import Given, Only
 from .run import SERVING
@@ -43,7 +48,7 @@ def serve_command(
         raise typer.Exit(1)
 
 
-BASE = ("dtype",)
+BASE = ("tp", "dtype")
 """Options of compiling that a base has."""
 
 
@@ -53,18 +58,66 @@ def serve_base_command(
     compiling: Annotated[Given[CompileOptions], Only(BASE)],
     place: PlaceOptions,
 ) -> None:
-    """Run the base's products for clients (pcg.connect), until SIGTERM or Ctrl-C."""
+    """Run the base's products for clients (pcg.connect), until SIGTERM or Ctrl-C.
+
+    With --tp each of so many ranks, on a GPU of its own where there are GPUs, holds a part of every
+    weight.
+    """
     degree = ranks_of(model, compiling.values, place)
-    if degree > 1:
+    if options.layers is not None and (degree > 1 or is_program_folder(model)):
+        raise typer.BadParameter("it is for a model on one rank", param_hint="--layers")
+    if degree == 1:
+        serve_alone(model, options, place, compiling.values)
+        return
+    if is_program_folder(model):
         raise typer.BadParameter(
-            f"{model} was compiled for {degree} ranks, and a base executor runs on one"
+            f"{model} was compiled for {degree} ranks, in parts that clients do not know; give the "
+            f"model itself, with --tp {degree}"
         )
-    from pcg.split.base.base_executor import tokenizer_files
+    arguments = {
+        "model": model,
+        "options": options,
+        "place": place,
+        "dtype": compiling.values.get("dtype"),
+        "degree": degree,
+    }
+    on_ranks(degree, serve_as_rank, arguments, stops=(SIGINT, SIGTERM))
+
+
+def serve_alone(
+    model: str, options: BaseOptions, place: PlaceOptions, compiling: Mapping[str, Any]
+) -> None:
+    """Serve a base in this process."""
+    from pcg.split.base.base_executor import BaseExecutor, tokenizer_files
     from pcg.split.base.serve_base import serve_base
 
-    def say(text: str) -> None:
-        err().print(text, soft_wrap=True, markup=False, highlight=False)
+    values = {**compiling, "backend": "torch", "packed_weights": False}
 
-    values = {**compiling.values, "backend": "torch", "packed_weights": False}
-    load = partial(open_executor, model, None, values, place)
-    serve_base(options, load, say, tokenizer_files(files_of(model, place)))
+    def load() -> BaseExecutor:
+        if options.layers is not None:
+            from pcg.split.base.held_layers import layers_executor
+
+            dtype = compiling.get("dtype")
+            base = BaseExecutor(layers_executor(model, options.layers, dtype, place.device))
+            base.leave_absent()
+            return base
+        return BaseExecutor(open_executor(model, None, values, place))
+
+    serve_base(options, load, _say, tokenizer_files(files_of(model, place)))
+
+
+def serve_as_rank(
+    model: str, options: BaseOptions, place: PlaceOptions, dtype: str | None, degree: int
+) -> None:
+    """Serve a base as one of the ranks that it is over."""
+    from pcg.split.base.base_executor import tokenizer_files
+    from pcg.split.base.ranked_base import serve_over_ranks
+
+    files = tokenizer_files(files_of(model, place))
+    serve_over_ranks(model, dtype, place.device, degree, options, files, _say)
+    sys.stderr.flush()
+    os._exit(0)  # a launcher that was told to stop reads no result, for which a rank would wait
+
+
+def _say(text: str) -> None:
+    err().print(text, soft_wrap=True, markup=False, highlight=False)

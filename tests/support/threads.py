@@ -54,6 +54,9 @@ class ThreadRanks:
         self.messages["reduce_scatter"] += 1
         return torch.stack([x[self.rank] for x in self._exchange(torch.stack(parts))]).sum(0)
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        return self._exchange(x)[0]
+
     def begin(self, collective: str, x: Any) -> Callable[[], Any]:
         """Nothing is exchanged until it is waited for, so what changes meanwhile shows."""
         return partial(getattr(self, collective), x)

@@ -52,7 +52,7 @@ class Ranks:
     device = torch.device("cpu")
 
     def __init__(self) -> None:
-        self.moved_bytes = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
+        self.moved_bytes = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0, "broadcast": 0}
         self.messages = dict(self.moved_bytes)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -66,6 +66,10 @@ class Ranks:
     def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
         """The sum of the ranks' tensors at this rank's place: `parts` has one for each rank."""
         return parts[0]
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """The first rank's tensor; the others give one of its shape and dtype to read it into."""
+        return x
 
     def begin(self, collective: str, x: Any) -> PendingCollective:
         """Begin one of the three by its name; it goes on while this rank does other work.
@@ -101,6 +105,13 @@ class ProcessRanks(Ranks):
 
     def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
         return cast("Tensor", self._begin("reduce_scatter", parts, False)())
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        self.moved_bytes["broadcast"] += 0 if self.rank else x.nbytes * (self.size - 1)
+        self.messages["broadcast"] += 1
+        with self._naming_lost("a broadcast"):
+            dist.broadcast(x, group_src=0, group=self._group)
+        return x
 
     def begin(self, collective: str, x: Any) -> PendingCollective:
         return self._begin(collective, x, True)

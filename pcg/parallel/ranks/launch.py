@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -26,11 +26,17 @@ from pcg.errors import ParallelError, PcgError, RankLostError
 LOOPBACK = "127.0.0.1"
 
 
-def launch(degree: int, act: Callable[..., object], arguments: Mapping[str, Any]) -> None:
+def launch(
+    degree: int,
+    act: Callable[..., object],
+    arguments: Mapping[str, Any],
+    stops: Collection[signal.Signals] = (),
+) -> None:
     """Call a function of a module on so many ranks, and wait for all; the first alone prints.
 
-    The function's arguments, by name, are pickled.
-
+    Args:
+        arguments: the function's, by name; they are pickled.
+        stops: signals that ranks are told, and end by in order.
     Raises:
         ParallelError: a rank failed, and why; the others were ended.
         KeyboardInterrupt: Ctrl-C.
@@ -56,6 +62,8 @@ def launch(degree: int, act: Callable[..., object], arguments: Mapping[str, Any]
     except ChildFailedError as error:
         raise ParallelError(_reason(error.failures, degree)) from error
     except SignalException as error:
+        if error.sigval in stops:
+            return
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from error
         raise ParallelError(f"all ranks were ended by {error.sigval.name}") from error

@@ -20,6 +20,7 @@ from pcg.files import is_file
 from pcg.ir.program.program import python_name
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.torch.products import linear, linear_backward
+from pcg.kernels.torch.remote_weights import is_remote
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.product_weights import joined, lie_side_by_side, multiplied
 from pcg.runtime.training.training_copy import weights_checksum
@@ -40,6 +41,7 @@ class BaseExecutor:
     Attributes:
         multiplied: the weights [out, in] of linear pieces, by name.
         fetched: the tensors that clients may have.
+        absent: names of matrices that other bases hold.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -61,8 +63,14 @@ class BaseExecutor:
                     kept = self.multiplied if parameter.name in products else self.fetched
                     tensor: Tensor = getattr(holder, python_name(parameter.name))
                     kept[parameter.source.format(layer=layer)] = tensor
+        self.absent: tuple[str, ...] = ()
         self._joined: dict[tuple[str, ...], Tensor | None] = {}
         self._squares: dict[str, Tensor] = {}
+
+    def leave_absent(self) -> None:
+        """Leave the matrices out that other bases hold."""
+        self.absent = tuple(name for name, one in self.multiplied.items() if is_remote(one))
+        self.multiplied = {n: one for n, one in self.multiplied.items() if not is_remote(one)}
 
     def publish(self, publish: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
         """Have the large tensors that clients fetch put where they can map them.
@@ -97,6 +105,7 @@ class BaseExecutor:
             "digest": self.digest,
             "pieces": {name: list(one.shape) for name, one in self.multiplied.items()},
             "fetched": {name: list(one.shape) for name, one in self.fetched.items()},
+            "absent": self.absent,
             "samples": weight_samples(self._store),
             "files": dict(directory_files),
         }
@@ -130,7 +139,9 @@ class BaseExecutor:
     @torch.no_grad()
     def run(self, piece: Piece, inputs: Sequence[Tensor]) -> Tensor:
         """Run a piece on the tokens of one request, or of several, one after the other."""
-        x = inputs[0].to(self.device)
+        return self._product(piece, inputs[0].to(self.device))
+
+    def _product(self, piece: Piece, x: Tensor) -> Tensor:
         if piece.kind == GRADIENT:
             return linear_backward(x, self.multiplied[piece.weights[0]].to(x.dtype))
         whole = self._whole(piece.weights)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from pcg.errors import BaseBusyError, PcgError, SplitError
+from pcg.errors import BaseBusyError, PcgError, RankLostError, SplitError
 from pcg.keys import Key, Keys, Scope, open_keys
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.options import BaseOptions
@@ -160,6 +160,8 @@ class BaseLoop:
             return
         try:
             reply = self._answered(client, message)
+        except RankLostError:
+            raise
         except PcgError as error:
             self.counts.refused += 1
             reply = failure(message.seq, error)
@@ -295,6 +297,8 @@ class BaseLoop:
                 every = zip(*(one.tensors for one in batch), strict=True)
                 inputs = [torch.cat(parts) for parts in every]
             outputs = self.base.run(batch[0].piece, inputs)
+        except RankLostError:
+            raise  # nothing runs without it
         except Exception as error:
             _LOG.exception("%s failed", batch[0].piece)
             for one in batch:

@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable, Mapping
 
 from pcg.keys import open_keys
-from pcg.runtime.executor import Executor
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
@@ -17,14 +16,14 @@ from pcg.units import size_text
 
 def serve_base(
     options: BaseOptions,
-    load: Callable[[], Executor],
+    load: Callable[[], BaseExecutor],
     say: Callable[[str], None],
     files: Mapping[str, str],
 ) -> None:
     """Serve a base until SIGTERM or Ctrl-C; a second one ends it at once.
 
     Args:
-        load: returns an executor of the base.
+        load: loads the base.
         say: is told lines for the one who has started it.
         files: the tokenizer's files, by name.
     Raises:
@@ -36,7 +35,7 @@ def serve_base(
     most, curve = options.max_request_mib * 2**20, options.curve
     endpoint = ZeroMqEndpoint(options.host, options.port, most, curve)
     try:
-        base = BaseExecutor(load())
+        base = load()
         loop = BaseLoop(base, endpoint, options, files, keys)
         logging.getLogger("pcg.split").addHandler(_Lines(say))
         logging.getLogger("pcg.split").setLevel(logging.INFO)

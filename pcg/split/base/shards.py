@@ -1,0 +1,275 @@
+"""A base's matrices over the ranks of a group: each has some rows of every matrix.
+
+The first rank is the driver, and the others follow: it tells them by a command of a few numbers
+which matrices run, then the rows x, and all of them do the same:
+
+    x Wᵀ = [x W₀ᵀ | x W₁ᵀ | …]         an all-gather
+    dy W = Σ dy[:, rows of r] W_r       an all-reduce
+
+for W's rows in parts W₀, W₁, … of the ranks, whose sizes differ by one at most.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pcg.errors import SplitError
+from pcg.ir.program.program import Program
+from pcg.ir.types import TORCH_NAMES
+from pcg.kernels.torch.products import linear, linear_backward
+from pcg.kernels.torch.remote_weights import remote_tensor
+from pcg.parallel.ranks.group import TIMEOUT_S, Ranks
+from pcg.parallel.ranks.shards import Ranges
+from pcg.runtime.model.product_weights import multiplied
+from pcg.runtime.model.weights import Weights
+from pcg.split.messages import DTYPES
+
+_NUMBERS = 16
+"""Numbers of a command: what, dtype, rows, two numbers, a count, and so many matrices."""
+_MOST_NAMES = _NUMBERS - 6
+_DTYPES = tuple(DTYPES.values())
+
+
+class _Do(IntEnum):
+    """Commands of the driver; NOTHING tells the others that it is there."""
+
+    NOTHING = 0
+    LINEAR = 1
+    GRADIENT = 2
+    LENGTHS = 3
+    ROWS = 4
+    SAMPLES = 5
+    END = 6
+
+
+class Shards:
+    """A rank's rows of every matrix that a base multiplies by.
+
+    Attributes:
+        ranks: the group.
+        shapes: of whole matrices, by name.
+    """
+
+    def __init__(
+        self, program: Program, source: Weights, device: torch.device, ranks: Ranks
+    ) -> None:
+        """Read this rank's rows. WeightsError: one is missing or damaged."""
+        self.ranks = ranks
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtype: torch.dtype = getattr(torch, TORCH_NAMES[program.dtype])
+        self._device = device
+        self._rows: dict[str, Tensor] = {}
+        self._driving = threading.Lock()
+        base = program.base
+        layers = [(base.blocks[block], layer) for layer, block in enumerate(base.layers)]
+        for graph, layer in [(base.prologue, 0), *layers, (base.epilogue, 0)]:
+            for name in multiplied(graph):
+                parameter = graph.parameters_by_name[name]
+                shape, source_name = parameter.type.features, parameter.source.format(layer=layer)
+                ranges = (self._range(shape[0], ranks.rank), (0, shape[1]))
+                self.shapes[source_name] = tuple(shape)
+                self._rows[source_name] = source.load(
+                    source_name, shape, self.dtype, parameter.transposed, device, ranges
+                ).clone()  # a part of a file's map would keep all of it
+        self._names = list(self._rows)
+        self._numbers = {name: number for number, name in enumerate(self._names)}
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that this rank holds."""
+        return sum(tensor.nbytes for tensor in self._rows.values())
+
+    def _range(self, rows: int, rank: int) -> tuple[int, int]:
+        size = self.ranks.size
+        return rows * rank // size, rows * (rank + 1) // size
+
+    # ------------------------------------------------------------------------------- the driver
+
+    def linear(self, names: Sequence[str], x: Tensor) -> Tensor:
+        """Return x Wᵀ by some matrices, side by side: [T, outs]."""
+        parts = [
+            self._ask(_Do.LINEAR, names[at : at + _MOST_NAMES], x)
+            for at in range(0, len(names), _MOST_NAMES)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    def input_gradient(self, name: str, dy: Tensor) -> Tensor:
+        """Return dy W, [T, in]."""
+        return self._ask(_Do.GRADIENT, (name,), dy)
+
+    def lengths(self, name: str) -> Tensor:
+        """Return the sum of the squares of each row, fp32."""
+        return self._ask(_Do.LENGTHS, (name,))
+
+    def rows(self, name: str, begin: int, end: int) -> Tensor:
+        """Return rows of a matrix, [end - begin, in]."""
+        return self._ask(_Do.ROWS, (name,), None, begin, end)
+
+    def samples(self, name: str, count: int) -> Tensor:
+        """Return `count` entries at equal distances, on the CPU in fp64."""
+        return self._ask(_Do.SAMPLES, (name,), None, count).cpu()
+
+    @contextmanager
+    def driving(self) -> Iterator[None]:
+        """Drive the other ranks within a `with`, which end with it.
+
+        They are told from time to time that the driver is there, as collectives time out.
+        """
+        has_ended = threading.Event()
+
+        def tell() -> None:
+            while not has_ended.wait(TIMEOUT_S / 5):
+                self._ask(_Do.NOTHING)
+
+        thread = threading.Thread(target=tell, name="pcg ranks", daemon=True)
+        thread.start()
+        try:
+            yield
+            self._ask(_Do.END)
+        finally:
+            has_ended.set()
+
+    def _ask(
+        self,
+        what: _Do,
+        names: Sequence[str] = (),
+        x: Tensor | None = None,
+        begin: int = 0,
+        end: int = 0,
+    ) -> Tensor:
+        dtype = _DTYPES.index(self.dtype if x is None else x.dtype)
+        numbers = [what, dtype, 0 if x is None else len(x), begin, end, len(names)]
+        numbers += [self._numbers[name] for name in names]
+        numbers += [0] * (_NUMBERS - len(numbers))
+        with self._driving:
+            self.ranks.broadcast(torch.tensor(numbers, device=self._device))
+            if x is not None:
+                x = self.ranks.broadcast(x.contiguous())
+            return self._do(what, names, x, begin, end)
+
+    # ------------------------------------------------------------------------------- every rank
+
+    def follow(self) -> None:
+        """Do what the driver says, until it ends."""
+        while True:
+            command = torch.zeros(_NUMBERS, dtype=torch.int64, device=self._device)
+            what, dtype, rows, begin, end, count, *rest = self.ranks.broadcast(command).tolist()
+            if what == _Do.END:
+                return
+            names = [self._names[number] for number in rest[:count]]
+            x = None
+            if what in (_Do.LINEAR, _Do.GRADIENT):
+                width = self.shapes[names[0]][1 if what == _Do.LINEAR else 0]
+                x = torch.empty(rows, width, dtype=_DTYPES[dtype], device=self._device)
+                x = self.ranks.broadcast(x)
+            self._do(_Do(what), names, x, begin, end)
+
+    @torch.no_grad()
+    def _do(
+        self, what: _Do, names: Sequence[str], x: Tensor | None, begin: int, end: int
+    ) -> Tensor:
+        """Do a rank's part of a command; returns the result of all."""
+        if what == _Do.LINEAR:
+            assert x is not None
+            return self._gathered(names, [linear(x, self._rows[n].to(x.dtype)) for n in names])
+        if what == _Do.GRADIENT:
+            assert x is not None
+            own = slice(*self._range(self.shapes[names[0]][0], self.ranks.rank))
+            weight = self._rows[names[0]].to(x.dtype)
+            return self.ranks.all_reduce(linear_backward(x[:, own].contiguous(), weight))
+        if what == _Do.LENGTHS:
+            squares = self._rows[names[0]].float().square().sum(1)
+            return self._gathered(names, [squares[None]])[0]
+        if what == _Do.SAMPLES:
+            return self.ranks.all_reduce(self._own_samples(names[0], begin))
+        if what == _Do.ROWS:
+            first, last = self._range(self.shapes[names[0]][0], self.ranks.rank)
+            found = self._rows[names[0]].new_zeros(end - begin, self.shapes[names[0]][1])
+            kept = slice(max(begin, first), min(end, last))
+            if kept.start < kept.stop:
+                held = self._rows[names[0]][kept.start - first : kept.stop - first]
+                found[kept.start - begin : kept.stop - begin] = held
+            return self.ranks.all_reduce(found)
+        return torch.empty(0)
+
+    def _own_samples(self, name: str, count: int) -> Tensor:
+        """Return entries of a matrix at equal distances; 0 for those that others have."""
+        rows, width = self.shapes[name]
+        first, last = self._range(rows, self.ranks.rank)
+        own = self._rows[name].reshape(-1)
+        found = [
+            own[at - first * width].item() if first * width <= at < last * width else 0.0
+            for at in range(0, rows * width, max(1, rows * width // count))[:count]
+        ]
+        return torch.tensor(found, dtype=torch.float64, device=self._device)
+
+    def _gathered(self, names: Sequence[str], parts: Sequence[Tensor]) -> Tensor:
+        """Return outputs [T, outs] of matrices, whose parts [T, rows] the ranks have."""
+        size = self.ranks.size
+        widths = [-(-self.shapes[name][0] // size) for name in names]
+        padded = [
+            F.pad(one, (0, width - one.shape[1])) for one, width in zip(parts, widths, strict=True)
+        ]
+        found = [one.split(widths, 1) for one in self.ranks.all_gather(torch.cat(padded, 1))]
+        whole = []
+        for index, name in enumerate(names):
+            for rank, one in enumerate(found):
+                begin, end = self._range(self.shapes[name][0], rank)
+                whole.append(one[index][:, : end - begin])
+        return torch.cat(whole, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedWeight:
+    """A matrix [out, in] over ranks, or several side by side, as the driver's graphs read it."""
+
+    names: tuple[str, ...]
+    shards: Shards
+
+    def joined(self, others: Sequence[Self]) -> ShardedWeight:
+        """Return this matrix and others as one, [outs, in]."""
+        return replace(self, names=tuple(name for one in (self, *others) for name in one.names))
+
+    def linear(self, x: Tensor, others: Sequence[Self]) -> Tensor:
+        """Return x Wᵀ by this matrix and others, side by side: [T, outs]."""
+        return self.shards.linear(self.joined(others).names, x)
+
+    def input_gradient(self, dy: Tensor) -> Tensor:
+        """Return dy W, [T, in]."""
+        (name,) = self.names
+        return self.shards.input_gradient(name, dy)
+
+    def adapted_lengths(self, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        """Refuse: a base has no adapters."""
+        raise SplitError("a base executor over ranks has no adapters; they are at its clients")
+
+    def samples(self, count: int) -> Tensor:
+        """Return `count` entries at equal distances, in fp64."""
+        (name,) = self.names
+        return self.shards.samples(name, count)
+
+
+class ShardedSource(Weights):
+    """A base's tensors at the driver: its matrices are the group's, and the others its own."""
+
+    def __init__(self, source: Weights, shards: Shards) -> None:
+        super().__init__(source.index, source.base_prefix, source.config, source.where)
+        self._source = source
+        self._shards = shards
+
+    def remote(self, name: str, shape: Sequence[int], serves: bool = False) -> Tensor | None:
+        if name not in self._shards.shapes:
+            return None
+        return remote_tensor(shape, self._shards.dtype, ShardedWeight((name,), self._shards))
+
+    def _read(self, name: str, ranges: Ranges | None) -> Tensor:
+        return self._source._read(name, ranges)
