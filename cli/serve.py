@@ -64,6 +64,8 @@ def serve_base_command(
     weight.
     """
     degree = ranks_of(model, compiling.values, place)
+    if options.layers is not None and (degree > 1 or is_program_folder(model)):
+        raise typer.BadParameter("it is for a model on one rank", param_hint="--layers")
     if degree == 1:
         serve_alone(model, options, place, compiling.values)
         return
@@ -92,6 +94,13 @@ def serve_alone(
     values = {**compiling, "backend": "torch", "packed_weights": False}
 
     def load() -> BaseExecutor:
+        if options.layers is not None:
+            from pcg.split.base.held_layers import layers_executor
+
+            dtype = compiling.get("dtype")
+            base = BaseExecutor(layers_executor(model, options.layers, dtype, place.device))
+            base.leave_absent()
+            return base
         return BaseExecutor(open_executor(model, None, values, place))
 
     serve_base(options, load, _say, tokenizer_files(files_of(model, place)))

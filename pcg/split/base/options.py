@@ -28,6 +28,8 @@ class BaseOptions:
         api_key: a key that clients may use for everything. Repeatable. Without any, and without
             `api_keys`, one is made and printed.
         api_keys: a JSON file of keys with scopes, as of `pcg serve` (docs/serving.md).
+        layers: the layers that this base holds, as 0-15; by default all. Others are at other bases,
+            all of which clients name (docs/split.md).
         policy: how requests of several clients are batched: none, lockstep or opportunistic.
         wait_ms: the longest that a request of `wait_tokens` tokens waits for others, with the
             opportunistic policy, ms; a smaller one waits less.
@@ -53,9 +55,10 @@ class BaseOptions:
     plaintext: bool = False
     api_key: Sequence[str] = ()
     api_keys: Path | None = None
+    layers: str | None = None
     policy: PolicyName = "opportunistic"
-    wait_ms: float = 2.0
-    wait_tokens: int = 512
+    wait_ms: float = 10.0
+    wait_tokens: int = 64
     max_batch_tokens: int = 8192
     max_request_mib: int = 512
     key_mib: int = 4096

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from signal import SIG_IGN, SIGINT, SIGTERM, signal
 
-import torch
 from torch import Tensor
 
 from pcg.compiler import compile_program, make_executor
@@ -38,9 +37,13 @@ class RankedBase(BaseExecutor):
     def size_bytes(self) -> int:
         return super().size_bytes + self._shards.size_bytes
 
+<<<<<<< HEAD
     @torch.no_grad()
     def run(self, piece: Piece, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         x = inputs[0].to(self.device)
+=======
+    def _product(self, piece: Piece, x: Tensor) -> Tensor:
+>>>>>>> main
         if piece.kind == GRADIENT:
             return (self._shards.input_gradient(piece.weights[0], x),)
         return (self._shards.linear(piece.weights, x),)

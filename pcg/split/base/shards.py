@@ -47,7 +47,8 @@ class _Do(IntEnum):
     GRADIENT = 2
     LENGTHS = 3
     ROWS = 4
-    END = 5
+    SAMPLES = 5
+    END = 6
 
 
 class Shards:
@@ -115,10 +116,7 @@ class Shards:
 
     def samples(self, name: str, count: int) -> Tensor:
         """Return `count` entries at equal distances, on the CPU in fp64."""
-        rows, width = self.shapes[name]
-        places = range(0, rows * width, max(1, rows * width // count))[:count]
-        found = [self.rows(name, at // width, at // width + 1)[0, at % width] for at in places]
-        return torch.stack(found).to("cpu", torch.float64)
+        return self._ask(_Do.SAMPLES, (name,), None, count).cpu()
 
     @contextmanager
     def driving(self) -> Iterator[None]:
@@ -191,6 +189,8 @@ class Shards:
         if what == _Do.LENGTHS:
             squares = self._rows[names[0]].float().square().sum(1)
             return self._gathered(names, [squares[None]])[0]
+        if what == _Do.SAMPLES:
+            return self.ranks.all_reduce(self._own_samples(names[0], begin))
         if what == _Do.ROWS:
             first, last = self._range(self.shapes[names[0]][0], self.ranks.rank)
             found = self._rows[names[0]].new_zeros(end - begin, self.shapes[names[0]][1])
@@ -200,6 +200,17 @@ class Shards:
                 found[kept.start - begin : kept.stop - begin] = held
             return self.ranks.all_reduce(found)
         return torch.empty(0)
+
+    def _own_samples(self, name: str, count: int) -> Tensor:
+        """Return entries of a matrix at equal distances; 0 for those that others have."""
+        rows, width = self.shapes[name]
+        first, last = self._range(rows, self.ranks.rank)
+        own = self._rows[name].reshape(-1)
+        found = [
+            own[at - first * width].item() if first * width <= at < last * width else 0.0
+            for at in range(0, rows * width, max(1, rows * width // count))[:count]
+        ]
+        return torch.tensor(found, dtype=torch.float64, device=self._device)
 
     def _gathered(self, names: Sequence[str], parts: Sequence[Tensor]) -> Tensor:
         """Return outputs [T, outs] of matrices, whose parts [T, rows] the ranks have."""

@@ -66,6 +66,11 @@ class Caller:
         # It may go away meanwhile, and come back with other weights.
         self._hello = {**self._hello, "digest": self.facts["digest"]}
 
+    @property
+    def where(self) -> str:
+        """The base's address."""
+        return self._transport.where
+
     def call(self, op: str, tensors: Sequence[Tensor] = (), **fields: bool | int | str) -> Message:
         """Make a call and return its reply.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from pcg.split.client.base_weights import CalledBase
 from pcg.split.client.caller import Caller
 from pcg.split.client.cut_plan import CutReport, measured_link, searched_cut
 from pcg.split.client.effects import Effects, EffectsAtBase, EffectsHere
+from pcg.split.client.layered_caller import LayeredCaller
 from pcg.split.client.noise import Noise
 from pcg.split.client.privacy import BASE, DOWNLOAD, Privacy, privacy_of
 from pcg.split.model_facts import TOKENIZER_FILES, weight_samples, weights_difference
@@ -40,7 +41,8 @@ class ConnectArguments:
     """Arguments of `connect`.
 
     Attributes:
-        where: the base executor's address, as host:port, or a transport to it.
+        where: the base executor's address, as host:port, or a transport to it; several of either,
+            texts also with commas, where bases hold some layers each.
         model: a directory, a hub id or a config that the base must be of, whose tokenizer is used;
             by default what the base has.
         peft: None, a word such as "lora", a recipe, a configuration of peft's, or {name: one of
@@ -67,7 +69,7 @@ class ConnectArguments:
         lost_s: how long to look for a base that is gone, before a call of it fails, s.
     """
 
-    where: str | Transport
+    where: str | Transport | Sequence[str | Transport]
     model: Any = None
     peft: object = None
     api_key: str | None = field(default=None, kw_only=True)
@@ -129,19 +131,21 @@ def connect(given: ConnectArguments) -> SplitExecutor:
     if given.link is not None:
         SplitLink.parse(given.link)  # refuses one that is none before anything is opened
     model = None if given.model is None else resolve(given.model)
-    where = given.where
-    transport = (
-        where if isinstance(where, Transport) else _transport(where, given, given.curve_server)
-    )
     hello = {
         "key": given.api_key or os.environ.get(VARIABLE),
         "config": None if model is None else model.config,
         "dtype": dtype_name(given.dtype),
         "client": f"process {os.getpid()}",
     }
-    caller = Caller(transport, hello, connect_s=given.connect_s, lost_s=given.lost_s)
+    caller = _caller(given, hello)
     noise = None
     try:
+        absent = caller.facts.get("absent")
+        if absent:
+            raise SplitError(
+                f"no base executor at {caller.where} holds {absent[0]}, and {len(absent) - 1} "
+                "others; name all that hold layers, as host:port,host:port"
+            )
         if privacy is not None:
             noise = Noise(privacy, _effects(privacy, caller, given, hello))
         return _split_executor(caller, given, model, noise)
@@ -149,6 +153,27 @@ def connect(given: ConnectArguments) -> SplitExecutor:
         caller.close()
         if noise is not None:
             noise.close()
+        raise
+
+
+def _caller(given: ConnectArguments, hello: Mapping[str, Any]) -> Caller:
+    """Connect to a base, or to all of several."""
+    where = given.where.split(",") if isinstance(given.where, str) else given.where
+    places = [where] if isinstance(where, Transport) else where
+    callers: list[Caller] = []
+    try:
+        for place in places:
+            transport = (
+                place
+                if isinstance(place, Transport)
+                else _transport(place.strip(), given, given.curve_server)
+            )
+            times = {"connect_s": given.connect_s, "lost_s": given.lost_s}
+            callers.append(Caller(transport, hello, **times))
+        return callers[0] if len(callers) == 1 else LayeredCaller(callers)
+    except BaseException:
+        for caller in callers:
+            caller.close()
         raise
 
 

@@ -1,0 +1,123 @@
+"""A base executor of some of a model's layers: the matrices of the others are in other processes.
+
+Clients connect with all of them, and a request goes to where its layer is. The head's matrix is
+where the last layer is. Embeddings, norms and biases, which clients fetch, are at each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from pcg.compiler import compile_program, make_executor
+from pcg.errors import SplitError
+from pcg.ir.graph import Parameter
+from pcg.ir.program.program import Program
+from pcg.ir.types import TORCH_NAMES
+from pcg.kernels.torch.remote_weights import remote_tensor
+from pcg.parallel.ranks.group import SINGLE_RANK
+from pcg.parallel.ranks.shards import Ranges
+from pcg.runtime.executor import Executor
+from pcg.runtime.model.product_weights import multiplied
+from pcg.runtime.model.weights import Checkpoint, Weights
+from pcg.source import resolve
+
+
+def held_layers(text: str, count: int) -> range:
+    """Read layers as `4-7` or `4`. SplitError: they are none of a model with so many."""
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
+    if not 0 <= first <= last < count:
+        raise SplitError(
+            f"layers={text}; use the first and the last of those that this base has, as "
+            f"0-{count - 1} for all {count}"
+        )
+    return range(first, last + 1)
+
+
+def layers_executor(model: str, layers: str, dtype: str | None, device: str | None) -> Executor:
+    """Load some layers of a model.
+
+    Raises:
+        PcgError: it cannot be read, or has no such layers.
+    """
+    source = resolve(model, weights=True)
+    program = compile_program(
+        source.config, None, backend="torch", dtype=dtype, packed_weights=False
+    )
+    return executor_of(program, Checkpoint.open(source, program.base_prefix), layers, device)
+
+
+def executor_of(program: Program, source: Weights, layers: str, device: str | None) -> Executor:
+    """Load some layers of a compiled model; errors as of `layers_executor`."""
+    held = held_layers(layers, len(program.base.layers))
+    return make_executor(
+        program, HeldLayers(program, source, held), None, None, device, SINGLE_RANK
+    )
+
+
+class HeldLayers(Weights):
+    """A model's tensors without the matrices of layers that others hold."""
+
+    def __init__(self, program: Program, source: Weights, held: range) -> None:
+        super().__init__(source.index, source.base_prefix, source.config, source.where)
+        self._source = source
+        self._absent: dict[str, Parameter] = {}
+        base, last = program.base, len(program.base.layers) - 1
+        layers = [(base.blocks[block], layer) for layer, block in enumerate(base.layers)]
+        for graph, layer in [(base.prologue, 0), *layers, (base.epilogue, last)]:
+            if layer not in held:
+                for name in multiplied(graph):
+                    parameter = graph.parameters_by_name[name]
+                    self._absent[parameter.source.format(layer=layer)] = parameter
+
+    def remote(self, name: str, shape: Sequence[int], serves: bool = False) -> Tensor | None:
+        parameter = self._absent.get(name)
+        if parameter is None:
+            return None
+        dtype = getattr(torch, TORCH_NAMES[parameter.type.dtype])
+        return remote_tensor(shape, dtype, _Absent(name, parameter, dtype, self))
+
+    def _read(self, name: str, ranges: Ranges | None) -> Tensor:
+        return self._source._read(name, ranges)
+
+
+@dataclass(frozen=True, eq=False)
+class _Absent:
+    """A matrix of a layer that another process holds."""
+
+    name: str
+    parameter: Parameter
+    dtype: torch.dtype
+    source: HeldLayers
+
+    def joined(self, others: Sequence[Any]) -> _Absent:
+        return self
+
+    def linear(self, x: Tensor, others: Sequence[Any]) -> NoReturn:
+        self._refuse()
+
+    def input_gradient(self, dy: Tensor) -> NoReturn:
+        self._refuse()
+
+    def adapted_lengths(self, a: Tensor, b: Tensor, scale: float) -> NoReturn:
+        self._refuse()
+
+    def samples(self, count: int) -> Tensor:
+        """Return `count` entries at equal distances, in fp64, read of the files."""
+        rows, width = self.parameter.type.features
+        found = []
+        for at in range(0, rows * width, max(1, rows * width // count))[:count]:
+            row, column = divmod(at, width)
+            ranges = ((row, row + 1), (column, column + 1))
+            place = (rows, width), self.dtype, self.parameter.transposed
+            found.append(self.source.load(self.name, *place, "cpu", ranges).reshape(1))
+        return torch.cat(found).to(torch.float64)
+
+    def _refuse(self) -> NoReturn:
+        raise SplitError(f"this base executor does not hold {self.name}")

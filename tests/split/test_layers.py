@@ -1,0 +1,100 @@
+"""Bases that hold some layers each: a request goes to where its layer is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from threading import Thread
+
+import pytest
+import torch
+
+import pcg
+import pcg.compiler as compiler
+from pcg.errors import SplitError
+from pcg.runtime.data.example import Example
+from pcg.runtime.model.module_weights import StateDictCheckpoint
+from pcg.split.base.base_executor import BaseExecutor
+from pcg.split.base.base_loop import BaseLoop
+from pcg.split.base.held_layers import executor_of, held_layers
+from pcg.split.base.options import BaseOptions
+from pcg.split.client.connect import connect
+from tests.support import oracle
+from tests.support.families import BY_NAME
+from tests.support.in_process import InProcessEndpoint
+from tests.support.prompts import TOLERANCE, prompts
+from tests.support.split_base import KEY, Base
+
+ROWS = [Example(one, one) for one in prompts([9, 5])]
+DORA = pcg.LoraConfig(r=4, target_modules="all-linear", use_dora=True)
+
+
+@contextmanager
+def running_layers(model: torch.nn.Module, layers: str) -> Iterator[Base]:
+    """A base of some layers, on a thread."""
+    program = compiler.compile_program(
+        model.config.to_dict(),  # type: ignore[operator, union-attr]
+        None,
+        dtype="float32",
+        backend="torch",
+        packed_weights=False,
+    )
+    source = StateDictCheckpoint(model.state_dict(), program.base_prefix)
+    base = BaseExecutor(executor_of(program, source, layers, "cpu"))
+    base.leave_absent()
+    endpoint = InProcessEndpoint()
+    loop = BaseLoop(base, endpoint, BaseOptions(api_key=(KEY,)))
+    thread = Thread(target=loop.run)
+    thread.start()
+    try:
+        yield Base(loop, endpoint)
+    finally:
+        loop.stop()
+        thread.join(60)
+
+
+def test_a_client_of_two_bases_computes_the_same() -> None:
+    model = oracle.random_model(BY_NAME["llama3"].config(3))
+    whole = compiler.compile(model, verify=False)
+    tokens = whole.generate(prompts([6, 3]), max_new_tokens=4, temperature=0)
+    training = {"max_steps": 2, "batch_size": 2, "eps": 1.0, "seed": 3, "progress": False}
+    whole.finetune(ROWS, adapter="x", peft=DORA, **training)
+    with ExitStack() as stack:
+        bases = [stack.enter_context(running_layers(model, one)) for one in ("0-1", "2")]
+        one, other = bases
+        with pytest.raises(SplitError, match=r"no base executor at .* holds model\.layers\.2"):
+            one.connect()
+        with pytest.raises(SplitError, match=r"name all that hold layers"):
+            other.connect()
+        places = [base.endpoint.transport() for base in bases]
+        split = stack.enter_context(connect(places, api_key=KEY))
+        found = split.generate(prompts([6, 3]), max_new_tokens=4, temperature=0)
+        assert [a.token_ids for a in found] == [b.token_ids for b in tokens]
+        split.finetune(ROWS, adapter="x", peft=DORA, **training)
+        for a, b in zip(split.adapters["x"].tensors, whole.adapters["x"].tensors, strict=True):
+            assert oracle.relative_error(a, b) < TOLERANCE
+        counts = [base.loop.counts.requests for base in bases]
+        assert split.caller.moved.calls > sum(counts) > 0
+        assert min(counts) > 0
+        held = [sum(one.nbytes for one in base.loop.base.multiplied.values()) for base in bases]
+        every = BaseExecutor(whole).multiplied
+        assert sum(held) == sum(tensor.nbytes for tensor in every.values())
+        own = bases[1].loop.base
+        fetched = sum(one.nbytes for one in own.fetched.values())
+        assert own.size_bytes < held[1] + fetched + 100  # constants of positions
+
+
+def test_bases_of_other_weights_are_no_one_model() -> None:
+    models = [oracle.random_model(BY_NAME["llama3"].config(2)) for _ in range(2)]
+    models[1].model.layers[1].mlp.up_proj.weight.data.add_(1.0)
+    with running_layers(models[0], "0") as one, running_layers(models[1], "1") as other:
+        places = [one.endpoint.transport(), other.endpoint.transport()]
+        with pytest.raises(SplitError, match="have other weights"):
+            connect(places, api_key=KEY)
+
+
+@pytest.mark.parametrize("text", ["", "3-1", "0-4", "-1", "a", "0-1-2"])
+def test_layers_that_are_none_are_refused(text: str) -> None:
+    assert held_layers("1-3", 4) == range(1, 4)
+    with pytest.raises(SplitError, match="0-3 for all 4"):
+        held_layers(text, 4)
