@@ -21,11 +21,8 @@ from pcg.files import is_file
 from pcg.ir.program.program import python_name
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.torch.products import linear, linear_backward
-<<<<<<< HEAD
-from pcg.parallel.costs.catalog import own_sheet
-=======
 from pcg.kernels.torch.remote_weights import is_remote
->>>>>>> main
+from pcg.parallel.costs.catalog import own_sheet
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.product_weights import joined, lie_side_by_side, multiplied
 from pcg.runtime.training.training_copy import weights_checksum
@@ -47,12 +44,9 @@ class BaseExecutor:
     Attributes:
         multiplied: the weights [out, in] of linear pieces, by name.
         fetched: the tensors that clients may have.
-<<<<<<< HEAD
         graphs: the graphs that clients have defined.
         runs_graphs: True if clients may define any.
-=======
         absent: names of matrices that other bases hold.
->>>>>>> main
     """
 
     runs_graphs: ClassVar[bool] = True
@@ -76,16 +70,11 @@ class BaseExecutor:
                 kept = constants
                 if parameter.role == "frozen":
                     kept = self.multiplied if parameter.name in products else self.fetched
-<<<<<<< HEAD
                 tensor: Tensor = getattr(holder, python_name(parameter.name))
                 kept[parameter.source.format(layer=layer)] = tensor
         widest = max(max(one.shape) for one in self.multiplied.values())
         self.graphs = GraphPieces({**constants, **self.fetched, **self.multiplied}, widest)
-=======
-                    tensor: Tensor = getattr(holder, python_name(parameter.name))
-                    kept[parameter.source.format(layer=layer)] = tensor
         self.absent: tuple[str, ...] = ()
->>>>>>> main
         self._joined: dict[tuple[str, ...], Tensor | None] = {}
         self._squares: dict[str, Tensor] = {}
 
@@ -171,13 +160,9 @@ class BaseExecutor:
     @torch.no_grad()
     def run(self, piece: Piece, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run a piece on the tokens of one request, or of several, one after the other."""
-<<<<<<< HEAD
         if piece.kind == GRAPH:
             return self.graphs.run(piece, [one.to(self.device) for one in inputs])
         return (self._product(piece, inputs[0].to(self.device)),)
-=======
-        return self._product(piece, inputs[0].to(self.device))
->>>>>>> main
 
     def _product(self, piece: Piece, x: Tensor) -> Tensor:
         if piece.kind == GRADIENT:

@@ -31,6 +31,7 @@ from pcg.ir.layouts import WHOLE
 from pcg.ir.parser import parse_graph
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES, TensorType
 from pcg.ir.verifier import verify
+from pcg.kernels.torch.remote_weights import is_remote
 from pcg.passes.placement.split_graph import LINEAR, PIECE_OPERATORS
 
 MOST_CHARACTERS = 2**16
@@ -94,7 +95,7 @@ def check_weight(parameter: Parameter, layer: int, tensors: Mapping[str, Tensor]
     """Return the tensor of a piece's parameter. SplitError: the base has none, or another."""
     name = parameter.source.replace("{layer}", str(layer))
     tensor = tensors.get(name)
-    if tensor is None:
+    if tensor is None or is_remote(tensor):
         raise SplitError(f"{name[:200]!r} is no weight of this base")
     dtype = str(tensor.dtype).removeprefix("torch.")
     if (tuple(tensor.shape), dtype) != (parameter.type.features, TORCH_NAMES[parameter.type.dtype]):

@@ -37,16 +37,10 @@ class RankedBase(BaseExecutor):
     def size_bytes(self) -> int:
         return super().size_bytes + self._shards.size_bytes
 
-<<<<<<< HEAD
-    @torch.no_grad()
-    def run(self, piece: Piece, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        x = inputs[0].to(self.device)
-=======
     def _product(self, piece: Piece, x: Tensor) -> Tensor:
->>>>>>> main
         if piece.kind == GRADIENT:
-            return (self._shards.input_gradient(piece.weights[0], x),)
-        return (self._shards.linear(piece.weights, x),)
+            return self._shards.input_gradient(piece.weights[0], x)
+        return self._shards.linear(piece.weights, x)
 
     def answer(self, message: Message) -> Message:
         if message.op not in ("lengths", "rows"):

@@ -260,7 +260,7 @@ def _cut(caller: Caller, given: ConnectArguments) -> tuple[CallPieces | None, Cu
     if given.cut == "linear":
         return None, CutReport(None, "it was asked for")
     if not caller.facts["graphs"]:
-        return None, CutReport(None, "the base runs products alone, over several ranks")
+        return None, CutReport(None, "several ranks or bases hold the weights")
     link = measured_link(caller) if given.link is None else SplitLink.parse(given.link)
     return searched_cut(link, str(caller.facts["device"]), machine_device(given.device))
 
