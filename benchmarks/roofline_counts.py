@@ -43,6 +43,7 @@ class Launch:
         warps: warps of a program.
         registers: registers of a thread; 0 where it was not compiled.
         shared_bytes: shared memory of a program.
+        load_bytes: what a thread's loads have under way at most, by its machine code.
         beside: the launch of a branch that runs while this one does.
         recorded: True if a graph launches it, and not the host.
     """
@@ -53,6 +54,7 @@ class Launch:
     warps: int = 0
     registers: int = 0
     shared_bytes: int = 0
+    load_bytes: int = 0
     beside: Launch | None = None
     recorded: bool = False
 
@@ -248,8 +250,7 @@ def _launches(notes: list[Launch], work_of: Callable[[str, Arguments], Work]) ->
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         work = work_of(self.__name__, dict(zip(self.arg_names, args, strict=False)) | kwargs)
         meta = kernel.metadata
-        registers, shared = _usage(kernel)
-        notes.append(Launch(self.__name__, work, prod(grid), meta.num_warps, registers, shared))
+        notes.append(Launch(self.__name__, work, prod(grid), meta.num_warps, *_usage(kernel)))
         return kernel
 
     def interpreted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -267,15 +268,16 @@ def _launches(notes: list[Launch], work_of: Callable[[str, Arguments], Work]) ->
         yield
 
 
-_USAGE: dict[int, tuple[Any, tuple[int, int]]] = {}
-"""Registers and shared memory by the kernel, which is kept so that its id stays its own."""
+_USAGE: dict[int, tuple[Any, tuple[int, int, int]]] = {}
+"""Registers, shared memory and bytes that loads have under way by the kernel, which is kept so that
+its id stays its own."""
 
 
-def _usage(kernel: Any) -> tuple[int, int]:
+def _usage(kernel: Any) -> tuple[int, int, int]:
     from tests.support.interpreter.gpu_code import code_of
 
     if id(kernel) not in _USAGE:
         architecture = kernel.metadata.target.arch
         code = code_of(kernel.metadata.name, kernel, architecture)
-        _USAGE[id(kernel)] = kernel, (code.registers, code.shared_bytes)
+        _USAGE[id(kernel)] = kernel, (code.registers, code.shared_bytes, code.load_bytes)
     return _USAGE[id(kernel)][1]

@@ -2,7 +2,7 @@
 
     floor      max(bytes / bandwidth, FLOPs / product rate) of the whole step
     resident   programs that a processor holds: by registers, shared memory, threads and its limit
-    in flight  resident programs · max(64 bytes a thread, shared memory), at most what they read
+    in flight  resident programs · max(their threads' loads, shared memory), at most what they read
     busy time  max(bytes / (bandwidth · hidden), FLOPs / (products · busy))
     expected   Σ over launches of  launch + fill + busy time
     hidden     min(1, in flight · processors / (bandwidth · memory latency))      (Little's law)
@@ -25,8 +25,6 @@ from math import ceil
 from gpu_work import Work
 from roofline_counts import REPLAY, Launch
 
-LOAD_BYTES = 64
-"""Bytes that a thread has under way: four loads of 16 bytes, where shared memory holds none."""
 BUSY_WARPS = 8
 """Warps that keep a processor's four tensor cores busy: two for each, one waits while one runs."""
 
@@ -94,7 +92,7 @@ class Gpu:
         if launch.programs:
             resident = self.resident(launch)
             at_once = min(resident, launch.programs / self.processors)
-            held = max(LOAD_BYTES * 32 * launch.warps, launch.shared_bytes)
+            held = max(launch.load_bytes * 32 * launch.warps, launch.shared_bytes)
             in_flight = at_once * min(held, launch.work.bytes / launch.programs)
             needed = self.bytes_per_s * self.latency_s
             hidden = min(1.0, in_flight * self.processors / needed)

@@ -181,8 +181,10 @@ def _attend_tiles(a: Arguments) -> Work:
 
 def _attend_splits(a: Arguments) -> Work:
     seen, h = _Attended.of(a, "splits"), a["H"]
-    splits = int((_numbers(a["splits"])[:, 2] > 0).sum())
+    counts = _numbers(a["splits"])[:, 2]
+    whole, splits = int((counts == 1).sum()), int((counts > 1).sum())
     moved = seen.tokens * h * a["D"] * size_of(a["q"]) + 4 * splits * h * (a["DV"] + 2)
+    moved += whole * h * (a["DV"] * size_of(a["out"]) + (4 if a["LSE"] else 0))
     return Work(
         moved + seen.keys * _kv_size(a) + seen.list_bytes,
         2 * seen.pairs * h * (a["D"] + a["DV"]),
@@ -191,7 +193,8 @@ def _attend_splits(a: Arguments) -> Work:
 
 def _reduce_splits(a: Arguments) -> Work:
     decodes = _numbers(a["decodes"])
-    tokens, splits = int((decodes[:, 2] > 0).sum()), int(decodes[:, 2].sum())
+    several = decodes[decodes[:, 2] > 1]
+    tokens, splits = len(several), int(several[:, 2].sum())
     read = 4 * splits * a["H"] * (a["DV"] + 2)
     written = tokens * a["H"] * (a["DV"] * size_of(a["out"]) + (4 if a["LSE"] else 0))
     return Work(read + written + decodes.nbytes + 16 * tokens)

@@ -86,7 +86,7 @@ def client(directory: str, where: str, transport: str, work: Work) -> None:
     count = sum(one.targets for one in examples)
 
     def step() -> float:
-        loss = float(runner.forward_backward(examples, count))
+        loss = float(runner.forward_backward(examples, count)) / count
         optimizer.step()
         optimizer.zero_grad()
         return loss

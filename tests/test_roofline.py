@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.support.interpreter import bf16, stand_in
 from tests.support.interpreter.device_tensors import DeviceTensor
+from tests.support.interpreter.loads_under_way import bytes_under_way
 from tests.support.interpreter.streams import ORDER
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
@@ -194,8 +196,11 @@ def test_occupancy_and_time() -> None:
     assert H200.resident(Launch("two", Work(1), 1, 4, 32, 100 * 1024)) == 2
     # Three programs with 16 KiB each under way hide the memory's latency; one of 4 KiB does not.
     assert H200.expected_us(Launch("library", Work(43 * 10**6))) == pytest.approx(13.5)
-    narrow = Launch("narrow", Work(43 * 10**6), 132, 1, 32, 0)
+    narrow = Launch("narrow", Work(43 * 10**6), 132, 1, 32, 0, load_bytes=128)
     assert H200.expected_us(narrow) > 3 * 13.5
+    # Eight loads of 16 bytes a thread, whose machine code says so, hide more than four.
+    hidden = replace(narrow, load_bytes=64)
+    assert H200.expected_us(hidden) > H200.expected_us(narrow) + 13.5
     # The host launches more slowly than the device runs what is small.
     # A branch costs no time to begin and to end, if that of what it runs beside hides its own.
     product = Launch("product", Work(43 * 10**6), beside=Launch("shrink", Work(43 * 10**5)))
@@ -204,6 +209,28 @@ def test_occupancy_and_time() -> None:
     small = [Launch("small", Work(1))] * 10
     assert H200.step_us(small, recorded=True) == pytest.approx(35.0)
     assert H200.step_us(small, recorded=False) == 10 * H200.host_us
+
+
+LISTING = """
+.text.kernel:
+        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0010*/              @!P0 LDG.E.128 R8, desc[UR4][R2.64+0x10] ;
+        /*0020*/                   IADD3 R2, R2, 0x20, RZ ;
+        /*0030*/                   LDG.E.64 R12, desc[UR4][R2.64] ;
+        /*0040*/                   FADD R20, R9, R20 ;
+        /*0050*/                   LDG.E R14, desc[UR4][R2.64] ;
+        /*0060*/                   STG.E.128 desc[UR4][R30.64], R12 ;
+.L_x_1:
+        /*0070*/                   LDG.E.U16 R14, desc[UR4][R2.64] ;
+"""
+
+
+def test_bytes_that_loads_have_under_way() -> None:
+    """Two loads of 16 bytes and one of 8; then one that waits for the second has the first, too."""
+    assert bytes_under_way(LISTING) == 40
+    lines = LISTING.splitlines(keepends=True)
+    assert bytes_under_way("".join(lines[5:])) == 12
+    assert bytes_under_way("".join(lines[8:])) == 2
 
 
 def test_goals_pass_or_miss() -> None:

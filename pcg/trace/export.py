@@ -16,6 +16,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -76,6 +77,10 @@ class Exported(TraceFacts):
     checkpoint_names: Mapping[str, str]
 
 
+_EXPORTING = Lock()
+"""One thread exports at a time: torch's default dtype and modules' hooks are the process's."""
+
+
 def export(
     model: Mapping[str, Any] | nn.Module, dtype: str | None = None, whole: bool = False
 ) -> Exported:
@@ -84,7 +89,7 @@ def export(
     Raises:
         TraceError: transformers cannot build or torch cannot export it; names the module.
     """
-    with quiet():
+    with _EXPORTING, quiet():
         if isinstance(model, nn.Module):
             return _export_module(model, None if dtype is None else getattr(torch, dtype), whole)
         config = parse_config(model)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[tuple[str, str]] = Counter()
         self.calls = [type(model).__name__]
+        self._thread = get_ident()
         self._names = {
             module: f"{path} ({type(module).__name__})" for path, module in model.named_modules()
         }
@@ -78,11 +80,15 @@ class _Recorder(TorchDispatchMode):
             return torch.ones((), dtype=args[0].dtype).item()  # there are no data to read
         return func(*args, **(kwargs or {}))
 
+    # The hooks are the process's, and other threads may run modules, too.
     def enter(self, module: nn.Module, args: Any) -> None:
+        if get_ident() != self._thread:
+            return
         self.calls.append(self._names.get(module, self.calls[-1]))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.calls.pop()
+        if get_ident() == self._thread:
+            self.calls.pop()
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from pcg.kernels.triton.attention.work import (
     MOST_SPLITS,
     SPLIT_KEYS,
     TILE_ROWS,
+    WHOLE_KEYS,
     AttentionWork,
     WorkCapacity,
 )
@@ -178,6 +179,21 @@ def test_a_batch_larger_than_its_room() -> None:
     parts = Paged(Case(), [(1, 2)] * 3).parts
     with pytest.raises(UnsupportedError, match="needs 3 decodes where there is capacity for 2"):
         AttentionWork.build(parts, 1, CPU, capacity=WorkCapacity(3, 40, 1, 4, 2, 0))
+    long = [span(0, 1, WHOLE_KEYS, range(100))]
+    with pytest.raises(UnsupportedError, match="more than 1024 keys"):
+        AttentionWork.build(long, 1, CPU, capacity=WorkCapacity(4, 100, 1, 4, 4, 0))
+
+
+@pytest.mark.parametrize("window", [0, 600])
+@pytest.mark.parametrize("context", [WHOLE_KEYS - 1, WHOLE_KEYS])
+def test_a_token_of_one_split_is_not_reduced(
+    context: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it where others of the batch are; sinks weigh as in a reduction."""
+    case = Case(window=window, sinks=True, dtype=torch.bfloat16)
+    if context < WHOLE_KEYS:
+        monkeypatch.delattr(launcher, "reduce_splits")
+    check(case, [(1, context), (1, 40)])
 
 
 def test_how_a_batch_is_cut() -> None:
@@ -192,6 +208,7 @@ def test_how_a_batch_is_cut() -> None:
     work = AttentionWork.build(parts, 4, CPU)
     assert work.parts.tolist()[1] == [1, 100, 7, 40]
     assert work.pages.shape == (5, 10**4)
+    assert not work.capacity.is_whole
     assert work.decodes.tolist() == [[0, 0, 3, 0], [2, 3, MOST_SPLITS, 0]]
     assert work.splits.tolist()[:4] == [[0, 0, 3, 0], [0, 1, 3, 0], [0, 2, 3, 0], [2, 0, 64, 0]]
     assert work.tiles.tolist() == [

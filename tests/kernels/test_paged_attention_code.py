@@ -143,10 +143,11 @@ def kernels(
         made(
             "forward_kernels",
             "attend_splits",
-            "q keys values",
-            "totals highest sums alibi",
+            "q keys values out",
+            "totals highest sums lse alibi sinks",
             {**STRIDES, **LISTS, "splits": "*i32"},
-            {**heads, **options, **cut("BLOCK_H", "BLOCK_N", split), "SPLIT": SPLIT_KEYS},
+            {**heads, **options, **cut("BLOCK_H", "BLOCK_N", split), "SPLIT": SPLIT_KEYS}
+            | {"SINKS": sinks, "LSE": True},
             split,
         ),
         made(

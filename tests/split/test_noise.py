@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -90,6 +91,54 @@ def test_results_are_those_of_the_undivided_executor(whole: Executor, method: st
             assert own.keys() == numbers.keys()
             for name, expected in numbers.items():
                 assert oracle.relative_error(own[name], expected) < TOLERANCE, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "llama3.2", "qwen2", "opt", "falcon-7b", "gemma2"])
+def test_other_families_are_hidden_as_well(family: str) -> None:
+    """Their biases, tied heads, fused products and norms are the client's, or linear."""
+    model = oracle.random_model(BY_NAME[family].config(2))
+    whole = compiler.compile(model, verify=False)
+    with running_base(whole) as base, running_base(whole) as second:
+        options = Privacy(second.endpoint.transport(), effects_api_key=KEY)
+        sent = watched(base)
+        with base.connect(privacy=options) as split:
+            for name in ("lora", "dora"):
+                tokens, numbers = outputs(whole, METHODS[name])
+                found, own = outputs(split, METHODS[name])
+                assert found == tokens
+                for what, expected in numbers.items():
+                    # Adam divides a gradient near zero by its own size, rounding and all.
+                    bound = 10 * TOLERANCE if what.startswith("trained") else TOLERANCE
+                    assert oracle.relative_error(own[what], expected) < bound, (name, what)
+        assert len(sent) > 20
+
+
+def test_clients_with_and_without_noise_train_at_once(whole: Executor) -> None:
+    names = ["lora", "ia3"]
+    expected = {name: outputs(whole, METHODS[name]) for name in names}
+    found: dict[str, Any] = {}
+    with running_base(whole, wait_ms=20, wait_tokens=1) as base:
+        barrier = threading.Barrier(len(names))
+
+        def act(name: str, privacy: Privacy | None) -> None:
+            with base.connect(privacy=privacy) as split:
+                barrier.wait(60)
+                found[name] = outputs(split, METHODS[name])
+
+        hidden = Privacy("base", pool=8, uses=50)
+        threads = [
+            threading.Thread(target=act, args=given)
+            for given in zip(names, (hidden, None), strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+    for name, (tokens, numbers) in expected.items():
+        assert found[name][0] == tokens
+        for what, one in numbers.items():
+            assert oracle.relative_error(found[name][1][what], one) < TOLERANCE, (name, what)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pcg.split.base.policies import Choice, Policy, make_policy
 from pcg.split.base.queues import Queues, Waiting
 from pcg.split.pieces import Piece
 
-FIRST, SECOND = Piece("linear", ("a",)), Piece("linear", ("b",))
+FIRST, SECOND, THIRD = (Piece("linear", (name,)) for name in "abc")
 
 
 def waiting(
@@ -49,6 +49,56 @@ def test_nothing_waits_when_nobody_else_can_come() -> None:
     assert clients(choose(opportunistic(), waiting("a"), now=0, active="a")) == "a"
     other = waiting("b", SECOND)
     assert len(choose(opportunistic(), waiting("a"), other, now=0, active="ab").batch) == 1
+
+
+def came_from(queues: Queues, client: str, pieces: str) -> None:
+    """Have a client ask for pieces, one after the other, each of which runs."""
+    for name in pieces:
+        one = waiting(client, Piece("linear", (name,)), serves=True)
+        queues.add(one)
+        queues.take([one])
+
+
+WAY = "pqrstupqrstu"
+"""Six pieces, twice: from then on it is known."""
+
+
+def test_a_request_waits_only_for_clients_that_are_near_its_piece() -> None:
+    queues, policy = Queues(), opportunistic()
+    came_from(queues, "b", WAY + "p")
+    queues.add(waiting("a", Piece("linear", ("t",))))
+    assert clients(policy.choose(queues, [b"a", b"b"], 0.0)) == "a"  # q, r and s are before it
+    came_from(queues, "b", "q")
+    assert not policy.choose(queues, [b"a", b"b"], 0.0).batch
+    assert policy.choose(queues, [b"a", b"b"], 0.1).batch  # it was waited for long enough
+    queues.drop(b"b")
+    assert clients(policy.choose(queues, [b"a"], 0.0)) == "a"
+
+
+def test_what_others_may_join_runs_behind_what_nobody_can() -> None:
+    queues, policy = Queues(), opportunistic()
+    came_from(queues, "c", WAY)
+    queues.add(waiting("a", Piece("linear", ("q",))))  # c may come
+    active = [b"a", b"b", b"c"]
+    for _ in range(7):
+        queues.add(waiting("b", THIRD))
+        choice = policy.choose(queues, active, 9.0)
+        assert clients(choice) == "b"
+        queues.take(choice.batch)
+    queues.add(waiting("b", THIRD))
+    assert clients(policy.choose(queues, active, 9.0)) == "a"  # it has waited for long enough
+
+
+def test_training_waits_for_inference_a_bounded_time() -> None:
+    queues, policy = Queues(), opportunistic()
+    queues.add(waiting("a"))
+    for _ in range(2):  # as many as there are clients
+        queues.add(waiting("b", SECOND, serves=True))
+        choice = policy.choose(queues, [b"a", b"b"], 9.0)
+        assert clients(choice) == "b"
+        queues.take(choice.batch)
+    queues.add(waiting("b", SECOND, serves=True))
+    assert clients(policy.choose(queues, [b"a", b"b"], 9.0)) == "a"
 
 
 def test_a_small_request_waits_less_and_one_that_serves_half_as_long() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import pytest
 import torch
 
 import pcg.compiler as compiler
 from pcg.ir.verifier import verify
-from pcg.trace import TracedModel
+from pcg.trace import TracedModel, trace
 from tests.support import oracle
 from tests.support.families import BY_NAME, FAMILIES, WINDOW
 from tests.support.models import traced
@@ -170,3 +171,14 @@ def test_families_are_well_formed() -> None:
     assert len(BY_NAME) == len(FAMILIES)
     for family in FAMILIES:
         assert dataclasses.replace(family).config(3)["model_type"] == family.model_type
+
+
+def test_threads_may_trace_at_once() -> None:
+    config = {**BY_NAME["llama3"].config(1)}
+    found: list[object] = []
+    threads = [threading.Thread(target=lambda: found.append(trace(config))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(240)
+    assert len(found) == 3

@@ -30,11 +30,11 @@ from pcg.kernels.triton.adapters.token_tiles import (
     rank_block,
 )
 from pcg.kernels.triton.attention.work import (
-    MOST_SPLITS,
     SPLIT_KEYS,
     TILE_ROWS,
     Rows,
     WorkCapacity,
+    split_counts,
 )
 
 DECODE_TOKENS = (1, 2, 4, *range(8, 257, 8))
@@ -67,7 +67,8 @@ class StepRoom(NamedTuple):
     Attributes:
         tokens: tokens of all sequences.
         sequences: sequences; as many as tokens in a decode step.
-        splits: splits of the keys of sequences that have one token.
+        splits: splits of the keys of sequences that have one token: as many as sequences where each
+            has one, and more where some have several.
         tiles: tiles of the rows of sequences that have more; 0 in a decode step.
         adapter_tiles: tiles of tokens by adapter; 0 for steps without adapters.
         widest: blocks of 16 ranks beyond the first that the widest adapter has.
@@ -126,8 +127,11 @@ class StepRoom(NamedTuple):
 
     def holds(self, other: Self) -> bool:
         """Return whether the graph of this room serves the steps of another one."""
-        return self.decodes == other.decodes and all(
-            size >= needed for size, needed in zip(self, other, strict=True)
+        is_reduced, has_several = (room.splits > room.sequences for room in (self, other))
+        return (
+            self.decodes == other.decodes
+            and is_reduced >= has_several
+            and all(size >= needed for size, needed in zip(self, other, strict=True))
         )
 
 
@@ -178,20 +182,20 @@ class StepRooms:
         tokens, sequences = int(lengths.sum()), len(lengths)
         if not 0 < tokens <= self.tokens or sequences > self.sequences:
             return None
-        splits = splits_of(contexts[lengths == 1] + 1)
+        counts = split_counts(contexts[lengths == 1] + 1)
         if tokens == sequences and tokens <= DECODE_TOKENS[-1]:
             most = DECODE_TOKENS[bisect_left(DECODE_TOKENS, tokens)]
             tiles = 0
             if sizes.adapter_tiles:
                 tiles = min(_power(sizes.adapter_tiles, max(1, most // 16), _TILES_FACTOR), most)
-            splits = _power(splits, most, _DECODE_SPLITS_FACTOR)
+            splits = _power(_splits_of(counts, most), most, _DECODE_SPLITS_FACTOR)
             wide = _power(sizes.wide, _LEAST_WIDE, _WIDE_FACTOR) if sizes.wide else 0
             return StepRoom(most, most, splits, 0, tiles, _widest(sizes.widest), wide)
         if not self.group or tokens > MIXED_TOKENS[-1]:
             return None
         most = MIXED_TOKENS[bisect_left(MIXED_TOKENS, tokens)]
         count = min(_power(sequences, _LEAST_SEQUENCES, _SEQUENCES_FACTOR), self.sequences)
-        splits = _power(splits, count, _MIXED_SPLITS_FACTOR)
+        splits = _power(_splits_of(counts, count), count, _MIXED_SPLITS_FACTOR)
         return self._mixed(most, count, splits, bool(sizes.adapter_tiles), sizes.widest)
 
     def _mixed(
@@ -246,14 +250,18 @@ class StepRooms:
 
         Sequences that share pages may have more; their steps run eagerly.
         """
-        sequences = min(sequences, self.sequences)
-        longest = min(-(-self.pages * PAGE_TOKENS // SPLIT_KEYS), MOST_SPLITS)
-        return min(sequences * longest, sequences + self.pool_pages * PAGE_TOKENS // SPLIT_KEYS)
+        running = min(sequences, self.sequences)
+        longest = int(split_counts(np.array(self.pages * PAGE_TOKENS)))
+        if longest == 1:
+            return running
+        pooled = running + self.pool_pages * PAGE_TOKENS // SPLIT_KEYS
+        return max(min(running * longest, pooled), sequences + 1)
 
 
-def splits_of(keys: Rows) -> int:
-    """Return the splits of sequences that have one token and see so many keys each."""
-    return int(np.minimum(-(-keys // SPLIT_KEYS), MOST_SPLITS).sum())
+def _splits_of(counts: Rows, sequences: int) -> int:
+    """Return the splits of tokens of so many each: more than sequences if some have several."""
+    has_several = bool((counts > 1).any())
+    return max(int(counts.sum()), sequences + 1 if has_several else 0)
 
 
 def _widest(blocks: int) -> int:

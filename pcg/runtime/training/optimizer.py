@@ -18,7 +18,7 @@ from pcg.runtime.training.torch_optimizers import SHARED_KEYS, Optimizer
 
 Parameters = Mapping[str, Tensor]
 
-_FUSED = ("adam", "adamw")
+_FUSED = ("adam", "adamw", "sgd")
 """Optimizers that have kernels for all parameters at once."""
 
 
@@ -48,7 +48,9 @@ def make_optimizer(
         if "weight_decay" in optimizer.options:
             groups[-1]["weight_decay"] = 0.0
     made: Any = optimizer.torch_class
-    is_fused = optimizer.name in _FUSED and _is_plain(parameters.values())
+    # The first step of a dampened momentum is unlike the others, and these kernels are recorded.
+    is_fused = optimizer.name in _FUSED and not optimizer.options.get("dampening")
+    is_fused = is_fused and _is_plain(parameters.values())
     device = next(iter(parameters.values())).device
     how = {"fused": True} if is_fused else {}
     try:

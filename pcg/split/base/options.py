@@ -56,8 +56,8 @@ class BaseOptions:
     api_keys: Path | None = None
     layers: str | None = None
     policy: PolicyName = "opportunistic"
-    wait_ms: float = 2.0
-    wait_tokens: int = 512
+    wait_ms: float = 10.0
+    wait_tokens: int = 64
     max_batch_tokens: int = 8192
     max_request_mib: int = 512
     key_mib: int = 4096

@@ -4,8 +4,10 @@ none           each request runs alone, the oldest first
 lockstep       a round begins once every active client has a request here, and runs them all
 opportunistic  a request waits at most w = wait · min(1, tokens / scale) for others of its piece
                (Symbiosis §3.7): less the smaller it is, and half of that where a user waits for
-               tokens. What is due runs, inference before training, the earliest first; nothing
-               waits once all active clients are here, as nobody else could come.
+               tokens. It waits only while an active client may come to its piece soon, and longer
+               than w only while the base has something to run that nobody may join: for 2 n batches
+               of n active clients at most. Inference is before training that has waited for n
+               batches or less; else the request that came first is.
 """
 
 from __future__ import annotations
@@ -103,19 +105,25 @@ class Opportunistic(Policy):
         return one.arrived_s + self._wait_s * share
 
     def choose(self, queues: Queues, active: Collection[bytes], now_s: float) -> Choice:
-        nobody_comes = queues.clients.issuperset(active)
-        ready: list[tuple[bool, float, int, list[Waiting]]] = []
+        may_join = queues.may_come(active)
+        whole: list[tuple[int, int, list[Waiting]]] = []  # nobody may join them, or not in time
+        due: list[tuple[int, int, list[Waiting]]] = []
         next_s = now_s + 1.0
-        for queue in queues:
+        for place, queue in enumerate(queues):
             due_s = min(map(self.due_s, queue))
-            if nobody_comes or due_s <= now_s or self._is_full(queue):
-                trains = not any(one.serves for one in queue)
-                ready.append((trains, due_s, len(ready), queue))
+            first = min(one.turn for one in queue)
+            trains = not any(one.serves for one in queue)
+            entry = (first + len(active) * trains, place, queue)
+            is_late = queues.turn - first > 2 * len(active)
+            if is_late or self._is_full(queue) or not may_join(queue):
+                whole.append(entry)
+            elif due_s <= now_s:
+                due.append(entry)
             next_s = min(next_s, due_s)
-        if not ready:
+        if not whole and not due:
             return Choice(wait_s=next_s - now_s)
         # If one has to wait behind another in this queue, the one with a user waits less.
-        queue = sorted(min(ready)[-1], key=lambda one: (not one.serves, one.arrived_s))
+        queue = sorted(min(whole or due)[-1], key=lambda one: (not one.serves, one.arrived_s))
         return Choice(self._fitting(queue))
 
     def _is_full(self, queue: Sequence[Waiting]) -> bool:

@@ -1,8 +1,12 @@
-"""Requests that wait at a base, by the piece that they are for."""
+"""Requests that wait at a base, by the piece that they are for, and where clients go from there.
+
+A client runs one program again and again, so it asks for what it asked for after the same piece the
+time before. That says who may come to a piece next.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -10,7 +14,7 @@ from torch import Tensor
 from pcg.split.pieces import Piece
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Waiting:
     """A request that waits.
 
@@ -22,6 +26,7 @@ class Waiting:
         arrived_s: when it came, on the clock of `time.monotonic`.
         key: the name of the key that it came with.
         tokens: the number of its tokens.
+        turn: the number of batches that had run when it came.
     """
 
     client: bytes
@@ -32,16 +37,30 @@ class Waiting:
     arrived_s: float
     key: str = ""
     tokens: int = field(init=False)
+    turn: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", len(self.tensors[0]))
+        self.tokens = len(self.tensors[0])
+
+
+_MOST_REMEMBERED = 4096
+"""Pieces of a client whose successors are remembered; more than its program has."""
+NEAR = 3
+"""Pieces between a client and the one that it is waited for at, at most."""
 
 
 class Queues:
-    """One queue for each piece that requests wait for, the oldest request first in each."""
+    """One queue for each piece that requests wait for, the oldest request first in each.
+
+    Attributes:
+        turn: the number of batches that were taken.
+    """
 
     def __init__(self) -> None:
+        self.turn = 0
         self._queues: dict[tuple[Piece, object], list[Waiting]] = {}
+        self._last: dict[bytes, tuple[Piece, bool]] = {}
+        self._next: dict[bytes, dict[tuple[Piece, bool], Piece]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
@@ -51,10 +70,45 @@ class Queues:
 
     def add(self, request: Waiting) -> None:
         """Add a request behind those of its piece and dtype."""
+        request.turn = self.turn
         self._queues.setdefault((request.piece, request.tensors[0].dtype), []).append(request)
+        followed = self._next.setdefault(request.client, {})
+        if len(followed) >= _MOST_REMEMBERED:
+            followed.clear()
+        before = self._last.get(request.client)
+        if before is not None:
+            followed[before] = request.piece
+        self._last[request.client] = (request.piece, request.serves)
+
+    def may_come(self, clients: Collection[bytes]) -> Callable[[Sequence[Waiting]], bool]:
+        """Return what says whether one of some clients may soon join the requests of a queue.
+
+        That is a client whose way leads to their piece in NEAR steps, and one that is away and
+        whose way is not known.
+        """
+        coming: dict[Piece, set[bytes]] = {}
+        away = set(clients) - self.clients
+        is_anywhere = False
+        for client in clients:
+            last = self._last.get(client)
+            after = None if last is None else self._next[client].get(last)
+            is_anywhere |= after is None and client in away
+            for _ in range(NEAR):
+                if last is None or after is None:
+                    break
+                coming.setdefault(after, set()).add(client)
+                last = (after, last[1])
+                after = self._next[client].get(last)
+
+        def joins(queue: Sequence[Waiting]) -> bool:
+            there = {one.client for one in queue}
+            return is_anywhere or not coming.get(queue[0].piece, there) <= there
+
+        return joins
 
     def take(self, batch: Sequence[Waiting]) -> None:
         """Take requests out, which run now."""
+        self.turn += 1
         chosen = set(map(id, batch))
         self._keep(lambda one: id(one) not in chosen)
 
@@ -62,6 +116,8 @@ class Queues:
         """Take out all of a client that is gone; returns how many there were."""
         before = len(self)
         self._keep(lambda one: one.client != client)
+        self._last.pop(client, None)
+        self._next.pop(client, None)
         return before - len(self)
 
     def count(self, client: bytes) -> int:

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.interpreter.loads_under_way import bytes_under_way
 from tests.support.interpreter.product_loops import ProductLoop, product_loops
 
 ARCHITECTURES = (80, 90)
@@ -67,6 +68,7 @@ class Code:
         shared_bytes: shared memory of a program.
         instructions: how often each stands there, by name with its modifiers, as `LDG.E.128`.
         loops: the instructions of each innermost loop with products of Hopper's tensor cores.
+        load_bytes: the most bytes that a thread's loads have under way.
     """
 
     kernel: str
@@ -76,6 +78,7 @@ class Code:
     shared_bytes: int
     instructions: Mapping[str, int]
     loops: Sequence[Sequence[str]] = ()
+    load_bytes: int = 0
 
     @property
     def product_loops(self) -> list[ProductLoop]:
@@ -193,6 +196,7 @@ def code_of(name: str, made: Any, architecture: int) -> Code:
         made.metadata.shared,
         dict(Counter(instructions)),
         product_loops(listing),
+        bytes_under_way(listing),
     )
 
 

@@ -193,14 +193,17 @@ def used_splits(count, context, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
 
 @triton.jit
 def attend_splits(
-    q, keys, values, totals, highest, sums, alibi, parts, pages, splits, q_token, q_head,
-    key_page, key_head, key_token, value_page, value_head, value_token, table_width, scale,
+    q, keys, values, totals, highest, sums, out, lse, alibi, sinks, parts, pages, splits, q_token,
+    q_head, key_page, key_head, key_token, value_page, value_head, value_token, table_width, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     COLUMNS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    PAGE: tl.constexpr, SPLIT: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """m, l and the sum of values of a decoding token's heads over one split of its keys."""
+    """m, l and the sum of values of a decoding token's heads over one split of its keys.
+
+    Of a token that is one split it is out and lse, by the steps of `reduce_splits`.
+    """
     item = tl.program_id(0)
     split = splits + item * COLUMNS
     number = tl.load(split)
@@ -238,11 +241,26 @@ def attend_splits(
         BLOCK_DV, BLOCK_N, WINDOW, SOFTCAP, ALIBI, True, PAGE, True, False,
     )  # fmt: skip
 
-    row = item.to(tl.int64) * H + head
     dv = tl.arange(0, BLOCK_DV)
-    tl.store(totals + row[:, None] * DV + dv[None, :], total, real[:, None] & (dv < DV)[None, :])
-    tl.store(highest + row, m, real)
-    tl.store(sums + row, norm, real)
+    inside = real[:, None] & (dv < DV)[None, :]
+    if count == 1:
+        if SINKS:
+            sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+            higher = tl.maximum(m, sink)
+            shrunk = tl.exp2(m - higher)
+            norm = norm * shrunk + tl.exp2(sink - higher)
+            total = total * shrunk[:, None]
+            m = higher
+        row = start.to(tl.int64) * H + head
+        found = (total / norm[:, None]).to(out.dtype.element_ty)
+        tl.store(out + row[:, None] * DV + dv[None, :], found, inside)
+        if LSE:
+            tl.store(lse + row, (m + tl.log2(norm)) * LN2, real)
+    else:
+        row = item.to(tl.int64) * H + head
+        tl.store(totals + row[:, None] * DV + dv[None, :], total, inside)
+        tl.store(highest + row, m, real)
+        tl.store(sums + row, norm, real)
 
 
 @triton.jit
@@ -252,14 +270,14 @@ def reduce_splits(
     COLUMNS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of one head of a decoding token."""
+    """out and lse of one head of a decoding token that has several splits."""
     decode = decodes + tl.program_id(0) * COLUMNS
     count = tl.load(decode + 2)
-    if count == 0:
-        return
-    head = tl.program_id(1)
     number = tl.load(decode)
     count = used_splits(count, tl.load(parts + number * COLUMNS + 2), WINDOW, SPLIT)
+    if count <= 1:
+        return
+    head = tl.program_id(1)
     first_split = tl.load(decode + 1)
     dv = tl.arange(0, BLOCK_DV)
     m = tl.full((), LOWEST, tl.float32)

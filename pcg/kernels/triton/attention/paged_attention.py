@@ -76,14 +76,16 @@ def paged_attention(
     if len(work.splits):
         blocks = split_blocks(size, q.dtype, sizes["G"])
         count = len(work.splits)
-        totals = q.new_empty((count, heads, values.size), dtype=torch.float32)
-        highest, sums = q.new_empty((2, count, heads), dtype=torch.float32)
+        partial = 0 if work.capacity.is_whole else count
+        totals = q.new_empty((partial, heads, values.size), dtype=torch.float32)
+        highest, sums = q.new_empty((2, partial, heads), dtype=torch.float32)
         attend_splits[(count, keys.heads, triton.cdiv(sizes["G"], blocks.rows))](
-            q, keys.base, values.base, totals, highest, sums, alibi, work.parts, work.pages,
-            work.splits, *strides, **sizes, **options,
-            BLOCK_H=blocks.rows, BLOCK_N=blocks.keys, SPLIT=SPLIT_KEYS,
-            num_warps=blocks.warps, num_stages=blocks.stages,
+            q, keys.base, values.base, totals, highest, sums, out, lse, alibi, sinks, work.parts,
+            work.pages, work.splits, *strides, **sizes, **options,
+            BLOCK_H=blocks.rows, BLOCK_N=blocks.keys, SINKS=sinks is not None, LSE=keeps,
+            SPLIT=SPLIT_KEYS, num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
+    if len(work.splits) and not work.capacity.is_whole:
         reduce_splits[(len(work.decodes), heads)](
             totals, highest, sums, out, lse, sinks, work.parts, work.decodes,
             H=heads, DV=values.size, BLOCK_DV=sizes["BLOCK_DV"], BLOCK_S=8,

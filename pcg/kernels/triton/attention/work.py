@@ -5,7 +5,7 @@ its tokens times the G heads that share a KV head: row r is token r // G, head r
 So a tile of rows is full for any group, and a short chunk of many heads is as good as a long one.
 
     tile        TILE_ROWS rows of a part: a program of the forward, and of dq
-    split       about SPLIT_KEYS keys of a part of one token: a program of decoding
+    split       about SPLIT_KEYS keys of a part of one token, or all: a program of decoding
     key block   KEY_BLOCK keys that a part saw: a program of dk and dv
 
 How a part is cut depends on that part alone, so what a token gets does not depend on who else is in
@@ -35,6 +35,10 @@ KEY_BLOCK = 128
 SPLIT_KEYS = 512
 """Keys of a split: 256 KiB of keys and values of one head of 128 in bf16, against 1 KiB a head of
 what it leaves to the reduction; and 8 KV heads of one sequence of 8k keys are 128 programs."""
+WHOLE_KEYS = 1024
+"""Keys up to which a token is one split, whose program writes what attention gives. Two programs of
+512 keys would read them in half the time where little else runs, some 3 us on an H200 by count of
+the bytes under way; their sums cost a launch, 4 us, and are written and read again."""
 MOST_SPLITS = 64
 """Splits of a sequence: from 32k keys on they grow instead."""
 COLUMNS = 4
@@ -57,6 +61,11 @@ class WorkCapacity:
     def size(self) -> int:
         """Numbers in all lists together."""
         return sum(rows * columns for rows, columns in self.shapes)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if each token that decodes is one split, so that none is left to be reduced."""
+        return self.splits == self.decodes
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -134,11 +143,16 @@ class AttentionWork:
 
 def split_lists(numbers: Rows, keys: Rows) -> tuple[Rows, Rows]:
     """Splits [splits, 3] and decodes [n, 3] of parts of one token, from their numbers and keys."""
-    counts = np.minimum(-(-keys // SPLIT_KEYS), MOST_SPLITS)
+    counts = split_counts(keys)
     firsts = counts.cumsum() - counts
     which = np.arange(counts.sum()) - firsts.repeat(counts)
     splits = np.stack([numbers.repeat(counts), which, counts.repeat(counts)], 1)
     return splits, np.stack([numbers, firsts, counts], 1)
+
+
+def split_counts(keys: Rows) -> Rows:
+    """The splits of tokens that see so many keys each."""
+    return np.where(keys <= WHOLE_KEYS, 1, np.minimum(-(-keys // SPLIT_KEYS), MOST_SPLITS))
 
 
 def row_tiles(longer: Sequence[tuple[int, int, int]], group: int) -> list[tuple[int, ...]]:
@@ -190,6 +204,11 @@ class _Lists:
     def check(self, capacity: WorkCapacity) -> None:
         """UnsupportedError: there are more than there is capacity for."""
         needed = self.capacity()
+        if capacity.is_whole and not needed.is_whole:
+            raise UnsupportedError(
+                f"the batch has tokens of several splits where there is capacity for one of each, "
+                f"as they see more than {WHOLE_KEYS} keys; take a graph of a larger capacity"
+            )
         for field in fields(WorkCapacity):
             wanted, most = getattr(needed, field.name), getattr(capacity, field.name)
             if wanted > most:

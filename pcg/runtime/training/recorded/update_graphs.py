@@ -107,5 +107,6 @@ class UpdateGraphs:
             group["capturable"] = False
         torch._foreach_copy_(tensors, before)
         if is_first:  # a state begins with zeros
-            torch._foreach_zero_([value for state in states.values() for value in state.values()])
+            for value in (value for state in states.values() for value in state.values()):
+                value.zero_()
         return self._recorder is not None

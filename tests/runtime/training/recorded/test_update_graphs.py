@@ -17,7 +17,11 @@ from pcg.runtime.training.recorded.update_graphs import UpdateGraphs
 from pcg.runtime.training.torch_optimizers import Optimizer
 from tests.support.interpreter.tape import Tape
 
-KIND = Optimizer.of("adamw", {"weight_decay": 0.1})
+KINDS = [
+    Optimizer.of("adamw", {"weight_decay": 0.1}),
+    Optimizer.of("sgd", {"weight_decay": 0.1, "momentum": 0.9, "nesterov": True}),
+    Optimizer.of("sgd", {}),
+]
 RATES = (0.1, 0.0, 0.02, 0.3)
 
 
@@ -30,12 +34,15 @@ def parameters() -> dict[str, Tensor]:
     return {"a": torch.full((3, 4), 0.5), "b.bias": torch.ones(4)}
 
 
-def run(recorder: Tape | None, saved: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+def run(
+    kind: Optimizer, recorder: Tape | None, saved: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """Parameters, states and norms after some steps, from a saved state if one is given."""
     own, weights = OwnGradients(), parameters()
-    optimizer = make_optimizer(weights, KIND, 0.1)
+    optimizer = make_optimizer(weights, kind, 0.1)
+    assert optimizer.defaults["fused"]
     if saved is not None:
-        load_optimizer(optimizer, KIND, weights, {name: x.clone() for name, x in saved.items()})
+        load_optimizer(optimizer, kind, weights, {name: x.clone() for name, x in saved.items()})
 
     def clip() -> Tensor:
         norm = torch.nn.utils.get_total_norm(
@@ -66,13 +73,14 @@ def run(recorder: Tape | None, saved: dict[str, Tensor] | None = None) -> dict[s
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-def test_recorded_updates_have_the_bits_of_eager_ones(resumes: bool) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=["adamw", "momentum", "sgd"])
+def test_recorded_updates_have_the_bits_of_eager_ones(kind: Optimizer, resumes: bool) -> None:
     saved = None
     if resumes:
-        state = run(None)
+        state = run(kind, None)
         saved = {name: state[name] for name in state if "/" in name}
-    expected, recorder = run(None, saved), Tape()
-    found = run(recorder, saved)
+    expected, recorder = run(kind, None, saved), Tape()
+    found = run(kind, recorder, saved)
     assert (recorder.recorded, recorder.replayed) == (2, 2 * len(RATES))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
