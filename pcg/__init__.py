@@ -37,11 +37,13 @@ if TYPE_CHECKING:
     from pcg.runtime.engine.limits import Limits
     from pcg.runtime.executor import Executor
     from pcg.runtime.sampling.sampling_params import SamplingParams
+    from pcg.runtime.training.trainer.datum import Datum
     from pcg.split.client.connect import connect
     from pcg.split.client.privacy import Privacy
 
 __all__ = [
     "AsyncEngine",
+    "Datum",
     "Engine",
     "Executor",
     "Limits",
@@ -61,6 +63,7 @@ __all__ = [
 
 _HOMES = {
     "AsyncEngine": "pcg.runtime.engine.async_engine",
+    "Datum": "pcg.runtime.training.trainer.datum",
     "Engine": "pcg.runtime.engine.engine",
     "Executor": "pcg.runtime.executor",
     "Limits": "pcg.runtime.engine.limits",

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, Unpack, cast, get_args, overload
 import torch
 from torch import Tensor
 
-from pcg.errors import FinetuneError, GenerationError
+from pcg.errors import FinetuneError, GenerationError, UnsupportedError
 from pcg.ir.program.program import Program
 from pcg.keywords import takes
 from pcg.parallel.ranks.group import Ranks, run_on_first
@@ -38,6 +38,8 @@ from pcg.runtime.training.finetuning import finetune
 from pcg.runtime.training.options import FinetuneArguments
 from pcg.runtime.training.result import FinetuneResult
 from pcg.runtime.training.runner import TrainingRunner, training_runner
+from pcg.runtime.training.trainer.options import TrainerArguments
+from pcg.runtime.training.trainer.trainer import Trainer, trainer_here
 
 Result = TypeVar("Result")
 
@@ -348,6 +350,32 @@ class Executor:
         """
         self.state.check_no_engine("Executor.finetune", "call finetune of that engine")
         return finetune(self.state, given)
+
+    @takes(TrainerArguments, FinetuneError)
+    def trainer(self, given: TrainerArguments) -> Trainer:
+        """Make a trainer: an adapter that is trained command by command.
+
+        Nothing of it is served before `Trainer.snapshot`. While an engine runs on a thread, the
+        trainer's commands run beside what that serves, and each waits for its result;
+        `AsyncEngine.trainer` returns one that does not wait.
+
+        Raises:
+            AdapterConflictError: something trains an adapter of that name.
+            FinetuneError: bad options.
+            UnsupportedError: the recipe has a feature that pcg does not train; or there are ranks.
+        """
+        if self.ranks.size > 1:
+            raise UnsupportedError(f"trainers over {self.ranks.size} ranks; use one, or finetune")
+        running = cast("AsyncEngine | None", self.state.engine_thread)
+        if running is None:
+            return trainer_here(self.state, given)
+        beside = running.begin_trainer(given)
+        try:
+            beside.created.wait()
+        except BaseException:
+            beside.end()
+            raise
+        return Trainer(given.name, lambda command: beside.run(command).wait(), beside.end)
 
     def training_runner(self, name: str) -> TrainingRunner:
         """Return what computes losses and gradients of an adapter, which moves to the device."""

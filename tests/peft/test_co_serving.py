@@ -29,8 +29,7 @@ from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
-from pcg.runtime.training.runner import TrainingRunner, training_runner
-from pcg.runtime.training.training_pass import pass_through
+from pcg.runtime.training.runner import TrainingRunner, pass_through, training_runner
 from pcg.runtime.training.work_units import Forward, Part, Phase
 from tests.support import oracle
 from tests.support.peft_cases import CONFIGS, Models, make_models, trained_gradients

@@ -34,8 +34,8 @@ from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.preparation import Preparation
 from pcg.runtime.engine.running_job import RunningJob
-from pcg.runtime.engine.step_thread import StepThread
 from pcg.runtime.engine.steps.guest_work import GuestWork
+from pcg.runtime.engine.trainers.trainer_thread import PrepareTrainer, TrainerThread
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.status import (
     AdapterStatus,
@@ -56,18 +56,18 @@ _KEPT_JOBS = 64
 """The number of jobs that are over and can still be listed."""
 
 
-class AsyncEngine(StepThread):
-    """Takes requests and jobs from any thread; a context manager, with `async` or without."""
+class AsyncEngine(TrainerThread):
+    """Takes requests, jobs and trainers from any thread; a context manager, also an async one."""
 
     def __init__(
         self,
         engine: EngineLoop,
         state: ModelState,
         prepare_job: Callable[[JobArguments], Job],
+        prepare_trainer: PrepareTrainer,
         data_limits: DataLimits,
     ) -> None:
-        super().__init__(engine)
-        self._state = state
+        super().__init__(engine, state, prepare_trainer, Preparation(state, data_limits))
         self._prepare_job = prepare_job
         self._jobs: list[RunningJob] = []
         self._reserved: dict[str, RunningJob] = {}
@@ -76,7 +76,6 @@ class AsyncEngine(StepThread):
         self._drained.set_running_or_notify_cancel()
         self._drain_until = math.inf
         self._refuses = False
-        self._preparation = Preparation(state, data_limits)
         self._loads = Loads(
             state, self._preparation, self.call, self._check_open, self._check_unreserved
         )
@@ -253,6 +252,7 @@ class AsyncEngine(StepThread):
             adapters=len(scheduler.adapters),
             shares_prefixes=scheduler.prefixes is not None,
             late=self.engine.device.late,
+            reads=dict(self.engine.reads),
             totals=self.engine.totals,
         )
 
@@ -298,6 +298,7 @@ class AsyncEngine(StepThread):
         """Give up what is left once the time is out, and tell when nothing is."""
         is_late = time.monotonic() > self._drain_until
         if is_late:
+            super()._cancel_all()
             for stream in self._streams.values():
                 assert stream.request_id is not None
                 self.engine.cancel(stream.request_id, Kind.TIMED_OUT)
@@ -305,7 +306,7 @@ class AsyncEngine(StepThread):
             for job in list(self.engine.jobs):
                 self.engine.cancel_job(job.name)
         is_left = self._streams or self._jobs or self._reserved or len(self._arrivals)
-        if not (is_left or self._drained.done()):
+        if not (is_left or self.trains or self._drained.done()):
             self._drained.set_result(None)
 
     def _compile(self, running: RunningJob, read: Future[JobArguments]) -> None:
@@ -365,11 +366,13 @@ class AsyncEngine(StepThread):
         self._jobs.append(running)
 
     def _settle(self) -> None:
+        super()._settle()
         self._jobs = [running for running in self._jobs if not running.settle()]
         if self._refuses:
             self._go_on_draining()
 
     def _cancel_all(self) -> None:
+        super()._cancel_all()
         for running in self._jobs:
             self.engine.cancel_job(running.name)
         self._settle()
@@ -378,6 +381,7 @@ class AsyncEngine(StepThread):
 
     def _fail_all(self, error: EngineError) -> None:
         self._state.engine_thread = None
+        super()._fail_all(error)
         for running in (*self._jobs, *self._reserved.values()):
             running.fail(error)
         self._preparation.close()  # which cancels what is read, and its end is known by now

@@ -37,6 +37,9 @@ from pcg.runtime.training.publishers import VersionPublisher
 from pcg.runtime.training.recorded.kept_runners import KeptRunners
 from pcg.runtime.training.result import StepRecord
 from pcg.runtime.training.runner import TrainingRunner
+from pcg.runtime.training.trainer.options import TrainerArguments
+from pcg.runtime.training.trainer.results import Stepped
+from pcg.runtime.training.trainer.trained_adapter import TrainedAdapter
 
 
 class Engine(EngineLoop):
@@ -120,6 +123,18 @@ class Engine(EngineLoop):
             ends()
             raise
 
+    def prepare_trainer(self, given: TrainerArguments) -> TrainedAdapter:
+        """Make the adapter of a trainer, and compile its program, on any thread."""
+        note, name = self._note, given.name
+
+        def stepped(done: Stepped) -> None:
+            note(Kind.STEPPED, name, step=done.step, loss=done.loss, tokens=done.tokens)
+
+        def published(version: AdapterVersion) -> None:
+            note(Kind.PUBLISHED, name, adapter_version=version.number)
+
+        return TrainedAdapter(self.state, given, True, stepped, published)
+
     def start(self) -> AsyncEngine:
         """Have a thread run the steps from now on.
 
@@ -134,7 +149,8 @@ class Engine(EngineLoop):
                 "alike and in one order, and threads are not; call submit, finetune and step on "
                 "all of them"
             )
-        return AsyncEngine(self, self.state, self.prepare_job, self._data_limits)
+        makers = (self.prepare_job, self.prepare_trainer)
+        return AsyncEngine(self, self.state, *makers, self._data_limits)
 
     def wait_prepared(self) -> None:
         """Wait until no guide of a request is compiled any more."""

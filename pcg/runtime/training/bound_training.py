@@ -197,7 +197,7 @@ class BoundTraining:
         """Return the summed loss of some tokens of a window, fp64, and put their gradients."""
         batch = window.batch
         shared = self._inputs.of(self.training.model.epilogue, window.shared)
-        if self._graphs is not None and window.weight is not None:
+        if self._graphs is not None and window.weight is not None and window.slopes is None:
             whole = self.loss_inputs(window.carried, window.shared)
             found = self._graphs.loss.run(whole, chunk.rows, chunk.targets, window.weight)
             if found is not None:
@@ -212,21 +212,24 @@ class BoundTraining:
         if window.weight is None:
             batch.layer = len(self._layers)  # behind the layers
             arguments = (self.weights.epilogue, self._outer, batch, *part, chunk.targets)
-            loss = yield from self._watched(self._functions["epilogue_loss"](*arguments))
-            total = loss.sum(dtype=torch.float64)
+            loss: Tensor = yield from self._watched(self._functions["epilogue_loss"](*arguments))
         else:
             dtype = torch.float64 if part[0].dtype == torch.float64 else torch.float32
             slopes = torch.full(chunk.rows.shape, window.weight, dtype=dtype, device=self.device)
-            total, back = yield from self.loss_of(batch, part, chunk.targets, slopes)
+            if window.slopes is not None:
+                slopes = chunk.of_whole(window.slopes).to(dtype)
+            loss, back = yield from self.loss_of(batch, part, chunk.targets, slopes)
             for gradient, d in zip(window.gradients, back, strict=True):
                 chunk.put_own(d, gradient)
         batch.chosen = None
-        return total
+        if window.losses is not None:  # the padded rows of ranks have a loss of 0
+            window.losses.index_add_(0, chunk.rows, loss.to(window.losses.dtype))
+        return loss.sum(dtype=torch.float64)
 
     def loss_of(
         self, batch: Batch, part: Sequence[Tensor], targets: Tensor, slopes: Tensor
     ) -> ProductRequest[tuple[Tensor, Sequence[Tensor]]]:
-        """Return the sum of some tokens' losses, fp64, and the gradients of their states.
+        """Return the losses of some tokens, and the gradients of their states.
 
         Args:
             part: the tokens' rows of what the epilogue reads.
@@ -239,7 +242,7 @@ class BoundTraining:
             self._functions["epilogue_train"](*arguments)
         )
         self._accumulate(self._outer, self.training.epilogue_trained, trained)
-        return loss.sum(dtype=torch.float64), dx
+        return loss, dx
 
     def layer_backward(
         self, layer: int, batch: Batch, saved: list[Any], gradients: list[Tensor]

@@ -236,7 +236,7 @@ class CheckpointStore:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._sweep()
-            _write(checkpoint, beside)
+            write_checkpoint(checkpoint, beside)
             path = self._free_path(step)
             beside.rename(path)
             sync_names(self.directory)
@@ -294,7 +294,7 @@ class CheckpointStore:
         sync_names(self.directory)
 
 
-def _write(checkpoint: Checkpoint, path: Path) -> None:
+def write_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
     """Write all files of a checkpoint, and wait until they are on the disk."""
     _write_adapter(checkpoint.adapter, path)
     if checkpoint.best is not None:

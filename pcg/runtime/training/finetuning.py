@@ -31,10 +31,10 @@ from pcg.runtime.training.options import FinetuneArguments, FinetuneOptions
 from pcg.runtime.training.progress import ProgressBar
 from pcg.runtime.training.publishers import InPlacePublisher, Publisher
 from pcg.runtime.training.result import FinetuneResult, LossChange, OnStep, StepRecord
+from pcg.runtime.training.runner import pass_through
 from pcg.runtime.training.step import TrainingStep
 from pcg.runtime.training.training_copy import overwrite, owned, start_adapter, weights_checksum
 from pcg.runtime.training.training_data import check_with_prompt, splits_of, training_data
-from pcg.runtime.training.training_pass import pass_through
 from pcg.runtime.training.work_units import Reading, Work, run_to_end
 
 _LOG = logging.getLogger("pcg.finetuning")

@@ -113,6 +113,8 @@ class WindowLoss:
         shared: the prologue's outputs that the loss may read.
         weight: the weight of each token's loss; None to train nothing.
         gradients: the gradient of each carried value; none where nothing is trained.
+        slopes: the weight of each token's loss, [T], on the device; None for `weight` of all.
+        losses: where each token's loss is put, [T], on the device; None to keep the sum alone.
     """
 
     batch: Batch
@@ -121,6 +123,8 @@ class WindowLoss:
     shared: Sequence[Tensor | None]
     weight: float | None
     gradients: list[Tensor] = field(default_factory=list)
+    slopes: Tensor | None = None
+    losses: Tensor | None = None
 
 
 class ComputesLoss(Protocol):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,8 +14,10 @@ from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.memory.host_allocator import FreedMemory, return_freed_memory
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.bound_training import BoundTraining
-from pcg.runtime.training.training_pass import pass_through
-from pcg.runtime.training.work_units import run_to_end
+from pcg.runtime.training.training_pass import TrainingPass
+from pcg.runtime.training.work_units import Forward, Pages, Part, Release, Work, run_to_end
+
+Pass = TypeVar("Pass", bound=TrainingPass)
 
 
 class TrainingRunner(BoundTraining):
@@ -97,3 +100,36 @@ def training_runner(state: ModelState, adapter: Adapter, windows: bool = False) 
     is_promise = budget.size_bytes is not None
     training_for = partial(state.training, adapter, windows) if is_promise else None
     return TrainingRunner(training, weights, adapter, state.ranks, training_for, freed)
+
+
+def pass_through(
+    runner: BoundTraining,
+    examples: Sequence[Example],
+    normaliser: float | None = None,
+    dropout_seed: int | None = None,
+) -> Work[TrainingPass]:
+    """Yield the units of a `TrainingPass` over whole sequences, and return it, done."""
+
+    def begin(pages: Pages) -> TrainingPass:
+        return TrainingPass(runner, examples, normaliser, dropout_seed, pages.cache, pages.tables)
+
+    return run_pass(runner, [len(example.ids) for example in examples], begin)
+
+
+def run_pass(
+    runner: BoundTraining, lengths: Sequence[int], begin: Callable[[Pages], Pass]
+) -> Work[Pass]:
+    """Yield the units of a pass, and return it, done.
+
+    Args:
+        lengths: the tokens of each sequence, without virtual ones.
+        begin: makes the pass, once it has its pages.
+    """
+    pages = Pages([runner.adapter.prompt_tokens + length for length in lengths])
+    yield pages
+    made = begin(pages)
+    while not made.is_done:
+        is_part = made.stage is not None
+        yield Part(made) if is_part else Forward(made)
+    yield Release()
+    return made

@@ -34,9 +34,8 @@ from pcg.runtime.training.optimizer import (
 )
 from pcg.runtime.training.options import FinetuneOptions
 from pcg.runtime.training.recorded.update_graphs import UpdateGraphs
-from pcg.runtime.training.runner import TrainingRunner
+from pcg.runtime.training.runner import TrainingRunner, pass_through
 from pcg.runtime.training.training_data import places_of
-from pcg.runtime.training.training_pass import pass_through
 from pcg.runtime.training.work_units import Reading, Release, StepBeginsAgain, Work
 
 

@@ -64,6 +64,11 @@ def start_adapter(
     return state.for_training(dataclasses.replace(owned(there), recipe=recipe))
 
 
+def check_same_recipe(name: str, one: str, first: Adapter, other: str, second: Adapter) -> None:
+    """Raise a FinetuneError that says how two adapters differ in their recipe, if they do."""
+    _check_same(name, one, _sites(first), other, _sites(second))
+
+
 def owned(adapter: Adapter) -> Adapter:
     """Return the adapter with copies of its tensors."""
     return adapter.map(torch.clone)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,15 +37,18 @@ from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.loss_chunks import PassLoss, WindowLoss
 from pcg.runtime.training.recorded.window_graphs import PassSizes, WindowSlot
 from pcg.runtime.training.work_units import (
-    Forward,
-    Pages,
-    Part,
     Phase,
-    Release,
     Stage,
     WindowedPass,
-    Work,
 )
+
+
+class HasTokens(Protocol):
+    """A sequence to go through a pass, which knows what its tokens predict."""
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Its tokens, without virtual ones."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class TrainingPass(WindowedPass):
     def __init__(
         self,
         runner: BoundTraining,
-        examples: Sequence[Example],
+        examples: Sequence[HasTokens],
         normaliser: float | None = None,
         dropout_seed: int | None = None,
         cache: KvCache | None = None,
@@ -126,7 +129,7 @@ class TrainingPass(WindowedPass):
         for i, example in enumerate(examples):
             ids = [*[ANY_TOKEN] * self._virtual, *example.ids]
             table = tables[i] if cache is not None else None
-            self._sequences.append(_Sequence(ids, runner.targets_of(example), self.tokens, table))
+            self._sequences.append(_Sequence(ids, self.targets_of(example), self.tokens, table))
             self.tokens += len(ids)
         if self.trains:
             runner.plan_for(len(examples), self.tokens)
@@ -156,6 +159,11 @@ class TrainingPass(WindowedPass):
     def loss(self) -> float:
         """The sum of the target tokens' losses, for which the host waits."""
         return float(self.loss_sum)
+
+    def targets_of(self, example: HasTokens) -> list[int]:
+        """Return what each token of a sequence must predict, virtual ones first."""
+        assert isinstance(example, Example)
+        return self._runner.targets_of(example)
 
     @property
     def stage(self) -> Stage | None:
@@ -292,18 +300,24 @@ class TrainingPass(WindowedPass):
     def _run_loss(self, tokens: int) -> None:
         """Compute the loss of so many tokens, in the last window first."""
         if self._loss is None:
-            windows = [
-                WindowLoss(one.batch, one.targets, one.carried, one.shared, self._weight)
-                for one in reversed(self._windows)
-            ]
-            self._loss = PassLoss(self._runner, windows)
+            self._loss = PassLoss(self._runner, self.window_losses())
             if self.trains:
                 self._runner.hold_gradients()
         self._loss.run(tokens)
-        if self._loss.left:
-            return
-        self.loss_sum = self._loss.total
-        for window, loss in zip(reversed(self._windows), self._loss.windows, strict=True):
+        if not self._loss.left:
+            self.end_loss(self._loss)
+
+    def window_losses(self) -> list[WindowLoss]:
+        """Return the windows as their losses are computed, the last one first."""
+        return [
+            WindowLoss(one.batch, one.targets, one.carried, one.shared, self._weight)
+            for one in reversed(self._windows)
+        ]
+
+    def end_loss(self, computed: PassLoss) -> None:
+        """Take what the loss of all windows gave; backward comes next, if anything is trained."""
+        self.loss_sum = computed.total
+        for window, loss in zip(reversed(self._windows), computed.windows, strict=True):
             window.gradients, window.carried = loss.gradients, ()
             if not self._restored:
                 window.shared = ()
@@ -375,22 +389,3 @@ class TrainingPass(WindowedPass):
         graph = training.model.blocks[training.model.layers[layer]]
         saved = training.plans[training.layers[layer]].saved
         return [saved.index(value.name) for value in graph.inputs[: len(graph.outputs)]]
-
-
-def pass_through(
-    runner: BoundTraining,
-    examples: Sequence[Example],
-    normaliser: float | None = None,
-    dropout_seed: int | None = None,
-) -> Work[TrainingPass]:
-    """Yield the units of a `TrainingPass` over whole sequences, and return it, done."""
-    pages = Pages([runner.adapter.prompt_tokens + len(example.ids) for example in examples])
-    yield pages
-    training_pass = TrainingPass(
-        runner, examples, normaliser, dropout_seed, pages.cache, pages.tables
-    )
-    while not training_pass.is_done:
-        is_part = training_pass.stage is not None
-        yield Part(training_pass) if is_part else Forward(training_pass)
-    yield Release()
-    return training_pass

@@ -143,7 +143,8 @@ class LossGraphs:
 
         def run() -> None:
             requests = self._program.loss_of(batch, loss.inputs, loss.targets, loss.slopes)
-            loss.total, loss.gradients = run_single(requests)
+            losses, loss.gradients = run_single(requests)
+            loss.total = losses.sum(dtype=torch.float64)
 
         self._gradients.hold(self._program.trained_in_loss())
         try:

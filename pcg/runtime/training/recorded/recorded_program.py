@@ -39,7 +39,7 @@ class RecordedProgram(Protocol):
     def loss_of(
         self, batch: Batch, part: Sequence[Tensor], targets: Tensor, slopes: Tensor
     ) -> ProductRequest[tuple[Tensor, Sequence[Tensor]]]:
-        """Return the sum of some tokens' losses, fp64, and the gradients of their states."""
+        """Return the losses of some tokens, and the gradients of their states."""
 
     def trained_in(self, layer: int) -> list[Tensor]:
         """Return the tensors of a layer that are trained."""

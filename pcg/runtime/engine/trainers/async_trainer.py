@@ -1,0 +1,338 @@
+"""The async trainer: commands that run beside requests and jobs, in the order of asking.
+
+Each stage of a command that runs the model is a job of the engine, which has its turns, pages and
+sharing as any other. A trainer without a command has no job: it takes no step and no page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Lock, Thread
+from typing import Any, Protocol, Self, TypeVar
+
+from pcg.errors import EngineError, FinetuneError, as_pcg_error
+from pcg.keywords import takes
+from pcg.runtime.engine.jobs import Job, JobState
+from pcg.runtime.engine.loop import EngineLoop
+from pcg.runtime.engine.trainers.trainer_call import TrainerCall
+from pcg.runtime.training.trainer.commands import (
+    Aside,
+    Command,
+    Forward,
+    ForwardBackward,
+    LoadState,
+    OptimStep,
+    Publish,
+    SaveState,
+    Stages,
+)
+from pcg.runtime.training.trainer.results import Saved, Scored, Snapshot, Stepped
+from pcg.runtime.training.trainer.trained_adapter import TrainedAdapter
+
+Result = TypeVar("Result")
+
+
+class RunsTrainers(Protocol):
+    """The engine's thread, as trainers see it."""
+
+    engine: EngineLoop
+
+    def call(self, act: Callable[[], Result]) -> Future[Result]:
+        """Run a function between two steps."""
+
+    def compile_aside(self, act: Callable[[], None]) -> None:
+        """Run a function on the thread that compiles. EngineError: the engine was closed."""
+
+    def check_open(self) -> None:
+        """Raise an EngineError if no new work is taken."""
+
+    def runs_trainer(self, trainer: AsyncTrainer) -> None:
+        """Have a trainer's `settle` called after each step, until it returns True."""
+
+
+class AsyncTrainer:
+    """Trains an adapter; `AsyncEngine.trainer(...)` returns one, for any thread or coroutine.
+
+    Each method returns a `TrainerCall` at once; calls are done in the order of asking. What fails
+    or is cancelled leaves all as it was before it, and the calls behind it go on. A context
+    manager, with `async` or without, which closes it.
+
+    Attributes:
+        name: the adapter's name, which nobody else may use before the end.
+        created: the making of the adapter, for which every call waits; its error is theirs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        thread: RunsTrainers,
+        make: Callable[[], TrainedAdapter],
+        ends: Callable[[], None],
+    ) -> None:
+        """Have a trainer made.
+
+        Args:
+            make: makes the adapter and its program, on the thread that compiles.
+            ends: frees the name.
+        """
+        self.name = name
+        self._thread = thread
+        self._ends = ends
+        self._lock = Lock()
+        self._trained: TrainedAdapter | None = None
+        self._is_closed = self._has_ended = False
+        self._queue: deque[TrainerCall[Any]] = deque()
+        self._current: TrainerCall[Any] | None = None
+        self._stages: Stages[Any] | None = None
+        self._job: Job | None = None
+        self._tokens = 0
+
+        def create(_: TrainedAdapter | None) -> Stages[None]:
+            self._trained = yield Aside(make, compiles=True)
+
+        self.created: TrainerCall[None] = self._submit("its making", create)
+
+    # ------------------------------------------------------------------------------- for any thread
+
+    @takes(Forward, FinetuneError)
+    def forward(self, given: Forward) -> TrainerCall[Scored]:
+        """Compute a loss without gradients, and without dropout."""
+        return self.run(given)
+
+    @takes(ForwardBackward, FinetuneError)
+    def forward_backward(self, given: ForwardBackward) -> TrainerCall[Scored]:
+        """Compute a loss, a sum, and add its gradients to those that wait for `optim_step`."""
+        return self.run(given)
+
+    @takes(OptimStep, FinetuneError)
+    def optim_step(self, given: OptimStep) -> TrainerCall[Stepped]:
+        """Update the adapter by the gradients of all calls since the last update."""
+        return self.run(given)
+
+    @takes(SaveState, FinetuneError)
+    def save_state(self, given: SaveState) -> TrainerCall[Saved]:
+        """Save the adapter and the optimizer's state; gradients that wait stay, and are not saved.
+
+        Files are written beside the engine's steps.
+        """
+        return self.run(given)
+
+    @takes(LoadState, FinetuneError)
+    def load_state(self, given: LoadState) -> TrainerCall[Saved]:
+        """Go on from a saved state, to the same bits; gradients that wait are dropped."""
+        return self.run(given)
+
+    def snapshot(self) -> TrainerCall[Snapshot]:
+        """Serve the adapter as it is now, as the next version of its name."""
+        return self.run(Publish())
+
+    def run(self, command: Command[Result]) -> TrainerCall[Result]:
+        """Have a command done after those before it. EngineError: no new work is taken."""
+
+        def begin(trained: TrainedAdapter | None) -> Stages[Result]:
+            assert trained is not None
+            return command.stages(trained)
+
+        return self._submit(type(command).__name__, begin)
+
+    def close(self) -> Future[None]:
+        """Cancel what waits or runs, and free all; versions that it published are served on."""
+        return self._thread.call(self.end_now)
+
+    def end(self) -> None:
+        """Close it, and wait for that in a thread."""
+        error = self.close().exception()
+        if error is not None and not isinstance(error, EngineError):  # which freed all already
+            raise error
+
+    def _submit(
+        self, what: str, begin: Callable[[TrainedAdapter | None], Stages[Result]]
+    ) -> TrainerCall[Result]:
+        self._thread.check_open()
+        call = TrainerCall(f"trainer {self.name!r}: {what}", begin, self._cancel)
+        with self._lock:
+            if self._is_closed:
+                raise FinetuneError(f"trainer {self.name!r} was closed; make another one")
+            self._queue.append(call)
+        try:
+            self._thread.call(self._go_on).add_done_callback(lambda done: _pass_error(call, done))
+        except BaseException:
+            call.fail()
+            raise
+        return call
+
+    def _cancel(self, call: TrainerCall[Any]) -> None:
+        def act() -> None:
+            if call is self._current and self._job is not None and not self._job.is_over:
+                self._thread.engine.cancel_job(self.name)
+                self.settle()
+            elif call is not self._current:
+                call.fail()
+
+        self._thread.call(act)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.end)
+
+    # ------------------------------------------------------------------------------- the engine's
+
+    @property
+    def is_open(self) -> bool:
+        return not (self._is_closed or self._has_ended)
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a call waits or runs."""
+        return self._current is not None or bool(self._queue)
+
+    def _go_on(self) -> None:
+        """Begin the next call, unless one runs."""
+        while self._current is None and not self._is_closed:
+            with self._lock:
+                call = self._queue.popleft() if self._queue else None
+            if call is None:
+                return
+            if call.is_cancelled:
+                call.fail()
+                continue
+            if self._trained is None and call is not self.created:
+                call.fail(_error_of(self.created))
+                continue
+            self._current = call
+            self._stages = call.begin(self._trained)
+            self._advance(lambda stages: next(stages))
+
+    def _advance(self, resume: Callable[[Stages[Any]], Aside | Any]) -> None:
+        """Go on with the call that runs, to its next stage or its end."""
+        call, stages = self._current, self._stages
+        assert call is not None
+        assert stages is not None
+        try:
+            if call.is_cancelled:
+                stages.close()
+                self._end(call, None)
+                return
+            stage = resume(stages)
+        except StopIteration as end:
+            self._current = self._stages = None
+            call.finish(end.value)
+            self._thread.call(self._go_on)
+            return
+        except Exception as error:
+            self._end(call, as_pcg_error(error, f"trainer {self.name!r}", FinetuneError))
+            return
+        if isinstance(stage, Aside):
+            self._run_aside(call, stage)
+            return
+        jobs = self._thread.engine.jobs
+        self._job = Job(self.name, stage)
+        # Turns go by tokens, and a trainer has had those of its calls before.
+        self._job.tokens = max(self._tokens, min((job.tokens for job in jobs), default=0))
+        jobs.add(self._job)
+        self._thread.runs_trainer(self)
+
+    def _end(self, call: TrainerCall[Any], error: Exception | None) -> None:
+        self._current = self._stages = None
+        if call is self.created:
+            self._free()
+        call.fail(error)
+        self._thread.call(self._go_on)
+
+    def _free(self) -> None:
+        """Free the name, and what was made."""
+        self._trained = None
+        if not self._has_ended:
+            self._has_ended = True
+            self._ends()
+
+    def _run_aside(self, call: TrainerCall[Any], stage: Aside) -> None:
+        def act() -> None:
+            try:
+                done = stage.act()
+            except BaseException as error:
+                self._thread.call(functools.partial(self._aside_done, call, error, None))
+            else:
+                self._thread.call(functools.partial(self._aside_done, call, None, done))
+
+        if stage.compiles:
+            try:
+                self._thread.compile_aside(act)
+            except EngineError as error:  # closed meanwhile
+                self._end(call, error)
+        else:
+            Thread(target=act, name=f"pcg trainer {self.name}", daemon=True).start()
+
+    def _aside_done(self, call: TrainerCall[Any], error: BaseException | None, done: Any) -> None:
+        if call is not self._current:
+            return  # closed meanwhile
+        if error is not None:
+            self._advance(lambda stages: stages.throw(error))
+        else:
+            self._advance(lambda stages: stages.send(done))
+
+    def settle(self) -> bool:
+        """Go on if the job that runs is over; returns True if none runs now."""
+        job = self._job
+        if job is None:
+            return True
+        if not job.is_over:
+            return False
+        self._job, self._tokens = None, job.tokens
+        assert self._current is not None
+        if job.error is not None:
+            error = job.error
+            self._advance(lambda stages: stages.throw(error))
+        elif job.state is JobState.CANCELLED:
+            assert self._stages is not None
+            self._stages.close()
+            self._end(self._current, None)
+        else:
+            self._advance(lambda stages: stages.send(job.result))
+        return self._job is None
+
+    def end_now(self) -> None:
+        """Close it, on the engine's thread."""
+        if self._job is not None and not self._job.is_over:
+            self._thread.engine.cancel_job(self.name)
+        self.fail(None)
+
+    def fail(self, error: Exception | None) -> None:
+        """End all calls by an error, or as cancelled, and free what there is."""
+        with self._lock:
+            self._is_closed = True
+            left = [*self._queue]
+            self._queue.clear()
+        current, stages = self._current, self._stages
+        self._current = self._stages = self._job = None
+        if stages is not None:
+            stages.close()
+        self._free()
+        for call in (*([] if current is None else [current]), *left):
+            call.fail(error)
+
+
+def _error_of(created: TrainerCall[None]) -> BaseException | None:
+    try:
+        created.wait(0)
+    except Exception as error:
+        return error
+    return None
+
+
+def _pass_error(call: TrainerCall[Any], done: Future[None]) -> None:
+    error = done.exception()
+    if error is not None:
+        call.fail(error)

@@ -1,0 +1,1 @@
+"""Losses of the trainer: functions of tokens' log-probabilities, summed and never averaged."""

@@ -1,0 +1,1 @@
+"""The trainer: an adapter that is trained command by command."""

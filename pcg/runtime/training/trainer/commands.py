@@ -1,0 +1,230 @@
+"""The commands of a trainer, each of which is the parameters of one method.
+
+A command runs as a few stages in turn: work, which runs on the engine's thread as any job's does,
+and asides, which run beside the engine: checks of data, functions of the caller, files.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from pcg.errors import FinetuneError
+from pcg.runtime.training.losses.loss import CROSS_ENTROPY, Loss, loss_of
+from pcg.runtime.training.trainer.datum import CheckedDatum, Datum, checked
+from pcg.runtime.training.trainer.results import Saved, Scored, Snapshot, Stepped
+from pcg.runtime.training.trainer.state_files import read_state, write_state
+from pcg.runtime.training.trainer.trained_adapter import TrainedAdapter
+from pcg.runtime.training.work_units import Work
+from pcg.units import is_finite, shown
+
+Result = TypeVar("Result", covariant=True)
+CustomLoss: TypeAlias = Callable[[Sequence[Tensor]], Tensor]
+"""Returns the loss of the log-probabilities of each datum's targets, [N] each; differentiable."""
+
+
+@dataclass(frozen=True)
+class Aside:
+    """A stage that does not touch the model, and runs on another thread than the engine's.
+
+    Attributes:
+        compiles: it may compile a program, which one thread does.
+    """
+
+    act: Callable[[], Any]
+    compiles: bool = False
+
+
+Stages: TypeAlias = Generator[Aside | Work[Any], Any, Result]
+
+
+class Command(ABC, Generic[Result]):
+    """Something that a trainer does."""
+
+    @abstractmethod
+    def stages(self, trained: TrainedAdapter) -> Stages[Result]:
+        """Yield stages, each of which gives its result back; return that of the command."""
+
+
+@dataclass(frozen=True)
+class Forward(Command[Scored]):
+    """Computes a loss without gradients, and without dropout.
+
+    Attributes:
+        data: the data, each a `pcg.Datum`.
+        loss: cross_entropy, importance_sampling, ppo, cispo, dro, gspo or dpo; or a function of the
+            log-probabilities of each datum's targets, [N] each, that returns a loss which torch
+            differentiates.
+        loss_options: the loss's options by name: clip_low_threshold and clip_high_threshold of ppo,
+            cispo and gspo, beta of dro and dpo.
+    """
+
+    data: Iterable[Datum] = field(repr=False, compare=False)
+    loss: str | CustomLoss = "cross_entropy"
+    loss_options: Mapping[str, float] | None = field(default=None, kw_only=True)
+
+    def stages(self, trained: TrainedAdapter) -> Stages[Scored]:
+        batches = yield Aside(lambda: self._batches(trained))
+        scored: Scored = yield trained.forward(batches)
+        if isinstance(self.loss, str):
+            return scored
+        loss, _ = yield Aside(lambda: self._evaluate(scored))
+        return Scored(loss, scored.logprobs, scored.tokens, scored.targets)
+
+    def _checked(self, trained: TrainedAdapter, loss: Loss) -> list[CheckedDatum]:
+        return checked(self.data, loss, trained.sizes, trained.virtual_tokens)
+
+    def _batches(self, trained: TrainedAdapter) -> Any:
+        loss = CROSS_ENTROPY if callable(self.loss) else loss_of(self.loss)
+        options = loss.with_options(self.loss_options)
+        return trained.batches(self._checked(trained, loss), loss, options)
+
+    def _evaluate(self, scored: Scored) -> tuple[float, list[Tensor]]:
+        """Return the loss by the caller's function, and its gradient by each log-probability."""
+        assert not isinstance(self.loss, str)
+        leaves = [one.detach().clone().requires_grad_() for one in scored.logprobs]
+        total = self.loss(leaves)
+        if not isinstance(total, Tensor) or total.numel() != 1 or not total.requires_grad:
+            raise FinetuneError(
+                f"the loss function returned {shown(total)}; return a scalar tensor that torch "
+                "can differentiate by the log-probabilities"
+            )
+        slopes = torch.autograd.grad(total.sum(), leaves, allow_unused=True)
+        found = [
+            torch.zeros_like(leaf) if slope is None else slope
+            for leaf, slope in zip(leaves, slopes, strict=True)
+        ]
+        if not all(one.isfinite().all() for one in (total, *found)):
+            raise FinetuneError(
+                "the loss function, or its gradient, is not finite; look at what it computes"
+            )
+        return float(total.detach()), found
+
+
+@dataclass(frozen=True)
+class ForwardBackward(Forward):
+    """Computes a loss, and adds its gradients to those that wait for an update."""
+
+    def stages(self, trained: TrainedAdapter) -> Stages[Scored]:
+        batches = yield Aside(lambda: self._batches(trained))
+        if isinstance(self.loss, str):
+            done: Scored = yield trained.forward_backward(batches)
+            return done
+        scored: Scored = yield trained.forward(batches)
+        loss, slopes = yield Aside(lambda: self._evaluate(scored))
+        weighted = yield Aside(lambda: self._weighted(trained, slopes))
+        done = yield trained.forward_backward(weighted)
+        return Scored(loss, scored.logprobs, done.tokens, done.targets)
+
+    def _weighted(self, trained: TrainedAdapter, slopes: Sequence[Tensor]) -> Any:
+        """Return the batches whose cross entropy has the gradients of the caller's function."""
+        data = [
+            CheckedDatum(one.ids, one.targets, ((-slope).tolist(), *one.columns[1:]))
+            for one, slope in zip(self._checked(trained, CROSS_ENTROPY), slopes, strict=True)
+        ]
+        return trained.batches(data, CROSS_ENTROPY, {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimStep(Command[Stepped]):
+    """Updates the adapter by the gradients that wait, and drops them.
+
+    Attributes:
+        learning_rate: the learning rate of this update.
+        betas: the two betas of Adam's family; by default those of the trainer's `optimizer_options`
+            or the optimizer's own, as of the next two.
+        eps: the optimizer's epsilon.
+        weight_decay: decay of the weights, 0 by default; trained biases of the base do not decay.
+        grad_clip_norm: the gradients are scaled down to this norm; None leaves them.
+    """
+
+    learning_rate: float
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    grad_clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
+            value, is_required = getattr(self, name), name == "learning_rate"
+            if value is None and not is_required:
+                continue
+            if not is_finite(value) or value < 0 or (name == "grad_clip_norm" and not value):
+                least = (
+                    "above 0; None turns it off" if name == "grad_clip_norm" else "of at least 0"
+                )
+                raise FinetuneError(f"{name}={shown(value)}; use a number {least}")
+        betas = self.betas
+        if betas is not None and not (
+            isinstance(betas, tuple | list)
+            and len(betas) == 2
+            and all(is_finite(beta) and 0 <= beta < 1 for beta in betas)
+        ):
+            raise FinetuneError(f"betas={shown(betas)}; use two numbers in [0, 1)")
+
+    def stages(self, trained: TrainedAdapter) -> Stages[Stepped]:
+        fields = {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
+        given = {name: value for name, value in fields.items() if value is not None}
+        stepped: Stepped = yield trained.optim_step(self.learning_rate, given, self.grad_clip_norm)
+        return stepped
+
+
+@dataclass(frozen=True)
+class SaveState(Command[Saved]):
+    """Writes the adapter, the optimizer's state and the number of updates.
+
+    Attributes:
+        path: the directory, which is made; it is in peft's format, with the optimizer beside.
+        overwrite: replace a state that is there.
+    """
+
+    path: str | Path
+    overwrite: bool = field(default=False, kw_only=True)
+
+    def stages(self, trained: TrainedAdapter) -> Stages[Saved]:
+        facts = yield Aside(trained.facts)
+        checkpoint = yield trained.checkpoint(facts)
+        written: Path = yield Aside(
+            lambda: write_state(self.path, checkpoint, overwrite=self.overwrite)
+        )
+        return Saved(written, checkpoint.state.step)
+
+
+@dataclass(frozen=True)
+class LoadState(Command[Saved]):
+    """Goes on from a state that was saved; gradients that wait are dropped.
+
+    Attributes:
+        path: the state's directory.
+        optimizer: go on with the optimizer's state and the number of updates, too; else with the
+            weights alone.
+    """
+
+    path: str | Path
+    optimizer: bool = field(default=True, kw_only=True)
+
+    def stages(self, trained: TrainedAdapter) -> Stages[Saved]:
+        def load() -> Saved:
+            path, found = read_state(self.path, trained.name, trained.facts(), self.optimizer)
+            trained.load(found, optimizer=self.optimizer)
+            return Saved(path, trained.steps)
+
+        saved: Saved = yield Aside(load)
+        return saved
+
+
+@dataclass(frozen=True)
+class Publish(Command[Snapshot]):
+    """Serves the adapter as it is now, as the next version of its name."""
+
+    def stages(self, trained: TrainedAdapter) -> Stages[Snapshot]:
+        copy = yield trained.copied()
+        program = yield Aside(lambda: trained.program_for(copy), compiles=True)
+        snapshot: Snapshot = yield trained.publish(copy, program)
+        return snapshot

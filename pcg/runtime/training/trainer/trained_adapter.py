@@ -1,0 +1,392 @@
+"""The adapter of a trainer, with its optimizer and the gradients that wait for an update.
+
+Gradients of each call are computed apart from those of the calls before, and are added to them once
+the call is done: whatever fails or is cancelled leaves them as they were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pcg.errors import FinetuneError, UnsupportedError
+from pcg.peft.adapter import Adapter
+from pcg.runtime.adapters.versions import AdapterVersion
+from pcg.runtime.data.example import IGNORED, ModelSizes
+from pcg.runtime.model.batch import mixed_seed
+from pcg.runtime.model.specialised import ServingProgram
+from pcg.runtime.model.state import ModelState
+from pcg.runtime.training.checkpoints import Checkpoint, TrainerState
+from pcg.runtime.training.host_states import HostStates
+from pcg.runtime.training.interrupts import deferred_interrupts
+from pcg.runtime.training.losses.loss import Loss
+from pcg.runtime.training.losses.token_losses import Options
+from pcg.runtime.training.optimizer import (
+    load_optimizer,
+    make_optimizer,
+    optimizer_tensors,
+    set_rate,
+)
+from pcg.runtime.training.runner import TrainingRunner, run_pass, training_runner
+from pcg.runtime.training.trainer.batches import Score, ScoredBatch, cut
+from pcg.runtime.training.trainer.datum import CheckedDatum
+from pcg.runtime.training.trainer.options import TrainerArguments
+from pcg.runtime.training.trainer.results import Scored, Snapshot, Stepped
+from pcg.runtime.training.trainer.scored_pass import ScoredPass
+from pcg.runtime.training.training_copy import (
+    check_same_recipe,
+    owned,
+    start_adapter,
+    weights_checksum,
+)
+from pcg.runtime.training.work_units import Pages, Reading, Release, StepBeginsAgain, Work
+
+_RATE = 1e-3
+"""The learning rate of an optimizer before its first step, which gives its own."""
+
+
+class TrainedAdapter:
+    """An adapter that commands train, one after the other.
+
+    Attributes:
+        steps: the number of updates.
+    """
+
+    def __init__(
+        self,
+        state: ModelState,
+        given: TrainerArguments,
+        windows: bool,
+        note_step: Callable[[Stepped], None] = lambda stepped: None,
+        note_version: Callable[[AdapterVersion], None] = lambda version: None,
+    ) -> None:
+        """Make the adapter, the program that trains it, and the optimizer.
+
+        Args:
+            windows: sequences go through the KV cache, window by window, as in an engine.
+            note_step: called after each update.
+            note_version: called with each version, once it is served.
+        """
+        self._state = state
+        self._given = given
+        self._windows = windows
+        self._note_step = note_step
+        self._note_version = note_version
+        self._kind = given.make_optimizer()
+        self._start(None)
+
+    def _start(self, saved: Adapter | None) -> None:
+        """Make all anew, for the adapter that there is or one that was saved."""
+        state, given, total = self._state, self._given, self._given.total_steps
+        peft = given.peft if saved is None else None
+        made = start_adapter(state, given.name, peft, given.seed, saved, total or 1)
+        if made.recipe.trains_beside and total is None:
+            raise FinetuneError(
+                f"{made.recipe.method} schedules its ranks over all updates; give total_steps="
+            )
+        self._runner: TrainingRunner = training_runner(state, made, self._windows)
+        self._adapter = self._runner.adapter
+        self._parameters = dict(self._runner.parameters)
+        self._beside = self._adapter.recipe.training_beside(self._runner.shards, total or 1)
+        self._optimizer = make_optimizer(self._parameters, self._kind, _RATE)
+        offloaded = HostStates(self._optimizer) if self._kind.is_offloaded else None
+        self._take_step = self._optimizer.step if offloaded is None else offloaded.step
+        self._pending: dict[str, Tensor] = {}
+        self._history = TrainerState()
+        self._tokens = self._passes = self._targets = 0
+        self._loss = 0.0
+
+    @property
+    def name(self) -> str:
+        return self._given.name
+
+    @property
+    def steps(self) -> int:
+        return self._history.step
+
+    @property
+    def sizes(self) -> ModelSizes:
+        return ModelSizes(self._state.vocabulary, self._state.max_positions)
+
+    @property
+    def virtual_tokens(self) -> int:
+        return self._adapter.prompt_tokens
+
+    # ----------------------------------------------------------------------------------- losses
+
+    def batches(
+        self, data: Sequence[CheckedDatum], loss: Loss, options: Options
+    ) -> list[ScoredBatch]:
+        """Cut data into what goes through the model together, in its order."""
+        given, device = self._given, self._runner.device
+        return cut(data, Score(loss, options), given.batch_size, given.max_tokens, device)
+
+    def forward(self, batches: Sequence[ScoredBatch]) -> Work[Scored]:
+        """Compute the loss of some batches, without gradients and without dropout."""
+        while True:
+            try:
+                done = yield from self._through(batches, trains=False)
+                return (yield from self._scored(batches, done))
+            except StepBeginsAgain:
+                yield Release()
+
+    def forward_backward(self, batches: Sequence[ScoredBatch]) -> Work[Scored]:
+        """Add the gradients of some batches to those that wait for an update.
+
+        Raises:
+            FinetuneError: a loss or a gradient is not finite; what waits is as before.
+            UnsupportedError: a weight of the recipe gets no gradient.
+        """
+        try:
+            while True:
+                try:
+                    done = yield from self._through(batches, trains=True)
+                    break
+                except StepBeginsAgain:
+                    self._drop_gradients()
+                    yield Release()
+            scored = yield from self._scored(batches, done, self._norm())
+            with deferred_interrupts():
+                self._keep_gradients()
+                self._passes += len(batches)
+                self._tokens += scored.tokens
+                self._targets += scored.targets
+                self._loss += scored.loss
+            return scored
+        finally:
+            self._drop_gradients()
+
+    def _through(self, batches: Sequence[ScoredBatch], *, trains: bool) -> Work[list[ScoredPass]]:
+        done = []
+        for index, batch in enumerate(batches):
+            seed = mixed_seed(self._given.seed, self.steps, self._passes + index)
+
+            def begin(pages: Pages, batch: ScoredBatch = batch, seed: int = seed) -> ScoredPass:
+                dropout_seed = seed if trains else None
+                return ScoredPass(
+                    self._runner, batch, pages, trains=trains, dropout_seed=dropout_seed
+                )
+
+            lengths = [len(one.ids) for one in batch.data]
+            done.append((yield from run_pass(self._runner, lengths, begin)))
+        return done
+
+    def _scored(
+        self, batches: Sequence[ScoredBatch], done: Sequence[ScoredPass], norm: Tensor | None = None
+    ) -> Work[Scored]:
+        """Return the results, once the host has them, and the norm of the gradients if any.
+
+        Raises:
+            FinetuneError: one is not finite.
+        """
+        data = [one for batch in batches for one in batch.data]
+        flat = torch.cat([each.logprobs for each in done])
+        sums = [each.loss_sum.to(flat.device).double() for each in done]
+        norms = [] if norm is None else [norm.to(flat.device).double()]
+        reading = Reading(torch.cat([flat.double(), torch.stack([*sums, *norms])]))
+        yield reading
+        numbers = torch.tensor(reading.read(), dtype=torch.float64)
+        logprobs = numbers[: len(flat)].to(flat.dtype).split([len(one.ids) for one in data])
+        for index, values in enumerate(logprobs):
+            if not values.isfinite().all():
+                raise FinetuneError(
+                    f"trainer {self.name!r}: log-probabilities of data[{index}] are not finite; "
+                    f"look at it, or load an earlier state: the adapter had {self.steps} updates"
+                )
+        loss, found = float(numbers[len(flat) :][: len(sums)].sum()), numbers[-1]
+        if not math.isfinite(loss):
+            name = batches[0].score.loss.name
+            raise FinetuneError(
+                f"trainer {self.name!r}: the loss {name!r} is {loss:g}; look at the logprobs and "
+                "advantages of the data"
+            )
+        if norm is not None and not found.isfinite():
+            raise FinetuneError(
+                f"trainer {self.name!r}: the norm of this call's gradients is {float(found):g}, "
+                "and they are dropped; look at its weights, advantages and logprobs"
+            )
+        targets = sum(target != IGNORED for one in data for target in one.targets)
+        return Scored(loss, tuple(one.clone() for one in logprobs), len(flat), targets)
+
+    # ----------------------------------------------------------------------------------- gradients
+
+    def _norm(self) -> Tensor:
+        """Return the norm of the gradients of a call. UnsupportedError: a weight gets none."""
+        gradients = []
+        for path, tensor in self._parameters.items():
+            if tensor.grad is None:
+                raise UnsupportedError(
+                    f"{path} gets no gradient, so it cannot be trained; leave it out of the recipe"
+                )
+            gradients.append(tensor.grad)
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def _keep_gradients(self) -> None:
+        # On a GPU recorded windows add to memory that stays theirs.
+        is_theirs = self._runner.device.type == "cuda"
+        for path, tensor in self._parameters.items():
+            assert tensor.grad is not None
+            if path in self._pending:
+                self._pending[path].add_(tensor.grad)
+            else:
+                self._pending[path] = tensor.grad.clone() if is_theirs else tensor.grad
+
+    def _drop_gradients(self) -> None:
+        for tensor in (*self._parameters.values(), *self._runner.shards.tensors.values()):
+            tensor.grad = None
+
+    def optim_step(
+        self, rate: float, fields: dict[str, Any], grad_clip_norm: float | None
+    ) -> Work[Stepped]:
+        """Update the adapter by the gradients that wait, and drop them.
+
+        Args:
+            fields: betas, eps and weight_decay of this update, where they are given.
+        Raises:
+            FinetuneError: there are none, or their norm is not finite; they wait on.
+        """
+        if not self._pending:
+            raise FinetuneError(
+                f"trainer {self.name!r} has no gradients to update by; call forward_backward first"
+            )
+        self._set(rate, fields)
+        try:
+            norm = self._whole_gradients()
+            reading = Reading(norm[None].double())
+            yield reading
+            (found,) = reading.read()
+            if not math.isfinite(found):
+                raise FinetuneError(
+                    f"trainer {self.name!r}: the norm of the gradients is {found:g}; load an "
+                    "earlier state"
+                )
+            with deferred_interrupts():
+                if grad_clip_norm is not None:
+                    torch.nn.utils.clip_grads_with_norm_(
+                        self._parameters.values(), grad_clip_norm, norm
+                    )
+                return self._update(found)
+        finally:
+            self._drop_gradients()
+
+    def _set(self, rate: float, fields: dict[str, Any]) -> None:
+        kind = self._kind
+        for name, value in fields.items():
+            if name not in kind.fields:
+                raise FinetuneError(
+                    f"{name}={value!r}, which optimizer {kind.name!r} does not take; leave it out"
+                )
+        set_rate(self._optimizer, rate)
+        for number, group in enumerate(self._optimizer.param_groups):
+            for name in kind.fields:
+                group[name] = fields.get(name, kind.options[name])
+            if number and "weight_decay" in kind.options:  # biases do not decay
+                group["weight_decay"] = 0.0
+
+    def _whole_gradients(self) -> Tensor:
+        """Have the parameters have the gradients that wait; returns their norm."""
+        for path, tensor in self._parameters.items():
+            tensor.grad = self._pending[path]
+        if self._beside is not None:  # which adds to them
+            for tensor in self._parameters.values():
+                assert tensor.grad is not None
+                tensor.grad = tensor.grad.clone()
+            self._beside.regularize()
+        return self._runner.gradient_norm()
+
+    def _update(self, norm: float) -> Stepped:
+        self._take_step()
+        self._pending = {}
+        history = self._history
+        if self._beside is not None:
+            self._beside.after_step(history.step + 1)
+        self._runner.publish()
+        history.step += 1
+        history.losses.append(self._loss)
+        history.tokens += self._tokens
+        history.targets += self._targets
+        stepped = Stepped(history.step, norm, self._tokens, self._loss)
+        self._tokens = self._passes = self._targets = 0
+        self._loss = 0.0
+        self._note_step(stepped)
+        return stepped
+
+    # ----------------------------------------------------------------------------------- versions
+
+    def copied(self) -> Work[Adapter]:
+        """Return a copy of the adapter as it is now, in host memory."""
+        yield from ()
+        self._runner.settle()
+        adapter = self._adapter if self._beside is None else self._beside.finished(self._adapter)
+        copy = self._state.on_host(owned(adapter))
+        self._state.check_copies(copy)
+        return copy
+
+    def program_for(self, adapter: Adapter) -> ServingProgram:
+        """Return a program that serves an adapter; it is compiled if need be."""
+        return self._state.program_for(adapter)
+
+    def publish(self, adapter: Adapter, program: ServingProgram) -> Work[Snapshot]:
+        """Serve an adapter from now on, as the next version of its name."""
+        yield from ()
+        served = self._state.put_adapter(adapter, program)
+        version = self._state.versions.of(served)
+        assert version is not None
+        self._note_version(version)
+        return Snapshot(version, served)
+
+    # ----------------------------------------------------------------------------------- states
+
+    def facts(self) -> dict[str, Any]:
+        """Return what has to be alike where a state is loaded, as plain JSON values."""
+        return {
+            "optimizer": self._kind.name,
+            "base_dtype": self._state.program.dtype,
+            "base_weights_checksum": weights_checksum(self._state.weight_store),
+        }
+
+    def checkpoint(self, facts: dict[str, Any]) -> Work[Checkpoint]:
+        """Return copies of the adapter, the optimizer's state and what else an update depends on.
+
+        Gradients that wait are no part of it, and stay.
+        """
+        yield from ()
+        self._runner.settle()
+        optimizer = optimizer_tensors(self._optimizer, self._parameters)
+        beside = {} if self._beside is None else self._beside.tensors
+        history = dataclasses.replace(self._history, losses=list(self._history.losses))
+        copies = [
+            {name: value.detach().cpu().clone() for name, value in tensors.items()}
+            for tensors in (optimizer, beside)
+        ]
+        adapter = self._state.on_host(owned(self._adapter))
+        return Checkpoint(history, facts, adapter, None, copies[0], copies[1])
+
+    def load(self, checkpoint: Checkpoint, *, optimizer: bool) -> None:
+        """Go on from a checkpoint; gradients that wait are dropped.
+
+        Args:
+            optimizer: go on with its optimizer's state and updates; else with its weights alone.
+        Raises:
+            FinetuneError: it has another recipe, or another optimizer's state; nothing changed.
+        """
+        before = dict(vars(self))
+        names = ("the state", checkpoint.adapter, "the trainer", self._adapter)
+        check_same_recipe(self.name, *names)
+        try:
+            self._start(checkpoint.adapter)
+            if not optimizer:
+                return
+            self._history = checkpoint.state
+            if checkpoint.state.step:
+                load_optimizer(self._optimizer, self._kind, self._parameters, checkpoint.optimizer)
+            if self._beside is not None:
+                self._beside.load(checkpoint.beside)
+        except BaseException:
+            vars(self).update(before)
+            raise

@@ -1,0 +1,167 @@
+"""The trainer: trains an adapter command by command, and waits for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from pcg.errors import FinetuneError
+from pcg.keywords import takes
+from pcg.runtime.model.state import ModelState
+from pcg.runtime.training.trainer.commands import (
+    Aside,
+    Command,
+    Forward,
+    ForwardBackward,
+    LoadState,
+    OptimStep,
+    Publish,
+    SaveState,
+)
+from pcg.runtime.training.trainer.options import TrainerArguments
+from pcg.runtime.training.trainer.results import Saved, Scored, Snapshot, Stepped
+from pcg.runtime.training.trainer.trained_adapter import TrainedAdapter
+from pcg.runtime.training.work_units import run_to_end
+
+Result = TypeVar("Result")
+
+
+class Trainer:
+    """Trains an adapter; `executor.trainer(...)` returns one.
+
+    Each method returns once it is done. What a command that fails would have changed is as before
+    it, and the trainer goes on. A context manager, which closes it.
+
+    Attributes:
+        name: the adapter's name, which nobody else may use before the end.
+    """
+
+    def __init__(
+        self, name: str, run: Callable[[Command[Any]], Any], end: Callable[[], None]
+    ) -> None:
+        """Make the handle of a trainer that is there.
+
+        Args:
+            run: runs a command, and returns its result.
+            end: frees all that the trainer holds.
+        """
+        self.name = name
+        self._run = run
+        self._end = end
+
+    @takes(Forward, FinetuneError)
+    def forward(self, given: Forward) -> Scored:
+        """Compute a loss without gradients, and without dropout.
+
+        Raises:
+            DataError: a datum that the model or the loss cannot take, by its place.
+            FinetuneError: bad options, or numbers that are not finite.
+        """
+        return self._did(given)
+
+    @takes(ForwardBackward, FinetuneError)
+    def forward_backward(self, given: ForwardBackward) -> Scored:
+        """Compute a loss, a sum, and add its gradients to those that wait for `optim_step`.
+
+        Raises:
+            DataError: a datum that the model or the loss cannot take, by its place.
+            FinetuneError: bad options, or numbers that are not finite.
+        """
+        return self._did(given)
+
+    @takes(OptimStep, FinetuneError)
+    def optim_step(self, given: OptimStep) -> Stepped:
+        """Update the adapter by the gradients of all calls since the last update.
+
+        Raises:
+            FinetuneError: there are no gradients, or an option is bad.
+        """
+        return self._did(given)
+
+    @takes(SaveState, FinetuneError)
+    def save_state(self, given: SaveState) -> Saved:
+        """Save the adapter and the optimizer's state; gradients that wait stay, and are not saved.
+
+        Raises:
+            FinetuneError: something is there already, or it cannot be written.
+        """
+        return self._did(given)
+
+    @takes(LoadState, FinetuneError)
+    def load_state(self, given: LoadState) -> Saved:
+        """Go on from a saved state, to the same bits; gradients that wait are dropped.
+
+        Raises:
+            FinetuneError: there is none, it is damaged, or it is of another base or recipe.
+        """
+        return self._did(given)
+
+    def snapshot(self) -> Snapshot:
+        """Serve the adapter as it is now, as the next version of its name."""
+        return self._did(Publish())
+
+    def close(self) -> None:
+        """Free all that the trainer holds; versions that it published are served on."""
+        self._end()
+
+    def _did(self, command: Command[Result]) -> Result:
+        result: Result = self._run(command)
+        return result
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def trainer_here(state: ModelState, given: TrainerArguments) -> Trainer:
+    """Make a trainer whose commands run on the thread that calls them, and nothing beside them.
+
+    Raises:
+        AdapterConflictError: something trains an adapter of that name.
+        FinetuneError, UnsupportedError: the recipe or the optimizer cannot be trained.
+    """
+    ends = state.begin_training(given.name)
+    held: list[TrainedAdapter] = []
+    try:
+        held.append(TrainedAdapter(state, given, windows=False))
+    except BaseException:
+        ends()
+        raise
+
+    def run(command: Command[Result]) -> Result:
+        if not held:
+            raise FinetuneError(f"trainer {given.name!r} was closed; make another one")
+        state.check_no_engine("a trainer that was made before", "make one by trainer() now")
+        return run_here(command, held[0])
+
+    def end() -> None:
+        if held:
+            held.clear()
+            ends()
+
+    return Trainer(given.name, run, end)
+
+
+def run_here(command: Command[Result], trained: TrainedAdapter) -> Result:
+    """Run all stages of a command in turn, with nothing beside them."""
+    stages = command.stages(trained)
+    try:
+        stage = next(stages)
+        while True:
+            try:
+                done = stage.act() if isinstance(stage, Aside) else run_to_end(stage)
+            except BaseException as error:  # Ctrl-C, too
+                stage = stages.throw(error)
+            else:
+                stage = stages.send(done)
+    except StopIteration as end:
+        result: Result = end.value
+        return result

@@ -1,0 +1,232 @@
+"""Losses of a trainer against PyTorch's autograd through transformers and peft, in fp64.
+
+Norms and rotary embeddings of transformers have fp32 in them, so 1e-6 is as near as it gets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pcg
+from pcg.errors import DataError, FinetuneError
+from pcg.runtime.data.example import IGNORED
+from pcg.runtime.executor import Executor
+from tests.support import oracle
+from tests.support.trainer_data import (
+    data,
+    log_probabilities,
+    pair,
+    parameters,
+    put,
+    sampled,
+)
+
+ROWS = sampled()
+READ = ("advantages", "logprobs")
+BOUNDS = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1}
+
+Oracle = Callable[[list[Tensor]], Tensor]
+
+
+def over_tokens(term: Callable[[Tensor, float, float], Any]) -> Oracle:
+    """The sum of a term of each target: its log-probability, the sampled one, and the advantage."""
+
+    def total(found: list[Tensor]) -> Tensor:
+        terms = [
+            term(values[i], row["logprobs"][i], row["advantages"][i])
+            for values, row in zip(found, ROWS, strict=True)
+            for i, target in enumerate(row["targets"])
+            if target != IGNORED
+        ]
+        return torch.stack(terms).sum()
+
+    return total
+
+
+def ppo(value: Tensor, before: float, advantage: float) -> Tensor:
+    ratio = torch.exp(value - before)
+    near = torch.clip(ratio, 0.7, 1.1)
+    return -torch.minimum(ratio * advantage, near * advantage)
+
+
+def gspo(found: list[Tensor]) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for values, row in zip(found, ROWS, strict=True):
+        at = [i for i, target in enumerate(row["targets"]) if target != IGNORED]
+        ratio = torch.exp(torch.stack([values[i] - row["logprobs"][i] for i in at]).mean())
+        for i in at:
+            advantage = row["advantages"][i]
+            near = torch.clip(ratio, 0.7, 1.1)
+            total = total - torch.minimum(ratio * advantage, near * advantage)
+    return total
+
+
+def dpo(found: list[Tensor]) -> Tensor:
+    margins = [
+        (values - torch.tensor(row["logprobs"], dtype=torch.float64)).sum()
+        for values, row in zip(found, ROWS, strict=True)
+    ]
+    pairs = [(margins[0], margins[1]), (margins[2], margins[3])]
+    return -sum(torch.sigmoid(0.3 * (won - lost)).log() for won, lost in pairs)
+
+
+def cross_entropy(found: list[Tensor]) -> Tensor:
+    rows = zip(found, ROWS, strict=True)
+    return -sum((v * torch.tensor(row["weights"], dtype=torch.float64)).sum() for v, row in rows)
+
+
+CASES: dict[str, tuple[tuple[str, ...], dict[str, float], Oracle]] = {
+    "cross_entropy": (("weights",), {}, cross_entropy),
+    "importance_sampling": (READ, {}, over_tokens(lambda v, q, a: -torch.exp(v - q) * a)),
+    "ppo": (READ, BOUNDS, over_tokens(ppo)),
+    "cispo": (
+        READ,
+        BOUNDS,
+        over_tokens(lambda v, q, a: -torch.exp(v - q).clip(0.7, 1.1).detach() * v * a),
+    ),
+    "dro": (READ, {"beta": 0.2}, over_tokens(lambda v, q, a: -(v * a - 0.1 * (v - q) ** 2))),
+    "gspo": (READ, BOUNDS, gspo),
+    "dpo": (("logprobs",), {"beta": 0.3}, dpo),
+}
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[Executor, Any]:
+    return pair(torch.float64)
+
+
+def expected(wrapped: Any, loss: Oracle) -> tuple[float, list[Tensor], dict[str, Tensor]]:
+    """The loss, log-probabilities, and the adapter after a step of SGD with a rate of 1."""
+    wrapped.zero_grad()
+    found = [log_probabilities(wrapped, row) for row in ROWS]
+    total = loss(found)
+    total.backward()
+    after = {
+        path: parameter.data - parameter.grad
+        for path, parameter in oracle.lora_parameters(wrapped).items()
+    }
+    return float(total.detach()), [one.detach() for one in found], after
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("name", CASES)
+def test_a_loss_and_its_gradients_are_autograds(
+    models: tuple[Executor, Any], name: str, batch_size: int
+) -> None:
+    executor, wrapped = models
+    read, options, loss = CASES[name]
+    total, found, after = expected(wrapped, loss)
+    put(executor, wrapped, "a")
+    given = data(ROWS, *read)
+    with executor.trainer("a", optimizer="sgd", batch_size=batch_size) as trainer:
+        before = trainer.forward(given, name, loss_options=options)
+        done = trainer.forward_backward(given, name, loss_options=options)
+        trainer.optim_step(learning_rate=1.0)
+        trainer.snapshot()
+    assert done.loss == pytest.approx(total, rel=1e-6)
+    assert before.loss == pytest.approx(total, rel=1e-6)
+    for one, other, values in zip(done.logprobs, before.logprobs, found, strict=True):
+        torch.testing.assert_close(one, values, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(other, values, rtol=1e-6, atol=1e-6)
+    for path, value in parameters(executor, "a").items():
+        torch.testing.assert_close(value, after[path], rtol=1e-6, atol=1e-6)
+
+
+def entropy_like(found: list[Tensor]) -> Tensor:
+    return sum(one.exp().sum() ** 2 for one in found) + found[0].sum()
+
+
+def test_a_custom_loss_is_autograds_in_one_call_and_in_two(models: tuple[Executor, Any]) -> None:
+    executor, wrapped = models
+    total, _, after = expected(wrapped, entropy_like)
+    for calls in (1, 2):
+        put(executor, wrapped, "a")
+        with executor.trainer("a", optimizer="sgd", batch_size=3) as trainer:
+            if calls == 1:
+                done = trainer.forward_backward(data(ROWS), entropy_like)
+                assert done.loss == pytest.approx(total, rel=1e-6)
+                assert trainer.forward(data(ROWS), entropy_like).loss == done.loss
+            else:
+                leaves = [one.requires_grad_() for one in trainer.forward(data(ROWS)).logprobs]
+                slopes = torch.autograd.grad(entropy_like(leaves), leaves)
+                weighted = [
+                    pcg.Datum(row["tokens"], row["targets"], weights=-slope)
+                    for row, slope in zip(ROWS, slopes, strict=True)
+                ]
+                trainer.forward_backward(weighted)
+            trainer.optim_step(learning_rate=1.0)
+            trainer.snapshot()
+        for path, value in parameters(executor, "a").items():
+            torch.testing.assert_close(value, after[path], rtol=1e-6, atol=1e-6)
+
+
+def test_a_token_without_weight_counts_nowhere(models: tuple[Executor, Any]) -> None:
+    executor, wrapped = models
+    put(executor, wrapped, "a")
+    far = [{**row, "weights": [1.0] * len(row["tokens"])} for row in ROWS]
+    far[0]["weights"][-1] = 0.0
+    near = [{**row} for row in far]
+    near[0]["logprobs"] = [*far[0]["logprobs"][:-1], -2000.0]  # a ratio beyond all numbers
+    with executor.trainer("a") as trainer:
+        for name in ("importance_sampling", "ppo", "cispo", "dro", "gspo"):
+            losses = [
+                trainer.forward_backward(data(rows, *READ, "weights"), name).loss
+                for rows in (far, near)
+            ]
+            assert losses[0] == losses[1]
+            assert math.isfinite(losses[0])
+
+
+BAD: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a name": ("ppo2", {}, "loss='ppo2'; use cross_entropy"),
+    "an option": ("ppo", {"loss_options": {"clip_low": 1}}, "clip_low_threshold"),
+    "an option of none": ("importance_sampling", {"loss_options": {"beta": 1}}, "no options"),
+    "bounds in turns": ("ppo", {"loss_options": {"clip_low_threshold": 2}}, "is above"),
+    "a negative one": ("dro", {"loss_options": {"beta": -1}}, "at least 0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_options_are_named(models: tuple[Executor, Any], case: str) -> None:
+    loss, options, message = BAD[case]
+    with models[0].trainer("b") as trainer, pytest.raises(FinetuneError, match=message):
+        trainer.forward_backward(data(ROWS, *READ), loss, **options)
+
+
+DAMAGED: dict[str, tuple[str, Any, str]] = {
+    "no data": ("cross_entropy", [], "no datum"),
+    "one datum": ("cross_entropy", pcg.Datum([1, 2]), "list of pcg.Datum"),
+    "a list": ("cross_entropy", [[1, 2]], r"data\[0\] is a list"),
+    "no tokens": ("cross_entropy", [pcg.Datum([])], "no tokens"),
+    "nothing to predict": ("cross_entropy", [pcg.Datum([1])], "predicts nothing"),
+    "a foreign token": ("cross_entropy", [pcg.Datum([1, 60])], "vocabulary of 60"),
+    "a foreign target": ("cross_entropy", [pcg.Datum([1, 2], [3, -1])], r"targets has the token"),
+    "a float": ("cross_entropy", [pcg.Datum([1, 2.5])], "tokens are ints"),  # type: ignore[list-item]
+    "too long": ("cross_entropy", [pcg.Datum([1] * 33)], "more than the model's 32"),
+    "lengths": ("cross_entropy", [pcg.Datum([1, 2], [3])], "2 tokens and 1 targets"),
+    "NaN": ("cross_entropy", [pcg.Datum([1, 2], weights=[1, math.nan])], r"weights\[1\] is nan"),
+    "unread": ("cross_entropy", data(ROWS, "advantages"), "does not read"),
+    "missing": ("ppo", data(ROWS, "advantages"), "has no logprobs"),
+    "no pair": ("dpo", data(ROWS[:3], "logprobs"), "give pairs"),
+    "two of K": ("cross_entropy", [pcg.Datum([1, 2], [[1, 2], [3, 4]])], "a list among"),  # type: ignore[list-item]
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_bad_data_is_named_and_leaves_what_waits(models: tuple[Executor, Any], case: str) -> None:
+    executor, wrapped = models
+    put(executor, wrapped, "a")
+    loss, given, message = DAMAGED[case]
+    with executor.trainer("a", optimizer="sgd") as trainer:
+        trainer.forward_backward(data(ROWS))
+        with pytest.raises(DataError, match=message):
+            trainer.forward_backward(given, loss)
+        norm = trainer.optim_step(learning_rate=0.0).gradient_norm
+        trainer.forward_backward(data(ROWS))
+        assert trainer.optim_step(learning_rate=0.0).gradient_norm == norm
