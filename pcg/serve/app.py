@@ -16,6 +16,7 @@ from pcg.serve.direct_send import DirectSend
 from pcg.serve.errors import ERRORS, add_handlers
 from pcg.serve.files import routes as files
 from pcg.serve.files import uploads
+from pcg.serve.jobs import routes as jobs
 from pcg.serve.metrics import routes as metrics
 from pcg.serve.openai import completions, embeddings, models, tokens
 from pcg.serve.openai.chat import completions as chat_completions
@@ -35,6 +36,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     embeddings.router,
     files.router,
     health.router,
+    jobs.router,
     metrics.router,
     models.router,
     page.router,

@@ -80,6 +80,8 @@ class ServeOptions:
         max_file_mib: the most bytes of a file that is kept, MiB.
         tenant_files: the most files that a tenant keeps, with its uploads that are under way.
         tenant_files_gib: the most bytes of them, GiB.
+        max_jobs: the most finetuning jobs that run at once; others are queued, and those of tenants
+            take turns.
     Raises:
         ServeError: a value is out of range.
     """
@@ -128,6 +130,7 @@ class ServeOptions:
     max_file_mib: float = 512.0
     tenant_files: int = 1000
     tenant_files_gib: float = 16.0
+    max_jobs: int = 4
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -145,6 +148,7 @@ class ServeOptions:
             "max_cpu_loras",
             "key_requests",
             "tenant_files",
+            "max_jobs",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -147,6 +147,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
+        self.service.begin()
         self._say()
         self._ready(self)
 

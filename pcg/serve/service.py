@@ -25,6 +25,7 @@ from pcg.serve.errors import ApiError
 from pcg.serve.files.files import Files
 from pcg.serve.files.quota import Quota
 from pcg.serve.generation_config import GenerationConfig
+from pcg.serve.jobs.runner import JobRunner
 from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
 from pcg.serve.observers import open_observers
 from pcg.serve.openai.chat.support import ChatSupport
@@ -79,6 +80,7 @@ class Service:
     ) -> None:
         self.client = client
         self._files = None if store is None else Files(store, Quota(options))
+        self._jobs: JobRunner | None = None
         facts, tokenizer = client.facts, client.tokenizer
         self.keys = keys
         self.options = options
@@ -86,7 +88,7 @@ class Service:
         self.created_s = int(time.time())
         bounds = [n for n in (options.max_model_len, facts.max_positions) if n is not None]
         self.max_model_len = min(bounds, default=None)
-        self.catalog = Catalog(client, options)
+        self.catalog = Catalog(client, options, store)
         self.token_texts = TokenTexts(tokenizer)
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         sizes = [adapter.size_bytes for adapter in client.adapters.values()]
@@ -109,6 +111,11 @@ class Service:
         self.responses = ResponseStore()
         self._threads = ThreadPoolExecutor(_THREADS, "pcg serve")
 
+    def begin(self) -> None:
+        """Go on with what is kept, once the event loop runs."""
+        if self._files is not None:
+            self.jobs.begin()
+
     def close(self) -> None:
         """End the threads, once no request is left."""
         self._threads.shutdown(cancel_futures=True)
@@ -125,6 +132,13 @@ class Service:
                 code="unsupported",
             )
         return self._files
+
+    @property
+    def jobs(self) -> JobRunner:
+        """The finetuning jobs. ApiError: the server keeps nothing."""
+        if self._jobs is None:
+            self._jobs = JobRunner(self.client, self.files, self.catalog, self.options)
+        return self._jobs
 
     def may_read_metrics(self, caller: Caller | None) -> bool:
         """Return True if a caller may read /metrics; None is one without a key."""

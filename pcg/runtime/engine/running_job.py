@@ -69,6 +69,10 @@ class RunningJob:
         """Wait for the result in a thread. TimeoutError: it is not over after so long."""
         return self._end.result(timeout_s)
 
+    def on_end(self, act: Callable[[Future[FinetuneResult]], None]) -> None:
+        """Call a function with the result, or the error, once the job is over; it must not wait."""
+        self._end.add_done_callback(act)
+
     def pause(self) -> None:
         self._change(self._engine.pause_job)
 

@@ -16,6 +16,7 @@ from pcg.keys import Scope
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.serve.adapters.engine_names import engine_name, owned
+from pcg.serve.adapters.kept_models import KeptModels
 from pcg.serve.adapters.loader import Loader, Origin
 from pcg.serve.adapters.modules import parse_modules
 from pcg.serve.adapters.owned import Owned
@@ -25,6 +26,7 @@ from pcg.serve.engine.client import EngineClient
 from pcg.serve.errors import not_found
 from pcg.serve.options import ServeOptions
 from pcg.serve.security.caller import Caller
+from pcg.serve.store.store import Store
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,9 @@ class ServedModel:
 
     Attributes:
         name: its name in requests and replies.
-        adapter: the adapter that answers, as it is now; None for the base.
-        version: its version; None for the base.
+        adapter: the adapter that answers, as it is now; None for the base, and for one that is
+            listed and kept, and not loaded.
+        version: its version; None without an adapter.
         root: where it came from, as far as the caller may know.
         parent: what its card calls its base; None for the base.
         created_s: when it was loaded, Unix seconds.
@@ -65,12 +68,15 @@ class Catalog:
         names: the names of the base; replies have the first.
         loader: what loads and unloads adapters.
         roots: the folders that adapters may come from.
+        kept: the models of the server's store; None without one.
     Raises:
         ServeError: a static module or a root cannot be.
         PcgError: a static module cannot be loaded.
     """
 
-    def __init__(self, client: EngineClient, options: ServeOptions) -> None:
+    def __init__(
+        self, client: EngineClient, options: ServeOptions, store: Store | None = None
+    ) -> None:
         self._client = client
         self._created_s = int(time.time())
         self.names = tuple(options.served_model_name) or (client.facts.name,)
@@ -78,6 +84,7 @@ class Catalog:
         self.roots = Roots(options.lora_roots, [module.path for module in modules])
         self.loader = Loader(client, options.max_cpu_loras)
         self._resolver = Resolver(self.loader, self.roots)
+        self.kept = None if store is None else KeptModels(store, self.loader)
         for module in modules:
             self.check_free(module.name)
             origin = Origin(str(module.path), self._created_s, module.base_model_name)
@@ -118,7 +125,11 @@ class Catalog:
         """
         if name in self.names:
             return self.base
-        adapter = self.here(caller.tenant, name) or await self._resolver.resolve(name)
+        adapter = self.here(caller.tenant, name)
+        if adapter is None and self.kept is not None:
+            adapter = await self.kept.resolve(caller.tenant, name)
+        if adapter is None:
+            adapter = await self._resolver.resolve(name)
         if adapter is None:
             raise not_found(name)
         self.loader.used(adapter.name)
@@ -127,13 +138,17 @@ class Catalog:
         return model
 
     async def listed(self, caller: Caller) -> list[ServedModel]:
-        """Return the models that a caller may use, with digests, the base first."""
-        models = self.visible(caller)
-        await self._hash(models)
-        return models
+        """Return the models that a caller may use, with digests where loaded, the base first."""
+        loaded = self.visible(caller)
+        await self._hash(loaded)
+        found = {model.name: model for model in loaded[1:]}
+        for name, one in ({} if self.kept is None else self.kept.of(caller.tenant)).items():
+            unloaded = ServedModel(name, None, None, name, self.names[0], one.created_s)
+            found.setdefault(name, unloaded)
+        return [self.base, *(found[name] for name in sorted(found))]
 
     def visible(self, caller: Caller) -> list[ServedModel]:
-        """Return the models that a caller may use, the base first."""
+        """Return the models that a caller may use and that are loaded, the base first."""
         mine: dict[str, ServedAdapter] = {}
         for one, adapter in self.loader.adapters.items():
             owner = owned(one)

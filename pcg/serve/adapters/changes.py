@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from shutil import rmtree
 
 from pcg.errors import AdapterConflictError, AdapterError, AdapterNotFoundError
 from pcg.keys import Scope
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.serve.adapters.engine_names import engine_name, owned
+from pcg.serve.adapters.kept_models import MODEL
 from pcg.serve.adapters.loader import Origin
 from pcg.serve.errors import ApiError, not_found
 from pcg.serve.security.caller import Caller
@@ -110,13 +112,18 @@ async def unload(service: Service, name: str, owner: str) -> ServedAdapter:
 async def delete(service: Service, caller: Caller, name: str) -> None:
     """Unload an adapter for its owner; an administrator may unload the operator's, too.
 
+    A model that a job made is kept no more.
+
     Raises:
         ApiError: 404, there is none for this caller; 403, it is another's; 409, a job trains it.
     """
     adapter = service.catalog.here(caller.tenant, name)
     if name in service.catalog.names:
         raise ApiError(403, f"The model `{name}` is the base, and stays.", param="model")
+    is_kept = await _forget(service, caller, name)
     if adapter is None:
+        if is_kept:
+            return
         raise not_found(name)
     owner = owned(adapter.name).tenant
     if owner != caller.tenant and Scope.ADMIN not in caller.scopes:
@@ -127,6 +134,18 @@ async def delete(service: Service, caller: Caller, name: str) -> None:
             code="insufficient_permissions",
         )
     await unload(service, name, owner)
+
+
+async def _forget(service: Service, caller: Caller, name: str) -> bool:
+    """Keep a tenant's model no more; returns False if none of the name is kept.
+
+    Checkpoints stay with their job, which may go on from them.
+    """
+    kept = service.catalog.kept
+    folder = None if kept is None else await kept.forget(caller.tenant, name)
+    if folder is not None and folder.name == MODEL:
+        await asyncio.to_thread(rmtree, folder, True)
+    return folder is not None
 
 
 def invalid(message: str) -> ApiError:

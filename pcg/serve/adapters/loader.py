@@ -61,6 +61,12 @@ class Loader:
         """Return where an adapter came from; None for one that a job made, or the library."""
         return self._origins.get(name)
 
+    def adopt(self, name: str, origin: Origin) -> None:
+        """Note where an adapter may be loaded from again, which a job may have published."""
+        if name in self.adapters:
+            self._origins[name] = origin
+            self.used(name)
+
     def used(self, name: str) -> None:
         """Note that a request names an adapter."""
         if name in self._origins:

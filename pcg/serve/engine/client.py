@@ -27,6 +27,7 @@ from pcg.runtime.requests.request import Request, RequestFields
 from pcg.runtime.requests.stream import Stream
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.engine.facts import ModelFacts
+from pcg.serve.engine.job_orders import JobOrder, Tell
 
 Result = TypeVar("Result")
 
@@ -95,6 +96,18 @@ class EngineClient(Protocol):
 
     def remove_adapter(self, name: str) -> Future[None]:
         """Forget an adapter, as `AsyncEngine.remove_adapter`."""
+
+    # ------------------------------------------------------------------------------- jobs
+
+    def begin_job(self, order: JobOrder, tell: Tell) -> Future[None]:
+        """Begin a finetuning job; errors as of `OrderedJobs.begin`.
+
+        Args:
+            tell: is called with what comes of it, on any thread.
+        """
+
+    def end_job(self, adapter: str, *, interrupts: bool) -> Future[None]:
+        """End a job after its step with a checkpoint, or now; its end is told."""
 
     # ------------------------------------------------------------------------------- status
 

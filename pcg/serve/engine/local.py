@@ -22,6 +22,7 @@ from pcg.runtime.requests.stream import Stream
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.engine.client import EngineStatus
 from pcg.serve.engine.facts import ModelFacts, facts_of
+from pcg.serve.engine.job_orders import JobOrder, OrderedJobs, Tell
 from pcg.serve.engine.split_base import ServedBase, SplitAccess, served_base, split_endpoint
 from pcg.serve.options import ServeOptions
 
@@ -48,6 +49,7 @@ class LocalClient:
         facts = facts_of(executor, cast(Engine, engine.engine), options)
         self._facts = facts if base is None else replace(facts, split_address=base.where)
         self._hashing = ThreadPoolExecutor(1, "pcg digests")
+        self._jobs = OrderedJobs(executor, engine, self._hashing)
 
     @property
     def facts(self) -> ModelFacts:
@@ -109,6 +111,16 @@ class LocalClient:
 
     def remove_adapter(self, name: str) -> Future[None]:
         return self.engine.remove_adapter(name)
+
+    # ------------------------------------------------------------------------------- jobs
+
+    def begin_job(self, order: JobOrder, tell: Tell) -> Future[None]:
+        self._jobs.begin(order, tell)
+        return _done(None)
+
+    def end_job(self, adapter: str, *, interrupts: bool) -> Future[None]:
+        self._jobs.end(adapter, interrupts=interrupts)
+        return _done(None)
 
     # ------------------------------------------------------------------------------- status
 

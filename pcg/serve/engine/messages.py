@@ -2,7 +2,7 @@
 
     server → engine   Submit · Cancel · Release · Watch · calls, each with an id
     engine → server   Ready or Failed at first · Step · Report · Refused · Here · Gone · Answer ·
-                      Ended
+                      JobTold · Ended
 
 A message is one of these and holds numbers, texts and lists alone, so that nothing that a client
 sends becomes an object of another kind. Tensors of adapters never cross: requests name a version.
@@ -20,6 +20,7 @@ import msgspec
 from pcg.runtime.metrics.status import JobStatus, RunningStatus
 from pcg.runtime.sampling.logprobs import TokenLogprobs
 from pcg.serve.engine.facts import ModelFacts
+from pcg.serve.engine.job_orders import JobNews
 
 
 class Fault(msgspec.Struct, array_like=True):
@@ -241,8 +242,15 @@ class StatusData(msgspec.Struct):
     jobs: list[JobStatus]
 
 
+class JobTold(msgspec.Struct, array_like=True, tag="job"):
+    """News of the job of this number, which the server gave it."""
+
+    number: int
+    news: JobNews
+
+
 ToEngine = Submit | Cancel | Release | Watch | Call
-ToServer = Ready | Failed | Step | Report | Refused | Here | Gone | Answer | Ended
+ToServer = Ready | Failed | Step | Report | Refused | Here | Gone | Answer | Ended | JobTold
 
 
 def _plain(value: Any) -> str:

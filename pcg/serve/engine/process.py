@@ -33,6 +33,7 @@ from pcg.serve.engine.channel import Channel
 from pcg.serve.engine.client import EngineStatus
 from pcg.serve.engine.connection import Connection
 from pcg.serve.engine.facts import ModelFacts
+from pcg.serve.engine.job_orders import JobEnd, JobOrder, Tell
 from pcg.serve.engine.messages import (
     AdapterData,
     Cancel,
@@ -40,6 +41,7 @@ from pcg.serve.engine.messages import (
     Failed,
     Gone,
     Here,
+    JobTold,
     Ready,
     Refused,
     Release,
@@ -96,6 +98,7 @@ class ProcessClient:
         self._remote = RemoteAdapters()
         self._ready: Ready | Failed | None = None
         self._streams: dict[int, _Sent] = {}
+        self._jobs: dict[int, Tell] = {}
         self._numbers = itertools.count()
         self._wakes = Wakes()
         self._refusal: DrainingError | None = None
@@ -194,6 +197,16 @@ class ProcessClient:
     def remove_adapter(self, name: str) -> Future[None]:
         return self._call("remove_adapter", type(None), _same, name=name)
 
+    # ------------------------------------------------------------------------------- jobs
+
+    def begin_job(self, order: JobOrder, tell: Tell) -> Future[None]:
+        number = next(self._numbers)
+        self._jobs[number] = tell
+        return self._call("begin_job", type(None), _same, number=number, order=order)
+
+    def end_job(self, adapter: str, *, interrupts: bool) -> Future[None]:
+        return self._call("end_job", type(None), _same, adapter=adapter, interrupts=interrupts)
+
     # ------------------------------------------------------------------------------- status
 
     def numbers(self) -> Future[EngineNumbers]:
@@ -263,9 +276,18 @@ class ProcessClient:
                 self._remote.put(message.adapter)
             elif isinstance(message, Gone):
                 self._remote.remove(message.name)
+            elif isinstance(message, JobTold):
+                self._tell_of_job(message)
             elif isinstance(message, Ready | Failed):
                 self._ready = message
         self._wakes.send()
+
+    def _tell_of_job(self, told: JobTold) -> None:
+        """Tell who ordered a job what came of it."""
+        tell = self._jobs[told.number]
+        if isinstance(told.news, JobEnd):
+            del self._jobs[told.number]
+        tell(told.news)
 
     def _put(self, data: ChunkData) -> None:
         """Give a chunk to its stream."""

@@ -30,6 +30,7 @@ from pcg.peft.adapter import Adapter
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.status import JobStatus
 from pcg.serve.engine.channel import Channel
+from pcg.serve.engine.job_orders import JobNews, JobOrder
 from pcg.serve.engine.local import LocalClient, local_client
 from pcg.serve.engine.messages import (
     AdapterData,
@@ -41,6 +42,7 @@ from pcg.serve.engine.messages import (
     Failed,
     Gone,
     Here,
+    JobTold,
     Ready,
     Release,
     StatusData,
@@ -252,6 +254,15 @@ class Worker:
     def remove_adapter(self, name: str) -> Future[None]:
         return self._local.remove_adapter(name)
 
+    def begin_job(self, number: int, order: dict[str, Any]) -> None:
+        def tell(news: JobNews) -> None:
+            self._channel.send(encode(JobTold(number, news)))
+
+        self._local.begin_job(msgspec.convert(order, JobOrder), tell)
+
+    def end_job(self, adapter: str, interrupts: bool) -> None:
+        self._local.end_job(adapter, interrupts=interrupts)
+
     def numbers(self) -> dict[str, Any]:
         found: dict[str, Any] = plain(self._local.engine.numbers())
         return found
@@ -290,6 +301,8 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
         Worker.hash,
         Worker.add_adapter,
         Worker.remove_adapter,
+        Worker.begin_job,
+        Worker.end_job,
         Worker.numbers,
         Worker.jobs,
         Worker.status,

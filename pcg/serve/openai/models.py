@@ -99,7 +99,7 @@ async def delete_model(
 
 def card(service: Service, caller: Caller, model: ServedModel) -> Model:
     """Return a model as clients see it."""
-    is_base, version = model.adapter is None, model.version
+    is_base, version = model.parent is None, model.version
     created = model.created_s
     permission = Permission(
         id=f"modelperm-{model.name}",

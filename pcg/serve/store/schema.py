@@ -53,6 +53,55 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE INDEX parts_of_digest ON upload_parts (digest)",
         "CREATE INDEX files_by_id ON files (tenant, id)",
     ),
+    (
+        """CREATE TABLE jobs (
+            id TEXT PRIMARY KEY,
+            tenant TEXT NOT NULL,
+            model TEXT NOT NULL,
+            name TEXT NOT NULL,
+            status TEXT NOT NULL,
+            created_s INTEGER NOT NULL,
+            finished_s INTEGER,
+            training_file TEXT NOT NULL,
+            validation_file TEXT,
+            seed INTEGER NOT NULL,
+            metadata TEXT,
+            config TEXT NOT NULL,
+            trained_tokens INTEGER,
+            result_file TEXT,
+            error TEXT
+        ) STRICT""",
+        "CREATE INDEX jobs_of_tenant ON jobs (tenant, id)",
+        "CREATE INDEX jobs_of_status ON jobs (status)",
+        """CREATE TABLE job_events (
+            id TEXT PRIMARY KEY,
+            job TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+            created_s INTEGER NOT NULL,
+            level TEXT NOT NULL,
+            type TEXT NOT NULL,
+            message TEXT NOT NULL,
+            data TEXT,
+            step INTEGER,
+            UNIQUE (job, type, step)
+        ) STRICT""",
+        "CREATE INDEX events_of_job ON job_events (job, id)",
+        """CREATE TABLE job_checkpoints (
+            id TEXT PRIMARY KEY,
+            job TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+            created_s INTEGER NOT NULL,
+            step INTEGER NOT NULL,
+            model TEXT NOT NULL,
+            metrics TEXT NOT NULL,
+            UNIQUE (job, step)
+        ) STRICT""",
+        """CREATE TABLE models (
+            name TEXT NOT NULL,
+            tenant TEXT NOT NULL,
+            folder TEXT NOT NULL,
+            created_s INTEGER NOT NULL,
+            PRIMARY KEY (tenant, name)
+        ) STRICT""",
+    ),
 )
 """Statements that lead from schema 0, which is empty, to 1, from there to 2, and so on."""
 

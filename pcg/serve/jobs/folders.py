@@ -1,0 +1,124 @@
+"""Folders of jobs in the server's store.
+
+jobs/<id>/training.jsonl        the very content of the file, whatever becomes of that
+jobs/<id>/validation.jsonl
+jobs/<id>/checkpoints/          of which the last ones stay, each served under a name
+jobs/<id>/model/                the adapter that it ended with
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pcg.errors import FinetuneError
+from pcg.files import is_file, read_json, sync_names
+from pcg.serve.adapters.kept_models import MODEL
+from pcg.serve.store.database import as_store_error
+from pcg.serve.store.store import Store
+
+_JOBS = "jobs"
+_STEP = re.compile(r"step-(\d{8,})(\.\d+)?")
+STATE = "trainer_state.json"
+
+
+@dataclass(frozen=True)
+class JobFolder:
+    """The folder of a job.
+
+    Attributes:
+        root: the folder of the store.
+    """
+
+    root: Path
+    id: str
+
+    @property
+    def path(self) -> Path:
+        return self.root / _JOBS / self.id
+
+    @property
+    def training(self) -> Path:
+        return self.path / "training.jsonl"
+
+    @property
+    def validation(self) -> Path:
+        return self.path / "validation.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / MODEL
+
+    def make(self, training: Path, validation: Path | None) -> None:
+        """Make it with the data of the job. StoreFullError: there is no room."""
+        try:
+            self.path.mkdir(parents=True)
+            os.link(training, self.training)
+            if validation is not None:
+                os.link(validation, self.validation)
+        except OSError as error:
+            raise as_store_error(error) from error
+        sync_names(self.path)
+        sync_names(self.path.parent)
+        sync_names(self.root)
+
+    def remove(self) -> None:
+        """Remove it with all that is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def relative(self, path: Path) -> str:
+        """Return a path in it as rows have it."""
+        return str(path.relative_to(self.root))
+
+    def saved(self) -> dict[int, Path]:
+        """Return the checkpoints that are there, by step."""
+        if not self.checkpoints.is_dir():
+            return {}
+        found = {}
+        for path in sorted(self.checkpoints.iterdir()):
+            step = step_of(path.name)
+            if step is not None and is_file(path / STATE):
+                found[step] = path
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the last checkpoint: losses, evaluations; empty without one."""
+        saved = self.saved()
+        if not saved:
+            return {}
+        found: dict[str, Any] = read_json(saved[max(saved)] / STATE, FinetuneError)["state"]
+        return found
+
+    def without_paths(self, text: str) -> str:
+        """Return a message without the names of the server's folders."""
+        for path in (self.path, self.root):
+            text = text.replace(f"{path}/", "").replace(str(path), "the job's folder")
+        return text
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of a checkpoint by the name of its folder; None for another folder."""
+    found = _STEP.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
+def folder_of(store: Store, id: str) -> JobFolder:
+    """Return the folder of a job."""
+    return JobFolder(store.folder, id)
+
+
+def sweep(store: Store, ids: Collection[str]) -> None:
+    """Remove the folders of jobs that no row names, which a crash left."""
+    root = store.folder / _JOBS
+    for path in root.iterdir() if root.is_dir() else ():
+        if path.name not in ids:
+            shutil.rmtree(path, ignore_errors=True)

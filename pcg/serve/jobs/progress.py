@@ -1,0 +1,124 @@
+"""The progress of a job in its rows: steps, checkpoints and their models.
+
+A step may be run twice, before a crash and behind it; its first event stays. One whose event was
+not written before the crash is in the state of the checkpoint, from which `catch_up` writes it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pcg.serve.adapters import kept_models
+from pcg.serve.adapters.kept_models import KeptModel, new_model
+from pcg.serve.engine.job_orders import JobStep
+from pcg.serve.jobs import event_records, records
+from pcg.serve.jobs.event_records import METRICS
+from pcg.serve.jobs.folders import JobFolder, step_of
+from pcg.serve.jobs.records import UNFINISHED, JobRecord
+
+KEPT_CHECKPOINTS = 3
+"""The checkpoints that stay, as at OpenAI."""
+_COLUMNS = ("step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy")
+
+
+@dataclass
+class Changes:
+    """Models that came and went by a write."""
+
+    made: list[KeptModel] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
+
+
+def add_step(
+    connection: sqlite3.Connection, job: JobRecord, folder: JobFolder, news: JobStep
+) -> Changes:
+    """Add a step of a job, and the checkpoint that was saved behind it."""
+    changes = Changes()
+    found = records.find(connection, job.id)
+    if found is None or found.status not in UNFINISHED:
+        return changes
+    told = {
+        "step": news.step,
+        "total_steps": news.total_steps,
+        "train_loss": news.loss,
+        "valid_loss": news.eval_loss,
+        "learning_rate": news.learning_rate,
+        "gradient_norm": news.gradient_norm,
+        "tokens": news.tokens,
+        "tokens_per_second": news.tokens_per_second,
+    }
+    _add_metrics(connection, job.id, told)
+    if news.checkpoint is not None and step_of(news.checkpoint) == news.step:
+        _add_checkpoint(connection, job, folder, told, changes)
+    return changes
+
+
+def catch_up(connection: sqlite3.Connection, job: JobRecord, folder: JobFolder) -> Changes:
+    """Add what a job did before a crash, and no event says."""
+    changes, state = Changes(), folder.state()
+    total = job.resolved["total_steps"]
+    evaluated = dict(state.get("eval_losses", ()))
+    for step, loss in enumerate(state.get("losses", ()), start=1):
+        told = {"step": step, "total_steps": total, "train_loss": loss}
+        _add_metrics(connection, job.id, {**told, "valid_loss": evaluated.get(step)})
+    by_step = {one["step"]: one for one in event_records.metrics(connection, job.id)}
+    for step in sorted(folder.saved()):
+        if step in by_step:
+            _add_checkpoint(connection, job, folder, by_step[step], changes)
+    return changes
+
+
+def _add_metrics(connection: sqlite3.Connection, job: str, told: Mapping[str, Any]) -> None:
+    valid = told["valid_loss"]
+    evaluated = "" if valid is None else f", validation loss={valid:.4f}"
+    message = f"Step {told['step']}/{told['total_steps']}: training loss={told['train_loss']:.4f}"
+    event_records.add(connection, job, METRICS, message + evaluated, told, step=int(told["step"]))
+
+
+def _add_checkpoint(
+    connection: sqlite3.Connection,
+    job: JobRecord,
+    folder: JobFolder,
+    told: Mapping[str, Any],
+    changes: Changes,
+) -> None:
+    step = int(told["step"])
+    name = f"{job.name}:ckpt-step-{step}"
+    shown = {
+        one: told[one] for one in ("step", "train_loss", "valid_loss") if told[one] is not None
+    }
+    if not event_records.add_checkpoint(connection, job.id, step, name, shown):
+        return
+    model = new_model(name, job.tenant, folder.relative(folder.saved()[step]))
+    kept_models.insert(connection, model)
+    changes.made.append(model)
+    for old in event_records.checkpoints(connection, job.id)[KEPT_CHECKPOINTS:]:
+        event_records.remove_checkpoint(connection, old.id)
+        kept_models.delete(connection, job.tenant, old.model)
+        changes.gone.append(old.model)
+
+
+def unnamed_checkpoints(connection: sqlite3.Connection, job: str, folder: JobFolder) -> list[str]:
+    """Return the names of folders of checkpoints that no row names, but for the last."""
+    named = {one.step for one in event_records.checkpoints(connection, job)}
+    saved = folder.saved()
+    return [path.name for step, path in saved.items() if step not in named and step != max(saved)]
+
+
+def table_of(metrics: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return the metrics of a job as the CSV of its result file; the engine tells no accuracy."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    for one in metrics:
+        writer.writerow([one["step"], one["train_loss"], "", _shown(one.get("valid_loss")), ""])
+    return text.getvalue().encode()
+
+
+def _shown(value: float | None) -> float | str:
+    return "" if value is None else value

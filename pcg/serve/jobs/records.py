@@ -1,0 +1,131 @@
+"""Rows of jobs: what each is to do, and how far it is."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Any
+
+from pcg.serve.files.records import Page
+
+QUEUED, RUNNING, PAUSED = "queued", "running", "paused"
+SUCCEEDED, FAILED, CANCELLED = "succeeded", "failed", "cancelled"
+ACTIVE = (QUEUED, RUNNING)
+UNFINISHED = (QUEUED, RUNNING, PAUSED)
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """A job.
+
+    Attributes:
+        model: what it trains on, as the client named it.
+        name: the name of the model that it makes.
+        metadata: JSON of the client's pairs; None without any.
+        config: JSON of the resolved configuration.
+        trained_tokens: tokens that went through the model; None until it succeeds.
+        result_file: the id of the file with its metrics, once it succeeded.
+        error: JSON of `code`, `message` and `param`, of one that failed.
+    """
+
+    id: str
+    tenant: str
+    model: str
+    name: str
+    status: str
+    created_s: int
+    finished_s: int | None
+    training_file: str
+    validation_file: str | None
+    seed: int
+    metadata: str | None
+    config: str
+    trained_tokens: int | None = None
+    result_file: str | None = None
+    error: str | None = None
+
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """The resolved configuration."""
+        found: dict[str, Any] = json.loads(self.config)
+        return found
+
+
+_COLUMNS = ", ".join(field.name for field in fields(JobRecord))
+
+
+def insert(connection: sqlite3.Connection, record: JobRecord) -> None:
+    """Add a job."""
+    values = astuple(record)
+    places = ", ".join("?" for _ in values)
+    connection.execute(f"INSERT INTO jobs ({_COLUMNS}) VALUES ({places})", values)
+
+
+def find(connection: sqlite3.Connection, id: str, tenant: str | None = None) -> JobRecord | None:
+    """Return a job, of a tenant's own if one is given; None without."""
+    row = connection.execute(
+        f"SELECT {_COLUMNS} FROM jobs WHERE id = ?1 AND (?2 IS NULL OR tenant = ?2)", (id, tenant)
+    ).fetchone()
+    return None if row is None else JobRecord(*row)
+
+
+def listed(
+    connection: sqlite3.Connection,
+    tenant: str,
+    page: Page,
+    metadata: Mapping[str, str] | None,
+    *,
+    without_metadata: bool,
+) -> list[JobRecord]:
+    """Return a page of a tenant's jobs, and one more where there are others.
+
+    Args:
+        metadata: pairs that a job has; None for any.
+        without_metadata: only those that have none.
+    """
+    behind, values = page.condition()
+    conditions, more = ["metadata IS NULL"] if without_metadata else [], list[str]()
+    for key, value in (metadata or {}).items():
+        conditions.append(
+            "EXISTS (SELECT 1 FROM json_each(jobs.metadata) "
+            "WHERE json_each.key = ? AND json_each.value = ?)"
+        )
+        more += [key, value]
+    where = " AND ".join(["tenant = ?", behind, *conditions])
+    rows = connection.execute(
+        f"SELECT {_COLUMNS} FROM jobs WHERE {where} {page.order}", (tenant, *values, *more)
+    )
+    return [JobRecord(*row) for row in rows]
+
+
+def of_status(connection: sqlite3.Connection, statuses: Sequence[str]) -> list[JobRecord]:
+    """Return all tenants' jobs of some statuses, the oldest first."""
+    places = ", ".join("?" for _ in statuses)
+    rows = connection.execute(
+        f"SELECT {_COLUMNS} FROM jobs WHERE status IN ({places}) ORDER BY id", tuple(statuses)
+    )
+    return [JobRecord(*row) for row in rows]
+
+
+def count_unfinished(connection: sqlite3.Connection, tenant: str) -> int:
+    """Count a tenant's jobs that are not over."""
+    places = ", ".join("?" for _ in UNFINISHED)
+    found = connection.execute(
+        f"SELECT COUNT(*) FROM jobs WHERE tenant = ? AND status IN ({places})",
+        (tenant, *UNFINISHED),
+    )
+    return int(found.fetchone()[0])
+
+
+def change(
+    connection: sqlite3.Connection, id: str, before: Sequence[str], **columns: Any
+) -> JobRecord | None:
+    """Change a job that is of one of some statuses; returns it, or None if it is of another."""
+    record = find(connection, id)
+    if record is None or record.status not in before:
+        return None
+    assigned = ", ".join(f"{name} = ?" for name in columns)
+    connection.execute(f"UPDATE jobs SET {assigned} WHERE id = ?", (*columns.values(), id))
+    return replace(record, **columns)

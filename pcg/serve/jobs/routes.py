@@ -1,0 +1,210 @@
+"""/v1/fine_tuning: OpenAI's jobs, which the engine that serves runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Annotated, TypeVar
+
+from fastapi import APIRouter, Depends, Query, Request
+from pydantic import BaseModel
+
+from pcg.keys import Scope
+from pcg.serve.errors import UNSUPPORTED, ApiError
+from pcg.serve.files.records import FileRecord, Page
+from pcg.serve.files.wire import ListPage, missing, now
+from pcg.serve.jobs import event_records, records
+from pcg.serve.jobs.folders import folder_of
+from pcg.serve.jobs.records import QUEUED, JobRecord
+from pcg.serve.jobs.settings import PcgSettings, count_examples, resolve
+from pcg.serve.jobs.wire import (
+    Checkpoint,
+    Event,
+    Job,
+    JobBody,
+    checkpoint_of,
+    event_of,
+    job_of,
+)
+from pcg.serve.security.caller import Caller, requires
+from pcg.serve.service import Service, ServiceDependency
+from pcg.serve.store.ids import new_key
+
+router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"])
+
+Trainer = Annotated[Caller, Depends(requires(Scope.TRAIN))]
+After = Annotated[str | None, Query(max_length=128)]
+Limit = Annotated[int, Query(ge=1, le=100)]
+
+_MOST_JOBS = 64
+"""The most jobs of a tenant that are not over."""
+_METADATA = re.compile(r"metadata\[(.{1,64})\]")
+
+Record = TypeVar("Record")
+Shown = TypeVar("Shown", bound=BaseModel)
+
+
+@router.post("")
+async def create_job(body: JobBody, service: ServiceDependency, caller: Trainer) -> Job:
+    """Make a job of a file; what is `auto` is resolved, and the file looked at line by line."""
+    files, given = service.files, body.given()
+    if body.model not in service.catalog.names:
+        await service.catalog.find(caller, body.model)
+        raise ApiError(
+            400,
+            f"Fine-tuning goes on from the base alone; use `{service.catalog.names[0]}`.",
+            param="model",
+            code=UNSUPPORTED,
+        )
+    training = await _file(service, caller, body.training_file, "training_file")
+    validation = None
+    if body.validation_file is not None:
+        validation = await _file(service, caller, body.validation_file, "validation_file")
+    id, own = new_key("ftjob-"), body.pcg or PcgSettings()
+    folder, path = folder_of(files.store, id), files.store.contents.path
+    try:
+        await service.beside(
+            caller,
+            folder.make,
+            path(training.digest),
+            None if validation is None else path(validation.digest),
+        )
+        examples = await service.beside(caller, count_examples, folder.training, "training_file")
+        if validation is not None:
+            where = "validation_file"
+            await service.beside(caller, count_examples, folder.validation, where)
+        config = resolve(given, own, examples)
+        record = JobRecord(
+            id,
+            caller.tenant,
+            body.model,
+            _name(service, caller, body.suffix),
+            QUEUED,
+            now(),
+            None,
+            training.id,
+            None if validation is None else validation.id,
+            secrets.randbelow(2**31) if body.seed is None else body.seed,
+            json.dumps(body.metadata) if body.metadata else None,
+            json.dumps(config),
+        )
+        made = await service.jobs.create(record, _MOST_JOBS)
+    except Exception:  # where the task was cancelled, the job may be there
+        folder.remove()
+        raise
+    return job_of(made)
+
+
+@router.get("")
+async def list_jobs(
+    request: Request,
+    service: ServiceDependency,
+    caller: Trainer,
+    after: After = None,
+    limit: Limit = 20,
+    metadata: Annotated[str | None, Query(max_length=8)] = None,
+) -> ListPage[Job]:
+    """List the tenant's jobs, the newest first; `metadata[k]=v`, or `metadata=null`, picks some."""
+    if metadata not in (None, "null"):
+        raise ApiError(400, "Use metadata[KEY]=VALUE, or metadata=null.", param="metadata")
+    pairs = {
+        key[1]: value
+        for name, value in request.query_params.multi_items()
+        if (key := _METADATA.fullmatch(name))
+    }
+    page = Page(after, limit, is_rising=False)
+    found = await service.files.read(
+        lambda one: records.listed(
+            one, caller.tenant, page, pairs, without_metadata=metadata is not None
+        )
+    )
+    return _page(found, limit, job_of)
+
+
+@router.get("/{job_id}")
+async def get_job(job_id: str, service: ServiceDependency, caller: Trainer) -> Job:
+    """Return a job."""
+    return job_of(await _job(service, caller, job_id))
+
+
+@router.post("/{job_id}/cancel")
+async def cancel_job(job_id: str, service: ServiceDependency, caller: Trainer) -> Job:
+    """Cancel a job; its checkpoints stay."""
+    return job_of(await service.jobs.cancel(await _job(service, caller, job_id)))
+
+
+@router.post("/{job_id}/pause")
+async def pause_job(job_id: str, service: ServiceDependency, caller: Trainer) -> Job:
+    """Pause a job behind its step, with a checkpoint."""
+    return job_of(await service.jobs.pause(await _job(service, caller, job_id)))
+
+
+@router.post("/{job_id}/resume")
+async def resume_job(job_id: str, service: ServiceDependency, caller: Trainer) -> Job:
+    """Go on with a paused job."""
+    return job_of(await service.jobs.resume(await _job(service, caller, job_id)))
+
+
+@router.get("/{job_id}/events")
+async def list_events(
+    job_id: str,
+    service: ServiceDependency,
+    caller: Trainer,
+    after: After = None,
+    limit: Limit = 20,
+) -> ListPage[Event]:
+    """List the events of a job, the newest first."""
+    await _job(service, caller, job_id)
+    page = Page(after, limit, is_rising=False)
+    found = await service.files.read(lambda one: event_records.listed(one, job_id, page))
+    return _page(found, limit, event_of)
+
+
+@router.get("/{job_id}/checkpoints")
+async def list_checkpoints(
+    job_id: str,
+    service: ServiceDependency,
+    caller: Trainer,
+    after: After = None,
+    limit: Limit = 10,
+) -> ListPage[Checkpoint]:
+    """List the checkpoints of a job, the newest first; each answers to its model's name."""
+    await _job(service, caller, job_id)
+    page = Page(after, limit, is_rising=False)
+    found = await service.files.read(lambda one: event_records.checkpoints(one, job_id, page))
+    return _page(found, limit, checkpoint_of)
+
+
+def _page(found: Sequence[Record], limit: int, show: Callable[[Record], Shown]) -> ListPage[Shown]:
+    """Return a page of what was found, which has one more where there are others."""
+    data = [show(one) for one in found[:limit]]
+    ids = [str(one.model_dump(include={"id"})["id"]) for one in data]
+    first, last = (ids[0], ids[-1]) if ids else (None, None)
+    return ListPage(data=data, first_id=first, last_id=last, has_more=len(found) > limit)
+
+
+async def _job(service: Service, caller: Caller, id: str) -> JobRecord:
+    found = await service.files.read(lambda one: records.find(one, id, caller.tenant))
+    if found is None:
+        raise missing("FineTuningJob", id)
+    return found
+
+
+async def _file(service: Service, caller: Caller, id: str, param: str) -> FileRecord:
+    """Return a file to train with. ApiError: there is none, or it is of another purpose."""
+    try:
+        found = await service.files.find(caller.tenant, id)
+    except ApiError as error:
+        raise ApiError(404, str(error.detail), param=param) from None
+    if found.purpose != "fine-tune":
+        said = f"The file {id} is for '{found.purpose}'; use one of the purpose 'fine-tune'."
+        raise ApiError(400, said, param=param)
+    return found
+
+
+def _name(service: Service, caller: Caller, suffix: str | None) -> str:
+    """Return the name of a new model."""
+    parts = ("ft", service.catalog.names[0], caller.tenant, suffix or "", secrets.token_hex(4))
+    return ":".join(parts)

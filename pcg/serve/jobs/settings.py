@@ -1,0 +1,159 @@
+"""Settings of jobs: what a client leaves to us is resolved, and told in the job."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from pcg.errors import AdapterError, DataError, FinetuneError, UnsupportedError
+from pcg.peft.registry import recipe_from
+from pcg.runtime.data.formats import detect, parse
+from pcg.runtime.data.limits import DataLimits
+from pcg.runtime.data.rows import read_rows
+from pcg.runtime.training.options import FinetuneOptions
+from pcg.serve.errors import ApiError
+from pcg.serve.openai.wire import WireModel
+
+Auto = Literal["auto"]
+
+LEARNING_RATE = 2e-4
+"""The learning rate of a multiplier of 1: QLoRA, table 9."""
+_EPOCHS, _LEAST_EXAMPLES, _MOST_EXAMPLES, _MOST_EPOCHS = 3, 100, 25_000, 25
+"""Epochs by default, fewer or more where the examples are very many or few.
+
+Source: OpenAI's cookbook, "Data preparation and analysis for chat model fine-tuning".
+"""
+_BATCH_SHARE, _MOST_BATCH = 0.002, 16
+_MOST_STEPS = 1_000_000
+_MOST_NUMBER = 1024
+"""The greatest integer of a PEFT configuration, such as a rank: it takes the server's memory."""
+_DEFAULT_PEFT = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+
+
+class Hyperparameters(WireModel):
+    """OpenAI's hyperparameters; what is `auto` or left out is resolved."""
+
+    n_epochs: Auto | Annotated[int, Field(ge=1, le=1000)] = "auto"
+    batch_size: Auto | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    learning_rate_multiplier: Auto | Annotated[float, Field(gt=0, le=1e4)] = "auto"
+
+
+class PcgSettings(WireModel):
+    """Settings of our own.
+
+    `peft` has the fields of peft's adapter_config.json, such as peft_type, r and target_modules.
+    `learning_rate` is absolute, in place of the multiplier. `save_every` counts steps between
+    checkpoints, by default those of an epoch.
+    """
+
+    peft: dict[str, Any] | None = None
+    learning_rate: Annotated[float, Field(gt=0, le=100)] | None = None
+    max_seq_len: Annotated[int, Field(ge=2, le=2**24)] | None = None
+    save_every: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    schedule: Annotated[str, Field(max_length=32)] | None = None
+    warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    weight_decay: Annotated[float, Field(ge=0, le=10)] | None = None
+
+
+def count_examples(path: Path, param: str) -> int:
+    """Count the rows of a file of data, each of which is looked at.
+
+    Raises:
+        ApiError: a line is not as it has to be; which one, and why.
+    """
+    count, format = 0, None
+    try:
+        for row in read_rows((path,), DataLimits()):
+            format = detect(row.value, row.where) if format is None else format
+            parse(format, row.value, row.where)
+            count += 1
+        if not count:
+            raise DataError("the file has no rows")
+    except DataError as error:
+        text = str(error).replace(f"{path.parent}/", "")
+        raise ApiError(400, text, param=param, code="invalid_file_format") from None
+    return count
+
+
+def resolve(given: Hyperparameters, own: PcgSettings, examples: int) -> dict[str, Any]:
+    """Return the resolved configuration of a job.
+
+    Args:
+        examples: rows of the training data.
+    Raises:
+        ApiError: a value cannot be.
+    """
+    epochs = _epochs(examples) if given.n_epochs == "auto" else given.n_epochs
+    batch = max(1, min(_MOST_BATCH, round(_BATCH_SHARE * examples)))
+    if given.batch_size != "auto":
+        batch = given.batch_size
+    multiplier = given.learning_rate_multiplier
+    if own.learning_rate is not None and multiplier != "auto":
+        raise ApiError(
+            400,
+            "Give learning_rate_multiplier or pcg.learning_rate, not both.",
+            param="learning_rate_multiplier",
+        )
+    rate = own.learning_rate
+    multiplier = 1.0 if multiplier == "auto" else multiplier
+    if rate is None:
+        rate = LEARNING_RATE * multiplier
+    else:
+        multiplier = rate / LEARNING_RATE
+    steps = epochs * math.ceil(examples / batch)
+    if steps > _MOST_STEPS:
+        raise ApiError(
+            400,
+            f"The job would have {steps} steps, and has at most {_MOST_STEPS}: use a greater "
+            "batch_size, or fewer n_epochs.",
+            param="n_epochs",
+        )
+    further = {name: getattr(own, name) for name in ("schedule", "warmup_ratio", "weight_decay")}
+    options = {
+        "epochs": epochs,
+        "batch_size": min(batch, examples),
+        "learning_rate": rate,
+        "max_length": own.max_seq_len,
+        "save_every": own.save_every,
+        **{name: value for name, value in further.items() if value is not None},
+    }
+    peft = _checked_peft(_DEFAULT_PEFT if own.peft is None else own.peft)
+    try:
+        FinetuneOptions(**{**options, "checkpoint_dir": "checked"})
+    except FinetuneError as error:
+        raise ApiError(400, str(error), param="pcg") from None
+    return {
+        "hyperparameters": {
+            "n_epochs": epochs,
+            "batch_size": min(batch, examples),
+            "learning_rate_multiplier": multiplier,
+        },
+        "options": options,
+        "peft": peft,
+        "examples": examples,
+        "total_steps": steps,
+    }
+
+
+def _epochs(examples: int) -> int:
+    if _EPOCHS * examples < _LEAST_EXAMPLES:
+        return min(_MOST_EPOCHS, max(_EPOCHS, _LEAST_EXAMPLES // examples))
+    if _EPOCHS * examples > _MOST_EXAMPLES:
+        return max(1, _MOST_EXAMPLES // examples)
+    return _EPOCHS
+
+
+def _checked_peft(peft: dict[str, Any]) -> dict[str, Any]:
+    """Return a PEFT configuration. ApiError: it cannot be, or takes too much."""
+    for name, value in peft.items():
+        if isinstance(value, int) and abs(value) > _MOST_NUMBER:
+            said = f"pcg.peft.{name}={value}; use at most {_MOST_NUMBER}"
+            raise ApiError(400, said, param=f"pcg.peft.{name}")
+    try:
+        recipe_from(peft)
+    except (AdapterError, UnsupportedError) as error:
+        raise ApiError(400, f"pcg.peft: {error}", param="pcg.peft") from None
+    return peft

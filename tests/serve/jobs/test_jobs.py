@@ -1,0 +1,281 @@
+"""Fine-tuning jobs by the real openai client: made, run, told, served, changed and bounded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support import serving
+from tests.support.job_client import (
+    PEFT,
+    ROWS,
+    begin,
+    client_of,
+    ended,
+    events,
+    lines_of,
+    steps,
+    text,
+    upload,
+)
+from tests.support.waiting import until
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Served]:
+    folder = tmp_path_factory.mktemp("served")
+    keys = [
+        {"name": name, "sha256": hashlib.sha256(f"key-of-{name}".encode()).hexdigest(), **more}
+        for name, more in (
+            ("other", {"scopes": ["infer", "train"]}),
+            ("reader", {"scopes": ["infer"], "tenant": "default"}),
+        )
+    ]
+    (folder / "keys.json").write_text(json.dumps(keys))
+    own: Any = {"data_dir": folder / "data", "api_keys": folder / "keys.json", "kv_cache_gib": 0.1}
+    with serving.on_a_port(lambda: serving.make_executor(adapters=0), max_jobs=1, **own) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: serving.Served) -> Iterator[openai.OpenAI]:
+    with client_of(server.url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def done(client: openai.OpenAI) -> Any:
+    """A job that has succeeded."""
+    made = begin(
+        client,
+        validation_file=upload(client, ROWS[:2]),
+        suffix="mine",
+        seed=7,
+        metadata={"team": "a", "run": "1"},
+    )
+    assert (made.status, made.fine_tuned_model, made.trained_tokens) == ("queued", None, None)
+    return ended(client, made.id)
+
+
+def test_a_job_is_told_as_it_was_resolved(done: Any) -> None:
+    assert done.status == "succeeded", done.error
+    assert done.hyperparameters.n_epochs == 2
+    assert done.hyperparameters.batch_size == 2
+    assert done.hyperparameters.learning_rate_multiplier == pytest.approx(50)
+    assert done.method.supervised.hyperparameters.n_epochs == 2
+    assert (done.seed, done.metadata, done.error) == (7, {"team": "a", "run": "1"}, None)
+    assert done.trained_tokens > 0
+    assert done.finished_at >= done.created_at
+    assert done.pcg["peft"] == PEFT
+    assert done.pcg["total_steps"] == 6
+
+
+def test_its_events_tell_each_step_once(client: openai.OpenAI, done: Any) -> None:
+    found = events(client, done.id)
+    said = [one.message for one in found if one.type == "message"]
+    assert said[0] == f"Created fine-tuning job: {done.id}"
+    assert "Fine-tuning job started" in said
+    assert said[-2:] == [
+        f"New fine-tuned model created: {done.fine_tuned_model}",
+        "The job has successfully completed",
+    ]
+    assert steps(client, done.id) == [1, 2, 3, 4, 5, 6]
+    metrics = [one for one in found if one.type == "metrics"]
+    assert metrics[0].message.startswith("Step 1/6: training loss=")
+    assert metrics[2].data["valid_loss"] > 0
+    assert metrics[-1].data["train_loss"] < metrics[0].data["train_loss"]
+    pages = client.fine_tuning.jobs.list_events(done.id, limit=3)
+    assert len(pages.data) == 3
+    assert [one.id for one in pages] == [one.id for one in found[::-1]]
+
+
+def test_the_model_and_its_checkpoints_serve(
+    server: serving.Served, client: openai.OpenAI, done: Any
+) -> None:
+    name = done.fine_tuned_model
+    assert name.startswith(f"ft:{serving.MODEL}:default:mine:")
+    listed = {model.id for model in client.models.list()}
+    found = list(client.fine_tuning.jobs.checkpoints.list(done.id))
+    assert [one.step_number for one in found] == [6, 3]
+    assert {name, *(one.fine_tuned_model_checkpoint for one in found)} <= listed
+    last, first = (one.fine_tuned_model_checkpoint for one in found)
+    assert first == f"{name}:ckpt-step-3"
+    assert found[0].metrics.valid_loss is not None
+    assert text(client, last) == text(client, name)
+    assert client.models.retrieve(first).parent == serving.MODEL
+    # The same adapter through the library ends in the same weights.
+    executor = serving.make_executor(adapters=0)
+    executor.finetune(
+        ROWS, "same", peft=PEFT, epochs=2, batch_size=2, learning_rate=0.01, seed=7, progress=False
+    )
+    trained = server.service.client.executor.adapters[f"@default/{name}"]  # type: ignore[attr-defined]
+    for one, other in zip(trained.tensors, executor.adapters["same"].tensors, strict=True):
+        assert (one - other).abs().max() < 1e-5
+
+
+def test_the_result_file_is_a_table(client: openai.OpenAI, done: Any) -> None:
+    (result,) = done.result_files
+    assert client.files.retrieve(result).purpose == "fine-tune-results"
+    table = client.files.content(result).text.splitlines()
+    assert table[0] == "step,train_loss,train_accuracy,valid_loss,valid_mean_token_accuracy"
+    rows = [line.split(",") for line in table[1:]]
+    assert [row[0] for row in rows] == ["1", "2", "3", "4", "5", "6"]
+    assert [bool(row[3]) for row in rows] == [False, False, True, False, False, True]
+
+
+def test_what_another_tenant_made_is_not_there(
+    server: serving.Served, client: openai.OpenAI, done: Any
+) -> None:
+    with client_of(server.url, "key-of-other") as other:
+        jobs = other.fine_tuning.jobs
+        assert done.id not in [one.id for one in jobs.list()]
+        for ask in (jobs.retrieve, jobs.cancel, jobs.pause, jobs.list_events):
+            with pytest.raises(openai.NotFoundError):
+                ask(done.id)
+        with pytest.raises(openai.NotFoundError):
+            jobs.checkpoints.list(done.id)
+        with pytest.raises(openai.NotFoundError):
+            text(other, done.fine_tuned_model)
+        with pytest.raises(openai.NotFoundError, match="No such File") as missing:
+            begin(other, training_file=done.training_file)
+        assert missing.value.param == "training_file"
+    with client_of(server.url, "key-of-reader") as reader:
+        assert text(reader, done.fine_tuned_model)
+        with pytest.raises(openai.PermissionDeniedError):
+            reader.fine_tuning.jobs.retrieve(done.id)
+
+
+def test_lists_pages_and_metadata(client: openai.OpenAI, done: Any) -> None:
+    jobs = client.fine_tuning.jobs
+    more = [begin(client, epochs=1, metadata={"team": "b"}), begin(client, epochs=1)]
+    made = [one.id for one in (done, *more)]
+    assert [one.id for one in jobs.list(limit=1)][:2] == made[:0:-1]
+    assert {one.id for one in jobs.list()} >= set(made)
+    assert [one.id for one in jobs.list(metadata={"team": "a", "run": "1"})] == made[:1]
+    assert [one.id for one in jobs.list(metadata={"team": "b"})] == made[1:2]
+    without = [one.id for one in jobs.list(extra_query={"metadata": "null"})]
+    assert made[2] in without
+    assert made[0] not in without
+    for one in more:
+        jobs.cancel(one.id)
+
+
+def test_cancel_pause_and_resume(client: openai.OpenAI) -> None:
+    jobs = client.fine_tuning.jobs
+    long = begin(client, epochs=400)
+    waits = begin(client, epochs=1)  # one runs at a time
+    until(lambda: len(steps(client, long.id)) > 0)
+    assert jobs.retrieve(waits.id).status == "queued"
+    assert jobs.pause(long.id).status == "paused"
+    assert ended(client, waits.id).status == "succeeded"  # the place is free
+    before = steps(client, long.id)
+    with pytest.raises(openai.BadRequestError, match="is paused") as wrong:
+        jobs.pause(long.id)
+    assert wrong.value.code == "invalid_job_status"
+    assert jobs.resume(long.id).status == "queued"
+    until(lambda: len(steps(client, long.id)) > len(before))
+    assert jobs.cancel(long.id).status == "cancelled"
+    found = steps(client, long.id)
+    assert found == list(range(1, len(found) + 1))
+    messages = [one.message for one in events(client, long.id)]
+    assert any(one.startswith("Fine-tuning job goes on behind step") for one in messages)
+    with pytest.raises(openai.BadRequestError, match="is cancelled"):
+        jobs.resume(long.id)
+    assert len(list(jobs.checkpoints.list(long.id))) <= 3
+
+
+def test_a_tenants_turn_comes_before_another_ones_second(
+    server: serving.Served, client: openai.OpenAI
+) -> None:
+    jobs = client.fine_tuning.jobs
+    first, second = (begin(client, epochs=400) for _ in range(2))
+    with client_of(server.url, "key-of-other") as other:
+        theirs = begin(other, epochs=400)
+        until(lambda: jobs.retrieve(first.id).status == "running")
+        jobs.cancel(first.id)
+        until(lambda: other.fine_tuning.jobs.retrieve(theirs.id).status == "running")
+        assert jobs.retrieve(second.id).status == "queued"
+        other.fine_tuning.jobs.cancel(theirs.id)
+    until(lambda: jobs.retrieve(second.id).status == "running")
+    jobs.cancel(second.id)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n', "line 2: missing key"),
+        (b'{"prompt": "a", "completion": "b"}\nnot json\n', "line 2"),
+        (b'{"input": "a"}\n', "line 1: a row with 'input' is of no known format"),
+        (b"\n\n", "no rows"),
+        (b'{"messages": [{"role": "robot", "content": "x"}]}\n', "line 1"),
+    ],
+)
+def test_files_that_cannot_be_learned(client: openai.OpenAI, content: bytes, said: str) -> None:
+    file = client.files.create(file=("train.jsonl", content), purpose="fine-tune")
+    with pytest.raises(openai.BadRequestError) as refused:
+        begin(client, training_file=file.id)
+    assert said in refused.value.message
+    assert (refused.value.code, refused.value.param) == ("invalid_file_format", "training_file")
+    assert "jobs/" not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"method": {"type": "dpo", "dpo": {}}}, "method 'dpo' is not supported"),
+        (
+            {"method": {"type": "reinforcement", "reinforcement": {"grader": {"type": "python"}}}},
+            "method 'reinforcement' is not supported",
+        ),
+        ({"method": {"type": "magic"}}, "'magic' is not one of"),
+        ({"hyperparameters": {"n_epochs": 1}}, "not both"),
+        ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "not supported"),
+        ({"suffix": "a/b"}, "suffix"),
+        ({"metadata": {"a": "x" * 513}}, "metadata"),
+        ({"extra_body": {"colour": "red"}}, "Unrecognized request argument supplied: colour"),
+        ({"extra_body": {"pcg": {"peft": {"peft_type": "MAGIC"}}}}, "MAGIC"),
+        ({"extra_body": {"pcg": {"peft": {**PEFT, "r": 10**9}}}}, "use at most 1024"),
+        ({"extra_body": {"pcg": {"schedule": "wavy"}}}, "wavy"),
+        ({"extra_body": {"pcg": {"learning_rate": -1.0}}}, "pcg.learning_rate"),
+    ],
+)
+def test_jobs_that_cannot_be(client: openai.OpenAI, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        begin(client, training_file="file-x" if "suffix" in fields else upload(client), **fields)
+    assert said in refused.value.message
+
+
+def test_models_that_no_job_goes_on_from(client: openai.OpenAI, done: Any) -> None:
+    with pytest.raises(openai.NotFoundError):
+        begin(client, model="nobody")
+    with pytest.raises(openai.BadRequestError, match="from the base alone"):
+        begin(client, model=done.fine_tuned_model)
+    file = client.files.create(file=("a", lines_of(ROWS)), purpose="user_data")
+    with pytest.raises(openai.BadRequestError, match="use one of the purpose 'fine-tune'"):
+        begin(client, training_file=file.id)
+
+
+def test_what_is_auto_is_resolved(client: openai.OpenAI) -> None:
+    file = upload(client)
+    made: Any = client.fine_tuning.jobs.create(model=serving.MODEL, training_file=file)
+    assert made.hyperparameters.model_dump() == {
+        "n_epochs": 16,
+        "batch_size": 1,
+        "learning_rate_multiplier": 1.0,
+    }
+    assert made.pcg["options"]["learning_rate"] == 2e-4
+    assert made.pcg["peft"]["r"] == 16
+    client.fine_tuning.jobs.cancel(made.id)
+
+
+def test_a_job_that_fails_says_why(client: openai.OpenAI) -> None:
+    made = begin(client, own={"peft": {**PEFT, "target_modules": ["no_such_module"]}})
+    failed = ended(client, made.id)
+    assert failed.status == "failed"
+    assert "no_such_module" in failed.error.message
+    assert events(client, made.id)[-1].level == "error"
