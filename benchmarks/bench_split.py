@@ -112,7 +112,7 @@ def finetuning(setting: Setting, rounds: int) -> dict[str, Any]:
     """Four clients against four peers, at each size."""
     found: dict[str, Any] = {}
     for batch, sequence in SIZES:
-        steps = max(4, 512 // (batch * sequence))
+        steps = max(3, 256 // (batch * sequence))
         series: dict[str, list[dict[str, Any]]] = {"peers": [], "clients": []}
         for _ in range(rounds):
             for side in series:

@@ -116,3 +116,8 @@ def test_layers_that_are_none_are_refused(text: str) -> None:
     assert held_layers("1-3", 4) == range(1, 4)
     with pytest.raises(SplitError, match="0-3 for all 4"):
         held_layers(text, 4)
+
+
+def test_a_transport_that_there_is_not_is_refused_with_the_reason() -> None:
+    with pytest.raises(SplitError, match="members of a process group are fixed"):
+        connect("127.0.0.1:8300", api_key=KEY, transport="distributed")  # type: ignore[arg-type]

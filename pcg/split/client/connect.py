@@ -14,15 +14,18 @@ import torch
 from pcg.compiler import compile_program, make_executor
 from pcg.errors import SplitError
 from pcg.ir.program.program import Program
+from pcg.kernels.backend import machine_device
 from pcg.keys import VARIABLE
 from pcg.keywords import takes
-from pcg.options import dtype_name
+from pcg.options import SplitLink, dtype_name
+from pcg.passes.placement.call_pieces import CallPieces
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.base_weights import WeightStore
 from pcg.runtime.model.weights import Checkpoint
 from pcg.source import ModelSource, resolve
 from pcg.split.client.base_weights import CalledBase
 from pcg.split.client.caller import Caller
+from pcg.split.client.cut_plan import CutReport, measured_link, searched_cut
 from pcg.split.client.effects import Effects, EffectsAtBase, EffectsHere
 from pcg.split.client.layered_caller import LayeredCaller
 from pcg.split.client.noise import Noise
@@ -53,6 +56,11 @@ class ConnectArguments:
         memory_budget: what finetuning may save for backward, as in `CompileOptions`.
         privacy: hide all that is sent by noise: who computes its effects, as a word or an address,
             or `Privacy`; None sends it as it is.
+        cut: which parts of a layer the base runs: searched takes the pieces that take the least
+            time over this link, and linear each product by itself. Noise hides linear operators
+            alone, so that `privacy` is always linear.
+        link: the link that the cut is searched for: shared, lan, wan, or a round trip's
+            milliseconds and a bandwidth in Gbit/s, as 5,2.5; measured by default.
         curve_server: the base's CURVE key, or a file with it, to encrypt the connection.
         curve_key: this client's CURVE certificate, NAME.key_secret, for a base that admits certain
             clients; by default a pair of keys is made.
@@ -70,6 +78,8 @@ class ConnectArguments:
     device: str | torch.device | None = field(default=None, kw_only=True)
     memory_budget: float | str = field(default=1.0, kw_only=True)
     privacy: str | Privacy | None = field(default=None, kw_only=True)
+    cut: Literal["searched", "linear"] = field(default="searched", kw_only=True)
+    link: str | None = field(default=None, kw_only=True)
     curve_server: str | Path | None = field(default=None, kw_only=True)
     curve_key: str | Path | None = field(default=None, kw_only=True)
     plaintext: bool = field(default=False, kw_only=True)
@@ -86,9 +96,11 @@ class SplitExecutor(Executor):
     Attributes:
         caller: the connection, which counts what crosses it.
         noise: what hides the rows that are sent; None without `privacy`.
+        cut: what the base runs; as text, with the round trips of a layer.
     """
 
     caller: Caller
+    cut: CutReport
     noise: Noise | None
 
     def __enter__(self) -> SplitExecutor:
@@ -114,6 +126,10 @@ def connect(given: ConnectArguments) -> SplitExecutor:
         PcgError: what cannot be read, traced or attached is named.
     """
     privacy = privacy_of(given.privacy)
+    if given.cut not in ("searched", "linear"):
+        raise SplitError(f"cut={given.cut!r}; use searched or linear")
+    if given.link is not None:
+        SplitLink.parse(given.link)  # refuses one that is none before anything is opened
     model = None if given.model is None else resolve(given.model)
     hello = {
         "key": given.api_key or os.environ.get(VARIABLE),
@@ -222,12 +238,14 @@ def _split_executor(
     caller: Caller, given: ConnectArguments, model: ModelSource | None, noise: Noise | None
 ) -> SplitExecutor:
     facts = caller.facts
+    place, cut = _cut(caller, given)
     program = compile_program(
         dict(facts["config"]),
         given.peft,
         backend="torch",
         dtype=facts["dtype"],
         memory_budget=given.memory_budget,
+        place=place,
     )
     if model is not None and model.weight_files:
         _check_weights(program, model, facts)
@@ -236,12 +254,25 @@ def _split_executor(
         directory = None if model is None else model.directory
         if directory is None:
             directory = _write_files(facts["files"], Path(folder))
-        executor = make_executor(program, weights, given.peft, directory, given.device)
+        executor = make_executor(program, weights, given.peft, directory, given.device, place=place)
     executor.__class__ = SplitExecutor
     assert isinstance(executor, SplitExecutor)
     executor.caller = caller
+    executor.cut = cut
     executor.noise = noise
     return executor
+
+
+def _cut(caller: Caller, given: ConnectArguments) -> tuple[CallPieces | None, CutReport]:
+    """Return the pass that cuts the layers, None where each product is a call, and its report."""
+    if given.privacy is not None:
+        return None, CutReport(None, "noise hides linear operators alone")
+    if given.cut == "linear":
+        return None, CutReport(None, "it was asked for")
+    if not caller.facts["graphs"]:
+        return None, CutReport(None, "several ranks or bases hold the weights")
+    link = measured_link(caller) if given.link is None else SplitLink.parse(given.link)
+    return searched_cut(link, str(caller.facts["device"]), machine_device(given.device))
 
 
 def _check_weights(program: Program, model: ModelSource, facts: Mapping[str, Any]) -> None:

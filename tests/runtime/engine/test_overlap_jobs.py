@@ -193,7 +193,10 @@ def lives(act: Callable[[Tenants, int], None], device: str) -> tuple[Life, Life]
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
+ON_GPU = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 def test_jobs_and_tokens_are_those_of_steps_one_by_one(device: str, tmp_path: Path) -> None:
     """On a GPU that is not there, whose streams are watched for races, too."""
     with nullcontext() if device == "cpu" else tensors_on_cuda():
