@@ -11,6 +11,10 @@ device takes the time that a cost model predicts, and says of each step what a G
     whole      and so has each layer of a window that runs in the step, forward or back: its place
                in its pass was recorded, which takes one layer behind each that runs eagerly
     later      as whole, of the steps of the second half, when the jobs have run for a while
+    overlap    the step began before the one before was read, of all steps, those that serve nothing
+               and have windows alone included; the rest of the row says why others did not
+    late       layers of windows that were recorded while requests were served: what
+               `pcg:late_preparations_total` would count
     before     the step only decodes, which is all that was replayed before there were rooms for
                prompts and windows
 
@@ -32,6 +36,7 @@ from measure import write
 
 from pcg.kernels.triton.step_rooms import DECODE_TOKENS, StepRooms, StepSizes
 from pcg.runtime.engine.limits import Limits
+from pcg.runtime.engine.steps.flight import AHEAD
 from pcg.runtime.training.recorded.warm_jobs import WINDOW
 from pcg.runtime.training.recorded.window_sizes import WindowSizes
 from pcg.runtime.training.work_units import Phase
@@ -61,6 +66,7 @@ class JobWindows(WindowSizes):
         super().__init__()
         self._recordings = 2 * layers
         self._left: list[int] = []
+        self.late = 0
         if is_warm:
             self.begin_with(WINDOW)
             self._left = [0] * -(-sum(BATCH) // self.size)
@@ -84,6 +90,7 @@ class JobWindows(WindowSizes):
         """Record as many layers."""
         for place, left in enumerate(self._left):
             recorded = min(left, layers)
+            self.late += recorded
             self._left[place], layers = left - recorded, layers - recorded
 
 
@@ -168,12 +175,12 @@ def measured(
     program: SimulatedProgram, rate: float, duration_s: float, warm: int
 ) -> dict[str, Any]:
     """Return the shares of one rate."""
-    engine = program.engine(LIMITS)
+    engine = program.engine(LIMITS, is_ahead=True)
     pool, layers = engine.pool.size, program.costs.layers
     rooms = StepRooms(LIMITS.running, LIMITS.tokens, LONGEST // 16, pool, GROUP, has_adapters=True)
     watch = Watch(engine, rooms, layers, duration_s / 2)
-    for job in range(JOBS):
-        sizes = JobWindows(layers, is_warm=job < warm)
+    of_jobs = [JobWindows(layers, is_warm=job < warm) for job in range(JOBS)]
+    for job, sizes in enumerate(of_jobs):
         engine.finetune(f"job {job}", repeat(BATCH), sizes=sizes)
     lengths = SHAREGPT_FIRST_PROMPTS, SHAREGPT_FIRST_OUTPUTS
     workload = synthetic(Poisson(rate), *lengths, seed=0, duration_s=duration_s)
@@ -189,6 +196,9 @@ def measured(
         "whole": round(found["whole"] / found["steps"], 4),
         "later": round(found["later"] / found["later steps"], 4),
         "before": round(found["before"] / found["steps"], 4),
+        "overlap": round(engine.reads[AHEAD] / engine.reads.total(), 4),
+        "read first": {why: n for why, n in engine.reads.items() if why != AHEAD},
+        "late": sum(sizes.late for sizes in of_jobs),
         "layers of jobs": found["layers"],
         "replayed layers": round(1 - found["eager layers"] / max(found["layers"], 1), 4),
         "rooms": len(rooms.all),

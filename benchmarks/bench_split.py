@@ -39,7 +39,7 @@ from measure import write
 from split_processes import Memory, Process, Work, serving_base, started
 
 MIB = 2**20
-SIZES = ((1, 16), (1, 32), (2, 64))
+SIZES = ((1, 16), (1, 32))
 """Sequences of a step and their tokens, for finetuning."""
 MIXED = (
     Work("serve", 1, 16, rank=8, seed=1),
@@ -112,7 +112,7 @@ def finetuning(setting: Setting, rounds: int) -> dict[str, Any]:
     """Four clients against four peers, at each size."""
     found: dict[str, Any] = {}
     for batch, sequence in SIZES:
-        steps = max(4, 512 // (batch * sequence))
+        steps = max(3, 256 // (batch * sequence))
         series: dict[str, list[dict[str, Any]]] = {"peers": [], "clients": []}
         for _ in range(rounds):
             for side in series:

@@ -86,6 +86,9 @@ class Zeros:
     def remote(self, *_: Any) -> None:
         """None: no other process multiplies by a weight."""
 
+    def release(self) -> None:
+        """Do nothing: no file is open."""
+
 
 class _Recorder:
     """Counts what a decode step records, as it is recorded."""

@@ -55,6 +55,7 @@ REQUIREMENTS = (
     Requirement("rich", "tables"),
     Requirement("typer", "this command"),
     Requirement("triton", "GPU kernels", required=False),
+    Requirement("pyzmq", "split execution between processes", ">=26", required=False),
     Requirement("peft", "peft configurations in Python", required=False),
     Requirement("bitsandbytes", "optimizers with 8-bit states", ">=0.50", required=False),
 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import parse_qsl, urlsplit
 
 import typer
 
@@ -18,6 +20,16 @@ from .options.fields import flags_of
 
 if TYPE_CHECKING:
     from pcg.runtime.executor import Executor
+
+
+_CONNECTIONS = ExitStack()
+"""Closes connections to base executors at the end of a command's work."""
+SPLIT = "split://"
+"""A model's name begins so where base executors hold its weights: split://host:port."""
+CLIENT = (
+    "curve_key", "curve_server", "dtype", "memory_budget", "plaintext", "privacy", "transport",
+)  # fmt: skip
+"""Options that a client of a base executor has: of compiling, or behind the address and a ?."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +52,13 @@ class PlaceOptions:
 def open_executor(
     where: str, peft: object, compiling: Mapping[str, Any], place: PlaceOptions
 ) -> Executor:
-    """An executor of a program's folder, or of a model compiled with fields of `CompileOptions`.
+    """An executor of a program, of a model compiled with fields of `CompileOptions`, or of a base.
 
     Raises:
         PcgError: what is wrong with the folder, the weights or an adapter.
     """
+    if where.startswith(SPLIT):
+        return _connected(where, peft, compiling, place)
     if is_program_folder(where):
         with busy(f"loading {where}"):
             from pcg import compiler
@@ -65,6 +79,34 @@ def open_executor(
         return compiler.compile(where, peft, device=place.device, **compiling)
 
 
+def _connected(
+    where: str, peft: object, compiling: Mapping[str, Any], place: PlaceOptions
+) -> Executor:
+    """An executor of a base that other processes hold, by `pcg.connect`.
+
+    Raises:
+        typer.BadParameter: an option that clients do not have.
+        PcgError: the base is not there, or refuses.
+    """
+    parts = urlsplit(where)
+    given = {**dict(parse_qsl(parts.query)), **compiling}
+    given.pop("tp", None)
+    for name in given:
+        if name not in CLIENT:
+            raise typer.BadParameter(
+                f"a client of a base executor has no {name}; it has {', '.join(CLIENT)}",
+                param_hint=flags_of(name)[0] if name in compiling else "MODEL",
+            )
+    if "plaintext" in given:
+        given["plaintext"] = given["plaintext"] in ("1", "true")
+    with busy(f"connecting to {parts.netloc}"):
+        from pcg.split.client.connect import connect
+
+        executor = connect(parts.netloc, peft=peft, device=place.device, **given)
+    _CONNECTIONS.callback(executor.close)
+    return executor
+
+
 def files_of(where: str, place: PlaceOptions) -> Path | None:
     """The directory with the tokenizer, and what else a model's files say of its use.
 
@@ -73,6 +115,8 @@ def files_of(where: str, place: PlaceOptions) -> Path | None:
     """
     from pcg.source import resolve
 
+    if where.startswith(SPLIT):
+        return None  # the base sends them
     if not is_program_folder(where):
         return resolve(where, weights=True).directory
     folder = expanded(where)
@@ -95,7 +139,13 @@ def ranks_of(where: str, compiling: Mapping[str, Any], place: PlaceOptions) -> i
                 raise typer.BadParameter(
                     f"{where} is not a compiled program", param_hint=flags_of(name)[0]
                 )
-        return int(compiling.get("tp", 1))
+        degree = int(compiling.get("tp", 1))
+        if degree > 1 and where.startswith(SPLIT):
+            raise typer.BadParameter(
+                "a client of a base executor runs on one rank; the base may have several",
+                param_hint="--tp",
+            )
+        return degree
     from pcg.ir.program.folder import options_of
 
     for name in compiling:
@@ -139,4 +189,5 @@ def on_ranks(
             launch(degree, act, arguments, stops)
             return
         mute_others()
-    act(**arguments)
+    with _CONNECTIONS:
+        act(**arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,21 +18,20 @@ from pcg.given_module import VERIFIED_PARAMETERS, check_logits, check_weights, s
 from pcg.ir.operators import operator
 from pcg.ir.program.folder import load_program
 from pcg.ir.program.manifest import MANIFEST, read_manifest
-from pcg.ir.program.program import ModelGraph, Program, Serving, Training
+from pcg.ir.program.program import ModelGraph, Program
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels import attention_libraries
 from pcg.kernels.backend import check_device, choose_backend, machine_device
 from pcg.keywords import takes
 from pcg.options import Backend, CompileOptions, dtype_name
-from pcg.parallel.costs.catalog import costs_name, find_cost_model, own_sheet
+from pcg.parallel.costs.catalog import costs_name, own_sheet
 from pcg.parallel.ranks.group import Ranks, check_started, join_group, own_device
 from pcg.parallel.ranks.same_program import check_same_program
-from pcg.passes.bypasses import Bypasses, bypasses_of
-from pcg.passes.pipeline import Settings, pipeline
+from pcg.passes.pipeline import pipeline
+from pcg.passes.placement.call_pieces import CallPieces
+from pcg.passes.specialiser import BaseSpecialiser, settings_of
 from pcg.passes.stage import PassRecord
-from pcg.passes.stages import Base, Emitted
 from pcg.peft.reader import is_recipe, recipes_of
-from pcg.peft.recipe import Recipe
 from pcg.peft.registry import recipe_fields, recipe_of_fields
 from pcg.runtime.model.base_weights import TensorSource
 from pcg.runtime.model.module_weights import StateDictCheckpoint
@@ -68,11 +67,13 @@ class ProgramArguments(CompileOptions):
         peft: None, a word of `pcg.peft.registry.SHORTHANDS`, a recipe, a configuration of peft's,
             a dict of its fields, or {name: one of these, or the directory of an adapter}.
         observe: a function that is told of each pass as it ends.
+        place: cuts the layers between a base executor and its client; None for one process.
     """
 
     model: Any
     peft: object = "lora"
     observe: Callable[[PassRecord], None] | None = field(default=None, kw_only=True)
+    place: CallPieces | None = field(default=None, kw_only=True)
 
 
 @takes(ProgramArguments)
@@ -83,7 +84,8 @@ def compile_program(given: ProgramArguments) -> Program:
         PcgError: what cannot be read, traced or attached is named.
     """
     source, to_trace = source_of(given.model)
-    return _compiled(source, to_trace, given.peft, given, machine_device(), given.observe)
+    device = machine_device()
+    return _compiled(source, to_trace, given.peft, given, device, given.observe, place=given.place)
 
 
 def _compiled(
@@ -94,6 +96,7 @@ def _compiled(
     device: torch.device,
     observe: Callable[[PassRecord], None] | None = None,
     whole: bool = False,
+    place: CallPieces | None = None,
 ) -> Program:
     recipes = recipes_of(peft)
     given = {one.name: getattr(options, one.name) for one in dataclasses.fields(CompileOptions)}
@@ -103,7 +106,7 @@ def _compiled(
     given["memory_budget"] = options.budget.written
     given["backend"] = choose_backend(options.backend, device).name
     settled = CompileOptions(**{**given, "attention": attention_libraries.OWN})
-    settings = _settings(source.name, source.config, recipes.values(), settled)
+    settings = settings_of(source.name, source.config, recipes.values(), settled, place)
     passes = pipeline(dataclasses.replace(settings, whole=whole))
     traced = passes.trace.run(to_trace, observe)
     base = passes.raise_operators.run(passes.fold.run(traced, observe), observe)
@@ -113,7 +116,7 @@ def _compiled(
         _LOG.warning("%s is compiled for %s", source.name, backend)
     attention = attention_libraries.choose_libraries(options.attention, backend.name, device)
     settled = dataclasses.replace(settled, backend=backend.name, attention=attention)
-    settings = _settings(source.name, source.config, recipes.values(), settled)
+    settings = settings_of(source.name, source.config, recipes.values(), settled, place)
     emitted = pipeline(settings).emitted(base, observe)
     attention = attention_libraries.choice_text(attention, emitted.graphs.values())
     return Program(
@@ -129,20 +132,6 @@ def _compiled(
         traced.trace.dtype,
         {"backend": str(backend), "attention": attention},
     )
-
-
-def _settings(
-    name: str, config: Mapping[str, Any], recipes: Collection[Recipe], options: CompileOptions
-) -> Settings:
-    """The settings of a pipeline for a program's own options."""
-    model_type = str(config["model_type"])
-
-    def bypasses(base: ModelGraph) -> Bypasses:
-        return bypasses_of(base, recipes, model_type, base.adapter_dtype)
-
-    costs = None if options.costs is None else find_cost_model(options.costs)
-    libraries = attention_libraries.libraries_of(options.attention)
-    return Settings(options, name, bypasses, costs, options.backend, libraries)
 
 
 @dataclass(frozen=True)
@@ -334,6 +323,7 @@ def make_executor(
     directory: Path | None,
     device: str | torch.device | None = None,
     ranks: Ranks | None = None,
+    place: CallPieces | None = None,
 ) -> Executor:
     """An executor of a program with weights.
 
@@ -343,6 +333,7 @@ def make_executor(
         directory: the directory of the tokenizer; None for none.
         device: the device of the weights; the GPU where there is one, else the CPU.
         ranks: the group that runs it; that of the processes that torchrun started by default.
+        place: as `compile_program` was given it.
     """
     from pcg.runtime.executor import Executor
     from pcg.runtime.model.state import ModelState
@@ -359,7 +350,7 @@ def make_executor(
         tokenizer = Tokenizer.load(directory)
     eos_ids = _eos_ids(program, tokenizer)
     executor = Executor(
-        ModelState(program, weights, SPECIALISER, tokenizer, eos_ids, device, ranks)
+        ModelState(program, weights, BaseSpecialiser(place), tokenizer, eos_ids, device, ranks)
     )
     if isinstance(peft, Mapping) and not is_recipe(peft):
         for name, value in peft.items():
@@ -372,29 +363,3 @@ def _eos_ids(program: Program, tokenizer: Tokenizer | None) -> frozenset[int]:
         return frozenset(tokenizer.eos_ids)
     eos = program.config.get("eos_token_id")
     return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
-
-
-class _Specialiser:
-    """Compiles a program's base anew, for adapters at other sites and for larger steps."""
-
-    def serving(self, program: Program, recipes: Sequence[Recipe]) -> Serving:
-        return self._emitted(program, recipes, trains=False).serving
-
-    def training(
-        self,
-        program: Program,
-        recipe: Recipe,
-        windows: bool = False,
-        step: tuple[int, int] | None = None,
-    ) -> Training:
-        training = self._emitted(program, [recipe], windows=windows, step=step).training
-        assert training is not None  # a recipe attaches somewhere, or is refused
-        return training
-
-    @staticmethod
-    def _emitted(program: Program, recipes: Sequence[Recipe], **changed: Any) -> Emitted:
-        settings = _settings(program.name, program.config, recipes, program.options)
-        return pipeline(dataclasses.replace(settings, **changed)).emitted(Base(program.base))
-
-
-SPECIALISER = _Specialiser()

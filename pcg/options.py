@@ -304,8 +304,7 @@ class SplitOptions:
         client: the client's device: a data sheet's name, as CPU or L40S, or a file of
             `pcg profile`.
         base: the base's device, likewise.
-        privacy: send linear operators alone, whose inputs noise can hide; embeddings are then the
-            client's.
+        privacy: send linear operators alone, whose inputs noise can hide.
     Raises:
         UnsupportedError: a link is none.
     """

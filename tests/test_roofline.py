@@ -34,7 +34,7 @@ from roofline_steps import Sizes
 
 bf16.install()
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -166,6 +166,15 @@ def test_flops_of_products_are_those_that_torch_counts() -> None:
     activations = sum(2 * tokens * sum(linear.weight.shape) for linear in linears)
     found = sum(work.bytes for work in ours if work.flops)
     assert weights < found <= weights + activations
+
+
+def test_training_copies_no_matrix_of_an_adapter() -> None:
+    """Kernels read A and B forward and back where the parameters lie, and B as its columns."""
+    launches, _, _ = counts_of("finetune", 0)
+    least = 2 * 4 * SIZES.rank * CONFIG["hidden_size"] // 2  # k's B of 32 rows, read and written
+    for launch in launches:
+        if launch.kernel in ("aten._to_copy", "aten.cat", "aten.clone", "aten.copy_"):
+            assert launch.work.bytes < least, launch
 
 
 def test_a_kernel_without_a_formula_is_named() -> None:

@@ -26,7 +26,8 @@ Model = Annotated[
 Runnable = Annotated[
     str,
     typer.Argument(
-        help="Compiled program, or a directory or hub id of a model with weights.",
+        help="Compiled program, a directory or hub id of a model with weights, or a base executor "
+        "as split://HOST:PORT.",
         autocompletion=complete_model,
         show_default=False,
         metavar="DIR_OR_MODEL",

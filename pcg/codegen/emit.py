@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pcg.codegen import function_emitter, triton_emitter
 from pcg.codegen.program_functions import Function
+from pcg.ir.operators.linear import BasePiece, piece_constant
 
 _HEADER = '''"""{title}
 
@@ -43,7 +44,15 @@ def emit_module(
         imports, called = _TORCH_IMPORTS, "PyTorch"
         sources = map(function_emitter.emit_function, functions)
     header = _HEADER.format(title=_quoted(title), backend=called, note=note, imports=imports)
-    return "\n\n".join([header, *sources, *others])
+    return "\n\n".join([header, *_pieces(functions), *sources, *others])
+
+
+def _pieces(functions: Sequence[Function]) -> Iterator[str]:
+    """The texts of the pieces that functions ask a base executor for, each once."""
+    called = (n for one in functions for n in one.graph.nodes if n.op == BasePiece.name)
+    for text in dict.fromkeys(str(node.attribute("text")) for node in called):
+        escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+        yield f"{piece_constant(text)} = '''{escaped}'''\n"
 
 
 def _quoted(title: str) -> str:

@@ -1,7 +1,7 @@
 """The pipeline: every pass that runs, in order.
 
     trace → fold → raise → attach → parallelize
-          → differentiate → prune → compress → rematerialize → fuse → emit
+          → differentiate → prune → place → compress → rematerialize → fuse → emit
 
 What runs, for serving and for training, stands in the list of `pipeline`, and nowhere else. The
 verifier looks at every graph that a pass made (`pcg.passes.stage`).
@@ -41,6 +41,7 @@ from pcg.passes.memory.plan import MemoryPlan
 from pcg.passes.memory.rematerialize import Rematerialize
 from pcg.passes.model_passes import Attach, FoldTrace, Trace
 from pcg.passes.pass_base import LayerPass, On, Pass
+from pcg.passes.placement.call_pieces import CallPieces
 from pcg.passes.prune import Prune
 from pcg.passes.raising.raise_operators import RaiseOperators
 from pcg.passes.sharding.coalesce_collectives import CoalesceCollectives, CoalesceLayer
@@ -80,6 +81,7 @@ class Settings:
         whole: True to trace every layer, not one of each kind.
         step: the sequences, and the tokens of each, that the memory budget is planned for; those of
             the options by default.
+        place: cuts the layers between a base and a client; None for one process.
     """
 
     options: PlanOptions = field(default_factory=PlanOptions)
@@ -92,6 +94,7 @@ class Settings:
     windows: bool = False
     whole: bool = False
     step: tuple[int, int] | None = None
+    place: CallPieces | None = None
 
     @property
     def budget(self) -> MemoryBudget:
@@ -132,6 +135,7 @@ class Pipeline:
     parallelize: Stage[Attached, Attached]
     differentiate: Stage[Attached, Gradients]
     prune: Stage[Gradients, Gradients]
+    place: Stage[Gradients, Gradients]
     compress: Stage[Gradients, Gradients]
     rematerialize: Stage[Gradients, Trained]
     fuse: Stage[Trained, Trained]
@@ -156,7 +160,8 @@ class Pipeline:
         """The graphs of a program, not fused yet, from models with bypass networks."""
         sharded = self.parallelize.run(attached, observe)
         pruned = self.prune.run(self.differentiate.run(sharded, observe), observe)
-        return self.rematerialize.run(self.compress.run(pruned, observe), observe)
+        placed = self.place.run(pruned, observe)
+        return self.rematerialize.run(self.compress.run(placed, observe), observe)
 
     def emitted(self, base: Base, observe: Observer | None = None) -> Emitted:
         """The graphs and source that serve and train, from a model without bypass networks."""
@@ -199,6 +204,7 @@ def pipeline(given: Settings) -> Pipeline:
         ),
         differentiate=_stage("differentiate", AddLoss(), DifferentiateModel()),
         prune=_stage("prune", On(Gradients.map_all, Prune())),
+        place=_stage("place", *(() if given.place is None else (given.place,))),
         compress=_stage(
             "compress",
             *when(given.windows, On(Gradients.map_layers, WindowAttention())),

@@ -87,6 +87,7 @@ REFUSED: dict[str, str] = {
     "shard": "it searches over a model without adapters beside one with them",
     "parallelize": "it plans a model without adapters beside one with them",
     "add_loss": "it needs a model to train",
+    "place": "it needs costs of two devices and of the link between them",
     "rematerialize": "it spreads a memory budget over all layers of a model",
     "fuse": "it is several passes, for serving others than for training",
     "functions": "it needs a model that serves and one that trains",

@@ -29,7 +29,7 @@ from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.steps.started import StartedStep
 from pcg.runtime.model.load import Load
 from pcg.runtime.requests.sequence import Sequence
-from pcg.runtime.training.work_units import Forward, Part, Phase, Release
+from pcg.runtime.training.work_units import Forward, Part, Phase, Reading
 
 
 @dataclass
@@ -57,7 +57,7 @@ class StepProfile:
         advance = job.advance
 
         def timed() -> None:
-            is_update, started = isinstance(job.unit, Release), engine.clock.now_s()
+            is_update, started = isinstance(job.unit, Reading), engine.clock.now_s()
             advance()
             if is_update:
                 took = engine.clock.now_s() - started

@@ -19,6 +19,7 @@ from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.memory.prefixes import Prefixes
 from pcg.runtime.metrics.events import EventLog, Kind
 from pcg.runtime.training.recorded.window_sizes import WindowSizes
+from pcg.simulate.ahead_device import AheadDevice
 from pcg.simulate.simulated_device import SimulatedDevice
 from pcg.simulate.simulated_training import simulated_steps
 
@@ -38,6 +39,7 @@ class SimulatedArguments(EngineOptions):
         most_positions: positions of the model; None for any number.
         prefix_caching: let requests share the blocks of common prefixes; off by default, as the
             requests of workloads have lengths and no tokens.
+        is_ahead: whether the device works beside its host, so that steps overlap.
     """
 
     costs: StepCosts
@@ -46,6 +48,7 @@ class SimulatedArguments(EngineOptions):
     limits: Limits | None = None
     most_positions: int | None = field(default=None, kw_only=True)
     prefix_caching: bool = field(default=False, kw_only=True)
+    is_ahead: bool = field(default=False, kw_only=True)
 
 
 class SimulatedEngine(EngineLoop):
@@ -65,7 +68,8 @@ class SimulatedEngine(EngineLoop):
         limits = given.limits or Limits()
         queue = given.queue or UNLIMITED
         scheduler = Scheduler(pool, adapters, limits, given.policy, prefixes, queue)
-        device = SimulatedDevice(given.costs, clock, given.most_positions)
+        made = AheadDevice if given.is_ahead else SimulatedDevice
+        device = made(given.costs, clock, given.most_positions)
         log = EventLog() if given.log is None else given.log
         super().__init__(device, scheduler, clock, replace(given, log=log))
         self._costs = given.costs

@@ -81,6 +81,7 @@ class SimulatedProgram:
         policy: Policy | None = None,
         log: EventLog | None = None,
         sharing: Sharing | None = None,
+        is_ahead: bool = False,
     ) -> SimulatedEngine:
         """Return an engine of it, at 0 s; `SimulatedEngine` documents the options."""
         return SimulatedEngine(
@@ -92,6 +93,7 @@ class SimulatedProgram:
             latencies=self.latencies(),
             log=log,
             sharing=sharing,
+            is_ahead=is_ahead,
         )
 
 

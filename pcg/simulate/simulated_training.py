@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
+
 from pcg.parallel.costs.step_costs import SequenceChunk
 from pcg.runtime.model.load import Load
 from pcg.runtime.training.recorded.window_sizes import WindowSizes
@@ -13,6 +15,7 @@ from pcg.runtime.training.work_units import (
     Pages,
     Part,
     Phase,
+    Reading,
     Release,
     Stage,
     StepBeginsAgain,
@@ -174,6 +177,9 @@ def simulated_steps(
             except StepBeginsAgain:
                 yield Release()
         yield Release()
+        reading = Reading(torch.zeros(2))
+        yield reading
+        reading.read()
         update()
         steps += 1
         on_step(sum(lengths))

@@ -7,6 +7,8 @@ Nothing is pickled, and what a header says is checked before it is believed.
 
     hello    client's version, key, model → the base's: configuration, dtype, digest, pieces
     run      a piece and its inputs → its outputs
+    define   a graph's text → its digest, by which this client may call it
+    echo     tensors → the same, by which a client measures its link
     fetch    a tensor of the base that clients need, such as an embedding → the tensor
     lengths  a piece's weights → the sum of the squares of each output's weights, fp32
     rows     a weight, and its rows from `begin` to `end`, the first being 1 → these
@@ -30,7 +32,7 @@ from torch import Tensor
 
 from pcg.errors import SplitError
 
-VERSION = 1
+VERSION = 2
 """The version of this format; a base and its clients have the same."""
 Buffer: TypeAlias = bytes | bytearray | memoryview
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}

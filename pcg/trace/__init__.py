@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from threading import Lock
 from typing import Any, TypeAlias
 
 import torch
@@ -14,6 +15,8 @@ from pcg.ir.graph import Graph
 from pcg.trace.export import TraceFacts, export
 from pcg.trace.importer import import_graph
 
+_TRACING = Lock()
+"""Held while a model is traced: the hooks that count operators, and torch.export, are global."""
 _MOST_CACHED = 64
 """Number of traces cached for later compilations; one holds a graph of 1 MiB or less."""
 
@@ -47,7 +50,8 @@ def trace(model: ToTrace, dtype: str | None = None, whole: bool = False) -> Trac
     Raises:
         TraceError: the model cannot be turned into a graph; names the operator and the module.
     """
-    exported = export(model, dtype, whole)
+    with _TRACING:
+        exported = export(model, dtype, whole)
     graph, constants = import_graph(exported)
     floating = next(
         p.type.dtype for p in graph.parameters if p.role == "frozen" and p.type.is_float

@@ -163,4 +163,5 @@ def test_doctor_wants_what_the_distribution_wants() -> None:
     wanted = {requirement.name + requirement.wanted for requirement in REQUIREMENTS}
     listed = {dependency.partition(";")[0] for dependency in project["dependencies"]}
     extras = project["optional-dependencies"]
-    assert wanted == {*listed, *extras["peft"], *extras["bitsandbytes"]}
+    named = (*extras["peft"], *extras["bitsandbytes"], *extras["split"])
+    assert wanted == {*listed, *named}

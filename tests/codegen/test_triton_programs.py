@@ -308,7 +308,10 @@ def test_gradients_of_sites_that_run_together(name: str, tmp_path: Path) -> None
     wrapped.save_pretrained(tmp_path)
     executor = compiler.compile(base, {name: str(tmp_path)}, backend="triton")
     assert executor.program.training is not None
-    assert "K.shrink_group(" in executor.program.training.source
+    source = executor.program.training.source
+    # VeRA's A is one for all sites, and so is the product with it.
+    own = "K.expand_add(k_proj, q_proj_vera_s" if name == "vera" else "K.shrink_group("
+    assert own in source
     with sanitized():
         check_gradients(executor, name, wrapped, (12, 7, 3))
 

@@ -20,6 +20,7 @@ import pcg.compiler as compiler
 from pcg.ir.program.program import Program, Serving, Training
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Candidate, Search
+from pcg.passes.specialiser import BaseSpecialiser
 from pcg.peft.lora import LoraConfig
 from pcg.peft.reader import read_adapter
 from pcg.runtime.data.example import Example
@@ -96,12 +97,12 @@ class Forcing:
     def serving(self) -> Iterator[Serving]:
         """What serves, by each candidate."""
         for _ in self._each(is_training=False):
-            yield compiler.SPECIALISER.serving(self._program, [self._recipe])
+            yield BaseSpecialiser().serving(self._program, [self._recipe])
 
     def training(self) -> Iterator[Training]:
         """What trains, by each candidate."""
         for _ in self._each(is_training=True):
-            yield compiler.SPECIALISER.training(self._program, self._recipe)
+            yield BaseSpecialiser().training(self._program, self._recipe)
 
     def _each(self, *, is_training: bool) -> Iterator[int]:
         self._is_training = is_training

@@ -48,6 +48,7 @@ def test_the_list_shows_all_that_runs() -> None:
         ],
         "differentiate": ["add_loss", "differentiate"],
         "prune": ["prune"],
+        "place": [],
         "compress": ["window_attention", "compress"],
         "rematerialize": ["rematerialize", "coalesce_collectives", "overlap"],
         "fuse": [

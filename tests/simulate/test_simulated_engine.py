@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -227,3 +228,35 @@ def test_an_adapter_that_is_not_there() -> None:
     workload = Workload((TimedRequest(0.0, "x", 10, 1),))
     with pytest.raises(BenchmarkError, match="adapter 'x' of the workload is not there"):
         Simulation([make_engine()], RoundRobin()).run(workload)
+
+
+def busy_engine(is_ahead: bool) -> SimulatedEngine:
+    """An engine with a promise and two jobs, after two seconds of four requests that decode."""
+    latency = Latency(0.01, 1e-4, 0.0)
+    engine = make_engine(
+        400,
+        limits=Limits(tokens=64, tpot_slo_s=0.1),
+        latencies=Latencies(latency, Latency(0.005, 1e-4, 0.0)),
+        is_ahead=is_ahead,
+    )
+    for name in ("one", "two"):
+        engine.finetune(name, itertools.repeat((60, 40)))
+    for number in range(4):
+        engine.submit(ask(5 + number, 400))
+    while engine.clock.now_s() < 20.0:
+        engine.step()
+        engine.check_integrity()
+    return engine
+
+
+def test_steps_that_overlap_serve_and_train_as_much() -> None:
+    """On a device beside its host: nothing of a step's time is planned for twice, or lost."""
+    alone, ahead = busy_engine(is_ahead=False), busy_engine(is_ahead=True)
+    trained, served = [], []
+    for engine in (alone, ahead):
+        trained.append(sum(event.kind is Kind.STEPPED for event in engine.log))
+        served.append(engine.totals.output_tokens)
+    assert alone.reads.keys() == {"never ahead"}
+    assert ahead.reads["ahead"] > 0.98 * ahead.reads.total()
+    assert trained[1] > 0.95 * trained[0] > 10
+    assert served[1] > 0.95 * served[0] > 100

@@ -12,7 +12,7 @@ from pcg.errors import SplitError
 from pcg.runtime.executor import Executor
 from pcg.split.base.options import BaseOptions
 from pcg.split.client.caller import Caller
-from pcg.split.messages import Message
+from pcg.split.messages import VERSION, Message
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.split_base import KEY, Base, make_base, running_base
@@ -20,7 +20,7 @@ from tests.support.split_base import KEY, Base, make_base, running_base
 CONFIG = BY_NAME["llama3"].config(1)
 Q = "model.layers.0.self_attn.q_proj.weight"
 O = "model.layers.0.self_attn.o_proj.weight"  # noqa: E741
-HELLO = {"version": 1, "key": KEY}
+HELLO = {"version": VERSION, "key": KEY}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def joined(base: Base) -> Any:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 0}, "version 1 of the messages, and the client version 0"),
+        ({"version": 0}, "version 2 of the messages, and the client version 0"),
         ({"key": "another-key"}, "the key is none"),
         ({"key": 7}, "the key is none"),
         ({"config": {**CONFIG, "hidden_size": 32}}, "hidden_size=32, not 64"),

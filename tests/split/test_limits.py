@@ -72,7 +72,7 @@ def call(tokens: int) -> Message:
 
 
 def test_a_file_of_keys_says_who_may_serve_and_train(whole: Executor, tmp_path: Path) -> None:
-    base = base_with(whole, api_keys=keys_file(tmp_path))
+    base = base_with(whole, api_keys=keys_file(tmp_path), policy="none")
     gradient = Message("run", 3, {"piece": f"gradient:{O}"}, (torch.ones(1, 64),))
     for key, op in (("key-of-serves", "error"), ("key-of-trains", "reply")):
         reply = ask(base, joined(base, key), gradient)
@@ -168,7 +168,7 @@ def test_each_wrong_key_makes_its_address_wait_twice_as_long() -> None:
 
 
 def test_a_right_key_behind_wrong_ones_is_looked_at_later(whole: Executor) -> None:
-    base = make_base(whole)
+    base = make_base(whole, policy="none")
     here = joined(base)
     bad = ask(base, base.endpoint.join(), Message("hello", 1, {"version": 1, "key": "guessed-1"}))
     assert bad is not None

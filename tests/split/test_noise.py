@@ -114,6 +114,7 @@ def test_other_families_are_hidden_as_well(family: str) -> None:
         assert len(sent) > 20
 
 
+@pytest.mark.slow
 def test_clients_with_and_without_noise_train_at_once(whole: Executor) -> None:
     names = ["lora", "ia3"]
     expected = {name: outputs(whole, METHODS[name]) for name in names}

@@ -105,7 +105,7 @@ def test_clients_at_once_train_as_if_each_were_alone() -> None:
         barrier = threading.Barrier(len(methods))
 
         def train(name: str) -> None:
-            with base.connect() as split:
+            with base.connect(cut="linear") as split:
                 split.add_adapter(name, METHODS[name], seed=3)
                 barrier.wait(60)
                 split.finetune(rows, adapter=name, max_steps=3, batch_size=2, learning_rate=1e-2)
@@ -145,9 +145,9 @@ def test_an_engine_of_a_client_serves_and_trains_in_the_same_steps() -> None:
             assert oracle.relative_error(one, other) < TOLERANCE
 
 
-def test_a_step_takes_the_round_trips_that_are_documented() -> None:
+def test_the_linear_cut_takes_the_round_trips_that_are_documented() -> None:
     whole = compiler.compile(oracle.random_model(BY_NAME["llama3"].config(2)), verify=False)
-    with running_base(whole) as base, base.connect(peft={"x": LORA}) as split:
+    with running_base(whole) as base, base.connect(peft={"x": LORA}, cut="linear") as split:
         moved = split.caller.moved
         before = moved.calls
         split.logits(PROMPTS[0])

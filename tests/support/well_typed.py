@@ -258,6 +258,17 @@ def linear_backward(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, dy, make.of(make.type(dy).dtype, make.type(dy).shape[-1], *make.sizes(1)))
 
 
+def base_piece(make: Maker, op: str) -> Sequence[str]:
+    """A call of a piece: two values, their sum and its half."""
+    x = make.matrix()
+    type_ = make.type(x)
+    text = (
+        f"graph @piece(%v0: {type_}, %v1: {type_}) {{\n  %v2: {type_} = add(%v0, %v1)\n"
+        f"  %v3: {type_} = mul(%v2) {{scalar=0.5}}\n  return %v2, %v3\n}}"
+    )
+    return make.add(op, x, make.like(x), make.of(type_.dtype, *make.sizes(2)), text=text)
+
+
 def shrink(make: Maker, op: str) -> Sequence[str]:
     x = make.matrix()
     return make.add(op, x, make.of("f32", *make.sizes(1), make.type(x).shape[-1]))
@@ -672,6 +683,7 @@ RECIPES: dict[str, Recipe] = {
     "experts": experts,
     **dict.fromkeys(("asked_inner", "inner"), inner),
     "linear": linear,
+    "base_piece": base_piece,
     "linear_group": linear_group,
     "linear_cross_entropy": linear_cross_entropy,
     "lora_linear": linear_group,

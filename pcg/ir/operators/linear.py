@@ -1,14 +1,23 @@
-"""Matrix products by the base model's weights: linear operators, groups of them, and experts."""
+"""Matrix products by the base model's weights: linear operators, groups of them, and experts.
+
+A base executor, which holds the weights in another process, runs pieces of a layer's graph: each a
+graph as text, of tensors of T tokens to tensors of T tokens, row by row. Its frozen parameters are
+the base's, by their names in the checkpoint, with `{layer}` for the layer.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import sympy
 
 from pcg.errors import TypeCheckError
+from pcg.ir.graph import Graph
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, Sharding, partitioned, sharding
 from pcg.ir.operators.base import Aligned, Attributes, Gradient, Operator, Types
+from pcg.ir.parser import parse_graph
 
 CONTRACTED = (partitioned(-1), partitioned(-1))
 """Layouts of x [.., in] and W [out, in] of a product that sums over parts of `in`."""
@@ -130,6 +139,57 @@ class LinearGroup(Product):
     def request_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
         count = attributes["count"]
         return product_request(inputs[0], inputs[1 : 1 + count], inputs[1 + count :])
+
+
+@lru_cache(1024)
+def piece_of(text: str) -> Graph:
+    """Return the graph of a base executor's piece. ParseError: the text is none."""
+    return parse_graph(text)
+
+
+def piece_constant(text: str) -> str:
+    """Return the name of a piece's text in emitted source."""
+    return f"PIECE_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+class BasePiece(Product):
+    """A piece that a base executor runs, a graph of which the attribute `text` is the text.
+
+    Inputs: the piece's, then a frozen weight that the base holds, by which it is asked.
+    """
+
+    name = "base_piece"
+    inputs = (2, 65)
+    returns_sequence = True
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        graph = piece_of(attributes["text"])
+        given, wanted = types[:-1], tuple(value.type for value in graph.inputs)
+        if given != wanted:
+            shown = ", ".join(map(str, wanted))
+            raise TypeCheckError(f"the piece takes {shown}, not {', '.join(map(str, given))}")
+        if any(name not in graph.types for name in graph.outputs):
+            raise TypeCheckError("the piece returns a value that it does not make")
+        return tuple(graph.types[name] for name in graph.outputs)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"K.base_piece({self._arguments(inputs, attributes)})"
+
+    def request_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
+        return f"yield from K.requested_piece({self._arguments(inputs, attributes)})"
+
+    @staticmethod
+    def _arguments(inputs: Sequence[str], attributes: Attributes) -> str:
+        *given, weight = inputs
+        return ", ".join(["batch", piece_constant(attributes["text"]), weight, *given])
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        graph, total = piece_of(attributes["text"]), sympy.Integer(0)
+        for node in graph.nodes:
+            if node.op in (Linear.name, LinearBackward.name):
+                read = tuple(graph.types[name] for name in node.inputs)
+                total += super().flops(read, tuple(v.type for v in node.outputs), {})
+        return total
 
 
 class Experts(Operator):

@@ -6,6 +6,7 @@ They are the reference meaning of the operators of `pcg.ir.operators`, in files 
 from __future__ import annotations
 
 from pcg.kernels.torch.attention import attention, attention_backward
+from pcg.kernels.torch.base_pieces import base_piece, requested_piece
 from pcg.kernels.torch.bypass import activate, dropout
 from pcg.kernels.torch.collectives import (
     all_gather,

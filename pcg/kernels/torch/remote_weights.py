@@ -29,6 +29,9 @@ class RemoteWeight(Protocol):
     def adapted_lengths(self, a: Tensor, b: Tensor, scale: float) -> Tensor:
         """Return ||W + scale · B A|| of each output, [out], in A's dtype."""
 
+    def piece(self, text: str, layer: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return a piece's outputs: a graph as text, that runs where the weight is."""
+
     def samples(self, count: int) -> Tensor:
         """Return `count` entries at equal distances, in fp64."""
 

@@ -158,14 +158,18 @@ def _backwards(graph: Graph, nodes: Sequence[Node]) -> Graph:
 
 def _plain(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
     """Products by frozen weights without LoRA, of the same sum as some with it."""
-    whole = sums_of(graph, nodes[0].outputs[-1].name)[-1]
+    of_lora = nodes[0].outputs[-1].name
+    whole = sums_of(graph, of_lora)[-1]
     found: list[Node] = []
     for node in graph.nodes:
         weight = graph.parameters_by_name.get(node.inputs[1]) if node.op == PLAIN else None
         if weight is None or weight.role != "frozen" or len(nodes) + len(found) == MOST_SITES:
             continue
         sums = sums_of(graph, node.name)
-        if sums and sums[-1] is whole and _are_free(graph, [*nodes, *found, node]):
+        is_like = (
+            bool(sums) and sums[-1] is whole and graph.types[node.name] == graph.types[of_lora]
+        )
+        if is_like and _are_free(graph, [*nodes, *found, node]):
             found.append(node)
     return found
 

@@ -114,14 +114,14 @@ class StepCut:
         return total
 
 
-def cut_graph(name: str, count: int, graph: SplitGraph) -> GraphCut:
-    """Return the cheapest cut of a graph.
+def cut_graph(name: str, count: int, graph: SplitGraph, found: Cut | None = None) -> GraphCut:
+    """Return the account of a cut, of the cheapest unless one is given.
 
     Raises:
         UnsupportedError: the graph is too wide to search.
     """
     problem = graph.problem
-    best = exact_cut(problem)
+    best = exact_cut(problem) if found is None else found
     elsewhere = 0
     for trip in best.trips:
         elsewhere |= trip.nodes & ~trip.again

@@ -24,6 +24,14 @@ from pcg.passes.placement.split_problem import Side, SplitNode, SplitProblem, Sp
 
 LINEAR = ("linear", "linear_backward")
 """Operators that are sent where only linear ones may be."""
+PIECE_OPERATORS = frozenset((
+    *LINEAR, "add", "cast", "clamp", "clamp_backward", "concat", "div", "exp", "expand", "gelu",
+    "gelu_backward", "layer_norm", "layer_norm_backward", "mean", "mul", "neg", "permute", "pow",
+    "relu", "relu_backward", "repeat_interleave", "reshape", "rms_norm", "rms_norm_backward",
+    "rope", "rope_backward", "rsqrt", "sigmoid", "sigmoid_backward", "silu", "silu_backward",
+    "slice", "slice_backward", "sqrt", "sub", "sum", "tanh", "tanh_backward",
+))  # fmt: skip
+"""Operators that a base runs for its clients; a token's result depends on that token alone."""
 REST = "rest of the model"
 
 
@@ -88,6 +96,8 @@ class _Builder:
     weights: set[str] = field(default_factory=set)
     """What frozen weights alone make, which both sides have; of two dims, the base."""
     matrices: set[str] = field(default_factory=set)
+    aside: set[str] = field(default_factory=set)
+    """Values without a row for each token."""
     held: dict[str, int] = field(default_factory=dict)
     first_backward: int | None = None
 
@@ -131,6 +141,8 @@ class _Builder:
         size = self.costs.size_bytes(type_)
         time = self.costs.send_ps(size)
         self.numbers[name] = len(self.values)
+        if not type_.is_token_wise:
+            self.aside.add(name)
         self.values.append(SplitValue(name, size, time, time))
         return self.numbers[name]
 
@@ -170,10 +182,14 @@ class _Builder:
             return Side.CLIENT
         if not all(value.type.is_token_wise for value in node.outputs):
             return Side.CLIENT  # the gradient of an adapter, a sum over tokens
+        if node.op == "embedding":
+            return Side.CLIENT  # nobody is told a user's tokens
+        if self.aside.intersection(node.inputs):
+            return Side.CLIENT  # what is sent has a row for each token
         is_product = bool(self.matrices.intersection(node.inputs))
-        if not self.linear_only:
+        if not self.linear_only and (is_product or node.op in PIECE_OPERATORS):
             return Side.BASE if is_product else Side.EITHER
-        if not is_product or node.op == "embedding":
+        if not is_product:
             return Side.CLIENT
         if node.op not in LINEAR:
             raise UnsupportedError(

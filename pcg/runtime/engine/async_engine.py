@@ -252,6 +252,7 @@ class AsyncEngine(TrainerThread):
             adapters=len(scheduler.adapters),
             shares_prefixes=scheduler.prefixes is not None,
             late=self.engine.device.late,
+            reads=dict(self.engine.reads),
             totals=self.engine.totals,
         )
 

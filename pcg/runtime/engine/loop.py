@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from contextlib import nullcontext
+from functools import partial
 
 from pcg.errors import GenerationError
 from pcg.runtime.adapters.cache import ServedAdapter
@@ -24,7 +26,7 @@ from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.sharing import CoServing, Sharing, Step
-from pcg.runtime.engine.steps.flight import Flight
+from pcg.runtime.engine.steps.flight import AHEAD, Flight
 from pcg.runtime.engine.steps.job_parts import JobParts
 from pcg.runtime.engine.steps.open_requests import OpenRequests
 from pcg.runtime.engine.suspects import Suspects
@@ -46,6 +48,7 @@ class EngineLoop:
         parts: what runs the parts of jobs in a step, and the work of guests.
         awaited: tells if somebody waits; a step that serves nothing then ends between two parts.
         requests: those that are here.
+        reads: how many steps were read once the next had begun (`AHEAD`), and why others before.
         meanwhile: called once a step is planned: before its work, or behind a launch of that.
     """
 
@@ -85,6 +88,7 @@ class EngineLoop:
         self._read_s = -math.inf
         self.submitted = 0
         self.requests = OpenRequests(scheduler, self.log, self.totals, note)
+        self.reads: Counter[str] = Counter()
         self._is_stepping = False
         self._acts: list[Callable[[], None]] = []
 
@@ -196,9 +200,8 @@ class EngineLoop:
 
     def _step(self) -> None:
         is_ahead, before = self.is_ahead, self._flight
-        is_unknown = bool(self.jobs) and self._latencies is None
-        if before is not None and (is_unknown or self._suspects.current or before.is_read_first):
-            self._land()
+        if before is not None and (why := self._why_first(before)):
+            self._land(why)
             before = None
         now = self.clock.now_s()
         self.requests.time_out(now)
@@ -215,13 +218,23 @@ class EngineLoop:
         step.elapsed_s = max(0.0, self.clock.now_s() - begins_s)
         windows = self.parts.windows(self.sharing, step, suspect)
         if not step.load.tokens:
-            self._land()
+            self._land("nothing served")
             self._suspects.ran(suspect, has_tokens=False)
         elif not self._run(step, plan, suspect, windows, begins_s, is_beside):
             return
         if not step.is_served:
             self.parts.run(self.device, self.sharing, step, now)
         self.worked = bool(step.load.tokens or step.units or is_ahead)
+
+    def _why_first(self, before: Flight | None, is_served: bool = True) -> str:
+        """Return why a step is read before the next is planned; nothing if it need not be."""
+        if self._suspects.current is not None:
+            return "an error"
+        if self.jobs and self._latencies is None:
+            return "times unknown"
+        if self.jobs and not is_served:
+            return "nothing served"
+        return "a prompt's end" if before is not None and before.is_read_first else ""
 
     def _run(
         self,
@@ -238,8 +251,8 @@ class EngineLoop:
             False if one of them failed.
         """
         jobs, now = [job for job, _, _ in windows], self.clock.now_s()
-        is_waited_for = bool(self.jobs) and (self._latencies is None or not step.is_served)
-        is_read_now = not self.device.is_ahead or is_waited_for or suspect is not None
+        why = self._why_first(None, step.is_served) if self.device.is_ahead else "never ahead"
+        is_read_now = bool(why)
         readings = self.jobs.readings
         flight: Flight | None = None
         try:
@@ -255,23 +268,25 @@ class EngineLoop:
             if self.meanwhile is not None and self.device.side is not None:
                 self.meanwhile()
             if is_after_read := self._flight is not None:
-                self._read(self._flight)
+                self._read(self._flight, AHEAD)
                 self._flight = None
                 step.elapsed_s = max(step.elapsed_s, self.clock.now_s() - self._read_s)
             running.draw()
             if is_beside:
                 if self.meanwhile is not None and is_after_read:
                     self.meanwhile()
+                run = partial(self.parts.run_beside, self.device, self.sharing, step)
                 with self.jobs.pages.shut() if is_after_read else nullcontext():
-                    self.parts.run_beside(self.device, self.sharing, step, self._latencies, jobs)
+                    beside_s = run(self._latencies, jobs)
+                flight.expect((self._read_s if is_after_read else begins_s) + takes_s + beside_s)
             if is_read_now:
-                self._read(flight)
+                self._read(flight, why)
             else:
                 self._flight, step.is_under_way = flight, True
         except BaseException as error:
             ran: list[Sequence | Job] = [*(one for one, _ in plan.chunks), *jobs]
             if self._flight is not None and flight is None:
-                self._land()
+                self._land("an error")
             self._give_up([*([] if self._flight is None else self._flight.ran), *ran], now, error)
             return False
         return True
@@ -283,7 +298,7 @@ class EngineLoop:
         """
         if self._is_stepping:
             return
-        self._land()
+        self._land("a call")
         acts, self._acts = self._acts, []
         for act in acts:
             act()
@@ -293,12 +308,12 @@ class EngineLoop:
         self._acts.append(act)
         self.land()
 
-    def _land(self) -> None:
+    def _land(self, why: str) -> None:
         flight = self._flight
         if flight is None:
             return
         try:
-            self._read(flight)
+            self._read(flight, why)
         except BaseException as error:
             self._give_up(flight.ran, flight.started_s, error)
         self._flight = None
@@ -314,8 +329,9 @@ class EngineLoop:
             raise error
         self._isolate(list(dict.fromkeys(ran)), error)
 
-    def _read(self, flight: Flight) -> None:
+    def _read(self, flight: Flight, why: str) -> None:
         """Wait for a step, and give everyone what it computed."""
+        self.reads[why] += 1
         results, step, plan = flight.running.read(), flight.step, flight.plan
         now = self.clock.now_s()
         took = flight.took_s(now, self._read_s)
@@ -326,7 +342,8 @@ class EngineLoop:
             self._latencies = Latencies.guessed(step.load, took, self.jobs.layers or 1)
             self.scheduler.pace = self._latencies.forward
         step.ran_forward(took, flight.running.is_replayed)
-        self.parts.join(self.device, self.sharing, step)
+        if self.parts.join(self.device, self.sharing, step):
+            self._read_s = self.clock.now_s()  # the next forward begins once both have ended
         self.parts.settle(self.device)
         self.requests.accept(flight, results, self.clock.now_s())
         self._suspects.ran(flight.suspect, has_tokens=bool(plan.chunks))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -49,6 +49,8 @@ class EngineNumbers:
         shares_prefixes: True if requests share the blocks of their common beginnings.
         late: kernels that were compiled and steps that were recorded while requests waited, by
             kind; none on devices that record nothing.
+        reads: steps that were read once the next one had begun, as "ahead", and others by why they
+            were read first.
     """
 
     waiting: int
@@ -62,6 +64,7 @@ class EngineNumbers:
     shares_prefixes: bool
     late: Mapping[str, int]
     totals: Totals
+    reads: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def queued(self) -> int:

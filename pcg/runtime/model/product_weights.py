@@ -42,7 +42,7 @@ def product_weights(graph: Graph) -> Iterator[ProductWeights]:
 
 
 _MULTIPLIES = (
-    "column_norm", "linear", "linear_backward", "linear_group", "lora_linear",
+    "base_piece", "column_norm", "linear", "linear_backward", "linear_group", "lora_linear",
     "lora_linear_backward",
 )  # fmt: skip
 

@@ -125,6 +125,8 @@ def write_late(to: Exposition, numbers: EngineNumbers) -> None:
     to.counters(
         "pcg:late_preparations", words, [({"kind": k}, count) for k, count in numbers.late.items()]
     )
+    words = "Steps by why they were read before the next began, or once that had (ahead)."
+    to.counters("pcg:steps_read", words, [({"why": k}, n) for k, n in numbers.reads.items()])
 
 
 def _labels(of: str, owned: Owned) -> dict[str, str]:

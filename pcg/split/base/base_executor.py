@@ -11,22 +11,25 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from pcg.errors import SplitError
+from pcg.errors import CostModelError, SplitError
 from pcg.files import is_file
 from pcg.ir.program.program import python_name
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.torch.products import linear, linear_backward
 from pcg.kernels.torch.remote_weights import is_remote
+from pcg.parallel.costs.catalog import own_sheet
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.product_weights import joined, lie_side_by_side, multiplied
 from pcg.runtime.training.training_copy import weights_checksum
+from pcg.split.base.graph_pieces import GraphPieces
 from pcg.split.messages import VERSION, Message
 from pcg.split.model_facts import TOKENIZER_FILES, config_text, weight_samples
-from pcg.split.pieces import GRADIENT, LINEAR, Piece
+from pcg.split.pieces import GRADIENT, GRAPH, LINEAR, Piece
 from pcg.split.transports.published_tensors import LEAST_BYTES
 
 _MOST_SAMPLES = 64
@@ -41,8 +44,12 @@ class BaseExecutor:
     Attributes:
         multiplied: the weights [out, in] of linear pieces, by name.
         fetched: the tensors that clients may have.
+        graphs: the graphs that clients have defined.
+        runs_graphs: True if clients may define any.
         absent: names of matrices that other bases hold.
     """
+
+    runs_graphs: ClassVar[bool] = True
 
     def __init__(self, executor: Executor) -> None:
         program = executor.program
@@ -55,14 +62,18 @@ class BaseExecutor:
         self._store = executor.state.weight_store
         self.multiplied: dict[str, Tensor] = {}
         self.fetched: dict[str, Tensor] = {}
+        constants: dict[str, Tensor] = {}
         self._parameters = dict(self._store.frozen())
         for graph, layer, holder in self._store.bind(program.base).holders(program.base):
             products = set(multiplied(graph))
             for parameter in graph.parameters:
+                kept = constants
                 if parameter.role == "frozen":
                     kept = self.multiplied if parameter.name in products else self.fetched
-                    tensor: Tensor = getattr(holder, python_name(parameter.name))
-                    kept[parameter.source.format(layer=layer)] = tensor
+                tensor: Tensor = getattr(holder, python_name(parameter.name))
+                kept[parameter.source.format(layer=layer)] = tensor
+        widest = max(max(one.shape) for one in self.multiplied.values())
+        self.graphs = GraphPieces({**constants, **self.fetched, **self.multiplied}, widest)
         self.absent: tuple[str, ...] = ()
         self._joined: dict[tuple[str, ...], Tensor | None] = {}
         self._squares: dict[str, Tensor] = {}
@@ -95,6 +106,14 @@ class BaseExecutor:
         """Bytes of the weights."""
         return self._store.size_bytes
 
+    @property
+    def _sheet(self) -> str:
+        """The name of the device's data sheet; that of an H100 for a GPU that has none."""
+        try:
+            return own_sheet(self.device)
+        except CostModelError:
+            return "H100"
+
     def facts(self, directory_files: Mapping[str, str]) -> dict[str, object]:
         """Return what a client has to know of the base, as fields of a message."""
         return {
@@ -103,6 +122,8 @@ class BaseExecutor:
             "config": json.loads(config_text(self.config)),
             "dtype": str(self.dtype).removeprefix("torch."),
             "digest": self.digest,
+            "device": self._sheet,
+            "graphs": self.runs_graphs,
             "pieces": {name: list(one.shape) for name, one in self.multiplied.items()},
             "fetched": {name: list(one.shape) for name, one in self.fetched.items()},
             "absent": self.absent,
@@ -137,9 +158,11 @@ class BaseExecutor:
             raise SplitError(f"the base runs in {self.dtype}, and not in {inputs[0].dtype}")
 
     @torch.no_grad()
-    def run(self, piece: Piece, inputs: Sequence[Tensor]) -> Tensor:
+    def run(self, piece: Piece, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run a piece on the tokens of one request, or of several, one after the other."""
-        return self._product(piece, inputs[0].to(self.device))
+        if piece.kind == GRAPH:
+            return self.graphs.run(piece, [one.to(self.device) for one in inputs])
+        return (self._product(piece, inputs[0].to(self.device)),)
 
     def _product(self, piece: Piece, x: Tensor) -> Tensor:
         if piece.kind == GRADIENT:

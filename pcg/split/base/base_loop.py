@@ -14,12 +14,13 @@ from pcg.errors import BaseBusyError, PcgError, RankLostError, SplitError
 from pcg.keys import Key, Keys, Scope, open_keys
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.options import BaseOptions
+from pcg.split.base.piece_rules import MOST_CHARACTERS
 from pcg.split.base.policies import make_policy
 from pcg.split.base.queues import Queues, Waiting
 from pcg.split.base.wrong_keys import WrongKeys
 from pcg.split.messages import VERSION, Message, failure
 from pcg.split.model_facts import config_difference
-from pcg.split.pieces import GRADIENT, Piece
+from pcg.split.pieces import GRADIENT, GRAPH, Piece
 from pcg.split.transports.transport import Endpoint
 
 _LOG = logging.getLogger("pcg.split")
@@ -183,6 +184,13 @@ class BaseLoop:
             known.has_asked = True
             self._queue(client, message, known.key)
             return None
+        if message.op == "define":
+            if not self.base.runs_graphs:
+                raise SplitError("this base runs products alone, over several ranks")
+            digest = self.base.graphs.define(client, message.text("text", MOST_CHARACTERS))
+            return Message("reply", message.seq, {"digest": digest})
+        if message.op == "echo":
+            return Message("reply", message.seq, tensors=message.tensors)
         if message.op == "bye":
             self._drop(client, "leaves")
             return Message("reply", message.seq)
@@ -257,11 +265,17 @@ class BaseLoop:
 
     def _queue(self, client: bytes, message: Message, key: Key) -> None:
         piece = Piece.parse(message.text("piece", 2**14))
-        if piece.kind == GRADIENT and Scope.TRAIN not in key.scopes:
+        trains = piece.kind == GRADIENT
+        if piece.kind == GRAPH:
+            graph = self.base.graphs.checked(client, piece, message.tensors)
+            trains = graph.trains
+            self._check_memory(len(message.tensors[0]), graph.bytes_per_token)
+        else:
+            self.base.checked(piece, message.tensors)
+        if trains and Scope.TRAIN not in key.scopes:
             raise SplitError(f"{GRADIENT} needs a key with the scope {Scope.TRAIN}")
         # A key without the scope has no priority over those that train.
         serves = message.fields.get("serves") is True and Scope.INFER in key.scopes
-        self.base.checked(piece, message.tensors)
         self._check_load(client, message, key)
         now_s = time.monotonic()
         self._queues.add(
@@ -286,6 +300,15 @@ class BaseLoop:
                 f"already; it may have {most_tokens} and {most_bytes}"
             )
 
+    def _check_memory(self, tokens: int, bytes_per_token: int) -> None:
+        most = self._options.max_piece_mib * 2**20
+        if tokens * bytes_per_token > most:
+            raise SplitError(
+                f"a piece of {tokens:,} tokens has {tokens * bytes_per_token:,} bytes of values, "
+                f"and this base allows {most:,}; send {most // bytes_per_token:,} tokens at most, "
+                "in smaller batches or windows, or start it with --max-piece-mib"
+            )
+
     # ------------------------------------------------------------------------------- running
 
     def _run(self, batch: Sequence[Waiting]) -> None:
@@ -307,10 +330,11 @@ class BaseLoop:
             return
         self.counts.batches += 1
         self.counts.requests += len(batch)
-        self.counts.tokens += len(outputs)
-        parts = outputs.split([one.tokens for one in batch])
-        for one, part in zip(batch, parts, strict=True):
-            self._reply(one.client, Message("reply", one.seq, tensors=(part,)))
+        self.counts.tokens += len(outputs[0])
+        counts = [one.tokens for one in batch]
+        parts = zip(*(output.split(counts) for output in outputs), strict=True)
+        for one, own in zip(batch, parts, strict=True):
+            self._reply(one.client, Message("reply", one.seq, tensors=own))
 
     def _reply(self, client: bytes, message: Message) -> None:
         known = self._clients.get(client)
@@ -325,6 +349,7 @@ class BaseLoop:
         dropped = self._queues.drop(client)
         self.counts.dropped += dropped
         self.endpoint.forget(client)
+        self.base.graphs.forget(client)
         if known is not None:
             _LOG.info(
                 "client %r %s; %d of its requests are dropped, %d clients are here",

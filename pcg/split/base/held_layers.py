@@ -108,6 +108,9 @@ class _Absent:
     def adapted_lengths(self, a: Tensor, b: Tensor, scale: float) -> NoReturn:
         self._refuse()
 
+    def piece(self, text: str, layer: int, inputs: Sequence[Tensor]) -> NoReturn:
+        self._refuse()
+
     def samples(self, count: int) -> Tensor:
         """Return `count` entries at equal distances, in fp64, read of the files."""
         rows, width = self.parameter.type.features

@@ -39,6 +39,7 @@ class BaseOptions:
         key_mib: the most bytes of all requests of one key that wait at once, MiB.
         key_tokens: the most tokens of these.
         downloads: let clients download the weights, of which they compute the effects of noise.
+        max_piece_mib: the most bytes of all values of a request for a graph, MiB.
         max_clients: the most clients at once.
         drain_s: time that clients have to end after SIGTERM, s.
     Raises:
@@ -63,6 +64,7 @@ class BaseOptions:
     key_mib: int = 4096
     key_tokens: int = 2**18
     downloads: bool = False
+    max_piece_mib: int = 4096
     max_clients: int = 256
     drain_s: float = 30.0
 
@@ -73,6 +75,7 @@ class BaseOptions:
             "wait_tokens": (1, 2**20),
             "max_batch_tokens": (1, 2**20),
             "max_request_mib": (1, 2**16),
+            "max_piece_mib": (1, 2**20),
             "key_mib": (1, 2**20),
             "key_tokens": (1, 2**30),
             "max_clients": (1, 10_000),

@@ -25,7 +25,9 @@ from pcg.split.pieces import GRADIENT, Piece
 
 
 class RankedBase(BaseExecutor):
-    """Runs pieces on all ranks; the first one calls it."""
+    """Runs products on all ranks, and no graphs; the first rank calls it."""
+
+    runs_graphs = False
 
     def __init__(self, executor: Executor, shards: Shards) -> None:
         super().__init__(executor)

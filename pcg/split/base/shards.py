@@ -252,6 +252,10 @@ class ShardedWeight:
         """Refuse: a base has no adapters."""
         raise SplitError("a base executor over ranks has no adapters; they are at its clients")
 
+    def piece(self, text: str, layer: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Refuse: a base asks nobody for pieces."""
+        raise SplitError("a base executor over ranks runs products alone, and no graphs")
+
     def samples(self, count: int) -> Tensor:
         """Return `count` entries at equal distances, in fp64."""
         (name,) = self.names

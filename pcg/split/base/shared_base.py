@@ -17,7 +17,7 @@ from pcg.runtime.engine.steps.guest_work import RowWork
 from pcg.runtime.executor import Executor
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.messages import Message
-from pcg.split.pieces import Piece
+from pcg.split.pieces import GRAPH, Piece
 
 Result = TypeVar("Result")
 _LOOKS_S = 0.5
@@ -34,18 +34,24 @@ class SharedBase(BaseExecutor):
     def publish(self, publish: object) -> None:
         """Do nothing: the engine's thread reads the tensors, and clients fetch copies."""
 
-    def run(self, piece: Piece, inputs: Sequence[Tensor]) -> Tensor:
+    def run(self, piece: Piece, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run a piece; EngineError: the engine has ended."""
-        rows, parts = len(inputs[0]), []
+        rows, parts = len(inputs[0]), list[Sequence[Tensor]]()
 
         def act(begin: int, end: int) -> None:
             part = super(SharedBase, self).run(piece, [one[begin:end] for one in inputs])
-            parts.append(part.cpu())  # which waits for a GPU
+            parts.append([one.cpu() for one in part])  # which waits for a GPU
 
-        shapes = [tuple(self.multiplied[name].shape) for name in piece.weights]
-        kind = (piece.kind, *shapes, inputs[0].dtype)
+        work: tuple[object, ...] = piece.weights
+        if piece.kind != GRAPH:
+            work = tuple(tuple(self.multiplied[name].shape) for name in piece.weights)
+        kind = (piece.kind, *work, inputs[0].dtype)
         self._wait(self._guests.submit(RowWork(kind, rows, act)))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return (
+            parts[0]
+            if len(parts) == 1
+            else [torch.cat(every) for every in zip(*parts, strict=True)]
+        )
 
     def answer(self, message: Message) -> Message:
         return self._wait(self._engine.call(lambda: super(SharedBase, self).answer(message)))

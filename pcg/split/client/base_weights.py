@@ -16,7 +16,7 @@ from pcg.runtime.model.weights import DTYPE_NAMES, Weights, slices_of
 from pcg.split.client.caller import Caller
 from pcg.split.client.noise import Noise
 from pcg.split.messages import DTYPES
-from pcg.split.pieces import GRADIENT, LINEAR, Piece
+from pcg.split.pieces import GRADIENT, GRAPH, LINEAR, Piece, graph_digest
 from pcg.tensor_file import TensorInfo
 
 
@@ -65,6 +65,16 @@ class CalledWeight:
         total = self.squares[name].to(a.device) + 2 * (through.t() * scaled).sum(1)
         total += ((scaled @ (given @ given.t())) * scaled).sum(1)
         return total.clamp_(min=0).sqrt_().to(a.dtype)
+
+    def piece(self, text: str, layer: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the outputs of a graph as text, by the weights of a layer."""
+        if self.noise is not None:
+            raise SplitError("noise hides linear operators' inputs, and a graph is none")
+        if not len(inputs[0]):
+            raise SplitError("a piece was given no tokens")
+        piece = Piece(GRAPH, (graph_digest(text),), layer)
+        found = self.caller.run_graph(str(piece), text, inputs, self.serves)
+        return [one.to(inputs[0].device) for one in found]
 
     def samples(self, count: int) -> Tensor:
         """Return `count` entries at equal distances, in fp64."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pcg.errors import BaseBusyError, BaseLostError, SplitError
 from pcg.split.messages import VERSION, Message
+from pcg.split.pieces import UNKNOWN_GRAPH
 from pcg.split.transports.transport import Disconnected, Moved, Transport
 
 _LOG = logging.getLogger("pcg.split")
@@ -57,6 +58,7 @@ class Caller:
         self._numbers = itertools.count(1)
         self._lock = Lock()
         self._is_closed = False
+        self._defined: set[str] = set()
         self.moved = Moved()
         self.facts: Mapping[str, Any] = {}
         with self._lock:
@@ -100,6 +102,31 @@ class Caller:
             self.moved.sent_bytes += message.size_bytes
             self.moved.received_bytes += reply.size_bytes
         return _accepted(reply)
+
+    def run_graph(
+        self, piece: str, text: str, tensors: Sequence[Tensor], serves: bool
+    ) -> Sequence[Tensor]:
+        """Run a graph, which is defined first where the base does not know it.
+
+        A base that was started anew knows none.
+
+        Raises:
+            SplitError: the base refuses it, and says why.
+            BaseLostError: the base is gone.
+        """
+        if text not in self._defined:
+            self._define(text)
+        try:
+            return self.call("run", tensors, piece=piece, serves=serves).tensors
+        except SplitError as error:
+            if UNKNOWN_GRAPH not in str(error):
+                raise
+        self._define(text)
+        return self.call("run", tensors, piece=piece, serves=serves).tensors
+
+    def _define(self, text: str) -> None:
+        self.call("define", text=text)
+        self._defined.add(text)
 
     def close(self) -> None:
         """Say goodbye, and close the transport."""

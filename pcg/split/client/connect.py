@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,19 +14,22 @@ import torch
 from pcg.compiler import compile_program, make_executor
 from pcg.errors import SplitError
 from pcg.ir.program.program import Program
+from pcg.kernels.backend import machine_device
 from pcg.keys import VARIABLE
 from pcg.keywords import takes
-from pcg.options import dtype_name
+from pcg.options import SplitLink, dtype_name
+from pcg.passes.placement.call_pieces import CallPieces
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.base_weights import WeightStore
 from pcg.runtime.model.weights import Checkpoint
 from pcg.source import ModelSource, resolve
 from pcg.split.client.base_weights import CalledBase
 from pcg.split.client.caller import Caller
+from pcg.split.client.cut_plan import CutReport, measured_link, searched_cut
 from pcg.split.client.effects import Effects, EffectsAtBase, EffectsHere
 from pcg.split.client.layered_caller import LayeredCaller
 from pcg.split.client.noise import Noise
-from pcg.split.client.privacy import BASE, DOWNLOAD, Privacy, privacy_of
+from pcg.split.client.privacy import BASE, DOWNLOAD, Place, Privacy, privacy_of
 from pcg.split.model_facts import TOKENIZER_FILES, weight_samples, weights_difference
 from pcg.split.transports.curve import ClientCurve, is_loopback
 from pcg.split.transports.transport import Transport
@@ -53,6 +56,11 @@ class ConnectArguments:
         memory_budget: what finetuning may save for backward, as in `CompileOptions`.
         privacy: hide all that is sent by noise: who computes its effects, as a word or an address,
             or `Privacy`; None sends it as it is.
+        cut: which parts of a layer the base runs: searched takes the pieces that take the least
+            time over this link, and linear each product by itself. Noise hides linear operators
+            alone, so that `privacy` is always linear.
+        link: the link that the cut is searched for: shared, lan, wan, or a round trip's
+            milliseconds and a bandwidth in Gbit/s, as 5,2.5; measured by default.
         curve_server: the base's CURVE key, or a file with it, to encrypt the connection.
         curve_key: this client's CURVE certificate, NAME.key_secret, for a base that admits certain
             clients; by default a pair of keys is made.
@@ -61,7 +69,7 @@ class ConnectArguments:
         lost_s: how long to look for a base that is gone, before a call of it fails, s.
     """
 
-    where: str | Transport | Sequence[str | Transport]
+    where: Place
     model: Any = None
     peft: object = None
     api_key: str | None = field(default=None, kw_only=True)
@@ -70,6 +78,8 @@ class ConnectArguments:
     device: str | torch.device | None = field(default=None, kw_only=True)
     memory_budget: float | str = field(default=1.0, kw_only=True)
     privacy: str | Privacy | None = field(default=None, kw_only=True)
+    cut: Literal["searched", "linear"] = field(default="searched", kw_only=True)
+    link: str | None = field(default=None, kw_only=True)
     curve_server: str | Path | None = field(default=None, kw_only=True)
     curve_key: str | Path | None = field(default=None, kw_only=True)
     plaintext: bool = field(default=False, kw_only=True)
@@ -86,9 +96,11 @@ class SplitExecutor(Executor):
     Attributes:
         caller: the connection, which counts what crosses it.
         noise: what hides the rows that are sent; None without `privacy`.
+        cut: what the base runs; as text, with the round trips of a layer.
     """
 
     caller: Caller
+    cut: CutReport
     noise: Noise | None
 
     def __enter__(self) -> SplitExecutor:
@@ -114,6 +126,10 @@ def connect(given: ConnectArguments) -> SplitExecutor:
         PcgError: what cannot be read, traced or attached is named.
     """
     privacy = privacy_of(given.privacy)
+    if given.cut not in ("searched", "linear"):
+        raise SplitError(f"cut={given.cut!r}; use searched or linear")
+    if given.link is not None:
+        SplitLink.parse(given.link)  # refuses one that is none before anything is opened
     model = None if given.model is None else resolve(given.model)
     hello = {
         "key": given.api_key or os.environ.get(VARIABLE),
@@ -121,15 +137,9 @@ def connect(given: ConnectArguments) -> SplitExecutor:
         "dtype": dtype_name(given.dtype),
         "client": f"process {os.getpid()}",
     }
-    caller = _caller(given, hello)
+    caller = _caller(given.where, given.curve_server, given, hello)
     noise = None
     try:
-        absent = caller.facts.get("absent")
-        if absent:
-            raise SplitError(
-                f"no base executor at {caller.where} holds {absent[0]}, and {len(absent) - 1} "
-                "others; name all that hold layers, as host:port,host:port"
-            )
         if privacy is not None:
             noise = Noise(privacy, _effects(privacy, caller, given, hello))
         return _split_executor(caller, given, model, noise)
@@ -140,21 +150,32 @@ def connect(given: ConnectArguments) -> SplitExecutor:
         raise
 
 
-def _caller(given: ConnectArguments, hello: Mapping[str, Any]) -> Caller:
-    """Connect to a base, or to all of several."""
-    where = given.where.split(",") if isinstance(given.where, str) else given.where
+def _caller(
+    where: Place, server: str | Path | None, given: ConnectArguments, hello: Mapping[str, Any]
+) -> Caller:
+    """Connect to a base, or to all of several. SplitError: there are layers that none holds.
+
+    Args:
+        server: their CURVE key, or a file with it.
+    """
+    where = where.split(",") if isinstance(where, str) else where
     places = [where] if isinstance(where, Transport) else where
     callers: list[Caller] = []
     try:
         for place in places:
             transport = (
-                place
-                if isinstance(place, Transport)
-                else _transport(place.strip(), given, given.curve_server)
+                place if isinstance(place, Transport) else _transport(place.strip(), given, server)
             )
             times = {"connect_s": given.connect_s, "lost_s": given.lost_s}
             callers.append(Caller(transport, hello, **times))
-        return callers[0] if len(callers) == 1 else LayeredCaller(callers)
+        caller = callers[0] if len(callers) == 1 else LayeredCaller(callers)
+        absent = caller.facts.get("absent")
+        if absent:
+            raise SplitError(
+                f"no base executor at {caller.where} holds {absent[0]}, and {len(absent) - 1} "
+                "others; name all that hold layers, as host:port,host:port"
+            )
+        return caller
     except BaseException:
         for caller in callers:
             caller.close()
@@ -194,30 +215,37 @@ def _effects(
                 "--downloads, or use a second base for effects"
             )
         return EffectsHere(caller)
-    server = privacy.effects_curve_server
-    transport = at if isinstance(at, Transport) else _transport(at, given, server)
     asked = {**hello, "digest": caller.facts["digest"]}
     asked["key"] = privacy.effects_api_key or hello["key"]
-    second = Caller(transport, asked, connect_s=given.connect_s, lost_s=given.lost_s)
-    if second.facts["instance"] == caller.facts["instance"]:
+    second = _caller(at, privacy.effects_curve_server, given, asked)
+    if not set(_instances(second)).isdisjoint(_instances(caller)):
+        where = second.where
         second.close()
         raise SplitError(
-            f"privacy: the base at {transport.where} is the one that noise is to hide from; name "
-            "another process, of somebody who does not tell this one what it sees"
+            f"privacy: the base at {where} is the one that noise is to hide from; name another "
+            "process, of somebody who does not tell this one what it sees"
         )
     return EffectsAtBase(second, is_own=True)
+
+
+def _instances(caller: Caller) -> list[str]:
+    """Return what identifies the processes that a caller calls."""
+    callers = caller.callers if isinstance(caller, LayeredCaller) else [caller]
+    return [one.facts["instance"] for one in callers]
 
 
 def _split_executor(
     caller: Caller, given: ConnectArguments, model: ModelSource | None, noise: Noise | None
 ) -> SplitExecutor:
     facts = caller.facts
+    place, cut = _cut(caller, given)
     program = compile_program(
         dict(facts["config"]),
         given.peft,
         backend="torch",
         dtype=facts["dtype"],
         memory_budget=given.memory_budget,
+        place=place,
     )
     if model is not None and model.weight_files:
         _check_weights(program, model, facts)
@@ -226,12 +254,25 @@ def _split_executor(
         directory = None if model is None else model.directory
         if directory is None:
             directory = _write_files(facts["files"], Path(folder))
-        executor = make_executor(program, weights, given.peft, directory, given.device)
+        executor = make_executor(program, weights, given.peft, directory, given.device, place=place)
     executor.__class__ = SplitExecutor
     assert isinstance(executor, SplitExecutor)
     executor.caller = caller
+    executor.cut = cut
     executor.noise = noise
     return executor
+
+
+def _cut(caller: Caller, given: ConnectArguments) -> tuple[CallPieces | None, CutReport]:
+    """Return the pass that cuts the layers, None where each product is a call, and its report."""
+    if given.privacy is not None:
+        return None, CutReport(None, "noise hides linear operators alone")
+    if given.cut == "linear":
+        return None, CutReport(None, "it was asked for")
+    if not caller.facts["graphs"]:
+        return None, CutReport(None, "several ranks or bases hold the weights")
+    link = measured_link(caller) if given.link is None else SplitLink.parse(given.link)
+    return searched_cut(link, str(caller.facts["device"]), machine_device(given.device))
 
 
 def _check_weights(program: Program, model: ModelSource, facts: Mapping[str, Any]) -> None:

@@ -41,6 +41,7 @@ class LayeredCaller(Caller):
             **first,
             "pieces": pieces,
             "fetched": {name: s for one in callers for name, s in one.facts["fetched"].items()},
+            "graphs": False,
             "absent": sorted(absent - pieces.keys()),
             "rows": all(one.facts.get("rows") for one in callers),
         }

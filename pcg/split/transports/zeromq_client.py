@@ -241,6 +241,12 @@ def transport_to(where: str, kind: str, curve: ClientCurve | None = None) -> Tra
     is_local = is_loopback(host) and hasattr(os, "memfd_create")
     if kind == "tcp" or (kind == "auto" and not is_local):
         return TcpTransport(where, curve)
+    if kind == "distributed":
+        raise SplitError(
+            "transport='distributed': the members of a process group are fixed, so that a client "
+            "that comes late could not join, and one that dies would end all; use shared-memory on "
+            "the base's machine, and tcp elsewhere"
+        )
     if kind not in ("auto", "shared-memory"):
         raise SplitError(f"transport={kind!r}; use auto, tcp or shared-memory")
     return SharedMemoryTransport(where, is_wanted=kind == "shared-memory", curve=curve)

@@ -66,7 +66,9 @@ def test_updates_are_those_of_the_library(
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("sgd", {"momentum": 0.9}), ("adamw8bit", {}), ("lion8bit", {})]
+    ("name", "options"),
+    # Without dampening SGD's learning rate would be on the device that is not there.
+    [("sgd", {"momentum": 0.9, "dampening": 0.1}), ("adamw8bit", {}), ("lion8bit", {})],
 )
 def test_a_gpu_has_the_states_of_one_parameter(name: str, options: Mapping[str, Any]) -> None:
     """Tensors without data show where states lie; what all parameters share stays there."""

@@ -3,8 +3,9 @@
     d[token, column] = Σ_k s[token, k] · Bᵀ[k, column],   s = Σ_part s_part
 
 Each token has an adapter of its own or none, as decode's expand takes them (`lora_kernels`): a
-program reads the columns of B that it needs for each of its tokens, 8 ranks at once, and multiplies
-in fp32 without tensor cores. So a tile may have several tokens, and a part of the columns twice.
+program reads the columns of B that it needs for each of its tokens, 8 ranks at once, or 4 of more
+than 4096 columns, and multiplies in fp32 without tensor cores. So a tile may have several tokens,
+and a part of the columns twice.
 
     by_token    the adapter of each token (`token_tiles`)
     matrix      number of the slice's B among the matrices of each adapter
@@ -41,8 +42,10 @@ def deferred_rows(
     own_s = s + first_sum + tl.load(by_token + 3, has_adapter, 0)
     total = tl.zeros(inside.shape, tl.float32) * tl.zeros(column.shape, tl.float32)
     part = tl.arange(0, PARTS)[None, :, None]
-    for first in range(0, tl.max(rank), 8):
-        k = first + tl.arange(0, 8)[None, :]
+    # Of wider tiles registers hold fewer: 32 warps have 64 each for a thread.
+    AT_ONCE: tl.constexpr = 8 if column.shape[1] <= 4096 else 4
+    for first in range(0, tl.max(rank), AT_ONCE):
+        k = first + tl.arange(0, AT_ONCE)[None, :]
         kept = k < rank
         row = tl.multiple_of(tl.load(entries + k, kept, 0), [of_16_bytes, of_16_bytes])
         at = row[:, :, None] + column[:, None, :]

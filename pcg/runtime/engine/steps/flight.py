@@ -33,6 +33,9 @@ from pcg.runtime.engine.steps.started import StartedStep
 from pcg.runtime.requests.sequence import Sequence, State
 from pcg.runtime.requests.step_plan import StepPlan
 
+AHEAD = "ahead"
+"""Said of a step that is read once the next one has begun."""
+
 
 @dataclass(eq=False)
 class Flight:
@@ -68,6 +71,14 @@ class Flight:
     def ran(self) -> list[Sequence | Job]:
         """Everything that runs in it."""
         return [*(one for one, _ in self.plan.chunks), *self.jobs]
+
+    def expect(self, due_s: float) -> None:
+        """Note when it is expected to end now, which may be later as more runs beside it."""
+        if due_s <= self.due_s:
+            return
+        self.due_s = due_s
+        for sequence in self.left:
+            sequence.due_s = due_s
 
     @property
     def is_read_first(self) -> bool:

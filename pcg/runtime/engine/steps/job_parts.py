@@ -88,8 +88,8 @@ class JobParts:
         step: Step,
         latencies: Latencies | None,
         busy: Collection[Job],
-    ) -> None:
-        """Run parts beside the step's forward, by their predicted time.
+    ) -> float:
+        """Run parts beside the step's forward; returns their predicted time.
 
         Jobs that are busy in the forward have none: they would read what it still computes.
 
@@ -98,7 +98,7 @@ class JobParts:
         side = device.side
         assert side is not None
         assert latencies is not None
-        spent_s = step.ahead_s()
+        spent_s, beside_s = step.ahead_s(), 0.0
         with side.beside():
             if self.guests is not None:
                 self.guests.run(step, spent_s)
@@ -113,8 +113,10 @@ class JobParts:
                 foretold_s = latencies.of(group.phase).seconds(group.load)
                 self._beside.append((group, foretold_s))
                 sharing.ran(step, foretold_s)
+                beside_s += foretold_s
                 self._advance(step, group)
         side.rejoin()
+        return beside_s
 
     def settle(self, device: Device) -> None:
         """Have jobs go on by what was read: on a GPU, beside the forward that is under way."""
@@ -127,14 +129,20 @@ class JobParts:
         if device.side is not None:
             device.side.rejoin()
 
-    def join(self, device: Device, sharing: Sharing, step: Step) -> None:
-        """Wait for the parts beside the forward, and learn how long they took."""
-        if self._beside:
-            assert device.side is not None
-            groups, self._beside = self._beside, []
-            for (group, foretold_s), took_s in zip(groups, device.side.join(), strict=True):
-                step.ran_parts(group.phase, group.load, took_s, took_s)
-                sharing.corrected(step, took_s - foretold_s)
+    def join(self, device: Device, sharing: Sharing, step: Step) -> bool:
+        """Wait for the parts beside the forward, and learn how long they took.
+
+        Returns:
+            True if there were any.
+        """
+        groups, self._beside = self._beside, []
+        if not groups:
+            return False
+        assert device.side is not None
+        for (group, foretold_s), took_s in zip(groups, device.side.join(), strict=True):
+            step.ran_parts(group.phase, group.load, took_s, took_s)
+            sharing.corrected(step, took_s - foretold_s)
+        return True
 
     def _fail(self, device: Device, group: PartGroup, error: Exception) -> None:
         if not device.fails_alike:

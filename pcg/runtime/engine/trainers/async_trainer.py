@@ -262,8 +262,9 @@ class AsyncTrainer:
         def act() -> None:
             try:
                 done = stage.act()
-            except BaseException as error:
-                self._thread.call(functools.partial(self._aside_done, call, error, None))
+            except BaseException as error:  # of a function of the caller's also SystemExit
+                failed = error if isinstance(error, Exception) else FinetuneError(repr(error))
+                self._thread.call(functools.partial(self._aside_done, call, failed, None))
             else:
                 self._thread.call(functools.partial(self._aside_done, call, None, done))
 

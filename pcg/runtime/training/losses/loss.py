@@ -36,6 +36,7 @@ class Loss:
         options: its options, and their defaults.
         together: the number of consecutive data of one term.
         is_linear: True if it is linear in the log-probabilities: -Σ w l.
+        reads_weights: True if data may have weights.
         skips_zero_advantages: True if a token without an advantage has no weight by default.
     """
 
@@ -45,6 +46,7 @@ class Loss:
     options: Options = field(default_factory=lambda: _NONE)
     together: int = 1
     is_linear: bool = False
+    reads_weights: bool = True
     skips_zero_advantages: bool = False
 
     def with_options(self, given: Mapping[str, float] | None) -> Options:
@@ -90,6 +92,8 @@ def _beta(beta: float) -> Options:
 
 
 CROSS_ENTROPY = Loss("cross_entropy", cross_entropy, (), is_linear=True)
+OF_A_FUNCTION = Loss("of a function", cross_entropy, (), is_linear=True, reads_weights=False)
+"""What goes forward for a loss of the caller's own, which reads log-probabilities alone."""
 
 LOSSES: Mapping[str, Loss] = {
     loss.name: loss

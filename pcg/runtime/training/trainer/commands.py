@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from pcg.errors import FinetuneError
-from pcg.runtime.training.losses.loss import CROSS_ENTROPY, Loss, loss_of
+from pcg.runtime.training.losses.loss import CROSS_ENTROPY, OF_A_FUNCTION, loss_of
+from pcg.runtime.training.trainer.batches import ScoredBatch
 from pcg.runtime.training.trainer.datum import CheckedDatum, Datum, checked
 from pcg.runtime.training.trainer.results import Saved, Scored, Snapshot, Stepped
 from pcg.runtime.training.trainer.state_files import read_state, write_state
@@ -77,13 +78,11 @@ class Forward(Command[Scored]):
         loss, _ = yield Aside(lambda: self._evaluate(scored))
         return Scored(loss, scored.logprobs, scored.tokens, scored.targets)
 
-    def _checked(self, trained: TrainedAdapter, loss: Loss) -> list[CheckedDatum]:
-        return checked(self.data, loss, trained.sizes, trained.virtual_tokens)
-
-    def _batches(self, trained: TrainedAdapter) -> Any:
-        loss = CROSS_ENTROPY if callable(self.loss) else loss_of(self.loss)
+    def _batches(self, trained: TrainedAdapter) -> list[ScoredBatch]:
+        loss = OF_A_FUNCTION if callable(self.loss) else loss_of(self.loss)
         options = loss.with_options(self.loss_options)
-        return trained.batches(self._checked(trained, loss), loss, options)
+        data = checked(self.data, loss, trained.sizes, trained.virtual_tokens)
+        return trained.batches(data, loss, options)
 
     def _evaluate(self, scored: Scored) -> tuple[float, list[Tensor]]:
         """Return the loss by the caller's function, and its gradient by each log-probability."""
@@ -118,15 +117,21 @@ class ForwardBackward(Forward):
             return done
         scored: Scored = yield trained.forward(batches)
         loss, slopes = yield Aside(lambda: self._evaluate(scored))
-        weighted = yield Aside(lambda: self._weighted(trained, slopes))
+        weighted = yield Aside(lambda: self._weighted(trained, batches, slopes))
         done = yield trained.forward_backward(weighted)
         return Scored(loss, scored.logprobs, done.tokens, done.targets)
 
-    def _weighted(self, trained: TrainedAdapter, slopes: Sequence[Tensor]) -> Any:
+    def _weighted(
+        self,
+        trained: TrainedAdapter,
+        batches: Sequence[ScoredBatch],
+        slopes: Sequence[Tensor],
+    ) -> list[ScoredBatch]:
         """Return the batches whose cross entropy has the gradients of the caller's function."""
+        read = [one for batch in batches for one in batch.data]
         data = [
             CheckedDatum(one.ids, one.targets, ((-slope).tolist(), *one.columns[1:]))
-            for one, slope in zip(self._checked(trained, CROSS_ENTROPY), slopes, strict=True)
+            for one, slope in zip(read, slopes, strict=True)
         ]
         return trained.batches(data, CROSS_ENTROPY, {})
 
@@ -155,10 +160,10 @@ class OptimStep(Command[Stepped]):
             value, is_required = getattr(self, name), name == "learning_rate"
             if value is None and not is_required:
                 continue
-            if not is_finite(value) or value < 0 or (name == "grad_clip_norm" and not value):
-                least = (
-                    "above 0; None turns it off" if name == "grad_clip_norm" else "of at least 0"
-                )
+            is_open = name in ("eps", "grad_clip_norm")  # an eps of 0 divides 0 by 0
+            if not is_finite(value) or value < 0 or (is_open and not value):
+                least = "above 0" if is_open else "of at least 0"
+                least += "; None turns it off" if name == "grad_clip_norm" else ""
                 raise FinetuneError(f"{name}={shown(value)}; use a number {least}")
         betas = self.betas
         if betas is not None and not (
@@ -187,6 +192,9 @@ class SaveState(Command[Saved]):
     path: str | Path
     overwrite: bool = field(default=False, kw_only=True)
 
+    def __post_init__(self) -> None:
+        _check_path(self.path)
+
     def stages(self, trained: TrainedAdapter) -> Stages[Saved]:
         facts = yield Aside(trained.facts)
         checkpoint = yield trained.checkpoint(facts)
@@ -209,6 +217,9 @@ class LoadState(Command[Saved]):
     path: str | Path
     optimizer: bool = field(default=True, kw_only=True)
 
+    def __post_init__(self) -> None:
+        _check_path(self.path)
+
     def stages(self, trained: TrainedAdapter) -> Stages[Saved]:
         def load() -> Saved:
             path, found = read_state(self.path, trained.name, trained.facts(), self.optimizer)
@@ -228,3 +239,8 @@ class Publish(Command[Snapshot]):
         program = yield Aside(lambda: trained.program_for(copy), compiles=True)
         snapshot: Snapshot = yield trained.publish(copy, program)
         return snapshot
+
+
+def _check_path(path: object) -> None:
+    if not isinstance(path, str | Path) or not str(path).strip():
+        raise FinetuneError(f"path={shown(path)}; give the path of a directory")

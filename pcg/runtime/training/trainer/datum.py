@@ -142,7 +142,7 @@ def _check_numbers(values: Sequence[Any] | None, name: str, place: str, loss: Lo
         if name in loss.reads:
             raise DataError(f"{place} has no {name}, which loss {loss.name!r} reads; give [N]")
         return
-    if name != "weights" and name not in loss.reads:
+    if name not in loss.reads and not (name == "weights" and loss.reads_weights):
         raise DataError(f"{place} has {name}, which loss {loss.name!r} does not read; leave it out")
     for index, value in enumerate(values):
         if not is_finite(value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -118,6 +119,7 @@ def test_a_call_fails_alone(executor: Executor) -> None:
             trainer.forward_backward([pcg.Datum([1, 99])]),
             trainer.forward_backward([pcg.Datum([1, 2] * 16)] * 40),
             trainer.forward_backward(data(ROWS), lambda found: found[0].sum() * float("nan")),
+            trainer.forward_backward(data(ROWS), lambda found: sys.exit("done")),
             trainer.optim_step(learning_rate=1.0),
         ]
         rest = [
@@ -126,7 +128,7 @@ def test_a_call_fails_alone(executor: Executor) -> None:
             trainer.optim_step(learning_rate=0.5e-2, grad_clip_norm=1.0),
             trainer.snapshot(),
         ]
-        errors = (DataError, OutOfMemoryError, FinetuneError, FinetuneError)
+        errors = (DataError, OutOfMemoryError, FinetuneError, FinetuneError, FinetuneError)
         for call, error in zip(bad, errors, strict=True):
             with pytest.raises(error):
                 call.wait(WAIT_S)

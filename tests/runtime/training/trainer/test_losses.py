@@ -149,7 +149,7 @@ def test_a_custom_loss_is_autograds_in_one_call_and_in_two(models: tuple[Executo
         put(executor, wrapped, "a")
         with executor.trainer("a", optimizer="sgd", batch_size=3) as trainer:
             if calls == 1:
-                done = trainer.forward_backward(data(ROWS), entropy_like)
+                done = trainer.forward_backward(iter(data(ROWS)), entropy_like)
                 assert done.loss == pytest.approx(total, rel=1e-6)
                 assert trainer.forward(data(ROWS), entropy_like).loss == done.loss
             else:
@@ -199,7 +199,7 @@ def test_bad_options_are_named(models: tuple[Executor, Any], case: str) -> None:
         trainer.forward_backward(data(ROWS, *READ), loss, **options)
 
 
-DAMAGED: dict[str, tuple[str, Any, str]] = {
+DAMAGED: dict[str, tuple[Any, Any, str]] = {
     "no data": ("cross_entropy", [], "no datum"),
     "one datum": ("cross_entropy", pcg.Datum([1, 2]), "list of pcg.Datum"),
     "a list": ("cross_entropy", [[1, 2]], r"data\[0\] is a list"),
@@ -212,6 +212,7 @@ DAMAGED: dict[str, tuple[str, Any, str]] = {
     "lengths": ("cross_entropy", [pcg.Datum([1, 2], [3])], "2 tokens and 1 targets"),
     "NaN": ("cross_entropy", [pcg.Datum([1, 2], weights=[1, math.nan])], r"weights\[1\] is nan"),
     "unread": ("cross_entropy", data(ROWS, "advantages"), "does not read"),
+    "weights of a function": (entropy_like, data(ROWS, "weights"), "does not read"),
     "missing": ("ppo", data(ROWS, "advantages"), "has no logprobs"),
     "no pair": ("dpo", data(ROWS[:3], "logprobs"), "give pairs"),
     "two of K": ("cross_entropy", [pcg.Datum([1, 2], [[1, 2], [3, 4]])], "a list among"),  # type: ignore[list-item]

@@ -245,6 +245,7 @@ def test_bad_options_are_named(executor: Executor) -> None:
         ({"learning_rate": 1, "betas": (0.9, 1.0)}, "two numbers"),
         ({"learning_rate": 1, "grad_clip_norm": 0}, "None turns it off"),
         ({"learning_rate": 1, "eps": 0.1}, "'sgd' does not take"),
+        ({"learning_rate": 1, "eps": 0.0}, "eps=0.0"),
         ({"learning_rate": 1, "lr": 0.1}, "unknown option 'lr'"),
     ]
     with executor.trainer("b", peft=LORA, optimizer="sgd") as trainer:

@@ -1,0 +1,175 @@
+"""The rules for graphs that clients have a base run: text of unknown origin.
+
+    text         short; every type is of plain sizes, so that reading it takes no algebra
+    graph        the IR's own rules (`pcg.ir.verifier`), few nodes, inputs and outputs
+    operators    those of `PIECE_OPERATORS`, by which a token's result depends on it alone, with
+                 attributes that are numbers or plain words
+    values       have a row for each token, and no more numbers in it than a few of the base's
+                 widest; but for vectors that are made of weights
+    weights      frozen tensors and constants of the base, of their own shapes; a matrix is in few
+                 products, so that a piece costs a few times its layer
+    outputs      made by the piece's nodes
+
+So a client can make a base do nothing but what its layers do, and what a request allocates is
+known before it is taken: a number of bytes for each token.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+from pcg.errors import IrError, SplitError
+from pcg.ir.graph import Attribute, Graph, Node, Parameter
+from pcg.ir.layouts import WHOLE
+from pcg.ir.parser import parse_graph
+from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES, TensorType
+from pcg.ir.verifier import verify
+from pcg.kernels.torch.remote_weights import is_remote
+from pcg.passes.placement.split_graph import LINEAR, PIECE_OPERATORS
+
+MOST_CHARACTERS = 2**16
+_MOST_NODES = 256
+_MOST_VALUES = 16
+"""Inputs, and outputs, of a piece; a message has no more tensors."""
+_MOST_PRODUCTS = 2
+"""Products of each kind by one matrix, in a piece."""
+_MOST_WIDTHS = 4
+"""Numbers that a value has for a token, in the widest sides of the base's matrices."""
+_SIZES = re.compile(r"(T|[0-9]{1,9})?(, [0-9]{1,9})*")
+_WORD = re.compile(r"[a-z0-9_]{0,24}")
+_FLOATS = ("f16", "bf16", "f32", "f64")
+
+
+@dataclass(frozen=True)
+class PieceGraph:
+    """A graph that may run.
+
+    Attributes:
+        trains: True if it has a gradient in it.
+        bytes_per_token: bytes of all its values for a token.
+    """
+
+    graph: Graph
+    trains: bool
+    bytes_per_token: int
+
+
+def read_piece(text: str, widest: int) -> PieceGraph:
+    """Read a graph that a client has written.
+
+    Args:
+        widest: the longest side of the base's matrices.
+    Raises:
+        SplitError: it may not run; says which rule it breaks.
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise SplitError(f"a piece has {MOST_CHARACTERS:,} characters at most, not {len(text):,}")
+    for sizes in re.findall(r"\[([^\]]*)", text):
+        if not _SIZES.fullmatch(sizes):
+            raise SplitError(f"a piece has types such as f32[T, 64], not [{sizes[:40]}]")
+    try:
+        graph = parse_graph(text)
+        _check_size(graph)
+        # Before the verifier, which infers types: an operator that may not run infers nothing here.
+        for node in graph.nodes:
+            _check_operator(node)
+        verify(graph)
+    except IrError as error:
+        raise SplitError(f"this is no piece: {str(error)[:500]}") from None
+    most = _MOST_WIDTHS * widest
+    _check_values(graph, most)
+    for parameter in graph.parameters:
+        _check_parameter(parameter)
+    total = sum(_bytes_per_token(type_) for type_ in graph.types.values())
+    return PieceGraph(graph, any("_backward" in node.op for node in graph.nodes), total)
+
+
+def check_weight(parameter: Parameter, layer: int, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the tensor of a piece's parameter. SplitError: the base has none, or another."""
+    name = parameter.source.replace("{layer}", str(layer))
+    tensor = tensors.get(name)
+    if tensor is None or is_remote(tensor):
+        raise SplitError(f"{name[:200]!r} is no weight of this base")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if (tuple(tensor.shape), dtype) != (parameter.type.features, TORCH_NAMES[parameter.type.dtype]):
+        raise SplitError(f"{name[:200]} is {list(tensor.shape)} of {dtype}, not {parameter.type}")
+    return tensor
+
+
+def _check_size(graph: Graph) -> None:
+    if len(graph.nodes) > _MOST_NODES:
+        raise SplitError(f"a piece has {_MOST_NODES} nodes at most, not {len(graph.nodes)}")
+    for what, count in (("inputs", len(graph.inputs)), ("outputs", len(graph.outputs))):
+        if not 0 < count <= _MOST_VALUES:
+            raise SplitError(f"a piece has 1 to {_MOST_VALUES} {what}, not {count}")
+    products = Counter((node.op, node.inputs[1]) for node in graph.nodes if node.op in LINEAR)
+    if any(count > _MOST_PRODUCTS for count in products.values()):
+        raise SplitError(f"a piece has {_MOST_PRODUCTS} products of a kind by a matrix at most")
+
+
+def _check_operator(node: Node) -> None:
+    if node.op not in PIECE_OPERATORS:
+        raise SplitError(f"{node.op[:40]!r} is no operator that a base runs for its clients")
+    for name, value in node.attributes:
+        if not _is_plain(value):
+            raise SplitError(f"{node.op} has {name[:40]}={str(value)[:40]!r}; use numbers or words")
+
+
+def _is_plain(value: Attribute) -> bool:
+    if isinstance(value, str):
+        return _WORD.fullmatch(value) is not None
+    if isinstance(value, tuple):
+        return len(value) <= 8 and all(abs(one) < 2**31 for one in value)
+    return math.isfinite(value) and abs(value) < 2**63
+
+
+def _check_values(graph: Graph, most: int) -> None:
+    made = {value.name for node in graph.nodes for value in node.outputs}
+    if len(set(graph.outputs)) < len(graph.outputs) or not made.issuperset(graph.outputs):
+        raise SplitError("a piece returns values that its nodes make, each once")
+    of_weights = {parameter.name for parameter in graph.parameters}
+    for value in graph.inputs:
+        _check_row(value.name, value.type, most)
+    for node in graph.nodes:
+        if of_weights.issuperset(node.inputs):
+            of_weights.update(value.name for value in node.outputs)
+            if any(
+                len(one.type.features) > 1 or prod(one.type.features) > most for one in node.outputs
+            ):
+                raise SplitError(f"%{node.name} is no vector; weights make vectors alone")
+            continue
+        for value in node.outputs:
+            _check_row(value.name, value.type, most)
+        if node.op in LINEAR and node.inputs[1] not in graph.parameters_by_name:
+            raise SplitError(f"%{node.name} multiplies by %{node.inputs[1]}, which is no weight")
+    if of_weights.intersection(graph.outputs):
+        raise SplitError("a piece returns nothing that is made of weights alone")
+
+
+def _check_row(name: str, type_: TensorType, most: int) -> None:
+    if not type_.is_token_wise or type_.dtype not in _FLOATS:
+        raise SplitError(
+            f"%{name} is {type_}; a piece's values have floats in a row for each token"
+        )
+    if prod(type_.features) > most:
+        raise SplitError(
+            f"%{name} has {prod(type_.features):,} numbers a token, more than {most:,}"
+        )
+
+
+def _check_parameter(parameter: Parameter) -> None:
+    if parameter.role == "adapter":
+        raise SplitError(f"%{parameter.name} is an adapter's; a base has frozen weights alone")
+    if parameter.part != WHOLE or parameter.rows is not None:
+        raise SplitError(f"%{parameter.name} is a part of a weight; a base has them whole")
+
+
+def _bytes_per_token(type_: TensorType) -> int:
+    return prod(type_.features) * DTYPE_BYTES[type_.dtype] if type_.is_token_wise else 0

@@ -1,0 +1,75 @@
+"""Commands whose model is at a base executor, by split://HOST:PORT."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from pcg.split.base.base_executor import BaseExecutor, tokenizer_files
+from pcg.split.base.base_loop import BaseLoop
+from pcg.split.base.options import BaseOptions
+from pcg.split.transports.zeromq import ZeroMqEndpoint
+from tests.support import serving
+from tests.support.command_line import assert_one_error, output_of, run
+from tests.support.split_base import KEY
+
+pytest.importorskip("zmq")
+
+
+@pytest.fixture(scope="module")
+def where() -> Iterator[str]:
+    endpoint = ZeroMqEndpoint("127.0.0.1", 0, 2**24)
+    base = BaseExecutor(serving.make_executor(adapters=0))
+    files = tokenizer_files(serving.model_directory())
+    loop = BaseLoop(base, endpoint, BaseOptions(api_key=(KEY,)), files)
+    thread = Thread(target=loop.run)
+    thread.start()
+    try:
+        yield f"split://{endpoint.where}"
+    finally:
+        loop.stop()
+        thread.join(60)
+        endpoint.close()
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PCG_API_KEY", KEY)
+
+
+def test_run_and_finetune_by_a_base(where: str, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(json.dumps({"text": text}) for text in ("a b c d e", "d e a")))
+    job = ("--data", data, "--adapter", "x", "--peft", "lora", "--max-steps", "2", "--seed", "3")
+    for name, model in (("here", serving.model_directory()), ("there", where)):
+        output_of("finetune", model, *job, "-o", tmp_path / name)
+    options = ("-p", "a b", "-n", "8", "--ignore-eos", "--json")
+    found = [
+        json.loads(output_of("run", model, "--adapter", f"x={tmp_path / name}", *options))
+        for name, model in (("here", serving.model_directory()), ("there", where))
+    ]
+    ids = [one["completions"][0]["token_ids"] for one in found]
+    assert len(ids[0]) == 8
+    assert ids[0] == ids[1]
+
+
+def test_what_a_client_does_not_have_is_refused(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for options, message in (
+        (("--backend", "triton"), "a client of a base executor has no backend"),
+        (("--tp", "2"), "runs on one rank"),
+        (("--weights", "here"), "is not a compiled program"),
+    ):
+        refused = run("run", where, "-p", "a", *options)
+        assert refused.exit_code == 2
+        assert message in " ".join(refused.stderr.replace("│", " ").split())
+    refused = run("run", f"{where}?colour=red", "-p", "a")
+    assert refused.exit_code == 2
+    assert "has no colour" in " ".join(refused.stderr.replace("│", " ").split())
+    monkeypatch.setenv("PCG_API_KEY", "another-key")
+    assert_one_error(run("run", where, "-p", "a"), "the key is none of this base's")

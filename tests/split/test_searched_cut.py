@@ -1,0 +1,312 @@
+"""The searched cut: equal to the undivided executor, as predicted, and safe for the base."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+import pcg
+import pcg.compiler as compiler
+from pcg.explain.split.explain import explain_split
+from pcg.passes.placement import exact_cut
+from pcg.passes.placement.cut import StepCut
+from pcg.runtime.data.example import Example
+from pcg.runtime.executor import Executor
+from pcg.runtime.training.runner import training_runner
+from pcg.split.messages import VERSION, Message
+from tests.support import oracle
+from tests.support.families import BY_NAME
+from tests.support.in_process import InProcessEndpoint
+from tests.support.prompts import TOLERANCE, prompts
+from tests.support.split_base import KEY, Base, make_base, running_base
+
+EXAMPLES = [Example(one, one) for one in prompts([9, 5])]
+COUNT = sum(map(len, prompts([9, 5]))) - 2
+PROMPTS = prompts([6, 3])
+SOME = {"gpt_neox": ["query_key_value"], "opt": ["q_proj", "v_proj"]}
+
+
+def recipe(family: str, is_whole: bool) -> pcg.LoraConfig:
+    targets: Any = "all-linear" if is_whole else SOME.get(family, ["q_proj", "v_proj"])
+    return pcg.LoraConfig(r=4, target_modules=targets)
+
+
+def outputs(executor: Executor, method: object) -> tuple[list[Any], dict[str, Any]]:
+    """Greedy tokens, and logits, loss and gradients by name, with an adapter."""
+    adapter = executor.add_adapter("x", method, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for tensor in adapter.tensors:
+        tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.05)
+    executor.refresh_adapter("x")
+    done = executor.generate(PROMPTS, "x", max_new_tokens=4, temperature=0)
+    runner = training_runner(executor.state, executor.state.adapter("x"))
+    loss = runner.forward_backward(EXAMPLES, COUNT)
+    found = {name: p.grad for name, p in runner.parameters.items() if p.grad is not None}
+    found |= {"loss": torch.tensor([loss]), "logits": executor.logits(PROMPTS[0], adapter="x")}
+    executor.state.remove_adapter("x")
+    return [one.token_ids for one in done], found
+
+
+QUICK = [("llama3", False), ("gemma2", True)]
+OTHERS = ["llama3", "gemma2", "gpt_neox", "opt", "gpt2", "qwen3", "falcon-7b"]
+
+
+@pytest.mark.parametrize(
+    ("family", "is_whole"),
+    [
+        *QUICK,
+        *(
+            pytest.param(family, whole, marks=pytest.mark.slow)
+            for family in OTHERS
+            for whole in (False, True)
+            if (family, whole) not in QUICK and not (family in ("gpt2", "falcon-7b") and not whole)
+        ),
+    ],
+)
+def test_tokens_and_gradients_are_equal(family: str, is_whole: bool) -> None:
+    whole = compiler.compile(oracle.random_model(BY_NAME[family].config(2)), verify=False)
+    method = recipe(family, is_whole)
+    with running_base(whole) as base, base.connect(link="lan") as split:
+        tokens, expected = outputs(whole, method)
+        own, found = outputs(split, method)
+        assert tokens == own
+        assert found.keys() == expected.keys()
+        assert any(number.abs().max() > 0 for name, number in expected.items() if "lora" in name)
+        for name, number in expected.items():
+            assert oracle.relative_error(found[name], number) < TOLERANCE, name
+        assert all(one.cut is not None for one in split.cut.layers)
+        assert len(base.loop.base.graphs)
+        layer = split.cut.layers[-1].cut
+        assert layer is not None
+        assert layer.costs.round_trips < layer.fixed.round_trips
+
+
+def test_what_crosses_is_what_was_predicted() -> None:
+    config = BY_NAME["llama3"].config(2)
+    model = oracle.random_model(config)
+    whole = compiler.compile(model, verify=False)
+    method = recipe("llama3", is_whole=False)
+    predicted = explain_split(
+        config, method, seq=9, dtype="float32", link="lan", client="CPU", base="CPU"
+    )
+    (example, *_) = EXAMPLES
+    with running_base(whole) as base, base.connect(peft={"x": method}, link="lan") as split:
+        runner = training_runner(split.state, split.state.adapter("x"))
+
+        def step() -> None:
+            runner.forward_backward([example], 8)
+
+        def prefill() -> None:
+            split.logits(list(example.ids), adapter="x")
+
+        def crossed(run: Any) -> tuple[int, int, int]:
+            run()  # the base is told its graphs
+            before = dataclasses.replace(split.caller.moved)
+            run()
+            after = split.caller.moved
+            return (
+                after.calls - before.calls,
+                after.sent_bytes - before.sent_bytes,
+                after.received_bytes - before.received_bytes,
+            )
+
+        assert crossed(prefill) == costs(predicted.steps["prefill"], 9, 9)
+        # The last token has no target, and its logits are not computed.
+        assert crossed(step) == costs(predicted.steps["training"], 9, 8)
+        assert predicted.steps["training"].costs.round_trips == (2 * 2 + 1) + (1 + 2 + 1)
+
+
+def costs(step: StepCut, tokens: int, rows: int) -> tuple[int, int, int]:
+    """Round trips and bytes of a step, whose last graph has so many rows."""
+    assert step.tokens == tokens
+    trips, sent, received = 0, 0, 0
+    for graph in step.graphs:
+        own = rows if graph is step.graphs[-1] else tokens
+        trips += graph.count * graph.costs.round_trips
+        sent += graph.count * graph.costs.sent_bytes * own // tokens
+        received += graph.count * graph.costs.returned_bytes * own // tokens
+    return trips, sent, received
+
+
+def test_a_cut_that_cannot_be_searched_is_linear_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = compiler.compile(oracle.random_model(BY_NAME["llama3"].config(1)), verify=False)
+    monkeypatch.setattr(exact_cut, "MOST_STATES", 1)
+    with running_base(whole) as base, base.connect(link="lan") as split:
+        assert "linear cut, as a graph of 16 nodes" in str(split.cut)
+        assert len(base.loop.base.graphs) == 0
+        expected = whole.generate(PROMPTS, max_new_tokens=3, temperature=0)
+        found = split.generate(PROMPTS, max_new_tokens=3, temperature=0)
+        assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+
+
+def test_noise_leaves_linear_operators_alone_to_the_base() -> None:
+    whole = compiler.compile(oracle.random_model(BY_NAME["llama3"].config(1)), verify=False)
+    with running_base(whole) as base, base.connect(privacy="base") as split:
+        assert str(split.cut) == "linear cut: noise hides linear operators alone"
+        split.logits(PROMPTS[0])
+        assert len(base.loop.base.graphs) == 0
+
+
+def test_a_base_that_forgot_its_graphs_is_told_again() -> None:
+    whole = compiler.compile(oracle.random_model(BY_NAME["llama3"].config(1)), verify=False)
+    with running_base(whole) as base, base.connect(link="lan") as split:
+        expected = split.logits(PROMPTS[0])
+        graphs = base.loop.base.graphs
+        assert len(graphs) == 2
+        for client in list(base.loop._clients):
+            graphs.forget(client)
+        assert len(graphs) == 0
+        assert torch.equal(split.logits(PROMPTS[0]), expected)
+        assert len(graphs) == 2
+    assert len(graphs) == 0  # nobody is left who has defined them
+
+
+# ------------------------------------------------------------------------------- what bases run
+
+SIZE = 64
+Q = "model.layers.{layer}.self_attn.q_proj.weight"
+GOOD = f"""graph @piece(%v0: f32[T, 64]) {{
+  frozen %p0: f32[64, 64] = "{Q}"
+  %v1: f32[T, 64] = linear(%v0, %p0)
+  %v2: f32[T, 64] = silu(%v1)
+  return %v2
+}}"""
+
+
+@pytest.fixture(scope="module")
+def base() -> Base:
+    return make_base(
+        compiler.compile(oracle.random_model(BY_NAME["llama3"].config(1)), verify=False)
+    )
+
+
+def joined(base: Base) -> tuple[bytes, Any]:
+    client, replies = base.endpoint.join()
+    hello = Message("hello", 1, {"version": VERSION, "key": KEY})
+    assert ask(base, (client, replies), hello).op == "reply"
+    return client, replies
+
+
+def ask(base: Base, client: tuple[bytes, Any], message: Message) -> Message:
+    assert isinstance(base.endpoint, InProcessEndpoint)
+    base.endpoint.ask(client[0], message)
+    while client[1].empty():
+        base.loop.step(0.0)
+    reply: Message = client[1].get(timeout=60)
+    return reply
+
+
+HOSTILE = {
+    "not an operator": ("silu(%v1)", "attention(%v1, %v1, %v1)", "no operator that a base runs"),
+    "an adapter": ("frozen", "adapter", "a base has frozen weights alone"),
+    "another weight": (Q, "model.secret", "is no weight of this base"),
+    "another shape": ("f32[64, 64]", "f32[32, 64]", "this is no piece"),
+    "algebra": ("f32[T, 64] = linear", "f32[T, 2**16**16] = linear", "types such as"),
+    "a sum of tokens": ("f32[T, 64] = silu", "f32[T + 4, 64] = silu", "types such as"),
+    "a wide value": (
+        "%v2: f32[T, 64] = silu(%v1)",
+        "%r: f32[T, 64, 1] = reshape(%v1) {shape=(-1, 64, 1)}\n"
+        "  %v2: f32[T, 64, 1000000] = expand(%r) {shape=(-1, 64, 1000000)}",
+        "numbers a token, more than",
+    ),
+    "a word that is code": (
+        "silu(%v1)",
+        'gelu(%v1) {approximate="none\') or exit("}',
+        "use numbers or words",
+    ),
+    "a weight as output": ("return %v2", "return %p0", "returns values that its nodes make"),
+    "an input as output": ("return %v2", "return %v0", "returns values that its nodes make"),
+    "a matrix of weights": (
+        "%v2: f32[T, 64] = silu(%v1)",
+        "%m: f32[64, 64] = silu(%p0)\n  %v2: f32[T, 64] = silu(%v1)",
+        "weights make vectors alone",
+    ),
+    "products for ever": (
+        "%v2: f32[T, 64] = silu(%v1)",
+        "%a: f32[T, 64] = linear(%v1, %p0)\n  %v2: f32[T, 64] = linear(%a, %p0)",
+        "2 products of a kind by a matrix at most",
+    ),
+    "no text": (GOOD, "graph", "this is no piece"),
+    "a long text": ("return %v2", " " * 2**16 + "return %v2", "text of 65536 characters"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_graph_that_may_not_run_is_refused(base: Base, name: str) -> None:
+    old, new, message = HOSTILE[name]
+    text = GOOD.replace(old, new)
+    assert text != GOOD
+    client = joined(base)
+    reply = ask(base, client, Message("define", 2, {"text": text}))
+    if reply.op == "reply":
+        piece = f"graph:{reply.fields['digest']}@0"
+        run = Message("run", 3, {"piece": piece}, (torch.ones(2, SIZE),))
+        reply = ask(base, client, run)
+    assert reply.op == "error"
+    assert message in reply.fields["error"]
+    assert base.loop.waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("tensors", "layer", "message"),
+    [
+        ((torch.ones(2, 32),), 0, "takes f32[T, 64]"),
+        ((torch.ones(0, 64),), 0, "takes f32[T, 64]"),
+        ((torch.ones(2, 64), torch.ones(2, 64)), 0, "takes f32[T, 64]"),
+        ((torch.ones(2, 64).double(),), 0, "not torch.float64"),
+        ((torch.ones(2, 64),), 7, "model.layers.7.self_attn.q_proj.weight' is no weight"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(
+    base: Base, tensors: tuple[torch.Tensor, ...], layer: int, message: str
+) -> None:
+    client = joined(base)
+    digest = ask(base, client, Message("define", 2, {"text": GOOD})).fields["digest"]
+    reply = ask(base, client, Message("run", 3, {"piece": f"graph:{digest}@{layer}"}, tensors))
+    assert message in reply.fields["error"]
+
+
+def test_a_graph_is_of_those_who_defined_it(base: Base) -> None:
+    owner, other = joined(base), joined(base)
+    digest = ask(base, owner, Message("define", 2, {"text": GOOD})).fields["digest"]
+    run = Message("run", 3, {"piece": f"graph:{digest}@0"}, (torch.ones(2, SIZE),))
+    assert "was not defined" in ask(base, other, run).fields["error"]
+
+
+def test_memory_of_a_request_is_bounded() -> None:
+    whole = compiler.compile(oracle.random_model(BY_NAME["llama3"].config(1)), verify=False)
+    base = make_base(whole, max_piece_mib=1)
+    client = joined(base)
+    digest = ask(base, client, Message("define", 2, {"text": GOOD})).fields["digest"]
+    fits = 2**20 // (3 * 64 * 4)
+    for tokens, op in ((fits, "reply"), (fits + 1, "error")):
+        run = Message("run", 3, {"piece": f"graph:{digest}@0"}, (torch.ones(tokens, SIZE),))
+        reply = ask(base, client, run)
+        assert reply.op == op
+    assert f"send {fits:,} tokens at most" in reply.fields["error"]
+
+
+def test_one_graph_of_several_clients_is_one_batch(base: Base) -> None:
+    clients = [joined(base) for _ in range(3)]
+    before = dataclasses.replace(base.loop.counts)
+    x = [torch.randn(2 + n, SIZE, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    for client in clients:
+        digest = ask(base, client, Message("define", 2, {"text": GOOD})).fields["digest"]
+    for client, one in zip(clients, x, strict=True):
+        run = Message("run", 3, {"piece": f"graph:{digest}@0"}, (one,))
+        base.endpoint.ask(client[0], run)
+    base.loop.step(0.0)
+    weight = base.loop.base.multiplied[Q.format(layer=0)]
+    for client, one in zip(clients, x, strict=True):
+        while client[1].empty():
+            base.loop.step(0.0)
+        (found,) = client[1].get(timeout=60).tensors
+        expected = torch.nn.functional.silu(one @ weight.t())
+        torch.testing.assert_close(found, expected)
+    counts = base.loop.counts
+    assert (counts.requests - before.requests, counts.batches - before.batches) == (3, 1)
