@@ -39,7 +39,7 @@ from measure import write
 from split_processes import Memory, Process, Work, serving_base, started
 
 MIB = 2**20
-SIZES = ((1, 16), (1, 32), (2, 64))
+SIZES = ((1, 16), (1, 32))
 """Sequences of a step and their tokens, for finetuning."""
 MIXED = (
     Work("serve", 1, 16, rank=8, seed=1),

@@ -37,7 +37,8 @@ PcgError
 ├── StoreError                 what a server keeps cannot be read or written
 │   └── StoreFullError         there is no room for it on the disk
 ├── SplitError                 a base executor and its client cannot work together
-│   └── BaseLostError          the base executor is gone, and did not come back in time
+│   ├── BaseLostError          the base executor is gone, and did not come back in time
+│   └── BaseBusyError          a key has as much waiting at a base executor as it may
 ├── MemoryBudgetError          less than what backward needs at least
 ├── BenchmarkError             a workload, a trace file or an event log that cannot be used
 └── FinetuneError              a finetuning job that cannot go on

@@ -137,6 +137,13 @@ class ServeOptions:
             raise ServeError(f"port={self.port}; use 0 to 65535")
         if self.split_port is not None and not 0 <= self.split_port < 2**16:
             raise ServeError(f"split_port={self.split_port}; use 0 to 65535")
+        if self.split_port is None and (
+            self.split_curve_key or self.split_curve_clients or self.split_plaintext
+        ):
+            raise ServeError(
+                "split_curve_key, split_curve_clients and split_plaintext are of a second port; "
+                "give split_port, too"
+            )
         if self.split_port and self.split_port == self.port:
             raise ServeError(f"port and split_port are both {self.port}; use two")
         for name in (

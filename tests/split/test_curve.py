@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import pcg.compiler as compiler
-from pcg.errors import SplitError
+from pcg.errors import ServeError, SplitError
 from pcg.runtime.executor import Executor
 from pcg.serve.options import ServeOptions
 from pcg.split.base.base_executor import BaseExecutor
@@ -171,6 +171,8 @@ def test_nothing_goes_to_other_machines_in_clear(folder: Path) -> None:
     with pytest.raises(SplitError, match="CURVE key of 127"):
         connect("127.0.0.1:8300", curve_key=folder / "known" / "alice.key_secret")
     assert ServeOptions(split_port=1, split_plaintext=True).split_plaintext
+    with pytest.raises(ServeError, match="give split_port, too"):
+        ServeOptions(split_curve_key=folder / "base.key_secret")
     assert Privacy("10.1.2.3:1", effects_curve_server="k" * 40).effects_curve_server
 
 

@@ -26,7 +26,7 @@ from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
 from pcg.split.client.caller import Caller
-from pcg.split.messages import Message, frames_of, header_of, read_message
+from pcg.split.messages import VERSION, Message, frames_of, header_of, read_message
 from pcg.split.transports.zeromq import ZeroMqEndpoint
 from pcg.split.transports.zeromq_client import transport_to
 from tests.support import oracle
@@ -36,7 +36,7 @@ from tests.support.waiting import until
 
 zmq = pytest.importorskip("zmq")
 UP = "model.layers.0.mlp.up_proj.weight"
-HELLO = Message("hello", 1, {"version": 1, "key": KEY})
+HELLO = Message("hello", 1, {"version": VERSION, "key": KEY})
 
 
 @pytest.fixture(scope="module")

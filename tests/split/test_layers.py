@@ -19,11 +19,12 @@ from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.held_layers import executor_of, held_layers
 from pcg.split.base.options import BaseOptions
 from pcg.split.client.connect import connect
+from pcg.split.client.privacy import Privacy
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.in_process import InProcessEndpoint
 from tests.support.prompts import TOLERANCE, prompts
-from tests.support.split_base import KEY, Base
+from tests.support.split_base import KEY, Base, running_base
 
 ROWS = [Example(one, one) for one in prompts([9, 5])]
 DORA = pcg.LoraConfig(r=4, target_modules="all-linear", use_dora=True)
@@ -74,6 +75,23 @@ def test_a_client_of_two_bases_computes_the_same() -> None:
         for a, b in zip(split.adapters["x"].tensors, whole.adapters["x"].tensors, strict=True):
             assert oracle.relative_error(a, b) < TOLERANCE
         counts = [base.loop.counts.requests for base in bases]
+        second = stack.enter_context(running_base(whole))
+        with pytest.raises(SplitError, match="is the one that noise is to hide from"):
+            connect(
+                [base.endpoint.transport() for base in bases],
+                api_key=KEY,
+                privacy=Privacy([base.endpoint.transport() for base in bases]),
+            )
+        hidden = connect(
+            [base.endpoint.transport() for base in bases],
+            api_key=KEY,
+            privacy=Privacy(second.endpoint.transport(), effects_api_key=KEY),
+        )
+        with hidden:
+            found = hidden.generate(prompts([6, 3]), max_new_tokens=4, temperature=0)
+            assert [a.token_ids for a in found] == [b.token_ids for b in tokens]
+        with pytest.raises(SplitError, match=r"name all that hold layers"):
+            second.connect(privacy=Privacy(one.endpoint.transport()))
         assert split.caller.moved.calls > sum(counts) > 0
         assert min(counts) > 0
         held = [sum(one.nbytes for one in base.loop.base.multiplied.values()) for base in bases]

@@ -18,7 +18,7 @@ from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
 from pcg.split.base.wrong_keys import WrongKeys
 from pcg.split.client.caller import Caller
-from pcg.split.messages import Message, failure
+from pcg.split.messages import VERSION, Message, failure
 from pcg.split.transports.transport import Transport
 from tests.support import oracle
 from tests.support.families import BY_NAME
@@ -61,7 +61,7 @@ def ask(base: Base, client: Any, message: Message) -> Message | None:
 
 def joined(base: Base, key: str = KEY) -> Any:
     client = base.endpoint.join()
-    reply = ask(base, client, Message("hello", 1, {"version": 1, "key": key}))
+    reply = ask(base, client, Message("hello", 1, {"version": VERSION, "key": key}))
     assert reply is not None
     assert reply.op == "reply", reply.fields
     return client
@@ -72,14 +72,14 @@ def call(tokens: int) -> Message:
 
 
 def test_a_file_of_keys_says_who_may_serve_and_train(whole: Executor, tmp_path: Path) -> None:
-    base = base_with(whole, api_keys=keys_file(tmp_path))
+    base = base_with(whole, api_keys=keys_file(tmp_path), policy="none")
     gradient = Message("run", 3, {"piece": f"gradient:{O}"}, (torch.ones(1, 64),))
     for key, op in (("key-of-serves", "error"), ("key-of-trains", "reply")):
         reply = ask(base, joined(base, key), gradient)
         assert reply is not None
         assert reply.op == op
     client = base.endpoint.join()
-    reply = ask(base, client, Message("hello", 1, {"version": 1, "key": "key-of-reads"}))
+    reply = ask(base, client, Message("hello", 1, {"version": VERSION, "key": "key-of-reads"}))
     assert reply is not None
     assert "has neither of the scopes infer and train" in reply.fields["error"]
     with pytest.raises(ServeError, match="at least 8"):
@@ -168,13 +168,15 @@ def test_each_wrong_key_makes_its_address_wait_twice_as_long() -> None:
 
 
 def test_a_right_key_behind_wrong_ones_is_looked_at_later(whole: Executor) -> None:
-    base = make_base(whole)
+    base = make_base(whole, policy="none")
     here = joined(base)
-    bad = ask(base, base.endpoint.join(), Message("hello", 1, {"version": 1, "key": "guessed-1"}))
+    bad = ask(
+        base, base.endpoint.join(), Message("hello", 1, {"version": VERSION, "key": "guessed-1"})
+    )
     assert bad is not None
     assert "the key is none" in bad.fields["error"]
     client = base.endpoint.join()
-    good = Message("hello", 1, {"version": 1, "key": KEY})
+    good = Message("hello", 1, {"version": VERSION, "key": KEY})
     assert ask(base, client, good) is None  # not looked at yet
     again = ask(base, client, good)
     assert again is not None

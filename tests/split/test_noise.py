@@ -171,7 +171,7 @@ def test_a_base_sees_noise_and_a_second_base_nothing_else(whole: Executor) -> No
     """The rows that the base is given are as large as the noise, and not near any that it hides."""
     with running_base(whole) as base, running_base(whole) as second:
         plain = watched(base)
-        with base.connect() as split:
+        with base.connect(cut="linear") as split:
             outputs(split, METHODS["dora"])
         sent = list(plain)
         plain.clear()

@@ -24,7 +24,7 @@ from pcg.serve.store.store import Store
 
 _JOBS = "jobs"
 _STEP = re.compile(r"step-(\d{8,})(\.\d+)?")
-STATE = "trainer_state.json"
+STATE, OPTIMIZER = "trainer_state.json", "optimizer.safetensors"
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,13 @@ class JobFolder:
     def remove(self) -> None:
         """Remove it with all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+    def tidy(self) -> None:
+        """Remove the data, and the states of optimizers; the job is over."""
+        for path in (self.training, self.validation):
+            path.unlink(missing_ok=True)
+        for path in self.saved().values():
+            (path / OPTIMIZER).unlink(missing_ok=True)
 
     def relative(self, path: Path) -> str:
         """Return a path in it as rows have it."""

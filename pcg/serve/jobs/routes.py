@@ -40,6 +40,7 @@ Limit = Annotated[int, Query(ge=1, le=100)]
 
 _MOST_JOBS = 64
 """The most jobs of a tenant that are not over."""
+_MOST_PAIRS = 16
 _METADATA = re.compile(r"metadata\[(.{1,64})\]")
 
 Record = TypeVar("Record")
@@ -114,6 +115,8 @@ async def list_jobs(
         for name, value in request.query_params.multi_items()
         if (key := _METADATA.fullmatch(name))
     }
+    if len(pairs) > _MOST_PAIRS:
+        raise ApiError(400, f"Use at most {_MOST_PAIRS} pairs.", param="metadata")
     page = Page(after, limit, is_rising=False)
     found = await service.files.read(
         lambda one: records.listed(

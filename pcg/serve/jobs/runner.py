@@ -15,7 +15,7 @@ from functools import partial
 from shutil import rmtree
 from typing import Any
 
-from pcg.errors import EngineError, PcgError
+from pcg.errors import AdapterError, EngineError, PcgError, StoreFullError
 from pcg.runtime.metrics.status import EngineState
 from pcg.serve.adapters import kept_models
 from pcg.serve.adapters.catalog import Catalog
@@ -50,6 +50,9 @@ from pcg.serve.jobs.records import (
     JobRecord,
 )
 from pcg.serve.options import ServeOptions
+
+_AGAIN_S = 5.0
+"""Time after which it is tried again to keep something on a full disk, seconds."""
 
 
 class JobRunner:
@@ -144,6 +147,8 @@ class JobRunner:
         self._queued.pop(job.id, None)
         if job.id in self._running:
             await self._end_on_engine(job, interrupts=False)
+        else:
+            await self._tidy(job)
         return changed
 
     async def pause(self, job: JobRecord) -> JobRecord:
@@ -223,6 +228,7 @@ class JobRunner:
         loop = asyncio.get_running_loop()
         try:
             if not await self.files.write(act):
+                await self._tidy(job)
                 self._leave(job)
                 return
             tell = partial(self._tell, loop, job)
@@ -260,11 +266,14 @@ class JobRunner:
                 self._kept.put(model)
         for name in changes.gone:
             folder = await self._kept.forget(job.tenant, name)
-            of_engine = engine_name(job.tenant, name)
-            if of_engine in self._loader.adapters:
-                await self._loader.unload(of_engine)
+            await self._unload(job.tenant, name)
             if folder is not None:
                 await asyncio.to_thread(rmtree, folder, True)
+
+    async def _unload(self, tenant: str, name: str) -> None:
+        """Have the engine forget a model, if it has it."""
+        with suppress(AdapterError, EngineError):
+            await self._loader.unload(engine_name(tenant, name))
 
     def _leave(self, job: JobRecord) -> None:
         """Note that the engine does not run a job any more."""
@@ -272,14 +281,25 @@ class JobRunner:
         self._fill()
 
     async def _settle(self, job: JobRecord, end: JobEnd) -> None:
-        """Keep how a job ended, and have others begin."""
-        try:
-            if end.state == SUCCEEDED:
-                await self._succeed(job, end)
-            elif end.is_final:
-                await self._fail(job, end)
-        finally:
-            self._leave(job)
+        """Keep how a job ended, once there is room to, and have others begin."""
+        while True:
+            try:
+                if end.state == SUCCEEDED:
+                    await self._succeed(job, end)
+                elif end.is_final:
+                    await self._fail(job, end)
+                break
+            except StoreFullError as error:
+                LOG.error("the end of job %s waits to be kept: %s", job.id, error)
+                await asyncio.sleep(_AGAIN_S)
+        await self._tidy(job)
+        self._leave(job)
+
+    async def _tidy(self, job: JobRecord) -> None:
+        """Remove the data of a job that is over, and what only a job that goes on needs."""
+        found = await self.files.read(lambda one: records.find(one, job.id))
+        if found is not None and found.status not in UNFINISHED:
+            await asyncio.to_thread(self.folder(job).tidy)
 
     async def _fail(self, job: JobRecord, end: JobEnd) -> None:
         error = failure_of(end, self.folder(job))
@@ -326,7 +346,7 @@ class JobRunner:
 
             if await self.files.write(act):
                 self._kept.put(model)
-            elif engine_name(job.tenant, job.name) in self._loader.adapters:
-                await self._loader.unload(engine_name(job.tenant, job.name))
+            else:
+                await self._unload(job.tenant, job.name)
         finally:
             content.drop()

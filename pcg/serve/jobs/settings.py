@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,6 +29,7 @@ Source: OpenAI's cookbook, "Data preparation and analysis for chat model fine-tu
 """
 _BATCH_SHARE, _MOST_BATCH = 0.002, 16
 _MOST_STEPS = 1_000_000
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _MOST_NUMBER = 1024
 """The greatest integer of a PEFT configuration, such as a rank: it takes the server's memory."""
 _DEFAULT_PEFT = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
@@ -146,12 +148,27 @@ def _epochs(examples: int) -> int:
     return _EPOCHS
 
 
+def _check_plain(value: Any, where: str, depth: int = 0) -> None:
+    """Refuse numbers that take too much, and names that are patterns, which may take for ever."""
+    if isinstance(value, str) and not _NAME.fullmatch(value):
+        said = f"{where}: use names of up to 128 letters, digits, dots, - and _, and no patterns"
+        raise ApiError(400, said, param=where)
+    if isinstance(value, int | float) and not abs(value) <= _MOST_NUMBER:
+        raise ApiError(400, f"{where}={value}; use at most {_MOST_NUMBER}", param=where)
+    if isinstance(value, dict | list):
+        if depth > 3 or len(value) > _MOST_NUMBER:
+            raise ApiError(400, f"{where} has too many values, or lists in lists", param=where)
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, one in entries:
+            if isinstance(name, str):
+                _check_plain(name, f"{where}'s names", depth)
+            inner = f"{where}.{name}" if isinstance(name, str) else where
+            _check_plain(one, inner, depth + 1)
+
+
 def _checked_peft(peft: dict[str, Any]) -> dict[str, Any]:
     """Return a PEFT configuration. ApiError: it cannot be, or takes too much."""
-    for name, value in peft.items():
-        if isinstance(value, int) and abs(value) > _MOST_NUMBER:
-            said = f"pcg.peft.{name}={value}; use at most {_MOST_NUMBER}"
-            raise ApiError(400, said, param=f"pcg.peft.{name}")
+    _check_plain(peft, "pcg.peft")
     try:
         recipe_from(peft)
     except (AdapterError, UnsupportedError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +29,7 @@ from pcg.split.client.cut_plan import CutReport, measured_link, searched_cut
 from pcg.split.client.effects import Effects, EffectsAtBase, EffectsHere
 from pcg.split.client.layered_caller import LayeredCaller
 from pcg.split.client.noise import Noise
-from pcg.split.client.privacy import BASE, DOWNLOAD, Privacy, privacy_of
+from pcg.split.client.privacy import BASE, DOWNLOAD, Place, Privacy, privacy_of
 from pcg.split.model_facts import TOKENIZER_FILES, weight_samples, weights_difference
 from pcg.split.transports.curve import ClientCurve, is_loopback
 from pcg.split.transports.transport import Transport
@@ -69,7 +69,7 @@ class ConnectArguments:
         lost_s: how long to look for a base that is gone, before a call of it fails, s.
     """
 
-    where: str | Transport | Sequence[str | Transport]
+    where: Place
     model: Any = None
     peft: object = None
     api_key: str | None = field(default=None, kw_only=True)
@@ -137,15 +137,9 @@ def connect(given: ConnectArguments) -> SplitExecutor:
         "dtype": dtype_name(given.dtype),
         "client": f"process {os.getpid()}",
     }
-    caller = _caller(given, hello)
+    caller = _caller(given.where, given.curve_server, given, hello)
     noise = None
     try:
-        absent = caller.facts.get("absent")
-        if absent:
-            raise SplitError(
-                f"no base executor at {caller.where} holds {absent[0]}, and {len(absent) - 1} "
-                "others; name all that hold layers, as host:port,host:port"
-            )
         if privacy is not None:
             noise = Noise(privacy, _effects(privacy, caller, given, hello))
         return _split_executor(caller, given, model, noise)
@@ -156,21 +150,32 @@ def connect(given: ConnectArguments) -> SplitExecutor:
         raise
 
 
-def _caller(given: ConnectArguments, hello: Mapping[str, Any]) -> Caller:
-    """Connect to a base, or to all of several."""
-    where = given.where.split(",") if isinstance(given.where, str) else given.where
+def _caller(
+    where: Place, server: str | Path | None, given: ConnectArguments, hello: Mapping[str, Any]
+) -> Caller:
+    """Connect to a base, or to all of several. SplitError: there are layers that none holds.
+
+    Args:
+        server: their CURVE key, or a file with it.
+    """
+    where = where.split(",") if isinstance(where, str) else where
     places = [where] if isinstance(where, Transport) else where
     callers: list[Caller] = []
     try:
         for place in places:
             transport = (
-                place
-                if isinstance(place, Transport)
-                else _transport(place.strip(), given, given.curve_server)
+                place if isinstance(place, Transport) else _transport(place.strip(), given, server)
             )
             times = {"connect_s": given.connect_s, "lost_s": given.lost_s}
             callers.append(Caller(transport, hello, **times))
-        return callers[0] if len(callers) == 1 else LayeredCaller(callers)
+        caller = callers[0] if len(callers) == 1 else LayeredCaller(callers)
+        absent = caller.facts.get("absent")
+        if absent:
+            raise SplitError(
+                f"no base executor at {caller.where} holds {absent[0]}, and {len(absent) - 1} "
+                "others; name all that hold layers, as host:port,host:port"
+            )
+        return caller
     except BaseException:
         for caller in callers:
             caller.close()
@@ -210,18 +215,23 @@ def _effects(
                 "--downloads, or use a second base for effects"
             )
         return EffectsHere(caller)
-    server = privacy.effects_curve_server
-    transport = at if isinstance(at, Transport) else _transport(at, given, server)
     asked = {**hello, "digest": caller.facts["digest"]}
     asked["key"] = privacy.effects_api_key or hello["key"]
-    second = Caller(transport, asked, connect_s=given.connect_s, lost_s=given.lost_s)
-    if second.facts["instance"] == caller.facts["instance"]:
+    second = _caller(at, privacy.effects_curve_server, given, asked)
+    if not set(_instances(second)).isdisjoint(_instances(caller)):
+        where = second.where
         second.close()
         raise SplitError(
-            f"privacy: the base at {transport.where} is the one that noise is to hide from; name "
-            "another process, of somebody who does not tell this one what it sees"
+            f"privacy: the base at {where} is the one that noise is to hide from; name another "
+            "process, of somebody who does not tell this one what it sees"
         )
     return EffectsAtBase(second, is_own=True)
+
+
+def _instances(caller: Caller) -> list[str]:
+    """Return what identifies the processes that a caller calls."""
+    callers = caller.callers if isinstance(caller, LayeredCaller) else [caller]
+    return [one.facts["instance"] for one in callers]
 
 
 def _split_executor(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 
 from pcg.errors import SplitError
 from pcg.split.transports.transport import Transport
 
+Place: TypeAlias = str | Transport | Sequence[str | Transport]
+"""A base's address, or a transport to it; several of either, texts also with commas."""
 BASE, DOWNLOAD = "base", "download"
 _WORST_ERROR = 2.0**-10
 """Of a product, relative to its largest rows: a bf16 number is rounded by as much."""
@@ -22,8 +25,9 @@ class Privacy:
 
     Attributes:
         effects: who multiplies the noise by the weights: a second base executor, as host:port or a
-            transport to it, which never meets the first; "download", this client, by weights that
-            it reads and drops; or "base", the base itself, which then knows the noise.
+            transport to it, or several that hold some layers each, none of which meets the first;
+            "download", this client, by weights that it reads and drops; or "base", the base
+            itself, which then knows the noise.
         scale: the noise's size in multiples of the largest row's that it is added to, both as
             root mean squares.
         pool: noise vectors that are drawn at once for a piece.
@@ -37,7 +41,7 @@ class Privacy:
         SplitError: a value is out of range, or the noise would drown the result.
     """
 
-    effects: str | Transport
+    effects: Place
     scale: float = 1024.0
     pool: int = 64
     uses: int = 1

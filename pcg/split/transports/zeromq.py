@@ -35,6 +35,7 @@ _MOST_UNREAD = 4
 _MOST_AT_ONCE = 256
 """Messages that are read before a batch runs."""
 _MOST_HEADER_BYTES = 2**20
+_MOST_WARNINGS = 1000
 _SWEEP_S = 0.05
 """Time between two probes of all clients."""
 _LOOK_AGAIN_S = (0.0, 0.1, 0.5, 2.0)
@@ -65,6 +66,7 @@ class ZeroMqEndpoint(Endpoint):
         self._socket.set(self._zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
         self._socket.set(self._zmq.IPV6, int(":" in host))
         self._client_keys: ClientKeys | None = None
+        self._warned: set[str] = set()
         if curve is not None:
             self._socket.set(self._zmq.CURVE_SERVER, 1)
             self._socket.set(self._zmq.CURVE_SECRETKEY, curve.secret)
@@ -95,7 +97,10 @@ class ZeroMqEndpoint(Endpoint):
         there = dict(self._poller.poll(max(0, timeout_s) * 1000))
         if self._client_keys is not None:
             for address in self._client_keys.answer():
-                _LOG.warning("a client at %s has a CURVE key that is not known", address)
+                # Once each: such a client comes again and again.
+                if address not in self._warned and len(self._warned) < _MOST_WARNINGS:
+                    self._warned.add(address)
+                    _LOG.warning("a client at %s has a CURVE key that is not known", address)
         while self._events in there and self._events.poll(0):
             self._events.recv_multipart()
             self._probes = [time.monotonic() + later for later in _LOOK_AGAIN_S]

@@ -45,6 +45,16 @@ class FixedParts(Sharing):
         return step.units < 5
 
 
+class WholeWindows(FixedParts):
+    """As many parts, of windows that go forward whole, with what is served."""
+
+    def forward(self, step: Step, unit: Forward) -> int:
+        return min(8, unit.remaining)
+
+    def in_layers(self, step: Step, unit: Forward, ahead_s: float) -> int:
+        return 0
+
+
 def latencies() -> Latencies:
     """Any: what is measured is not compared."""
     return Latencies(Latency(2e-3, 1e-4, 1e-7), Latency(5e-4, 5e-5, 1e-7))
@@ -121,6 +131,7 @@ class Tenants:
                 break
         else:
             raise AssertionError("the engine goes on for ever")
+        assert "an error" not in self.engine.reads  # what fails is run again, and would be hidden
         for name, job in self.jobs.items():
             self.life.ends[name] = job.state, str(job.error)
             self.life.events[name] = [
@@ -173,24 +184,30 @@ def many(tmp_path: Path) -> Callable[[Tenants, int], None]:
     return act
 
 
+def life(
+    act: Callable[[Tenants, int], None], device: str, is_ahead: bool, sharing: Sharing
+) -> Life:
+    executor = make_executor(device=device)
+    executor.add_adapter("b", LORA, seed=3)
+    engine = executor.engine(
+        Limits(running=8, tokens=32),
+        kv_cache_bytes=2**20,
+        latencies=latencies(),
+        sharing=sharing,
+    )
+    engine.device.is_ahead = is_ahead
+    # Copies of adapters beside steps have a test of their own; when they end depends on time.
+    engine.scheduler.prefetch = lambda adapters: None
+    engine.scheduler.is_copying = lambda adapter: False
+    return Tenants(engine, executor).run(act)
+
+
 def lives(act: Callable[[Tenants, int], None], device: str) -> tuple[Life, Life]:
     """The same life with steps one by one, and with steps ahead."""
-    found = []
-    for is_ahead in (False, True):
-        executor = make_executor(device=device)
-        executor.add_adapter("b", LORA, seed=3)
-        engine = executor.engine(
-            Limits(running=8, tokens=32),
-            kv_cache_bytes=2**20,
-            latencies=latencies(),
-            sharing=FixedParts(),
-        )
-        engine.device.is_ahead = is_ahead
-        # Copies of adapters beside steps have a test of their own; when they end depends on time.
-        engine.scheduler.prefetch = lambda adapters: None
-        engine.scheduler.is_copying = lambda adapter: False
-        found.append(Tenants(engine, executor).run(act))
-    return found[0], found[1]
+    return (
+        life(act, device, is_ahead=False, sharing=FixedParts()),
+        life(act, device, is_ahead=True, sharing=FixedParts()),
+    )
 
 
 ON_GPU = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -252,6 +269,15 @@ def test_the_host_waits_for_no_step_that_runs() -> None:
     for text, tensors in ahead.versions.items():
         for one, other in zip(tensors, alone.versions[text], strict=True):
             assert torch.equal(one, other), text
+
+
+def test_what_one_stream_makes_and_the_other_frees_is_in_order() -> None:
+    """Windows that go forward with what is served, and back beside it: no stream races another."""
+    with tensors_on_cuda():
+        found = life(small, "cuda", is_ahead=True, sharing=WholeWindows())
+    assert found.ends["whole"] == (JobState.SUCCEEDED, "None")
+    assert {reason for _, reason in found.tokens.values()} == {"length"}
+    assert found.ahead > 10
 
 
 def test_parts_beside_a_forward_are_paid_when_they_are_launched() -> None:

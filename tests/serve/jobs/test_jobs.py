@@ -128,6 +128,13 @@ def test_the_result_file_is_a_table(client: openai.OpenAI, done: Any) -> None:
     assert [bool(row[3]) for row in rows] == [False, False, True, False, False, True]
 
 
+def test_a_job_that_is_over_leaves_no_data(server: serving.Served, done: Any) -> None:
+    folder = server.service.files.store.folder / "jobs" / done.id
+    until(lambda: not (folder / "training.jsonl").exists())
+    until(lambda: not list(folder.glob("**/optimizer.safetensors")))
+    assert sorted(one.name for one in folder.iterdir()) == ["checkpoints", "model"]
+
+
 def test_what_another_tenant_made_is_not_there(
     server: serving.Served, client: openai.OpenAI, done: Any
 ) -> None:
@@ -240,6 +247,9 @@ def test_files_that_cannot_be_learned(client: openai.OpenAI, content: bytes, sai
         ({"extra_body": {"colour": "red"}}, "Unrecognized request argument supplied: colour"),
         ({"extra_body": {"pcg": {"peft": {"peft_type": "MAGIC"}}}}, "MAGIC"),
         ({"extra_body": {"pcg": {"peft": {**PEFT, "r": 10**9}}}}, "use at most 1024"),
+        ({"extra_body": {"pcg": {"peft": {**PEFT, "lora_alpha": 1e30}}}}, "use at most 1024"),
+        ({"extra_body": {"pcg": {"peft": {**PEFT, "target_modules": "(a+)+b"}}}}, "no patterns"),
+        ({"extra_body": {"pcg": {"peft": {**PEFT, "rank_pattern": {"(a|a)*": 8}}}}}, "no patterns"),
         ({"extra_body": {"pcg": {"schedule": "wavy"}}}, "wavy"),
         ({"extra_body": {"pcg": {"learning_rate": -1.0}}}, "pcg.learning_rate"),
     ],
@@ -248,6 +258,25 @@ def test_jobs_that_cannot_be(client: openai.OpenAI, fields: dict[str, Any], said
     with pytest.raises(openai.BadRequestError) as refused:
         begin(client, training_file="file-x" if "suffix" in fields else upload(client), **fields)
     assert said in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ('{"model": "tiny", "training_file": "\\ud800"}', 400),
+        ('{"model": "tiny", "training_file": "\\u0000"}', 404),
+        ('{"model": "\\ud800", "training_file": "a"}', 400),
+        ('{"model": "tiny", "training_file": "a", "pcg": {"learning_rate": NaN}}', 400),
+        ('{"model": "tiny", "training_file": "a", "metadata": {"\\ud800": "a"}}', 400),
+    ],
+)
+def test_bodies_of_nobodys_client(server: serving.Served, body: str, status: int) -> None:
+    with server.client() as plain:
+        headers = {"content-type": "application/json"}
+        reply = plain.post("/v1/fine_tuning/jobs", content=body, headers=headers)
+        assert reply.status_code == status, reply.text
+        many = "&".join(f"metadata[{n}]=x" for n in range(2000))
+        assert plain.get(f"/v1/fine_tuning/jobs?{many}").status_code == 400
 
 
 def test_models_that_no_job_goes_on_from(client: openai.OpenAI, done: Any) -> None:
