@@ -71,6 +71,9 @@ class DeviceWeights:
     def remote(self, *_: object) -> None:
         """None: no other process multiplies by a weight."""
 
+    def release(self) -> None:
+        """Do nothing: no file is open."""
+
 
 def executor_of(bench: Bench, peft: object = None, **options: Any) -> Any:
     """An executor of the model with the triton backend."""

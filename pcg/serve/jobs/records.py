@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 from pcg.serve.files.records import Page
@@ -120,7 +120,7 @@ def count_unfinished(connection: sqlite3.Connection, tenant: str) -> int:
 
 
 def change(
-    connection: sqlite3.Connection, id: str, before: Sequence[str], **columns: Any
+    connection: sqlite3.Connection, id: str, before: Sequence[str], **columns: str | int | None
 ) -> JobRecord | None:
     """Change a job that is of one of some statuses; returns it, or None if it is of another."""
     record = find(connection, id)
@@ -128,4 +128,4 @@ def change(
         return None
     assigned = ", ".join(f"{name} = ?" for name in columns)
     connection.execute(f"UPDATE jobs SET {assigned} WHERE id = ?", (*columns.values(), id))
-    return replace(record, **columns)
+    return find(connection, id)
