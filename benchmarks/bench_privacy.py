@@ -168,7 +168,8 @@ class Trial:
         """Send the prompts; returns the adapter's BA."""
         self.base.sent.clear()
         lora = pcg.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=["up_proj"])
-        with pcg.connect(self.base.where, api_key=KEY, transport="tcp", privacy=privacy) as client:
+        options = {"transport": "tcp", "cut": "linear", "privacy": privacy}
+        with pcg.connect(self.base.where, api_key=KEY, **options) as client:
             adapter = client.add_adapter("x", lora, seed=1)
             generator = torch.Generator().manual_seed(2)
             for tensor in adapter.tensors:

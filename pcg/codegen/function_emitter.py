@@ -19,6 +19,7 @@ from pcg.errors import CodegenError
 from pcg.ir.analysis.in_flight import collective_of, waits
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
+from pcg.ir.printer import scope_text
 from pcg.ir.program.program import python_name
 
 Item: TypeAlias = Node | GroupKernel
@@ -48,7 +49,7 @@ def emit_function(function: Function, items: Sequence[Item] | None = None) -> st
         lines += _waiting(items, waited, index, expressions)
         if item.scope != scope:
             scope = item.scope
-            lines.append(f"    # {scope or 'layer'}")
+            lines.append(f"    # {scope_text(scope) if scope else 'layer'}")
         if isinstance(item, GroupKernel):
             lines += _launch(item, expressions)
         elif index in waited:

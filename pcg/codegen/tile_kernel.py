@@ -19,6 +19,7 @@ from pcg.ir.graph import Node
 from pcg.ir.kernel_group import KernelGroup
 from pcg.ir.operators import operator
 from pcg.ir.operators.base import Tile
+from pcg.ir.printer import scope_text
 from pcg.ir.program.program import python_name
 from pcg.ir.types import TensorType
 from pcg.kernels.sizes import DEFERRED_NUMBERS, DEFERRED_POINTERS
@@ -159,7 +160,7 @@ class TileWriter:
         for node in self.group.nodes:
             if node.scope != scope:
                 scope = node.scope
-                lines.append(f"    {scope or 'layer'}:")
+                lines.append(f"    {scope_text(scope) if scope else 'layer'}:")
             attributes = "".join(f", {name}={value!r}" for name, value in node.attributes)
             text = f"{node.name} = {node.op}({', '.join(node.inputs)}{attributes})"
             lines.append(statement(text, 8))

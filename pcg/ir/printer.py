@@ -92,7 +92,7 @@ def print_node(node: Node) -> str:
         pairs = (f"{name}={print_attribute(value)}" for name, value in node.attributes)
         line += f" {{{', '.join(pairs)}}}"
     if node.scope:
-        line += f"  @{node.scope if NAME.fullmatch(node.scope) else quote(node.scope)}"
+        line += f"  @{scope_text(node.scope)}"
     return line
 
 
@@ -116,6 +116,11 @@ def print_attribute(value: Attribute) -> str:
         f"{value!r} of type {type(value).__name__} is no attribute; use a bool, an int of 64 bits, "
         "a float but nan (which does not equal itself), a string, or a tuple of ints"
     )
+
+
+def scope_text(scope: str) -> str:
+    """A scope on one line, in quotes if it is no plain path: it may be a stranger's."""
+    return scope if NAME.fullmatch(scope) else quote(scope)
 
 
 def quote(text: str) -> str:

@@ -219,6 +219,13 @@ HOSTILE = {
         'gelu(%v1) {approximate="none\') or exit("}',
         "use numbers or words",
     ),
+    "a scope that is code": (
+        "silu(%v1)",
+        'silu(%v1) @"x\\r    exit()"',
+        "its names, and no scopes",
+    ),
+    "a name of its own": ("%v1", "%torch", "its names, and no scopes"),
+    "a weight that is code": (Q, "x\\n    exit()", "is no weight of this base"),
     "a weight as output": ("return %v2", "return %p0", "returns values that its nodes make"),
     "an input as output": ("return %v2", "return %v0", "returns values that its nodes make"),
     "a matrix of weights": (

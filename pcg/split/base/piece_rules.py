@@ -1,6 +1,7 @@
 """The rules for graphs that clients have a base run: text of unknown origin.
 
-    text         short; every type is of plain sizes, so that reading it takes no algebra
+    text         short; every type is of plain sizes, so that reading it takes no algebra; as
+                 `pcg.passes.placement.piece_text` writes it, so that no name is the client's
     graph        the IR's own rules (`pcg.ir.verifier`), few nodes, inputs and outputs
     operators    those of `PIECE_OPERATORS`, by which a token's result depends on it alone, with
                  attributes that are numbers or plain words
@@ -32,6 +33,7 @@ from pcg.ir.parser import parse_graph
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES, TensorType
 from pcg.ir.verifier import verify
 from pcg.kernels.torch.remote_weights import is_remote
+from pcg.passes.placement.piece_text import piece_text
 from pcg.passes.placement.split_graph import LINEAR, PIECE_OPERATORS
 
 MOST_CHARACTERS = 2**16
@@ -43,6 +45,7 @@ _MOST_PRODUCTS = 2
 _MOST_WIDTHS = 4
 """Numbers that a value has for a token, in the widest sides of the base's matrices."""
 _SIZES = re.compile(r"(T|[0-9]{1,9})?(, [0-9]{1,9})*")
+_SOURCE = re.compile(r"[A-Za-z0-9_.{}]{1,200}")
 _WORD = re.compile(r"[a-z0-9_]{0,24}")
 _FLOATS = ("f16", "bf16", "f32", "f64")
 
@@ -87,6 +90,8 @@ def read_piece(text: str, widest: int) -> PieceGraph:
     _check_values(graph, most)
     for parameter in graph.parameters:
         _check_parameter(parameter)
+    if piece_text(graph).text != text:
+        raise SplitError("a piece has the text that pcg.connect writes: its names, and no scopes")
     total = sum(_bytes_per_token(type_) for type_ in graph.types.values())
     return PieceGraph(graph, any("_backward" in node.op for node in graph.nodes), total)
 
@@ -167,6 +172,8 @@ def _check_row(name: str, type_: TensorType, most: int) -> None:
 def _check_parameter(parameter: Parameter) -> None:
     if parameter.role == "adapter":
         raise SplitError(f"%{parameter.name} is an adapter's; a base has frozen weights alone")
+    if not _SOURCE.fullmatch(parameter.source):
+        raise SplitError(f"{parameter.source[:200]!r} is no weight of this base")
     if parameter.part != WHOLE or parameter.rows is not None:
         raise SplitError(f"%{parameter.name} is a part of a weight; a base has them whole")
 
