@@ -175,10 +175,19 @@ def test_states_that_do_not_fit_are_refused(executor: Executor, tmp_path: Path) 
         with pytest.raises(FinetuneError, match="optimizer=False"):
             trainer.load_state(path)
         assert trainer.load_state(path, optimizer=False).step == 0
+        with pytest.raises(FinetuneError, match="cannot be saved"):
+            trainer.save_state(tmp_path / ("x" * 300))
+        trainer.save_state(path / "inside")
+        with pytest.raises(FinetuneError, match="the directory 'inside' in it"):
+            trainer.save_state(path, overwrite=True)
     optimizer = path / "optimizer.safetensors"
     optimizer.write_bytes(optimizer.read_bytes()[:-8])
     with executor.trainer("e", peft=LORA) as trainer:
         with pytest.raises(FinetuneError, match="is truncated"):
+            trainer.load_state(path)
+        (path / "trainer_state.json").unlink()
+        (path / "trainer_state.json").symlink_to("/dev/zero")  # which has no end
+        with pytest.raises(FinetuneError, match="there is no state"):
             trainer.load_state(path)
         train(trainer, 1)
 
