@@ -258,6 +258,7 @@ def test_bad_options_are_named(executor: Executor) -> None:
         ({"optimizer": "adamww"}, "adamw"),
         ({"optimizer_options": {"momentum": 1}}, "momentum"),
         ({"peft": {"peft_type": "ADALORA"}}, "total_steps"),
+        ({"peft": {"peft_type": "ADALORA"}, "total_steps": 1}, "one step more"),
         ({"rank": 4}, "unknown option 'rank'"),
     ]
     for options, message in bad:
