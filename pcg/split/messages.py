@@ -97,11 +97,12 @@ def read_message(frames: Sequence[Buffer]) -> Message:
         raise SplitError(f"the header names {len(kinds)} tensors, and {len(frames) - 1} came")
     tensors = []
     for (dtype, shape), frame in zip(kinds, frames[1:], strict=True):
-        tensor = torch.empty(shape, dtype=dtype)
-        if memoryview(frame).nbytes != tensor.nbytes:
+        # Before anything is allocated: the header may say more than the machine has.
+        if memoryview(frame).nbytes != math.prod(shape) * dtype.itemsize:
             raise SplitError(
                 f"{memoryview(frame).nbytes} bytes are no tensor {list(shape)} of {_NAMES[dtype]}"
             )
+        tensor = torch.empty(shape, dtype=dtype)
         if tensor.nbytes:
             bytes_of(tensor)[:] = memoryview(frame).cast("B")
         tensors.append(tensor)
@@ -128,7 +129,10 @@ def _kind(dtype: object, shape: object) -> tuple[torch.dtype, tuple[int, ...]]:
     known = isinstance(dtype, str) and dtype in DTYPES
     if not known or not isinstance(shape, list) or len(shape) > _MOST_DIMS:
         raise SplitError(f"a tensor is [dtype, shape], with a dtype of {', '.join(DTYPES)}")
-    if not all(type(size) is int and size >= 0 for size in shape) or math.prod(shape) > 2**40:
+    # Sizes beside a 0 count, too: torch has strides of them.
+    if not all(type(size) is int and size >= 0 for size in shape) or (
+        math.prod(max(size, 1) for size in shape) > 2**40
+    ):
         raise SplitError(f"{shape} is no shape")
     return DTYPES[dtype], tuple(shape)  # type: ignore[index]
 

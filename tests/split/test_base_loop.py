@@ -111,6 +111,33 @@ def test_requests_of_clients_run_as_one_and_each_gets_its_own_rows(whole: Execut
         assert torch.allclose(y, x @ weight.t(), atol=1e-5)
 
 
+def test_a_result_of_other_rows_is_an_error_and_ends_nothing(
+    whole: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = make_base(whole)
+    client = joined(base)
+    call = Message("run", 2, {"piece": f"linear:{O}"}, (torch.ones(1, 64),))
+    with monkeypatch.context() as patch:
+        patch.setattr(base.loop.base, "run", lambda *_: (torch.ones(64, 64),))
+        assert "the base failed" in ask(base, client, call).fields["error"]
+    assert ask(base, client, call).op == "reply"
+
+
+def test_a_client_whose_reply_cannot_be_written_is_dropped(
+    whole: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = make_base(whole)
+    client = joined(base)
+
+    def fail(*_: object) -> bool:
+        raise ValueError("what nobody has thought of")
+
+    monkeypatch.setattr(base.endpoint, "send", fail)
+    base.endpoint.ask(client[0], Message("stats", 2))
+    base.loop.step(0)
+    assert base.loop.clients == 0
+
+
 def test_a_client_that_is_gone_frees_its_queue(whole: Executor) -> None:
     base = make_base(whole, policy="lockstep")
     first, second = joined(base), joined(base)

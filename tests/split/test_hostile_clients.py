@@ -103,6 +103,37 @@ def reply_to(end: Any, frames: Any) -> Message:
     return read_message(end.recv_multipart())
 
 
+@pytest.mark.parametrize(("shape", "frame"), [([2**40], b""), ([2**70, 0], b""), ([2**62, 0], b"")])
+def test_a_stranger_without_a_key_ends_no_base(
+    whole: Executor, shape: list[int], frame: bytes
+) -> None:
+    header = {"op": "hello", "seq": 1, "tensors": [["float64", shape]]}
+    with served(whole) as base, raw(base.where) as end:
+        assert reply_to(end, [json.dumps(header).encode(), frame]).op == "error"
+        assert base.answers()
+
+
+def test_what_a_transport_cannot_read_is_answered(
+    whole: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("what nobody has thought of")
+
+    with served(whole) as base, raw(base.where) as end:
+        with monkeypatch.context() as patch:
+            patch.setattr(base.loop.endpoint, "_read", fail)
+            assert "no message that a base can read" in reply_to(end, [b"{}"]).fields["error"]
+        assert base.answers()
+
+
+def test_an_empty_tensor_comes_back_through_shared_memory(whole: Executor) -> None:
+    with served(whole, "shared-memory") as base:
+        given = (torch.empty(0, 3), torch.ones(2))
+        found = base.caller.call("echo", given).tensors
+        assert [tuple(one.shape) for one in found] == [(0, 3), (2,)]
+        assert base.answers()
+
+
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 

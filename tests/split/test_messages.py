@@ -36,6 +36,8 @@ def test_a_message_comes_back_as_it_was(dtype: torch.dtype) -> None:
         b'{"op": "run", "seq": true, "tensors": []}',
         b'{"op": "run", "seq": 1, "tensors": [["float32", [-1]]]}',
         b'{"op": "run", "seq": 1, "tensors": [["float32", [1099511627776, 4]]]}',
+        b'{"op": "run", "seq": 1, "tensors": [["float64", [1099511627776]]]}',
+        b'{"op": "run", "seq": 1, "tensors": [["float32", [1180591620717411303424, 0]]]}',
         b'{"op": "run", "seq": 1, "tensors": [["object", [1]]]}',
         b'{"op": "run", "seq": 1, "tensors": [["float32", 1]]}',
         b'{"op": "run", "seq": 1, "tensors": {"a": 1}}',

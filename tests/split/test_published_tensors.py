@@ -17,6 +17,7 @@ from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
 from pcg.split.transports.published_tensors import PublishedTensors, published_tensor
+from pcg.split.transports.shared_memory import SharedMemory
 from pcg.split.transports.zeromq import ZeroMqEndpoint
 from tests.support import oracle
 from tests.support.families import BY_NAME
@@ -75,6 +76,26 @@ def test_an_impossible_place_is_refused(change: dict[str, object], message: str)
     with pytest.raises(SplitError, match=message):
         published_tensor(place, torch.float32, (5, 2))
     published.close()
+
+
+@pytest.mark.parametrize("kind", ["file", "unsealed"])
+def test_no_file_of_the_users_is_opened_for_a_base(tmp_path: Path, kind: str) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(mmap.PAGESIZE))
+    if kind == "file":
+        descriptor = os.open(secret, os.O_RDWR)
+    else:
+        descriptor = os.memfd_create("pcg-base")
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+    place = {"process": os.getpid(), "descriptor": descriptor, "bytes": mmap.PAGESIZE, "at": 0}
+    try:
+        with pytest.raises(SplitError, match="cannot be mapped"):
+            published_tensor(place, torch.float32, (5, 2))
+        with pytest.raises(OSError, match="no memory of a base"):
+            SharedMemory.attach(os.getpid(), descriptor, mmap.PAGESIZE)
+    finally:
+        os.close(descriptor)
+    assert secret.read_bytes() == bytes(mmap.PAGESIZE)
 
 
 @pytest.mark.parametrize("transport", ["shared-memory", "tcp"])

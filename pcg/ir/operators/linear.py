@@ -164,10 +164,10 @@ class BasePiece(Product):
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         graph = piece_of(attributes["text"])
-        given, wanted = types[:-1], tuple(value.type for value in graph.inputs)
-        if given != wanted:
-            shown = ", ".join(map(str, wanted))
-            raise TypeCheckError(f"the piece takes {shown}, not {', '.join(map(str, given))}")
+        wanted = [value.type for value in graph.inputs]
+        if [(one.dtype, one.shape) for one in types[:-1]] != [(w.dtype, w.shape) for w in wanted]:
+            given, shown = (", ".join(map(str, every)) for every in (types[:-1], wanted))
+            raise TypeCheckError(f"the piece takes {shown}, not {given}")
         if any(name not in graph.types for name in graph.outputs):
             raise TypeCheckError("the piece returns a value that it does not make")
         return tuple(graph.types[name] for name in graph.outputs)

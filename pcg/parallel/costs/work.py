@@ -127,7 +127,7 @@ def is_free(op: str) -> bool:
         raise CostModelError(f"{op} is no work of one rank; ask collective_seconds for its cost")
     if isinstance(entry, Transition):
         raise CostModelError(f"{op} has no cost before the graph is that of one rank: localize it")
-    return op in ("own_part", "taken_part", "add_deferred", "nothing_deferred")
+    return op in ("base_piece", "own_part", "taken_part", "add_deferred", "nothing_deferred")
 
 
 def parts_of(

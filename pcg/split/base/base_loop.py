@@ -265,11 +265,11 @@ class BaseLoop:
 
     def _queue(self, client: bytes, message: Message, key: Key) -> None:
         piece = Piece.parse(message.text("piece", 2**14))
-        trains = piece.kind == GRADIENT
+        trains, most_tokens = piece.kind == GRADIENT, None
         if piece.kind == GRAPH:
             graph = self.base.graphs.checked(client, piece, message.tensors)
             trains = graph.trains
-            self._check_memory(len(message.tensors[0]), graph.bytes_per_token)
+            most_tokens = self._checked_memory(len(message.tensors[0]), graph.bytes_per_token)
         else:
             self.base.checked(piece, message.tensors)
         if trains and Scope.TRAIN not in key.scopes:
@@ -277,10 +277,8 @@ class BaseLoop:
         # A key without the scope has no priority over those that train.
         serves = message.fields.get("serves") is True and Scope.INFER in key.scopes
         self._check_load(client, message, key)
-        now_s = time.monotonic()
-        self._queues.add(
-            Waiting(client, message.seq, piece, message.tensors, serves, now_s, key.name)
-        )
+        request = (client, message.seq, piece, message.tensors, serves, time.monotonic())
+        self._queues.add(Waiting(*request, key.name, most_tokens))
 
     def _check_load(self, client: bytes, message: Message, key: Key) -> None:
         """Bound what waits. BaseBusyError: it is too much now. SplitError: it always will be."""
@@ -300,7 +298,8 @@ class BaseLoop:
                 f"already; it may have {most_tokens} and {most_bytes}"
             )
 
-    def _check_memory(self, tokens: int, bytes_per_token: int) -> None:
+    def _checked_memory(self, tokens: int, bytes_per_token: int) -> int:
+        """Return the most tokens of a batch of a graph. SplitError: one request has more."""
         most = self._options.max_piece_mib * 2**20
         if tokens * bytes_per_token > most:
             raise SplitError(
@@ -308,6 +307,7 @@ class BaseLoop:
                 f"and this base allows {most:,}; send {most // bytes_per_token:,} tokens at most, "
                 "in smaller batches or windows, or start it with --max-piece-mib"
             )
+        return most // bytes_per_token
 
     # ------------------------------------------------------------------------------- running
 
@@ -320,6 +320,8 @@ class BaseLoop:
                 every = zip(*(one.tensors for one in batch), strict=True)
                 inputs = [torch.cat(parts) for parts in every]
             outputs = self.base.run(batch[0].piece, inputs)
+            counts = [one.tokens for one in batch]
+            parts = list(zip(*(output.split(counts) for output in outputs), strict=True))
         except RankLostError:
             raise  # nothing runs without it
         except Exception as error:
@@ -330,9 +332,7 @@ class BaseLoop:
             return
         self.counts.batches += 1
         self.counts.requests += len(batch)
-        self.counts.tokens += len(outputs[0])
-        counts = [one.tokens for one in batch]
-        parts = zip(*(output.split(counts) for output in outputs), strict=True)
+        self.counts.tokens += sum(counts)
         for one, own in zip(batch, parts, strict=True):
             self._reply(one.client, Message("reply", one.seq, tensors=own))
 
@@ -340,7 +340,12 @@ class BaseLoop:
         known = self._clients.get(client)
         if known is not None:
             known.seen_s = time.monotonic()
-        if not self.endpoint.send(client, message):
+        try:
+            is_sent = self.endpoint.send(client, message)
+        except Exception:
+            _LOG.exception("a reply to client %s failed", client.hex())
+            is_sent = False
+        if not is_sent:
             self._drop(client, "is gone")
 
     def _drop(self, client: bytes, why: str) -> None:

@@ -23,7 +23,7 @@ from pcg.ir.types import TORCH_NAMES
 from pcg.passes.fusion.fuse_linears import FuseLinears
 from pcg.runtime.model.product_weights import as_group, joined, lie_side_by_side, product_weights
 from pcg.runtime.model.runner import load_functions
-from pcg.split.base.piece_rules import PieceGraph, check_weight, read_piece
+from pcg.split.base.piece_rules import LAYER, PieceGraph, check_weight, read_piece
 from pcg.split.pieces import UNKNOWN_GRAPH, Piece, graph_digest
 
 _MOST_GRAPHS = 256
@@ -40,6 +40,11 @@ class _Defined:
     function: Callable[..., Any]
     clients: set[bytes] = field(default_factory=set)
     layers: dict[int, SimpleNamespace] = field(default_factory=dict)
+
+    def key(self, layer: int) -> int:
+        """Return what `layers` has a layer's weights by: one for all, if they are of no layer."""
+        is_layered = any(LAYER in one.source for one in self.piece.graph.parameters)
+        return layer if is_layered else 0
 
 
 class GraphPieces:
@@ -92,8 +97,9 @@ class GraphPieces:
         for value, one in zip(wanted, inputs, strict=True):
             if one.dtype != getattr(torch, TORCH_NAMES[value.type.dtype]):
                 raise SplitError(f"the piece takes {value.type}, not {one.dtype}")
-        if piece.layer not in found.layers:
-            found.layers[piece.layer] = self._bound(found.fused, piece.layer)
+        layer = found.key(piece.layer)
+        if layer not in found.layers:
+            found.layers[layer] = self._bound(found.fused, layer)
         return found.piece
 
     def run(self, piece: Piece, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -101,7 +107,7 @@ class GraphPieces:
         found = self._defined.get(piece.weights[0])
         if found is None:
             raise SplitError(f"{UNKNOWN_GRAPH}: {piece}")
-        result = found.function(found.layers[piece.layer], None, None, *inputs)
+        result = found.function(found.layers[found.key(piece.layer)], None, None, *inputs)
         return result if isinstance(result, tuple) else (result,)
 
     def _bound(self, graph: Graph, layer: int) -> SimpleNamespace:

@@ -4,7 +4,8 @@
                  `pcg.passes.placement.piece_text` writes it, so that no name is the client's
     graph        the IR's own rules (`pcg.ir.verifier`), few nodes, inputs and outputs
     operators    those of `PIECE_OPERATORS`, by which a token's result depends on it alone, with
-                 attributes that are numbers or plain words
+                 attributes that are numbers or words of their own, and inputs that fit
+                 (`pcg.split.base.piece_nodes`)
     values       have a row for each token, and no more numbers in it than a few of the base's
                  widest; but for vectors that are made of weights
     weights      frozen tensors and constants of the base, of their own shapes; a matrix is in few
@@ -17,7 +18,6 @@ known before it is taken: a number of bytes for each token.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from math import prod
 from torch import Tensor
 
 from pcg.errors import IrError, SplitError
-from pcg.ir.graph import Attribute, Graph, Node, Parameter
+from pcg.ir.graph import Graph, Node, Parameter
 from pcg.ir.layouts import WHOLE
 from pcg.ir.parser import parse_graph
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES, TensorType
@@ -35,6 +35,7 @@ from pcg.ir.verifier import verify
 from pcg.kernels.torch.remote_weights import is_remote
 from pcg.passes.placement.piece_text import piece_text
 from pcg.passes.placement.split_graph import LINEAR, PIECE_OPERATORS
+from pcg.split.base.piece_nodes import FLOATS, check_attributes, check_types
 
 MOST_CHARACTERS = 2**16
 _MOST_NODES = 256
@@ -42,12 +43,14 @@ _MOST_VALUES = 16
 """Inputs, and outputs, of a piece; a message has no more tensors."""
 _MOST_PRODUCTS = 2
 """Products of each kind by one matrix, in a piece."""
+_MOST_LINEAR = 64
+"""Products of a piece, whatever its matrices; a layer has fewer."""
 _MOST_WIDTHS = 4
 """Numbers that a value has for a token, in the widest sides of the base's matrices."""
-_SIZES = re.compile(r"(T|[0-9]{1,9})?(, [0-9]{1,9})*")
+_SIZES = re.compile(r"(T|[0-9]{1,9})?(, [0-9]{1,9}){0,7}")
+LAYER = "{layer}"
+"""The place of the layer's number in the name of a weight."""
 _SOURCE = re.compile(r"[A-Za-z0-9_.{}]{1,200}")
-_WORD = re.compile(r"[a-z0-9_]{0,24}")
-_FLOATS = ("f16", "bf16", "f32", "f64")
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class PieceGraph:
 
     Attributes:
         trains: True if it has a gradient in it.
-        bytes_per_token: bytes of all its values for a token.
+        bytes_per_token: bytes of all its values for a token, with those of weights' vectors.
     """
 
     graph: Graph
@@ -84,6 +87,8 @@ def read_piece(text: str, widest: int) -> PieceGraph:
         for node in graph.nodes:
             _check_operator(node)
         verify(graph)
+        for node in graph.nodes:
+            check_types(node, graph.types)
     except IrError as error:
         raise SplitError(f"this is no piece: {str(error)[:500]}") from None
     most = _MOST_WIDTHS * widest
@@ -92,13 +97,14 @@ def read_piece(text: str, widest: int) -> PieceGraph:
         _check_parameter(parameter)
     if piece_text(graph).text != text:
         raise SplitError("a piece has the text that pcg.connect writes: its names, and no scopes")
-    total = sum(_bytes_per_token(type_) for type_ in graph.types.values())
+    made = [value for node in graph.nodes for value in node.outputs]
+    total = sum(_bytes_per_token(value.type) for value in (*graph.inputs, *made))
     return PieceGraph(graph, any("_backward" in node.op for node in graph.nodes), total)
 
 
 def check_weight(parameter: Parameter, layer: int, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the tensor of a piece's parameter. SplitError: the base has none, or another."""
-    name = parameter.source.replace("{layer}", str(layer))
+    name = parameter.source.replace(LAYER, str(layer))
     tensor = tensors.get(name)
     if tensor is None or is_remote(tensor):
         raise SplitError(f"{name[:200]!r} is no weight of this base")
@@ -114,25 +120,23 @@ def _check_size(graph: Graph) -> None:
     for what, count in (("inputs", len(graph.inputs)), ("outputs", len(graph.outputs))):
         if not 0 < count <= _MOST_VALUES:
             raise SplitError(f"a piece has 1 to {_MOST_VALUES} {what}, not {count}")
-    products = Counter((node.op, node.inputs[1]) for node in graph.nodes if node.op in LINEAR)
+    sources = {one.name: one.source for one in graph.parameters}  # two may be of one matrix
+    products = Counter(
+        (node.op, sources.get(name))
+        for node in graph.nodes
+        if node.op in LINEAR
+        for name in node.inputs[1:2]
+    )
     if any(count > _MOST_PRODUCTS for count in products.values()):
         raise SplitError(f"a piece has {_MOST_PRODUCTS} products of a kind by a matrix at most")
+    if products.total() > _MOST_LINEAR:
+        raise SplitError(f"a piece has {_MOST_LINEAR} products at most, not {products.total()}")
 
 
 def _check_operator(node: Node) -> None:
     if node.op not in PIECE_OPERATORS:
         raise SplitError(f"{node.op[:40]!r} is no operator that a base runs for its clients")
-    for name, value in node.attributes:
-        if not _is_plain(value):
-            raise SplitError(f"{node.op} has {name[:40]}={str(value)[:40]!r}; use numbers or words")
-
-
-def _is_plain(value: Attribute) -> bool:
-    if isinstance(value, str):
-        return _WORD.fullmatch(value) is not None
-    if isinstance(value, tuple):
-        return len(value) <= 8 and all(abs(one) < 2**31 for one in value)
-    return math.isfinite(value) and abs(value) < 2**63
+    check_attributes(node)
 
 
 def _check_values(graph: Graph, most: int) -> None:
@@ -159,7 +163,7 @@ def _check_values(graph: Graph, most: int) -> None:
 
 
 def _check_row(name: str, type_: TensorType, most: int) -> None:
-    if not type_.is_token_wise or type_.dtype not in _FLOATS:
+    if not type_.is_token_wise or type_.dtype not in FLOATS:
         raise SplitError(
             f"%{name} is {type_}; a piece's values have floats in a row for each token"
         )
@@ -179,4 +183,4 @@ def _check_parameter(parameter: Parameter) -> None:
 
 
 def _bytes_per_token(type_: TensorType) -> int:
-    return prod(type_.features) * DTYPE_BYTES[type_.dtype] if type_.is_token_wise else 0
+    return prod(type_.features) * DTYPE_BYTES[type_.dtype]

@@ -50,9 +50,10 @@ class Policy(ABC):
     def _fitting(self, requests: Sequence[Waiting]) -> Sequence[Waiting]:
         """Return the first requests of some whose tokens fit in a batch."""
         tokens = 0
+        most = min(self.max_tokens, *(one.most_tokens or self.max_tokens for one in requests))
         for index, one in enumerate(requests):
             tokens += one.tokens
-            if index and tokens > self.max_tokens:
+            if index and tokens > most:
                 return requests[:index]
         return requests
 

@@ -25,6 +25,7 @@ class Waiting:
         serves: True if a user waits for tokens; False if it trains.
         arrived_s: when it came, on the clock of `time.monotonic`.
         key: the name of the key that it came with.
+        most_tokens: the most tokens of a batch with it, if not the policy's.
         tokens: the number of its tokens.
         turn: the number of batches that had run when it came.
     """
@@ -36,6 +37,7 @@ class Waiting:
     serves: bool
     arrived_s: float
     key: str = ""
+    most_tokens: int | None = None
     tokens: int = field(init=False)
     turn: int = field(init=False, default=0)
 

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from pcg.errors import SplitError
+from pcg.split.transports.shared_memory import open_memory
 
 LEAST_BYTES = 2**20
 """A smaller tensor is sent."""
 _ALIGNED = 64
+_NAME = "pcg-base"
 _F_SEAL_FUTURE_WRITE = 0x10
 """As in Linux's fcntl.h, from 5.1 on; Python names it from 3.13 on."""
 
@@ -40,7 +42,7 @@ class PublishedTensors:
             places[name] = size
             size += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
         self._size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._descriptor = os.memfd_create("pcg-base", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._descriptor, self._size)
             memory = torch.frombuffer(mmap.mmap(self._descriptor, self._size), dtype=torch.uint8)
@@ -81,7 +83,7 @@ def published_tensor(place: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> 
         raise SplitError(f"{place} is no place of a published tensor")
     process, descriptor, size, at = numbers
     try:
-        own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        own = open_memory(process, descriptor, _NAME, os.O_RDONLY)
         try:
             if os.fstat(own).st_size != size:
                 raise OSError(f"its memory has {os.fstat(own).st_size} bytes, not {size}")

@@ -24,7 +24,30 @@ from pcg.errors import SplitError
 from pcg.split.messages import bytes_of
 
 _ALIGNED = 64
+_NAME = "pcg-split"
 LEAST_BYTES = 2**20
+
+
+def open_memory(process: int, descriptor: int, name: str, flags: int) -> int:
+    """Open memory that a process has made under a name, which cannot become shorter.
+
+    Whoever answers at a base's address names the descriptor: no other file is opened, lest
+    something of the user's own be read or written.
+
+    Raises:
+        OSError: it is something else, or of another user, or gone.
+    """
+    path = f"/proc/{process}/fd/{descriptor}"
+    if not os.readlink(path).startswith(f"/memfd:{name} "):
+        raise OSError(f"{path} is no memory of a base executor")
+    own = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        if not fcntl.fcntl(own, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise OSError(f"{path} could become shorter")
+    except BaseException:
+        os.close(own)
+        raise
+    return own
 
 
 class SharedMemory:
@@ -45,7 +68,7 @@ class SharedMemory:
         """Make some. SplitError: this system has no such memory."""
         if not hasattr(os, "memfd_create"):
             raise SplitError("shared memory needs Linux; connect by transport='tcp'")
-        descriptor = os.memfd_create("pcg-split", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, size_bytes)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -58,7 +81,7 @@ class SharedMemory:
     @classmethod
     def attach(cls, process: int, descriptor: int, size_bytes: int) -> SharedMemory:
         """Map what another process has made. OSError: it is of another user, or gone."""
-        own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        own = open_memory(process, descriptor, _NAME, os.O_RDWR)
         try:
             if os.fstat(own).st_size != size_bytes:
                 raise OSError(f"its memory has {os.fstat(own).st_size} bytes, not {size_bytes}")
@@ -75,8 +98,9 @@ class SharedMemory:
             if at + tensor.nbytes > end:
                 return None
             places.append(at)
-            own = self._bytes[at : at + tensor.nbytes]
-            own.copy_(torch.frombuffer(bytes_of(tensor), dtype=torch.uint8))
+            if tensor.nbytes:
+                own = self._bytes[at : at + tensor.nbytes]
+                own.copy_(torch.frombuffer(bytes_of(tensor), dtype=torch.uint8))
             at += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
         return places
 

@@ -118,6 +118,9 @@ class ZeroMqEndpoint(Endpoint):
                 found.append((client, message))
             except SplitError as error:
                 found.append((client, error))
+            except Exception as error:  # whoever has sent it, perhaps without a key
+                _LOG.debug("no message of client %s: %s", client.hex(), error)
+                found.append((client, SplitError("this is no message that a base can read")))
         return found
 
     def _sender(self, frame: Any) -> str:

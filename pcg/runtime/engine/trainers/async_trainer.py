@@ -221,12 +221,16 @@ class AsyncTrainer:
         assert call is not None
         assert stages is not None
         try:
+            stage = resume(stages)
             if call.is_cancelled:
                 stages.close()
                 self._end(call, None)
                 return
-            stage = resume(stages)
         except StopIteration as end:
+            if call is self.created and call.is_cancelled:
+                self._end(call, None)
+                return
+            # One that is cancelled too late, as it has done all, is told so by its result.
             self._current = self._stages = None
             call.finish(end.value)
             self._thread.call(self._go_on)

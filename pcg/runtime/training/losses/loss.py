@@ -53,7 +53,7 @@ class Loss:
         """Return its options, some of them as given. FinetuneError: names a bad one."""
         if given is not None and not isinstance(given, Mapping):
             raise FinetuneError(f"loss_options={shown(given)}; use a dict of numbers by name")
-        found = {**self.options, **(given or {})}
+        found = {**self.options, **{str(name): value for name, value in (given or {}).items()}}
         if found and self.options:
             check_names(found, self.options, FinetuneError)
         elif found:

@@ -88,8 +88,13 @@ class Forward(Command[Scored]):
         """Return the loss by the caller's function, and its gradient by each log-probability."""
         assert not isinstance(self.loss, str)
         leaves = [one.detach().clone().requires_grad_() for one in scored.logprobs]
-        total = self.loss(leaves)
-        if not isinstance(total, Tensor) or total.numel() != 1 or not total.requires_grad:
+        total = self.loss([*leaves])  # its own list, which it may change
+        if not (
+            isinstance(total, Tensor)
+            and total.numel() == 1
+            and total.is_floating_point()
+            and total.requires_grad
+        ):
             raise FinetuneError(
                 f"the loss function returned {shown(total)}; return a scalar tensor that torch "
                 "can differentiate by the log-probabilities"

@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from pcg.errors import AdapterError, FinetuneError
-from pcg.files import expanded, is_directory, sync_names
+from pcg.files import expanded, is_directory, is_file, sync_names
 from pcg.runtime.training.checkpoints import STATE, Checkpoint, CheckpointStore, write_checkpoint
 from pcg.units import shown
 
@@ -35,6 +35,12 @@ def write_state(path: str | Path, checkpoint: Checkpoint, *, overwrite: bool) ->
             fix = "give overwrite=True, or another path" if not overwrite else "give another path"
             what = "a state" if (place / STATE).is_file() else "something that is no state"
             raise FinetuneError(f"there is {what} at {place} already; {fix}")
+        inside = [one.name for one in place.iterdir() if one.is_dir()] if place.exists() else []
+        if inside:  # such as another state
+            raise FinetuneError(
+                f"the state at {place} has the directory {shown(inside[0])} in it, which would "
+                "be lost; move it, or give another path"
+            )
         place.parent.mkdir(parents=True, exist_ok=True)
         write_checkpoint(checkpoint, beside)
         if place.exists():
@@ -42,7 +48,7 @@ def write_state(path: str | Path, checkpoint: Checkpoint, *, overwrite: bool) ->
         beside.rename(place)
         sync_names(place.parent)
     except (OSError, SafetensorError, AdapterError) as error:
-        if old.exists() and not place.exists():
+        if is_directory(old) and not place.exists():
             old.rename(place)
         raise FinetuneError(f"the state cannot be saved at {place}: {error}") from error
     finally:
@@ -64,7 +70,7 @@ def read_state(
         FinetuneError: there is none, it is damaged, or it is of another base or optimizer.
     """
     place = expanded(path)
-    if not is_directory(place):
+    if not is_file(place / STATE):
         raise FinetuneError(f"there is no state at {place}; give the path of a saved one")
     try:
         found = CheckpointStore(place.parent).load(place, name)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
+
+import torch
 
 from pcg.errors import FinetuneError
 from pcg.keywords import takes
@@ -131,7 +134,8 @@ def trainer_here(state: ModelState, given: TrainerArguments) -> Trainer:
     ends = state.begin_training(given.name)
     held: list[TrainedAdapter] = []
     try:
-        held.append(TrainedAdapter(state, given, windows=False))
+        with _gradients():
+            held.append(TrainedAdapter(state, given, windows=False))
     except BaseException:
         ends()
         raise
@@ -140,7 +144,8 @@ def trainer_here(state: ModelState, given: TrainerArguments) -> Trainer:
         if not held:
             raise FinetuneError(f"trainer {given.name!r} was closed; make another one")
         state.check_no_engine("a trainer that was made before", "make one by trainer() now")
-        return run_here(command, held[0])
+        with _gradients():
+            return run_here(command, held[0])
 
     def end() -> None:
         if held:
@@ -148,6 +153,13 @@ def trainer_here(state: ModelState, given: TrainerArguments) -> Trainer:
             ends()
 
     return Trainer(given.name, run, end)
+
+
+@contextmanager
+def _gradients() -> Iterator[None]:
+    """Have torch differentiate, whatever mode the caller is in."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def run_here(command: Command[Result], trained: TrainedAdapter) -> Result:

@@ -166,6 +166,27 @@ def test_a_custom_loss_is_autograds_in_one_call_and_in_two(models: tuple[Executo
             torch.testing.assert_close(value, after[path], rtol=1e-6, atol=1e-6)
 
 
+def test_a_custom_loss_may_change_its_list_in_any_mode(models: tuple[Executor, Any]) -> None:
+    def changes(found: list[Tensor]) -> Tensor:
+        found[0] = 2 * found[0]
+        return -(found.pop(0).sum() + found.pop().sum())
+
+    def leaves(found: list[Tensor]) -> Tensor:
+        return -(2 * found[0].sum() + found[-1].sum())
+
+    norms = []
+    for loss in (leaves, changes):
+        put(*models, "a")
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with mode(), models[0].trainer("a") as trainer:
+                trainer.forward_backward(data(ROWS), loss)
+                trainer.forward_backward(data(ROWS, *READ), "ppo")
+                norms.append(trainer.optim_step(learning_rate=0.0).gradient_norm)
+    assert norms == [norms[0]] * 6
+    with models[0].trainer("a") as trainer, pytest.raises(FinetuneError, match="scalar tensor"):
+        trainer.forward(data(ROWS), lambda found: found[0].sum() * 1j)
+
+
 def test_a_token_without_weight_counts_nowhere(models: tuple[Executor, Any]) -> None:
     executor, wrapped = models
     put(executor, wrapped, "a")
@@ -189,6 +210,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "an option of none": ("importance_sampling", {"loss_options": {"beta": 1}}, "no options"),
     "bounds in turns": ("ppo", {"loss_options": {"clip_low_threshold": 2}}, "is above"),
     "a negative one": ("dro", {"loss_options": {"beta": -1}}, "at least 0"),
+    "no word": ("dro", {"loss_options": {5: 1}}, "unknown option '5'"),
 }
 
 

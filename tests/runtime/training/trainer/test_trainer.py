@@ -142,6 +142,20 @@ def test_save_load_and_step_are_equal_to_the_bit(
         assert torch.equal(first, second)
 
 
+def test_a_state_is_loaded_behind_a_version_of_lower_ranks(
+    executor: Executor, tmp_path: Path
+) -> None:
+    recipe = {"peft_type": "ADALORA", "init_r": 4, "target_r": 2, "tinit": 1, "tfinal": 1}
+    with executor.trainer("b", peft=recipe, total_steps=3) as trainer:
+        train(trainer)
+        trainer.save_state(tmp_path / "state")
+        trainer.snapshot()
+        before = trainer.forward(data(ROWS[:1])).loss
+        train(trainer, 1)
+        assert trainer.load_state(tmp_path / "state").step == 3
+        assert trainer.forward(data(ROWS[:1])).loss == before
+
+
 def test_a_save_leaves_the_gradients_that_wait(executor: Executor, tmp_path: Path) -> None:
     norms = []
     for name in ("b", "c"):
@@ -175,10 +189,19 @@ def test_states_that_do_not_fit_are_refused(executor: Executor, tmp_path: Path) 
         with pytest.raises(FinetuneError, match="optimizer=False"):
             trainer.load_state(path)
         assert trainer.load_state(path, optimizer=False).step == 0
+        with pytest.raises(FinetuneError, match="cannot be saved"):
+            trainer.save_state(tmp_path / ("x" * 300))
+        trainer.save_state(path / "inside")
+        with pytest.raises(FinetuneError, match="the directory 'inside' in it"):
+            trainer.save_state(path, overwrite=True)
     optimizer = path / "optimizer.safetensors"
     optimizer.write_bytes(optimizer.read_bytes()[:-8])
     with executor.trainer("e", peft=LORA) as trainer:
         with pytest.raises(FinetuneError, match="is truncated"):
+            trainer.load_state(path)
+        (path / "trainer_state.json").unlink()
+        (path / "trainer_state.json").symlink_to("/dev/zero")  # which has no end
+        with pytest.raises(FinetuneError, match="there is no state"):
             trainer.load_state(path)
         train(trainer, 1)
 
