@@ -67,7 +67,7 @@ def watched_base(executor: Any) -> Iterator[Watched]:
     watched = Watched(endpoint.where)
     run = base.run
 
-    def watching(piece: Any, inputs: Sequence[Tensor]) -> Tensor:
+    def watching(piece: Any, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         if piece.kind == LINEAR:
             watched.sent.setdefault(str(piece), []).append(inputs[0].clone())
         return run(piece, inputs)
