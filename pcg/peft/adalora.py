@@ -275,7 +275,14 @@ class AdaLoraConfig(LayeredRecipe):
             )
         if self.target_r > self.init_r:
             raise FinetuneError(f"target_r={self.target_r} is above init_r={self.init_r}; lower it")
-        return AdaLoraTraining(self.for_job(total_steps), shards)
+        recipe = self.for_job(total_steps)
+        assert recipe.total_step is not None
+        if recipe.total_step - recipe.tfinal == 1:
+            raise FinetuneError(
+                f"tfinal={self.tfinal} and total_step={recipe.total_step} end the allocation of "
+                "ranks with its first step, before there are scores; take one step more at least"
+            )
+        return AdaLoraTraining(recipe, shards)
 
 
 class AdaLoraTraining(RankAllocator):

@@ -123,6 +123,15 @@ def test_a_result_of_other_rows_is_an_error_and_ends_nothing(
     assert ask(base, client, call).op == "reply"
 
 
+def test_a_client_takes_no_product_of_another_shape(
+    whole: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_base(whole) as base, base.connect(cut="linear") as split:
+        monkeypatch.setattr(base.loop.base, "run", lambda _, x: (x[0][:, :1],))
+        with pytest.raises(SplitError, match=r"and not with \[3, \d+\] of torch.float32"):
+            split.logits([1, 2, 3])
+
+
 def test_a_client_whose_reply_cannot_be_written_is_dropped(
     whole: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,10 +51,7 @@ def start_adapter(
         elif peft is not None and not is_path:
             wanted = _sites_of_recipe(state, recipe_from(peft))
             _check_same(name, "the checkpoint", _sites(saved), "peft=", wanted)
-        base = state.program.base
-        shapes = base.module_shapes()
-        check_fits(saved, shapes, state.program.name, base.output_module)
-        return state.for_training(owned(with_shared(saved, shapes)))
+        return saved_adapter(state, saved)
     if there is None:
         if peft is None:
             compiled = state.program.recipes.get(name)
@@ -62,6 +59,14 @@ def start_adapter(
         there = state.make_adapter(name, peft, seed=seed)
     recipe = there.recipe.for_job(total_steps)
     return state.for_training(dataclasses.replace(owned(there), recipe=recipe))
+
+
+def saved_adapter(state: ModelState, saved: Adapter) -> Adapter:
+    """Return an adapter to train with the values of a checkpoint's, which has to fit the model."""
+    base = state.program.base
+    shapes = base.module_shapes()
+    check_fits(saved, shapes, state.program.name, base.output_module)
+    return state.for_training(owned(with_shared(saved, shapes)))
 
 
 def check_same_recipe(name: str, one: str, first: Adapter, other: str, second: Adapter) -> None:

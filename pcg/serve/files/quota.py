@@ -50,25 +50,29 @@ class Quota:
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
-        self._coming: Counter[str] = Counter()
+        self._files: Counter[str] = Counter()
+        self._parts: Counter[str] = Counter()
 
     @contextmanager
-    def flight(self, tenant: str, kept_bytes: int, most: int | None = None) -> Iterator[InFlight]:
-        """Count a file while it comes.
+    def flight(self, tenant: str, kept_bytes: int, part: int | None = None) -> Iterator[InFlight]:
+        """Count a file, or a part of an upload, while it comes.
 
         Args:
-            kept_bytes: bytes that the tenant keeps.
-            most: bytes that it may have; by default those of any file.
+            kept_bytes: bytes that the tenant keeps, or for a part those that are there: the room
+                of its upload was promised.
+            part: bytes that the part may have; None for a file.
         """
         options = self._options
-        most = options.max_file_bytes if most is None else most
-        one = InFlight(self._coming, tenant, options.tenant_files_bytes - kept_bytes, most)
+        coming, most = self._files, options.max_file_bytes
+        if part is not None:
+            coming, most = self._parts, part
+        one = InFlight(coming, tenant, options.tenant_files_bytes - kept_bytes, most)
         try:
             yield one
         finally:
-            self._coming[tenant] -= one.size_bytes
-            if not self._coming[tenant]:
-                del self._coming[tenant]
+            coming[tenant] -= one.size_bytes
+            if not coming[tenant]:
+                del coming[tenant]
 
     def check(self, connection: sqlite3.Connection, tenant: str, size_bytes: int) -> None:
         """Raise an ApiError if a tenant may not keep one more file of so many bytes."""

@@ -78,6 +78,17 @@ def parts(connection: sqlite3.Connection, upload: str) -> dict[str, PartRecord]:
     return {row["id"]: PartRecord(*row) for row in rows}
 
 
+def to_come(connection: sqlite3.Connection, tenant: str) -> int:
+    """Count the bytes that a tenant's pending uploads have room for, and that are not there."""
+    (found,) = connection.execute(
+        "SELECT COALESCE(SUM(size_bytes - (SELECT COALESCE(SUM(upload_parts.size_bytes), 0) "
+        "FROM upload_parts WHERE upload = uploads.id)), 0) "
+        "FROM uploads WHERE tenant = ? AND status = 'pending'",
+        (tenant,),
+    ).fetchone()
+    return int(found)
+
+
 def end(connection: sqlite3.Connection, id: str, status: str, file: str | None = None) -> list[str]:
     """End an upload; returns the digests that its parts had."""
     digests = [part.digest for part in parts(connection, id).values()]

@@ -146,7 +146,8 @@ async def create_part(
     files = service.files
     await _pending(service, caller, upload_id)
     kept = await files.kept_bytes(caller.tenant)
-    with files.quota.flight(caller.tenant, kept, MOST_PART_BYTES) as flight:
+    to_come = await files.read(lambda one: upload_records.to_come(one, caller.tenant))
+    with files.quota.flight(caller.tenant, kept - to_come, MOST_PART_BYTES) as flight:
         form = await read_form(request, service, caller, flight, "data", ())
         content = form.content
         try:

@@ -34,7 +34,10 @@ class Failure:
 def failure_of(end: JobEnd, folder: JobFolder) -> Failure:
     """Return the error of a job that failed, without names of the server's folders."""
     code, param = _CODES.get(end.kind or "", ("job_failed", None))
-    return Failure(code, folder.without_paths(end.text or "The job failed."), param)
+    text = folder.without_paths(end.text or "The job failed.")
+    if param is not None and text.startswith(folder.validation.name):
+        code, param = "invalid_validation_file", "validation_file"
+    return Failure(code, text, param)
 
 
 def in_status(id: str, status: str, wanted: Sequence[str]) -> ApiError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from pcg.errors import FinetuneError
 from pcg.files import is_file, read_json, sync_names
 from pcg.serve.adapters.kept_models import MODEL
+from pcg.serve.errors import ApiError
 from pcg.serve.store.database import as_store_error
 from pcg.serve.store.store import Store
 
@@ -59,12 +60,19 @@ class JobFolder:
         return self.path / MODEL
 
     def make(self, training: Path, validation: Path | None) -> None:
-        """Make it with the data of the job. StoreFullError: there is no room."""
+        """Make it with the data of the job.
+
+        Raises:
+            ApiError: a file was deleted meanwhile.
+            StoreFullError: there is no room.
+        """
         try:
             self.path.mkdir(parents=True)
             os.link(training, self.training)
             if validation is not None:
                 os.link(validation, self.validation)
+        except FileNotFoundError as error:
+            raise ApiError(404, "A file of the job was deleted meanwhile.", param="id") from error
         except OSError as error:
             raise as_store_error(error) from error
         sync_names(self.path)
@@ -123,9 +131,14 @@ def folder_of(store: Store, id: str) -> JobFolder:
     return JobFolder(store.folder, id)
 
 
-def sweep(store: Store, ids: Collection[str]) -> None:
-    """Remove the folders of jobs that no row names, which a crash left."""
+def folders_of(store: Store) -> list[Path]:
+    """Return the folders of jobs that are there."""
     root = store.folder / _JOBS
-    for path in root.iterdir() if root.is_dir() else ():
+    return list(root.iterdir()) if root.is_dir() else []
+
+
+def sweep(folders: Iterable[Path], ids: Collection[str]) -> None:
+    """Remove those of the folders that no row names, which a crash left."""
+    for path in folders:
         if path.name not in ids:
             shutil.rmtree(path, ignore_errors=True)

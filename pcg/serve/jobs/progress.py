@@ -73,6 +73,11 @@ def catch_up(connection: sqlite3.Connection, job: JobRecord, folder: JobFolder) 
     return changes
 
 
+def checkpoint_name(model: str, step: int) -> str:
+    """Return the name by which a checkpoint of a job is served."""
+    return f"{model}:ckpt-step-{step}"
+
+
 def _add_metrics(connection: sqlite3.Connection, job: str, told: Mapping[str, Any]) -> None:
     valid = told["valid_loss"]
     evaluated = "" if valid is None else f", validation loss={valid:.4f}"
@@ -88,7 +93,7 @@ def _add_checkpoint(
     changes: Changes,
 ) -> None:
     step = int(told["step"])
-    name = f"{job.name}:ckpt-step-{step}"
+    name = checkpoint_name(job.name, step)
     shown = {
         one: told[one] for one in ("step", "train_loss", "valid_loss") if told[one] is not None
     }

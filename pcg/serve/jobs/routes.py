@@ -11,14 +11,17 @@ from typing import Annotated, TypeVar
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel
 
+from pcg.errors import AdapterError
 from pcg.keys import Scope
+from pcg.serve.adapters.engine_names import engine_name
 from pcg.serve.errors import UNSUPPORTED, ApiError
 from pcg.serve.files.records import FileRecord, Page
 from pcg.serve.files.wire import ListPage, missing, now
 from pcg.serve.jobs import event_records, records
 from pcg.serve.jobs.folders import folder_of
+from pcg.serve.jobs.progress import checkpoint_name
 from pcg.serve.jobs.records import QUEUED, JobRecord
-from pcg.serve.jobs.settings import PcgSettings, count_examples, resolve
+from pcg.serve.jobs.settings import MOST_STEPS, PcgSettings, count_examples, resolve
 from pcg.serve.jobs.wire import (
     Checkpoint,
     Event,
@@ -41,7 +44,7 @@ Limit = Annotated[int, Query(ge=1, le=100)]
 _MOST_JOBS = 64
 """The most jobs of a tenant that are not over."""
 _MOST_PAIRS = 16
-_METADATA = re.compile(r"metadata\[(.{1,64})\]")
+_METADATA = re.compile(r"metadata\[(.{1,64})\]", re.DOTALL)
 
 Record = TypeVar("Record")
 Shown = TypeVar("Shown", bound=BaseModel)
@@ -110,11 +113,15 @@ async def list_jobs(
     """List the tenant's jobs, the newest first; `metadata[k]=v`, or `metadata=null`, picks some."""
     if metadata not in (None, "null"):
         raise ApiError(400, "Use metadata[KEY]=VALUE, or metadata=null.", param="metadata")
-    pairs = {
-        key[1]: value
-        for name, value in request.query_params.multi_items()
-        if (key := _METADATA.fullmatch(name))
-    }
+    pairs = {}
+    for name, value in request.query_params.multi_items():
+        if not name.startswith("metadata["):
+            continue
+        key = _METADATA.fullmatch(name)
+        if key is None:
+            said = "Use metadata[KEY]=VALUE with a key of 1 to 64 characters."
+            raise ApiError(400, said, param="metadata")
+        pairs[key[1]] = value
     if len(pairs) > _MOST_PAIRS:
         raise ApiError(400, f"Use at most {_MOST_PAIRS} pairs.", param="metadata")
     page = Page(after, limit, is_rising=False)
@@ -208,6 +215,11 @@ async def _file(service: Service, caller: Caller, id: str, param: str) -> FileRe
 
 
 def _name(service: Service, caller: Caller, suffix: str | None) -> str:
-    """Return the name of a new model."""
+    """Return the name of a new model. ApiError: no adapter can have it, as it is too long."""
     parts = ("ft", service.catalog.names[0], caller.tenant, suffix or "", secrets.token_hex(4))
-    return ":".join(parts)
+    name = ":".join(parts)
+    try:
+        engine_name(caller.tenant, checkpoint_name(name, MOST_STEPS))
+    except AdapterError as error:
+        raise ApiError(400, f"The model would have no name: {error}", param="suffix") from None
+    return name

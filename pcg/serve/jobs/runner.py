@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from shutil import rmtree
-from typing import Any
+from typing import Any, TypeVar
 
 from pcg.errors import AdapterError, EngineError, PcgError, StoreFullError
 from pcg.runtime.metrics.status import EngineState
@@ -30,7 +31,7 @@ from pcg.serve.files.records import RESULTS
 from pcg.serve.files.wire import now
 from pcg.serve.jobs import event_records, records
 from pcg.serve.jobs.endings import check_count, failure_of, in_status
-from pcg.serve.jobs.folders import JobFolder, folder_of, sweep
+from pcg.serve.jobs.folders import JobFolder, folder_of, folders_of, sweep
 from pcg.serve.jobs.progress import (
     Changes,
     add_step,
@@ -51,6 +52,7 @@ from pcg.serve.jobs.records import (
 )
 from pcg.serve.options import ServeOptions
 
+Result = TypeVar("Result")
 _AGAIN_S = 5.0
 """Time after which it is tried again to keep something on a full disk, seconds."""
 
@@ -78,7 +80,7 @@ class JobRunner:
 
     def begin(self) -> None:
         """Go on with the jobs that are kept."""
-        self._do(self._recover())
+        self._do(self._recover(folders_of(self.files.store)))
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -95,24 +97,43 @@ class JobRunner:
         """Return the folder of a job."""
         return folder_of(self.files.store, job.id)
 
-    async def _recover(self) -> None:
-        """Add what the jobs did before the server ended, and queue those that are not over."""
+    async def _recover(self, folders: Sequence[Path]) -> None:
+        """Add what the jobs did before the server ended, and queue those that are not over.
+
+        Args:
+            folders: those of jobs before there was a request, which may make others meanwhile.
+        """
 
         def ids(connection: sqlite3.Connection) -> set[str]:
             return {row["id"] for row in connection.execute("SELECT id FROM jobs")}
 
-        await asyncio.to_thread(sweep, self.files.store, await self.files.read(ids))
+        await asyncio.to_thread(sweep, folders, await self.files.read(ids))
         for job in await self.files.read(lambda one: records.of_status(one, UNFINISHED)):
-            folder = self.folder(job)
-            await self._apply(
-                job, await self.files.write(partial(catch_up, job=job, folder=folder))
-            )
-            stale = await self.files.read(partial(unnamed_checkpoints, job=job.id, folder=folder))
-            for name in stale:
-                await asyncio.to_thread(rmtree, folder.checkpoints / name, True)
+            try:
+                await self._catch_up(job)
+            except Exception as error:  # others go on, whatever became of its folder
+                LOG.error("job %s: its progress cannot be read", job.id, exc_info=error)
             if job.status != PAUSED:
                 self._queued[job.id] = job
         self._fill()
+
+    async def _catch_up(self, job: JobRecord) -> None:
+        """Add what a job did before the server ended, and remove checkpoints that no row names."""
+        folder = self.folder(job)
+        changes = await self._write(job, partial(catch_up, job=job, folder=folder))
+        await self._apply(job, changes)
+        stale = await self.files.read(partial(unnamed_checkpoints, job=job.id, folder=folder))
+        for name in stale:
+            await asyncio.to_thread(rmtree, folder.checkpoints / name, True)
+
+    async def _write(self, job: JobRecord, act: Callable[[sqlite3.Connection], Result]) -> Result:
+        """Write what a job needs to go on, once there is room to."""
+        while True:
+            try:
+                return await self.files.write(act)
+            except StoreFullError as error:
+                LOG.error("job %s waits to go on: %s", job.id, error)
+                await asyncio.sleep(_AGAIN_S)
 
     # ------------------------------------------------------------------------------- changes
 
@@ -205,6 +226,20 @@ class JobRunner:
 
     async def _run(self, job: JobRecord) -> None:
         """Begin a job on the engine."""
+        try:
+            await self._order(job)
+        except EngineError:  # it goes on when the server is started again
+            self._running.pop(job.id, None)
+        except Exception as error:
+            kind = text = None
+            if isinstance(error, PcgError):
+                kind, text = type(error).__name__, str(error)
+            else:
+                LOG.error("job %s cannot begin", job.id, exc_info=error)
+            await self._settle(job, JobEnd("failed", is_final=True, kind=kind, text=text))
+
+    async def _order(self, job: JobRecord) -> None:
+        """Have the engine begin a job, unless it was changed meanwhile."""
         folder = self.folder(job)
         resolved = job.resolved
         order = JobOrder(
@@ -225,22 +260,15 @@ class JobRunner:
             event_records.say(connection, job.id, begun)
             return True
 
-        loop = asyncio.get_running_loop()
-        try:
-            if not await self.files.write(act):
-                await self._tidy(job)
-                self._leave(job)
-                return
-            tell = partial(self._tell, loop, job)
-            await asyncio.wrap_future(self._client.begin_job(order, tell))
-            found = await self.files.read(lambda one: records.find(one, job.id))
-            if found is not None and found.status not in ACTIVE:  # changed before it began
-                await self._end_on_engine(job, interrupts=found.status == PAUSED)
-        except EngineError:  # it goes on when the server is started again
-            self._running.pop(job.id, None)
-        except PcgError as error:
-            kind, text = type(error).__name__, str(error)
-            await self._settle(job, JobEnd("failed", is_final=True, kind=kind, text=text))
+        if not await self._write(job, act):
+            await self._tidy(job)
+            self._leave(job)
+            return
+        tell = partial(self._tell, asyncio.get_running_loop(), job)
+        await asyncio.wrap_future(self._client.begin_job(order, tell))
+        found = await self.files.read(lambda one: records.find(one, job.id))
+        if found is not None and found.status not in ACTIVE:  # changed before it began
+            await self._end_on_engine(job, interrupts=found.status == PAUSED)
 
     def _tell(self, loop: asyncio.AbstractEventLoop, job: JobRecord, news: JobNews) -> None:
         """Take news on the event loop; what comes behind its end is in the job's checkpoint."""
@@ -288,11 +316,14 @@ class JobRunner:
                     await self._succeed(job, end)
                 elif end.is_final:
                     await self._fail(job, end)
+                await self._tidy(job)
                 break
             except StoreFullError as error:
                 LOG.error("the end of job %s waits to be kept: %s", job.id, error)
                 await asyncio.sleep(_AGAIN_S)
-        await self._tidy(job)
+            except Exception as error:  # the next start goes on with it; its place is free
+                LOG.error("the end of job %s cannot be kept", job.id, exc_info=error)
+                break
         self._leave(job)
 
     async def _tidy(self, job: JobRecord) -> None:

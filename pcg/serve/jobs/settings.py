@@ -28,7 +28,8 @@ _EPOCHS, _LEAST_EXAMPLES, _MOST_EXAMPLES, _MOST_EPOCHS = 3, 100, 25_000, 25
 Source: OpenAI's cookbook, "Data preparation and analysis for chat model fine-tuning".
 """
 _BATCH_SHARE, _MOST_BATCH = 0.002, 16
-_MOST_STEPS = 1_000_000
+MOST_STEPS = 1_000_000
+"""The most steps of a job."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _MOST_NUMBER = 1024
 """The greatest integer of a PEFT configuration, such as a rank: it takes the server's memory."""
@@ -106,10 +107,10 @@ def resolve(given: Hyperparameters, own: PcgSettings, examples: int) -> dict[str
     else:
         multiplier = rate / LEARNING_RATE
     steps = epochs * math.ceil(examples / batch)
-    if steps > _MOST_STEPS:
+    if steps > MOST_STEPS:
         raise ApiError(
             400,
-            f"The job would have {steps} steps, and has at most {_MOST_STEPS}: use a greater "
+            f"The job would have {steps} steps, and has at most {MOST_STEPS}: use a greater "
             "batch_size, or fewer n_epochs.",
             param="n_epochs",
         )

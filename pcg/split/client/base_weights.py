@@ -90,6 +90,14 @@ class CalledWeight:
 
     def _ask(self, piece: Piece, x: Tensor) -> Tensor:
         reply = self.caller.call("run", (x,), piece=str(piece), serves=self.serves)
+        kept = [self.caller.facts["pieces"][name] for name in piece.weights]
+        wide = kept[0][1] if piece.kind == GRADIENT else sum(rows for rows, _ in kept)
+        if [(one.shape, one.dtype) for one in reply.tensors] != [((len(x), wide), x.dtype)]:
+            given = ", ".join(f"{list(one.shape)} of {one.dtype}" for one in reply.tensors)
+            raise SplitError(
+                f"the base executor answers {str(piece)[:200]} with {given or 'nothing'}, and not "
+                f"with {[len(x), wide]} of {x.dtype}; it is damaged, or no base executor of pcg"
+            )
         return reply.tensors[0]
 
 

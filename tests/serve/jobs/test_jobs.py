@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from pcg.serve.jobs.folders import JobFolder
 from tests.support import serving
 from tests.support.job_client import (
     PEFT,
@@ -168,6 +169,10 @@ def test_lists_pages_and_metadata(client: openai.OpenAI, done: Any) -> None:
     without = [one.id for one in jobs.list(extra_query={"metadata": "null"})]
     assert made[2] in without
     assert made[0] not in without
+    for name in ("metadata[]", f"metadata[{'k' * 65}]", "metadata[k"):
+        with pytest.raises(openai.BadRequestError, match="a key of 1 to 64 characters"):
+            jobs.list(extra_query={name: "v"})
+    assert not list(jobs.list(metadata={"a\nb": "c"}))
     for one in more:
         jobs.cancel(one.id)
 
@@ -300,6 +305,55 @@ def test_what_is_auto_is_resolved(client: openai.OpenAI) -> None:
     assert made.pcg["options"]["learning_rate"] == 2e-4
     assert made.pcg["peft"]["r"] == 16
     client.fine_tuning.jobs.cancel(made.id)
+
+
+def test_a_validation_file_that_cannot_be_learned_is_named(client: openai.OpenAI) -> None:
+    half = upload(client, [{"prompt": "\ud800", "completion": "b"}])
+    failed = ended(client, begin(client, epochs=1, validation_file=half).id)
+    assert (failed.error.code, failed.error.param) == ("invalid_validation_file", "validation_file")
+    assert failed.error.message.startswith("validation.jsonl line 1")
+
+
+def test_a_name_that_no_adapter_can_have_is_refused(
+    server: serving.Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = server.service.catalog
+    monkeypatch.setattr(catalog, "names", ("b" * 160, serving.MODEL))
+    with pytest.raises(openai.BadRequestError, match="The model would have no name"):
+        begin(client, suffix="s" * 64)
+
+
+def test_a_job_that_cannot_begin_or_end_leaves_its_place(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def breaks(*_: Any) -> Any:
+        raise OSError("/secret/folder")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JobFolder, "saved", breaks)
+        failed = ended(client, begin(client, epochs=1).id)
+    assert (failed.status, failed.error.message) == ("failed", "The job failed.")
+    with monkeypatch.context() as patch:
+        patch.setattr("pcg.serve.jobs.runner.table_of", breaks)
+        made = begin(client, epochs=1)
+        until(lambda: f"the end of job {made.id} cannot be kept" in caplog.text)
+    assert ended(client, begin(client, epochs=1).id).status == "succeeded"
+    client.fine_tuning.jobs.cancel(made.id)
+
+
+def test_a_file_that_is_deleted_while_a_job_is_made(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = upload(client, [{"prompt": "of no other", "completion": "file"}])
+    make = JobFolder.make
+
+    def deletes_first(folder: JobFolder, *files: Any) -> None:
+        client.files.delete(file)
+        make(folder, *files)
+
+    monkeypatch.setattr(JobFolder, "make", deletes_first)
+    with pytest.raises(openai.NotFoundError, match="deleted meanwhile"):
+        begin(client, training_file=file)
 
 
 def test_a_job_that_fails_says_why(client: openai.OpenAI) -> None:

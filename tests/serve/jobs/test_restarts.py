@@ -66,6 +66,26 @@ def test_a_start_adds_what_a_crash_left_out(
         assert names[1] not in {model.id for model in client.models.list()}
 
 
+def test_a_job_whose_folder_is_damaged_holds_up_no_other(tmp_path: Path) -> None:
+    own: dict[str, Any] = {"data_dir": tmp_path, "kv_cache_gib": 0.1}
+    with serving.on_a_port(**own) as server, client_of(server.url) as client:
+        damaged, whole = (begin(client, epochs=400).id for _ in range(2))
+        for job in (damaged, whole):
+            client.fine_tuning.jobs.pause(job)
+    connection = sqlite3.connect(tmp_path / DATABASE)
+    with connection:
+        connection.execute("UPDATE jobs SET status = 'queued' WHERE id = ?", (whole,))
+    connection.close()
+    state = tmp_path / "jobs" / damaged / "checkpoints" / "step-99999999" / "trainer_state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text("{")
+    with serving.on_a_port(**own) as server, client_of(server.url) as client:
+        jobs = client.fine_tuning.jobs
+        until(lambda: jobs.retrieve(whole).status == "running")
+        jobs.cancel(whole)
+        assert jobs.cancel(damaged).status == "cancelled"
+
+
 @pytest.mark.slow
 def test_a_job_goes_on_after_a_kill(tmp_path: Path) -> None:
     """Events of all steps are there once, and the losses are those of a job that ran through."""

@@ -41,6 +41,7 @@ from pcg.runtime.training.trainer.scored_pass import ScoredPass
 from pcg.runtime.training.training_copy import (
     check_same_recipe,
     owned,
+    saved_adapter,
     start_adapter,
     weights_checksum,
 )
@@ -83,8 +84,10 @@ class TrainedAdapter:
     def _start(self, saved: Adapter | None) -> None:
         """Make all anew, for the adapter that there is or one that was saved."""
         state, given, total = self._state, self._given, self._given.total_steps
-        peft = given.peft if saved is None else None
-        made = start_adapter(state, given.name, peft, given.seed, saved, total or 1)
+        if saved is None:
+            made = start_adapter(state, given.name, given.peft, given.seed, None, total or 1)
+        else:
+            made = saved_adapter(state, saved)
         if made.recipe.trains_beside and total is None:
             raise FinetuneError(
                 f"{made.recipe.method} schedules its ranks over all updates; give total_steps="

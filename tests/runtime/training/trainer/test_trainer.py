@@ -142,6 +142,20 @@ def test_save_load_and_step_are_equal_to_the_bit(
         assert torch.equal(first, second)
 
 
+def test_a_state_is_loaded_behind_a_version_of_lower_ranks(
+    executor: Executor, tmp_path: Path
+) -> None:
+    recipe = {"peft_type": "ADALORA", "init_r": 4, "target_r": 2, "tinit": 1, "tfinal": 1}
+    with executor.trainer("b", peft=recipe, total_steps=3) as trainer:
+        train(trainer)
+        trainer.save_state(tmp_path / "state")
+        trainer.snapshot()
+        before = trainer.forward(data(ROWS[:1])).loss
+        train(trainer, 1)
+        assert trainer.load_state(tmp_path / "state").step == 3
+        assert trainer.forward(data(ROWS[:1])).loss == before
+
+
 def test_a_save_leaves_the_gradients_that_wait(executor: Executor, tmp_path: Path) -> None:
     norms = []
     for name in ("b", "c"):
@@ -244,6 +258,7 @@ def test_bad_options_are_named(executor: Executor) -> None:
         ({"optimizer": "adamww"}, "adamw"),
         ({"optimizer_options": {"momentum": 1}}, "momentum"),
         ({"peft": {"peft_type": "ADALORA"}}, "total_steps"),
+        ({"peft": {"peft_type": "ADALORA"}, "total_steps": 1}, "one step more"),
         ({"rank": 4}, "unknown option 'rank'"),
     ]
     for options, message in bad:
