@@ -73,7 +73,8 @@ class BaseExecutor:
                 tensor: Tensor = getattr(holder, python_name(parameter.name))
                 kept[parameter.source.format(layer=layer)] = tensor
         widest = max(max(one.shape) for one in self.multiplied.values())
-        self.graphs = GraphPieces({**constants, **self.fetched, **self.multiplied}, widest)
+        tensors = {**constants, **self.fetched, **self.multiplied}
+        self.graphs = GraphPieces(tensors, widest, len(program.base.layers))
         self.absent: tuple[str, ...] = ()
         self._joined: dict[tuple[str, ...], Tensor | None] = {}
         self._squares: dict[str, Tensor] = {}

@@ -6,6 +6,7 @@ defined them, and are kept as long as one of these clients is there.
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -53,11 +54,13 @@ class GraphPieces:
     Args:
         tensors: the base's frozen tensors and constants, by name.
         widest: the longest side of its matrices.
+        layers: the number of its layers.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], widest: int) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], widest: int, layers: int) -> None:
         self._tensors = tensors
         self._widest = widest
+        self._layers = layers
         self._defined: dict[str, _Defined] = {}
 
     def __len__(self) -> int:
@@ -131,4 +134,7 @@ def _compiled(piece: PieceGraph) -> _Defined:
     fused = FuseLinears().run(piece.graph)
     function = Function(fused.replace(name=_FUNCTION), _FUNCTION, "A piece of a layer.", free=True)
     source = emit_module("A piece", "A base executor runs it.", [function], "torch")
-    return _Defined(piece, fused, load_functions(source, _FUNCTION)[_FUNCTION])
+    loaded = load_functions(source, _FUNCTION)[_FUNCTION]
+    # The lines are kept for tracebacks, also of graphs that are forgotten.
+    linecache.cache.pop(loaded.__code__.co_filename, None)
+    return _Defined(piece, fused, loaded)

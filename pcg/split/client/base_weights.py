@@ -10,6 +10,7 @@ from typing import Self
 from torch import Tensor
 
 from pcg.errors import SplitError
+from pcg.ir.operators.linear import piece_of
 from pcg.kernels.torch.remote_weights import remote_tensor
 from pcg.parallel.ranks.shards import Ranges
 from pcg.runtime.model.weights import DTYPE_NAMES, Weights, slices_of
@@ -74,6 +75,11 @@ class CalledWeight:
             raise SplitError("a piece was given no tokens")
         piece = Piece(GRAPH, (graph_digest(text),), layer)
         found = self.caller.run_graph(str(piece), text, inputs, self.serves)
+        graph = piece_of(text)
+        wanted = [(len(inputs[0]), *graph.types[name].features) for name in graph.outputs]
+        if [tuple(one.shape) for one in found] != wanted:
+            shown = [list(one.shape) for one in found]
+            raise SplitError(f"the base returned {shown} for a piece of {wanted}")
         return [one.to(inputs[0].device) for one in found]
 
     def samples(self, count: int) -> Tensor:

@@ -51,6 +51,8 @@ class RowTimes:
 
     def observe(self, kind: Hashable, rows: int, seconds: float) -> None:
         """Learn from work that ran."""
+        if kind not in self._seconds and len(self._seconds) >= _MOST_KINDS:
+            self._seconds.pop(next(iter(self._seconds)))  # the one that was learned first
         known, size = self._seconds.setdefault(kind, {}), _size(rows)
         # A slower one counts at once, and a faster one slowly.
         before = known.get(size, 0.0)
@@ -200,6 +202,8 @@ def _size(rows: int) -> int:
 
 LEAST_ROWS = 16
 """Rows that are not cut further: as many take hardly longer than one."""
+_MOST_KINDS = 4096
+"""Kinds of work whose times are known: guests write some themselves."""
 _SLICE_S = 0.025
 """The time of a slice where nothing is served, after which a request that came begins."""
 _MARGIN = 1.25
