@@ -97,7 +97,7 @@ def launched(name: str, **changes: Any) -> list[str]:
 
 def test_one_launch_rotates_and_appends() -> None:
     """And the sum of what the layer before made is one with the norm behind it."""
-    attend = ["attend_splits", "reduce_splits"]
+    attend = ["attend_splits"]  # which writes its outputs where tokens see up to 1,024 keys
     rest = ["block_0_add_rms_norm_2", "block_0_silu_mul"]
     assert launched("llama3") == ["block_0_add_rms_norm", "block_0_rope_append", *attend, *rest]
     with_norms = ["block_0_add_rms_norm", "block_0_rms_norm_rope_append", *attend, *rest]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pcg.errors import OutOfMemoryError, PcgError
-from pcg.kernels.torch import products
+from pcg.kernels.torch import input_gradient, products
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
@@ -179,14 +179,14 @@ def test_jobs_go_back_through_the_base_together(monkeypatch: pytest.MonkeyPatch)
     engine = make_engine(executor, 64)
     jobs = [engine.finetune(DATA, name, peft=peft, **OPTIONS) for name, peft in recipes.items()]
     rows: list[int] = []
-    run = products.linear_backward
+    run = input_gradient.linear_backward
 
     def counted(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if dy.shape[-1] < executor.program.base.vocabulary:  # not in a loss
             rows.append(len(dy))
         return run(dy, weight)
 
-    monkeypatch.setattr(products, "linear_backward", counted)
+    monkeypatch.setattr(input_gradient, "linear_backward", counted)
     while not engine.is_idle:
         engine.step()
         engine.check_integrity()

