@@ -114,7 +114,7 @@ def test_vectors_of_weights_are_counted_as_memory() -> None:
 
 def test_weights_of_no_layer_are_bound_once() -> None:
     tensors = {"model.layers.0.q": torch.randn(64, 64)}
-    graphs = GraphPieces(tensors, WIDEST)
+    graphs = GraphPieces(tensors, WIDEST, layers=100)
     digest = graphs.define(b"a", chain(["model.layers.0.q"]))
     x = torch.randn(2, 64)
     for layer in range(100):
