@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from pcg.explain.page.environment import page_environment
 from pcg.explain.page.figures import (
     front_plot,
     front_points,
@@ -17,6 +16,7 @@ from pcg.explain.page.figures import (
 from pcg.explain.page.layer_graph import graph_plot
 from pcg.explain.parallel_text import LAYOUTS
 from pcg.explain.report_data import STAGES, ReportData, SavedTensor
+from pcg.pages.environment import page_environment
 from pcg.units import gib, rounded
 
 KINDS = {

@@ -1,9 +1,9 @@
-"""The page of a cut: `split.html`, in the frame of the page of `pcg.explain`."""
+"""The page of a cut: `split.html`, in the frame that all pages share."""
 
 from __future__ import annotations
 
-from pcg.explain.page.environment import page_environment
 from pcg.explain.split.report_data import STEPS, SplitData, tokens_per_s
+from pcg.pages.environment import page_environment
 
 
 def split_page(report: SplitData) -> str:

@@ -1,8 +1,8 @@
-"""The page of a machine plan: `plan.html`, in the frame of the page of `pcg.explain`."""
+"""The page of a machine plan: `plan.html`, in the frame that all pages share."""
 
 from __future__ import annotations
 
-from pcg.explain.page.environment import page_environment
+from pcg.pages.environment import page_environment
 from pcg.plan.front_table import MACHINE, front_columns, price_words
 from pcg.plan.page.figure import front_figure
 from pcg.plan.plan_data import PlanData

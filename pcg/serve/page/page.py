@@ -11,7 +11,7 @@ import hashlib
 import re
 from functools import cache
 
-from pcg.explain.page.environment import page_environment
+from pcg.pages.environment import page_environment
 
 
 @cache
@@ -28,11 +28,23 @@ def security_headers() -> dict[str, str]:
     from elsewhere runs, and requests go to this server alone.
     """
     page = live_page().decode()
+    return headers_of(page, style=_hash(page, "style"), connect="'self'")
+
+
+def headers_of(
+    page: str, style: str = "'unsafe-inline'", connect: str = "'none'"
+) -> dict[str, str]:
+    """Return the headers of a page that has one script.
+
+    Args:
+        style: the source of its styles; by default any that stand in it.
+        connect: the source that it may ask.
+    """
     policy = {
         "default-src": "'none'",
         "script-src": _hash(page, "script"),
-        "style-src": _hash(page, "style"),
-        "connect-src": "'self'",
+        "style-src": style,
+        "connect-src": connect,
         "base-uri": "'none'",
         "form-action": "'none'",
         "frame-ancestors": "'none'",

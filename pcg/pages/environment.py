@@ -8,9 +8,9 @@ from pcg.units import gib
 
 
 def page_environment(package: str) -> Environment:
-    """Return the environment of the templates in `package`'s folder `page` and in this folder."""
+    """Return the environment of the templates in `package`'s folder `page`, and in this folder."""
     environment = Environment(
-        loader=ChoiceLoader([PackageLoader(package, "page"), PackageLoader("pcg.explain", "page")]),
+        loader=ChoiceLoader([PackageLoader(package, "page"), PackageLoader("pcg.pages", ".")]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

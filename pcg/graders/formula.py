@@ -1,0 +1,154 @@
+"""Formulas of multi graders: arithmetic on the rewards of others, and nothing else.
+
+A formula has numbers, the names of graders, + - * / and ^ (or **), parentheses, and the functions
+in `FUNCTIONS`. It is parsed to Python's syntax tree, of which every node has to be on a list, and
+computed here in floating point: nothing of it is ever run.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from pcg.errors import GraderError, GradingError
+
+MOST_CHARACTERS = 1024
+MOST_NODES = 256
+MOST_DEPTH = 32
+_GREATEST = 1e300
+
+_BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: math.pow,
+}
+_UNARY: dict[type[ast.unaryop], Callable[[float], float]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+FUNCTIONS: dict[str, tuple[Callable[..., float], int | None]] = {
+    "abs": (abs, 1),
+    "ceil": (math.ceil, 1),
+    "exp": (math.exp, 1),
+    "floor": (math.floor, 1),
+    "log": (math.log, 1),
+    "max": (lambda *values: max(values), None),
+    "min": (lambda *values: min(values), None),
+    "sqrt": (math.sqrt, 1),
+}
+"""The functions, and the arguments that each takes; None for one or more."""
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A formula that was checked.
+
+    Attributes:
+        names: the names in it.
+    """
+
+    text: str
+    tree: ast.expr
+    names: frozenset[str]
+
+    @classmethod
+    def of(cls, text: str, where: str, known: Collection[str]) -> Formula:
+        """Read a formula.
+
+        Args:
+            where: the field that it is given in, which errors name.
+            known: the names that it may have.
+        Raises:
+            GraderError: it is no such formula, or too large.
+        """
+        if len(text) > MOST_CHARACTERS:
+            raise GraderError(f"{where} has {len(text)} characters; use at most {MOST_CHARACTERS}")
+        try:
+            tree = ast.parse(text.strip().replace("^", "**"), mode="eval").body
+        except (SyntaxError, ValueError, MemoryError, RecursionError):
+            raise GraderError(
+                f"{where} is no formula; use numbers, names of graders, + - * / ^ and "
+                f"{', '.join(FUNCTIONS)}"
+            ) from None
+        names, nodes = set[str](), 0
+        waiting = [(tree, 1)]
+        while waiting:
+            node, depth = waiting.pop()
+            nodes += 1
+            if nodes > MOST_NODES or depth > MOST_DEPTH:
+                raise GraderError(
+                    f"{where} is too large; use at most {MOST_NODES} operations and numbers, "
+                    f"{MOST_DEPTH} in each other"
+                )
+            waiting += [(one, depth + 1) for one in _checked(node, where)]
+            if isinstance(node, ast.Name):
+                names.add(node.id)
+        if unknown := sorted(names - set(known)):
+            raise GraderError(
+                f"{where} names {unknown[0][:64]!r}; its graders are {', '.join(sorted(known))}"
+            )
+        return cls(text, tree, frozenset(names))
+
+    def compute(self, values: Mapping[str, float]) -> float:
+        """Return its value.
+
+        Raises:
+            GradingError: it has none, as with a division by zero, or one that is too large.
+        """
+        try:
+            found = _value(self.tree, values)
+        except (ArithmeticError, ValueError) as error:
+            found, reason = math.nan, str(error)
+        else:
+            reason = f"its value is {found}"
+        if not math.isfinite(found):
+            shown = ", ".join(f"{name}={values[name]:g}" for name in sorted(self.names))
+            said = f"calculate_output cannot be computed with {shown}: {reason}"
+            raise GradingError(said, "formula_parse_error")
+        return found
+
+
+def _checked(node: ast.expr, where: str) -> list[ast.expr]:
+    """Return the parts of a node. GraderError: it is not on the list."""
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            if not isinstance(value, bool) and abs(value) <= _GREATEST:
+                return []
+        case ast.Name():
+            return []
+        case ast.UnaryOp() if type(node.op) in _UNARY:
+            return [node.operand]
+        case ast.BinOp() if type(node.op) in _BINARY:
+            return [node.left, node.right]
+        case ast.Call(func=ast.Name(id=name), keywords=[]) if name in FUNCTIONS:
+            count = FUNCTIONS[name][1]
+            if not node.args or (count is not None and len(node.args) != count):
+                said = "at least one argument" if count is None else f"{count} argument"
+                raise GraderError(f"{where}: give {name} {said}")
+            return node.args
+    raise GraderError(
+        f"{where} has what is no arithmetic: {type(node).__name__}; use numbers, names of graders, "
+        f"+ - * / ^ and {', '.join(FUNCTIONS)}"
+    )
+
+
+def _value(node: ast.expr, values: Mapping[str, float]) -> float:
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return float(value)
+        case ast.Name(id=name):
+            return values[name]
+        case ast.UnaryOp():
+            return _UNARY[type(node.op)](_value(node.operand, values))
+        case ast.BinOp():
+            one, other = _value(node.left, values), _value(node.right, values)
+            return _BINARY[type(node.op)](one, other)
+        case ast.Call(func=ast.Name(id=name)):
+            arguments = [_value(one, values) for one in node.args]
+            return float(FUNCTIONS[name][0](*arguments))
+    raise AssertionError(node)

@@ -1,0 +1,90 @@
+"""Rewards by graders: of what a policy wrote, for reinforcement learning."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from pcg.errors import GraderError, GradingError
+from pcg.graders.grader import Grade, Grader, all_of
+from pcg.graders.host import Answer, GradingHost, Question
+from pcg.graders.sample import Sample
+from pcg.graders.sandbox.runner import run_grader
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+_AT_ONCE = 8
+"""Samples that are graded at once: each may ask judges."""
+
+
+async def rewards_of(grader: Grader, samples: Sequence[Sample], host: GradingHost) -> list[float]:
+    """Return the reward of each sample; one that cannot be graded has 0.
+
+    Raises:
+        GraderError: none of them can be graded; why the first cannot.
+    """
+    turns = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(sample: Sample) -> Grade:
+        async with turns:
+            return await grader.grade(sample, host)
+
+    grades = await asyncio.gather(*map(one, samples))
+    if grades and all(grade.failures for grade in grades):
+        raise GraderError(f"no completion can be graded: {grades[0].failures[0].text}")
+    return [grade.reward for grade in grades]
+
+
+class GraderReward:
+    """A reward function with TRL's signature, which `pcg.train.grpo` takes.
+
+    The columns of a row, and its `prompt`, are `item.*` of the grader's templates.
+
+    Raises:
+        GraderError: the grader asks a judge, which only a server has.
+    """
+
+    def __init__(self, grader: Grader) -> None:
+        judges = [one for one in all_of(grader) if one.judge is not None]
+        if judges:
+            raise GraderError(
+                f"the grader {judges[0].name!r} asks the judge {judges[0].judge!r}, and there is "
+                "no server to ask: use a reinforcement job of pcg serve (docs/jobs.md)"
+            )
+        self._grader = grader
+        self.__name__ = grader.name
+
+    async def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        trainer_state: object = None,
+        completion_ids: object = None,
+        **columns: Sequence[Any],
+    ) -> list[float]:
+        """Return a reward for each completion."""
+        values: Mapping[str, Sequence[Any]] = {"prompt": prompts, **columns}
+        rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+        texts = [one if isinstance(one, str) else str(one[0]["content"]) for one in completions]
+        samples = [Sample(text, row) for text, row in zip(texts, rows, strict=True)]
+        return await rewards_of(self._grader, samples, _LocalHost())
+
+
+class _LocalHost:
+    """Grades in this process, and runs source in the sandbox."""
+
+    async def beside(
+        self,
+        act: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **keywords: Arguments.kwargs,
+    ) -> Result:
+        return await asyncio.to_thread(act, *args, **keywords)
+
+    async def ask(self, question: Question) -> Answer:
+        raise GradingError(f"there is no judge {question.model!r}", "model_grader_server_error")
+
+    async def run(self, source: str, sample: Sample) -> float:
+        return await asyncio.to_thread(run_grader, source, sample)

@@ -1,0 +1,1 @@
+"""The frame that all pages share: their head, their style, tables and figures."""

@@ -1,0 +1,1 @@
+"""Pages of records: a run with its curves, and several over each other."""

@@ -1,0 +1,149 @@
+"""Files of JSON lines that a run appends to, and that are read whatever instant ended it.
+
+A row is a line that ends. What a crash left behind the last of them is no row: readers leave it
+out, and the next writer cuts it off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pcg.errors import RecordError
+from pcg.files import json_object, read_bytes, shown_path
+
+_TRIES = 20
+_PAUSE_S = 0.01
+"""A reader that asks whether the file is written has its lock for an instant."""
+
+
+class RowWriter:
+    """Appends rows to a file that nobody else writes meanwhile.
+
+    A row goes to the system before `append` returns, so the death of the process loses none. One
+    for which there is no room leaves the file as it was.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open a file, or make it. RecordError: it cannot be written, or another run writes it."""
+        self._path = path
+        self._size = 0
+        try:
+            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except (OSError, ValueError) as error:
+            raise _unwritable(path, error) from error
+        if not _locked(self._handle):
+            os.close(self._handle)
+            raise RecordError(
+                f"another run writes {shown_path(path)} now; wait for its end, or give another "
+                "folder"
+            )
+
+    def cut(self, stays: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
+        """Remove the first row that may not stay, and all behind it; returns those before it.
+
+        Raises:
+            RecordError: the file is damaged elsewhere than at its end, or cannot be cut.
+        """
+        kept = []
+        self._size = 0
+        for row, end in _rows(self._path):
+            if not stays(row):
+                break
+            kept.append(row)
+            self._size = end
+        try:
+            os.ftruncate(self._handle, self._size)
+        except OSError as error:
+            raise _unwritable(self._path, error) from error
+        return kept
+
+    def append(self, rows: list[Mapping[str, Any]]) -> None:
+        """Append rows, all of them or none. RecordError: there is no room, or no disk."""
+        lines = [json.dumps(row, separators=(",", ":"), allow_nan=False) for row in rows]
+        data = "".join(f"{line}\n" for line in lines).encode()
+        try:
+            written = os.write(self._handle, data)
+            while written < len(data):  # then the next one says why
+                written += os.write(self._handle, data[written:])
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._handle, self._size)
+            raise _unwritable(self._path, error) from error
+        self._size += len(data)
+
+    def close(self) -> None:
+        """Close the file, which others may write then."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file; none where there is no file. RecordError: it is damaged."""
+    return [row for row, _ in _rows(path)] if path.exists() else []
+
+
+def is_written(path: Path) -> bool:
+    """Return whether a run that goes on has the file open; a file system without locks never has.
+
+    Raises:
+        RecordError: it cannot be read.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{shown_path(path)} cannot be read: {error}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return False
+
+
+def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield each row with the place where it ends, without a last one that is torn."""
+    data = read_bytes(path, RecordError)
+    start, number = 0, 0
+    while (end := data.find(b"\n", start)) >= 0:
+        number += 1
+        try:
+            row = json_object(data[start:end], f"{shown_path(path)}, line {number},", RecordError)
+        except RecordError:
+            if data.find(b"\n", end + 1) >= 0:
+                raise
+            return  # a power failure may leave a last line of zeros
+        start = end + 1
+        yield row, start
+
+
+def _locked(handle: int) -> bool:
+    """Lock a file that is open; returns False if another process, or this one, has it."""
+    for _ in range(_TRIES):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_PAUSE_S)
+        except OSError:  # a file system without locks
+            return True
+        else:
+            return True
+    return False
+
+
+def _unwritable(path: Path, error: Exception) -> RecordError:
+    reason = getattr(error, "strerror", None) or "it is no name of a file"
+    return RecordError(
+        f"{shown_path(path)} cannot be written: {reason}; what was there stays. Make room, or give "
+        "another folder"
+    )

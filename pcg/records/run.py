@@ -1,0 +1,136 @@
+"""Runs as their records tell, whatever ended them, or while they go on."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pcg.errors import RecordError
+from pcg.files import damage_of, expanded, shown_path
+from pcg.records.rows import is_written, read_rows
+from pcg.records.run_files import (
+    METRICS,
+    MOST_STEPS,
+    SAMPLES,
+    RunFacts,
+    Status,
+    has_run,
+    read_config,
+    read_facts,
+)
+from pcg.units import shown
+
+EVALUATION = "eval_"
+"""Names that begin so are measured on the evaluation's data: `eval_loss` is the loss there."""
+_DEEPEST = 8
+
+Point = tuple[int, float]
+"""A step and a number of it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run.
+
+    Attributes:
+        folder: the folder of its record.
+        facts: its name, its kind, and when it began and ended.
+        status: as `facts` have it, but for a run that nobody writes: that one is `stopped`.
+        config: its configuration.
+        series: the points of each number by its name, in the order of the steps; none for those
+            that were not finite.
+        last_step: the last step; 0 without one.
+        last_s: when that was logged, in seconds of Unix time.
+    """
+
+    folder: Path
+    facts: RunFacts
+    status: Status
+    config: Mapping[str, Any]
+    series: Mapping[str, Sequence[Point]]
+    last_step: int
+    last_s: float
+
+    def last(self, name: str) -> float | None:
+        """Return the last value of a number; None without one."""
+        points = self.series.get(name)
+        return points[-1][1] if points else None
+
+    def least(self, name: str) -> Point | None:
+        """Return the least value of a number, and its step; None without one."""
+        return min(self.series.get(name, ()), key=lambda point: point[1], default=None)
+
+    @property
+    def seconds(self) -> float:
+        """Time from its beginning to its last row, pauses included."""
+        return max(0.0, (self.facts.ended_s or self.last_s) - self.facts.begun_s)
+
+    @cached_property
+    def samples(self) -> list[dict[str, Any]]:
+        """The rows of its table of samples. RecordError: they are damaged."""
+        return read_rows(self.folder / SAMPLES)
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read the record of a run.
+
+    Raises:
+        RecordError: there is none, or it is damaged elsewhere than in its last line.
+    """
+    path = expanded(folder)
+    if not has_run(path):
+        raise RecordError(f"{shown_path(path)} has no record of a run; `pcg runs` lists those")
+    facts, config = read_facts(path), read_config(path)
+    status = facts.status
+    if status is Status.RUNNING and not is_written(path / METRICS):
+        status = Status.STOPPED
+    series: dict[str, list[Point]] = {}
+    last_step, last_s = 0, facts.begun_s
+    with damage_of(shown_path(path / METRICS), RecordError):
+        for row in read_rows(path / METRICS):
+            last_step, last_s = _step(row.pop("step")), float(row.pop("time"))
+            for name, value in row.items():
+                points = series.setdefault(name, [])
+                if value is not None and math.isfinite(value):
+                    points.append((last_step, float(value)))
+    return Run(path, facts, status, config, series, last_step, last_s)
+
+
+def find_runs(folder: str | Path) -> Iterator[Path]:
+    """Yield the folders of records below a folder, itself included, in the order of their names.
+
+    Raises:
+        RecordError: there is no such folder.
+    """
+    top = expanded(folder)
+    if not top.is_dir():
+        raise RecordError(f"{shown_path(top)} is no folder; give one that has records below it")
+    for path, folders, _ in os.walk(top):
+        place = Path(path)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if len(place.relative_to(top).parts) >= _DEEPEST:
+            folders.clear()
+        if has_run(place):
+            yield place
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a configuration without objects in objects: `{"peft.r": 8}`."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def _step(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MOST_STEPS:
+        raise ValueError(f"the step {shown(value)} is none")
+    return value

@@ -1,0 +1,218 @@
+"""The record of a run: what is written is read, whatever ended the run, and no step is doubled."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pcg.errors import RecordError
+from pcg.records.record import RunRecord
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
+    found = [json.loads(line) for line in lines]
+    assert all(row.pop("time") > 1e9 for row in found)
+    return found
+
+
+def facts(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "run.json").read_text("utf-8"))
+    return found
+
+
+def test_numbers_of_any_name_are_kept(tmp_path: Path) -> None:
+    config = {"lr": 1e-4, "path": tmp_path, "targets": ("q", "v"), "bad": math.nan, "set": {"b"}}
+    with RunRecord(tmp_path / "a", config, kind="grpo") as record:
+        record.log(1, loss=torch.tensor(2.5), **{"reward/mean": 0.25, "tokens": 7})
+        record.log(1, margin=math.inf)
+        record.log(3, loss=1)
+        assert record.last_step == 3
+    assert rows(tmp_path / "a") == [
+        {"step": 1, "loss": 2.5, "reward/mean": 0.25, "tokens": 7},
+        {"step": 1, "margin": None},
+        {"step": 3, "loss": 1},
+    ]
+    found = facts(tmp_path / "a")
+    assert (found["status"], found["kind"], found["name"]) == ("completed", "grpo", "a")
+    assert json.loads((tmp_path / "a/config.json").read_text("utf-8")) == {
+        "lr": 1e-4, "path": str(tmp_path), "targets": ["q", "v"], "bad": "nan", "set": ["b"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("step", "numbers", "said"),
+    [
+        (2, {"loss": 1.0}, "has 'loss' already"),
+        (1, {"loss": 1.0}, "step 1 is logged after step 2"),
+        (-1, {"loss": 1.0}, "step=-1; use an int"),
+        (True, {"loss": 1.0}, "step=True; use an int"),
+        (2**53, {"loss": 1.0}, "use an int from 0 to below"),
+        (3, {"loss": 10**400}, "log numbers alone"),
+        (3, {"loss": "1.0"}, "loss='1.0'; log numbers alone"),
+        (3, {"loss": torch.zeros(2)}, "log numbers alone"),
+        (3, {"loss": None}, "log numbers alone"),
+        (3, {"time": 1.0}, "'time' is no name"),
+        (3, {"x" * 129: 1.0}, "no name of a number"),
+        (3, {"": 1.0}, "no name of a number"),
+    ],
+)
+def test_what_cannot_be_logged_is_refused(
+    tmp_path: Path, step: int, numbers: dict[str, Any], said: str
+) -> None:
+    with RunRecord(tmp_path) as record:
+        record.log(2, loss=0.5)
+        with pytest.raises(RecordError, match=said):
+            record.log(step, **numbers)
+        record.log(3, loss=0.25)
+    assert [row["step"] for row in rows(tmp_path)] == [2, 3]
+    with pytest.raises(RecordError, match="has ended"):
+        record.log(4, loss=0.1)
+
+
+def interrupted(folder: Path) -> None:
+    with RunRecord(folder, {"steps": 5}) as record:
+        for step in range(1, 6):
+            record.log(step, loss=float(step))
+            record.samples(step, [{"text": f"{step}"}])
+        raise KeyboardInterrupt
+
+
+def test_a_run_that_goes_on_appends_and_doubles_no_step(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(tmp_path)
+    begun = facts(tmp_path)["begun_s"]
+    assert facts(tmp_path)["status"] == "interrupted"
+    with RunRecord(tmp_path, {"steps": 9}, done=3) as record:
+        assert (record.last_step, record.names_of_last) == (3, {"loss"})
+        with pytest.raises(RecordError, match="has 'loss' already"):
+            record.log(3, loss=0.0)
+        record.log(4, loss=0.5)
+    assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [
+        (1, 1.0), (2, 2.0), (3, 3.0), (4, 0.5),
+    ]  # fmt: skip
+    samples = (tmp_path / "samples.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in samples] == [1, 2, 3]
+    assert facts(tmp_path)["begun_s"] == begun
+    assert json.loads((tmp_path / "config.json").read_text("utf-8")) == {"steps": 9}
+
+
+@pytest.mark.parametrize("torn", ['{"step":3,"lo', "\0\0\0\0\n", '{"step":3}'])
+def test_a_torn_last_line_is_cut(tmp_path: Path, torn: str) -> None:
+    record = RunRecord(tmp_path)
+    for step in (1, 2):
+        record.log(step, loss=1.0)
+    record.end("failed")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    with RunRecord(tmp_path, done=5) as record:
+        assert record.last_step == 2
+        record.log(3, loss=0.5)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+
+
+def test_damage_elsewhere_is_named(tmp_path: Path) -> None:
+    with RunRecord(tmp_path) as record:
+        for step in (1, 2, 3):
+            record.log(step, loss=1.0)
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_text("utf-8").splitlines()
+    path.write_text("\n".join([lines[0], "nothing", lines[2], ""]), "utf-8")
+    with pytest.raises(RecordError, match="line 2, is damaged"):
+        RunRecord(tmp_path, done=3)
+    assert path.read_text("utf-8").splitlines()[2] == lines[2]
+
+
+def test_another_run_is_set_aside(tmp_path: Path) -> None:
+    for number in range(3):
+        with RunRecord(tmp_path, {"number": number}) as record:
+            record.log(1, loss=float(number))
+    assert rows(tmp_path)[0]["loss"] == 2.0
+    assert [rows(tmp_path / f"earlier-{place}")[0]["loss"] for place in (1, 2)] == [0.0, 1.0]
+    assert facts(tmp_path / "earlier-1")["status"] == "completed"
+
+
+def test_a_run_begins_again_where_it_did_not_end(tmp_path: Path) -> None:
+    for _ in range(2):
+        record = RunRecord(tmp_path, {"seed": 1})
+        record.log(1, loss=1.0)
+        record.end("cancelled")
+    assert len(rows(tmp_path)) == 1
+    assert not (tmp_path / "earlier-1").exists()
+
+
+def test_one_run_writes_a_folder_at_a_time(tmp_path: Path) -> None:
+    with RunRecord(tmp_path) as record:
+        record.log(1, loss=1.0)
+        with pytest.raises(RecordError, match=r"another run writes .*metrics\.jsonl now"):
+            RunRecord(tmp_path)
+    assert len(rows(tmp_path)) == 1
+
+
+def test_kill_9_leaves_every_step_that_was_logged(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom pcg.records.record import RunRecord\n"
+        "record = RunRecord(sys.argv[1], {'a': 1})\n"
+        "for step in range(1, 10**9):\n"
+        "    record.log(step, loss=1 / step)\n"
+        "    print(step, flush=True)\n"
+    )
+    writer = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None
+    told = [int(writer.stdout.readline()) for _ in range(50)][-1]
+    writer.send_signal(signal.SIGKILL)
+    told = max([told, *map(int, writer.stdout.read().splitlines())])
+    assert writer.wait() == -signal.SIGKILL
+    writer.stdout.close()
+    with RunRecord(tmp_path, {"a": 1}, done=told) as record:
+        assert record.last_step == told
+    assert [row["step"] for row in rows(tmp_path)] == [*range(1, told + 1)]
+
+
+def test_a_full_disk_is_said_and_what_was_there_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, room = os.write, [120]
+
+    def full(handle: int, data: bytes) -> int:
+        taken = min(len(data), room[0])
+        room[0] -= taken
+        if data and not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(handle, data[:taken])
+
+    record = RunRecord(tmp_path)
+    monkeypatch.setattr(os, "write", full)
+    record.log(1, loss=1.0)
+    refused = None
+    while refused is None:
+        try:
+            record.log(record.last_step + 1, loss=1.0)
+        except RecordError as error:
+            refused = error
+    assert "No space left on device; what was there stays" in str(refused)
+    there = record.last_step
+    assert [row["step"] for row in rows(tmp_path)] == [*range(1, there + 1)]
+    room[0] = 10**6
+    record.log(there + 1, loss=0.5)
+    record.end()
+    assert rows(tmp_path)[-1] == {"step": there + 1, "loss": 0.5}
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file/in", tmp_path / "zero\0byte"):
+        with pytest.raises(RecordError, match="cannot be written in"):
+            RunRecord(folder)
