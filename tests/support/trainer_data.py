@@ -36,6 +36,13 @@ def pair(dtype: torch.dtype, name: str = "a") -> tuple[Executor, Any]:
     return executor, wrapped
 
 
+def put_alone(executor: Executor, wrapped: Any) -> None:
+    """Have the adapter "a" be what peft's model has, and no other be there."""
+    for name in executor.adapters:
+        executor.remove_adapter(name)
+    put(executor, wrapped, "a")
+
+
 def put(executor: Executor, wrapped: Any, name: str) -> None:
     """Have an adapter be what peft's model has."""
     adapter = executor.add_adapter(name, LORA, replace=True)

@@ -19,6 +19,7 @@ from pcg.errors import DataError, GenerationError
 from pcg.runtime.data.example import IGNORED, Example, ModelSizes
 from pcg.runtime.data.formats import FORMATS, ChatSample, Format, Sample, TextSample, detect, parse
 from pcg.runtime.data.limits import UNLIMITED, DataLimits, check_tokens
+from pcg.runtime.data.pairs import parse_pair
 from pcg.runtime.data.rows import Row, holds_documents, read_rows
 from pcg.runtime.data.sources import Gathered, Source, gather
 from pcg.runtime.text.chat import Span
@@ -79,6 +80,8 @@ class ReadOptions:
         append_eos: end text that is not a chat with the end-of-sequence token, and learn it.
         empty: "error" raises at a row without a target token; "drop" leaves it out and counts it.
         limits: the most that is read.
+        pairs: rows have two outputs, of which one is preferred; each row becomes two examples, the
+            preferred one first.
     Raises:
         DataError: a value is out of its range.
     """
@@ -88,6 +91,7 @@ class ReadOptions:
     append_eos: bool = True
     empty: Literal["error", "drop"] = "error"
     limits: DataLimits = UNLIMITED
+    pairs: bool = False
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
@@ -142,7 +146,10 @@ class ExampleReader:
     def __iter__(self) -> Iterator[tuple[Example, str]]:
         """Yield each example with its place. DataError: as of `load_examples`."""
         rows = read_rows(self.data, self.options.limits)
-        examples = self._documents(rows) if holds_documents(self.data) else self._rows(rows)
+        if self.options.pairs:
+            examples = self._pairs(rows)
+        else:
+            examples = self._documents(rows) if holds_documents(self.data) else self._rows(rows)
         is_empty = True
         for one in examples:
             is_empty = False
@@ -159,19 +166,37 @@ class ExampleReader:
             if chosen is None:
                 chosen = detect(row.value, row.where)
             self.format = chosen.name
-            sample = parse(chosen, row.value, row.where)
-            example = tokenize(sample, self.tokenizer, row.where, options.append_eos)
-            whole_targets, length = example.targets, len(example.ids)
-            check_tokens(length, row.where, options.limits)
-            if options.max_length is not None and length > options.max_length:
-                example = example.cut(options.max_length)
-                self.truncated += 1
-            if example.targets:
-                yield example, row.where
-            elif options.empty == "drop":
+            example = self._example(parse(chosen, row.value, row.where), row)
+            if example is None:
                 self.dropped += 1
             else:
-                raise _nothing_to_learn(row, sample, whole_targets, length, options.max_length)
+                yield example, row.where
+
+    def _pairs(self, rows: Iterator[Row]) -> Iterator[tuple[Example, str]]:
+        """Yield two examples of each row, which is left out if one of them has nothing to learn."""
+        self.format = "preference"
+        for row in rows:
+            chosen, rejected = (self._example(one, row) for one in parse_pair(row.value, row.where))
+            if chosen is None or rejected is None:
+                self.dropped += 1
+            else:
+                yield chosen, row.where
+                yield rejected, row.where
+
+    def _example(self, sample: Sample, row: Row) -> Example | None:
+        """Return the example of a sample; None if it is to be left out."""
+        options = self.options
+        example = tokenize(sample, self.tokenizer, row.where, options.append_eos)
+        whole_targets, length = example.targets, len(example.ids)
+        check_tokens(length, row.where, options.limits)
+        if options.max_length is not None and length > options.max_length:
+            example = example.cut(options.max_length)
+            self.truncated += 1
+        if example.targets:
+            return example
+        if options.empty == "drop":
+            return None
+        raise _nothing_to_learn(row, sample, whole_targets, length, options.max_length)
 
     def _documents(self, rows: Iterator[Row]) -> Iterator[tuple[Example, str]]:
         """Cut texts into consecutive examples; every token but the first of each is learned."""

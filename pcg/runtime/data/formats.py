@@ -125,7 +125,7 @@ def _parse_prompt_completion(row: Mapping[str, Any], where: str) -> Sample:
     if isinstance(prompt, list) and isinstance(completion, list):
         before = check_messages(prompt, "'prompt'", where)
         messages = [*before, *check_messages(completion, "'completion'", where)]
-        return _chat(messages, len(before), row, where)
+        return chat_sample(messages, len(before), row, where)
     raise DataError(
         f"{where}: 'prompt' is {kind_of(prompt)} and 'completion' is {kind_of(completion)}; "
         "give two strings or two lists of messages"
@@ -133,7 +133,7 @@ def _parse_prompt_completion(row: Mapping[str, Any], where: str) -> Sample:
 
 
 def _parse_chat(row: Mapping[str, Any], where: str) -> Sample:
-    return _chat(check_messages(row["messages"], "'messages'", where), 0, row, where)
+    return chat_sample(check_messages(row["messages"], "'messages'", where), 0, row, where)
 
 
 def _parse_sharegpt(row: Mapping[str, Any], where: str) -> Sample:
@@ -148,10 +148,12 @@ def _parse_sharegpt(row: Mapping[str, Any], where: str) -> Sample:
             raise DataError(f"{place} is from {speaker!r}; use one of {', '.join(SHAREGPT_ROLES)}")
         content = require_string(turn.get("value"), f"'conversations'[{index}] 'value'", where)
         messages.append({"role": SHAREGPT_ROLES[speaker], "content": content})
-    return _chat(messages, 0, {}, where)
+    return chat_sample(messages, 0, {}, where)
 
 
-def _chat(messages: list[dict[str, Any]], first: int, row: Mapping[str, Any], where: str) -> Sample:
+def chat_sample(
+    messages: list[dict[str, Any]], first: int, row: Mapping[str, Any], where: str
+) -> Sample:
     """Return a chat whose assistant messages from `first` on are learned."""
     learn = tuple(
         index
@@ -176,5 +178,9 @@ FORMATS: Mapping[str, Format] = {
     )
 }
 
-READ_KEYS = frozenset({"input", "tools"}.union(*(format.keys for format in FORMATS.values())))
+PAIR_KEYS = ("chosen", "rejected", "preferred_output", "non_preferred_output")
+"""Keys of rows with two outputs, of which one is preferred (`pairs`)."""
+READ_KEYS = frozenset(
+    {"input", "tools", *PAIR_KEYS}.union(*(format.keys for format in FORMATS.values()))
+)
 """Keys of rows that some format reads; values of others may be anything."""

@@ -27,7 +27,7 @@ from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.recorder import recorder_for
 from pcg.runtime.model.runner import LayerInputs, is_sequence_parallel, load_functions
 from pcg.runtime.training.loss_chunks import LossChunk, LossChunks, WindowLoss
-from pcg.runtime.training.recorded.recorded_program import why_not_recorded
+from pcg.runtime.training.recorded.recorded_program import drops_in, why_not_recorded
 from pcg.runtime.training.recorded.update_graphs import UpdateGraphs
 from pcg.runtime.training.recorded.window_graphs import WindowGraphs
 
@@ -88,6 +88,7 @@ class BoundTraining:
         is_fused = any(node.op == "linear_cross_entropy" for node in training.epilogue.nodes)
         self.loss_chunk = _ALL_TOKENS if is_fused else model.loss_chunk
         self.head_rows = self._head_rows() if self.device.type == "cpu" else 0
+        self._drops_in_loss = drops_in(model.epilogue)
         self._graphs: WindowGraphs | None = None
         self._graphs_of: KvCache | None = None
 
@@ -197,22 +198,22 @@ class BoundTraining:
         """Return the summed loss of some tokens of a window, fp64, and put their gradients."""
         batch = window.batch
         shared = self._inputs.of(self.training.model.epilogue, window.shared)
-        if self._graphs is not None and window.weight is not None and window.slopes is None:
+        if self._graphs is not None:
             whole = self.loss_inputs(window.carried, window.shared)
-            found = self._graphs.loss.run(whole, chunk.rows, chunk.targets, window.weight)
+            weights = window.weight if window.slopes is None else chunk.of_whole(window.slopes)
+            dropped = batch if self._drops_in_loss else None
+            found = self._graphs.loss.run(whole, chunk.rows, chunk.targets, weights, dropped)
             if found is not None:
-                total, dx = found
-                for gradient, d in zip(window.gradients, dx, strict=True):
+                for gradient, d in zip(window.gradients, found.gradients, strict=True):
                     chunk.put_own(d, gradient)
-                return total
+                window.put(chunk, found.losses)
+                return found.total
         batch.chosen = chunk.rows
         part = [chunk.of_own(x) for x in window.carried] + [chunk.of_whole(x) for x in shared]
         if self._freed is not None:
             self._freed.look()
         if window.weight is None:
-            batch.layer = len(self._layers)  # behind the layers
-            arguments = (self.weights.epilogue, self._outer, batch, *part, chunk.targets)
-            loss: Tensor = yield from self._watched(self._functions["epilogue_loss"](*arguments))
+            loss = yield from self.loss_alone(batch, part, chunk.targets)
         else:
             dtype = torch.float64 if part[0].dtype == torch.float64 else torch.float32
             slopes = torch.full(chunk.rows.shape, window.weight, dtype=dtype, device=self.device)
@@ -222,9 +223,17 @@ class BoundTraining:
             for gradient, d in zip(window.gradients, back, strict=True):
                 chunk.put_own(d, gradient)
         batch.chosen = None
-        if window.losses is not None:  # the padded rows of ranks have a loss of 0
-            window.losses.index_add_(0, chunk.rows, loss.to(window.losses.dtype))
+        window.put(chunk, loss)
         return loss.sum(dtype=torch.float64)
+
+    def loss_alone(
+        self, batch: Batch, part: Sequence[Tensor], targets: Tensor
+    ) -> ProductRequest[Tensor]:
+        """Return the losses of some tokens, and train nothing; see `loss_of`."""
+        batch.layer = len(self._layers)  # behind the layers
+        arguments = (self.weights.epilogue, self._outer, batch, *part, targets)
+        loss: Tensor = yield from self._watched(self._functions["epilogue_loss"](*arguments))
+        return loss
 
     def loss_of(
         self, batch: Batch, part: Sequence[Tensor], targets: Tensor, slopes: Tensor

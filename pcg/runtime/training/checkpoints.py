@@ -240,7 +240,7 @@ class CheckpointStore:
             path = self._free_path(step)
             beside.rename(path)
             sync_names(self.directory)
-            self._point_to(path)
+            self.point_to(path)
         except (OSError, SafetensorError, AdapterError) as error:
             cause = error.__cause__ if isinstance(error, AdapterError) else error
             reason = getattr(cause, "strerror", None) or str(cause or error)
@@ -284,7 +284,8 @@ class CheckpointStore:
             path = self.directory / f"step-{step:08d}.{count}"
         return path
 
-    def _point_to(self, path: Path) -> None:
+    def point_to(self, path: Path) -> None:
+        """Make a checkpoint the latest. OSError: it cannot be written."""
         beside = self.directory / f"{_UNFINISHED}{secrets.token_hex(4)}"
         try:
             write_text(beside, f"{path.name}\n")

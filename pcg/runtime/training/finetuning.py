@@ -8,7 +8,6 @@ seed, step and batch, are random. So a resumed run ends with the same bits as an
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
 import time
@@ -18,8 +17,9 @@ from typing import NoReturn
 
 import torch
 
-from pcg.errors import FinetuneError, FinetuneInterrupted, UnsupportedError
-from pcg.files import damage_of
+from pcg.errors import FinetuneError, FinetuneInterrupted, RecordError, UnsupportedError
+from pcg.files import check_writable, damage_of, expanded
+from pcg.parallel.ranks.agreement import agreed
 from pcg.parallel.ranks.group import broadcast_from_first, run_on_first
 from pcg.peft.adapter import Adapter
 from pcg.runtime.data.dataset import Dataset
@@ -27,14 +27,21 @@ from pcg.runtime.data.order import Batches
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.checkpoints import Checkpoint, CheckpointStore, TrainerState
 from pcg.runtime.training.interrupts import Interrupt, deferred_interrupts, noted_interrupts
-from pcg.runtime.training.options import FinetuneArguments, FinetuneOptions
-from pcg.runtime.training.progress import ProgressBar
+from pcg.runtime.training.options import FinetuneArguments
 from pcg.runtime.training.publishers import InPlacePublisher, Publisher
+from pcg.runtime.training.reports.job_record import JobRecord, job_config
+from pcg.runtime.training.reports.reports import Reports
 from pcg.runtime.training.result import FinetuneResult, LossChange, OnStep, StepRecord
 from pcg.runtime.training.runner import pass_through
 from pcg.runtime.training.step import TrainingStep
-from pcg.runtime.training.training_copy import overwrite, owned, start_adapter, weights_checksum
-from pcg.runtime.training.training_data import check_with_prompt, splits_of, training_data
+from pcg.runtime.training.training_copy import (
+    overwrite,
+    owned,
+    start_adapter,
+    start_facts,
+    weights_checksum,
+)
+from pcg.runtime.training.training_data import check_with_prompt, job_data, total_steps
 from pcg.runtime.training.work_units import Reading, Work, run_to_end
 
 _LOG = logging.getLogger("pcg.finetuning")
@@ -66,14 +73,11 @@ class FinetuneJob:
         if planned.names_step and not (options.batch_size or options.max_tokens):
             options = dataclasses.replace(options, batch_size=planned.batch)
         self._options = options
-        splits = splits_of(options, self._ranks.rank == 0)
-        read = functools.partial(training_data, options=options, model=self._model)
-        self._data = read(splits.train)
-        self._eval = None if splits.evaluation is None else read(splits.evaluation)
+        self._data, self._eval = job_data(options, self._model)
         self._batches = Batches(
             self._data.examples, **options.batch_bounds, seed=options.seed, shuffle=options.shuffle
         )
-        self._total = _total_steps(self._batches, options)
+        self._total = total_steps(self._batches, options)
         self._schedule = options.make_schedule(self._total)
         self._trajectory = self._make_trajectory()
         self._state = TrainerState(position=self._batches.state_dict())
@@ -81,6 +85,9 @@ class FinetuneJob:
         if options.checkpoint_dir is not None:
             self._store = CheckpointStore(options.checkpoint_dir, options.keep_last)
             run_on_first(self._ranks, self._store.check_writable)
+        if options.record is not None:
+            place = expanded(options.record)
+            run_on_first(self._ranks, lambda: check_writable(place, "the record", RecordError))
         self._best: Adapter | None = None
         self._resumed_from: int | None = None
         self._saved: tuple[int, int] | None = None
@@ -92,13 +99,9 @@ class FinetuneJob:
 
     def _start(self, peft: object) -> None:
         """Make the adapter to train, and what trains it."""
-        model, options, checkpoint = self._model, self._options, None
-        if self._store is not None:
-            found = self._store.resumable(options.resume, self._name, self._trajectory, self._total)
-            if found is not None:
-                self._checkpoint, checkpoint = found
-        saved = None if checkpoint is None else checkpoint.adapter
-        made = start_adapter(model, self._name, peft, options.seed, saved, self._total)
+        model, options = self._model, self._options
+        call = f"the start of {self._name!r}"
+        checkpoint, made = agreed(self._ranks, call, lambda: self._begin(peft), start_facts)
         self._adapter = self._publisher.start(made)
         try:
             self._runner = self._publisher.runner(self._adapter)
@@ -118,6 +121,17 @@ class FinetuneJob:
         except BaseException:
             self._publisher.undo()
             raise
+
+    def _begin(self, peft: object) -> tuple[Checkpoint | None, Adapter]:
+        """Return the checkpoint to go on from, and the adapter to train."""
+        checkpoint = None
+        name, options, total = self._name, self._options, self._total
+        if self._store is not None:
+            found = self._store.resumable(options.resume, name, self._trajectory, total)
+            if found is not None:
+                self._checkpoint, checkpoint = found
+        saved = None if checkpoint is None else checkpoint.adapter
+        return checkpoint, start_adapter(self._model, name, peft, options.seed, saved, total)
 
     # ------------------------------------------------------------------------------- the loop
 
@@ -142,27 +156,25 @@ class FinetuneJob:
             on_step: called after each step.
             interrupts: over ranks, the interrupts of this rank; one of any rank ends the job.
         """
-        is_shown = self._options.progress and self._ranks.rank == 0
-        bar = ProgressBar(self._name, self._total, self._state.step, is_shown)
         try:
-            yield from self._settle()
-            while not self._is_done:
-                record = yield from self._step()
-                self._log(record)
-                bar.update(record)
-                if on_step is not None:
-                    on_step(record)
-                came = torch.tensor(float(len(interrupts)), device=self._ranks.device)
-                if float(self._ranks.all_reduce(came)):
-                    raise KeyboardInterrupt
-            self._restore_best()
-            first_data = yield from self._compare_first_data()
-            with deferred_interrupts():
-                return self._finish(first_data)
+            with self._reports() as reports:
+                yield from self._settle()
+                reports.evaluated()
+                while not self._is_done:
+                    record = yield from self._step()
+                    reports.step(record, is_last=self._is_done)
+                    if on_step is not None:
+                        on_step(record)
+                    came = torch.tensor(float(len(interrupts)), device=self._ranks.device)
+                    if float(self._ranks.all_reduce(came)):
+                        raise KeyboardInterrupt
+                self._restore_best()
+                first_data = yield from self._compare_first_data()
+                with deferred_interrupts():
+                    return self._finish(first_data)
         except KeyboardInterrupt as interrupt:
             self._interrupted(interrupt)
         finally:
-            bar.close()
             if self._store is not None:
                 self._store.unlock()
             self._steps.drop_gradients()
@@ -259,23 +271,16 @@ class FinetuneJob:
     def _seconds(self) -> float:
         return self._seconds_before + time.monotonic() - self._started
 
-    def _log(self, record: StepRecord) -> None:
-        every = self._options.log_every
-        if every is None or self._ranks.rank or (record.step % every and not self._is_done):
-            return
-        recent = self._state.losses[-every:]
-        evaluated = "" if record.eval_loss is None else f", eval loss {record.eval_loss:.4f}"
-        _LOG.info(
-            "%s step %d/%d: loss %.4f%s, lr %.3g, gradient norm %.3g, %.0f tokens/s",
-            self._name,
-            record.step,
-            record.total_steps,
-            sum(recent) / len(recent),
-            evaluated,
-            record.learning_rate,
-            record.gradient_norm,
-            record.tokens_per_second,
-        )
+    def _reports(self) -> Reports:
+        """Return what says how the job goes on: a bar, the log, its record."""
+        options, total, record = self._options, self._total, None
+        if options.record is not None:
+            checksum = self._trajectory["data_checksum"]
+            counts = {"examples": len(self._data), "total_steps": total}
+            facts = {**counts, "data_checksum": checksum}
+            config = job_config(options, self._model, self._adapter.recipe, facts)
+            record = JobRecord(options, config, str(self._model.device))
+        return Reports(options, total, self._state, record, self._ranks.rank == 0)
 
     # ------------------------------------------------------------------------------- between steps
 
@@ -388,13 +393,3 @@ class FinetuneJob:
             step,
             self._checkpoint,
         ) from interrupt
-
-
-def _total_steps(batches: Batches, options: FinetuneOptions) -> int:
-    """Count the steps of the job; the last one of an epoch may have fewer batches."""
-    if options.max_steps is not None:
-        return options.max_steps
-    size, epochs = options.gradient_accumulation_steps, options.epochs or 1
-    if options.max_tokens is None or not options.shuffle:
-        return epochs * math.ceil(len(batches) / size)
-    return sum(math.ceil(len(batches.plan(epoch)) / size) for epoch in range(epochs))

@@ -53,8 +53,8 @@ class LossChunk:
         return part
 
     def put_own(self, part: Tensor, into: Tensor) -> None:
-        """Write this rank's part of the chunk to its rows."""
-        into[self.own] = part[: len(self.own)]
+        """Add this rank's part of the chunk to its rows."""
+        into.index_add_(0, self.own, part[: len(self.own)].to(into.dtype))
 
 
 class LossChunks:
@@ -105,7 +105,7 @@ class LossChunks:
 
 @dataclass
 class WindowLoss:
-    """A window whose loss is computed.
+    """A window whose loss is computed, of one target of each token.
 
     Attributes:
         targets: the target of each token, [T], on the host; negative for none.
@@ -115,6 +115,8 @@ class WindowLoss:
         gradients: the gradient of each carried value; none where nothing is trained.
         slopes: the weight of each token's loss, [T], on the device; None for `weight` of all.
         losses: where each token's loss is put, [T], on the device; None to keep the sum alone.
+        first: the same window with the first targets of its tokens, where these are further ones;
+            gradients are added to its own.
     """
 
     batch: Batch
@@ -125,6 +127,12 @@ class WindowLoss:
     gradients: list[Tensor] = field(default_factory=list)
     slopes: Tensor | None = None
     losses: Tensor | None = None
+    first: WindowLoss | None = None
+
+    def put(self, chunk: LossChunk, losses: Tensor) -> None:
+        """Put the losses of a chunk, if each is wanted; padded rows of ranks have a loss of 0."""
+        if self.losses is not None:
+            self.losses.index_add_(0, chunk.rows, losses.to(self.losses.dtype))
 
 
 class ComputesLoss(Protocol):
@@ -153,7 +161,8 @@ class PassLoss:
     """The loss of some windows, some of its work at a time.
 
     Attributes:
-        windows: the windows, in the order of their losses.
+        windows: the windows, in the order of their losses; those of further targets come behind
+            those of the first.
         total: the sum of the losses, fp64, on the device; complete once `left` is 0.
         left: number of tokens whose loss is left; of a chunk that is under way, in proportion. At
             least 1 before the end.
@@ -164,7 +173,9 @@ class PassLoss:
         self._program = program
         self._chunks = [program.loss_chunks(window.targets) for window in windows]
         for window in windows:
-            if window.weight is not None:
+            if window.first is not None:
+                window.gradients = window.first.gradients
+            elif window.weight is not None:
                 window.gradients = [torch.zeros_like(x) for x in window.carried]
         # A token's numbers: the head's rows, forward and back.
         self._each = program.head_rows * (1 if windows[0].weight is None else 2)

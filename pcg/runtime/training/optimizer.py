@@ -20,6 +20,9 @@ Parameters = Mapping[str, Tensor]
 
 _FUSED = ("adam", "adamw", "sgd")
 """Optimizers that have kernels for all parameters at once."""
+_CAPTURABLE = ("adadelta", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop")
+"""Optimizers whose steps on a GPU may read the learning rate and the number of steps there."""
+_CAPTURED_ON = ("cuda",)
 
 
 def make_optimizer(
@@ -52,16 +55,26 @@ def make_optimizer(
     is_fused = optimizer.name in _FUSED and not optimizer.options.get("dampening")
     is_fused = is_fused and _is_plain(parameters.values())
     device = next(iter(parameters.values())).device
+    # What such a step computes differs in rounding, so steps that are not recorded run alike.
+    is_captured = optimizer.name in _CAPTURABLE and not optimizer.is_offloaded
+    is_captured = is_captured and device.type in _CAPTURED_ON
     how = {"fused": True} if is_fused else {}
+    if is_captured:
+        how = {"capturable": True, "foreach": True}
     try:
         found: torch.optim.Optimizer = made(groups, lr=learning_rate, **optimizer.options, **how)
     except ValueError as error:
         raise FinetuneError(f"optimizer {optimizer.name!r}: {error}") from error
-    if is_fused:
+    if has_device_rate(found):
         rate = _rate(learning_rate, device)
         for group in found.param_groups:
             group["lr"] = rate
     return found
+
+
+def has_device_rate(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's rate and numbers of steps lie where its parameters do."""
+    return bool(optimizer.defaults.get("fused") or optimizer.defaults.get("capturable"))
 
 
 def _is_plain(tensors: Iterable[Tensor]) -> bool:
@@ -78,7 +91,7 @@ def _is_plain(tensors: Iterable[Tensor]) -> bool:
 
 
 def _rate(rate: float, device: torch.device) -> Tensor:
-    """Return a learning rate on the device, as a fused optimizer reads it."""
+    """Return a learning rate on the device, as an update reads it there."""
     dtype = torch.float32 if device.type == "cuda" else torch.float64
     return torch.full((), rate, dtype=dtype, device=device)
 
@@ -137,7 +150,7 @@ def load_optimizer(
     """
     left = dict(saved) if shards is None else _cut(saved, shards, parameters, kind)
     device = next(iter(parameters.values())).device
-    is_fused = bool(optimizer.defaults.get("fused"))
+    on_device = has_device_rate(optimizer)
     shared = {key: left.pop(key).to(device) for key in SHARED_KEYS if key in left}
     fix = "use an older one, or start anew with resume=False"
     for path, tensor in parameters.items():
@@ -150,7 +163,7 @@ def load_optimizer(
                     f"the checkpoint is damaged: its optimizer has no {key} for {path}; {fix}"
                 )
             optimizer.state[tensor][key] = _restored(key, value, expected, kind, device)
-            if is_fused and not value.ndim:  # where its kernels read it
+            if on_device and not value.ndim:  # where its kernels read it
                 optimizer.state[tensor][key] = value.to(device)
     if left:
         raise FinetuneError(

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, TypedDict
 
 from pcg.errors import FinetuneError
 from pcg.options import OptimizerChoice
+from pcg.records.sinks import check_sinks
 from pcg.runtime.data.example import Example
 from pcg.runtime.data.sources import Source, has_validation
 from pcg.runtime.training.result import OnStep
@@ -151,6 +152,9 @@ class CheckpointOptions:
         resume: demand a checkpoint to go on from (True), start anew (False), or go on from the
             latest one if there is one (auto, the default).
         log_every: steps between lines in the log `pcg.finetuning`; none by default.
+        record: the folder of the job's record: its configuration, the numbers of each step, and a
+            page with curves.
+        report_to: where else the record's numbers go: tensorboard, wandb.
         progress: show a progress bar where standard error is a terminal.
     """
 
@@ -161,6 +165,8 @@ class CheckpointOptions:
     keep_last: int = 2
     resume: Literal["auto"] | bool = "auto"
     log_every: int | None = None
+    record: str | Path | None = None
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     progress: bool = True
 
 
@@ -186,6 +192,7 @@ class FinetuneOptions(
                 raise FinetuneError(f"{name}={getattr(self, name)!r}; use True or False")
         self._check_betas()
         self._check_pairs()
+        check_sinks(self.report_to)
         self._check_optimizer()
         self.make_schedule(self.max_steps or 2**62)
 
@@ -271,6 +278,7 @@ class FinetuneOptions(
         without = [
             ("eval_data", self.evaluates, _EVALUATION),
             ("checkpoint_dir", self.checkpoint_dir is not None, ("save_every",)),
+            ("record", self.record is not None, ("report_to",)),
         ]
         for missing, is_given, names in without:
             for name in () if is_given else names:

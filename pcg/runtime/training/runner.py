@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pcg.peft.adapter import Adapter
 from pcg.runtime.data.example import IGNORED, Example
-from pcg.runtime.memory.host_allocator import FreedMemory, return_freed_memory
+from pcg.runtime.memory.host_allocator import SLACK, FreedMemory, return_freed_memory
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.training_pass import TrainingPass
@@ -78,7 +78,9 @@ class TrainingRunner(BoundTraining):
             self.shards.gather()
 
 
-def training_runner(state: ModelState, adapter: Adapter, windows: bool = False) -> TrainingRunner:
+def training_runner(
+    state: ModelState, adapter: Adapter, windows: bool = False, slack: float = SLACK
+) -> TrainingRunner:
     """Return a runner that trains an adapter, which need not be one of the state's.
 
     With `windows`, sequences go through the KV cache window by window, not as wholes. On the CPU,
@@ -86,13 +88,15 @@ def training_runner(state: ModelState, adapter: Adapter, windows: bool = False) 
     it is too much; by a smaller one, all that this process frees, from now on. A step that would
     save more than a memory budget in bytes is planned again.
 
+    Args:
+        slack: how much is too much; see `FreedMemory`.
     Raises:
         UnsupportedError: the adapter's encoder was not saved with it.
     """
     budget = state.program.options.budget
     freed = None
     if state.device.type == "cpu" and budget.share == 1.0:
-        freed = FreedMemory()
+        freed = FreedMemory(slack)
     elif state.device.type == "cpu":
         return_freed_memory()
     training = state.training(adapter, windows)

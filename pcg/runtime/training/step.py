@@ -27,6 +27,7 @@ from pcg.runtime.data.order import Batches
 from pcg.runtime.model.batch import mixed_seed
 from pcg.runtime.training.host_states import HostStates
 from pcg.runtime.training.optimizer import (
+    has_device_rate,
     load_optimizer,
     make_optimizer,
     optimizer_tensors,
@@ -80,9 +81,8 @@ class TrainingStep:
         self.optimizer = make_optimizer(self.parameters, self._kind, options.learning_rate)
         offloaded = HostStates(self.optimizer) if self._kind.is_offloaded else None
         self._take_step = self.optimizer.step if offloaded is None else offloaded.step
-        # Kernels that update all parameters at once, with all of their arguments on the device.
-        is_fused = self.optimizer.defaults.get("fused") and offloaded is None
-        self._may_record = is_fused and self.beside is None
+        is_on_device = has_device_rate(self.optimizer) and offloaded is None
+        self._may_record = is_on_device and self.beside is None
         self._graphs: UpdateGraphs | None = None
         self._is_recorded = False
 

@@ -9,6 +9,7 @@ import dataclasses
 import os
 import zlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from pcg.peft.recipe import Recipe
 from pcg.peft.registry import is_shorthand, recipe_from, recipe_of_fields
 from pcg.runtime.model.base_weights import WeightStore
 from pcg.runtime.model.state import ModelState
+from pcg.runtime.requests.compared import adapter_facts
 
 _SAMPLES = 64
 
@@ -59,6 +61,13 @@ def start_adapter(
         there = state.make_adapter(name, peft, seed=seed)
     recipe = there.recipe.for_job(total_steps)
     return state.for_training(dataclasses.replace(owned(there), recipe=recipe))
+
+
+def start_facts(begun: tuple[Any, Adapter]) -> Mapping[str, str]:
+    """Return the texts of a job's start, of its checkpoint and its adapter, that ranks compare."""
+    checkpoint, adapter = begun
+    step = "none" if checkpoint is None else f"step {checkpoint.state.step}"
+    return {"the checkpoint to go on from": step, **adapter_facts(adapter)}
 
 
 def saved_adapter(state: ModelState, saved: Adapter) -> Adapter:

@@ -5,17 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 from pcg.errors import DataError, FinetuneError
+from pcg.parallel.ranks.agreement import agreed
+from pcg.parallel.ranks.described import described, tokens_digest
 from pcg.runtime.data.dataset import Dataset, ExampleReader, ReadOptions
 from pcg.runtime.data.example import Example, ModelSizes, check_example
 from pcg.runtime.data.limits import UNLIMITED, DataLimits, check_tokens
+from pcg.runtime.data.order import Batches
 from pcg.runtime.data.rows import holds_documents
 from pcg.runtime.data.sources import Gathered, Splits, choose_splits, gather
 from pcg.runtime.model.state import ModelState
+from pcg.runtime.requests.compared import option_facts
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.runtime.training.options import Data, FinetuneArguments, FinetuneOptions
+from pcg.units import counted
 
 _LOG = logging.getLogger("pcg.finetuning")
 
@@ -33,6 +39,45 @@ def splits_of(given: FinetuneArguments, is_first: bool) -> Splits:
     if splits.chosen and is_first:
         _LOG.warning("%s: %s", given.adapter, splits.chosen)
     return splits
+
+
+_OF_ONE_RANK = (
+    "checkpoint_dir", "data", "eval_data", "log_every", "on_step", "peft", "progress", "record",
+    "report_to",
+)  # fmt: skip
+"""Fields that ranks may have their own of, and those whose content is compared."""
+
+
+def job_data(options: FinetuneArguments, model: ModelState) -> tuple[Dataset, Dataset | None]:
+    """Read the data of a job, and that to evaluate on; ranks compare them, and all options.
+
+    Raises:
+        DataError, FinetuneError: as of `training_data`.
+        ParallelError: on every rank: they differ, or one could not read its data.
+    """
+
+    def read() -> tuple[Dataset, Dataset | None]:
+        splits = splits_of(options, model.ranks.rank == 0)
+        data = training_data(splits.train, options, model)
+        rest = splits.evaluation
+        return data, None if rest is None else training_data(rest, options, model)
+
+    def facts(found: tuple[Dataset, Dataset | None]) -> Mapping[str, str]:
+        given = {name: getattr(options, name) is not None for name in ("checkpoint_dir", "record")}
+        return {
+            **option_facts(options, _OF_ONE_RANK),
+            **{name: described(value) for name, value in given.items()},
+            "the training data": _data_text(found[0]),
+            "the evaluation data": "none" if found[1] is None else _data_text(found[1]),
+        }
+
+    return agreed(model.ranks, f"finetune({options.adapter!r})", read, facts)
+
+
+def _data_text(data: Dataset) -> str:
+    """The number of examples, and the beginning of a digest of their tokens and labels."""
+    digest = tokens_digest(part for one in data.examples for part in (one.ids, one.labels))
+    return f"{counted(len(data), 'example')}, digest {digest[:16]}"
 
 
 def load_here(
@@ -55,6 +100,8 @@ def training_data(
     model: ModelState,
     load: Load | None = None,
     limits: DataLimits = UNLIMITED,
+    *,
+    pairs: bool = False,
 ) -> Dataset:
     """Read, tokenize and check examples.
 
@@ -62,6 +109,7 @@ def training_data(
         source: files, rows as `sources` has them, or examples, which are tokens already.
         model: whose tokenizer makes tokens of text; examples need none.
         load: makes examples of files and rows; this process by default.
+        pairs: rows have two outputs each (`pcg.runtime.data.pairs`), and become two examples.
     Raises:
         DataError: the data cannot be read, or do not fit the model; the row is named.
         FinetuneError: text, and no tokenizer.
@@ -80,12 +128,12 @@ def training_data(
         )
     else:
         max_length, planned = options.max_length, model.program.options
-        if max_length is None and holds_documents(gathered):
+        if max_length is None and not pairs and holds_documents(gathered):
             # Documents are cut into examples of that length.
             bounds = (planned.seq if planned.names_step else None, model.max_positions)
             max_length = min(filter(None, bounds), default=None)
         read = ReadOptions(
-            max_length, options.data_format, options.append_eos, options.empty, limits
+            max_length, options.data_format, options.append_eos, options.empty, limits, pairs
         )
         load = load or functools.partial(load_here, model.tokenizer)
         data = load(gathered, read, sizes)
@@ -127,3 +175,13 @@ def _cut(data: Dataset, max_length: int | None) -> Dataset:
     return dataclasses.replace(
         data, examples=examples, truncated=data.truncated + truncated, checked=None
     )
+
+
+def total_steps(batches: Batches, options: FinetuneOptions) -> int:
+    """Count the steps of the job; the last one of an epoch may have fewer batches."""
+    if options.max_steps is not None:
+        return options.max_steps
+    size, epochs = options.gradient_accumulation_steps, options.epochs or 1
+    if options.max_tokens is None or not options.shuffle:
+        return epochs * math.ceil(len(batches) / size)
+    return sum(math.ceil(len(batches.plan(epoch)) / size) for epoch in range(epochs))

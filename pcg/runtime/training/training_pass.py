@@ -135,7 +135,7 @@ class TrainingPass(WindowedPass):
             runner.plan_for(len(examples), self.tokens)
         self._restored = frozenset(runner.training.restored)
         self._graphs = None
-        if self.trains and cache is not None:
+        if cache is not None:
             self._graphs = runner.window_graphs(cache)
         if self._graphs is not None:
             pages = max(len(table.pages) for table in tables)
@@ -260,7 +260,8 @@ class TrainingPass(WindowedPass):
         batch.dropout_seed = self._dropout_seed
         window = Window(batch, torch.tensor(targets), end)
         if self._graphs is not None:
-            window.slot = self._graphs.slot(len(self._windows), batch)
+            before = len(self._windows) if self.trains else 0
+            window.slot = self._graphs.slot(before, batch, self.trains)
         if window.slot is not None:
             window.shared = window.slot.shared
         else:
@@ -280,18 +281,20 @@ class TrainingPass(WindowedPass):
         window.carried, saved = yield from self._runner.layer(
             layer, window.batch, window.carried, window.shared
         )
-        if not self.trains:
-            return
-        window.saved.append(list(saved))
-        if layer in self._restored:
-            self._put_inputs(layer, window, (None,) * len(window.carried))
+        if self.trains:
+            window.saved.append(list(saved))
+            if layer in self._restored:
+                self._put_inputs(layer, window, (None,) * len(window.carried))
         if self._graphs is not None:
-            self._graphs.record_next()
+            self._graphs.record_next(self.trains)
 
     def end(self, window: Window) -> None:
         """Note that a window has gone through its last layer."""
         if window.slot is not None:
             window.carried = window.slot.outputs
+            if not self.trains:  # the next window overwrites them
+                window.carried = [x.clone() for x in window.carried]
+                window.shared = [None if x is None else x.clone() for x in window.shared]
         self._windows.append(window)
         self.forwarded = window.end
 
@@ -317,7 +320,8 @@ class TrainingPass(WindowedPass):
     def end_loss(self, computed: PassLoss) -> None:
         """Take what the loss of all windows gave; backward comes next, if anything is trained."""
         self.loss_sum = computed.total
-        for window, loss in zip(reversed(self._windows), computed.windows, strict=True):
+        losses = [loss for loss in computed.windows if loss.first is None]
+        for window, loss in zip(reversed(self._windows), losses, strict=True):
             window.gradients, window.carried = loss.gradients, ()
             if not self._restored:
                 window.shared = ()

@@ -12,7 +12,8 @@ class Columns:
     """The numbers of the tokens of some data, one datum after the other: [T], fp64.
 
     Attributes:
-        weights: the weight of each token's loss; 0 where nothing is predicted.
+        weights: the weight of each token's loss; 0 where nothing is predicted. For tokens with K
+            targets each, which linear losses take, [T, K].
         advantages: the advantage of each token.
         sampled: the log-probability that each token had when it was sampled, or of a reference.
         places: the number of each token's datum, int64.
@@ -24,6 +25,11 @@ class Columns:
     sampled: Tensor
     places: Tensor
     count: int
+
+    @property
+    def width(self) -> int:
+        """The number of targets of a token, K."""
+        return 1 if self.weights.dim() == 1 else self.weights.shape[1]
 
     def log_ratios(self, logprobs: Tensor) -> Tensor:
         """Return log-probabilities less the sampled ones; 0 for tokens without weight, [T]."""

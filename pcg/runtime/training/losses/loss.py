@@ -12,6 +12,7 @@ from torch import Tensor
 from pcg.errors import FinetuneError
 from pcg.keywords import check_names
 from pcg.runtime.training.losses.columns import Columns
+from pcg.runtime.training.losses.preference_losses import DEFAULTS, preference
 from pcg.runtime.training.losses.sequence_losses import dpo, gspo
 from pcg.runtime.training.losses.token_losses import (
     Options,
@@ -105,6 +106,7 @@ LOSSES: Mapping[str, Loss] = {
         Loss("dro", dro, options=_beta(0.01)),
         Loss("gspo", gspo, options=_clip(0.8, 1.2), skips_zero_advantages=True),
         Loss("dpo", dpo, ("logprobs",), _beta(0.1), together=2),
+        Loss("preference", preference, ("logprobs",), DEFAULTS, together=2),
     )
 }
 """Every loss by its name. Defaults: Tinker's of ppo, its cookbook's of cispo, TRL's of dpo."""

@@ -3,12 +3,13 @@
 A graph reads an adapter where it lies, so a job that takes recorded windows over has its adapter
 there: its weights are copied into that of the runner. Both have the same recipe, and tensors of the
 same sizes. Runners keep what their windows save for backward. Those of a warm-up last; of others
-there is one, of the job that ended last, until a job comes that cannot use it.
+there is one, of the job that ended last, until a job comes that cannot use it, or no job is left.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from threading import Lock
 from typing import Generic, Protocol, TypeVar
 from weakref import WeakSet
@@ -37,9 +38,25 @@ class KeptRunners(Generic[Runner]):
     """Runners that no job has; any thread may ask for one."""
 
     def __init__(self) -> None:
+        self._jobs = 0
         self._kept: list[Runner] = []
         self._lasting: WeakSet[Runner] = WeakSet()
         self._lock = Lock()
+
+    def begin_job(self) -> Callable[[], None]:
+        """Have a job that is prepared or runs; returns what ends it.
+
+        With the last one the memory of all runners goes that do not last.
+        """
+        with self._lock:
+            self._jobs += 1
+        return self._end_job
+
+    def _end_job(self) -> None:
+        with self._lock:
+            self._jobs -= 1
+            if not self._jobs:
+                self._drop_others()
 
     def give(self, runner: Runner, lasts: bool = False) -> None:
         """Keep a runner, if it has recorded windows; for good if it lasts."""

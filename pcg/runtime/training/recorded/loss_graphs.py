@@ -7,7 +7,8 @@ of its own, and writes the sum of the losses and the gradients of the hidden sta
     hidden states ──▶ its memory ──▶ final norm, head, cross entropy, and back ──▶ gradients
 
 A part that is not filled has no target, so its losses and gradients are zeros. A size is recorded
-when it comes the second time.
+when it comes the second time. Tokens that are evaluated have graphs of their own, which give the
+losses alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from torch import Tensor
 from pcg.kernels.table_cache import kept_tables
 from pcg.runtime.data.example import IGNORED
 from pcg.runtime.memory.kv_cache import KvCache
+from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.model.recorder import Recorder
 from pcg.runtime.training.recorded.own_gradients import OwnGradients
@@ -32,24 +35,39 @@ from pcg.runtime.training.recorded.recorded_program import RecordedProgram
 from pcg.runtime.training.recorded.window_sizes import SIZES
 
 
+class ComputedLoss(NamedTuple):
+    """The loss of some tokens.
+
+    Attributes:
+        total: the sum of the losses, fp64.
+        losses: the loss of each.
+        gradients: the gradients of the hidden states; none where nothing is trained.
+    """
+
+    total: Tensor
+    losses: Tensor
+    gradients: Sequence[Tensor] = ()
+
+
 @dataclass
 class _Loss:
     """The loss of so many tokens.
 
     Attributes:
+        batch: the tokens, of which dropout alone reads more than their number.
         inputs: the hidden states, and what else the epilogue reads of each token.
         targets, slopes: of each token, its target and the weight of its loss.
         replay: the recorded function.
-        total, gradients: what it writes: the sum of the losses, and gradients of the hidden states.
+        computed: what it writes.
         kept: tables that it reads.
     """
 
+    batch: RecordedTokens
     inputs: Sequence[Tensor]
     targets: Tensor
     slopes: Tensor
     replay: Callable[[], None] = lambda: None
-    total: Tensor = field(default_factory=lambda: torch.zeros(()))
-    gradients: Sequence[Tensor] = ()
+    computed: ComputedLoss = field(default_factory=lambda: ComputedLoss(*torch.zeros(2)))
     kept: Sequence[object] = ()
 
 
@@ -72,8 +90,8 @@ class LossGraphs:
         self._gradients = gradients
         self._cache = cache
         self._recorder: Recorder | None = recorder
-        self._losses: dict[int, _Loss] = {}
-        self._came: Counter[int] = Counter()
+        self._losses: dict[tuple[int, bool], _Loss] = {}
+        self._came: Counter[tuple[int, bool]] = Counter()
 
     def fitting(self, tokens: int, left: int) -> int:
         """Return how many of `left` tokens have their loss computed at once, of up to `tokens`."""
@@ -88,65 +106,84 @@ class LossGraphs:
             inputs: hidden states, and what else the epilogue reads of a window.
         """
         for size in reversed(SIZES[: bisect_left(SIZES, most) + 1]):
-            if size not in self._losses and self._recorder is not None:
-                self._record(size, inputs)
+            for trains in (True, False):
+                if (size, trains) not in self._losses and self._recorder is not None:
+                    self._record(size, trains, inputs)
 
     def run(
-        self, inputs: Sequence[Tensor], rows: Tensor, targets: Tensor, weight: float
-    ) -> tuple[Tensor, list[Tensor]] | None:
-        """Return the sum of the losses of some tokens, fp64, and the gradients by their states.
+        self,
+        inputs: Sequence[Tensor],
+        rows: Tensor,
+        targets: Tensor,
+        slopes: float | Tensor | None,
+        batch: Batch | None = None,
+    ) -> ComputedLoss | None:
+        """Return the losses of some tokens, and the gradients by their states.
 
-        None, having done nothing, if no graph serves them. The next call overwrites the gradients.
+        None, having done nothing, if no graph serves them. The next call overwrites both, and not
+        the sum of the losses.
 
         Args:
             inputs: the hidden states of a window, and what else the epilogue reads, [T, …].
             rows: the tokens, [n].
             targets: the target of each, [n].
-            weight: the weight of each token's loss.
+            slopes: the weight of all tokens' losses, or of each, [n]; None to train nothing.
+            batch: the window, where the loss has dropout.
         """
-        count = len(rows)
+        count, trains = len(rows), slopes is not None
         place = bisect_left(SIZES, count)
         if place == len(SIZES) or self._recorder is None:
             return None
         size = SIZES[place]
-        if size not in self._losses and not (self._is_time(size) and self._record(size, inputs)):
-            return None
-        loss = self._losses[size]
+        if (size, trains) not in self._losses:
+            self._came[size, trains] += 1
+            if self._came[size, trains] == 1 or not self._record(size, trains, inputs):
+                return None
+        loss = self._losses[size, trains]
         for to, x in zip(loss.inputs, inputs, strict=True):
             to[:count] = x[rows]
             to[count:] = 0
+        if batch is not None:
+            loss.batch.take_dropped(batch, rows)
         loss.targets[:count] = targets
         loss.targets[count:] = IGNORED
-        loss.slopes.fill_(weight)
-        self._gradients.hold(self._program.trained_in_loss())
+        if isinstance(slopes, Tensor):
+            loss.slopes[:count] = slopes
+            loss.slopes[count:] = 0
+        elif slopes is not None:
+            loss.slopes.fill_(slopes)
+        if trains:
+            self._gradients.hold(self._program.trained_in_loss())
         loss.replay()
         self.replayed += 1
-        return loss.total.clone(), [x[:count] for x in loss.gradients]
+        total, losses, gradients = loss.computed
+        return ComputedLoss(total.clone(), losses[:count], [x[:count] for x in gradients])
 
-    def _is_time(self, size: int) -> bool:
-        """Return whether a size has come before."""
-        self._came[size] += 1
-        return self._came[size] > 1
-
-    def _record(self, size: int, inputs: Sequence[Tensor]) -> bool:
+    def _record(self, size: int, trains: bool, inputs: Sequence[Tensor]) -> bool:
         """Record a size; returns False if the device does not."""
         assert self._recorder is not None
         made = [x.new_zeros((size, *x.shape[1:])) for x in inputs]
         device = made[0].device
         wide = torch.float64 if made[0].dtype == torch.float64 else torch.float32
+        batch = RecordedTokens(size, self._cache, device)
         loss = _Loss(
+            batch,
             made,
             torch.full((size,), IGNORED, device=device),
             torch.zeros(size, dtype=wide, device=device),
         )
-        batch = RecordedTokens(size, self._cache, device)
 
         def run() -> None:
-            requests = self._program.loss_of(batch, loss.inputs, loss.targets, loss.slopes)
-            losses, loss.gradients = run_single(requests)
-            loss.total = losses.sum(dtype=torch.float64)
+            gradients: Sequence[Tensor] = ()
+            if trains:
+                requests = self._program.loss_of(batch, loss.inputs, loss.targets, loss.slopes)
+                losses, gradients = run_single(requests)
+            else:
+                losses = run_single(self._program.loss_alone(batch, loss.inputs, loss.targets))
+            loss.computed = ComputedLoss(losses.sum(dtype=torch.float64), losses, gradients)
 
-        self._gradients.hold(self._program.trained_in_loss())
+        if trains:
+            self._gradients.hold(self._program.trained_in_loss())
         try:
             with kept_tables() as loss.kept:
                 loss.replay = self._recorder.record(run)
@@ -159,6 +196,6 @@ class LossGraphs:
                 stacklevel=2,
             )
             return False
-        self._losses[size] = loss
+        self._losses[size, trains] = loss
         self.recorded += 1
         return True

@@ -7,8 +7,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from pcg.ir.graph import Graph
 from pcg.ir.operators import OPERATORS
-from pcg.ir.program.program import ModelGraph, Training
+from pcg.ir.program.program import ModelGraph, Training, counts_on_host
 from pcg.kernels.torch.products import ProductRequest
 from pcg.runtime.model.batch import Batch
 
@@ -41,6 +42,11 @@ class RecordedProgram(Protocol):
     ) -> ProductRequest[tuple[Tensor, Sequence[Tensor]]]:
         """Return the losses of some tokens, and the gradients of their states."""
 
+    def loss_alone(
+        self, batch: Batch, part: Sequence[Tensor], targets: Tensor
+    ) -> ProductRequest[Tensor]:
+        """Return the losses of some tokens."""
+
     def trained_in(self, layer: int) -> list[Tensor]:
         """Return the tensors of a layer that are trained."""
 
@@ -55,10 +61,16 @@ def why_not_recorded(program: RecordedProgram, virtual_tokens: int) -> str | Non
         return "its adapter has virtual tokens"
     if training.restored:
         return "its memory budget has layers' inputs recomputed"
-    for graph in training.model.graphs:
-        if any(OPERATORS[node.op].is_random for node in graph.nodes):
-            return "it has dropout"
+    if drops_in(training.model.prologue):
+        return "it has dropout before its layers"
+    if counts_on_host(training.model):
+        return "the host counts the tokens of its experts"
     return None
+
+
+def drops_in(graph: Graph) -> bool:
+    """Return whether a graph has dropout."""
+    return any(OPERATORS[node.op].is_random for node in graph.nodes)
 
 
 def groups_of(model: ModelGraph) -> frozenset[int]:

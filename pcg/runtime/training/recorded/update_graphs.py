@@ -5,7 +5,8 @@
 
 Between the two the host reads the norm, as a step whose gradients are not finite changes nothing.
 They are recorded at the end of the first step whose gradients all lie in memory that stays
-(`own_gradients.py`). To record is to run: what that changes is put back.
+(`own_gradients.py`), or of the second one where the states of the first do not begin with zeros. To
+record is to run: what that changes is put back.
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ class UpdateGraphs:
         """Record nothing yet.
 
         Args:
-            optimizer: one of torch's kernels that update all parameters at once, with its learning
-                rate on the device.
+            optimizer: one of torch's whose learning rate and numbers of steps lie on the device.
             clip: scales the gradients down, and returns the norm that they had.
         """
         self.replayed = 0
@@ -49,6 +49,7 @@ class UpdateGraphs:
         groups = optimizer.param_groups
         self._parameters: Sequence[Tensor] = [p for group in groups for p in group["params"]]
         self._rate: Tensor = groups[0]["lr"]
+        self._is_capturable = bool(optimizer.defaults.get("capturable"))
         self._norm: Tensor | None = None
         self._replay_clip: Callable[[], None] | None = None
         self._replay_step: Callable[[], None] | None = None
@@ -58,6 +59,8 @@ class UpdateGraphs:
         """True if graphs end the step under way, whose gradients are there."""
         if self._recorder is None or not self._gradients.holds(self._parameters):
             return False
+        if self._is_capturable and not self._optimizer.state:
+            return False  # which are ones, or the learning rate, as the first step makes them
         return self._replay_step is not None or self._record(self._recorder)
 
     def clip(self) -> Tensor:
@@ -89,7 +92,7 @@ class UpdateGraphs:
             # Torch asks for this word where a stream is captured, and warns of it elsewhere.
             is_captured = self._rate.is_cuda and torch.cuda.is_current_stream_capturing()
             for group in self._optimizer.param_groups:
-                group["capturable"] = is_captured
+                group["capturable"] = is_captured or self._is_capturable
             self._optimizer.step()
 
         try:
@@ -104,7 +107,7 @@ class UpdateGraphs:
                 stacklevel=2,
             )
         for group in self._optimizer.param_groups:
-            group["capturable"] = False
+            group["capturable"] = self._is_capturable
         torch._foreach_copy_(tensors, before)
         if is_first:  # a state begins with zeros
             for value in (value for state in states.values() for value in state.values()):

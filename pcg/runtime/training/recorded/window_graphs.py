@@ -16,6 +16,9 @@ of no sequence. Their attention and all their gradients are zeros, so they add n
 Graphs are recorded while eager passes run: after each layer that runs eagerly, one. What they are
 recorded with is such tokens alone. A slot is used once all its layers are recorded; when the size
 changes, or a pass needs more room, all is recorded again.
+
+Windows that are evaluated go through the first slot, one after the other, forward alone: nothing
+that they save is read, so what comes out of each is copied and the next one may follow.
 """
 
 from __future__ import annotations
@@ -81,6 +84,7 @@ class WindowSlot:
 
     Attributes:
         is_complete: True once all its layers are recorded.
+        has_forward: True once all are recorded forward.
         shared: the prologue's outputs that all layers may read.
     """
 
@@ -95,12 +99,13 @@ class WindowSlot:
         self._gradients: list[Tensor] = []
         self._tokens = 0
         self._left = self._recordings()
-        self.is_complete = False
+        self.is_complete = self.has_forward = False
 
     def _recordings(self) -> Iterator[None]:
         self._record_prologue()
         for layer in range(len(self.layers) - 1):
             self._record_forward(layer)
+            self.has_forward = layer == len(self.layers) - 2
             yield
         self._gradients = [torch.zeros_like(x) for x in self.layers[-1].inputs]
         for layer in reversed(range(len(self.layers) - 1)):
@@ -252,19 +257,22 @@ class WindowGraphs:
             self.loss.warm_up(inputs, self.sizes.size)
         return len(self._slots) + self.recorded + self.loss.recorded
 
-    def slot(self, place: int, batch: Batch) -> WindowSlot | None:
+    def slot(self, place: int, batch: Batch, trains: bool = True) -> WindowSlot | None:
         """Return the slot of a window, which has begun; None if it runs eagerly.
 
         Args:
-            place: the windows of the pass before it.
+            place: the windows of the pass before it; 0 if these are done with.
+            trains: False if it goes forward alone.
         """
         if not self.sizes.holds(len(batch.input_ids)):
             return None
         if place == len(self._slots) and self._recorder is not None:
             self._slots.append(self._made(batch.input_ids.device))
-        if place >= len(self._slots) or not self._slots[place].is_complete:
+        if place >= len(self._slots):
             return None
         slot = self._slots[place]
+        if not (slot.is_complete if trains else slot.has_forward):
+            return None
         slot.begin(batch)
         return slot
 
@@ -285,10 +293,10 @@ class WindowGraphs:
                 own.work[group, backward] = own.known["attention", group, backward, True] = work
         return WindowSlot(self, own)
 
-    def record_next(self) -> None:
-        """Record a layer, if some are left."""
+    def record_next(self, trains: bool = True) -> None:
+        """Record a layer, if some are left; a forward one alone unless the pass trains."""
         slot = next((slot for slot in self._slots if not slot.is_complete), None)
-        if slot is None or self._recorder is None:
+        if slot is None or self._recorder is None or (slot.has_forward and not trains):
             return
         try:
             slot.record_next()

@@ -6,6 +6,7 @@ and asides, which run beside the engine: checks of data, functions of the caller
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from torch import Tensor
 from pcg.errors import FinetuneError
 from pcg.runtime.training.losses.loss import CROSS_ENTROPY, OF_A_FUNCTION, loss_of
 from pcg.runtime.training.trainer.batches import ScoredBatch
-from pcg.runtime.training.trainer.datum import CheckedDatum, Datum, checked
+from pcg.runtime.training.trainer.datum import Datum, checked
 from pcg.runtime.training.trainer.results import Saved, Scored, Snapshot, Stepped
 from pcg.runtime.training.trainer.state_files import read_state, write_state
 from pcg.runtime.training.trainer.trained_adapter import TrainedAdapter
@@ -27,7 +28,7 @@ from pcg.units import is_finite, shown
 
 Result = TypeVar("Result", covariant=True)
 CustomLoss: TypeAlias = Callable[[Sequence[Tensor]], Tensor]
-"""Returns the loss of the log-probabilities of each datum's targets, [N] each; differentiable."""
+"""Returns the loss of log-probabilities, of each datum as its targets; differentiable."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,12 @@ class Forward(Command[Scored]):
 
     Attributes:
         data: the data, each a `pcg.Datum`.
-        loss: cross_entropy, importance_sampling, ppo, cispo, dro, gspo or dpo; or a function of the
-            log-probabilities of each datum's targets, [N] each, that returns a loss which torch
-            differentiates.
+        loss: cross_entropy, importance_sampling, ppo, cispo, dro, gspo, dpo or preference; or a
+            function of the log-probabilities of each datum's targets, [N] each, that returns a loss
+            which torch differentiates.
         loss_options: the loss's options by name: clip_low_threshold and clip_high_threshold of ppo,
-            cispo and gspo, beta of dro and dpo.
+            cispo and gspo, beta of dro and dpo; of preference beta, label_smoothing and the weights
+            of its terms.
     """
 
     data: Iterable[Datum] = field(repr=False, compare=False)
@@ -134,10 +136,7 @@ class ForwardBackward(Forward):
     ) -> list[ScoredBatch]:
         """Return the batches whose cross entropy has the gradients of the caller's function."""
         read = [one for batch in batches for one in batch.data]
-        data = [
-            CheckedDatum(one.ids, one.targets, ((-slope).tolist(), *one.columns[1:]))
-            for one, slope in zip(read, slopes, strict=True)
-        ]
+        data = [one.weighted(-slope) for one, slope in zip(read, slopes, strict=True)]
         return trained.batches(data, CROSS_ENTROPY, {})
 
 
@@ -192,21 +191,26 @@ class SaveState(Command[Saved]):
     Attributes:
         path: the directory, which is made; it is in peft's format, with the optimizer beside.
         overwrite: replace a state that is there.
+        notes: values of JSON to keep with it, which `load_state` gives back.
     """
 
     path: str | Path
     overwrite: bool = field(default=False, kw_only=True)
+    notes: Mapping[str, Any] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_path(self.path)
+        if self.notes is not None and not isinstance(self.notes, Mapping):
+            raise FinetuneError(f"notes={shown(self.notes)}; use a dict")
 
     def stages(self, trained: TrainedAdapter) -> Stages[Saved]:
         facts = yield Aside(trained.facts)
         checkpoint = yield trained.checkpoint(facts)
+        checkpoint.state.position = dict(self.notes or {})
         written: Path = yield Aside(
             lambda: write_state(self.path, checkpoint, overwrite=self.overwrite)
         )
-        return Saved(written, checkpoint.state.step)
+        return Saved(written, checkpoint.state.step, checkpoint.state.position)
 
 
 @dataclass(frozen=True)
@@ -229,7 +233,7 @@ class LoadState(Command[Saved]):
         def load() -> Saved:
             path, found = read_state(self.path, trained.name, trained.facts(), self.optimizer)
             trained.load(found, optimizer=self.optimizer)
-            return Saved(path, trained.steps)
+            return Saved(path, trained.steps, found.state.position)
 
         saved: Saved = yield Aside(load)
         return saved
@@ -237,10 +241,18 @@ class LoadState(Command[Saved]):
 
 @dataclass(frozen=True)
 class Publish(Command[Snapshot]):
-    """Serves the adapter as it is now, as the next version of its name."""
+    """Serves the adapter as it is now, as the next version of its name.
+
+    Attributes:
+        name: another name to serve it by, which nothing trains; None for the trainer's.
+    """
+
+    name: str | None = None
 
     def stages(self, trained: TrainedAdapter) -> Stages[Snapshot]:
         copy = yield trained.copied()
+        if self.name is not None:
+            copy = dataclasses.replace(copy, name=self.name)
         program = yield Aside(lambda: trained.program_for(copy), compiles=True)
         snapshot: Snapshot = yield trained.publish(copy, program)
         return snapshot

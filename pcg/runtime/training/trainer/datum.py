@@ -9,6 +9,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pcg.errors import DataError
 from pcg.runtime.data.example import IGNORED, ModelSizes
@@ -16,7 +17,8 @@ from pcg.runtime.training.losses.columns import Columns
 from pcg.runtime.training.losses.loss import Loss
 from pcg.units import is_finite, shown
 
-_NUMBERS = ("weights", "advantages", "logprobs")
+MOST_TARGETS = 1024
+"""The most targets of a token; the head runs once for each."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +30,18 @@ class Datum:
     Attributes:
         tokens: its tokens, [N].
         targets: what each token predicts, [N]: `targets[i]` is after `tokens[: i + 1]`; -100 for
-            nothing. By default the next token, and after the last one nothing.
-        weights: the weight of each target's loss, [N], of either sign; 1 by default.
+            nothing. By default the next token, and after the last one nothing. Linear losses, which
+            cross_entropy and functions are, also take K targets of each token, [N, K].
+        weights: the weight of each target's loss, [N] or [N, K] as targets are, of either sign; 1
+            by default.
         advantages: the advantage of each target, [N].
         logprobs: the log-probability that each target had when it was sampled, [N]; for dpo that of
             the reference.
     """
 
     tokens: Sequence[int]
-    targets: Sequence[int] | None = None
-    weights: Sequence[float] | None = None
+    targets: Sequence[int] | Sequence[Sequence[int]] | None = None
+    weights: Sequence[float] | Sequence[Sequence[float]] | None = None
     advantages: Sequence[float] | None = None
     logprobs: Sequence[float] | None = None
 
@@ -50,11 +54,43 @@ class CheckedDatum:
         ids: its tokens.
         targets: what each predicts, -100 for nothing.
         columns: weights, advantages and sampled log-probabilities; zeros where nothing counts.
+        further: of data with K targets a token the second ones and their weights, the third, ….
+        is_wide: True for targets of the shape [N, K], be K one.
     """
 
     ids: Sequence[int]
     targets: Sequence[int]
     columns: tuple[Sequence[float], Sequence[float], Sequence[float]]
+    further: Sequence[tuple[Sequence[int], Sequence[float]]] = ()
+    is_wide: bool = False
+
+    @property
+    def predicted(self) -> int:
+        """The number of its targets."""
+        rows = (self.targets, *(targets for targets, _ in self.further))
+        return sum(target != IGNORED for row in rows for target in row)
+
+    def further_targets(self, k: int) -> Sequence[int]:
+        """Return the k-th target of each token, the first being the 0th, [N]."""
+        return self.further[k - 1][0] if k <= len(self.further) else [IGNORED] * len(self.ids)
+
+    def further_weights(self, k: int) -> Sequence[float]:
+        """Return the weights of the k-th targets, [N]."""
+        return self.further[k - 1][1] if k <= len(self.further) else [0.0] * len(self.ids)
+
+    def weighted(self, weights: Tensor) -> CheckedDatum:
+        """Return it with other weights, [N] or [N, K] as its targets are."""
+        if not self.is_wide:
+            return dataclasses.replace(self, columns=(weights.tolist(), *self.columns[1:]))
+        first, *rest = weights.T.tolist()
+        further = [(one[0], given) for one, given in zip(self.further, rest, strict=True)]
+        return dataclasses.replace(self, columns=(first, *self.columns[1:]), further=further)
+
+    def shaped(self, logprobs: Tensor) -> Tensor:
+        """Return log-probabilities, [N] or [N, K or more], as its targets are."""
+        if not self.is_wide:
+            return logprobs if logprobs.dim() == 1 else logprobs[:, 0]
+        return logprobs.view(len(self.ids), -1)[:, : 1 + len(self.further)]
 
 
 def checked(data: object, loss: Loss, sizes: ModelSizes, virtual: int) -> list[CheckedDatum]:
@@ -99,21 +135,65 @@ def _checked(
             raise DataError(
                 f"{place} has {len(ids)} tokens and {len(values)} {name}; give each token one"
             )
-    targets = [*ids[1:], IGNORED] if read["targets"] is None else read["targets"]
+    targets, further = _columns(read["targets"], "targets", place, loss)
+    weights, further_weights = _columns(read["weights"], "weights", place, loss)
+    is_wide = further is not None
+    if is_wide != (further_weights is not None) and weights is not None:
+        raise DataError(f"{place} has targets and weights of other shapes; give both [N] or [N, K]")
+    if further_weights is not None and len(further_weights) != len(further or ()):
+        raise DataError(
+            f"{place} has {1 + len(further or ())} targets a token and {1 + len(further_weights)} "
+            "weights; give each target one"
+        )
+    targets = [*ids[1:], IGNORED] if targets is None else targets
     _check_ids(ids, place, sizes.vocabulary)
-    _check_ids(targets, f"{place}.targets", sizes.vocabulary, IGNORED)
-    if all(target == IGNORED for target in targets):
-        raise DataError(f"{place} predicts nothing; give at least one of its tokens a target")
-    for name in _NUMBERS:
+    for row in (targets, *(further or ())):
+        _check_ids(row, f"{place}.targets", sizes.vocabulary, IGNORED)
+    for name in ("advantages", "logprobs"):
         _check_numbers(read[name], name, place, loss)
+    for row in (weights, *(further_weights or ())):
+        _check_numbers(row, "weights", place, loss)
     default = [1.0] * len(ids)
     if loss.skips_zero_advantages:
         default = [float(one != 0) for one in read["advantages"] or ()]
-    weights = default if read["weights"] is None else read["weights"]
+    weights = default if weights is None else weights
     columns = (weights, read["advantages"] or default, read["logprobs"] or default)
-    counts = [target != IGNORED for target in targets]
-    kept = [[float(x) if c else 0.0 for x, c in zip(one, counts, strict=True)] for one in columns]
-    return CheckedDatum(ids, targets, (kept[0], kept[1], kept[2]))
+    kept = [_counted(one, targets) for one in columns]
+    others = further_weights or [default] * len(further or ())
+    pairs = [(row, _counted(given, row)) for row, given in zip(further or (), others, strict=True)]
+    found = CheckedDatum(ids, targets, (kept[0], kept[1], kept[2]), pairs, is_wide)
+    if not found.predicted:
+        raise DataError(f"{place} predicts nothing; give at least one of its tokens a target")
+    return found
+
+
+def _counted(numbers: Sequence[Any], targets: Sequence[int]) -> list[float]:
+    """Return numbers as floats, 0 where nothing is predicted."""
+    pairs = zip(numbers, targets, strict=True)
+    return [0.0 if target == IGNORED else float(x) for x, target in pairs]
+
+
+def _columns(
+    rows: list[Any] | None, name: str, place: str, loss: Loss
+) -> tuple[list[Any] | None, list[list[Any]] | None]:
+    """Return the first number of each row and the further ones, [K - 1, N]; None of flat ones."""
+    if rows is None or not any(hasattr(row, "__iter__") for row in rows):
+        return rows, None
+    if not loss.is_linear:
+        raise DataError(
+            f"{place}.{name} is of the shape [N, K], which linear losses take and loss "
+            f"{loss.name!r} does not; give [N]"
+        )
+    listed = [_listed(row, f"{place}.{name}[{i}]") or [] for i, row in enumerate(rows)]
+    widths = sorted({len(row) for row in listed})
+    if len(widths) != 1 or not widths[0]:
+        raise DataError(f"{place}.{name} has rows of {widths} numbers; give all K of them")
+    if widths[0] > MOST_TARGETS:
+        raise DataError(
+            f"{place}.{name} has {widths[0]} columns; a token has at most {MOST_TARGETS} targets"
+        )
+    first, *rest = (list(column) for column in zip(*listed, strict=True))
+    return first, rest
 
 
 def _listed(values: Any, place: str) -> list[Any] | None:
@@ -158,6 +238,11 @@ def columns_of(data: Sequence[CheckedDatum], device: torch.device) -> Columns:
         torch.tensor([x for one in data for x in one.columns[i]], dtype=torch.float64)
         for i in range(3)
     )
+    most = max(len(one.further) for one in data)
+    if most:
+        others = ([x for one in data for x in one.further_weights(k)] for k in range(1, most + 1))
+        rest = [torch.tensor(column, dtype=torch.float64) for column in others]
+        weights = torch.stack([weights, *rest], 1)
     lengths = torch.tensor([len(one.ids) for one in data])
     places = torch.repeat_interleave(torch.arange(len(data)), lengths)
     read = [one.to(device) for one in (weights, advantages, sampled, places)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -17,8 +19,8 @@ class Scored:
 
     Attributes:
         loss: the loss, a sum over all data and tokens.
-        logprobs: of each datum, the log-probability of each target, [N], in host memory; 0 where
-            nothing is predicted.
+        logprobs: of each datum, the log-probability of each target, [N] or [N, K] as its targets,
+            in host memory; 0 where nothing is predicted.
         tokens: tokens that went through the model, virtual ones not counted.
         targets: targets among them.
     """
@@ -53,10 +55,12 @@ class Saved:
     Attributes:
         path: the state's directory.
         step: the number of updates of the adapter.
+        notes: what was given to keep with the state.
     """
 
     path: Path
     step: int
+    notes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from torch import Tensor
 from pcg.errors import FinetuneError, UnsupportedError
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.versions import AdapterVersion
-from pcg.runtime.data.example import IGNORED, ModelSizes
+from pcg.runtime.data.example import ModelSizes
+from pcg.runtime.memory.host_allocator import TRAINER_SLACK
 from pcg.runtime.model.batch import mixed_seed
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
@@ -92,7 +93,7 @@ class TrainedAdapter:
             raise FinetuneError(
                 f"{made.recipe.method} schedules its ranks over all updates; give total_steps="
             )
-        self._runner: TrainingRunner = training_runner(state, made, self._windows)
+        self._runner: TrainingRunner = training_runner(state, made, self._windows, TRAINER_SLACK)
         self._adapter = self._runner.adapter
         self._parameters = dict(self._runner.parameters)
         self._beside = self._adapter.recipe.training_beside(self._runner.shards, total or 1)
@@ -188,13 +189,16 @@ class TrainedAdapter:
             FinetuneError: one is not finite.
         """
         data = [one for batch in batches for one in batch.data]
-        flat = torch.cat([each.logprobs for each in done])
+        flat = torch.cat([each.logprobs.flatten() for each in done])
         sums = [each.loss_sum.to(flat.device).double() for each in done]
         norms = [] if norm is None else [norm.to(flat.device).double()]
         reading = Reading(torch.cat([flat.double(), torch.stack([*sums, *norms])]))
         yield reading
         numbers = torch.tensor(reading.read(), dtype=torch.float64)
-        logprobs = numbers[: len(flat)].to(flat.dtype).split([len(one.ids) for one in data])
+        parts = numbers[: len(flat)].to(flat.dtype).split([each.logprobs.numel() for each in done])
+        logprobs = [
+            one for each, part in zip(done, parts, strict=True) for one in each.of_data(part)
+        ]
         for index, values in enumerate(logprobs):
             if not values.isfinite().all():
                 raise FinetuneError(
@@ -213,8 +217,8 @@ class TrainedAdapter:
                 f"trainer {self.name!r}: the norm of this call's gradients is {float(found):g}, "
                 "and they are dropped; look at its weights, advantages and logprobs"
             )
-        targets = sum(target != IGNORED for one in data for target in one.targets)
-        return Scored(loss, tuple(one.clone() for one in logprobs), len(flat), targets)
+        tokens, targets = (sum(len(one.ids) for one in data), sum(one.predicted for one in data))
+        return Scored(loss, tuple(logprobs), tokens, targets)
 
     # ----------------------------------------------------------------------------------- gradients
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -72,3 +73,18 @@ def test_a_runner_of_another_shape_is_not_taken() -> None:
         # What a job left is dropped, and what a warm-up recorded is not.
         assert kept.take(PROGRAM, adapter("third")) is lasting
         assert kept.take(PROGRAM, adapter("fourth")) is None
+
+
+def test_memory_of_runners_goes_with_the_last_job() -> None:
+    kept: KeptRunners[Runner] = KeptRunners()
+    lasting, passing = Runner(adapter("warm")), Runner(adapter("first"))
+    is_there = weakref.ref(passing)
+    ends = [kept.begin_job() for _ in range(2)]
+    kept.give(lasting, lasts=True)
+    kept.give(passing)
+    del passing
+    ends[0]()
+    assert is_there() is not None  # the second job may have it
+    ends[1]()
+    assert is_there() is None
+    assert kept.take(PROGRAM, adapter("next")) is lasting

@@ -23,6 +23,7 @@ from pcg.runtime.training import bound_training
 from pcg.runtime.training.recorded import window_sizes
 from pcg.runtime.training.recorded.loss_graphs import LossGraphs
 from pcg.runtime.training.recorded.update_graphs import UpdateGraphs
+from pcg.runtime.training.training_pass import TrainingPass
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16
@@ -39,13 +40,21 @@ def executor_of() -> Executor:
 
 def trained(data: list[Example], recipe: dict[str, Any] = LORA, **options: Any) -> list[Tensor]:
     """The adapter after a job."""
+    return trained_and_evaluated(data, recipe, **options)[0]
+
+
+def trained_and_evaluated(
+    data: list[Example], recipe: dict[str, Any] = LORA, **options: Any
+) -> tuple[list[Tensor], list[float]]:
+    """The adapter after a job, and the losses of its evaluations."""
     executor = executor_of()
     engine = executor.engine(Limits(tokens=16, least_chunk=4), kv_cache_bytes=2**20)
     job = engine.finetune(data, "mine", peft=recipe, learning_rate=0.01, **options)
     while not engine.is_idle:
         engine.step()
     assert job.error is None
-    return [tensor.clone() for tensor in executor.adapters["mine"].tensors]
+    tensors = [tensor.clone() for tensor in executor.adapters["mine"].tensors]
+    return tensors, [loss for _, loss in job.result.eval_losses]
 
 
 @contextmanager
@@ -66,16 +75,21 @@ def recording() -> Iterator[list[Tape]]:
 
 
 def test_recorded_jobs_train_what_eager_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences that are cut, and of which two share a window, and a rest that is filled up."""
+    """Sequences that are cut, and of which two share a window, and a rest that is filled up.
+
+    Dropout drops the same of windows that are recorded and of those that are not.
+    """
     data = [Example(s, s) for s in prompts((21, 13))]
     options: dict[str, Any] = {"batch_size": 2, "max_steps": 3, "max_grad_norm": 0.1}
-    expected = trained(data, **options)
+    sites = [*LORA["target_modules"], "lm_head"]
+    recipe = LORA | {"lora_dropout": 0.25, "target_modules": sites}
+    expected = trained(data, recipe, **options)
     losses, updates = [], []
     run, step = LossGraphs.run, UpdateGraphs.step
     monkeypatch.setattr(LossGraphs, "run", lambda *of: losses.append(run(*of)) or losses[-1])
     monkeypatch.setattr(UpdateGraphs, "step", lambda *of: updates.append(step(*of)))
     with recording() as tapes:
-        found = trained(data, **options)
+        found = trained(data, recipe, **options)
     (tape,) = tapes
     replayed = [one for one in losses if one is not None]
     # Three windows' prologue and two layers, forward and back; a size of losses; and an update.
@@ -86,4 +100,38 @@ def test_recorded_jobs_train_what_eager_ones_do(monkeypatch: pytest.MonkeyPatch)
     # Each forward as it is recorded, two passes, the losses and the updates.
     assert tape.replayed == 3 * 3 + 2 * 3 * 5 + len(replayed) + 2 * 3
     for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+
+
+def test_recorded_evaluation_has_the_losses_of_an_eager_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its windows go through one slot, one after the other, whatever training has recorded."""
+    data = [Example(s, s) for s in prompts((11,))]
+    options: dict[str, Any] = {
+        "batch_size": 2,
+        "max_steps": 1,
+        "eval_data": [Example(s, s) for s in prompts((16, 9))],
+        "eval_every": 1,
+        "eval_at_start": True,
+    }
+    tensors, expected = trained_and_evaluated(data, **options)
+    windows: list[bool] = []
+    end = TrainingPass.end
+
+    def ended(self: TrainingPass, window: Any) -> None:
+        if not self.trains:
+            windows.append(window.slot is not None)
+        end(self, window)
+
+    monkeypatch.setattr(TrainingPass, "end", ended)
+    with recording() as tapes:
+        found, losses = trained_and_evaluated(data, **options)
+    assert windows == [False, *[True] * 3]  # of 25 tokens each time; the first is recorded
+    (tape,) = tapes
+    # The prologue and two layers, which training's pass takes over and goes back through; the loss
+    # of evaluation, and the update.
+    assert tape.recorded == 3 + 2 + 1 + 2
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for ours, theirs in zip(found, tensors, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)

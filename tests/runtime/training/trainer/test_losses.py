@@ -17,6 +17,7 @@ import pcg
 from pcg.errors import DataError, FinetuneError
 from pcg.runtime.data.example import IGNORED
 from pcg.runtime.executor import Executor
+from pcg.runtime.training.bound_training import BoundTraining
 from tests.support import oracle
 from tests.support.trainer_data import (
     data,
@@ -138,6 +139,40 @@ def test_a_loss_and_its_gradients_are_autograds(
         torch.testing.assert_close(value, after[path], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(("targets", "runs"), [(["q_proj"], 1), (["q_proj", "lm_head"], 2)])
+def test_the_head_runs_once_unless_it_is_trained(
+    models: tuple[Executor, Any], monkeypatch: pytest.MonkeyPatch, targets: list[str], runs: int
+) -> None:
+    """The gradients are those of the same loss as a function, whose weights are known before."""
+    given, plain = data(ROWS, *READ), data(ROWS)
+    chosen: list[int] = []
+    loss = BoundTraining.loss
+
+    def counted(*args: Any) -> Any:
+        chosen.append(len(args[2].rows))
+        return loss(*args)
+
+    def step(*what: Any, **options: Any) -> dict[str, Tensor]:
+        executor = models[0]
+        recipe = {"peft_type": "LORA", "r": 2, "target_modules": targets}
+        with executor.trainer("fresh", peft=recipe, optimizer="sgd", batch_size=8) as trainer:
+            with monkeypatch.context() as patched:
+                patched.setattr(BoundTraining, "loss", counted)
+                trainer.forward_backward(*what, **options)
+            trainer.optim_step(learning_rate=1.0)
+            trainer.snapshot()
+        found = {path: one.clone() for path, one in parameters(executor, "fresh").items()}
+        executor.remove_adapter("fresh")
+        return found
+
+    named = step(given, "ppo", loss_options=BOUNDS)
+    predicted = sum(target != IGNORED for row in ROWS for target in row["targets"])
+    assert sum(chosen) == runs * predicted
+    by_function = step(plain, over_tokens(ppo))
+    for path, value in by_function.items():
+        torch.testing.assert_close(named[path], value, rtol=1e-9, atol=1e-12)
+
+
 def entropy_like(found: list[Tensor]) -> Tensor:
     return sum(one.exp().sum() ** 2 for one in found) + found[0].sum()
 
@@ -237,7 +272,7 @@ DAMAGED: dict[str, tuple[Any, Any, str]] = {
     "weights of a function": (entropy_like, data(ROWS, "weights"), "does not read"),
     "missing": ("ppo", data(ROWS, "advantages"), "has no logprobs"),
     "no pair": ("dpo", data(ROWS[:3], "logprobs"), "give pairs"),
-    "two of K": ("cross_entropy", [pcg.Datum([1, 2], [[1, 2], [3, 4]])], "a list among"),  # type: ignore[list-item]
+    "deep tokens": ("cross_entropy", [pcg.Datum([[1], [2]])], "a list among"),  # type: ignore[list-item]
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,16 @@ from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.trainer.trainer import Trainer
 from tests.support import oracle
-from tests.support.trainer_data import LORA, data, log_probabilities, pair, parameters, put, sampled
+from tests.support.trainer_data import (
+    LORA,
+    data,
+    log_probabilities,
+    pair,
+    parameters,
+    put,
+    put_alone,
+    sampled,
+)
 
 ROWS = sampled((7, 4, 12, 5, 9, 6))
 RATE = 1e-2
@@ -29,13 +38,10 @@ def models() -> tuple[Executor, Any]:
 
 
 @pytest.fixture
-def executor(models: tuple[Executor, Any]) -> Iterator[Executor]:
+def executor(models: tuple[Executor, Any]) -> Executor:
     """The executor with the adapter "a" as peft has it, and no other."""
-    executor, wrapped = models
-    for name in executor.adapters:
-        executor.remove_adapter(name)
-    put(executor, wrapped, "a")
-    return executor
+    put_alone(*models)
+    return models[0]
 
 
 def train(trainer: Trainer, steps: int = 3, cut: Callable[[int], int] = lambda step: 0) -> None:

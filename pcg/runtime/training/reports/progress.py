@@ -8,13 +8,18 @@ from pcg.runtime.training.result import StepRecord
 
 
 class ProgressBar:
-    """A bar on standard error; a silent one if that is no terminal, or none is wanted."""
+    """A bar on standard error; a silent one if that is no terminal, or none is wanted.
+
+    Attributes:
+        is_shown: False for a silent one.
+    """
 
     def __init__(self, name: str, total: int, done: int, shown: bool) -> None:
         """Show a job of `total` steps, of which `done` were done before it was resumed."""
         from rich import progress
         from rich.console import Console
 
+        self.is_shown = shown and sys.stderr.isatty()
         self._progress = progress.Progress(
             progress.TextColumn("{task.description}"),
             progress.BarColumn(),
@@ -24,11 +29,13 @@ class ProgressBar:
             progress.TextColumn("{task.fields[speed]} tok/s"),
             progress.TimeRemainingColumn(),
             console=Console(stderr=True),
-            disable=not (shown and sys.stderr.isatty()),
+            disable=not self.is_shown,
         )
         self._task = self._progress.add_task(
             name, total=total, completed=done, loss="-", rate="-", speed="-"
         )
+
+    def start(self) -> None:
         self._progress.start()
 
     def update(self, record: StepRecord) -> None:

@@ -1,0 +1,125 @@
+"""Rows of preferences: a prompt and two outputs, of which one is preferred.
+
+    TRL      {"prompt", "chosen", "rejected", "tools"?}: texts or message lists
+             {"chosen", "rejected"}: what both begin with is the prompt
+    OpenAI   {"input": {"messages", "tools"?}, "preferred_output", "non_preferred_output"}
+
+Of chats the assistant's messages behind the prompt are compared, of texts all of it. Other keys are
+ignored, as in other formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pcg.errors import DataError
+from pcg.runtime.data.formats import Sample, TextSample, chat_sample
+from pcg.runtime.text.chat_messages import check_messages, kind_of
+
+Pair = tuple[Sample, Sample]
+"""The preferred sample, and the other one."""
+
+_KNOWN = (
+    "'chosen' and 'rejected' with or without 'prompt', or 'input', 'preferred_output' and "
+    "'non_preferred_output'"
+)
+
+
+def parse_pair(value: Any, where: str) -> Pair:
+    """Return the two samples of a row.
+
+    Raises:
+        DataError: the row has another form, a wrong type, or outputs that do not differ.
+    """
+    if not isinstance(value, Mapping):
+        raise DataError(f"{where}: the row is {kind_of(value)}; expected an object with {_KNOWN}")
+    if "preferred_output" in value or "non_preferred_output" in value:
+        return _openai(value, where)
+    for key in ("chosen", "rejected"):
+        if key not in value:
+            have = ", ".join(map(repr, value)) or "no keys"
+            raise DataError(f"{where}: missing key {key!r} (has {have}); use {_KNOWN}")
+    return _trl(value, where)
+
+
+def _openai(row: Mapping[str, Any], where: str) -> Pair:
+    for key in ("input", "preferred_output", "non_preferred_output"):
+        if key not in row:
+            raise DataError(f"{where}: missing key {key!r}; use {_KNOWN}")
+    given = row["input"]
+    if not isinstance(given, Mapping) or "messages" not in given:
+        raise DataError(f"{where}: 'input' is {kind_of(given)}; expected an object with 'messages'")
+    before = _messages(given["messages"], "'input.messages'", where)
+    outputs = []
+    for key in ("preferred_output", "non_preferred_output"):
+        output = _messages(row[key], repr(key), where)
+        for index, message in enumerate(output):
+            if message["role"] not in ("assistant", "tool"):
+                raise DataError(
+                    f"{where}: {key!r}[{index}] is from {message['role']!r}; an output has "
+                    "messages from assistant and tool"
+                )
+        outputs.append(output)
+    return _chats(before, outputs, given, where)
+
+
+def _trl(row: Mapping[str, Any], where: str) -> Pair:
+    chosen, rejected = row["chosen"], row["rejected"]
+    prompt = row.get("prompt")
+    kinds = {type(one) for one in (chosen, rejected, *(() if prompt is None else (prompt,)))}
+    if kinds not in ({str}, {list}):
+        named = ", ".join(
+            f"{key!r} is {kind_of(row[key])}" for key in ("prompt", "chosen", "rejected")
+            if row.get(key) is not None
+        )  # fmt: skip
+        raise DataError(f"{where}: {named}; give texts, or lists of messages")
+    if isinstance(chosen, str):
+        if prompt is None:
+            start = _alike(chosen, rejected)
+            start -= start > 0 and chosen[start - 1] == " "  # which tokens begin with
+            prompt, chosen, rejected = chosen[:start], chosen[start:], rejected[start:]
+        _check_differ(chosen, rejected, where)
+        return TextSample(prompt, chosen), TextSample(prompt, rejected)
+    before = [] if prompt is None else _messages(prompt, "'prompt'", where)
+    outputs = [
+        _messages(one, repr(key), where)
+        for key, one in (("chosen", chosen), ("rejected", rejected))
+    ]
+    if prompt is None:
+        start = _alike(*outputs)
+        before, outputs = outputs[0][:start], [one[start:] for one in outputs]
+    return _chats(before, outputs, row, where)
+
+
+def _messages(value: Any, name: str, where: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where}: {name} is {kind_of(value)}; expected a list of messages")
+    return check_messages(value, name, where)
+
+
+def _chats(
+    before: list[dict[str, Any]],
+    outputs: list[list[dict[str, Any]]],
+    row: Mapping[str, Any],
+    where: str,
+) -> Pair:
+    _check_differ(outputs[0], outputs[1], where)
+    tools = {"tools": row.get("tools")}
+    # Each has messages of its own, as a sample takes weights out of them.
+    made = [
+        chat_sample([dict(one) for one in (*before, *output)], len(before), tools, where)
+        for output in outputs
+    ]
+    return made[0], made[1]
+
+
+def _check_differ(chosen: Any, rejected: Any, where: str) -> None:
+    if chosen == rejected:
+        raise DataError(f"{where}: both outputs are alike, so neither is preferred; remove the row")
+
+
+def _alike(one: Any, other: Any) -> int:
+    """Return the number of elements that two sequences begin with alike."""
+    most = min(len(one), len(other))
+    return next((i for i in range(most) if one[i] != other[i]), most)
