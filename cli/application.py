@@ -20,12 +20,11 @@ from typer.core import TyperGroup
 from pcg.errors import FinetuneInterrupted, PcgError
 from pcg.version import __version__
 
-from .bench import serve_command as bench_serve_command
+from .bench.serve import serve_command as bench_serve_command
 from .compile import compile_command
 from .console import fail
 from .doctor import doctor_command
 from .explain import explain_command
-from .finetune import finetune_command
 from .models import models_command
 from .opt import opt_command
 from .options.fields import with_options
@@ -34,6 +33,9 @@ from .profile import profile_command
 from .run import run_command
 from .serve import serve_base_command, serve_command
 from .simulate import simulate_command
+from .training.finetune import finetune_command
+from .training.runs import compare_command, list_command, report_command
+from .training.train import dpo_command, grpo_command, sft_command
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
@@ -46,6 +48,16 @@ class LazyGroup(TyperGroup):
         name, command, rest = super().resolve_command(ctx, args)
         make = getattr(getattr(command, "callback", None), "make", None)
         return name, command if make is None else make(), rest
+
+
+class DefaultGroup(LazyGroup):
+    """Commands of which the first one is run where none is named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Name the first command, unless another one is named, or help is asked for."""
+        if not args or args[0] not in (*self.commands, *ctx.help_option_names):
+            args = [next(iter(self.commands)), *args]
+        return super().parse_args(ctx, args)
 
 
 class Group(LazyGroup):
@@ -137,6 +149,10 @@ def _add(group: typer.Typer, command: Callable[..., None], *examples: str) -> No
 
 bench = typer.Typer(cls=LazyGroup, no_args_is_help=True, rich_markup_mode="rich")
 app.add_typer(bench, name="bench", help="Serve a workload and report how it went.")
+train = typer.Typer(cls=LazyGroup, no_args_is_help=True, rich_markup_mode="rich")
+app.add_typer(train, name="train", help="Train an adapter as a configuration file says.")
+runs = typer.Typer(cls=DefaultGroup, rich_markup_mode="rich")
+app.add_typer(runs, name="runs", help="List the runs below a folder, and compare them.")
 
 _add(app, explain_command, "pcg explain llama-3.1-70b --batch 1 --seq 1024")
 _add(app, compile_command, "pcg compile examples/checkpoint --rank 8 -o program")
@@ -185,3 +201,19 @@ _add(
     "pcg bench serve examples/checkpoint --request-rate 4 --adapters 8",
     "pcg bench serve MODEL --finetune random --tpot-slo-ms 100 --plot latencies.svg",
 )
+_add(
+    train,
+    sft_command,
+    "pcg train sft examples/configs/sft.yaml",
+    "pcg train sft sft.yaml --set learning_rate=1e-4 --set output=adapters/mine",
+)
+_add(
+    train,
+    grpo_command,
+    "pcg train grpo examples/configs/grpo.yaml",
+    "pcg train grpo grpo.yaml --set beta=0.04 --set rewards=rewards.py:correct",
+)
+_add(train, dpo_command, "pcg train dpo examples/configs/dpo.yaml")
+_add(runs, list_command, "pcg runs list", "pcg runs list adapters --json")
+_add(runs, compare_command, "pcg runs compare adapters/a adapters/b --html compared.html")
+_add(runs, report_command, "pcg runs report adapters/a")

@@ -14,6 +14,7 @@ from pcg.options import CompileOptions
 from pcg.units import counted, duration_text, size_text
 
 from .console import busy, err, print_json, table
+from .executors import SPLIT, PlaceOptions, open_executor
 from .options.arguments import Json, Model
 from .options.fields import Given
 from .options.method import Method
@@ -57,9 +58,13 @@ def compile_command(
     """Compile a model and a PEFT method to a program.
 
     A program is a folder: the graphs as text, the emitted source, the plan, a report. Weights are
-    not needed, and not copied: the program remembers where they lie.
+    not needed, and not copied: the program remembers where they lie. With a base executor as the
+    model, split://HOST:PORT, it is the program of a client: split://HOST:PORT?program=DIR runs it.
     """
     to.check(json)
+    if model.startswith(SPLIT):
+        _compile_client(model, method, options, to, json)
+        return
     from pcg.source import resolve
 
     # These know in milliseconds what is wrong, and torch takes seconds.
@@ -109,6 +114,21 @@ def compile_command(
         print_json(_summary(program, records, to.output, manifest))
     else:
         _print_passes(program, records, to.output, manifest)
+
+
+def _compile_client(
+    where: str, method: Method, options: Given[CompileOptions], to: OutputOptions, json: bool
+) -> None:
+    """Write the program of a client of a base executor."""
+    if to.output is None or to.print_after or to.dump_dir is not None:
+        raise typer.BadParameter("the program of a client is written to a folder alone (-o)")
+    executor = open_executor(where, method.configuration(), options.values, PlaceOptions())
+    executor.save_program(to.output)  # type: ignore[attr-defined]
+    if json:
+        print_json({"model": executor.program.name, "output": str(to.output)})
+        return
+    err().print(f"{executor.program.name} → {to.output}", soft_wrap=True)
+    err().print(f"run it: pcg run '{where}?program={to.output}'", style="dim", soft_wrap=True)
 
 
 def _weights(model: str, source: ModelSource) -> str | None:

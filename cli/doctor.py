@@ -51,6 +51,7 @@ REQUIREMENTS = (
     Requirement("networkx", "graphs"),
     Requirement("numpy", "arrays"),
     Requirement("regex", "names of modules"),
+    Requirement("pyyaml", "configurations of training"),
     Requirement("matplotlib", "plots", ">=3.10"),
     Requirement("rich", "tables"),
     Requirement("typer", "this command"),
@@ -144,7 +145,7 @@ def _torch_machine() -> dict[str, Any]:
         "attention": {
             "auto": choose_libraries("auto", backend.name, machine_device()),
             "libraries": [
-                {"name": one.name, "use": one.use, "ok": is_ready(one), "extra": one.extra}
+                {"name": one.name, "use": one.use, "ok": is_ready(one), "source": one.source}
                 for one in LIBRARIES
             ],
         },
@@ -309,10 +310,12 @@ def _print(report: dict[str, Any]) -> None:
                 "ptxas", ptxas["version"], plain(f"{fixed}self-test: {ptxas['self_test']}")
             )
         attention = report["attention"]
-        missing = [f"pcg[{one['extra']}]" for one in attention["libraries"] if not one["ok"]]
-        rows.add_row(
-            "attention", attention["auto"], f"without {', '.join(missing)}" * bool(missing)
-        )
+        missing = [
+            f"without {one['name']}: {one['source']}"
+            for one in attention["libraries"]
+            if not one["ok"]
+        ]
+        rows.add_row("attention", attention["auto"], plain("\n".join(missing)))
         backends = [name for name, is_there in report["distributed"].items() if is_there]
         rows.add_row("distributed", ", ".join(backends) or "none", "several processes")
     memory = report["memory_bytes"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ _CONNECTIONS = ExitStack()
 SPLIT = "split://"
 """A model's name begins so where base executors hold its weights: split://host:port."""
 CLIENT = (
-    "curve_key", "curve_server", "dtype", "memory_budget", "plaintext", "privacy", "transport",
+    "curve_key", "curve_server", "dtype", "memory_budget", "plaintext", "privacy", "program",
+    "transport",
 )  # fmt: skip
 """Options that a client of a base executor has: of compiling, or behind the address and a ?."""
 
@@ -40,6 +42,8 @@ class PlaceOptions:
         device: the device, as torch names it; a GPU where there is one, else the CPU.
         weights: where the weights of a compiled program lie, if no longer where it found them.
         trust_edits: run a program whose emitted source was edited.
+        rank_timeout_s: the longest time that a rank waits for the others, as while these load their
+            weights, seconds; 300 by default.
     """
 
     title: ClassVar[str] = "Program or model"
@@ -47,6 +51,7 @@ class PlaceOptions:
     device: str | None = None
     weights: str | None = None
     trust_edits: bool = False
+    rank_timeout_s: float | None = None
 
 
 def open_executor(
@@ -64,7 +69,11 @@ def open_executor(
             from pcg import compiler
 
             executor = compiler.load(
-                where, place.weights, place.device, trust_edits=place.trust_edits
+                where,
+                place.weights,
+                place.device,
+                trust_edits=place.trust_edits,
+                rank_timeout_s=place.rank_timeout_s,
             )
             if isinstance(peft, Mapping):
                 for name, path in peft.items():
@@ -76,7 +85,9 @@ def open_executor(
     with busy(f"compiling and loading {where}"):
         from pcg import compiler
 
-        return compiler.compile(where, peft, device=place.device, **compiling)
+        return compiler.compile(
+            where, peft, device=place.device, rank_timeout_s=place.rank_timeout_s, **compiling
+        )
 
 
 def _connected(
@@ -129,18 +140,57 @@ def files_of(where: str, place: PlaceOptions) -> Path | None:
 def ranks_of(where: str, compiling: Mapping[str, Any], place: PlaceOptions) -> int:
     """The number of ranks that a program's folder or a model runs on.
 
+    It is the number of processes that torchrun has started, where it has.
+
     Raises:
         typer.BadParameter: an option for models alone, or for programs alone; or a program was
-            compiled for another number of ranks, or otherwise.
+            compiled for another number of ranks, or otherwise; or torchrun has started another
+            number.
     """
+    started = torchrun_ranks()
+    degree = _ranks_of(where, compiling, place, started)
+    if started not in (1, degree):
+        copies = f", each of which would run all of it; give --tp {started}" if degree == 1 else ""
+        raise typer.BadParameter(
+            f"torchrun has started {started} processes, and this takes {degree}{copies}",
+            param_hint="--tp",
+        )
+    return degree
+
+
+def torchrun_ranks() -> int:
+    """The number of processes that torchrun has started, with this one; 1 without it."""
+    if "RANK" not in os.environ:
+        return 1  # without importing torch
+    from pcg.parallel.ranks.group import started_ranks
+
+    return started_ranks()
+
+
+def check_alone(command: str) -> None:
+    """Refuse to run a command for one process as copies under torchrun.
+
+    Raises:
+        typer.BadParameter: torchrun has started several.
+    """
+    started = torchrun_ranks()
+    if started > 1:
+        raise typer.BadParameter(
+            f"torchrun has started {started} processes, which would each run all of {command}; "
+            "start it without torchrun"
+        )
+
+
+def _ranks_of(where: str, compiling: Mapping[str, Any], place: PlaceOptions, started: int) -> int:
     if not is_program_folder(where):
         for name, is_given in (("weights", place.weights), ("trust_edits", place.trust_edits)):
             if is_given:
                 raise typer.BadParameter(
                     f"{where} is not a compiled program", param_hint=flags_of(name)[0]
                 )
-        degree = int(compiling.get("tp", 1))
-        if degree > 1 and where.startswith(SPLIT):
+        is_split = where.startswith(SPLIT)
+        degree = int(compiling.get("tp", 1 if is_split else started))
+        if degree > 1 and is_split:
             raise typer.BadParameter(
                 "a client of a base executor runs on one rank; the base may have several",
                 param_hint="--tp",

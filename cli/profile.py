@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     import torch
 
     from pcg.parallel.costs.device_profile import CollectiveTime, DeviceProfile
+    from pcg.parallel.costs.device_sheet import Link
+    from pcg.parallel.costs.kept_profiles import KeptProfile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,28 +55,64 @@ def profile_command(options: ProfileOptions, json: Json = False) -> None:
 
     The profile is a cost model for parallel plans. It is cached by device and versions.
     """
-    import torch
+    from pcg.parallel.ranks.group import started_ranks
 
-    from pcg.files import cache_folder
-    from pcg.parallel.costs.operator_profiler import device_name
-
-    where, tp, quick = _device(options.device), options.tp, options.quick
+    where = _device(options.device)
     base_dtype = _dtype(options.dtype, where)
-    parts = (device_name(where), base_dtype, f"tp{tp}", "quick" if quick else "full", __version__)
-    kept = cache_folder("profiles") / f"{_slug(*parts, torch.__version__)}.json"
-    found = None if options.fresh else _cached(kept)
-    profile = _measure(where, base_dtype, tp, quick) if found is None else found
-    if found is None:
-        profile.save(kept)
-    written = options.output or kept
+    if started_ranks() > 1:
+        found = _of_ranks(where, base_dtype, options)
+        if int(os.environ["RANK"]):
+            return
+    else:
+        found = _of_machine(where, base_dtype, options)
+    profile = found.profile
+    written = options.output or found.path
     if options.output is not None:
         profile.save(options.output)
     if json:
-        print_json({**_summary(profile), "path": str(written), "cached": found is not None})
+        print_json({**_summary(profile), "path": str(written), "cached": found.is_old})
     else:
         _print(profile)
-        source = " (measured before; --fresh measures again)" if found else ""
+        source = " (measured before; --fresh measures again)" if found.is_old else ""
         out().print(f"\n{written}{source}", soft_wrap=True)
+
+
+def _of_machine(where: torch.device, base_dtype: str, options: ProfileOptions) -> KeptProfile:
+    """The profile of this machine, with ranks that are started for it."""
+    from pcg.parallel.costs.kept_profiles import KeptProfile, kept_path, kept_profile
+
+    path = kept_path(where, base_dtype, options.tp, quick=options.quick)
+    found = None if options.fresh else kept_profile(path)
+    if found is not None:
+        return KeptProfile(found, path, True)
+    profile = _measure(where, base_dtype, options.tp, options.quick)
+    profile.save(path)
+    return KeptProfile(profile, path, False)
+
+
+def _of_ranks(where: torch.device, base_dtype: str, options: ProfileOptions) -> KeptProfile:
+    """The profile of the ranks that torchrun has started, on one machine or on several."""
+    from pcg.parallel.costs.kept_profiles import profile_of_ranks
+    from pcg.parallel.ranks.group import join_group, own_device, started_ranks
+    from pcg.parallel.ranks.launch import mute_others
+
+    degree = started_ranks()
+    if options.tp not in (1, degree):
+        raise typer.BadParameter(
+            f"torchrun has started {degree} ranks; leave it out, or start {options.tp}",
+            param_hint="--tp",
+        )
+    mute_others()
+    where = own_device(where)
+    with err().status(f"measuring {degree} ranks …") as status:
+        return profile_of_ranks(
+            join_group(degree, where),
+            where,
+            base_dtype,
+            quick=options.quick,
+            fresh=options.fresh,
+            on_case=lambda op: status.update(f"measuring {op} …"),
+        )
 
 
 def _device(name: str | None) -> torch.device:
@@ -105,21 +144,6 @@ def _dtype(name: str | None, device: torch.device) -> str:
         if name in (short, long):
             return short
     raise UnsupportedError(f"--dtype {name} is none of {', '.join(floats.values())}")
-
-
-def _cached(path: Path) -> DeviceProfile | None:
-    """The profile in the cache, if it can be read."""
-    from pcg.errors import CostModelError
-    from pcg.parallel.costs.device_profile import DeviceProfile
-
-    try:
-        return DeviceProfile.load(path) if path.is_file() else None
-    except CostModelError:
-        return None
-
-
-def _slug(*parts: str) -> str:
-    return "_".join(re.sub(r"[^A-Za-z0-9.]+", "-", part).strip("-") for part in parts)
 
 
 def _measure(device: torch.device, dtype: str, tp: int, quick: bool) -> DeviceProfile:
@@ -169,10 +193,15 @@ def _summary(profile: DeviceProfile) -> dict[str, Any]:
         "operators": [rows[key] for key in sorted(rows)],
         "tp": profile.degree,
         "backend": profile.backend,
-        "links": {
-            kind: {"latency_s": link.latency_s, "bytes_per_s": link.bytes_per_s}
-            for kind, link in profile.links.items()
-        },
+        "links": _links(profile.links),
+        "tiers": {ranks: _links(links) for ranks, links in profile.tiers.items()},
+    }
+
+
+def _links(links: Mapping[str, Link]) -> dict[str, dict[str, float]]:
+    return {
+        kind: {"latency_s": link.latency_s, "bytes_per_s": link.bytes_per_s}
+        for kind, link in links.items()
     }
 
 
@@ -192,11 +221,12 @@ def _print(profile: DeviceProfile) -> None:
         )
     console.print(rows)
     if found["links"]:
-        rows = table("collective", "α µs", "β GB/s", right=("α µs", "β GB/s"))
-        for kind, link in found["links"].items():
-            rows.add_row(
-                kind, f"{link['latency_s'] * 1e6:,.1f}", f"{link['bytes_per_s'] / 1e9:,.2f}"
-            )
+        columns = ("ranks", "α µs", "β GB/s")
+        rows = table("collective", *columns, right=columns)
+        for ranks, links in found["tiers"].items():
+            for kind, link in links.items():
+                latency, speed = link["latency_s"] * 1e6, link["bytes_per_s"] / 1e9
+                rows.add_row(kind, str(ranks), f"{latency:,.1f}", f"{speed:,.2f}")
         console.print()
         console.print(rows)
     ranks = f", {found['backend']} over {found['tp']} ranks" if found["links"] else ""

@@ -17,7 +17,7 @@ from pcg.serve.options import ServeOptions
 from pcg.split.base.options import BaseOptions
 
 from .console import err
-from .executors import PlaceOptions, files_of, on_ranks, open_executor, ranks_of
+from .executors import SPLIT, PlaceOptions, files_of, on_ranks, open_executor, ranks_of
 from .options.arguments import Runnable
 from .options.fields import Given, Only
 from .run import SERVING
@@ -31,6 +31,11 @@ def serve_command(
 ) -> None:
     """Serve a model and its adapters by OpenAI's API, until SIGTERM or Ctrl-C."""
     degree = ranks_of(model, compiling.values, place)
+    if options.split_port is not None and model.startswith(SPLIT):
+        raise typer.BadParameter(
+            f"the weights of {model} are at a base executor; split clients connect there",
+            param_hint="--split-port",
+        )
     if degree > 1:
         raise typer.BadParameter(
             f"a server runs on one rank, not on {degree}; leave it out", param_hint="--tp"
@@ -63,6 +68,10 @@ def serve_base_command(
     With --tp each of so many ranks, on a GPU of its own where there are GPUs, holds a part of every
     weight.
     """
+    if model.startswith(SPLIT):
+        raise typer.BadParameter(
+            f"{model} is a base executor already; give the model that it has", param_hint="MODEL"
+        )
     degree = ranks_of(model, compiling.values, place)
     if options.layers is not None and (degree > 1 or is_program_folder(model)):
         raise typer.BadParameter("it is for a model on one rank", param_hint="--layers")

@@ -1,8 +1,10 @@
 """`pcg finetune`: what it trains, saves, resumes and refuses."""
 
 import json
+import logging
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -23,7 +25,7 @@ def test_finetune_and_run(program: Path, data: Path, tmp_path: Path) -> None:
     assert "sums: 4 steps" in result.stderr
     assert "evaluation loss" in result.stderr
     files = {path.name for path in (tmp_path / "sums").iterdir()}
-    assert files == {"adapter_config.json", "adapter_model.safetensors"}
+    assert files == {"adapter_config.json", "adapter_model.safetensors", "record"}
     assert PeftConfig.from_pretrained(tmp_path / "sums").r == 4  # the program's recipe
     place = f"sums={tmp_path / 'sums'}"
     assert output_of("run", program, "--adapter", place, "-p", "add 1", "-n", "3")
@@ -85,7 +87,8 @@ def test_bad_data(program: Path, tmp_path: Path, line: str, message: str) -> Non
 
 def test_loss_that_is_no_number(program: Path, data: Path, tmp_path: Path) -> None:
     options = ("--data", data, "--adapter", "a", "-o", tmp_path / "a", "--max-steps", "4")
-    result = run("finetune", program, *options, "--lr", "1e30", "--schedule", "constant")
+    rate = ("--lr", "1e30", "--schedule", "constant", "--no-progress")
+    result = run("finetune", program, *options, *rate)
     assert_one_error(result, "lower learning_rate=1e+30")
     assert not (tmp_path / "a" / "adapter_model.safetensors").exists()
 
@@ -172,10 +175,10 @@ def test_a_collapsed_adapter_is_not_saved(data: Path, tmp_path: Path) -> None:
     losses = json.loads(output_of(*command, *options))["losses"]
     assert losses[-1] < losses[0] - 1
     bad = ("--lr", "3", "--schedule", "constant", "--max-steps", "4", "-o", tmp_path / "bad")
-    result = run(*command, *bad, "--start-from", tmp_path / "good")
+    result = run(*command, *bad, "--start-from", tmp_path / "good", "--no-progress")
     assert_one_error(result, f"sums has collapsed and is not saved in {tmp_path / 'bad'}")
-    assert "lower --lr or warm up longer, with --no-resume" in result.stderr
-    assert [path.name for path in (tmp_path / "bad").iterdir()] == ["pcg-checkpoints"]
+    assert "lower the learning rate (--lr) or warm up longer, and begin anew" in result.stderr
+    assert {path.name for path in (tmp_path / "bad").iterdir()} == {"pcg-checkpoints", "record"}
     checkpoint = tmp_path / "bad" / "pcg-checkpoints" / "step-00000004"
     assert f"The adapter is in {checkpoint}\n" in result.stderr
     files = {path.name for path in checkpoint.iterdir()}
@@ -195,3 +198,53 @@ def test_the_losses_at_the_end_are_means(program: Path, data: Path, tmp_path: Pa
     one = run(*command, "--max-steps", "1", "-o", tmp_path / "c")
     assert one.exit_code == 0
     assert " → " not in one.stderr
+
+
+def test_off_a_terminal_lines_say_how_it_goes(model: Path, data: Path, tmp_path: Path) -> None:
+    """The first step, the last one and each evaluation; more with time, or by `--log-every`."""
+    files = ("--data", data, "--eval-data", data, "--adapter", "sums", "-o", tmp_path / "sums")
+    steps = ("--max-steps", "9", "--eval-every", "4", "--eval-at-start", "--batch-size", "2")
+    result = run("finetune", model, *files, *steps, "--r", "2", "--targets", "q_proj")
+    assert result.exit_code == 0, result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("sums ")]
+    assert lines[0].startswith("sums before the first step: eval loss ")
+    said = {line.split(":")[0]: "eval loss" in line for line in lines[1:]}
+    assert [step for step, evaluated in said.items() if evaluated] == [
+        "sums step 4/9",
+        "sums step 8/9",
+        "sums step 9/9",
+    ]
+    assert lines[1].startswith("sums step 1/9: loss ")
+    assert "tokens/s" in lines[1]
+    assert logging.getLogger("pcg.finetuning").handlers == []
+
+
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [
+        (("--max-length", "64"), (8, 64)),
+        (("--max-length", "64", "--batch-size", "3"), (3, 64)),
+        (("--max-length", "64", "--max-tokens", "200"), (3, 64)),
+        (("--max-length", "64", "--max-tokens", "20"), (1, 64)),
+        (("--max-length", "64", "--seq", "32"), (None, 32)),
+        (("--batch-size", "3"), (None, None)),
+    ],
+)
+def test_layouts_over_ranks_are_planned_for_the_jobs_own_step(
+    options: tuple[str, ...],
+    step: tuple[int | None, int | None],
+    model: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: dict[str, Any] = {}
+
+    def keep(degree: int, act: object, arguments: dict[str, Any]) -> None:
+        started.update(arguments["compiling"])
+
+    monkeypatch.setattr("cli.training.finetune.on_ranks", keep)
+    command = ("finetune", model, "--data", data, "--adapter", "sums", "-o", tmp_path / "sums")
+    output_of(*command, "--tp", "2", "--gradient-accumulation-steps", "4", *options)
+    assert (started.get("batch"), started.get("seq")) == step
+    assert (started["tp"], started["gradient_accumulation_steps"]) == (2, 4)

@@ -73,3 +73,27 @@ def test_what_a_client_does_not_have_is_refused(
     assert "has no colour" in " ".join(refused.stderr.replace("│", " ").split())
     monkeypatch.setenv("PCG_API_KEY", "another-key")
     assert_one_error(run("run", where, "-p", "a"), "the key is none of this base's")
+
+
+def test_a_base_of_a_base_is_refused(where: str) -> None:
+    for arguments, message in (
+        (("serve", where, "--split-port", "0"), "split clients connect there"),
+        (("serve-base", where), "is a base executor already"),
+    ):
+        refused = run(*arguments)
+        assert refused.exit_code == 2
+        assert message in " ".join(refused.stderr.replace("│", " ").split())
+
+
+def test_the_program_of_a_client_is_compiled_and_run(where: str, tmp_path: Path) -> None:
+    output_of("compile", where, "--peft", "lora", "-o", tmp_path / "program")
+    options = ("-p", "a b", "-n", "4", "--ignore-eos", "--json")
+    found = [
+        json.loads(output_of("run", model, *options))["completions"][0]["token_ids"]
+        for model in (where, f"{where}?program={tmp_path / 'program'}")
+    ]
+    assert len(found[0]) == 4
+    assert found[0] == found[1]
+    refused = run("compile", where, "--print-after", "fold")
+    assert refused.exit_code == 2
+    assert "to a folder alone" in " ".join(refused.stderr.replace("│", " ").split())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import typer
 
-from .options.fields import flags_of
+from ..options.fields import flags_of
 
 if TYPE_CHECKING:
     from pcg.peft.lora import LoraConfig

@@ -14,11 +14,11 @@ import typer
 from pcg.options import CompileOptions
 from pcg.units import counted
 
-from .bench_workload import WorkloadOptions, at_least
-from .console import busy, err, out, print_json, table
-from .executors import PlaceOptions, open_executor
-from .options.arguments import Json, Model
-from .options.fields import Given, Only
+from ..console import busy, err, out, print_json, table
+from ..executors import PlaceOptions, check_alone, open_executor
+from ..options.arguments import Json, Model
+from ..options.fields import Given, Only
+from .workload import WorkloadOptions, at_least
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -176,6 +176,7 @@ def serve_command(
     """
     from pcg.runtime.admission.backlog import UNLIMITED
 
+    check_alone("pcg bench serve")
     executor = _executor(model, how, compiling.values, requests.seed)
     workload = requests.workload(executor.max_positions)
     names = workload.adapters

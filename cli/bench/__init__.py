@@ -1,0 +1,1 @@
+"""`pcg bench`: workloads served by an engine, and how it went."""

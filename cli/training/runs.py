@@ -1,0 +1,166 @@
+"""`pcg runs`: the records of runs below a folder, and how some of them compare."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pcg.errors import RecordError
+from pcg.units import duration_text, size_text
+
+from ..console import err, out, plain, print_json, table
+from ..options.arguments import Json
+from ..pages import check_page, write_page
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from pcg.records.run import Run
+
+Folder = Annotated[
+    Path,
+    typer.Argument(help="Folder whose runs are listed, those below it included.", metavar="FOLDER"),
+]
+Runs = Annotated[
+    list[Path],
+    typer.Argument(help="Folders of records, or outputs of pcg finetune.", metavar="RUN…"),
+]
+OneRun = Annotated[
+    Path,
+    typer.Argument(help="Folder of a record, or an output of pcg finetune.", metavar="RUN"),
+]
+_NUMBERS = ("steps", "loss", "eval loss", "best", "tokens/s", "time")
+_WIDEST = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonPage:
+    """Options of how runs are compared.
+
+    Attributes:
+        html: a file to write the comparison to, with curves over each other, as one HTML page.
+    """
+
+    html: Path | None = None
+
+
+def list_command(folder: Folder = Path(), json: Json = False) -> None:
+    """List the runs below a folder: their losses, evaluations and speed."""
+    from pcg.records.run import find_runs, read_run
+
+    runs: list[Run] = []
+    damaged: list[str] = []
+    for place in find_runs(folder):
+        try:
+            runs.append(read_run(place))
+        except RecordError as error:
+            damaged.append(str(error))
+    runs.sort(key=lambda run: run.facts.begun_s)
+    if json:
+        print_json({"runs": [_summary(run) for run in runs]})
+    else:
+        rows = table("run", "kind", "status", *_NUMBERS, right=_NUMBERS)
+        for run in runs:
+            rows.add_row(*_cells(run, folder))
+        if runs:
+            _print(rows)
+        else:
+            print(f"no runs below {folder}")
+    for reason in damaged:
+        err().print(_printable(reason), soft_wrap=True)
+
+
+def compare_command(runs: Runs, page: ComparisonPage, json: Json = False) -> None:
+    """Compare runs: the options that differ, their losses, evaluations and speed."""
+    if page.html is not None:
+        check_page(page.html)
+    from pcg.records.comparison import compare
+    from pcg.records.page.texts import text_of
+
+    compared = compare([_read(one) for one in runs])
+    if json:
+        print_json(compared.json)
+    else:
+        names = [_printable(name) for name in compared.names]
+        rows = table("", *names, right=tuple(names))
+        for kind in (compared.results, compared.differing):
+            for name, values in kind.items():
+                rows.add_row(_printable(name), *(_printable(text_of(value)) for value in values))
+        _print(rows)
+    if page.html is not None:
+        from pcg.records.page.page import comparison_page
+
+        size = write_page(page.html, comparison_page(compared))
+        # With --json the one object is alone on standard output.
+        print(f"wrote {page.html} ({size_text(size)})", file=sys.stderr if json else sys.stdout)
+
+
+def report_command(run: OneRun) -> None:
+    """Write the page of a run into its folder, also of one that goes on or was killed."""
+    from pcg.records.report import write_report
+
+    print(write_report(_read(run).folder))
+
+
+def _print(rows: Table) -> None:
+    """Print a table; whole where no terminal limits its width."""
+    console = out()
+    if not console.is_terminal:
+        console.width = _WIDEST
+    console.print(rows)
+
+
+def _read(path: Path) -> Run:
+    """Read a run, by the folder of its record or by the output that has it."""
+    from pcg.records.run import read_run
+    from pcg.records.run_files import has_run
+    from pcg.train.outputs import RECORD
+
+    within = path / RECORD
+    return read_run(within if has_run(within) and not has_run(path) else path)
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    least = run.least("eval_loss")
+    return {
+        "folder": str(run.folder),
+        "name": run.facts.name,
+        "kind": run.facts.kind,
+        "status": str(run.status),
+        "begun_s": run.facts.begun_s,
+        "seconds": run.seconds,
+        "steps": run.last_step,
+        "loss": run.last("loss"),
+        "eval_loss": run.last("eval_loss"),
+        "best_eval_loss": None if least is None else least[1],
+        "best_step": None if least is None else least[0],
+        "tokens_per_second": run.last("tokens_per_second"),
+        "error": run.facts.error,
+    }
+
+
+def _cells(run: Run, folder: Path) -> list[str]:
+    found = _summary(run)
+    place = str(run.folder.relative_to(folder)) if run.folder.is_relative_to(folder) else ""
+    losses = [found[name] for name in ("loss", "eval_loss", "best_eval_loss")]
+    speed = found["tokens_per_second"]
+    return [
+        _printable(place if place not in ("", ".") else str(run.folder)),
+        _printable(run.facts.kind),
+        str(run.status),
+        f"{run.last_step:,}",
+        *(plain(None if loss is None else f"{loss:.4f}") for loss in losses),
+        plain(None if speed is None else f"{speed:,.0f}"),
+        duration_text(run.seconds),
+    ]
+
+
+def _printable(text: str) -> str:
+    """Return a text of a record without what a terminal would obey."""
+    return "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )

@@ -1,0 +1,247 @@
+"""Options of GRPO, by the names and with the defaults of TRL's GRPOConfig."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
+
+from pcg.errors import FinetuneError
+from pcg.units import is_finite, shown
+
+LossType: TypeAlias = Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo"]
+Level: TypeAlias = Literal["token", "sequence"]
+Scale: TypeAlias = Literal["group", "batch", "none"]
+Aggregation: TypeAlias = Literal["sum_then_normalize", "normalize_then_sum"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOptions:
+    """Options of rollouts: how completions are sampled, and how many.
+
+    Attributes:
+        num_generations: completions of each prompt, a group whose rewards are compared.
+        batch_size: completions of an update; TRL's per_device_train_batch_size times its
+            gradient_accumulation_steps.
+        steps_per_generation: updates that share the completions of one generation, each of which
+            has a part of them.
+        num_iterations: times that the completions of a generation are trained on.
+        max_staleness: updates that may lie between the weights that sampled a completion and the
+            first update by its generation. 0 is on-policy; from 1 on, completions are sampled while
+            earlier ones are trained on.
+        max_completion_length: tokens of a completion at most.
+        temperature: of sampling; log-probabilities of training are those at 1, the only value.
+        top_p: keep the most likely tokens up to this probability, in (0, 1].
+        top_k: keep the k most likely tokens; 0 keeps all.
+        min_p: keep tokens at least this likely relative to the most likely one.
+        repetition_penalty: above 1 discourages tokens that were there before.
+        stop: texts that end a completion.
+    """
+
+    title: ClassVar[str] = "Rollouts"
+
+    num_generations: int = 8
+    batch_size: int = 8
+    steps_per_generation: int = 1
+    num_iterations: int = 1
+    max_staleness: int = 0
+    max_completion_length: int = 512
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+
+    @property
+    def updates_per_generation(self) -> int:
+        """The number of updates by the completions of a generation."""
+        return self.steps_per_generation * self.num_iterations
+
+    @property
+    def prompts_per_generation(self) -> int:
+        return self.batch_size * self.steps_per_generation // self.num_generations
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the fields of a request for a group, without its seed."""
+        return {
+            "n": self.num_generations,
+            "max_new_tokens": self.max_completion_length,
+            "temperature": float(self.temperature),
+            "top_p": None if self.top_p == 1 else float(self.top_p),
+            "top_k": self.top_k or None,
+            "min_p": self.min_p,
+            "repetition_penalty": float(self.repetition_penalty),
+            "stop": self.stop,
+            "logprobs": 0,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveOptions:
+    """Options of the objective: advantages of completions, and the loss of their tokens.
+
+    Attributes:
+        loss_type: how tokens' losses are weighted (docs/grpo.md): dapo, grpo, dr_grpo or bnpo;
+            cispo clips the ratio's own weight instead.
+        importance_sampling_level: token, for the ratio of each token, or sequence, for that of the
+            whole completion, as in GSPO.
+        beta: weight of the KL divergence to the reference: the base without the adapter, or the
+            adapter as it was where one is trained further.
+        epsilon: the ratio is clipped at 1 - epsilon.
+        epsilon_high: the ratio is clipped at 1 + epsilon_high; epsilon by default. With cispo it is
+            the bound itself, and has to be given.
+        delta: a bound of ratios of completions with negative advantages, too; None for none.
+        scale_rewards: divide rewards by the deviation within their group, by that of the batch, or
+            by none.
+        multi_objective_aggregation: sum rewards of several functions and then normalize them, or
+            the other way round, as in GDPO.
+        mask_truncated_completions: leave completions without an end out of the loss.
+        use_bias_correction_kl: multiply the KL divergence by the ratio.
+    """
+
+    title: ClassVar[str] = "Objective"
+
+    loss_type: LossType = "dapo"
+    importance_sampling_level: Level = "token"
+    beta: float = 0.0
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+    scale_rewards: Scale = "group"
+    multi_objective_aggregation: Aggregation = "sum_then_normalize"
+    mask_truncated_completions: bool = False
+    use_bias_correction_kl: bool = True
+
+    @property
+    def low(self) -> float:
+        """The lower bound of ratios."""
+        return 0.0 if self.loss_type == "cispo" else 1.0 - self.epsilon
+
+    @property
+    def high(self) -> float:
+        """The upper bound of ratios."""
+        if self.loss_type == "cispo":
+            assert self.epsilon_high is not None
+            return self.epsilon_high
+        return 1.0 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoOptions(ObjectiveOptions, RolloutOptions):
+    """Options of GRPO.
+
+    Attributes:
+        learning_rate: the learning rate of AdamW; adapters often take 1e-5 to 1e-4.
+        lr_scheduler_type: its schedule, by transformers' name.
+        warmup_steps: updates of linear warmup.
+        weight_decay: decay of the weights.
+        adam_beta1, adam_beta2: the betas of AdamW.
+        adam_epsilon: its epsilon.
+        max_grad_norm: the gradients are scaled down to this norm; None leaves them.
+        num_train_epochs: times that the prompts are gone through.
+        max_steps: updates in all, instead of epochs.
+        shuffle: take the prompts in a random order.
+        seed: the seed of the order, of sampling and of a fresh adapter.
+        max_tokens_per_pass: tokens that are trained on together; None for all of a batch.
+    """
+
+    title: ClassVar[str] = "Optimizer and schedule"
+
+    learning_rate: float = 1e-6
+    lr_scheduler_type: str = "linear"
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float | None = 1.0
+    num_train_epochs: float = 3.0
+    max_steps: int | None = None
+    shuffle: bool = True
+    seed: int = 42
+    max_tokens_per_pass: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_counts()
+        self._check_numbers()
+        for name, kind in _CHOICES.items():
+            if getattr(self, name) not in get_args(kind):
+                choices = ", ".join(map(repr, get_args(kind)))
+                raise FinetuneError(f"{name}={shown(getattr(self, name))}; use one of {choices}")
+        if self.batch_size * self.steps_per_generation % self.num_generations:
+            raise FinetuneError(
+                f"batch_size={self.batch_size} times steps_per_generation="
+                f"{self.steps_per_generation} completions are no whole groups of num_generations="
+                f"{self.num_generations}; use a multiple of it"
+            )
+        if self.temperature != 1:
+            raise FinetuneError(
+                f"temperature={shown(self.temperature)}; training computes log-probabilities at "
+                "temperature 1, and a ratio to those of another is none: use 1.0"
+            )
+        if self.loss_type == "cispo" and self.epsilon_high is None:
+            raise FinetuneError(
+                "loss_type='cispo' bounds ratios by epsilon_high, which was not given; "
+                "epsilon_high=5.0 is the paper's"
+            )
+        if self.loss_type == "cispo" and self.delta is not None:
+            raise FinetuneError("loss_type='cispo' has no delta; leave it out")
+
+    def _check_counts(self) -> None:
+        least = {"num_generations": 2, "max_staleness": 0, "top_k": 0, "warmup_steps": 0}
+        for name in (*least, *_COUNTS):
+            value, bound = getattr(self, name), least.get(name, 1)
+            if value is None and name in ("max_steps", "max_tokens_per_pass"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < bound:
+                raise FinetuneError(f"{name}={shown(value)}; use an int of at least {bound}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise FinetuneError(f"seed={shown(self.seed)}; use an int")
+
+    def _check_numbers(self) -> None:
+        for name, (low, high, is_optional) in _NUMBERS.items():
+            value = getattr(self, name)
+            if value is None and is_optional:
+                continue
+            if not is_finite(value) or not low <= value <= high:
+                upper = f" to {high:g}" if high < _ANY else " on"
+                raise FinetuneError(f"{name}={shown(value)}; use a number from {low:g}{upper}")
+        for name in ("mask_truncated_completions", "use_bias_correction_kl", "shuffle"):
+            if type(getattr(self, name)) is not bool:
+                raise FinetuneError(f"{name}={shown(getattr(self, name))}; use True or False")
+
+
+_ANY = 1e300
+_LEAST = 1e-12
+_CHOICES: dict[str, Any] = {
+    "loss_type": LossType,
+    "importance_sampling_level": Level,
+    "scale_rewards": Scale,
+    "multi_objective_aggregation": Aggregation,
+}
+_COUNTS = (
+    "batch_size",
+    "steps_per_generation",
+    "num_iterations",
+    "max_completion_length",
+    "max_steps",
+    "max_tokens_per_pass",
+)
+_NUMBERS: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0, _ANY, False),
+    "top_p": (_LEAST, 1, False),
+    "min_p": (0, 1, True),
+    "repetition_penalty": (0.01, 100, False),
+    "beta": (0, _ANY, False),
+    "epsilon": (0, 1, False),
+    "epsilon_high": (0, _ANY, True),
+    "delta": (1, _ANY, True),
+    "learning_rate": (0, _ANY, False),
+    "weight_decay": (0, _ANY, False),
+    "adam_beta1": (0, 1 - _LEAST, False),
+    "adam_beta2": (0, 1 - _LEAST, False),
+    "adam_epsilon": (_LEAST, _ANY, False),
+    "max_grad_norm": (_LEAST, _ANY, True),
+    "num_train_epochs": (_LEAST, _ANY, False),
+}
+"""The range of each number, and whether None is one."""

@@ -1,0 +1,1 @@
+"""Direct preference optimization: an adapter learns which of two outputs is preferred."""

@@ -1,0 +1,142 @@
+"""The options of direct preference optimization, by TRL's names where it has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, get_args
+
+from pcg.errors import FinetuneError
+from pcg.runtime.training.losses.preference_losses import SFT
+from pcg.runtime.training.options import Data, FinetuneOptions
+from pcg.train.preference.records import PreferenceStep
+from pcg.units import is_finite, shown
+
+LossType = Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "sft"]
+LEARNING_RATE = 5e-5
+"""The learning rate by default: ten times that of TRL's DPO script without adapters."""
+_WITHOUT = {"patience": None, "restore_best": None, "min_delta": 0.0, "data_format": "auto"}
+"""Options of finetuning that preferences do not have, and their defaults."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoOptions(FinetuneOptions):
+    """Options of direct preference optimization; a batch has `batch_size` pairs.
+
+    Attributes:
+        beta: how strongly the adapter is held to the reference; of ipo its τ.
+        loss_type: the loss's terms, which are added: sigmoid, hinge, ipo, robust, sigmoid_norm, and
+            sft, the cross entropy of the preferred output.
+        loss_weights: the weight of each term; 1 by default.
+        label_smoothing: the probability that a preference is the wrong way round, of sigmoid and
+            robust.
+        reference: what the adapter is held to: base, the model without an adapter; start, the
+            adapter as it is before the first step; or the name of an adapter.
+        learning_rate: the learning rate at the schedule's peak.
+    """
+
+    title: ClassVar[str] = "Preferences"
+
+    beta: float = 0.1
+    loss_type: tuple[LossType, ...] = ("sigmoid",)
+    loss_weights: tuple[float, ...] | None = None
+    label_smoothing: float = 0.0
+    reference: str = "base"
+    learning_rate: float = LEARNING_RATE
+
+    def __post_init__(self) -> None:
+        if isinstance(self.loss_type, str):
+            object.__setattr__(self, "loss_type", (self.loss_type,))
+        super().__post_init__()
+        for name, default in _WITHOUT.items():
+            if getattr(self, name) != default:
+                raise FinetuneError(
+                    f"{name}={shown(getattr(self, name))}; training on preferences has no {name}, "
+                    "leave it out"
+                )
+        if not is_finite(self.beta) or self.beta <= 0:
+            raise FinetuneError(f"beta={shown(self.beta)}; use a number above 0, such as 0.1")
+        self._check_terms()
+        if not isinstance(self.reference, str) or not self.reference:
+            raise FinetuneError(
+                f"reference={shown(self.reference)}; use 'base', 'start' or an adapter's name"
+            )
+
+    def _check_terms(self) -> None:
+        terms, known = self.loss_type, get_args(LossType)
+        if not isinstance(terms, tuple | list) or not terms:
+            raise FinetuneError(f"loss_type={shown(terms)}; use some of {', '.join(known)}")
+        for term in terms:
+            if term not in known:
+                raise FinetuneError(f"loss_type={shown(term)}; use some of {', '.join(known)}")
+        if len(set(terms)) < len(terms):
+            raise FinetuneError(f"loss_type={shown(terms)} names a term twice")
+        weights = self.loss_weights
+        if weights is not None and not (
+            isinstance(weights, tuple | list)
+            and len(weights) == len(terms)
+            and all(is_finite(weight) and weight >= 0 for weight in weights)
+            and any(weights)
+        ):
+            raise FinetuneError(
+                f"loss_weights={shown(weights)}; use a number of at least 0 for each of the "
+                f"{len(terms)} terms of loss_type"
+            )
+        smoothing = self.label_smoothing
+        if not is_finite(smoothing) or not 0 <= smoothing < 0.5:
+            raise FinetuneError(f"label_smoothing={shown(smoothing)}; use a number in [0, 0.5)")
+        if smoothing and not {"sigmoid", "robust"}.intersection(terms):
+            raise FinetuneError(
+                f"label_smoothing={smoothing:g} has no effect on {', '.join(terms)}; leave it out"
+            )
+
+    def loss_options(self, pairs: int, chosen_targets: int) -> dict[str, float]:
+        """Return the options of the loss `preference` whose sum is the mean over some pairs.
+
+        Args:
+            pairs: the number of pairs.
+            chosen_targets: the targets of the preferred outputs, over which sft is a mean.
+        """
+        weights = self.loss_weights or [1.0] * len(self.loss_type)
+        counts = {SFT: chosen_targets}
+        by_term = zip(self.loss_type, weights, strict=True)
+        found = {str(term): weight / counts.get(term, pairs) for term, weight in by_term}
+        return {
+            "beta": self.beta,
+            "label_smoothing": self.label_smoothing,
+            "sigmoid": 0.0,
+            **found,
+        }
+
+    def trajectory(self, total_steps: int) -> dict[str, Any]:
+        """The options that decide which weights come out, as plain JSON values."""
+        own = {
+            "beta": self.beta,
+            "loss_type": list(self.loss_type),
+            "loss_weights": None if self.loss_weights is None else list(self.loss_weights),
+            "label_smoothing": self.label_smoothing,
+            "reference": self.reference,
+        }
+        return {**super().trajectory(total_steps), **own}
+
+
+@dataclass(frozen=True)
+class DpoArguments(DpoOptions):
+    """Arguments of `dpo`.
+
+    Attributes:
+        data: .jsonl files, rows, a dataset, a frame or a dict of columns; a row has two outputs
+            (docs/preference.md). Of a DatasetDict, `train` is learned, and `validation` is
+            `eval_data` if none is given.
+        adapter: the adapter's name; one that does not exist is made.
+        peft: the recipe of a new adapter, as `add_adapter` takes it; None for the one that the
+            program was compiled for under that name, else "lora".
+        on_step: a function that is called after each step, once it is evaluated and saved.
+    """
+
+    data: Data = field(repr=False, compare=False)
+    adapter: str = "default"
+    peft: object = field(default=None, kw_only=True)
+    on_step: Callable[[PreferenceStep], None] | None = field(
+        default=None, kw_only=True, repr=False, compare=False
+    )

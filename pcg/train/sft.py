@@ -1,0 +1,100 @@
+"""Supervised finetuning by a configuration file, and what becomes of its adapter.
+
+    config = read_config(Path("sft.yaml"), SFT_KEYS)
+    result = train_sft(config)
+
+has the keys of `Executor.finetune`, and ends in the adapter that this call makes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pcg.errors import FinetuneError
+from pcg.options import CompileOptions
+from pcg.runtime.executor import Executor
+from pcg.runtime.training.options import FinetuneOptions
+from pcg.runtime.training.result import FinetuneResult
+from pcg.train.config_file import ConfigFile
+from pcg.train.model import ModelOptions, open_model
+from pcg.train.outputs import CHECKPOINTS, RECORD, OutputOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftOptions(FinetuneOptions):
+    """Options of supervised finetuning.
+
+    Attributes:
+        data: a file of JSON lines (chat, prompt-completion, alpaca, ShareGPT, text) or a .txt file;
+            several, one after the other, as a list.
+        eval_data: files to measure the loss on.
+    """
+
+    title: ClassVar[str] = "Data"
+
+    data: tuple[Path, ...]
+    eval_data: tuple[Path, ...] | None = field(default=None, repr=False, compare=False)
+
+
+SFT_KEYS = (ModelOptions, OutputOptions, SftOptions, CompileOptions)
+"""The dataclasses whose fields are the keys of a configuration."""
+
+
+def train_sft(config: ConfigFile) -> FinetuneResult:
+    """Finetune an adapter as a configuration says, and save it in its output.
+
+    Raises:
+        PcgError: what is wrong with the configuration, the model or the data, before a step.
+        FinetuneInterrupted: Ctrl-C; the same call goes on from the checkpoint.
+    """
+    files = config.make(OutputOptions)
+    checkpoints = files.output / CHECKPOINTS
+    options = config.make(SftOptions, checkpoint_dir=checkpoints)
+    files.check(resumes=options.resume is True)
+    own = {"checkpoint_dir": checkpoints, "record": files.output / RECORD}
+    given = {**own, **config.given(SftOptions, "data")}
+    executor = open_model(config)
+    peft = files.configuration(executor)
+    return finetune_and_save(executor, options.data, files.adapter, files.output, peft, given)
+
+
+def finetune_and_save(
+    executor: Executor,
+    data: tuple[Path, ...],
+    adapter: str,
+    output: Path,
+    peft: Any,
+    options: Mapping[str, Any],
+) -> FinetuneResult:
+    """Finetune an adapter, and save it unless it has collapsed; each rank calls this.
+
+    Args:
+        peft: the recipe or the adapter to start from; None for the program's own.
+        options: fields of `FinetuneOptions`. Checkpoints in the output's own folder are removed
+            once the adapter is saved.
+    Raises:
+        FinetuneError: the adapter collapsed, or as of `Executor.finetune`.
+    """
+    result = executor.finetune(data, adapter=adapter, peft=peft, **options)
+    if result.is_collapsed:
+        raise FinetuneError(_collapse(result, output))
+    executor.save_adapter(adapter, output)
+    if not executor.ranks.rank and options["checkpoint_dir"] == output / CHECKPOINTS:
+        shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)
+    return result
+
+
+def _collapse(result: FinetuneResult, output: Path) -> str:
+    """The words on a job whose adapter is not worth its place."""
+    assert result.first_data is not None
+    before, after = result.first_data
+    return (
+        f"{result.adapter} has collapsed and is not saved in {output}: the loss of the first "
+        f"step's data was {before:.4f} before, and is {after:.4f} after {result.steps} steps; "
+        "lower the learning rate (--lr) or warm up longer, and begin anew (resume: false, "
+        f"--no-resume). The adapter is in {result.checkpoint}"
+    )

@@ -1,0 +1,55 @@
+"""Commands under torchrun: as many ranks as it has started, and never copies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from cli.executors import PlaceOptions, check_alone, ranks_of
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def asked(**compiling: Any) -> int:
+    return ranks_of("a/model", compiling, PlaceOptions())
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_without_tp_there_are_as_many_ranks_as_processes() -> None:
+    assert asked() == 4
+    assert asked(tp=4) == 4
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_copies_are_refused() -> None:
+    with pytest.raises(typer.BadParameter, match=r"started 4 .* takes 1, each .* give --tp 4"):
+        asked(tp=1)
+    with pytest.raises(typer.BadParameter, match=r"started 4 processes, and this takes 2$"):
+        asked(tp=2)
+    with pytest.raises(typer.BadParameter, match=r"started 4 .* takes 1, each"):
+        ranks_of("split://host:8300", {}, PlaceOptions())
+    with pytest.raises(typer.BadParameter, match="which would each run all of pcg train sft"):
+        check_alone("pcg train sft")
+
+
+def test_without_torchrun_there_is_one_rank_unless_more_are_asked_for() -> None:
+    assert (asked(), asked(tp=2)) == (1, 2)
+    check_alone("pcg train sft")
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_a_program_takes_the_ranks_that_it_was_compiled_for(tmp_path: Path) -> None:
+    from pcg.compiler import compile_program
+    from pcg.ir.program.folder import save_program
+    from tests.support.families import BY_NAME
+
+    save_program(compile_program(BY_NAME["llama3"].config(1), tp=2), tmp_path / "program")
+    with pytest.raises(typer.BadParameter, match=r"started 4 processes, and this takes 2$"):
+        ranks_of(str(tmp_path / "program"), {}, PlaceOptions())

@@ -1,0 +1,90 @@
+"""`pcg train sft`: it trains as `pcg finetune` does, resumes, and refuses by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.command_line import ROOT, assert_one_error, output_of, run
+
+EXAMPLES = ROOT / "examples" / "configs"
+WEIGHTS = "adapter_model.safetensors"
+
+
+def write(folder: Path, model: Path, data: Path, *lines: str) -> Path:
+    path = folder / "sft.yaml"
+    peft = "peft: {peft_type: LORA, r: 2, lora_alpha: 4, target_modules: [q_proj, down_proj]}"
+    given = (f"model: {model}", f"data: {data}", "adapter: sums", peft)
+    path.write_text("\n".join((*given, "batch_size: 4", "learning_rate: 5e-3", *lines)))
+    return path
+
+
+def test_training_by_a_file_is_finetuning(model: Path, data: Path, tmp_path: Path) -> None:
+    config = write(tmp_path, model, data, "output: sums", "epochs: 1", "schedule: constant")
+    summary = json.loads(output_of("train", "sft", config, "--json"))
+    assert summary["steps"] == 3
+    options = ("--data", data, "--adapter", "sums", "--r", "2", "--targets", "q_proj,down_proj")
+    more = ("--batch-size", "4", "--lr", "5e-3", "--alpha", "4", "-o", tmp_path / "other")
+    output_of("finetune", model, *options, *more, "--epochs", "1", "--schedule", "constant")
+    files = [tmp_path / name / WEIGHTS for name in ("sums", "other")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert {path.name for path in (tmp_path / "sums").iterdir()} == {
+        "adapter_config.json",
+        WEIGHTS,
+        "record",
+    }
+    again = run("train", "sft", config)
+    assert_one_error(again, "has a saved adapter; give another directory, overwrite: true")
+    further = ("--set", f"start_from={tmp_path / 'sums'}", "--set", "peft=null")
+    text = run("train", "sft", config, *further, "--set", f"output={tmp_path / 'more'}")
+    assert text.exit_code == 0, text.stderr
+    assert "sums: 3 steps" in text.stderr
+
+
+def test_training_by_a_file_goes_on(model: Path, data: Path, tmp_path: Path) -> None:
+    config = write(tmp_path, model, data, "checkpoint_dir: job", "schedule: constant")
+    output_of("train", "sft", config, "--set", f"output={tmp_path / 'a'}", "--set", "max_steps=2")
+    resumed = ("--set", "max_steps=4", "--set", "resume=true", "--json")
+    summary = json.loads(
+        output_of("train", "sft", config, "--set", f"output={tmp_path / 'a'}", *resumed)
+    )
+    assert summary["resumed_from"] == 2
+    assert summary["steps"] == 4
+
+
+def test_what_is_refused(model: Path, data: Path, tmp_path: Path) -> None:
+    config = write(tmp_path, model, data, "output: out")
+    assert_one_error(run("train", "sft", config, "--set", "lr=1"), "unknown option 'lr'")
+    assert_one_error(run("train", "sft", config, "--set", "tp=2"), "runs on one rank")
+    assert_one_error(run("train", "sft", config, "--set", "peft=lorra"), "peft='lorra'")
+    assert_one_error(run("train", "sft", config, "--set", "learning_rate=-1"), "learning_rate=-1")
+    assert_one_error(run("train", "sft", config, "--set", "weights=x"), "weights is for compiled")
+    assert_one_error(run("train", "sft", tmp_path / "no.yaml"), "no.yaml cannot be read")
+    assert not (tmp_path / "out").exists()
+
+
+def test_preferences_are_trained_by_a_file(model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"is {i}?", "chosen": " yes, it is", "rejected": " no"} for i in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = write(tmp_path, model, Path("pairs.jsonl"), "output: agree", "max_steps: 3")
+    summary = json.loads(output_of("train", "dpo", config, "--json"))
+    assert summary["steps"] == 3
+    assert summary["history"][2]["rewards/margins"] > summary["history"][0]["rewards/margins"]
+    assert (tmp_path / "agree" / WEIGHTS).exists()
+    further = ("--set", f"output={tmp_path / 'more'}", "--set", "loss_type=[ipo, sft]")
+    same = ("--set", f"reference_adapter={tmp_path / 'agree'}", "--set", "start_from=null")
+    result = run("train", "dpo", config, *further, *same)
+    assert "margin" in result.stderr
+    assert result.exit_code == 0
+    assert_one_error(run("train", "dpo", config, "--set", "loss_type=kto"), "use sigmoid or hinge")
+    assert_one_error(run("train", "dpo", config, "--set", "rpo_alpha=1"), "option 'rpo_alpha'")
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_examples_run(tmp_path: Path, name: str) -> None:
+    options = ("--set", f"output={tmp_path / 'out'}", "--set", "max_steps=2", "--json")
+    config = EXAMPLES / f"{name}.yaml"
+    summary = json.loads(output_of("train", name, config, *options, "--set", "epochs=null"))
+    assert summary["steps"] == 2

@@ -1,0 +1,211 @@
+"""The objective of GRPO against TRL's formula, by transformers, peft and autograd in fp64.
+
+TRL pads completions to [B, C] and keeps a mask; `trl_loss` does as its `_compute_loss` (1.16).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pcg.runtime.executor import Executor
+from pcg.train.grpo.numbers import update_numbers
+from pcg.train.grpo.objective import Objective
+from pcg.train.grpo.options import GrpoOptions
+from pcg.train.grpo.prompts import Prompt
+from pcg.train.grpo.rollouts import Rollout, tokens_of
+from tests.support import oracle
+from tests.support.trainer_data import VOCABULARY, pair, parameters, put
+
+LENGTHS = ((3, 5), (2, 9), (6, 1), (4, 7))
+ADVANTAGES = (1.3, -0.7, 0.4, -1.0)
+Padded = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[Executor, Any]:
+    return pair(torch.float64)
+
+
+def logprobs_of(model: Any, one: Rollout) -> Tensor:
+    ids = torch.tensor([[*one.prompt_ids, *one.tokens]])
+    rows = model(ids, use_cache=False).logits[0, len(one.prompt_ids) - 1 : -1].log_softmax(-1)
+    return rows.gather(1, torch.tensor(one.tokens)[:, None])[:, 0]
+
+
+@pytest.fixture(scope="module")
+def rollouts(models: tuple[Executor, Any]) -> list[Rollout]:
+    """Completions whose ratios lie on both sides of the bounds."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for (prompt, length), advantage in zip(LENGTHS, ADVANTAGES, strict=True):
+        ids = torch.randint(0, VOCABULARY, (prompt + length,), generator=generator).tolist()
+        before, after = tuple(ids[:prompt]), tuple(ids[prompt:])
+        one = Rollout(Prompt(before, before, {}), before, after, "", (), True, True, advantage)
+        with torch.no_grad():
+            values = logprobs_of(models[1], one)
+            with models[1].disable_adapter():
+                base = logprobs_of(models[1], one)
+        noise = 0.4 * torch.randn(length, generator=generator, dtype=torch.float64)
+        found.append(
+            Rollout(
+                one.prompt, before, after, "", tuple((values + noise).tolist()), True, True,
+                advantage, tuple(base.tolist()),
+            )
+        )  # fmt: skip
+    return found
+
+
+def padded(rows: list[Tensor] | list[Any]) -> Tensor:
+    tensors = [torch.as_tensor(one, dtype=torch.float64) for one in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+
+
+def trl_loss(model: Any, rollouts: list[Rollout], options: GrpoOptions, items: float) -> Tensor:
+    """TRL's loss of one update without gradient accumulation, [B, C] and masked."""
+    logps = padded([logprobs_of(model, one) for one in rollouts])
+    old, ref = (
+        padded([one.logprobs for one in rollouts]),
+        padded([one.reference for one in rollouts]),
+    )
+    mask = padded([[float(one.counts)] * len(one.tokens) for one in rollouts])
+    advantages = torch.tensor([one.advantage for one in rollouts], dtype=torch.float64)[:, None]
+    log_ratio = logps - old
+    weights = log_ratio
+    if options.importance_sampling_level == "sequence":
+        weights = ((log_ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).unsqueeze(-1)
+    coef_1 = torch.exp(weights)
+    kl = torch.exp(ref - logps) - (ref - logps) - 1
+    if options.use_bias_correction_kl:
+        kl = kl * coef_1
+    epsilon_high = options.epsilon if options.epsilon_high is None else options.epsilon_high
+    if options.loss_type == "cispo":
+        each = -torch.clamp(coef_1, max=epsilon_high).detach() * advantages * logps
+    else:
+        coef_2 = torch.clamp(coef_1, 1 - options.epsilon, 1 + epsilon_high)
+        if options.delta is not None:
+            coef_1 = torch.clamp(coef_1, max=options.delta)
+        each = -torch.min(coef_1 * advantages, coef_2 * advantages)
+    if options.beta:
+        each = each + options.beta * kl
+    if options.loss_type == "grpo":
+        return ((each * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
+    if options.loss_type == "bnpo":
+        return (each * mask).sum() / mask.sum().clamp(min=1.0)
+    if options.loss_type == "dr_grpo":
+        return (each * mask).sum() / (each.size(0) * options.max_completion_length)
+    return (each * mask).sum() / (items / options.steps_per_generation)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "dapo": {},
+    "dapo, shared": {"steps_per_generation": 3},
+    "grpo": {"loss_type": "grpo", "epsilon_high": 0.28},
+    "bnpo": {"loss_type": "bnpo"},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.1},
+    "gspo": {"importance_sampling_level": "sequence", "epsilon": 3e-2, "loss_type": "grpo"},
+    "gspo and dapo": {"importance_sampling_level": "sequence", "epsilon": 3e-2},
+    "cispo of sequences": {
+        "importance_sampling_level": "sequence", "loss_type": "cispo", "epsilon_high": 1.02
+    },
+    "delta": {"delta": 1.1},
+    "kl": {"beta": 0.3},
+    "kl, plain": {"beta": 0.3, "use_bias_correction_kl": False, "loss_type": "grpo"},
+    "kl of sequences": {"beta": 0.3, "importance_sampling_level": "sequence"},
+    "kl and cispo": {"beta": 0.2, "loss_type": "cispo", "epsilon_high": 1.1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_loss_and_its_gradients_are_those_of_trl(
+    models: tuple[Executor, Any], rollouts: list[Rollout], case: str
+) -> None:
+    executor, wrapped = models
+    options = GrpoOptions(num_generations=4, batch_size=4, **CASES[case])
+    wrapped.zero_grad()
+    total = trl_loss(wrapped, rollouts, options, tokens_of(rollouts))
+    total.backward()
+    expected_loss = float(total.detach())
+    put(executor, wrapped, "a")
+    objective = Objective(rollouts, options, tokens_of(rollouts))
+    loss, loss_options = objective.loss()
+    with executor.trainer("a", optimizer="sgd") as trainer:
+        done = trainer.forward_backward(objective.data(), loss, loss_options=loss_options)
+        trainer.optim_step(learning_rate=1.0)
+        trainer.snapshot()
+    assert done.loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-7)
+    found = parameters(executor, "a")
+    for path, parameter in oracle.lora_parameters(wrapped).items():
+        expected = parameter.data - parameter.grad
+        torch.testing.assert_close(found[path], expected, rtol=1e-6, atol=1e-7)
+    # The function that some losses need is the same loss as the trainer's own.
+    assert float(objective.evaluate(done.logprobs)) == pytest.approx(
+        expected_loss, rel=1e-6, abs=1e-7
+    )
+
+
+def test_masked_and_flat_completions_are_left_out_as_in_trl(
+    models: tuple[Executor, Any], rollouts: list[Rollout]
+) -> None:
+    executor, wrapped = models
+    some = [
+        replace(rollouts[0], counts=False),
+        rollouts[1],
+        replace(rollouts[2], advantage=0.0),
+        rollouts[3],
+    ]
+    for kind in ("grpo", "dapo", "bnpo", "dr_grpo"):
+        options = GrpoOptions(num_generations=4, batch_size=4, loss_type=kind)
+        objective = Objective(some, options, tokens_of(some))
+        assert objective.trained == [some[1], some[3]]
+        with torch.no_grad():
+            total = trl_loss(wrapped, some, options, tokens_of(some))
+        put(executor, wrapped, "a")
+        loss, loss_options = objective.loss()
+        with executor.trainer("a") as trainer:
+            done = trainer.forward(objective.data(), loss, loss_options=loss_options)
+        assert done.loss == pytest.approx(float(total), rel=1e-6)
+
+
+def test_an_update_without_anything_to_learn_is_one_of_zeros(
+    models: tuple[Executor, Any], rollouts: list[Rollout]
+) -> None:
+    flat = [replace(one, advantage=0.0) for one in rollouts]
+    objective = Objective(flat, GrpoOptions(num_generations=4, batch_size=4), tokens_of(flat))
+    loss, loss_options = objective.loss()
+    with models[0].trainer("a") as trainer:
+        done = trainer.forward_backward(objective.data(), loss, loss_options=loss_options)
+        assert trainer.optim_step(learning_rate=1.0).gradient_norm == 0.0
+    assert done.loss == 0.0
+
+
+def test_clip_ratios_and_the_divergence_are_those_of_trl(
+    models: tuple[Executor, Any], rollouts: list[Rollout]
+) -> None:
+    options = GrpoOptions(num_generations=4, batch_size=4, beta=0.1, epsilon_high=0.1)
+    objective = Objective(rollouts, options, tokens_of(rollouts))
+    with torch.no_grad():
+        found = [logprobs_of(models[1], one) for one in rollouts]
+    numbers = update_numbers(objective, found, options)
+    logps, old = padded(found), padded([one.logprobs for one in rollouts])
+    ref = padded([one.reference for one in rollouts])
+    mask = padded([[1.0] * len(one.tokens) for one in rollouts])
+    advantages = torch.tensor(ADVANTAGES)[:, None]
+    ratio = torch.exp(logps - old)
+    low, high = (ratio < 0.8) & (advantages < 0), (ratio > 1.1) & (advantages > 0)
+
+    def mean(x: Tensor) -> float:
+        return float((x * mask).sum() / mask.sum())
+
+    assert 0 < mean(low) < 1
+    assert 0 < mean(high) < 1
+    assert numbers["clip_ratio/low_mean"] == pytest.approx(mean(low))
+    assert numbers["clip_ratio/high_mean"] == pytest.approx(mean(high))
+    assert numbers["clip_ratio/region_mean"] == pytest.approx(mean(low | high))
+    kl = (torch.exp(ref - logps) - (ref - logps) - 1) * ratio
+    assert numbers["kl"] == pytest.approx(mean(kl))

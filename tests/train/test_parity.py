@@ -1,0 +1,117 @@
+"""Supervised finetuning by every door, with the same data in the same order: one adapter."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import pcg
+from pcg.runtime.data.example import Example
+from pcg.runtime.data.order import Batches
+from pcg.runtime.executor import Executor
+from pcg.runtime.training.options import FinetuneOptions
+from pcg.runtime.training.schedules import make_schedule
+from pcg.runtime.training.training_data import training_data
+from tests.support import preference_oracle as peft_model
+from tests.support import serving
+from tests.support.job_client import PEFT, ROWS, begin, client_of, ended
+
+WEIGHTS = "adapter_model.safetensors"
+EPOCHS, BATCH, RATE, SEED = 2, 2, 0.01, 7
+STEPS = EPOCHS * len(ROWS) // BATCH
+
+
+def batches(executor: Executor) -> list[list[Example]]:
+    """The examples of each step, in the order of a seed."""
+    data = training_data(ROWS, FinetuneOptions(), executor.state)
+    order = Batches(data.examples, batch_size=BATCH, seed=SEED)
+    return [batch for _ in range(EPOCHS) for batch in order]
+
+
+def rates() -> list[float]:
+    schedule = make_schedule("linear", total_steps=STEPS)
+    return [RATE * schedule(step) for step in range(STEPS)]
+
+
+def by_library(executor: Executor, path: Path) -> None:
+    options = {"epochs": EPOCHS, "batch_size": BATCH, "learning_rate": RATE, "seed": SEED}
+    executor.finetune(ROWS, "library", peft=PEFT, progress=False, **options)
+    executor.save_adapter("library", path)
+
+
+def by_trainer(executor: Executor, path: Path) -> None:
+    with executor.trainer("trainer", peft=PEFT, seed=SEED) as trainer:
+        for batch, rate in zip(batches(executor), rates(), strict=True):
+            share = 1 / sum(example.targets for example in batch)
+            data = [
+                pcg.Datum(
+                    list(one.ids[:-1]),
+                    list(one.labels[1:]),
+                    weights=[share] * (len(one.ids) - 1),
+                )
+                for one in batch
+            ]
+            trainer.forward_backward(data)
+            trainer.optim_step(learning_rate=rate, grad_clip_norm=1.0)
+        trainer.snapshot()
+    executor.save_adapter("trainer", path)
+
+
+def by_peft(executor: Executor, path: Path) -> None:
+    executor.add_adapter("start", PEFT, seed=SEED)
+    executor.save_adapter("start", path.with_name("start"))
+    wrapped = peft_model.with_adapter(serving.model_directory(), path.with_name("start"))
+    parameters = [one for one in wrapped.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, weight_decay=0.0)
+    for batch, rate in zip(batches(executor), rates(), strict=True):
+        optimizer.zero_grad()
+        for one in batch:
+            logits = wrapped(torch.tensor([list(one.ids)]), use_cache=False).logits[0, :-1]
+            labels = torch.tensor(list(one.labels)[1:])
+            loss = cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+            (loss / sum(example.targets for example in batch)).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+    wrapped.save_pretrained(path, save_embedding_layers=False)
+
+
+def by_job(path: Path) -> None:
+    """A job of OpenAI's API; its adapter stands in the folder of the server's data."""
+    data = path.with_name("data")
+    make = partial(serving.make_executor, adapters=0)
+    with (
+        serving.on_a_port(make, data_dir=data, kv_cache_gib=0.1) as server,
+        client_of(server.url) as client,
+    ):
+        own = {"extra_body": {"pcg": {"peft": PEFT, "learning_rate": RATE}}}
+        job = ended(client, begin(client, EPOCHS, seed=SEED, **own).id)
+        assert job.status == "succeeded", job.error
+    (data / "jobs" / job.id / "model").rename(path)
+
+
+def test_every_door_ends_in_the_same_adapter(tmp_path: Path) -> None:
+    executor = serving.make_executor(adapters=0)
+    by_library(executor, tmp_path / "library")
+    by_trainer(executor, tmp_path / "trainer")
+    by_peft(executor, tmp_path / "peft")
+    by_job(tmp_path / "job")
+
+    def tensors(name: str) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = load_file(tmp_path / name / WEIGHTS)
+        return found
+
+    expected, start = tensors("peft"), tensors("start")
+    assert any((tensor - start[name]).abs().max() > 1e-2 for name, tensor in expected.items())
+    for door in ("library", "trainer", "job"):
+        found = tensors(door)
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            torch.testing.assert_close(
+                tensor, expected[name], rtol=0, atol=1e-5, msg=lambda m, d=door: f"{d}: {m}"
+            )
