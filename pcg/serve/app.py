@@ -10,12 +10,16 @@ from fastapi.routing import APIRoute
 
 from pcg.errors import ServeError
 from pcg.serve import health, status
+from pcg.serve.adapters import control, sglang
 from pcg.serve.adapters import routes as adapters
-from pcg.serve.adapters import sglang
 from pcg.serve.direct_send import DirectSend
 from pcg.serve.errors import ERRORS, add_handlers
 from pcg.serve.files import routes as files
 from pcg.serve.files import uploads
+from pcg.serve.graders import routes as graders
+from pcg.serve.graders.job_grading import JobGrading
+from pcg.serve.jobs import permissions
+from pcg.serve.jobs import report as job_report
 from pcg.serve.jobs import routes as jobs
 from pcg.serve.metrics import routes as metrics
 from pcg.serve.openai import completions, embeddings, models, tokens
@@ -27,28 +31,48 @@ from pcg.serve.request_id import RequestId
 from pcg.serve.security.caller import Authentication, RequiredScope
 from pcg.serve.security.request_limits import RequestLimits
 from pcg.serve.service import Service
+from pcg.serve.tinker import future_routes as tinker_futures
+from pcg.serve.tinker import model_routes as tinker_models
+from pcg.serve.tinker import session_routes as tinker_sessions
+from pcg.serve.tinker.rest import copy_routes as tinker_copies
+from pcg.serve.tinker.rest import routes as tinker_rest
+from pcg.serve.tinker.sampling import routes as tinker_sampling
+from pcg.serve.tinker.training import routes as tinker_training
 from pcg.version import __version__
 
 ROUTERS: tuple[APIRouter, ...] = (
     adapters.router,
     chat_completions.router,
     completions.router,
+    control.router,
     embeddings.router,
     files.router,
+    graders.router,
     health.router,
     jobs.router,
+    job_report.router,
     metrics.router,
     models.router,
     page.router,
+    permissions.router,
     responses.router,
     status.router,
     sglang.router,
+    tinker_copies.router,
+    tinker_futures.router,
+    tinker_models.router,
+    tinker_rest.router,
+    tinker_sampling.router,
+    tinker_sessions.router,
+    tinker_training.router,
     tokens.router,
     uploads.router,
 )
 
 PUBLIC = ("/", "/health")
 """The paths that need no key; `/` is a page that shows nothing without one."""
+LINKED = (tinker_rest.LINK,)
+"""The paths whose addresses nobody can guess; those that were given out need no key."""
 
 
 def create_app(service: Service) -> FastAPI:
@@ -67,6 +91,7 @@ def create_app(service: Service) -> FastAPI:
         redirect_slashes=False,  # the Host header would say where to
     )
     app.state.service = service
+    service.grading = JobGrading(service)
     app.state.public = PUBLIC
     for router in ROUTERS:
         check_scopes(router)
@@ -76,7 +101,9 @@ def create_app(service: Service) -> FastAPI:
     app.add_middleware(RequestLimits, options=service.options)
     app.add_middleware(metrics.Scrapes, service=service)
     public = (*PUBLIC, metrics.PATH) if service.options.metrics_without_key else PUBLIC
-    app.add_middleware(Authentication, keys=service.keys, public=public)
+    app.add_middleware(
+        Authentication, keys=service.keys, public=public, owner_of_link=service.links.owner
+    )
     app.add_middleware(RequestId)
     if service.observers:
         app.add_middleware(Recording, observers=service.observers)
@@ -89,7 +116,7 @@ def check_scopes(router: APIRouter) -> None:
     for route in router.routes:
         path = getattr(route, "path", str(route))
         has_scope = isinstance(route, APIRoute) and any(_scopes(route.dependant))
-        if not has_scope and path not in PUBLIC:
+        if not has_scope and path not in (*PUBLIC, *LINKED):
             raise ServeError(f"the route {path} requires no scope; declare one by requires(…)")
 
 

@@ -28,6 +28,7 @@ from pcg.errors import (
     EngineError,
     FinetuneError,
     GenerationError,
+    GraderError,
     PcgError,
     QueueFullError,
     StoreFullError,
@@ -58,6 +59,7 @@ _STATUS: tuple[tuple[type[PcgError], int, str | None], ...] = (
     (AdapterError, 400, "invalid_adapter"),
     (DataError, 400, "invalid_data"),
     (FinetuneError, 400, None),
+    (GraderError, 400, "invalid_grader"),
 )
 """The status and the code of the first class that an error is of."""
 

@@ -54,6 +54,9 @@ class ServeOptions:
         enable_prefix_caching: share the KV blocks of a tenant's prompts that begin alike.
         warm_up: on a GPU, record steps as CUDA graphs and compile their kernels before the first
             request.
+        warm_jobs: a finetuning job that may come, whose windows `warm_up` records: JSON with the
+            `batch` and `seq` of its steps and with `peft`, its adapter_config.json's fields; by
+            default those of a job that gives none. Repeatable.
         ttft_slo_ms: SLO of the time to the first token, ms.
         tpot_slo_ms: SLO of each gap between two output tokens, ms.
         tenant_seqs: the most sequences of one tenant at once; by default half of `max_num_seqs`
@@ -82,6 +85,16 @@ class ServeOptions:
         tenant_files_gib: the most bytes of them, GiB.
         max_jobs: the most finetuning jobs that run at once; others are queued, and those of tenants
             take turns.
+        keep_jobs_days: time after which jobs and uploads that are over are forgotten, with their
+            events; the models that they made stay.
+        python_graders: run python graders of tenants, in a sandbox (docs/graders.md).
+        tinker_session_s: time after which a session of Tinker's protocol ends whose client says
+            nothing, s.
+        keep_tinker_days: time after which a session of it that has ended is forgotten, with its
+            models and requests; checkpoints stay, and the models that they are of.
+        tinker_tokenizer: what those clients load their tokenizer by, a model of the Hub or a folder
+            of theirs; by default the name of the model.
+        tenant_trainers: the most models of one tenant that are trained by that protocol at once.
     Raises:
         ServeError: a value is out of range.
     """
@@ -112,6 +125,7 @@ class ServeOptions:
     kv_cache_gib: float = 4.0
     enable_prefix_caching: bool = True
     warm_up: bool = True
+    warm_jobs: Sequence[str] = ()
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
     tenant_seqs: int | None = None
@@ -131,6 +145,12 @@ class ServeOptions:
     tenant_files: int = 1000
     tenant_files_gib: float = 16.0
     max_jobs: int = 4
+    keep_jobs_days: float = 90.0
+    python_graders: bool = False
+    tinker_session_s: float = 600.0
+    keep_tinker_days: float = 90.0
+    tinker_tokenizer: str | None = None
+    tenant_trainers: int = 16
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -156,6 +176,7 @@ class ServeOptions:
             "key_requests",
             "tenant_files",
             "max_jobs",
+            "tenant_trainers",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -169,12 +190,17 @@ class ServeOptions:
             "tpot_slo_ms",
             "max_file_mib",
             "tenant_files_gib",
+            "keep_jobs_days",
+            "tinker_session_s",
+            "keep_tinker_days",
         ):
             value = getattr(self, name)
             if value is not None and not 0 < value < _MOST:
                 raise ServeError(f"{name}={value}; use a number above 0")
         if self.max_logprobs < 0:
             raise ServeError(f"max_logprobs={self.max_logprobs}; use at least 0")
+        if self.warm_jobs and not self.warm_up:
+            raise ServeError("warm_jobs are recorded by warm_up; leave them out, or record")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ServeError("ssl_keyfile needs its certificate; give ssl_certfile, too")
 
@@ -207,6 +233,7 @@ class ServeOptions:
         from pcg.runtime.admission.fair_share import FairShare
         from pcg.runtime.engine.limits import Limits
         from pcg.runtime.engine.options import EngineArguments
+        from pcg.serve.jobs.warm_jobs import parse_warm_jobs
 
         running = self.tenant_seqs or (None if tenants == 1 else -(-self.max_num_seqs // 2))
         return EngineArguments(
@@ -222,6 +249,7 @@ class ServeOptions:
             kv_cache_bytes=self.kv_cache_bytes,
             prefix_caching=self.enable_prefix_caching,
             warm_up=self.warm_up,
+            warm_jobs=parse_warm_jobs(self.warm_jobs),
         )
 
 

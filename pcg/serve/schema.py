@@ -8,10 +8,11 @@ from typing import Any
 from fastapi import FastAPI
 
 _KEYS: dict[str, dict[str, str]] = {
+    "basic": {"type": "http", "scheme": "basic"},
     "bearer": {"type": "http", "scheme": "bearer"},
     "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
 }
-"""The two ways to send a key, of which one is enough."""
+"""The ways to send a key, of which one is enough."""
 
 
 def schema_of(app: FastAPI, public: Collection[str]) -> dict[str, Any]:

@@ -30,6 +30,8 @@ from pcg.serve.engine.client import EngineClient
 from pcg.serve.engine.split_base import SplitAccess
 from pcg.serve.errors import LOG
 from pcg.serve.generation_config import read_generation_config
+from pcg.serve.jobs.bases import check_base
+from pcg.serve.jobs.warm_jobs import parse_warm_jobs
 from pcg.serve.listening import check_certificate, listen, url_of
 from pcg.serve.options import ServeOptions
 from pcg.serve.security.connection import BoundedConnection, allow_connections
@@ -45,6 +47,11 @@ end of the `with`."""
 
 _CLOSING_S = 5
 """Time that connections have to send the ends of replies, seconds."""
+_IDLE_S = 75
+"""Time that connections are kept between requests, seconds.
+
+Clients keep theirs for less, so that none sends a request on a connection that is being closed.
+"""
 
 
 def serve(
@@ -81,6 +88,8 @@ def serve(
         generation = read_generation_config(options.generation_config, directory)
         split = None if options.split_port is None else SplitAccess(keys, directory)
         with engine(options, keys.tenants, split) as client:
+            if store is not None:
+                check_base(store, client.facts)
             service = Service(client, keys, options, generation, store)
             url = url_of(bound, is_secure=options.ssl_certfile is not None)
             text = announcement(service, url, made_key)
@@ -101,6 +110,7 @@ def _check_given_files(options: ServeOptions) -> None:
     if options.ssl_certfile is not None:
         check_certificate(options.ssl_certfile, options.ssl_keyfile)
     check_modules(options.lora_modules)
+    parse_warm_jobs(options.warm_jobs)
     Roots(options.lora_roots)
     if options.chat_template is not None:
         read_text(options.chat_template, ConfigError)
@@ -130,6 +140,7 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=_CLOSING_S,
+            timeout_keep_alive=_IDLE_S,
             ssl_certfile=options.ssl_certfile,
             ssl_keyfile=options.ssl_keyfile,
         )
@@ -160,6 +171,7 @@ class Server(uvicorn.Server):
         if self._drained is not None:
             self.force_exit = self.should_exit = True
             return
+        self.service.stop_waiting()
         self._drained = self.service.client.drain(self.service.options.shutdown_timeout_s)
         self._drained.add_done_callback(self._end)
 
@@ -171,6 +183,7 @@ class Server(uvicorn.Server):
         ended = self.service.client.ended
         if ended is not None:
             LOG.error("%s", ended)
+            self.service.stop_waiting()
             return True
         return await super().on_tick(counter)
 

@@ -25,6 +25,8 @@ from pcg.serve.errors import ApiError
 from pcg.serve.files.files import Files
 from pcg.serve.files.quota import Quota
 from pcg.serve.generation_config import GenerationConfig
+from pcg.serve.graders.python_graders import PythonGraders
+from pcg.serve.jobs.grading import Grading
 from pcg.serve.jobs.runner import JobRunner
 from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
 from pcg.serve.observers import open_observers
@@ -36,6 +38,9 @@ from pcg.serve.options import ServeOptions
 from pcg.serve.record import note_requests
 from pcg.serve.security.caller import Caller
 from pcg.serve.store.store import Store
+from pcg.serve.tinker.rest.links import LINKS, Links
+from pcg.serve.tinker.sampling.samplers import Samplers
+from pcg.serve.tinker.tinker import Tinker
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,9 @@ class Service:
         memory: the memory that it takes at most.
         metrics: the page of metrics.
         observers: what is told of every request over HTTP.
+        links: the addresses of files that need no key.
+        python_graders: what runs tenants' graders in sandboxes.
+        grading: what grades completions of jobs; an application gives it to its service.
     """
 
     def __init__(
@@ -79,8 +87,16 @@ class Service:
         store: Store | None = None,
     ) -> None:
         self.client = client
+        self.python_graders = PythonGraders(options.python_graders)
         self._files = None if store is None else Files(store, Quota(options))
         self._jobs: JobRunner | None = None
+        self.grading: Grading | None = None
+        self.catalog = Catalog(client, options, store)
+        self._tinker = (
+            None if store is None else Tinker(client, self.catalog.loader, store, options)
+        )
+        self.links = Links(LINKS)
+        self._samplers = None if self._tinker is None else Samplers(self, self._tinker)
         facts, tokenizer = client.facts, client.tokenizer
         self.keys = keys
         self.options = options
@@ -88,7 +104,6 @@ class Service:
         self.created_s = int(time.time())
         bounds = [n for n in (options.max_model_len, facts.max_positions) if n is not None]
         self.max_model_len = min(bounds, default=None)
-        self.catalog = Catalog(client, options, store)
         self.token_texts = TokenTexts(tokenizer)
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         sizes = [adapter.size_bytes for adapter in client.adapters.values()]
@@ -115,10 +130,19 @@ class Service:
         """Go on with what is kept, once the event loop runs."""
         if self._files is not None:
             self.jobs.begin()
+        if self._tinker is not None:
+            self._tinker.begin()
+            self.samplers.begin()
+
+    def stop_waiting(self) -> None:
+        """Have no client wait for a result any more, as the server drains."""
+        if self._tinker is not None:
+            self._tinker.futures.close()
 
     def close(self) -> None:
         """End the threads, once no request is left."""
         self._threads.shutdown(cancel_futures=True)
+        self.python_graders.close()
         for observer in self.observers:
             observer.close()
 
@@ -126,18 +150,31 @@ class Service:
     def files(self) -> Files:
         """The files that are kept. ApiError: the server keeps nothing."""
         if self._files is None:
-            raise ApiError(
-                400,
-                "This server keeps nothing: it was started without --data-dir.",
-                code="unsupported",
-            )
+            raise _keeps_nothing()
         return self._files
+
+    @property
+    def tinker(self) -> Tinker:
+        """The state of Tinker's protocol. ApiError: the server keeps nothing."""
+        if self._tinker is None:
+            raise _keeps_nothing()
+        return self._tinker
+
+    @property
+    def samplers(self) -> Samplers:
+        """The sampling sessions of Tinker's protocol. ApiError: the server keeps nothing."""
+        if self._samplers is None:
+            raise _keeps_nothing()
+        return self._samplers
 
     @property
     def jobs(self) -> JobRunner:
         """The finetuning jobs. ApiError: the server keeps nothing."""
         if self._jobs is None:
-            self._jobs = JobRunner(self.client, self.files, self.catalog, self.options)
+            assert self.grading is not None  # the application has it
+            self._jobs = JobRunner(
+                self.client, self.files, self.catalog, self.options, self.grading
+            )
         return self._jobs
 
     def may_read_metrics(self, caller: Caller | None) -> bool:
@@ -249,8 +286,8 @@ class Service:
             if not prompt:
                 raise GenerationError(f"prompt {index} is empty; give at least one token")
             own: RequestFields = {
-                **fields,
                 "logprobs_mode": self.options.logprobs_mode,
+                **fields,
                 "tenant": caller.tenant,
                 "request_id": f"{request_id}-{index}",
             }
@@ -319,6 +356,12 @@ def _check_repeated(requests: Sequence[EngineRequest], repeats_ids: bool) -> Non
             "leave out echo and return_token_ids",
             param="n",
         )
+
+
+def _keeps_nothing() -> ApiError:
+    said = "This server keeps nothing: it was started without --data-dir."
+    # A client of Tinker's asks first on a connection that it never closes.
+    return ApiError(400, said, code="unsupported", headers={"connection": "close"})
 
 
 def new_id(prefix: str) -> str:

@@ -22,7 +22,7 @@ def test_every_endpoint_keeps_to_its_schema(tmp_path: Path) -> None:
     output fit into the model or that best_of is at least n, do not stand in a schema.
     """
     program = client_program("schemathesis", "st")
-    bound = ("--max-model-len", str(LENGTH))
+    bound = ("--max-model-len", str(LENGTH), "--data-dir", str(tmp_path / "data"))
     with served(tmp_path / "log", ("typed",), bound) as server:
         for seed in SEEDS:
             command = [program, "run", f"{server.url}/openapi.json", "--seed", str(seed)]

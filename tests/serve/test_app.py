@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -136,11 +137,21 @@ def test_a_method_that_a_path_lacks_is_refused_with_those_that_it_has(service: S
 
 def test_the_schema_names_the_keys_that_routes_need(service: Service) -> None:
     schema = ask(service, "GET", "/openapi.json").json()
-    assert schema["security"] == [{"bearer": []}, {"header": []}]
-    assert set(schema["components"]["securitySchemes"]) == {"bearer", "header"}
+    assert schema["security"] == [{"basic": []}, {"bearer": []}, {"header": []}]
+    assert set(schema["components"]["securitySchemes"]) == {"basic", "bearer", "header"}
     for path, operations in schema["paths"].items():
         for operation in operations.values():
             assert operation.get("security") == ([] if path in PUBLIC else None), path
+
+
+def test_the_schema_names_the_parts_of_paths_and_the_kind_of_errors(service: Service) -> None:
+    schema = ask(service, "GET", "/openapi.json").json()
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            given = {one["name"] for one in operation.get("parameters", ()) if one["in"] == "path"}
+            assert given == set(re.findall(r"\{(\w+)(?::path)?\}", path)), path
+            refused = operation["responses"].get("404", {}).get("content", {})
+            assert set(refused) <= {"application/json"}, f"{method} {path}"
 
 
 def test_how_the_engine_failed_is_no_callers_business() -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from shutil import rmtree
 
 from pcg.errors import AdapterConflictError, AdapterError, AdapterNotFoundError
 from pcg.keys import Scope
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.serve.adapters.engine_names import engine_name, owned
-from pcg.serve.adapters.kept_models import MODEL
 from pcg.serve.adapters.loader import Origin
 from pcg.serve.errors import ApiError, not_found
 from pcg.serve.security.caller import Caller
@@ -139,12 +137,12 @@ async def delete(service: Service, caller: Caller, name: str) -> None:
 async def _forget(service: Service, caller: Caller, name: str) -> bool:
     """Keep a tenant's model no more; returns False if none of the name is kept.
 
-    Checkpoints stay with their job, which may go on from them.
+    Checkpoints of a job that is not over stay with it, which may go on from them.
     """
     kept = service.catalog.kept
     folder = None if kept is None else await kept.forget(caller.tenant, name)
-    if folder is not None and folder.name == MODEL:
-        await asyncio.to_thread(rmtree, folder, True)
+    if folder is not None:
+        await service.jobs.model_gone(caller.tenant, folder)
     return folder is not None
 
 

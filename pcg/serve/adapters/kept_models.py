@@ -30,25 +30,33 @@ class KeptModel:
     Attributes:
         folder: the folder of its adapter, relative to the store's.
         created_s: Unix seconds.
+        base: the digest of the weights that it was trained on.
     """
 
     name: str
     tenant: str
     folder: str
     created_s: int
+    base: str | None
 
 
 def insert(connection: sqlite3.Connection, model: KeptModel) -> None:
     """Keep a model, or another one of the name in its place."""
     connection.execute(
-        "INSERT OR REPLACE INTO models (name, tenant, folder, created_s) VALUES (?, ?, ?, ?)",
-        (model.name, model.tenant, model.folder, model.created_s),
+        "INSERT OR REPLACE INTO models (name, tenant, folder, created_s, base) "
+        "VALUES (?, ?, ?, ?, ?)",
+        (model.name, model.tenant, model.folder, model.created_s, model.base),
     )
 
 
 def delete(connection: sqlite3.Connection, tenant: str, name: str) -> None:
     """Keep a model no more."""
     connection.execute("DELETE FROM models WHERE tenant = ? AND name = ?", (tenant, name))
+
+
+def folders(connection: sqlite3.Connection) -> set[str]:
+    """Return the folders of all tenants' models."""
+    return {folder for (folder,) in connection.execute("SELECT folder FROM models")}
 
 
 class KeptModels:
@@ -60,15 +68,35 @@ class KeptModels:
         self._loading: dict[tuple[str, str], asyncio.Task[ServedAdapter]] = {}
 
         def read(connection: sqlite3.Connection) -> list[KeptModel]:
-            rows = connection.execute("SELECT name, tenant, folder, created_s FROM models")
+            rows = connection.execute("SELECT name, tenant, folder, created_s, base FROM models")
             return [KeptModel(*row) for row in rows]
+
+        def shared(connection: sqlite3.Connection) -> list[tuple[str, str, str]]:
+            found = "SELECT project, model, tenant FROM checkpoint_permissions"
+            return [(one, model, owner) for one, model, owner in connection.execute(found)]
 
         found = store.database.read(read).result()
         self._models = {(one.tenant, one.name): one for one in found}
+        rows = store.database.read(shared).result()
+        self._owners = {(project, name): owner for project, name, owner in rows}
+
+    def has(self, tenant: str, name: str) -> bool:
+        """Return True if a tenant keeps a model of that name as its own."""
+        return (tenant, name) in self._models
+
+    def share(self, tenant: str, name: str, project: str) -> None:
+        """Let another tenant use a model."""
+        self._owners[project, name] = tenant
+
+    def unshare(self, name: str, project: str) -> None:
+        """Let another tenant use a model no more."""
+        self._owners.pop((project, name), None)
 
     def of(self, tenant: str) -> Mapping[str, KeptModel]:
-        """Return a tenant's models by name."""
-        return {name: one for (owner, name), one in self._models.items() if owner == tenant}
+        """Return the models by name that a tenant may use."""
+        keys = [(owner, name) for (one, name), owner in self._owners.items() if one == tenant]
+        keys += [(owner, name) for owner, name in self._models if owner == tenant]
+        return {name: self._models[owner, name] for owner, name in keys}
 
     def put(self, model: KeptModel) -> None:
         """Note a model that was inserted."""
@@ -76,14 +104,18 @@ class KeptModels:
         self._loader.adopt(engine_name(model.tenant, model.name), _origin(model))
 
     async def resolve(self, tenant: str, name: str) -> ServedAdapter | None:
-        """Return a tenant's model, which is loaded; None if it keeps none of the name.
+        """Return a model that a tenant may use, which is loaded; None if there is none.
 
         Raises:
             ApiError: as `Loader.load`.
         """
-        model = self._models.get((tenant, name))
-        if model is None:
+        owner = tenant if self.has(tenant, name) else self._owners.get((tenant, name))
+        if owner is None:
             return None
+        tenant, model = owner, self._models[owner, name]
+        there = self._loader.adapters.get(engine_name(owner, name))
+        if there is not None:
+            return there
         task = self._loading.get((tenant, name))
         if task is None:
             task = self._loading[tenant, name] = asyncio.create_task(self._load(model))
@@ -109,6 +141,11 @@ class KeptModels:
         write = self._store.database.write(lambda one: delete(one, tenant, name))
         await asyncio.wrap_future(write)
         self._models.pop((tenant, name), None)
+        self._owners = {
+            (project, one): owner
+            for (project, one), owner in self._owners.items()
+            if (owner, one) != (tenant, name)
+        }
         return self._store.folder / model.folder
 
 
@@ -116,6 +153,6 @@ def _origin(model: KeptModel) -> Origin:
     return Origin(model.name, model.created_s, is_found=True)
 
 
-def new_model(name: str, tenant: str, folder: str) -> KeptModel:
+def new_model(name: str, tenant: str, folder: str, base: str | None) -> KeptModel:
     """Return a model that is made now."""
-    return KeptModel(name, tenant, folder, int(time.time()))
+    return KeptModel(name, tenant, folder, int(time.time()), base)

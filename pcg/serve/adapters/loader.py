@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -109,6 +109,22 @@ class Loader:
         self._origins[name] = origin
         self.used(name)
         return adapter
+
+    async def take(self, name: str, origin: Origin, come: Callable[[], Awaitable[object]]) -> None:
+        """Take an adapter that the engine makes itself, and that its origin has, too.
+
+        Args:
+            come: has the engine serve it.
+        Raises:
+            ApiError: 503, there are too many.
+        """
+        await self._make_room(name)
+        self._coming.add(name)
+        try:
+            await come()
+        finally:
+            self._coming.discard(name)
+        self.adopt(name, origin)
 
     async def unload(self, name: str) -> None:
         """Unload an adapter; requests that have it go on with it.

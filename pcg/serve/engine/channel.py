@@ -8,6 +8,7 @@ loop nor a step stands still because the other process is busy.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 from collections import deque
@@ -47,8 +48,8 @@ class Channel:
                     self._writer.start()
                 self._changed.notify_all()
 
-    def _send_some(self, whole: bytes) -> int:
-        """Send what the socket takes at once, and return how much that is."""
+    def _send_some(self, whole: bytes | memoryview) -> int:
+        """Send what the socket takes at once, and return how much that is; all to one gone."""
         try:
             return self._socket.send(whole, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -61,13 +62,21 @@ class Channel:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._left))
                 part = self._left[0]
-            try:
-                self._socket.sendall(part)
-            except OSError:
-                return
+            while part:
+                sent = self._send_some(part)
+                part = part[sent:]
+                if not sent:
+                    self._wait_for_room()
             with self._changed:
                 self._left.popleft()
                 self._changed.notify_all()
+
+    def _wait_for_room(self) -> None:
+        """Wait until the socket takes more; an event loop may have made it one that never waits."""
+        poll = select.poll()
+        with contextlib.suppress(ValueError):  # it was closed meanwhile
+            poll.register(self._socket, select.POLLOUT)
+            poll.poll()
 
     def read(self, *, waits: bool) -> list[bytes] | None:
         """Return the messages that have come; None once the other end is gone.

@@ -27,7 +27,8 @@ from pcg.runtime.requests.request import Request, RequestFields
 from pcg.runtime.requests.stream import Stream
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.engine.facts import ModelFacts
-from pcg.serve.engine.job_orders import JobOrder, Tell
+from pcg.serve.engine.jobs.news import JobOrder, Tell
+from pcg.serve.engine.trainer_orders import LoraOrder, TrainerOrder, TrainerReply
 
 Result = TypeVar("Result")
 
@@ -109,6 +110,20 @@ class EngineClient(Protocol):
     def end_job(self, adapter: str, *, interrupts: bool) -> Future[None]:
         """End a job after its step with a checkpoint, or now; its end is told."""
 
+    def put_grades(
+        self, adapter: str, rewards: Sequence[float], error: str | None = None
+    ) -> Future[None]:
+        """Give a job the grades of the completions that it told last, or why there are none."""
+
+    def begin_trainer(self, name: str, order: LoraOrder) -> Future[None]:
+        """Make a trainer of the engine's name; errors as of `AsyncEngine.trainer`."""
+
+    def train(self, name: str, order: TrainerOrder) -> Future[TrainerReply]:
+        """Have a trainer do something, behind what it was told before."""
+
+    def end_trainer(self, name: str) -> Future[None]:
+        """Close a trainer; nothing happens if there is none."""
+
     # ------------------------------------------------------------------------------- status
 
     def numbers(self) -> Future[EngineNumbers]:
@@ -130,6 +145,12 @@ class EngineClient(Protocol):
 
     def listening(self) -> AbstractContextManager[None]:
         """Have the running event loop hear the engine, within a `with`."""
+
+    def pause(self, timeout_s: float) -> Future[None]:
+        """Run no steps, as `StepThread.pause`."""
+
+    def go_on(self) -> Future[None]:
+        """Run steps again."""
 
     def drain(self, timeout_s: float) -> Future[None]:
         """End the work that is there, and take nothing new, as `AsyncEngine.drain`."""

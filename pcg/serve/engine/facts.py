@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 
+import torch
+
 from pcg.ir.program.program import Program
+from pcg.ir.types import TORCH_NAMES
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.recorder import WarmUp
 from pcg.serve.engine.memory import ServingMemory, serving_memory
 from pcg.serve.options import ServeOptions
+
+_SAMPLES = 16
+"""Samples of each weight in the digest of a base."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +27,7 @@ class ModelFacts:
     Attributes:
         name: the program's.
         device: the device of the weights, as torch names it.
+        dtype: the dtype of the base, as torch names it.
         vocabulary: the number of tokens that the model has logits of.
         width: the number of dimensions of its hidden states.
         is_matryoshka: True if the first dimensions of an embedding are one, too;
@@ -29,11 +37,13 @@ class ModelFacts:
         memory: the memory that it takes at most, without adapters.
         warmed: the steps that were recorded before the first request; None if there are none.
         pid: the process in which it runs.
+        base_digest: a digest of the base's weights.
         split_address: where it is a base executor for split clients; None if it is none.
     """
 
     name: str
     device: str
+    dtype: str
     vocabulary: int
     width: int
     is_matryoshka: bool
@@ -44,6 +54,7 @@ class ModelFacts:
     memory: ServingMemory
     warmed: WarmUp | None
     pid: int
+    base_digest: str
     split_address: str | None = None
 
 
@@ -55,6 +66,7 @@ def facts_of(executor: Executor, engine: Engine, options: ServeOptions) -> Model
     return ModelFacts(
         name=program.name,
         device=str(executor.device),
+        dtype=f"torch.{TORCH_NAMES[program.dtype]}",
         vocabulary=program.base.vocabulary,
         width=width_of(program),
         is_matryoshka=bool(program.config.get("is_matryoshka")),
@@ -65,9 +77,24 @@ def facts_of(executor: Executor, engine: Engine, options: ServeOptions) -> Model
         memory=serving_memory(executor, limits, options.kv_cache_bytes),
         warmed=engine.device.warmed,
         pid=os.getpid(),
+        base_digest=base_digest(executor),
     )
 
 
 def width_of(program: Program) -> int:
     """Return the number of dimensions of a model's hidden states."""
     return int(program.base.epilogue.inputs[0].type.shape[-1])
+
+
+def base_digest(executor: Executor) -> str:
+    """Return a digest of samples of every frozen weight, the same for each floating type.
+
+    Samples are rounded to bf16, so that weights that were loaded in another type are the same.
+    """
+    weights = executor.state.weight_store
+    digest = hashlib.sha256(str(executor.program.config.get("model_type")).encode())
+    for name, parameter in weights.frozen():
+        digest.update(f"{name} {parameter.type.features}".encode())
+        samples = weights.samples(name, parameter, _SAMPLES).to(torch.bfloat16)
+        digest.update(samples.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()

@@ -22,8 +22,15 @@ from pcg.runtime.requests.stream import Stream
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.engine.client import EngineStatus
 from pcg.serve.engine.facts import ModelFacts, facts_of
-from pcg.serve.engine.job_orders import JobOrder, OrderedJobs, Tell
+from pcg.serve.engine.jobs.news import JobOrder, Tell
+from pcg.serve.engine.jobs.orders import OrderedJobs
 from pcg.serve.engine.split_base import ServedBase, SplitAccess, served_base, split_endpoint
+from pcg.serve.engine.trainer_orders import (
+    LoraOrder,
+    OrderedTrainers,
+    TrainerOrder,
+    TrainerReply,
+)
 from pcg.serve.options import ServeOptions
 
 Result = TypeVar("Result")
@@ -50,6 +57,7 @@ class LocalClient:
         self._facts = facts if base is None else replace(facts, split_address=base.where)
         self._hashing = ThreadPoolExecutor(1, "pcg digests")
         self._jobs = OrderedJobs(executor, engine, self._hashing)
+        self._trainers = OrderedTrainers(executor, engine)
 
     @property
     def facts(self) -> ModelFacts:
@@ -122,6 +130,21 @@ class LocalClient:
         self._jobs.end(adapter, interrupts=interrupts)
         return _done(None)
 
+    def put_grades(
+        self, adapter: str, rewards: Sequence[float], error: str | None = None
+    ) -> Future[None]:
+        self._jobs.put_grades(adapter, rewards, error)
+        return _done(None)
+
+    def begin_trainer(self, name: str, order: LoraOrder) -> Future[None]:
+        return self._trainers.begin(name, order)
+
+    def train(self, name: str, order: TrainerOrder) -> Future[TrainerReply]:
+        return self._trainers.run(name, order)
+
+    def end_trainer(self, name: str) -> Future[None]:
+        return self._trainers.end(name)
+
     # ------------------------------------------------------------------------------- status
 
     def numbers(self) -> Future[EngineNumbers]:
@@ -145,6 +168,12 @@ class LocalClient:
 
     def listening(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def pause(self, timeout_s: float) -> Future[None]:
+        return self.engine.pause(timeout_s)
+
+    def go_on(self) -> Future[None]:
+        return self.engine.go_on()
 
     def drain(self, timeout_s: float) -> Future[None]:
         drained = self.engine.drain(timeout_s)

@@ -20,7 +20,7 @@ import msgspec
 from pcg.runtime.metrics.status import JobStatus, RunningStatus
 from pcg.runtime.sampling.logprobs import TokenLogprobs
 from pcg.serve.engine.facts import ModelFacts
-from pcg.serve.engine.job_orders import JobNews
+from pcg.serve.engine.jobs.news import JobNews
 
 
 class Fault(msgspec.Struct, array_like=True):

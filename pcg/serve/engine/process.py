@@ -33,7 +33,7 @@ from pcg.serve.engine.channel import Channel
 from pcg.serve.engine.client import EngineStatus
 from pcg.serve.engine.connection import Connection
 from pcg.serve.engine.facts import ModelFacts
-from pcg.serve.engine.job_orders import JobEnd, JobOrder, Tell
+from pcg.serve.engine.jobs.news import JobEnd, JobOrder, Tell
 from pcg.serve.engine.messages import (
     AdapterData,
     Cancel,
@@ -54,6 +54,7 @@ from pcg.serve.engine.messages import (
 from pcg.serve.engine.numbers import numbers_of
 from pcg.serve.engine.remote_adapters import RemoteAdapter, RemoteAdapters
 from pcg.serve.engine.split_base import SplitAccess
+from pcg.serve.engine.trainer_orders import LoraOrder, TrainerOrder, TrainerReply
 from pcg.serve.engine.translation import (
     PromptLogprobs,
     chunk_of,
@@ -207,6 +208,21 @@ class ProcessClient:
     def end_job(self, adapter: str, *, interrupts: bool) -> Future[None]:
         return self._call("end_job", type(None), _same, adapter=adapter, interrupts=interrupts)
 
+    def put_grades(
+        self, adapter: str, rewards: Sequence[float], error: str | None = None
+    ) -> Future[None]:
+        given = {"adapter": adapter, "rewards": list(rewards), "error": error}
+        return self._call("put_grades", type(None), _same, **given)
+
+    def begin_trainer(self, name: str, order: LoraOrder) -> Future[None]:
+        return self._call("begin_trainer", type(None), _same, name=name, order=order)
+
+    def train(self, name: str, order: TrainerOrder) -> Future[TrainerReply]:
+        return self._call("train", TrainerReply, _same, name=name, order=order)
+
+    def end_trainer(self, name: str) -> Future[None]:
+        return self._call("end_trainer", type(None), _same, name=name)
+
     # ------------------------------------------------------------------------------- status
 
     def numbers(self) -> Future[EngineNumbers]:
@@ -233,6 +249,12 @@ class ProcessClient:
 
     def listening(self) -> AbstractContextManager[None]:
         return self._connection.listening()
+
+    def pause(self, timeout_s: float) -> Future[None]:
+        return self._call("pause", type(None), _same, timeout_s=timeout_s)
+
+    def go_on(self) -> Future[None]:
+        return self._call("go_on", type(None), _same)
 
     def drain(self, timeout_s: float) -> Future[None]:
         self._refusal = DrainingError("the engine ends its work and takes nothing new")

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -30,7 +30,8 @@ from pcg.peft.adapter import Adapter
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.status import JobStatus
 from pcg.serve.engine.channel import Channel
-from pcg.serve.engine.job_orders import JobNews, JobOrder
+from pcg.serve.engine.jobs.news import JobNews, JobOrder
+from pcg.serve.engine.later import then
 from pcg.serve.engine.local import LocalClient, local_client
 from pcg.serve.engine.messages import (
     AdapterData,
@@ -57,11 +58,9 @@ from pcg.serve.engine.numbers import plain
 from pcg.serve.engine.outbox import Outbox
 from pcg.serve.engine.reports import Reports
 from pcg.serve.engine.split_base import SplitAccess
+from pcg.serve.engine.trainer_orders import LoraOrder, TrainerOrder, TrainerReply
 from pcg.serve.engine.translation import fault_of, name_of, request_of, tokenizer_data
 from pcg.serve.options import ServeOptions
-
-Found = TypeVar("Found")
-Result = TypeVar("Result")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """The signals that the server obeys, and this process does not."""
@@ -241,7 +240,7 @@ class Worker:
         def digests(_: None) -> list[str | None]:
             return [None if one is None else one.known_digest for one in found]
 
-        return _then(self._local.hash(known), digests)
+        return then(self._local.hash(known), digests)
 
     def add_adapter(
         self, name: str, path: str, replace: bool, expected_version: int | None
@@ -249,7 +248,7 @@ class Worker:
         added = self._local.engine.add_adapter(
             name, Path(path), replace=replace, expected_version=expected_version
         )
-        return _then(added, self._data_of)
+        return then(added, self._data_of)
 
     def remove_adapter(self, name: str) -> Future[None]:
         return self._local.remove_adapter(name)
@@ -262,6 +261,18 @@ class Worker:
 
     def end_job(self, adapter: str, interrupts: bool) -> None:
         self._local.end_job(adapter, interrupts=interrupts)
+
+    def put_grades(self, adapter: str, rewards: list[float], error: str | None) -> None:
+        self._local.put_grades(adapter, rewards, error)
+
+    def begin_trainer(self, name: str, order: dict[str, Any]) -> Future[None]:
+        return self._local.begin_trainer(name, msgspec.convert(order, LoraOrder))
+
+    def train(self, name: str, order: dict[str, Any]) -> Future[TrainerReply]:
+        return self._local.train(name, msgspec.convert(order, TrainerOrder))
+
+    def end_trainer(self, name: str) -> Future[None]:
+        return self._local.end_trainer(name)
 
     def numbers(self) -> dict[str, Any]:
         found: dict[str, Any] = plain(self._local.engine.numbers())
@@ -286,6 +297,12 @@ class Worker:
         ]
         return StatusData(self.numbers(), adapters, engine.running(), engine.jobs())
 
+    def pause(self, timeout_s: float) -> Future[None]:
+        return self._local.pause(timeout_s)
+
+    def go_on(self) -> Future[None]:
+        return self._local.go_on()
+
     def drain(self, timeout_s: float) -> Future[None]:
         return self._local.drain(timeout_s)
 
@@ -303,25 +320,17 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
         Worker.remove_adapter,
         Worker.begin_job,
         Worker.end_job,
+        Worker.put_grades,
+        Worker.begin_trainer,
+        Worker.train,
+        Worker.end_trainer,
         Worker.numbers,
         Worker.jobs,
         Worker.status,
         Worker.drain,
+        Worker.go_on,
+        Worker.pause,
         Worker.close,
     )
 }
 """The functions that the server may call."""
-
-
-def _then(future: Future[Found], act: Callable[[Found], Result]) -> Future[Result]:
-    """Return the future of what a function makes of another one's result."""
-    made: Future[Result] = Future()
-
-    def go_on(done: Future[Found]) -> None:
-        try:
-            made.set_result(act(done.result()))
-        except Exception as error:
-            made.set_exception(error)
-
-    future.add_done_callback(go_on)
-    return made

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
+from pcg.serve.errors import ApiError
 from pcg.serve.files import records
 from pcg.serve.files.quota import Quota
 from pcg.serve.files.records import FileRecord, Page
@@ -29,6 +31,7 @@ class Files:
     def __init__(self, store: Store, quota: Quota) -> None:
         self.store = store
         self.quota = quota
+        self._completing: set[str] = set()
 
     async def write(self, act: Callable[[sqlite3.Connection], Result]) -> Result:
         """Run a function in a transaction, and wait for the disk."""
@@ -48,11 +51,27 @@ class Files:
 
         def act(connection: sqlite3.Connection) -> FileRecord:
             self.quota.check(connection, record.tenant, record.size_bytes)
-            self.store.contents.put(content)
             records.insert(connection, record)
             return record
 
-        return await self.write(act)
+        return await self.put(content, act)
+
+    async def put(self, content: Incoming, act: Callable[[sqlite3.Connection], Result]) -> Result:
+        """Put a content among the others, and run the function that writes the row naming it.
+
+        Neither is there if the write fails, so that a full disk has its room back.
+        """
+
+        def put(connection: sqlite3.Connection) -> Result:
+            found = act(connection)
+            self.store.contents.put(content)
+            return found
+
+        try:
+            return await self.write(put)
+        except Exception:
+            await self.remove([content.digest])
+            raise
 
     async def find(self, tenant: str, id: str) -> FileRecord:
         """Return a tenant's file. ApiError: there is none."""
@@ -71,6 +90,20 @@ class Files:
         if digest is None:
             raise missing("File", id)
         await self.remove([digest])
+
+    @contextmanager
+    def completing(self, upload: str) -> Iterator[None]:
+        """Join the parts of an upload within a `with`, once at a time: each makes a copy.
+
+        ApiError: it is being done already.
+        """
+        if upload in self._completing:
+            raise ApiError(409, "The upload is being completed.", param="upload_id")
+        self._completing.add(upload)
+        try:
+            yield
+        finally:
+            self._completing.discard(upload)
 
     async def remove(self, digests: list[str]) -> None:
         """Remove contents that nothing names any more."""

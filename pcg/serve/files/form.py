@@ -129,12 +129,15 @@ async def read_form(
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary:
         raise ApiError(400, "Send the body as content-type: multipart/form-data.")
-    reader = _Reader(file, names)
+    reader, behind = _Reader(file, names), 0
     content = await service.beside(caller, service.files.store.contents.begin)
     try:
         parser = MultipartParser(boundary, reader.callbacks)  # type: ignore[arg-type]
         async for part in request.stream():
             parser.write(part)
+            behind += len(part) if reader.is_over else 0
+            if behind > _WRITTEN_BYTES:
+                raise ApiError(400, "The form goes on behind its end.", code="invalid_form")
             if reader.unwritten_bytes >= _WRITTEN_BYTES:
                 flight.add(reader.unwritten_bytes)
                 await service.beside(caller, content.write, reader.take())

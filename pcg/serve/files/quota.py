@@ -76,9 +76,14 @@ class Quota:
 
     def check(self, connection: sqlite3.Connection, tenant: str, size_bytes: int) -> None:
         """Raise an ApiError if a tenant may not keep one more file of so many bytes."""
-        files, kept = used(connection, tenant, int(time.time()))
+        files, _ = used(connection, tenant, int(time.time()))
         if files >= self._options.tenant_files:
             raise over_quota(f"files, at most {self._options.tenant_files}")
+        self.check_bytes(connection, tenant, size_bytes)
+
+    def check_bytes(self, connection: sqlite3.Connection, tenant: str, size_bytes: int) -> None:
+        """Raise an ApiError if a tenant may not keep so many more bytes."""
+        _, kept = used(connection, tenant, int(time.time()))
         if kept + size_bytes > self._options.tenant_files_bytes:
             raise over_quota(f"bytes, at most {self._options.tenant_files_bytes}")
 
@@ -87,7 +92,7 @@ def over_quota(what: str) -> ApiError:
     """Return the error of a tenant that would keep too much."""
     return ApiError(
         429,
-        f"You keep too many {what} of files; delete some.",
+        f"You keep too many {what}, of files, uploads and what jobs made; delete some.",
         code="insufficient_quota",
         headers={"x-should-retry": "false", "connection": "close"},
     )

@@ -6,6 +6,8 @@ import sqlite3
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
+from pcg.serve.store.holdings import held_bytes
+
 RESULTS = "fine-tune-results"
 """The purpose of files that jobs make."""
 
@@ -99,7 +101,7 @@ def delete(connection: sqlite3.Connection, tenant: str, id: str, now_s: int) -> 
 
 
 def used(connection: sqlite3.Connection, tenant: str, now_s: int) -> tuple[int, int]:
-    """Count what a tenant keeps or was promised room for: files, and their bytes."""
+    """Count what a tenant keeps or was promised room for: files, and bytes with those of jobs."""
     kept = connection.execute(
         f"SELECT COUNT(*), COALESCE(SUM(size_bytes), 0) FROM files WHERE tenant = ? AND {_LIVES}",
         (tenant, now_s),
@@ -109,7 +111,8 @@ def used(connection: sqlite3.Connection, tenant: str, now_s: int) -> tuple[int, 
         "WHERE tenant = ? AND status = 'pending' AND expires_s > ?",
         (tenant, now_s),
     ).fetchone()
-    return kept[0] + pending[0], kept[1] + pending[1]
+    held = held_bytes(connection, tenant, now_s)
+    return kept[0] + pending[0], kept[1] + pending[1] + held
 
 
 def expire(connection: sqlite3.Connection, now_s: int) -> list[str]:

@@ -6,6 +6,8 @@ import sqlite3
 from dataclasses import astuple, dataclass, fields
 
 PENDING, COMPLETED, CANCELLED, EXPIRED = "pending", "completed", "cancelled", "expired"
+MOST_OVER = 1000
+"""The uploads of a tenant that are over and that are still told of."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,13 @@ def _insert(connection: sqlite3.Connection, table: str, record: UploadRecord | P
 
 
 def insert(connection: sqlite3.Connection, record: UploadRecord) -> None:
-    """Add an upload."""
+    """Add an upload; of its tenant's that are over the newest stay."""
     _insert(connection, "uploads", record)
+    connection.execute(
+        "DELETE FROM uploads WHERE tenant = ?1 AND status != 'pending' AND id NOT IN (SELECT id "
+        "FROM uploads WHERE tenant = ?1 AND status != 'pending' ORDER BY id DESC LIMIT ?2)",
+        (record.tenant, MOST_OVER),
+    )
 
 
 def insert_part(connection: sqlite3.Connection, record: PartRecord) -> None:
@@ -81,8 +88,9 @@ def parts(connection: sqlite3.Connection, upload: str) -> dict[str, PartRecord]:
 def to_come(connection: sqlite3.Connection, tenant: str) -> int:
     """Count the bytes that a tenant's pending uploads have room for, and that are not there."""
     (found,) = connection.execute(
-        "SELECT COALESCE(SUM(size_bytes - (SELECT COALESCE(SUM(upload_parts.size_bytes), 0) "
-        "FROM upload_parts WHERE upload = uploads.id)), 0) "
+        "SELECT COALESCE(SUM(size_bytes - (SELECT COALESCE(SUM(part_bytes), 0) FROM "
+        "(SELECT DISTINCT digest, upload_parts.size_bytes AS part_bytes FROM upload_parts "
+        "WHERE upload = uploads.id))), 0) "
         "FROM uploads WHERE tenant = ? AND status = 'pending'",
         (tenant,),
     ).fetchone()

@@ -158,7 +158,9 @@ async def create_part(
             def act(connection: sqlite3.Connection) -> None:
                 upload = _still_pending(connection, caller.tenant, upload_id)
                 there = upload_records.parts(connection, upload_id).values()
-                size = sum(one.size_bytes for one in there) + part.size_bytes
+                # One that comes again, as its answer was lost, has the same content.
+                sizes = {one.digest: one.size_bytes for one in (*there, part)}
+                size = sum(sizes.values())
                 if size > upload.size_bytes or len(there) >= _MOST_PARTS:
                     raise ApiError(
                         400,
@@ -166,10 +168,9 @@ async def create_part(
                         f"{upload.size_bytes} in at most {_MOST_PARTS} parts.",
                         param="data",
                     )
-                files.store.contents.put(content)
                 upload_records.insert_part(connection, part)
 
-            await files.write(act)
+            await files.put(content, act)
         finally:
             content.drop()
     return Part(id=part.id, created_at=part.created_s, upload_id=upload_id)
@@ -188,30 +189,16 @@ async def complete_upload(
         raise ApiError(400, f"The upload has no part {unknown[0][:128]}.", param="part_ids")
     if len(set(body.part_ids)) < len(body.part_ids):
         raise ApiError(400, "A part is there twice; give each once.", param="part_ids")
-    paths = [files.store.contents.path(parts[id].digest) for id in body.part_ids]
-    content = await service.beside(caller, files.store.contents.begin)
-    try:
-        await service.beside(caller, _join, content, paths)
-        if content.size_bytes != upload.size_bytes:
-            raise ApiError(
-                400,
-                f"The parts have {content.size_bytes} bytes, and the upload {upload.size_bytes}.",
-                param="part_ids",
-            )
-        if body.md5 is not None and body.md5.lower() != content.md5:
-            raise ApiError(400, f"The MD5 of the parts is {content.md5}.", param="md5")
-        life_s = upload.file_expires_after_s
-        record = new_file(caller.tenant, upload.filename, upload.purpose, content, life_s)
-
-        def act(connection: sqlite3.Connection) -> list[str]:
-            _still_pending(connection, caller.tenant, upload_id)
-            files.store.contents.put(content)
-            records.insert(connection, record)
-            return upload_records.end(connection, upload_id, COMPLETED, record.id)
-
-        digests = await files.write(act)
-    finally:
-        content.drop()
+    size = sum(parts[id].size_bytes for id in body.part_ids)
+    if size != upload.size_bytes:
+        raise ApiError(
+            400,
+            f"The parts have {size} bytes, and the upload {upload.size_bytes}.",
+            param="part_ids",
+        )
+    with files.completing(upload_id):
+        paths = [files.store.contents.path(parts[id].digest) for id in body.part_ids]
+        digests = await _completed(service, caller, upload, body, paths)
     await files.remove(digests)
     return await _upload(service, caller, upload_id)
 
@@ -227,6 +214,33 @@ async def cancel_upload(upload_id: str, service: ServiceDependency, caller: Trai
 
     await files.remove(await files.write(act))
     return await _upload(service, caller, upload_id)
+
+
+async def _completed(
+    service: Service,
+    caller: Caller,
+    upload: UploadRecord,
+    body: CompleteBody,
+    paths: Sequence[Path],
+) -> list[str]:
+    """Make the file of an upload; returns the digests that its parts had."""
+    files = service.files
+    content = await service.beside(caller, files.store.contents.begin)
+    try:
+        await service.beside(caller, _join, content, paths)
+        if body.md5 is not None and body.md5.lower() != content.md5:
+            raise ApiError(400, f"The MD5 of the parts is {content.md5}.", param="md5")
+        life_s = upload.file_expires_after_s
+        record = new_file(caller.tenant, upload.filename, upload.purpose, content, life_s)
+
+        def act(connection: sqlite3.Connection) -> list[str]:
+            _still_pending(connection, caller.tenant, upload.id)
+            records.insert(connection, record)
+            return upload_records.end(connection, upload.id, COMPLETED, record.id)
+
+        return await files.put(content, act)
+    finally:
+        content.drop()
 
 
 def _join(content: Incoming, paths: Sequence[Path]) -> None:

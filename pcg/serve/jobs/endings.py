@@ -6,13 +6,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pcg.serve.engine.job_orders import JobEnd
+from pcg.serve.engine.jobs.news import JobEnd
 from pcg.serve.errors import ApiError
 from pcg.serve.jobs.folders import JobFolder
 
 _CODES = {
     "DataError": ("invalid_training_file", "training_file"),
     "OutOfMemoryError": ("out_of_memory", None),
+    "RecordError": ("storage_full", None),
     "StoreFullError": ("storage_full", None),
     "UnsupportedError": ("unsupported", None),
 }

@@ -2,7 +2,9 @@
 
 jobs/<id>/training.jsonl        the very content of the file, whatever becomes of that
 jobs/<id>/validation.jsonl
+jobs/<id>/start/                the adapter that it goes on from, if it does from one
 jobs/<id>/checkpoints/          of which the last ones stay, each served under a name
+jobs/<id>/record/               its record, while its row is kept
 jobs/<id>/model/                the adapter that it ended with
 """
 
@@ -18,6 +20,7 @@ from typing import Any
 
 from pcg.errors import FinetuneError
 from pcg.files import is_file, read_json, sync_names
+from pcg.peft.reader import CONFIG, WEIGHTS
 from pcg.serve.adapters.kept_models import MODEL
 from pcg.serve.errors import ApiError
 from pcg.serve.store.database import as_store_error
@@ -26,6 +29,8 @@ from pcg.serve.store.store import Store
 _JOBS = "jobs"
 _STEP = re.compile(r"step-(\d{8,})(\.\d+)?")
 STATE, OPTIMIZER = "trainer_state.json", "optimizer.safetensors"
+TRAINER = "state"
+"""The folder, in a checkpoint of reinforcement, of the trainer's state."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +61,26 @@ class JobFolder:
         return self.path / "checkpoints"
 
     @property
+    def start(self) -> Path:
+        """The adapter that the job goes on from, if it does from one."""
+        return self.path / "start"
+
+    @property
+    def record(self) -> Path:
+        return self.path / "record"
+
+    @property
     def model(self) -> Path:
         return self.path / MODEL
 
-    def make(self, training: Path, validation: Path | None) -> None:
+    def make(self, training: Path, validation: Path | None, start: Path | None) -> None:
         """Make it with the data of the job.
 
+        Args:
+            start: the folder of the adapter that the job goes on from; what becomes of that
+                changes nothing.
         Raises:
-            ApiError: a file was deleted meanwhile.
+            ApiError: a file, or the adapter, was deleted meanwhile.
             StoreFullError: there is no room.
         """
         try:
@@ -71,6 +88,11 @@ class JobFolder:
             os.link(training, self.training)
             if validation is not None:
                 os.link(validation, self.validation)
+            if start is not None:
+                self.start.mkdir()
+                for name in (CONFIG, WEIGHTS):
+                    os.link(start / name, self.start / name)
+                sync_names(self.start)
         except FileNotFoundError as error:
             raise ApiError(404, "A file of the job was deleted meanwhile.", param="id") from error
         except OSError as error:
@@ -87,8 +109,33 @@ class JobFolder:
         """Remove the data, and the states of optimizers; the job is over."""
         for path in (self.training, self.validation):
             path.unlink(missing_ok=True)
+        shutil.rmtree(self.start, ignore_errors=True)
         for path in self.saved().values():
             (path / OPTIMIZER).unlink(missing_ok=True)
+            shutil.rmtree(path / TRAINER, ignore_errors=True)
+
+    def leave(self, named: Collection[str]) -> None:
+        """Remove the adapters and checkpoints that are not named, of a job that is over."""
+        found = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        for path in (*found, self.model):
+            if self.relative(path) in named:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+    def held_bytes(self) -> int:
+        """Count the bytes of all that is in it but the data."""
+        data = (self.training, self.validation)
+        files = [one for one in self.path.glob("**/*") if one.is_file() and one not in data]
+        return sum(one.lstat().st_size for one in files)
+
+    def strip(self) -> None:
+        """Remove all but models and checkpoints; no row is of the job any more."""
+        self.tidy()
+        for path in (self.record, self.start):
+            shutil.rmtree(path, ignore_errors=True)
 
     def relative(self, path: Path) -> str:
         """Return a path in it as rows have it."""
@@ -137,8 +184,43 @@ def folders_of(store: Store) -> list[Path]:
     return list(root.iterdir()) if root.is_dir() else []
 
 
-def sweep(folders: Iterable[Path], ids: Collection[str]) -> None:
-    """Remove those of the folders that no row names, which a crash left."""
+@dataclass(frozen=True)
+class Rows:
+    """The rows that need something of folders.
+
+    Attributes:
+        going_on: jobs that are not over.
+        over: jobs that are, and whose rows are there.
+        untidy: those of them whose data is there yet.
+        holding: jobs, with rows or without, whose folders have models or checkpoints.
+        named: the folders of models, relative to the store's.
+    """
+
+    going_on: Collection[str]
+    over: Collection[str]
+    untidy: Collection[str]
+    holding: Collection[str]
+    named: Collection[str]
+
+
+def sweep(store: Store, folders: Iterable[Path], rows: Rows) -> dict[str, int]:
+    """Remove what no row needs of folders, which a crash left.
+
+    Returns:
+        The bytes that are left in the folders of jobs that are over.
+    """
+    left = {}
     for path in folders:
-        if path.name not in ids:
-            shutil.rmtree(path, ignore_errors=True)
+        folder = folder_of(store, path.name)
+        if path.name in rows.going_on:
+            continue
+        if path.name not in rows.over and path.name not in rows.holding:
+            folder.remove()
+            continue
+        if path.name not in rows.over:
+            folder.strip()
+        elif path.name in rows.untidy:
+            folder.tidy()
+        folder.leave(rows.named)
+        left[path.name] = folder.held_bytes()
+    return left

@@ -13,13 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from pcg.serve.adapters import kept_models
 from pcg.serve.adapters.kept_models import KeptModel, new_model
-from pcg.serve.engine.job_orders import JobStep
+from pcg.serve.engine.jobs.news import TRAIN_REWARD, VALID_REWARD, JobStep
 from pcg.serve.jobs import event_records, records
 from pcg.serve.jobs.event_records import METRICS
 from pcg.serve.jobs.folders import JobFolder, step_of
 from pcg.serve.jobs.records import UNFINISHED, JobRecord
+from pcg.serve.store.holdings import hold_folder
 
 KEPT_CHECKPOINTS = 3
 """The checkpoints that stay, as at OpenAI."""
@@ -42,16 +45,7 @@ def add_step(
     found = records.find(connection, job.id)
     if found is None or found.status not in UNFINISHED:
         return changes
-    told = {
-        "step": news.step,
-        "total_steps": news.total_steps,
-        "train_loss": news.loss,
-        "valid_loss": news.eval_loss,
-        "learning_rate": news.learning_rate,
-        "gradient_norm": news.gradient_norm,
-        "tokens": news.tokens,
-        "tokens_per_second": news.tokens_per_second,
-    }
+    told = _told(news)
     _add_metrics(connection, job.id, told)
     if news.checkpoint is not None and step_of(news.checkpoint) == news.step:
         _add_checkpoint(connection, job, folder, told, changes)
@@ -63,14 +57,36 @@ def catch_up(connection: sqlite3.Connection, job: JobRecord, folder: JobFolder) 
     changes, state = Changes(), folder.state()
     total = job.resolved["total_steps"]
     evaluated = dict(state.get("eval_losses", ()))
+    notes = state.get("position", {})  # of a job on preferences, its own numbers
+    evaluated |= {step: found["loss"] for step, found in notes.get("evaluations", ())}
+    history = notes.get("history", ())
     for step, loss in enumerate(state.get("losses", ()), start=1):
-        told = {"step": step, "total_steps": total, "train_loss": loss}
+        more = dict(history[step - 1]) if step <= len(history) else {}
+        more.pop("loss", None)
+        told = {"step": step, "total_steps": total, "train_loss": loss, **more}
         _add_metrics(connection, job.id, {**told, "valid_loss": evaluated.get(step)})
+    for one in state.get("told", ()):
+        _add_metrics(connection, job.id, _told(msgspec.convert(one, JobStep)))
     by_step = {one["step"]: one for one in event_records.metrics(connection, job.id)}
     for step in sorted(folder.saved()):
         if step in by_step:
             _add_checkpoint(connection, job, folder, by_step[step], changes)
     return changes
+
+
+def _told(news: JobStep) -> dict[str, Any]:
+    """Return what the metrics of a step are."""
+    return {
+        "step": news.step,
+        "total_steps": news.total_steps,
+        "train_loss": news.loss,
+        "valid_loss": news.eval_loss,
+        "learning_rate": news.learning_rate,
+        "gradient_norm": news.gradient_norm,
+        "tokens": news.tokens,
+        "tokens_per_second": news.tokens_per_second,
+        **news.more,
+    }
 
 
 def checkpoint_name(model: str, step: int) -> str:
@@ -82,6 +98,9 @@ def _add_metrics(connection: sqlite3.Connection, job: str, told: Mapping[str, An
     valid = told["valid_loss"]
     evaluated = "" if valid is None else f", validation loss={valid:.4f}"
     message = f"Step {told['step']}/{told['total_steps']}: training loss={told['train_loss']:.4f}"
+    for name, said in ((TRAIN_REWARD, "reward"), (VALID_REWARD, "validation reward")):
+        if name in told:
+            evaluated += f", {said}={told[name]:.4f}"
     event_records.add(connection, job, METRICS, message + evaluated, told, step=int(told["step"]))
 
 
@@ -94,18 +113,18 @@ def _add_checkpoint(
 ) -> None:
     step = int(told["step"])
     name = checkpoint_name(job.name, step)
-    shown = {
-        one: told[one] for one in ("step", "train_loss", "valid_loss") if told[one] is not None
-    }
+    names = ("step", "train_loss", "valid_loss", TRAIN_REWARD, VALID_REWARD)
+    shown = {one: told[one] for one in names if told.get(one) is not None}
     if not event_records.add_checkpoint(connection, job.id, step, name, shown):
         return
-    model = new_model(name, job.tenant, folder.relative(folder.saved()[step]))
+    model = new_model(name, job.tenant, folder.relative(folder.saved()[step]), job.base)
     kept_models.insert(connection, model)
     changes.made.append(model)
     for old in event_records.checkpoints(connection, job.id)[KEPT_CHECKPOINTS:]:
         event_records.remove_checkpoint(connection, old.id)
         kept_models.delete(connection, job.tenant, old.model)
         changes.gone.append(old.model)
+    hold_folder(connection, job.id, job.tenant, folder.held_bytes())
 
 
 def unnamed_checkpoints(connection: sqlite3.Connection, job: str, folder: JobFolder) -> list[str]:
@@ -116,13 +135,22 @@ def unnamed_checkpoints(connection: sqlite3.Connection, job: str, folder: JobFol
 
 
 def table_of(metrics: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the metrics of a job as the CSV of its result file; the engine tells no accuracy."""
+    """Return the metrics of a job as the CSV of its result file; the engine tells no accuracy.
+
+    What the job's method tells beside losses, such as rewards, has columns behind these.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(_COLUMNS)
+    more = list(dict.fromkeys(name for one in metrics for name in one if _has_column(name)))
+    writer.writerow([*_COLUMNS, *more])
     for one in metrics:
-        writer.writerow([one["step"], one["train_loss"], "", _shown(one.get("valid_loss")), ""])
+        losses = [one["step"], one["train_loss"], "", _shown(one.get("valid_loss")), ""]
+        writer.writerow([*losses, *(_shown(one.get(name)) for name in more)])
     return text.getvalue().encode()
+
+
+def _has_column(name: str) -> bool:
+    return "/" in name or name in (TRAIN_REWARD, VALID_REWARD)
 
 
 def _shown(value: float | None) -> float | str:

@@ -28,6 +28,8 @@ class JobRecord:
         trained_tokens: tokens that went through the model; None until it succeeds.
         result_file: the id of the file with its metrics, once it succeeded.
         error: JSON of `code`, `message` and `param`, of one that failed.
+        base: the digest of the weights that it trains on.
+        config_bytes: the size of its configuration, which counts in its tenant's quota.
     """
 
     id: str
@@ -45,6 +47,8 @@ class JobRecord:
     trained_tokens: int | None = None
     result_file: str | None = None
     error: str | None = None
+    base: str | None = None
+    config_bytes: int = 0
 
     @property
     def resolved(self) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -17,13 +19,16 @@ from pcg.serve.adapters.engine_names import engine_name
 from pcg.serve.errors import UNSUPPORTED, ApiError
 from pcg.serve.files.records import FileRecord, Page
 from pcg.serve.files.wire import ListPage, missing, now
+from pcg.serve.graders.host import usable_grader
 from pcg.serve.jobs import event_records, records
 from pcg.serve.jobs.folders import folder_of
 from pcg.serve.jobs.progress import checkpoint_name
 from pcg.serve.jobs.records import QUEUED, JobRecord
+from pcg.serve.jobs.reinforcement import Reinforcement, count_prompts, resolve_reinforcement
 from pcg.serve.jobs.settings import MOST_STEPS, PcgSettings, count_examples, resolve
 from pcg.serve.jobs.wire import (
     Checkpoint,
+    DeletedJob,
     Event,
     Job,
     JobBody,
@@ -53,15 +58,10 @@ Shown = TypeVar("Shown", bound=BaseModel)
 @router.post("")
 async def create_job(body: JobBody, service: ServiceDependency, caller: Trainer) -> Job:
     """Make a job of a file; what is `auto` is resolved, and the file looked at line by line."""
-    files, given = service.files, body.given()
-    if body.model not in service.catalog.names:
-        await service.catalog.find(caller, body.model)
-        raise ApiError(
-            400,
-            f"Fine-tuning goes on from the base alone; use `{service.catalog.names[0]}`.",
-            param="model",
-            code=UNSUPPORTED,
-        )
+    files, (method, given) = service.files, body.given()
+    start = await _start(service, caller, body.model)
+    if isinstance(given, Reinforcement):
+        await usable_grader(service, caller, given.grader, "method.reinforcement.grader")
     training = await _file(service, caller, body.training_file, "training_file")
     validation = None
     if body.validation_file is not None:
@@ -74,12 +74,23 @@ async def create_job(body: JobBody, service: ServiceDependency, caller: Trainer)
             folder.make,
             path(training.digest),
             None if validation is None else path(validation.digest),
+            start,
         )
-        examples = await service.beside(caller, count_examples, folder.training, "training_file")
+        count: Callable[[Path, str], int] = partial(count_examples, method=method)
+        if isinstance(given, Reinforcement):
+            count = count_prompts
+        examples = await service.beside(caller, count, folder.training, "training_file")
+        tests = 0
         if validation is not None:
-            where = "validation_file"
-            await service.beside(caller, count_examples, folder.validation, where)
-        config = resolve(given, own, examples)
+            tests = await service.beside(caller, count, folder.validation, "validation_file")
+        named = None if start is None else body.model
+        if isinstance(given, Reinforcement):
+            most = service.max_model_len
+            config = resolve_reinforcement(given, own, examples, tests, most, named)
+            _check_width(service, config["options"]["grpo"]["num_generations"])
+        else:
+            config = resolve(given, own, examples, method, named)
+        written = json.dumps(config)
         record = JobRecord(
             id,
             caller.tenant,
@@ -92,9 +103,12 @@ async def create_job(body: JobBody, service: ServiceDependency, caller: Trainer)
             None if validation is None else validation.id,
             secrets.randbelow(2**31) if body.seed is None else body.seed,
             json.dumps(body.metadata) if body.metadata else None,
-            json.dumps(config),
+            written,
+            base=service.client.facts.base_digest,
+            config_bytes=len(written),
         )
-        made = await service.jobs.create(record, _MOST_JOBS)
+        held = [(one.digest, one.size_bytes) for one in (training, validation) if one is not None]
+        made = await service.jobs.create(record, _MOST_JOBS, held)
     except Exception:  # where the task was cancelled, the job may be there
         folder.remove()
         raise
@@ -137,6 +151,13 @@ async def list_jobs(
 async def get_job(job_id: str, service: ServiceDependency, caller: Trainer) -> Job:
     """Return a job."""
     return job_of(await _job(service, caller, job_id))
+
+
+@router.delete("/{job_id}")
+async def delete_job(job_id: str, service: ServiceDependency, caller: Trainer) -> DeletedJob:
+    """Remove a job that is over, with its events and checkpoints' rows; its models stay."""
+    await service.jobs.remove(await _job(service, caller, job_id))
+    return DeletedJob(id=job_id)
 
 
 @router.post("/{job_id}/cancel")
@@ -202,6 +223,28 @@ async def _job(service: Service, caller: Caller, id: str) -> JobRecord:
     return found
 
 
+async def _start(service: Service, caller: Caller, model: str) -> Path | None:
+    """Return the folder of the model that a job goes on from; None for the base.
+
+    Raises:
+        ApiError: there is no such model for the caller, or no job made it.
+    """
+    if model in service.catalog.names:
+        return None
+    kept = service.catalog.kept
+    assert kept is not None
+    if kept.has(caller.tenant, model):  # and not one that another tenant shares
+        return service.files.store.folder / kept.of(caller.tenant)[model].folder
+    await service.catalog.find(caller, model)
+    raise ApiError(
+        400,
+        "Fine-tuning goes on from the base, or from a model or a checkpoint that one of your jobs "
+        f"made; use `{service.catalog.names[0]}` or such a model.",
+        param="model",
+        code=UNSUPPORTED,
+    )
+
+
 async def _file(service: Service, caller: Caller, id: str, param: str) -> FileRecord:
     """Return a file to train with. ApiError: there is none, or it is of another purpose."""
     try:
@@ -212,6 +255,14 @@ async def _file(service: Service, caller: Caller, id: str, param: str) -> FileRe
         said = f"The file {id} is for '{found.purpose}'; use one of the purpose 'fine-tune'."
         raise ApiError(400, said, param=param)
     return found
+
+
+def _check_width(service: Service, completions: int) -> None:
+    """Raise an ApiError for a prompt with more completions than a tenant may have waiting."""
+    most = service.options.queue_of(service.keys.tenants)
+    if completions > most:
+        said = f"compute_multiplier makes {completions} completions of a prompt; this server takes"
+        raise ApiError(400, f"{said} {most} of a tenant: use less.", param="compute_multiplier")
 
 
 def _name(service: Service, caller: Caller, suffix: str | None) -> str:

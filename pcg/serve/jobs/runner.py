@@ -18,25 +18,24 @@ from typing import Any, TypeVar
 
 from pcg.errors import AdapterError, EngineError, PcgError, StoreFullError
 from pcg.runtime.metrics.status import EngineState
-from pcg.serve.adapters import kept_models
 from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.adapters.engine_names import engine_name
-from pcg.serve.adapters.kept_models import KeptModels, new_model
+from pcg.serve.adapters.kept_models import KeptModels
 from pcg.serve.engine.client import EngineClient
-from pcg.serve.engine.job_orders import JobEnd, JobNews, JobOrder, JobStep
-from pcg.serve.errors import LOG
-from pcg.serve.files import records as file_records
-from pcg.serve.files.files import Files, new_file
-from pcg.serve.files.records import RESULTS
+from pcg.serve.engine.jobs.news import JobEnd, JobNews, JobSamples, JobStep
+from pcg.serve.errors import LOG, ApiError
+from pcg.serve.files.files import Files
 from pcg.serve.files.wire import now
 from pcg.serve.jobs import event_records, records
-from pcg.serve.jobs.endings import check_count, failure_of, in_status
-from pcg.serve.jobs.folders import JobFolder, folder_of, folders_of, sweep
+from pcg.serve.jobs.cleaning import clean_folders, remove_job, remove_old, tidy_job
+from pcg.serve.jobs.endings import Failure, check_count, failure_of, in_status
+from pcg.serve.jobs.folders import JobFolder, folder_of, folders_of
+from pcg.serve.jobs.grading import Grading, graded
+from pcg.serve.jobs.orders import order_of
 from pcg.serve.jobs.progress import (
     Changes,
     add_step,
     catch_up,
-    table_of,
     unnamed_checkpoints,
 )
 from pcg.serve.jobs.records import (
@@ -50,7 +49,9 @@ from pcg.serve.jobs.records import (
     UNFINISHED,
     JobRecord,
 )
+from pcg.serve.jobs.results import keep_results
 from pcg.serve.options import ServeOptions
+from pcg.serve.store import holdings
 
 Result = TypeVar("Result")
 _AGAIN_S = 5.0
@@ -65,27 +66,37 @@ class JobRunner:
     """
 
     def __init__(
-        self, client: EngineClient, files: Files, catalog: Catalog, options: ServeOptions
+        self,
+        client: EngineClient,
+        files: Files,
+        catalog: Catalog,
+        options: ServeOptions,
+        grading: Grading,
     ) -> None:
         assert catalog.kept is not None
         self.files = files
         self._client = client
+        self._grading = grading
         self._kept: KeptModels = catalog.kept
         self._loader = catalog.loader
         self._most = options.max_jobs
+        self._keep_days = options.keep_jobs_days
         self._queued: dict[str, JobRecord] = {}
         self._running: dict[str, JobRecord] = {}
         self._turns: Counter[str] = Counter()
+        self._locks: dict[str, asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._gradings: dict[str, asyncio.Task[None]] = {}
 
     def begin(self) -> None:
         """Go on with the jobs that are kept."""
         self._do(self._recover(folders_of(self.files.store)))
 
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+    def _do(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -103,11 +114,7 @@ class JobRunner:
         Args:
             folders: those of jobs before there was a request, which may make others meanwhile.
         """
-
-        def ids(connection: sqlite3.Connection) -> set[str]:
-            return {row["id"] for row in connection.execute("SELECT id FROM jobs")}
-
-        await asyncio.to_thread(sweep, folders, await self.files.read(ids))
+        await clean_folders(self.files, folders, self._keep_days)
         for job in await self.files.read(lambda one: records.of_status(one, UNFINISHED)):
             try:
                 await self._catch_up(job)
@@ -137,18 +144,22 @@ class JobRunner:
 
     # ------------------------------------------------------------------------------- changes
 
-    async def create(self, job: JobRecord, most: int) -> JobRecord:
+    async def create(self, job: JobRecord, most: int, data: Sequence[tuple[str, int]]) -> JobRecord:
         """Keep a job whose folder is there, and queue it.
 
         Args:
             most: the most jobs of a tenant that are not over.
+            data: the digests and bytes of the files that it has.
         Raises:
-            ApiError: it has as many.
+            ApiError: it has as many, or keeps too much.
         """
 
         def act(connection: sqlite3.Connection) -> None:
+            remove_old(connection, now(), self._keep_days)
             check_count(records.count_unfinished(connection, job.tenant), most)
+            self.files.quota.check_bytes(connection, job.tenant, job.config_bytes)
             records.insert(connection, job)
+            holdings.hold_data(connection, job.id, job.tenant, data)
             for message in (
                 f"Created fine-tuning job: {job.id}",
                 f"Validating training file: {job.training_file}",
@@ -169,7 +180,7 @@ class JobRunner:
         if job.id in self._running:
             await self._end_on_engine(job, interrupts=False)
         else:
-            await self._tidy(job)
+            await tidy_job(self.files, job, self.folder(job))
         return changed
 
     async def pause(self, job: JobRecord) -> JobRecord:
@@ -186,6 +197,25 @@ class JobRunner:
         self._queued[job.id] = changed
         self._fill()
         return changed
+
+    async def remove(self, job: JobRecord) -> None:
+        """Remove a job that is over; its models stay. ApiError: it is not over."""
+        await self.files.write(partial(remove_job, job=job))
+        await tidy_job(self.files, job, self.folder(job))
+
+    async def model_gone(self, tenant: str, folder: Path) -> None:
+        """Remove the folder of a model that is kept no more, unless its job may go on from it."""
+        id = folder.relative_to(self.files.store.folder).parts[1]
+        job = await self.files.read(lambda one: records.find(one, id))
+        of_job = folder_of(self.files.store, id)
+        if folder == of_job.model or job is None or job.status not in UNFINISHED:
+            await asyncio.to_thread(rmtree, folder, True)
+            await self._measure(tenant, of_job)
+
+    async def _measure(self, tenant: str, folder: JobFolder) -> None:
+        """Note what a job's folder holds, which counts in its tenant's quota."""
+        size = await asyncio.to_thread(folder.held_bytes)
+        await self.files.write(lambda one: holdings.hold_folder(one, folder.id, tenant, size))
 
     async def _change(
         self, job: JobRecord, before: tuple[str, ...], status: str, message: str, **more: Any
@@ -241,16 +271,7 @@ class JobRunner:
     async def _order(self, job: JobRecord) -> None:
         """Have the engine begin a job, unless it was changed meanwhile."""
         folder = self.folder(job)
-        resolved = job.resolved
-        order = JobOrder(
-            engine_name(job.tenant, job.name),
-            str(folder.training),
-            str(folder.validation) if job.validation_file else None,
-            resolved["peft"],
-            str(folder.checkpoints),
-            str(folder.model),
-            {**resolved["options"], "seed": job.seed, "progress": False},
-        )
+        order = order_of(job, folder)
         step = max(folder.saved(), default=0)
         begun = f"Fine-tuning job goes on behind step {step}" if step else "Fine-tuning job started"
 
@@ -261,7 +282,7 @@ class JobRunner:
             return True
 
         if not await self._write(job, act):
-            await self._tidy(job)
+            await tidy_job(self.files, job, self.folder(job))
             self._leave(job)
             return
         tell = partial(self._tell, asyncio.get_running_loop(), job)
@@ -276,16 +297,36 @@ class JobRunner:
             loop.call_soon_threadsafe(self._take, job, news)
 
     def _take(self, job: JobRecord, news: JobNews) -> None:
-        """Keep what came of a job; writes stay in the order in which they are asked for."""
+        """Keep what came of a job, in its order, also where a full disk has it wait."""
         if isinstance(news, JobStep):
-            write = partial(add_step, job=job, folder=self.folder(job), news=news)
-            kept = asyncio.wrap_future(self.files.store.database.write(write))
-            self._do(self._stepped(job, kept))
+            self._do(self._stepped(job, news))
+        elif isinstance(news, JobSamples):
+            self._gradings[job.id] = self._do(self._grade(job, news))
         else:
             self._do(self._settle(job, news))
 
-    async def _stepped(self, job: JobRecord, kept: asyncio.Future[Changes]) -> None:
-        await self._apply(job, await kept)
+    def _turn(self, job: JobRecord) -> asyncio.Lock:
+        """Return the lock that lets what came of a job be kept in its order."""
+        return self._locks.setdefault(job.id, asyncio.Lock())
+
+    async def _stepped(self, job: JobRecord, news: JobStep) -> None:
+        write = partial(add_step, job=job, folder=self.folder(job), news=news)
+        async with self._turn(job):
+            changes = await self._write(job, write)
+            await self._apply(job, changes)
+        if not changes.made:
+            return
+        try:
+            await self.files.read(lambda one: self.files.quota.check_bytes(one, job.tenant, 0))
+        except ApiError as error:
+            await self._fail(job, Failure("insufficient_quota", str(error.detail), None))
+            await self._end_on_engine(job, interrupts=False)
+
+    async def _grade(self, job: JobRecord, samples: JobSamples) -> None:
+        """Grade what a job's model wrote."""
+        rewards, said = await graded(self._grading, job, samples)
+        name = engine_name(job.tenant, job.name)
+        await asyncio.wrap_future(self._client.put_grades(name, rewards, said))
 
     async def _apply(self, job: JobRecord, changes: Changes) -> None:
         """Serve the models that came by a write, and end serving those that went."""
@@ -304,19 +345,27 @@ class JobRunner:
             await self._loader.unload(engine_name(tenant, name))
 
     def _leave(self, job: JobRecord) -> None:
-        """Note that the engine does not run a job any more."""
+        """Note that the engine does not run a job any more, and grade nothing of it further."""
         self._running.pop(job.id, None)
+        self._locks.pop(job.id, None)
+        if (grading := self._gradings.pop(job.id, None)) is not None:
+            grading.cancel()
         self._fill()
 
     async def _settle(self, job: JobRecord, end: JobEnd) -> None:
         """Keep how a job ended, once there is room to, and have others begin."""
+        async with self._turn(job):
+            await self._keep_end(job, end)
+        self._leave(job)
+
+    async def _keep_end(self, job: JobRecord, end: JobEnd) -> None:
         while True:
             try:
                 if end.state == SUCCEEDED:
                     await self._succeed(job, end)
                 elif end.is_final:
-                    await self._fail(job, end)
-                await self._tidy(job)
+                    await self._fail(job, failure_of(end, self.folder(job)))
+                await tidy_job(self.files, job, self.folder(job))
                 break
             except StoreFullError as error:
                 LOG.error("the end of job %s waits to be kept: %s", job.id, error)
@@ -324,17 +373,8 @@ class JobRunner:
             except Exception as error:  # the next start goes on with it; its place is free
                 LOG.error("the end of job %s cannot be kept", job.id, exc_info=error)
                 break
-        self._leave(job)
 
-    async def _tidy(self, job: JobRecord) -> None:
-        """Remove the data of a job that is over, and what only a job that goes on needs."""
-        found = await self.files.read(lambda one: records.find(one, job.id))
-        if found is not None and found.status not in UNFINISHED:
-            await asyncio.to_thread(self.folder(job).tidy)
-
-    async def _fail(self, job: JobRecord, end: JobEnd) -> None:
-        error = failure_of(end, self.folder(job))
-
+    async def _fail(self, job: JobRecord, error: Failure) -> None:
         def act(connection: sqlite3.Connection) -> None:
             changed = records.change(
                 connection, job.id, ACTIVE, status=FAILED, finished_s=now(), error=error.json
@@ -345,39 +385,10 @@ class JobRunner:
         await self.files.write(act)
 
     async def _succeed(self, job: JobRecord, end: JobEnd) -> None:
-        folder, store = self.folder(job), self.files.store
+        folder = self.folder(job)
         await self._apply(job, await self.files.write(partial(catch_up, job=job, folder=folder)))
-        told = await self.files.read(lambda one: event_records.metrics(one, job.id))
-        content = await asyncio.to_thread(store.contents.begin)
-        try:
-            await asyncio.to_thread(content.write, table_of(told))
-            await asyncio.to_thread(content.finish)
-            result = new_file(job.tenant, "step_metrics.csv", RESULTS, content, None)
-            model = new_model(job.name, job.tenant, folder.relative(folder.model))
-
-            def act(connection: sqlite3.Connection) -> bool:
-                changed = records.change(
-                    connection,
-                    job.id,
-                    UNFINISHED,
-                    status=SUCCEEDED,
-                    finished_s=now(),
-                    trained_tokens=end.tokens,
-                    result_file=result.id,
-                )
-                if changed is None:  # cancelled meanwhile
-                    return False
-                store.contents.put(content)
-                file_records.insert(connection, result)
-                kept_models.insert(connection, model)
-                said = f"New fine-tuned model created: {job.name}"
-                event_records.say(connection, job.id, said)
-                event_records.say(connection, job.id, "The job has successfully completed")
-                return True
-
-            if await self.files.write(act):
-                self._kept.put(model)
-            else:
-                await self._unload(job.tenant, job.name)
-        finally:
-            content.drop()
+        model = await keep_results(self.files, job, folder, end.tokens)
+        if model is not None:
+            self._kept.put(model)
+        else:  # cancelled meanwhile
+            await self._unload(job.tenant, job.name)

@@ -13,10 +13,14 @@ from pcg.errors import AdapterError, DataError, FinetuneError, UnsupportedError
 from pcg.peft.registry import recipe_from
 from pcg.runtime.data.formats import detect, parse
 from pcg.runtime.data.limits import DataLimits
+from pcg.runtime.data.pairs import parse_pair
 from pcg.runtime.data.rows import read_rows
 from pcg.runtime.training.options import FinetuneOptions
+from pcg.serve.engine.jobs.news import DPO
 from pcg.serve.errors import ApiError
 from pcg.serve.openai.wire import WireModel
+from pcg.train.preference.options import LEARNING_RATE as DPO_RATE
+from pcg.train.preference.options import DpoOptions
 
 Auto = Literal["auto"]
 
@@ -33,15 +37,21 @@ MOST_STEPS = 1_000_000
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _MOST_NUMBER = 1024
 """The greatest integer of a PEFT configuration, such as a rank: it takes the server's memory."""
-_DEFAULT_PEFT = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+DEFAULT_PEFT = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 
 
 class Hyperparameters(WireModel):
     """OpenAI's hyperparameters; what is `auto` or left out is resolved."""
 
-    n_epochs: Auto | Annotated[int, Field(ge=1, le=1000)] = "auto"
-    batch_size: Auto | Annotated[int, Field(ge=1, le=1024)] = "auto"
-    learning_rate_multiplier: Auto | Annotated[float, Field(gt=0, le=1e4)] = "auto"
+    n_epochs: Annotated[int, Field(ge=1, le=1000)] | Auto = "auto"
+    batch_size: Annotated[int, Field(ge=1, le=1024)] | Auto = "auto"
+    learning_rate_multiplier: Annotated[float, Field(gt=0, le=1e4)] | Auto = "auto"
+
+
+class DpoHyperparameters(Hyperparameters):
+    """OpenAI's hyperparameters of the method `dpo`."""
+
+    beta: Annotated[float, Field(gt=0, le=100)] | Auto = "auto"
 
 
 class PcgSettings(WireModel):
@@ -49,30 +59,36 @@ class PcgSettings(WireModel):
 
     `peft` has the fields of peft's adapter_config.json, such as peft_type, r and target_modules.
     `learning_rate` is absolute, in place of the multiplier. `save_every` counts steps between
-    checkpoints, by default those of an epoch.
+    checkpoints, by default those of an epoch. `max_completion_length` is of reinforcement alone.
     """
 
     peft: dict[str, Any] | None = None
     learning_rate: Annotated[float, Field(gt=0, le=100)] | None = None
     max_seq_len: Annotated[int, Field(ge=2, le=2**24)] | None = None
+    max_completion_length: Annotated[int, Field(ge=1, le=2**20)] | None = None
     save_every: Annotated[int, Field(ge=1, le=2**31)] | None = None
     schedule: Annotated[str, Field(max_length=32)] | None = None
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     weight_decay: Annotated[float, Field(ge=0, le=10)] | None = None
 
 
-def count_examples(path: Path, param: str) -> int:
+def count_examples(path: Path, param: str, method: str) -> int:
     """Count the rows of a file of data, each of which is looked at.
 
+    Args:
+        method: that of the job, which the rows are for.
     Raises:
         ApiError: a line is not as it has to be; which one, and why.
     """
     count, format = 0, None
     try:
         for row in read_rows((path,), DataLimits()):
+            count += 1
+            if method == DPO:
+                parse_pair(row.value, row.where)
+                continue
             format = detect(row.value, row.where) if format is None else format
             parse(format, row.value, row.where)
-            count += 1
         if not count:
             raise DataError("the file has no rows")
     except DataError as error:
@@ -81,14 +97,22 @@ def count_examples(path: Path, param: str) -> int:
     return count
 
 
-def resolve(given: Hyperparameters, own: PcgSettings, examples: int) -> dict[str, Any]:
+def resolve(
+    given: Hyperparameters, own: PcgSettings, examples: int, method: str, start: str | None
+) -> dict[str, Any]:
     """Return the resolved configuration of a job.
 
     Args:
         examples: rows of the training data.
+        method: supervised, or dpo.
+        start: the model that the job goes on from; None for the base.
     Raises:
         ApiError: a value cannot be.
     """
+    if own.max_completion_length is not None:
+        name = "pcg.max_completion_length"
+        said = f"{name} is of the method 'reinforcement' alone; leave it out."
+        raise ApiError(400, said, param=name)
     epochs = _epochs(examples) if given.n_epochs == "auto" else given.n_epochs
     batch = max(1, min(_MOST_BATCH, round(_BATCH_SHARE * examples)))
     if given.batch_size != "auto":
@@ -100,12 +124,12 @@ def resolve(given: Hyperparameters, own: PcgSettings, examples: int) -> dict[str
             "Give learning_rate_multiplier or pcg.learning_rate, not both.",
             param="learning_rate_multiplier",
         )
-    rate = own.learning_rate
+    rate, of_one = own.learning_rate, DPO_RATE if method == DPO else LEARNING_RATE
     multiplier = 1.0 if multiplier == "auto" else multiplier
     if rate is None:
-        rate = LEARNING_RATE * multiplier
+        rate = of_one * multiplier
     else:
-        multiplier = rate / LEARNING_RATE
+        multiplier = rate / of_one
     steps = epochs * math.ceil(examples / batch)
     if steps > MOST_STEPS:
         raise ApiError(
@@ -123,19 +147,27 @@ def resolve(given: Hyperparameters, own: PcgSettings, examples: int) -> dict[str
         "save_every": own.save_every,
         **{name: value for name, value in further.items() if value is not None},
     }
-    peft = _checked_peft(_DEFAULT_PEFT if own.peft is None else own.peft)
+    hyperparameters = {
+        "n_epochs": epochs,
+        "batch_size": min(batch, examples),
+        "learning_rate_multiplier": multiplier,
+    }
+    if isinstance(given, DpoHyperparameters):
+        beta = DpoOptions.beta if given.beta == "auto" else given.beta
+        options["beta"] = hyperparameters["beta"] = beta
+        options["reference"] = "base" if start is None else "start"
+    peft = checked_peft(own.peft, start)
     try:
-        FinetuneOptions(**{**options, "checkpoint_dir": "checked"})
+        kind = DpoOptions if method == DPO else FinetuneOptions
+        kind(**{**options, "checkpoint_dir": "checked"})
     except FinetuneError as error:
         raise ApiError(400, str(error), param="pcg") from None
     return {
-        "hyperparameters": {
-            "n_epochs": epochs,
-            "batch_size": min(batch, examples),
-            "learning_rate_multiplier": multiplier,
-        },
+        "method": method,
+        "hyperparameters": hyperparameters,
         "options": options,
         "peft": peft,
+        "start": start,
         "examples": examples,
         "total_steps": steps,
     }
@@ -167,8 +199,18 @@ def _check_plain(value: Any, where: str, depth: int = 0) -> None:
             _check_plain(one, inner, depth + 1)
 
 
-def _checked_peft(peft: dict[str, Any]) -> dict[str, Any]:
-    """Return a PEFT configuration. ApiError: it cannot be, or takes too much."""
+def checked_peft(given: dict[str, Any] | None, start: str | None) -> dict[str, Any]:
+    """Return a PEFT configuration.
+
+    Args:
+        start: the model that the job goes on from; None for the base.
+    Raises:
+        ApiError: it cannot be, takes too much, or is given beside a model to go on from.
+    """
+    if start is not None and given is not None:
+        said = f"pcg.peft: the job goes on from {start}, which has a recipe; leave peft out."
+        raise ApiError(400, said, param="pcg.peft")
+    peft = DEFAULT_PEFT if given is None else given
     _check_plain(peft, "pcg.peft")
     try:
         recipe_from(peft)

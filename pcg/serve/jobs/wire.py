@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
+from pcg.serve.engine.jobs.news import DPO, REINFORCEMENT, SUPERVISED
 from pcg.serve.errors import UNSUPPORTED, ApiError
 from pcg.serve.jobs.event_records import CHECKPOINT, MESSAGE, CheckpointRecord, EventRecord
 from pcg.serve.jobs.records import SUCCEEDED, JobRecord
-from pcg.serve.jobs.settings import Hyperparameters, PcgSettings
+from pcg.serve.jobs.reinforcement import Reinforcement
+from pcg.serve.jobs.settings import DpoHyperparameters, Hyperparameters, PcgSettings
 from pcg.serve.openai.wire import WireModel
 
-SUPERVISED = "supervised"
-METHODS = (SUPERVISED, "dpo", "reinforcement")
+METHODS = (SUPERVISED, DPO, REINFORCEMENT)
 Metadata = dict[
     Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]
 ]
@@ -26,13 +27,19 @@ class Supervised(WireModel):
     hyperparameters: Hyperparameters | None = None
 
 
+class Dpo(WireModel):
+    """The method `dpo`."""
+
+    hyperparameters: DpoHyperparameters | None = None
+
+
 class Method(WireModel):
-    """The method of a job; `dpo` and `reinforcement` are refused by name."""
+    """The method of a job; the options are those of its type."""
 
     type: Annotated[str, Field(max_length=64)]
     supervised: Supervised | None = None
-    dpo: Any = None
-    reinforcement: Any = None
+    dpo: Dpo | None = None
+    reinforcement: Reinforcement | None = None
 
 
 class JobBody(WireModel):
@@ -49,8 +56,8 @@ class JobBody(WireModel):
     integrations: list[Any] | None = None
     pcg: PcgSettings | None = None
 
-    def given(self) -> Hyperparameters:
-        """Return the hyperparameters, which are in one of two places.
+    def given(self) -> tuple[str, Hyperparameters | Reinforcement]:
+        """Return the method, and the hyperparameters, which are in one of two places.
 
         Raises:
             ApiError: they are in both, or the method is another one.
@@ -59,25 +66,36 @@ class JobBody(WireModel):
         if method.type not in METHODS:
             said = f"'{method.type}' is not one of {list(METHODS)}."
             raise ApiError(400, f"Invalid value for 'method.type': {said}", param="method.type")
-        for name in METHODS[1:]:
-            if method.type == name or getattr(method, name) is not None:
-                raise ApiError(
-                    400,
-                    f"Fine-tuning by the method '{name}' is not supported; use '{SUPERVISED}'.",
-                    param="method",
-                    code=UNSUPPORTED,
-                )
+        for name in METHODS:
+            if name != method.type and getattr(method, name) is not None:
+                said = f"method.{name} has no effect on a job of the type '{method.type}'."
+                raise ApiError(400, said, param=f"method.{name}")
         if self.integrations:
             said = "integrations are not supported; leave them out."
             raise ApiError(400, said, param="integrations", code=UNSUPPORTED)
-        own = None if method.supervised is None else method.supervised.hyperparameters
+        if method.type == REINFORCEMENT:
+            return method.type, self._reinforcement(method.reinforcement)
+        options = method.dpo if method.type == DPO else method.supervised
+        own = None if options is None else options.hyperparameters
         if own is not None and self.hyperparameters is not None:
             raise ApiError(
                 400,
-                "Give hyperparameters or method.supervised.hyperparameters, not both.",
+                f"Give hyperparameters or method.{method.type}.hyperparameters, not both.",
                 param="hyperparameters",
             )
-        return own or self.hyperparameters or Hyperparameters()
+        kind = DpoHyperparameters if method.type == DPO else Hyperparameters
+        shared = {} if self.hyperparameters is None else self.hyperparameters.model_dump()
+        return method.type, own or kind(**shared)
+
+    def _reinforcement(self, own: Reinforcement | None) -> Reinforcement:
+        """Return the method's options, which have no other place."""
+        name = f"method.{REINFORCEMENT}"
+        if own is None:
+            raise ApiError(400, f"Missing required parameter: '{name}'.", param=name)
+        if self.hyperparameters is not None:
+            said = f"Give {name}.hyperparameters in place of hyperparameters."
+            raise ApiError(400, said, param="hyperparameters")
+        return own
 
 
 class JobError(BaseModel):
@@ -89,24 +107,34 @@ class JobError(BaseModel):
 
 
 class Resolved(BaseModel):
-    """Hyperparameters, none of which is `auto` any more."""
+    """Hyperparameters, none of which is `auto` any more; others are of methods."""
+
+    model_config = ConfigDict(extra="allow")
 
     n_epochs: int
     batch_size: int
     learning_rate_multiplier: float
 
 
-class ResolvedSupervised(BaseModel):
+class ResolvedOptions(BaseModel):
     """The method's resolved options."""
 
     hyperparameters: Resolved
 
 
-class ResolvedMethod(BaseModel):
-    """The method of a job."""
+class ResolvedReinforcement(ResolvedOptions):
+    """The method's resolved options."""
 
-    type: Literal["supervised"] = "supervised"
-    supervised: ResolvedSupervised
+    grader: dict[str, Any]
+
+
+class ResolvedMethod(BaseModel):
+    """The method of a job, which alone has options."""
+
+    type: str
+    supervised: ResolvedOptions | None = None
+    dpo: ResolvedOptions | None = None
+    reinforcement: ResolvedReinforcement | None = None
 
 
 class Job(BaseModel):
@@ -132,6 +160,14 @@ class Job(BaseModel):
     integrations: list[Any] = []
     estimated_finish: int | None = None
     pcg: dict[str, Any]
+
+
+class DeletedJob(BaseModel):
+    """A job that is kept no more."""
+
+    id: str
+    object: Literal["fine_tuning.job"] = "fine_tuning.job"
+    deleted: Literal[True] = True
 
 
 class Event(BaseModel):
@@ -162,6 +198,9 @@ def job_of(record: JobRecord) -> Job:
     """Return a job as clients see it."""
     config = record.resolved
     resolved = Resolved.model_validate(config["hyperparameters"])
+    type = config.get("method", SUPERVISED)
+    own = {"hyperparameters": resolved, "grader": config.get("grader")}
+    method = ResolvedMethod.model_validate({"type": type, type: own})
     return Job(
         id=record.id,
         created_at=record.created_s,
@@ -176,7 +215,7 @@ def job_of(record: JobRecord) -> Job:
         trained_tokens=record.trained_tokens,
         seed=record.seed,
         hyperparameters=resolved,
-        method=ResolvedMethod(supervised=ResolvedSupervised(hyperparameters=resolved)),
+        method=method,
         metadata=None if record.metadata is None else json.loads(record.metadata),
         error=None if record.error is None else JobError.model_validate_json(record.error),
         pcg={name: config[name] for name in ("peft", "options", "examples", "total_steps")},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import base64
+import contextlib
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from fastapi import Request
@@ -12,6 +14,8 @@ from starlette.types import Scope as AsgiScope
 
 from pcg.keys import Keys, Scope
 from pcg.serve.errors import ApiError
+
+_NONE: frozenset[Scope] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -56,15 +60,30 @@ class Authentication:
 
     Args:
         public: the paths that need no key.
+        owner_of_link: returns whose a further one is, which none needs either; None for others.
+            What is asked by it counts as its owner's.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, public: Collection[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        public: Collection[str],
+        owner_of_link: Callable[[str], str | None] = lambda path: None,
+    ) -> None:
         self.app = app
         self._keys = keys
         self._public = frozenset(public)
+        self._owner_of_link = owner_of_link
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._public:
+        path = scope.get("path", "")
+        if scope["type"] != "http" or path in self._public:
+            await self.app(scope, receive, send)
+            return
+        owner = self._owner_of_link(path)
+        if owner is not None:
+            scope.setdefault("state", {})["caller"] = Caller(f"links of {owner}", owner, _NONE)
             await self.app(scope, receive, send)
             return
         given = _given(Headers(scope=scope))
@@ -78,10 +97,18 @@ class Authentication:
 
 
 def _given(headers: Headers) -> str | None:
-    """Return the key that a request came with, as a bearer token or in X-API-Key."""
+    """Return the key that a request came with, as a bearer token or in X-API-Key.
+
+    It may also be a password, for clients that have no headers of their own but an address:
+    http://anyone:KEY@127.0.0.1:8000.
+    """
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and token.strip():
         return token.strip()
+    if scheme.lower() == "basic":
+        with contextlib.suppress(ValueError):  # no base64, or no text
+            _, _, password = base64.b64decode(token.strip(), validate=True).decode().partition(":")
+            return password
     return headers.get("x-api-key")
 
 

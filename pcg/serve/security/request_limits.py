@@ -46,7 +46,7 @@ class RequestLimits:
         if refusal is not None:
             await refusal.response()(scope, receive, send)
             return
-        body = _Body(self, tenant, receive, is_kept=not has_file)
+        body = _Body(self, tenant, receive, is_kept=not has_file, is_text=not _is_protobuf(scope))
         self._requests[key] += 1
         try:
             await self.app(scope, body.receive, send)
@@ -107,6 +107,12 @@ def _said_bytes(scope: Scope) -> int:
     return int(said[:20]) if said.isdigit() else 0
 
 
+def _is_protobuf(scope: Scope) -> bool:
+    """Return True for a body that nobody reads as JSON."""
+    kinds = [value for name, value in scope["headers"] if name == b"content-type"]
+    return kinds == [b"application/x-protobuf"]
+
+
 def _less(counts: Counter[str], key: str, count: int) -> None:
     counts[key] -= count
     if not counts[key]:
@@ -118,16 +124,24 @@ class _Body:
 
     Args:
         is_kept: True for one that is held as a whole by whoever reads it.
+        is_text: True for one that may be read as JSON.
     """
 
     def __init__(
-        self, limits: RequestLimits, tenant: str, receive: Receive, *, is_kept: bool
+        self,
+        limits: RequestLimits,
+        tenant: str,
+        receive: Receive,
+        *,
+        is_kept: bool,
+        is_text: bool,
     ) -> None:
         self.size_bytes = 0
         self._limits = limits
         self._tenant = tenant
         self._receive = receive
         self._is_kept = is_kept
+        self._is_text = is_text
         self._is_whole = False
         self._parts: list[bytes] = []
 
@@ -151,7 +165,8 @@ class _Body:
         self._parts.append(part)
         if self._is_whole:
             parts, self._parts = self._parts, []
-            if self.size_bytes > MOST_CONTAINERS and has_too_many(parts):
+            is_long = self._is_text and self.size_bytes > MOST_CONTAINERS
+            if is_long and has_too_many(parts):
                 raise ApiError(
                     400,
                     f"The body has more than {MOST_CONTAINERS} lists and objects; send fewer.",

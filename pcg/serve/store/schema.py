@@ -102,6 +102,137 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             PRIMARY KEY (tenant, name)
         ) STRICT""",
     ),
+    (
+        """CREATE TABLE tinker_sessions (
+            id TEXT PRIMARY KEY,
+            tenant TEXT NOT NULL,
+            created_s INTEGER NOT NULL,
+            status TEXT NOT NULL,
+            tags TEXT NOT NULL,
+            user_metadata TEXT,
+            display_name TEXT,
+            sdk_version TEXT NOT NULL
+        ) STRICT""",
+        "CREATE INDEX tinker_sessions_of_tenant ON tinker_sessions (tenant, id)",
+        """CREATE TABLE tinker_futures (
+            id TEXT PRIMARY KEY,
+            tenant TEXT NOT NULL,
+            session TEXT NOT NULL,
+            stream TEXT NOT NULL,
+            seq INTEGER NOT NULL,
+            kind TEXT NOT NULL,
+            answer TEXT NOT NULL,
+            created_s INTEGER NOT NULL,
+            request BLOB,
+            state TEXT NOT NULL,
+            media_type TEXT,
+            result BLOB,
+            category TEXT,
+            finished_s INTEGER,
+            UNIQUE (stream, seq)
+        ) STRICT""",
+        "CREATE INDEX tinker_futures_of_state ON tinker_futures (state, finished_s)",
+        """CREATE TABLE tinker_models (
+            id TEXT PRIMARY KEY,
+            tenant TEXT NOT NULL,
+            session TEXT NOT NULL,
+            seq INTEGER NOT NULL,
+            base_model TEXT NOT NULL,
+            lora TEXT NOT NULL,
+            user_metadata TEXT,
+            created_s INTEGER NOT NULL,
+            asked_s INTEGER NOT NULL,
+            status TEXT NOT NULL,
+            state TEXT,
+            state_seq INTEGER NOT NULL,
+            done_seq INTEGER NOT NULL,
+            UNIQUE (session, seq)
+        ) STRICT""",
+        "CREATE INDEX tinker_models_of_tenant ON tinker_models (tenant, id)",
+        """CREATE TABLE tinker_checkpoints (
+            path TEXT PRIMARY KEY,
+            tenant TEXT NOT NULL,
+            model TEXT NOT NULL,
+            kind TEXT NOT NULL,
+            name TEXT NOT NULL,
+            folder TEXT NOT NULL,
+            base_model TEXT NOT NULL,
+            lora TEXT NOT NULL,
+            user_metadata TEXT,
+            size_bytes INTEGER NOT NULL,
+            created_s INTEGER NOT NULL,
+            expires_s INTEGER,
+            is_public INTEGER NOT NULL
+        ) STRICT""",
+        "CREATE INDEX tinker_checkpoints_of_tenant ON tinker_checkpoints (tenant, path)",
+        "CREATE INDEX tinker_checkpoints_of_model ON tinker_checkpoints (model, path)",
+    ),
+    (
+        """CREATE TABLE tinker_samplers (
+            id TEXT PRIMARY KEY,
+            tenant TEXT NOT NULL,
+            session TEXT NOT NULL,
+            seq INTEGER NOT NULL,
+            base_model TEXT NOT NULL,
+            path TEXT,
+            folder TEXT,
+            created_s INTEGER NOT NULL,
+            UNIQUE (session, seq)
+        ) STRICT""",
+    ),
+    (
+        """CREATE TABLE job_data (
+            job TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+            tenant TEXT NOT NULL,
+            digest TEXT NOT NULL,
+            size_bytes INTEGER NOT NULL
+        ) STRICT""",
+        "CREATE INDEX job_data_of_job ON job_data (job)",
+        "CREATE INDEX job_data_of_tenant ON job_data (tenant)",
+        """CREATE TABLE job_folders (
+            job TEXT PRIMARY KEY,
+            tenant TEXT NOT NULL,
+            size_bytes INTEGER NOT NULL
+        ) STRICT""",
+        "CREATE INDEX job_folders_of_tenant ON job_folders (tenant)",
+        "CREATE TABLE bases (digest TEXT PRIMARY KEY, name TEXT NOT NULL) STRICT",
+        "ALTER TABLE jobs ADD COLUMN base TEXT",
+        "ALTER TABLE models ADD COLUMN base TEXT",
+        "CREATE INDEX jobs_of_end ON jobs (finished_s)",
+        """CREATE TABLE checkpoint_permissions (
+            id TEXT PRIMARY KEY,
+            tenant TEXT NOT NULL,
+            model TEXT NOT NULL,
+            project TEXT NOT NULL,
+            created_s INTEGER NOT NULL,
+            UNIQUE (tenant, model, project),
+            FOREIGN KEY (tenant, model) REFERENCES models (tenant, name) ON DELETE CASCADE
+        ) STRICT""",
+    ),
+    (
+        "ALTER TABLE jobs ADD COLUMN config_bytes INTEGER NOT NULL DEFAULT 0",
+        "CREATE INDEX jobs_of_config ON jobs (tenant, config_bytes)",
+    ),
+    (
+        """CREATE TABLE tinker_losses (
+            id TEXT PRIMARY KEY,
+            tenant TEXT NOT NULL,
+            session TEXT NOT NULL,
+            seq INTEGER NOT NULL,
+            graph TEXT NOT NULL,
+            created_s INTEGER NOT NULL,
+            UNIQUE (session, seq)
+        ) STRICT""",
+        "CREATE INDEX tinker_losses_of_tenant ON tinker_losses (tenant)",
+    ),
+    (
+        "ALTER TABLE tinker_samplers ADD COLUMN size_bytes INTEGER NOT NULL DEFAULT 0",
+        "CREATE INDEX tinker_samplers_of_tenant ON tinker_samplers (tenant)",
+    ),
+    (
+        "ALTER TABLE tinker_sessions ADD COLUMN ended_s INTEGER",
+        "CREATE INDEX tinker_futures_of_session ON tinker_futures (session)",
+    ),
 )
 """Statements that lead from schema 0, which is empty, to 1, from there to 2, and so on."""
 

@@ -255,11 +255,23 @@ def test_a_page_has_all_of_the_request_that_ended_before_it(served: Running) -> 
             assert found[-1] == expected
 
 
-def test_a_killed_engine_ends_requests_and_the_server() -> None:
-    with running() as server, server.client() as client, ThreadPoolExecutor(1) as thread:
+def test_a_killed_engine_ends_requests_and_the_server(tmp_path: Path) -> None:
+    with (
+        running("--data-dir", str(tmp_path)) as server,
+        server.client() as client,
+        ThreadPoolExecutor(2) as thread,
+    ):
         (engine,), load = server.engine_pids, Load()
         load.begin(server, 4)
         os.kill(engine, signal.SIGSTOP)
+        sample = {
+            "base_model": LONG["model"],
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+            "sampling_params": {},
+        }
+        promise = client.post("/tinker/api/v1/asample", json=sample).json()
+        asked = {"request_id": promise["request_id"]}
+        waits = thread.submit(client.post, "/tinker/api/v1/retrieve_future", json=asked)
         whole = thread.submit(client.post, "/v1/completions", json=LONG)
         os.kill(engine, signal.SIGKILL)
         load.join()
@@ -267,6 +279,8 @@ def test_a_killed_engine_ends_requests_and_the_server() -> None:
         assert "the engine's process ended by SIGKILL" in server.errors()
         if whole.exception() is None:  # else it came when nobody listened any more
             assert whole.result().status_code == 503
+        if waits.exception() is None:
+            assert waits.result().json()["error"]["code"] == "ending"
     (_, _, _, lines) = load.lines
     assert lines[-2:] == ["data: [DONE]", ""]
     error = json.loads(lines[-4].removeprefix("data: "))["error"]

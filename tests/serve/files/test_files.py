@@ -183,6 +183,7 @@ FORM = b'--b\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\
         (FORM, "multipart/form-data; boundary=b", "ends before its last boundary"),
         (FORM + b"\r\n" + FORM + b"\r\n--b--", "multipart/form-data; boundary=b", "two parts"),
         (b"--other\r\n\r\n", "multipart/form-data; boundary=b", "cannot be read"),
+        (FORM + b"\r\n--b--" + b"E" * 2**21, "multipart/form-data; boundary=b", "behind its end"),
         (b"--b\r\n\r\nx\r\n--b--", "multipart/form-data; boundary=b", "supplied: "),
         (b"x", "multipart/form-data; boundary=" + "b" * 5000, "cannot be read"),
     ],
@@ -213,6 +214,9 @@ def test_uploads(server: serving.Served, client: openai.OpenAI) -> None:
     assert (begun.status, begun.file) == ("pending", None)
     halves = [content[400_000:], content[:400_000]]
     parts = [client.uploads.parts.create(begun.id, data=half).id for half in halves]
+    again = client.uploads.parts.create(begun.id, data=halves[0]).id  # its answer was lost
+    with pytest.raises(openai.BadRequestError, match="The parts have 1000000 bytes"):
+        client.uploads.complete(begun.id, part_ids=[*parts, again])
     with pytest.raises(openai.BadRequestError, match="The MD5 of the parts is"):
         client.uploads.complete(begun.id, part_ids=parts[::-1], md5="0" * 32)
     with pytest.raises(openai.BadRequestError, match="the upload 700000"):
@@ -221,7 +225,7 @@ def test_uploads(server: serving.Served, client: openai.OpenAI) -> None:
         client.uploads.complete(begun.id, part_ids=["part_x"])
     with pytest.raises(openai.BadRequestError, match="twice"):
         client.uploads.complete(begun.id, part_ids=parts[:1] * 2)
-    with pytest.raises(openai.BadRequestError, match="3 parts have 700001 bytes"):
+    with pytest.raises(openai.BadRequestError, match="4 parts have 700001 bytes"):
         client.uploads.parts.create(begun.id, data=b"x")
     with client_of(server, "other") as other, pytest.raises(openai.NotFoundError):
         other.uploads.complete(begun.id, part_ids=parts[::-1])
@@ -290,3 +294,22 @@ def test_files_are_there_after_a_start(tmp_path: Path) -> None:
     with serving.on_a_port(data_dir=tmp_path) as server, server.client() as plain:
         assert plain.get("/v1/files").json()["data"] == [made]
         assert plain.get(f"/v1/files/{made['id']}/content").content == LINES
+
+
+def test_few_uploads_that_are_over_are_told_of(
+    server: serving.Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who begins and cancels uploads for ever fills no database."""
+    monkeypatch.setattr("pcg.serve.files.upload_records.MOST_OVER", 2)
+    made = [
+        client.uploads.create(bytes=9, filename="a", mime_type="b", purpose="fine-tune").id
+        for _ in range(4)
+    ]
+    for id in made[:3]:
+        client.uploads.cancel(id)
+    last = client.uploads.create(bytes=9, filename="a", mime_type="b", purpose="fine-tune")
+    query = "SELECT id FROM uploads WHERE tenant = 'one' AND status != 'pending'"
+    read = server.service.files.store.database.read
+    assert [id for (id,) in read(lambda one: one.execute(query).fetchall()).result()] == made[1:3]
+    for id in (made[3], last.id):
+        assert client.uploads.cancel(id).status == "cancelled"

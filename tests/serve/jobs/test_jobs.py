@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -133,7 +134,27 @@ def test_a_job_that_is_over_leaves_no_data(server: serving.Served, done: Any) ->
     folder = server.service.files.store.folder / "jobs" / done.id
     until(lambda: not (folder / "training.jsonl").exists())
     until(lambda: not list(folder.glob("**/optimizer.safetensors")))
-    assert sorted(one.name for one in folder.iterdir()) == ["checkpoints", "model"]
+    assert sorted(one.name for one in folder.iterdir()) == ["checkpoints", "model", "record"]
+
+
+def test_its_report_is_its_owners(server: serving.Served, client: openai.OpenAI, done: Any) -> None:
+    path = f"/fine_tuning/jobs/{done.id}/report"
+    answer = client.get(path, cast_to=httpx.Response)
+    assert answer.headers["content-type"].startswith("text/html")
+    assert "script-src 'sha256-" in answer.headers["content-security-policy"]
+    page = answer.text
+    for words in (done.fine_tuned_model, "completed", "6 of 6", "eval_loss", "learning_rate"):
+        assert words in page
+    folder = server.service.files.store.folder
+    assert str(folder) not in page
+    rows = (folder / "jobs" / done.id / "record/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    for key, status in (("key-of-other", 404), ("key-of-reader", 403), ("wrong", 401)):
+        with pytest.raises(openai.APIStatusError) as refused:
+            client.with_options(api_key=key).get(path, cast_to=httpx.Response)
+        assert refused.value.status_code == status
+    with pytest.raises(openai.NotFoundError):
+        client.get("/fine_tuning/jobs/..%2f..%2fdata/report", cast_to=httpx.Response)
 
 
 def test_what_another_tenant_made_is_not_there(
@@ -239,10 +260,9 @@ def test_files_that_cannot_be_learned(client: openai.OpenAI, content: bytes, sai
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"method": {"type": "dpo", "dpo": {}}}, "method 'dpo' is not supported"),
         (
             {"method": {"type": "reinforcement", "reinforcement": {"grader": {"type": "python"}}}},
-            "method 'reinforcement' is not supported",
+            "method.reinforcement.grader.source is missing",
         ),
         ({"method": {"type": "magic"}}, "'magic' is not one of"),
         ({"hyperparameters": {"n_epochs": 1}}, "not both"),
@@ -287,7 +307,7 @@ def test_bodies_of_nobodys_client(server: serving.Served, body: str, status: int
 def test_models_that_no_job_goes_on_from(client: openai.OpenAI, done: Any) -> None:
     with pytest.raises(openai.NotFoundError):
         begin(client, model="nobody")
-    with pytest.raises(openai.BadRequestError, match="from the base alone"):
+    with pytest.raises(openai.BadRequestError, match="leave peft out"):
         begin(client, model=done.fine_tuned_model)
     file = client.files.create(file=("a", lines_of(ROWS)), purpose="user_data")
     with pytest.raises(openai.BadRequestError, match="use one of the purpose 'fine-tune'"):
@@ -334,7 +354,7 @@ def test_a_job_that_cannot_begin_or_end_leaves_its_place(
         failed = ended(client, begin(client, epochs=1).id)
     assert (failed.status, failed.error.message) == ("failed", "The job failed.")
     with monkeypatch.context() as patch:
-        patch.setattr("pcg.serve.jobs.runner.table_of", breaks)
+        patch.setattr("pcg.serve.jobs.results.table_of", breaks)
         made = begin(client, epochs=1)
         until(lambda: f"the end of job {made.id} cannot be kept" in caplog.text)
     assert ended(client, begin(client, epochs=1).id).status == "succeeded"

@@ -134,7 +134,10 @@ def test_a_part_of_an_embedding_needs_a_model_that_was_trained_for_it(
         program = local.executor.program
         configured = dataclasses.replace(program, config={**program.config, **fields})
         executor = SimpleNamespace(
-            program=configured, device=local.executor.device, max_positions=None
+            program=configured,
+            state=local.executor.state,
+            device=local.executor.device,
+            max_positions=None,
         )
         engine = SimpleNamespace(
             scheduler=SimpleNamespace(limits=Limits()), device=SimpleNamespace(warmed=None)

@@ -1,18 +1,11 @@
-"""Finetuning jobs that a server orders from its engine, and the news of them.
-
-A job writes its checkpoints in a folder of its own before the news of a step goes out, and the
-adapter that it ends with before the news of its end. So whatever was told is on the disk.
-"""
+"""The finetuning jobs of an engine that a server ordered."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import Executor as Threads
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeAlias
-
-import msgspec
 
 from pcg.errors import EngineError, FinetuneInterrupted, PcgError
 from pcg.peft.adapter import Adapter
@@ -22,70 +15,21 @@ from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.engine.running_job import RunningJob
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.result import FinetuneResult, StepRecord
+from pcg.serve.engine.jobs.news import (
+    DPO,
+    REINFORCEMENT,
+    JobEnd,
+    JobOrder,
+    JobStep,
+    Tell,
+    start_of,
+)
+from pcg.serve.engine.jobs.reinforcement import ReinforcementRun
+from pcg.train.preference.job import PreferenceJob, step_numbers
+from pcg.train.preference.records import PreferenceResult, PreferenceStep
 
 ALL_CHECKPOINTS = 2**31
 """Who ordered the job removes what it does not keep."""
-
-
-class JobOrder(msgspec.Struct, frozen=True):
-    """A job that the engine is to run, or to go on with from its last checkpoint.
-
-    Attributes:
-        adapter: the engine's name of the adapter, and of the job.
-        data: the training data; `eval_data` is None for a job that is not evaluated.
-        peft: the recipe as of adapter_config.json.
-        checkpoints: the folder of its checkpoints.
-        output: the folder that will have the adapter.
-        options: further options of `FinetuneOptions`.
-    """
-
-    adapter: str
-    data: str
-    eval_data: str | None
-    peft: dict[str, Any]
-    checkpoints: str
-    output: str
-    options: dict[str, Any]
-
-
-class JobStep(msgspec.Struct, frozen=True, tag="step"):
-    """A step that is done; the fields are those of `StepRecord`.
-
-    Attributes:
-        checkpoint: the name of the last checkpoint's folder; None without one.
-    """
-
-    step: int
-    total_steps: int
-    loss: float
-    eval_loss: float | None
-    learning_rate: float
-    gradient_norm: float
-    tokens: int
-    tokens_per_second: float
-    checkpoint: str | None
-
-
-class JobEnd(msgspec.Struct, frozen=True, tag="end"):
-    """The end of a job, for now or for good.
-
-    Attributes:
-        state: how it ended.
-        is_final: False for one that goes on from its checkpoint when it is ordered again: it was
-            interrupted, or the engine ends.
-        tokens: tokens that went through the model, of a job that succeeded.
-        kind: the class of its error, and `text` what it says.
-    """
-
-    state: str
-    is_final: bool
-    tokens: int | None = None
-    kind: str | None = None
-    text: str | None = None
-
-
-JobNews: TypeAlias = JobStep | JobEnd
-Tell: TypeAlias = Callable[[JobNews], None]
 
 
 class OrderedJobs:
@@ -100,6 +44,8 @@ class OrderedJobs:
         self._engine = engine
         self._threads = threads
         self._running: dict[str, RunningJob] = {}
+        self._runs: dict[str, ReinforcementRun] = {}
+        self._preferences: dict[str, PreferenceJob] = {}
 
     def begin(self, order: JobOrder, tell: Tell) -> None:
         """Begin a job.
@@ -110,6 +56,14 @@ class OrderedJobs:
             EngineError: the engine takes nothing new.
             FinetuneError: bad options.
         """
+        if order.method == REINFORCEMENT:
+            run = ReinforcementRun(self._executor, self._engine, order, tell)
+            self._runs[order.adapter] = run
+            run.begin(lambda: self._forget(order.adapter))
+            return
+        if order.method == DPO:
+            self._begin_preferences(order, tell)
+            return
 
         def on_step(record: StepRecord) -> None:
             tell(_step_of(record))
@@ -117,7 +71,7 @@ class OrderedJobs:
         running = self._engine.finetune(
             Path(order.data),
             order.adapter,
-            peft=order.peft,
+            peft=start_of(order),
             eval_data=None if order.eval_data is None else Path(order.eval_data),
             checkpoint_dir=Path(order.checkpoints),
             keep_last=ALL_CHECKPOINTS,
@@ -138,13 +92,80 @@ class OrderedJobs:
 
         running.on_end(end)
 
+    def _forget(self, adapter: str) -> None:
+        self._runs.pop(adapter, None)
+
+    def _begin_preferences(self, order: JobOrder, tell: Tell) -> None:
+        """Begin a job on preferences."""
+
+        def on_step(record: PreferenceStep) -> None:
+            tell(_step_of_preferences(record))
+
+        def end(result: PreferenceResult | None, error: Exception | None, is_final: bool) -> None:
+            self._preferences.pop(order.adapter, None)
+            if result is None:
+                tell(JobEnd("failed", is_final, kind=type(error).__name__, text=str(error)))
+                return
+            adapter = self._executor.adapters.get(order.adapter)
+            if adapter is None:  # removed meanwhile
+                text = "the adapter was removed before it was saved"
+                tell(JobEnd("failed", is_final=True, kind="AdapterNotFoundError", text=text))
+                return
+            _finish(adapter, Path(order.output), result.tokens, tell)
+
+        job = PreferenceJob(
+            self._executor,
+            end,
+            {
+                "data": Path(order.data),
+                "adapter": order.adapter,
+                "peft": start_of(order),
+                "eval_data": None if order.eval_data is None else Path(order.eval_data),
+                "checkpoint_dir": Path(order.checkpoints),
+                "keep_last": ALL_CHECKPOINTS,
+                "on_step": on_step,
+                **order.options,
+            },
+        )
+        self._preferences[order.adapter] = job
+        job.begin()
+
     def end(self, adapter: str, *, interrupts: bool) -> None:
         """End a job: after its step, with a checkpoint, or now."""
+        job = self._preferences.get(adapter)
+        if job is not None and interrupts:
+            job.stop()
+        elif job is not None:
+            job.cancel()
+        run = self._runs.get(adapter)
+        if run is not None:
+            run.end(interrupts=interrupts)
         running = self._running.get(adapter)
         if running is not None and interrupts:
             running.interrupt()
         elif running is not None:
             running.cancel()
+
+    def put_grades(self, adapter: str, rewards: Sequence[float], error: str | None) -> None:
+        """Give a job the grades of the completions that it told last, or why there are none."""
+        run = self._runs.get(adapter)
+        if run is not None:
+            run.put_grades(rewards, error)
+
+
+def _step_of_preferences(record: PreferenceStep) -> JobStep:
+    return JobStep(
+        record.step,
+        record.total_steps,
+        record.loss,
+        None if record.evaluation is None else record.evaluation["loss"],
+        record.learning_rate,
+        record.gradient_norm,
+        record.tokens,
+        record.tokens_per_second,
+        None if record.checkpoint is None else record.checkpoint.name,
+        step_numbers(record),
+    )
 
 
 def _step_of(record: StepRecord) -> JobStep:

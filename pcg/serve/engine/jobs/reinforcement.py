@@ -1,0 +1,300 @@
+"""Reinforcement fine-tuning in the engine: rollouts and updates by `pcg.train.grpo`.
+
+A run has a thread beside the engine's, whose steps its rollouts and updates share with whatever
+else is served. Rewards come from who ordered the job: the run tells completions, and waits for
+grades.
+
+A checkpoint is a folder that has the adapter, which can be served, the trainer's state, and the
+numbers of the last steps; it is there under its name once it is whole. A run goes on behind it,
+with the prompts and seeds that a run from the beginning would have had.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any, cast
+
+import msgspec
+
+from pcg.errors import (
+    DataError,
+    EngineError,
+    FinetuneError,
+    FinetuneInterrupted,
+    PcgError,
+    as_pcg_error,
+)
+from pcg.files import sync, sync_names
+from pcg.peft.adapter import Adapter
+from pcg.peft.writer import write_adapter
+from pcg.records.record import RunRecord
+from pcg.runtime.data.rows import read_rows
+from pcg.runtime.engine.async_engine import AsyncEngine
+from pcg.runtime.engine.trainers.async_trainer import AsyncTrainer
+from pcg.runtime.executor import Executor
+from pcg.serve.adapters.engine_names import owned
+from pcg.serve.engine.jobs.news import (
+    TRAIN_REWARD,
+    VALID_REWARD,
+    JobEnd,
+    JobOrder,
+    JobSamples,
+    JobStep,
+    Tell,
+    start_of,
+)
+from pcg.serve.engine.jobs.reinforcement_record import add_step, end_cancelled, opened
+from pcg.serve.engine.jobs.rollouts import Rollouts
+from pcg.train.grpo.loop import GrpoLoop, Task
+from pcg.train.grpo.options import GrpoOptions
+from pcg.train.grpo.prompts import Prompt
+from pcg.train.grpo.result import Sample
+from pcg.train.grpo.rewards import Rewards
+
+_LOG = logging.getLogger("pcg.serve")
+STATE, ADAPTER_STATE = "trainer_state.json", "state"
+_TOLD = 1024
+"""The steps that a checkpoint has the numbers of; the rows of earlier ones were written long ago,
+and a job of many steps would write all of them again with each checkpoint."""
+_AT_ONCE = 256
+"""Completions that are told together: with their rows they are a message of some 16 MiB."""
+
+
+class ReinforcementRun:
+    """A run of a job, until its end or until it is interrupted."""
+
+    def __init__(
+        self, executor: Executor, engine: AsyncEngine, order: JobOrder, tell: Tell
+    ) -> None:
+        self._executor = executor
+        self._engine = engine
+        self._order = order
+        self._tell = tell
+        self._asked = order.options
+        queue = engine.engine.scheduler.backlog.limits.tenant_requests
+        self._rollouts = Rollouts(engine, owned(order.adapter).tenant, queue)
+        self._grades: SimpleQueue[tuple[Sequence[float], str | None] | None] = SimpleQueue()
+        self._interrupts = Event()
+        self._told: deque[JobStep] = deque(maxlen=_TOLD)
+        self._record: RunRecord
+        self._samples: Sequence[Sample] = ()
+        self._tokens = self._counted = 0
+        self._at_s = 0.0
+
+    def begin(self, ended: Callable[[], None]) -> None:
+        """Begin on a thread; `ended` is called before the end is told."""
+        Thread(target=self._run, args=(ended,), name="pcg reinforcement", daemon=True).start()
+
+    def end(self, *, interrupts: bool) -> None:
+        """End behind the step that runs, with a checkpoint, or now."""
+        self._interrupts.set()
+        if not interrupts:
+            self._rollouts.end()
+            self._grades.put(None)
+
+    def put_grades(self, rewards: Sequence[float], error: str | None) -> None:
+        """Take the grades of the completions that were told last, or why there are none."""
+        self._grades.put((rewards, error))
+
+    # ------------------------------------------------------------------------------- the thread
+
+    def _run(self, ended: Callable[[], None]) -> None:
+        try:
+            adapter = self._trained()
+            write_adapter(adapter, self._order.output)
+            end = JobEnd("succeeded", is_final=True, tokens=self._tokens)
+        except Exception as error:
+            end = self._end_of(error)
+            with suppress(PcgError):  # what was published is no model
+                self._engine.remove_adapter(self._order.adapter).result()
+        ended()
+        self._tell(end)
+
+    def _end_of(self, error: Exception) -> JobEnd:
+        if self._rollouts.has_ended:
+            return JobEnd("cancelled", is_final=False)
+        found = as_pcg_error(error, "the job", FinetuneError)
+        if found is not error:
+            _LOG.error("a job failed by an error of ours", exc_info=error)
+        goes_on = isinstance(found, FinetuneInterrupted | EngineError)
+        state = "interrupted" if goes_on else "failed"
+        return JobEnd(state, is_final=not goes_on, kind=type(found).__name__, text=str(found))
+
+    def _trained(self) -> Adapter:
+        """Train, and return the adapter."""
+        order, asked = self._order, self._asked
+        options = GrpoOptions(**asked["grpo"])
+        prompts = self._prompts(order.data)
+        tests = [] if order.eval_data is None else self._prompts(order.eval_data)
+        is_there = order.adapter in self._executor.adapters
+        trainer = self._engine.trainer(
+            order.adapter,
+            peft=None if is_there else start_of(order),
+            seed=options.seed,
+            batch_size=options.batch_size,
+        )
+        with trainer:
+            trainer.created.wait()
+            begun = self._resume(trainer)
+
+            def on_step(step: int, numbers: Mapping[str, float], some: Sequence[Sample]) -> None:
+                self._samples = some
+                self._stepped(trainer, tests, step, numbers)
+
+            def grader(completions: Sequence[Any], item: Sequence[Any], **_: object) -> Any:
+                texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+                return self._graded(texts, list(item))
+
+            task = Task(prompts, Rewards(grader), None, on_step, updates=begun)
+            self._at_s = time.monotonic()
+            running = cast(AsyncEngine, self._rollouts)
+            config = {"adapter": order.adapter, "peft": order.peft, **asked}
+            with opened(asked["record"], config, order.adapter, list(self._told)) as self._record:
+                try:
+                    return GrpoLoop(running, trainer, task, options).run().snapshot.adapter
+                except PcgError:
+                    if self._rollouts.has_ended:
+                        end_cancelled(self._record)
+                    raise
+
+    def _prompts(self, path: str) -> list[Prompt]:
+        """Read rows, each a chat or a text with columns for the grader."""
+        tokenizer = self._executor.tokenizer
+        if tokenizer is None:
+            raise DataError("the model has no tokenizer, and prompts are texts")
+        effort = self._asked["reasoning_effort"]
+        variables = {} if effort is None else {"reasoning_effort": effort}
+        room, found = self._asked["prompt_tokens"], []
+        for one in read_rows((Path(path),)):
+            row, name = one.value, one.where.removeprefix(f"{Path(path).parent}/")
+            given = row.pop("messages", None)
+            if given is None:
+                given = row.pop("prompt")
+                ids = tokenizer.encode(given)
+            else:
+                ids = tokenizer.encode_chat(given, **variables)
+            if not 0 < len(ids) <= room:
+                raise DataError(
+                    f"{name}: the prompt has {len(ids)} tokens, and beside the completion there is "
+                    f"room for {room}; shorten it, or use a smaller pcg.max_completion_length"
+                )
+            found.append(Prompt(given, tuple(ids), {"item": row}))
+        return found
+
+    def _resume(self, trainer: AsyncTrainer) -> int:
+        """Go on from the last checkpoint; returns the updates that it has."""
+        folder = Path(self._order.checkpoints)
+        saved = sorted(one for one in folder.glob("step-*") if (one / STATE).is_file())
+        for unfinished in folder.glob(".step-*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        if not saved:
+            return 0
+        trainer.load_state(saved[-1] / ADAPTER_STATE).wait()
+        state = json.loads((saved[-1] / STATE).read_text(encoding="utf-8"))["state"]
+        self._told += msgspec.convert(state["told"], list[JobStep])
+        self._tokens = self._told[-1].tokens
+        return self._told[-1].step
+
+    # ------------------------------------------------------------------------------- steps
+
+    def _graded(self, texts: list[str], items: list[Any]) -> Sequence[float]:
+        """Have completions graded, each with the row that it answers.
+
+        Those of a part that cannot be graded have 0.
+
+        Raises:
+            FinetuneError: no part can be graded; why the first cannot.
+        """
+        rewards, errors = list[float](), list[str]()
+        for begin in range(0, len(texts), _AT_ONCE):
+            part = slice(begin, begin + _AT_ONCE)
+            self._tell(JobSamples(texts[part], items[part]))
+            found = self._grades.get()
+            if found is None:
+                raise FinetuneError("the job was cancelled")
+            error = found[1]
+            rewards += found[0] if error is None else [0.0] * len(texts[part])
+            errors += [] if error is None else [error]
+        if len(errors) * _AT_ONCE >= len(texts):
+            raise FinetuneError(errors[0])
+        return rewards
+
+    def _evaluated(self, trainer: AsyncTrainer, tests: Sequence[Prompt], step: int) -> float:
+        """Return the mean reward of completions of other prompts."""
+        count = int(self._asked["eval_samples"])
+        options = GrpoOptions(**self._asked["grpo"])
+        fields = {**options.sampling(), "n": count, "logprobs": None, "seed": options.seed + step}
+        adapter = trainer.snapshot().wait().adapter
+        streams = [self._rollouts.submit(one.ids, adapter, **fields) for one in tests]
+        found = [done.text for stream in streams for done in stream.wait_all()]
+        items = [one.columns["item"] for one in tests for _ in range(count)]
+        return statistics.fmean(self._graded(found, items))
+
+    def _stepped(
+        self,
+        trainer: AsyncTrainer,
+        tests: Sequence[Prompt],
+        step: int,
+        numbers: Mapping[str, float],
+    ) -> None:
+        """Tell an update, with a checkpoint and an evaluation where they are due."""
+        asked = self._asked
+        total = int(asked["grpo"]["max_steps"])
+        shown = {TRAIN_REWARD: numbers["reward"], **numbers}
+        if tests and (step % asked["eval_interval"] == 0 or step == total):
+            shown[VALID_REWARD] = self._evaluated(trainer, tests, step)
+        now_s = time.monotonic()
+        before = self._told[-1].tokens if self._told else 0
+        self._tokens = before + int(numbers["num_tokens"]) - self._counted
+        self._counted = int(numbers["num_tokens"])
+        rate = (self._tokens - before) / max(now_s - self._at_s, 1e-9)
+        self._at_s = now_s
+        is_saved = step % asked["save_every"] == 0 or step == total or self._interrupts.is_set()
+        news = JobStep(
+            step,
+            total,
+            numbers["loss"],
+            None,
+            numbers["learning_rate"],
+            numbers["grad_norm"],
+            self._tokens,
+            rate,
+            f"step-{step:08d}" if is_saved else None,
+            {name: value for name, value in shown.items() if name not in _KNOWN},
+        )
+        self._told.append(news)
+        add_step(self._record, news, self._samples)
+        if is_saved and not self._rollouts.has_ended:
+            self._save(trainer, step)
+        self._tell(news)
+        if self._interrupts.is_set() and step < total:
+            raise FinetuneInterrupted("the job was interrupted", step)
+
+    def _save(self, trainer: AsyncTrainer, step: int) -> None:
+        """Write a checkpoint."""
+        folder = Path(self._order.checkpoints)
+        folder.mkdir(parents=True, exist_ok=True)
+        target, made = folder / f"step-{step:08d}", folder / f".step-{step:08d}"
+        adapter = trainer.snapshot().wait().adapter
+        write_adapter(adapter, made)
+        trainer.save_state(made / ADAPTER_STATE).wait()
+        (made / STATE).write_bytes(msgspec.json.encode({"state": {"told": list(self._told)}}))
+        sync(made / STATE)
+        sync_names(made)
+        os.replace(made, target)
+        sync_names(folder)
+
+
+_KNOWN = ("loss", "learning_rate", "grad_norm", "num_tokens")
+"""Numbers that a step has fields for."""

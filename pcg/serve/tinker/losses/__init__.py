@@ -1,0 +1,1 @@
+"""Custom losses of clients: graphs that are checked and kept."""

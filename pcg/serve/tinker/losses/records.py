@@ -1,0 +1,86 @@
+"""Rows of custom losses: graphs that the clients of a session made, by their numbers there."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import astuple, dataclass, fields
+
+import msgspec
+
+from pcg.runtime.training.losses.loss_graph import LossGraph
+from pcg.serve.errors import ApiError
+from pcg.serve.tinker.session_records import OPEN
+
+MOST_OF_SESSION = 64
+MOST_OF_TENANT = 1024
+"""The most custom losses of a session, and of a tenant."""
+
+
+@dataclass(frozen=True)
+class LossRecord:
+    """A custom loss.
+
+    Attributes:
+        session: the session whose models may be trained by it.
+        seq: its number there.
+        graph: JSON of its `LossGraph`, which was checked.
+    """
+
+    id: str
+    tenant: str
+    session: str
+    seq: int
+    graph: str
+    created_s: int
+
+    @property
+    def loss(self) -> LossGraph:
+        """The graph."""
+        return msgspec.json.decode(self.graph, type=LossGraph)
+
+
+_COLUMNS = ", ".join(field.name for field in fields(LossRecord))
+
+
+def insert(connection: sqlite3.Connection, record: LossRecord) -> None:
+    """Add a loss; those of sessions that have ended go. ApiError: there are too many."""
+    connection.execute(
+        "DELETE FROM tinker_losses WHERE tenant = ? AND session NOT IN "
+        "(SELECT id FROM tinker_sessions WHERE tenant = ? AND status = ?)",
+        (record.tenant, record.tenant, OPEN),
+    )
+    for of, value, most in (
+        ("session", record.session, MOST_OF_SESSION),
+        ("tenant", record.tenant, MOST_OF_TENANT),
+    ):
+        (count,) = connection.execute(
+            f"SELECT COUNT(*) FROM tinker_losses WHERE {of} = ?", (value,)
+        ).fetchone()
+        if count >= most:
+            raise ApiError(
+                400,
+                f"Your {of} has {count} custom losses, and {most} are the most; use one of them.",
+                code="too_many_losses",
+            )
+    values = astuple(record)
+    places = ", ".join("?" for _ in values)
+    connection.execute(f"INSERT INTO tinker_losses ({_COLUMNS}) VALUES ({places})", values)
+
+
+def find(connection: sqlite3.Connection, id: str, session: str) -> LossRecord | None:
+    """Return a loss of a session; None without."""
+    return _one(connection, "id = ? AND session = ?", (id, session))
+
+
+def at(connection: sqlite3.Connection, session: str, seq: int) -> LossRecord | None:
+    """Return the loss of a number of a session; None without."""
+    return _one(connection, "session = ? AND seq = ?", (session, seq))
+
+
+def _one(
+    connection: sqlite3.Connection, where: str, values: tuple[str, str | int]
+) -> LossRecord | None:
+    row = connection.execute(
+        f"SELECT {_COLUMNS} FROM tinker_losses WHERE {where}", values
+    ).fetchone()
+    return None if row is None else LossRecord(*row)

@@ -1,0 +1,303 @@
+"""The stream of a model: its requests, done strictly in the order of their numbers.
+
+A request whose predecessors have not come waits for them; after a time it fails. Each is settled
+in one transaction with how far the model is. The engine's trainer is made when something is to be
+done: with the last state that is kept, and the requests behind it are done again, whose results are
+there already. So the state is that of the results that were given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from pcg.errors import EngineError, FinetuneError, PcgError
+from pcg.runtime.metrics.status import EngineState
+from pcg.serve.engine.client import EngineClient
+from pcg.serve.errors import LOG, ApiError
+from pcg.serve.tinker import future_records as records
+from pcg.serve.tinker.future_records import DONE, FAILED, PENDING, USER, FutureRecord
+from pcg.serve.tinker.futures import Futures
+from pcg.serve.tinker.model_records import ModelRecord
+from pcg.serve.tinker.model_run import ModelRun
+from pcg.serve.tinker.operations import (
+    CREATE,
+    LOAD,
+    LOAD_MODEL,
+    REPLAYED,
+    STEP,
+    UNLOAD,
+    Operations,
+    Outcome,
+    settle_row,
+)
+
+GAP_S = 120.0
+"""Time for which a request waits for one before it that does not come, seconds."""
+STATE_STEPS = 16
+"""Updates after which the state is written, so that no more are done again after a crash."""
+STATE_BYTES = 32 * 2**20
+"""… or the bytes of the requests since then."""
+_MOST_BYTES = 2**30
+"""The most bytes of requests behind a state; gradients that wait are in none."""
+
+_BROKEN = "the model could not be made; make another one"
+
+
+class _Interrupted(Exception):
+    """The engine ends: what it did is done again at the next start."""
+
+
+class ModelStream:
+    """Does a model's requests; for one event loop.
+
+    Attributes:
+        model: the model, as far as it is.
+        is_closing: True once nothing is added any more.
+    """
+
+    def __init__(
+        self,
+        model: ModelRecord,
+        client: EngineClient,
+        futures: Futures,
+        operations: Operations,
+    ) -> None:
+        self.model = model
+        self.is_closing = False
+        self._client = client
+        self._futures = futures
+        self._operations = operations
+        self._record = ModelRun(model)
+        self._waiting: set[int] = set()
+        self._failed_early: set[int] = set()
+        self._coming: list[int] = []
+        self._refused: set[int] = set()
+        self._changed = asyncio.Event()
+        self._is_loaded = False
+        self._broken: str | None = None
+        self._steps = self._bytes = 0
+        self._doing = 0
+
+    def put(self, seq: int) -> None:
+        """Add the request of a place, which is pending; its body stays on the disk until then."""
+        self._waiting.add(seq)
+        self._changed.set()
+
+    def refuse(self, seq: int) -> None:
+        """Have nothing wait for a place whose request was refused; a better one may still come."""
+        if seq > self.model.done_seq:
+            self._refused.add(seq)
+            self._changed.set()
+
+    @property
+    def behind(self) -> int:
+        """The place behind the last request that has come."""
+        there = (*self._waiting, *self._failed_early, *self._coming)
+        return max((self.model.done_seq, self._doing, *there)) + 1
+
+    @contextmanager
+    def coming(self, seq: int) -> Iterator[None]:
+        """Have nobody take a place while its request is being kept."""
+        self._coming.append(seq)
+        try:
+            yield
+        finally:
+            self._coming.remove(seq)
+
+    def close(self) -> None:
+        """Have it end once what waits is done."""
+        self.is_closing = True
+        self._changed.set()
+
+    async def recover(self) -> None:
+        """Take up what was asked before the server ended."""
+        for seq, state, _ in await self._places(self.model.done_seq):
+            if state == PENDING:
+                self.put(seq)
+            elif state == FAILED:
+                self._failed_early.add(seq)
+        first = await self._futures.read(lambda one: records.at(one, self.model.id, 0))
+        if first is not None and first.state == FAILED:
+            self._broken = _BROKEN
+
+    async def _places(self, behind: int) -> list[tuple[int, str, str]]:
+        return await self._futures.read(lambda one: records.places(one, self.model.id, behind))
+
+    async def _at(self, seq: int) -> FutureRecord:
+        found = await self._futures.read(lambda one: records.at(one, self.model.id, seq))
+        assert found is not None
+        return found
+
+    async def run(self) -> bool:
+        """Do requests until the stream is closed; returns False if the engine ends before."""
+        is_whole = False
+        try:
+            is_whole = await self._run()
+        finally:
+            self._record.end(is_whole=is_whole)
+        return is_whole
+
+    async def _run(self) -> bool:
+        try:
+            while True:
+                seq = self.model.done_seq + 1
+                self._refused.discard(seq - 1)
+                if seq in self._waiting:
+                    self._waiting.discard(seq)
+                    await self._do(await self._at(seq))
+                elif seq in self._failed_early:
+                    self._failed_early.discard(seq)
+                    self.model = replace(self.model, done_seq=seq)
+                elif self._waiting and seq in self._refused:
+                    self.model = replace(self.model, done_seq=seq)
+                elif self._waiting:
+                    await self._wait_for(seq)
+                elif self.is_closing:
+                    break
+                else:
+                    await self._wait(None)
+        except _Interrupted:
+            return False
+        await self._unload()
+        return True
+
+    async def _unload(self) -> None:
+        """Have the engine free what it has; what is done next has it made again."""
+        if self._is_loaded:
+            self._is_loaded = False
+            await self._operations.end(self.model)
+
+    async def _wait(self, timeout_s: float | None) -> bool:
+        """Wait for a change; returns False if there was none."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        self._changed.clear()
+        return True
+
+    async def _wait_for(self, seq: int) -> None:
+        """Wait for the request of a number; those behind it fail if it does not come."""
+        timeout_s = 0.0 if self.is_closing else GAP_S
+        until_s = asyncio.get_running_loop().time() + timeout_s
+        while seq not in self._waiting | self._refused:
+            left_s = 0.0 if self.is_closing else until_s - asyncio.get_running_loop().time()
+            if left_s <= 0 or not await self._wait(left_s):
+                break
+        if seq in self._waiting | self._refused:
+            return
+        for other in sorted(self._waiting):
+            self._waiting.discard(other)
+            said = f"request {seq} of {self.model.id} did not come, and {other} comes behind it"
+            await self._futures.fail(await self._at(other), said, USER)
+            self._failed_early.add(other)
+
+    # ------------------------------------------------------------------------------- doing
+
+    async def _do(self, future: FutureRecord) -> None:
+        """Do a request, and keep what comes of it."""
+        self._doing = future.seq
+        try:
+            outcome = await self._outcome(future)
+        except Exception as error:
+            if self._ends(error):
+                raise _Interrupted from error
+            await self._fail(future, None, error)
+            return
+        settle = settle_row(self.model, future, outcome)
+        try:
+            await self._futures.resolve(future, outcome.result, outcome.media_type, settle)
+        except (PcgError, ApiError) as error:  # what is written with it cannot be
+            await self._fail(future, outcome, error)
+        else:
+            self._note(future, outcome)
+            if outcome.step is not None:
+                folder = self._operations.folders.run(self.model.id)
+                await self._record.add(folder, outcome.step)
+
+    def _ends(self, error: Exception) -> bool:
+        """Return True for an error of an engine that ends, whose requests are done again."""
+        is_running = self._client.health().state is EngineState.RUNNING
+        return isinstance(error, EngineError) or not is_running
+
+    async def _fail(self, future: FutureRecord, outcome: Outcome | None, error: Exception) -> None:
+        if outcome is not None and outcome.folder is not None:
+            self._operations.folders.remove(outcome.folder)
+        if future.kind in (CREATE, LOAD_MODEL):
+            self._broken = _BROKEN
+        elif future.kind == LOAD:  # it may have been loaded, and not kept
+            await self._unload()
+        settle = settle_row(self.model, future, None)
+        told = self._operations.folders.without_paths(error)
+        await self._futures.fail_by(future, told, settle)
+        self.model = replace(self.model, done_seq=future.seq)
+
+    def _note(self, future: FutureRecord, outcome: Outcome) -> None:
+        """Note what a request that is done changed."""
+        self.model = replace(self.model, done_seq=future.seq)
+        if outcome.stale is not None:
+            self._operations.folders.remove(outcome.stale)
+        if outcome.state is not None:
+            self.model = replace(self.model, state=outcome.state, state_seq=future.seq)
+            self._steps = self._bytes = 0
+        if future.kind == UNLOAD:
+            self._is_loaded = False
+            self.close()
+
+    async def _outcome(self, future: FutureRecord) -> Outcome:
+        if self._broken is not None:
+            raise FinetuneError(self._broken)
+        if future.kind in (CREATE, LOAD_MODEL):
+            outcome = await self._operations.do(self.model, future)
+            self._is_loaded = True
+            return outcome
+        if not self._is_loaded:
+            await self._load()
+        if future.kind in REPLAYED and self._bytes > _MOST_BYTES:
+            raise FinetuneError(
+                f"{self._bytes} bytes of data came since the last optim_step or save; at most "
+                f"{_MOST_BYTES} wait for one"
+            )
+        outcome = await self._operations.do(self.model, future)
+        self._count(future)
+        if future.kind == STEP and self._is_due:
+            outcome = await self._with_state(outcome)
+        return outcome
+
+    async def _with_state(self, outcome: Outcome) -> Outcome:
+        """Return an outcome with the state behind it, if that can be written."""
+        try:
+            state = await self._operations.keep_state(self.model)
+        except FinetuneError as error:  # its requests stay, to be done again
+            if self._ends(error):
+                raise
+            LOG.error("the state of %s cannot be written: %s", self.model.id, error)
+            return outcome
+        return replace(outcome, state=state, folder=state, stale=self.model.state)
+
+    def _count(self, future: FutureRecord) -> None:
+        if future.kind in REPLAYED:
+            self._bytes += future.size_bytes
+            self._steps += future.kind == STEP
+
+    @property
+    def _is_due(self) -> bool:
+        return self._steps >= STATE_STEPS or self._bytes >= STATE_BYTES
+
+    async def _load(self) -> None:
+        """Have the engine make the trainer, and bring it to where the results are."""
+        await self._operations.begin(self.model)
+        self._is_loaded, self._steps, self._bytes = True, 0, 0
+        try:
+            for seq, state, kind in await self._places(self.model.state_seq):
+                if state == DONE and kind in REPLAYED:
+                    future = await self._at(seq)
+                    await self._operations.do(self.model, future)
+                    self._count(future)
+        except BaseException:
+            await self._unload()
+            raise

@@ -1,0 +1,292 @@
+"""The models that clients train: made, asked and closed, each with its stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from pcg.errors import FinetuneError
+from pcg.serve.adapters.loader import Loader
+from pcg.serve.engine.client import EngineClient
+from pcg.serve.engine.trainer_orders import LoraOrder
+from pcg.serve.errors import LOG, ApiError
+from pcg.serve.files.wire import now
+from pcg.serve.options import ServeOptions
+from pcg.serve.tinker import checkpoint_records, future_records, model_records
+from pcg.serve.tinker.checkpoint_records import CheckpointRecord
+from pcg.serve.tinker.folders import Folders
+from pcg.serve.tinker.future_records import USER, FutureRecord
+from pcg.serve.tinker.futures import Futures
+from pcg.serve.tinker.model_records import CLOSED, OPEN, ModelRecord
+from pcg.serve.tinker.model_stream import ModelStream
+from pcg.serve.tinker.operations import Operations
+from pcg.serve.tinker.sampling import records as samplers
+from pcg.serve.tinker.session_records import SessionRecord
+from pcg.serve.tinker.sessions import Sessions
+
+_MOST_AHEAD = 4096
+"""The most places that a request may be ahead of the last one that is settled."""
+
+
+class Models:
+    """The models of all tenants; for one event loop.
+
+    Attributes:
+        folders: states and checkpoints.
+
+    Args:
+        do: runs a coroutine beside the requests.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        loader: Loader,
+        futures: Futures,
+        sessions: Sessions,
+        folders: Folders,
+        options: ServeOptions,
+        do: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self.folders = folders
+        self._client = client
+        self._futures = futures
+        self._sessions = sessions
+        self._most = options.tenant_trainers
+        quota = options.tenant_files, options.tenant_files_bytes
+        self._operations = Operations(client, loader, futures, folders, quota)
+        self._do = do
+        self._streams: dict[str, ModelStream] = {}
+        self._ready = asyncio.Event()
+        sessions.on_end.append(self._session_ended)
+
+    async def begin(self) -> None:
+        """Go on with what is kept."""
+
+        def read(connection: sqlite3.Connection) -> tuple[list[ModelRecord], set[str]]:
+            named = model_records.states(connection) | checkpoint_records.folders(connection)
+            own = samplers.own_folders(connection)
+            return model_records.all_open(connection), named | own
+
+        def end(connection: sqlite3.Connection) -> None:
+            future_records.fail_left(connection)
+            samplers.end_left(connection)
+
+        await self._futures.write(end)
+        found, named = await self._futures.read(read)
+        await asyncio.to_thread(self.folders.sweep, named)
+        for model in found:
+            stream = self._begin(model)
+            await stream.recover()
+            if not self._sessions.is_open(model.session):
+                stream.close()
+            self._do(self._run(stream))
+        self._ready.set()
+
+    def _begin(self, model: ModelRecord) -> ModelStream:
+        stream = ModelStream(model, self._client, self._futures, self._operations)
+        self._streams[model.id] = stream
+        return stream
+
+    async def _run(self, stream: ModelStream) -> None:
+        """Run a stream, and close its model behind it."""
+        if not await stream.run():  # the engine ends
+            return
+        self._streams.pop(stream.model.id, None)
+
+        def act(connection: sqlite3.Connection) -> None:
+            id, last = stream.model.id, stream.model.done_seq
+            model_records.change(connection, id, status=CLOSED, state=None)
+            future_records.forget_requests(connection, id, 0, last)
+
+        await self._futures.write(act)
+        if stream.model.state is not None:
+            await asyncio.to_thread(self.folders.remove, stream.model.state)
+
+    async def _session_ended(self, session: SessionRecord) -> None:
+        for stream in list(self._streams.values()):
+            if stream.model.session == session.id:
+                stream.close()
+
+    # ------------------------------------------------------------------------------- asking
+
+    async def create(
+        self,
+        tenant: str,
+        place: tuple[str, int],
+        base_model: str,
+        lora: LoraOrder,
+        metadata: dict[str, Any] | None,
+        request: tuple[str, bytes],
+    ) -> FutureRecord:
+        """Promise a model; a second one of a place is the first.
+
+        Args:
+            place: the session, and the model's number there.
+            request: the kind of the request that makes it, and its body.
+        Raises:
+            ApiError: the session has ended, or the tenant trains too many.
+        """
+        await self._ready.wait()
+        session, seq = place
+        self._sessions.beat(tenant, session)
+        id = f"{session}:train:{seq}"
+        said = None if metadata is None else json.dumps(metadata)
+        model = ModelRecord(
+            id, tenant, session, seq, base_model, json.dumps(msgspec.to_builtins(lora)), said,
+            now(), now(),
+        )  # fmt: skip
+
+        def beside(connection: sqlite3.Connection) -> None:
+            count = model_records.count_open(connection, tenant)
+            if count >= self._most:
+                raise ApiError(
+                    400,
+                    f"You train {count} models, and --tenant-trainers is {self._most}; finish a "
+                    "session, or unload a model.",
+                    code="too_many_models",
+                )
+            if model_records.find(connection, id, tenant) is not None:
+                raise ApiError(400, f"{id} is a copy of a checkpoint.", param="model_seq_id")
+            model_records.insert(connection, model)
+
+        kind, body = request
+        future, is_new = await self._futures.promise(
+            tenant, session, id, 0, kind, body, {"model_id": id}, beside
+        )
+        if is_new:
+            stream = self._begin(model)
+            stream.put(future.seq)
+            if not self._sessions.is_open(session):  # it ended meanwhile
+                stream.close()
+            self._do(self._run(stream))
+        return future
+
+    async def ask(
+        self, tenant: str, model_id: str, seq: int | None, kind: str, body: bytes
+    ) -> FutureRecord:
+        """Promise to do something with a model; a second request of a place is the first.
+
+        Args:
+            seq: the request's place; None for the one behind the last.
+        Raises:
+            ApiError: 404, there is no such model; 410, it is closed; 400, the place cannot be.
+        """
+        await self._ready.wait()
+        model = await self.find(tenant, model_id)
+        stream = self._streams.get(model_id)
+        if stream is None or stream.is_closing or model.status != OPEN:
+            raise ApiError(
+                410, f"The model {model_id} is closed; create another one.", param="model_id"
+            )
+        self._sessions.beat(tenant, model.session)
+        done = stream.model.done_seq
+        place = stream.behind if seq is None else seq
+        if seq is not None and not 0 < seq <= max(done, 0) + _MOST_AHEAD:
+            raise ApiError(
+                400,
+                f"seq_id {place}, and the model is at {done}; use the one behind the last.",
+                param="seq_id",
+            )
+
+        def beside(connection: sqlite3.Connection) -> None:
+            if place <= stream.model.done_seq:  # it was done, and its result is gone
+                raise ApiError(410, f"The request {place} was long ago.", code="expired")
+            model_records.change(connection, model_id, asked_s=now())
+
+        with stream.coming(place):
+            future, is_new = await self._futures.promise(
+                tenant, model.session, model_id, place, kind, body, {"model_id": model_id}, beside
+            )
+            if is_new:
+                stream.put(future.seq)
+        if is_new and self._streams.get(model_id) is not stream:  # it ended meanwhile
+            await self._futures.fail(future, "the model is closed", USER)
+        return future
+
+    def refuse(self, tenant: str, model_id: str, seq: int) -> None:
+        """Note that a request of a model was refused, so that those behind it do not wait for it.
+
+        Nothing happens if the tenant has no such model, or the place cannot be.
+        """
+        stream = self._streams.get(model_id)
+        if stream is None or stream.model.tenant != tenant:
+            return
+        if 0 < seq <= max(stream.model.done_seq, 0) + _MOST_AHEAD:
+            stream.refuse(seq)
+
+    async def find(self, tenant: str, model_id: str) -> ModelRecord:
+        """Return a tenant's model. ApiError: there is none."""
+        found = await self._futures.read(lambda one: model_records.find(one, model_id, tenant))
+        if found is None:
+            raise ApiError(404, f"There is no model {model_id[:256]}.", param="model_id")
+        return found
+
+    async def checkpoint(self, tenant: str, path: str) -> CheckpointRecord:
+        """Return a checkpoint that a tenant may load. ApiError: there is none."""
+        try:
+            return await self._operations.checkpoint(tenant, path)
+        except FinetuneError as error:
+            raise ApiError(404, str(error), param="path") from None
+
+    async def copy(
+        self, tenant: str, source: str, place: tuple[str, int], ttl_s: int | None
+    ) -> str:
+        """Copy a checkpoint to a model of its own, which is closed; returns the copy's path.
+
+        The files are the same ones. A second copy to a place is the first.
+
+        Args:
+            place: the caller's session, and the model's number there; `COPIES` begins those
+                without a client.
+        Raises:
+            ApiError: there is no such checkpoint, or the place is another model's.
+            FinetuneError: the tenant keeps too many checkpoints.
+        """
+        saved = await self.checkpoint(tenant, source)
+        session, seq = place
+        id = f"{session}:train:{seq}"
+        path = checkpoint_records.path_of(id, saved.kind, saved.name)
+        folder = self.folders.new()
+        await asyncio.to_thread(self.folders.link, saved.folder, folder)
+        expires_s = None if ttl_s is None else now() + ttl_s
+        model = ModelRecord(
+            id, tenant, session, seq, saved.base_model, saved.lora, None, now(), now(), CLOSED
+        )
+        copied = replace(
+            saved, path=path, tenant=tenant, model=id, folder=folder, created_s=now(),
+            expires_s=expires_s, is_public=0,
+        )  # fmt: skip
+
+        def act(connection: sqlite3.Connection) -> bool:
+            there = model_records.find(connection, id, tenant)
+            if there is None:
+                model_records.insert(connection, model)
+                self._operations.put(connection, copied, overwrites=False)
+                return True
+            is_copy = there.status == CLOSED and there.done_seq < 0
+            if not is_copy or checkpoint_records.find(connection, path, tenant, now()) is None:
+                raise ApiError(400, f"There is a model {id} already.", param="model_seq_id")
+            return False
+
+        is_new = False
+        try:
+            is_new = await self._futures.write(act)
+        finally:
+            if not is_new:
+                await asyncio.to_thread(self.folders.remove, folder)
+        return path
+
+    async def expire(self) -> None:
+        """Remove checkpoints whose time is over."""
+        folders = await self._futures.write(lambda one: checkpoint_records.expire(one, now()))
+        for folder in folders:
+            await asyncio.to_thread(self.folders.remove, folder)
+        if folders:
+            LOG.info("%s checkpoints have expired", len(folders))

@@ -1,0 +1,1 @@
+"""Management by Tinker's protocol: training runs, checkpoints, sessions and downloads."""

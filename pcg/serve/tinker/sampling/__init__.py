@@ -1,0 +1,1 @@
+"""Sampling by Tinker's protocol: sampling sessions, and requests of samples."""

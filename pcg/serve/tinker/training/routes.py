@@ -1,0 +1,128 @@
+"""/tinker/api/v1: what is done with a model, each a promise in its stream."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from pcg.serve.errors import UNSUPPORTED, ApiError
+from pcg.serve.security.caller import Caller
+from pcg.serve.service import Service, ServiceDependency
+from pcg.serve.tinker.model_wire import (
+    CustomLossBody,
+    SaveBody,
+    SaveExternalBody,
+    SaveSamplerBody,
+    StepBody,
+)
+from pcg.serve.tinker.operations import (
+    FORWARD,
+    FORWARD_JSON,
+    PASS,
+    PASS_JSON,
+    SAVE,
+    SAVE_EXTERNAL,
+    SAVE_SAMPLER,
+    STEP,
+)
+from pcg.serve.tinker.passes import call_of
+from pcg.serve.tinker.session_routes import PREFIX, Trainer
+from pcg.serve.tinker.tinker import promise_of
+from pcg.serve.tinker.training.placed_route import PlacedRoute, body_of, is_protobuf
+from pcg.serve.tinker.wire import Promise
+
+router = APIRouter(prefix=PREFIX, tags=["tinker"], route_class=PlacedRoute)
+
+
+@router.post("/forward_backward")
+async def forward_backward(
+    request: Request, service: ServiceDependency, caller: Trainer
+) -> Promise:
+    """Promise a loss and its gradients; the body is protobuf, or JSON of clients before 0.25."""
+    return await _pass(request, service, caller)
+
+
+@router.post("/forward")
+async def forward(request: Request, service: ServiceDependency, caller: Trainer) -> Promise:
+    """Promise a loss without gradients, for clients before 0.25."""
+    return await _pass(request, service, caller)
+
+
+async def _pass(request: Request, service: Service, caller: Caller) -> Promise:
+    models, body = service.tinker.models, await body_of(request)
+    is_json = not is_protobuf(request)
+    call = await service.beside(caller, call_of, body, is_json=is_json)
+    if call.forward_only:
+        kind = FORWARD_JSON if is_json else FORWARD
+    else:
+        kind = PASS_JSON if is_json else PASS
+    seq = None if is_json and call.seq_id < 0 else call.seq_id
+    return promise_of(await models.ask(caller.tenant, call.model_id, seq, kind, body))
+
+
+@router.post("/create_custom_loss")
+async def create_custom_loss(
+    body: CustomLossBody, service: ServiceDependency, caller: Trainer
+) -> Promise:
+    """Promise a loss that is a graph; a 400 names the node that may not run."""
+    losses, session, seq = service.tinker.losses, body.session_id, body.custom_loss_seq_id
+    return promise_of(await losses.create(caller.tenant, session, seq, body.loss()))
+
+
+@router.post("/optim_step")
+async def optim_step(body: StepBody, service: ServiceDependency, caller: Trainer) -> Promise:
+    """Promise an update by AdamW."""
+    request = body.adam_params.model_dump()
+    return await _ask(service, caller, (body.model_id, body.seq_id, STEP), request)
+
+
+@router.post("/save_weights")
+async def save_weights(body: SaveBody, service: ServiceDependency, caller: Trainer) -> Promise:
+    """Promise to keep a model's whole state under a path."""
+    request = {
+        "path": body.path, "ttl_seconds": body.ttl_seconds, "overwrite": body.overwrite,
+        "user_metadata": body.user_metadata,
+    }  # fmt: skip
+    return await _ask(service, caller, (body.model_id, body.seq_id, SAVE), request)
+
+
+@router.post("/save_weights_for_sampler")
+async def save_weights_for_sampler(
+    body: SaveSamplerBody, service: ServiceDependency, caller: Trainer
+) -> Promise:
+    """Promise to keep weights to sample by, under a path or for one sampling session."""
+    if (body.path is None) == (body.sampling_session_seq_id is None):
+        raise ApiError(400, "Give either path or sampling_session_seq_id.", param="path")
+    if body.kind != "snapshot":
+        said = "kind 'inflight' is not supported; use 'snapshot'."
+        raise ApiError(400, said, param="kind", code=UNSUPPORTED)
+    request = {
+        "path": body.path, "ttl_seconds": body.ttl_seconds, "overwrite": False,
+        "user_metadata": body.user_metadata,
+        "sampling_session_seq_id": body.sampling_session_seq_id,
+    }  # fmt: skip
+    return await _ask(service, caller, (body.model_id, body.seq_id, SAVE_SAMPLER), request)
+
+
+@router.post("/save_weights_external")
+async def save_weights_external(
+    body: SaveExternalBody, service: ServiceDependency, caller: Trainer
+) -> Promise:
+    """Promise to keep an adapter for others to load, in peft's format."""
+    request = {
+        "path": body.path, "ttl_seconds": body.ttl_seconds, "overwrite": False,
+        "user_metadata": None,
+    }  # fmt: skip
+    return await _ask(service, caller, (body.model_id, body.seq_id, SAVE_EXTERNAL), request)
+
+
+async def _ask(
+    service: Service, caller: Caller, place: tuple[str, int | None, str], request: dict[str, Any]
+) -> Promise:
+    model, seq, kind = place
+    models = service.tinker.models
+    return promise_of(
+        await models.ask(caller.tenant, model, seq, kind, json.dumps(request).encode())
+    )

@@ -1,0 +1,74 @@
+"""The real tinker client, and a server for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import peft
+import tinker
+
+import pcg.compiler as compiler
+from pcg.runtime.executor import Executor
+from pcg.serve.tinker import checkpoint_records
+from tests.support import serving, trainer_data
+from tests.support.waiting import until
+
+KEY = "tml-key-for-tests"
+HEADERS = {"x-api-key": KEY}
+MODEL = serving.MODEL
+os.environ["TINKER_TELEMETRY"] = "0"
+
+
+@contextlib.contextmanager
+def server(
+    data_dir: Path, load: Callable[[], Executor] = serving.make_executor, **options: Any
+) -> Iterator[serving.Served]:
+    """A server that keeps what it does in a folder."""
+    own = {"api_key": (KEY,), "data_dir": data_dir, "kv_cache_gib": 0.1, **options}
+    with serving.on_a_port(load, **own) as served:
+        yield served
+
+
+@contextlib.contextmanager
+def client(url: str) -> Iterator[tinker.ServiceClient]:
+    """A client of a server, whose session ends with it."""
+    made = tinker.ServiceClient(base_url=f"{url}/tinker", api_key=KEY)
+    try:
+        yield made
+    finally:
+        made.holder.run_coroutine_threadsafe(made.holder.aclose()).result(60)
+
+
+def raw(url: str) -> httpx2.Client:
+    """A client of the bare protocol."""
+    return httpx2.Client(base_url=f"{url}/tinker/api/v1/", headers=HEADERS, timeout=60)
+
+
+def load() -> Executor:
+    """A small model in fp32, which peft's oracle has, too."""
+    return compiler.compile(trainer_data.base_model(), dtype="float32")
+
+
+def peft_of(served: serving.Served, path: str) -> Any:
+    """peft's model of a checkpoint, over the same base."""
+    with raw(served.url) as client:
+        assert client.post("weights_info", json={"tinker_path": path}).status_code == 200
+    tinker_state = served.service.tinker
+    found = tinker_state.store.database.read(
+        lambda one: checkpoint_records.find(one, path, "default", 0)
+    ).result()
+    assert found is not None
+    folder = tinker_state.models.folders.path(found.folder)
+    return peft.PeftModel.from_pretrained(trainer_data.base_model(), str(folder), is_trainable=True)
+
+
+def result(client: httpx2.Client, promise: dict[str, Any]) -> Any:
+    """The result of a promise, or why there is none."""
+    ask = {"request_id": promise["request_id"]}
+    until(lambda: client.post("retrieve_future", json=ask).json().get("type") != "try_again")
+    return client.post("retrieve_future", json=ask).json()
