@@ -27,6 +27,8 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -68,9 +70,44 @@ class Setting:
     transport: str
     threads: int
 
-    def client(self, stack: ExitStack, where: str, work: Work) -> Process:
-        """Start a client."""
-        given = {"where": where, "transport": self.transport, "work": asdict(work)}
+    @property
+    def base_program(self) -> Path:
+        """The folder of the program that bases load."""
+        return self.directory / "base-program"
+
+    @property
+    def client_program(self) -> Path:
+        """The folder of the program that clients which finetune load."""
+        return self.directory / "client-program"
+
+    def save_programs(self) -> None:
+        """Compile a base's program and a client's, as `pcg compile` does."""
+        options = ("--backend", "torch", "--no-packed-weights", "--dtype", "float32")
+        command = [sys.executable, "-m", "pcg_cli", "compile", str(self.directory), *options]
+        quiet = subprocess.DEVNULL
+        subprocess.run([*command, "-o", str(self.base_program)], check=True, stderr=quiet)
+        with ExitStack() as stack:
+            _, where = self.base(stack, "--port", "0")
+            one = self.client(stack, where, Work("train", 1, 16), saves=str(self.client_program))
+            if one.popen.wait(300):
+                raise SystemExit("error: no program of a client was saved")
+
+    def client(
+        self,
+        stack: ExitStack,
+        where: str,
+        work: Work,
+        saves: str | None = None,
+        connecting: Mapping[str, Any] | None = None,
+    ) -> Process:
+        """Start a client, which loads its program unless it saves one or connects otherwise."""
+        given: dict[str, Any] = {"where": where, "transport": self.transport, "work": asdict(work)}
+        if connecting:
+            given["connecting"] = connecting
+        elif saves is not None:
+            given["saves"] = saves
+        elif work.kind == "train" and work.rank == 8:
+            given["program"] = str(self.client_program)
         arguments = str(self.directory), json.dumps(given)
         return stack.enter_context(started("client", f"client {work.seed}", *arguments))
 
@@ -81,8 +118,8 @@ class Setting:
 
     def base(self, stack: ExitStack, *options: str) -> tuple[Process, str]:
         """Start a base."""
-        given = ("--dtype", "float32", "--drain-s", "0", *options)
-        return stack.enter_context(serving_base(self.directory, self.threads, *given))
+        given = ("--drain-s", "0", *options)
+        return stack.enter_context(serving_base(self.base_program, self.threads, *given))
 
 
 def save_model(directory: Path, stored: str) -> None:
@@ -293,6 +330,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         setting = Setting(Path(folder), given.transport, given.threads)
         save_model(setting.directory, given.stored)
+        setting.save_programs()
         common = {"stored": given.stored, "base_threads": given.threads, "rounds": given.rounds}
         if "finetuning" in parts:
             write("split-finetuning", {**common, "sizes": finetuning(setting, given.rounds)})

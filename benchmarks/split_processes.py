@@ -65,8 +65,22 @@ class Work:
 # ---------------------------------------------------------------------------------- in a process
 
 
-def client(directory: str, where: str, transport: str, work: Work) -> None:
-    """Be a client of a base; its model is the base's."""
+def client(
+    directory: str,
+    where: str,
+    transport: str,
+    work: Work,
+    program: str | None = None,
+    saves: str | None = None,
+    connecting: Mapping[str, Any] | None = None,
+) -> None:
+    """Be a client of a base; its model is the base's.
+
+    Args:
+        program: the folder of the program that it loads; None to compile one.
+        saves: a folder that it writes its program to, and ends.
+        connecting: further arguments of `pcg.connect`, the fields of `Privacy` among them.
+    """
     import torch
 
     import pcg
@@ -75,7 +89,14 @@ def client(directory: str, where: str, transport: str, work: Work) -> None:
     torch.set_num_threads(1)
     recipe = pcg.LoraConfig(**{**RECIPE, "r": work.rank})
     given: Any = {"transport": transport, "api_key": KEY, "connect_s": 120, "lost_s": 120}
+    given |= {**(connecting or {}), "program": program}
+    if "privacy" in given:
+        given["privacy"] = pcg.Privacy(**given["privacy"])
     executor = pcg.connect(where, peft={"mine": recipe}, **given)
+    if saves is not None:
+        executor.save_program(saves)
+        executor.close()
+        return
     rows = work.rows()
     if work.kind == "serve":
         serve(executor, rows)
@@ -290,7 +311,7 @@ def main() -> None:
     given = json.loads(rest)
     work = Work(**given.pop("work"))
     if role == "client":
-        client(directory, given["where"], given["transport"], work)
+        client(directory, work=work, **given)
     else:
         peer(directory, work)
 

@@ -38,7 +38,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_TENSORS = 16
-_MOST_DIMS = 4
+MOST_DIMS = 4
 
 
 @dataclass
@@ -127,7 +127,7 @@ def read_header(frame: Buffer) -> tuple[Message, list[tuple[torch.dtype, tuple[i
 
 def _kind(dtype: object, shape: object) -> tuple[torch.dtype, tuple[int, ...]]:
     known = isinstance(dtype, str) and dtype in DTYPES
-    if not known or not isinstance(shape, list) or len(shape) > _MOST_DIMS:
+    if not known or not isinstance(shape, list) or len(shape) > MOST_DIMS:
         raise SplitError(f"a tensor is [dtype, shape], with a dtype of {', '.join(DTYPES)}")
     # Sizes beside a 0 count, too: torch has strides of them.
     if not all(type(size) is int and size >= 0 for size in shape) or (

@@ -15,16 +15,13 @@ import pcg.compiler as compiler
 from pcg.errors import ServeError, SplitError
 from pcg.runtime.executor import Executor
 from pcg.serve.options import ServeOptions
-from pcg.split.base.base_executor import BaseExecutor
-from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
 from pcg.split.client.connect import connect
 from pcg.split.client.privacy import Privacy
 from pcg.split.transports.curve import BaseCurve, ClientCurve
-from pcg.split.transports.zeromq import ZeroMqEndpoint
 from tests.support import oracle
 from tests.support.families import BY_NAME
-from tests.support.split_base import KEY
+from tests.support.split_base import KEY, listening_base
 
 zmq = pytest.importorskip("zmq")
 auth = pytest.importorskip("zmq.auth")
@@ -44,22 +41,6 @@ def folder(tmp_path: Path) -> Path:
     for path in tmp_path.rglob("*.key_secret"):
         path.chmod(0o600)
     return tmp_path
-
-
-@contextmanager
-def serving(whole: Executor, **options: Any) -> Iterator[str]:
-    """A base that listens; its address."""
-    given = BaseOptions(api_key=(KEY,), **options)
-    endpoint = ZeroMqEndpoint("127.0.0.1", 0, 2**24, given.curve)
-    loop = BaseLoop(BaseExecutor(whole), endpoint, given)
-    thread = threading.Thread(target=loop.run)
-    thread.start()
-    try:
-        yield endpoint.where
-    finally:
-        loop.stop()
-        thread.join(60)
-        endpoint.close()
 
 
 @contextmanager
@@ -115,7 +96,7 @@ def test_what_crosses_the_wire_is_encrypted(whole: Executor, folder: Path) -> No
         ("curve", {"curve_key": folder / "base.key_secret"}, {"curve_server": folder / "base.key"}),
     ):
         with (
-            serving(whole, **at_base) as where,
+            listening_base(whole, **at_base) as where,
             tapped(where) as (through, heard[name]),
             connect(through, api_key=KEY, transport="tcp", **at_client) as split,
         ):
@@ -132,7 +113,7 @@ def test_a_base_may_know_its_clients(
 ) -> None:
     at_base = {"curve_key": folder / "base.key_secret", "curve_clients": folder / "known"}
     server = (folder / "base.key").read_text().partition('public-key = "')[2][:40]
-    with serving(whole, **at_base) as where:
+    with listening_base(whole, **at_base) as where:
         own = folder / "known" / "alice.key_secret"
         options: dict[str, Any] = {"api_key": KEY, "curve_server": server}
         with connect(where, curve_key=own, **options) as split:
@@ -147,13 +128,13 @@ def test_a_base_may_know_its_clients(
 
 def test_ends_that_do_not_fit_are_told(whole: Executor, folder: Path) -> None:
     auth.create_certificates(folder, "another")
-    with serving(whole, curve_key=folder / "base.key_secret") as where:
+    with listening_base(whole, curve_key=folder / "base.key_secret") as where:
         with pytest.raises(SplitError, match="is another than the one given"):
             connect(where, api_key=KEY, curve_server=folder / "another.key")
         with pytest.raises(SplitError, match="it is encrypted by CURVE; give"):
             connect(where, api_key=KEY)
     with (
-        serving(whole) as where,
+        listening_base(whole) as where,
         pytest.raises(SplitError, match="was started without"),
     ):
         connect(where, api_key=KEY, curve_server=folder / "base.key")

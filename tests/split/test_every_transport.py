@@ -9,8 +9,6 @@ a whole step in either direction: adapters that were trained have a bound of the
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,14 +19,10 @@ import pcg.compiler as compiler
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.runner import training_runner
-from pcg.split.base.base_executor import BaseExecutor
-from pcg.split.base.base_loop import BaseLoop
-from pcg.split.base.options import BaseOptions
-from pcg.split.transports.zeromq import ZeroMqEndpoint
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import TOLERANCE, prompts
-from tests.support.split_base import KEY
+from tests.support.split_base import KEY, listening_base
 
 pytest.importorskip("zmq")
 METHODS = {
@@ -43,21 +37,6 @@ TRANSPORTS = ("tcp", "shared-memory")
 ROWS = [Example(one, one) for one in prompts([9, 5, 7])]
 TRAINED_TOLERANCE = 3e-5
 JOB: dict[str, Any] = {"max_steps": 2, "batch_size": 2, "learning_rate": 1e-3}
-
-
-@contextmanager
-def base_at(executor: Executor) -> Iterator[str]:
-    """A base on a thread that real transports reach; yields its address."""
-    endpoint = ZeroMqEndpoint("127.0.0.1", 0, 2**26)
-    loop = BaseLoop(BaseExecutor(executor), endpoint, BaseOptions(api_key=(KEY,)))
-    thread = threading.Thread(target=loop.run)
-    thread.start()
-    try:
-        yield endpoint.where
-    finally:
-        loop.stop()
-        thread.join(60)
-        endpoint.close()
 
 
 def numbers(executor: Executor, method: object) -> tuple[list[Any], dict[str, torch.Tensor]]:
@@ -100,7 +79,7 @@ def test_clients_at_once_compute_what_the_undivided_executor_does(
     whole = compiler.compile(model, verify=False)
     expected = {name: numbers(whole, METHODS[name]) for name in methods}
     found: dict[tuple[int, str], Any] = {}
-    with base_at(whole) as where:
+    with listening_base(whole) as where:
         given: Any = {"api_key": KEY, "transport": transport, "connect_s": 60}
         clients = [pcg.connect(where, **given) for _ in range(2)]
 

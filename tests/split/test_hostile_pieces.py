@@ -7,12 +7,14 @@ import torch
 
 import pcg.compiler as compiler
 from pcg.errors import SplitError
+from pcg.ir.types import TORCH_NAMES
 from pcg.split.base.graph_pieces import GraphPieces
 from pcg.split.base.piece_rules import read_piece
 from pcg.split.messages import VERSION, Message
 from pcg.split.pieces import GRAPH, Piece, graph_digest
 from tests.support import oracle
 from tests.support.families import BY_NAME
+from tests.support.live_memory import peak_of
 from tests.support.split_base import KEY, make_base
 
 WIDEST = 256
@@ -109,7 +111,39 @@ def test_vectors_of_weights_are_counted_as_memory() -> None:
         "%v2: f64[T, 64] = mul(%v0, %v1)",
     ]
     found = read_piece(graph("%v0: f64[T, 64]", [scale], nodes, "%v2"), WIDEST)
-    assert found.bytes_per_token == 3 * 64 * 8
+    kernels = 4 * 64 * 8
+    assert found.bytes_per_token == 3 * 64 * 8 + kernels
+
+
+ROTATED = ("bf16[T, 4, 64]", "bf16[T, 64]", "rope_backward(%v0, %v1, %v1) ")
+EAGER = {
+    "a norm's gradient": pair(
+        "bf16[T, 64]", "bf16[T, 64]", "layer_norm_backward(%v0, %v1) {eps=1e-06}"
+    ),
+    "a norm": unary(f"rms_norm(%v0) {RMS}", "bf16[T, 64]"),
+    "a rotation": pair(ROTATED[0], ROTATED[1], ROTATED[2] + '{rotary_dim=64, style="half"}'),
+    "a bound": pair("f16[T, 64]", "f16[T, 64]", "clamp_backward(%v0, %v1) {max=1.0, min=0.0}"),
+}
+
+
+@pytest.mark.parametrize("text", EAGER.values(), ids=EAGER)
+def test_what_kernels_allocate_is_counted(text: str) -> None:
+    graphs, tokens = GraphPieces({}, WIDEST, layers=1), 32
+    piece = Piece(GRAPH, (graphs.define(b"a", text),))
+    wanted = read_piece(text, WIDEST)
+    inputs = [
+        torch.rand(tokens, *one.type.features, dtype=getattr(torch, TORCH_NAMES[one.type.dtype]))
+        for one in wanted.graph.inputs
+    ]
+    graphs.checked(b"a", piece, inputs)
+    sent = sum(one.nbytes for one in inputs)
+    peak = sent + peak_of(lambda: graphs.run(piece, inputs))
+    assert peak <= tokens * wanted.bytes_per_token
+    assert peak > tokens * wanted.bytes_per_token / 4
+
+
+def found_bytes(text: str) -> int:
+    return read_piece(text, WIDEST).bytes_per_token
 
 
 def test_weights_of_no_layer_are_bound_once() -> None:
@@ -129,7 +163,7 @@ def test_a_batch_of_a_graph_has_no_more_memory_than_a_request() -> None:
     whole = compiler.compile(oracle.random_model(BY_NAME["llama3"].config(1)), verify=False)
     base = make_base(whole, max_piece_mib=1)
     text = unary("silu(%v0)")
-    most = 2**20 // (2 * 64 * 4)
+    most = 2**20 // found_bytes(text)
     clients = [base.endpoint.join() for _ in range(3)]
     for client, _ in clients:
         base.endpoint.ask(client, Message("hello", 1, {"version": VERSION, "key": KEY}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from pcg.errors import BaseBusyError, ServeError, SplitError
 from pcg.runtime.executor import Executor
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.base_loop import BaseLoop
+from pcg.split.base.limited_log import LimitedLog
 from pcg.split.base.options import BaseOptions
-from pcg.split.base.wrong_keys import WrongKeys
+from pcg.split.base.setbacks import Setbacks
 from pcg.split.client.caller import Caller
 from pcg.split.messages import VERSION, Message, failure
 from pcg.split.transports.transport import Transport
@@ -115,6 +117,17 @@ def test_a_key_has_bounds_on_what_waits(whole: Executor, tmp_path: Path) -> None
     assert "send fewer tokens" in never.fields["error"]
 
 
+FACTS: dict[str, Any] = {
+    **dict.fromkeys(("name", "digest", "device", "instance"), "x"),
+    **{name: {} for name in ("config", "fetched", "samples", "files")},
+    "pieces": {"x": [2, 3]},
+    "dtype": "float32",
+    "graphs": True,
+    "rows": False,
+    "absent": [],
+}
+
+
 class _Busy(Transport):
     """A base that is busy a few times."""
 
@@ -130,7 +143,7 @@ class _Busy(Transport):
 
     def exchange(self, message: Message, timeout_s: float) -> Message:
         if message.op == "hello":
-            return Message("reply", message.seq, {"digest": ""})
+            return Message("reply", message.seq, FACTS)
         self.asked.append(message)
         self.left -= 1
         if self.left >= 0:
@@ -151,7 +164,7 @@ def test_a_call_is_made_again_while_the_base_is_busy() -> None:
 
 
 def test_each_wrong_key_makes_its_address_wait_twice_as_long() -> None:
-    wrong, now_s, waits = WrongKeys(), 100.0, []
+    wrong, now_s, waits = Setbacks(), 100.0, []
     for _ in range(8):
         wrong.note("a", now_s)
         waits.append(wrong.wait_s("a", now_s))
@@ -190,3 +203,32 @@ def test_a_right_key_behind_wrong_ones_is_looked_at_later(whole: Executor) -> No
     until(is_answered)
     assert client[1].get_nowait().op == "reply"
     assert base.loop.clients == 2
+
+
+def test_a_refused_graph_makes_its_key_wait_before_the_next(whole: Executor) -> None:
+    base = make_base(whole)
+    client = joined(base)
+    texts = ["no graph", "none either"]
+    refused = [ask(base, client, Message("define", 2, {"text": text})) for text in texts]
+    assert refused[0] is not None
+    assert "this is no piece" in refused[0].fields["error"]
+    assert refused[1] is not None  # not looked at: a client asks again
+    assert refused[1].fields["kind"] == "BaseBusyError"
+    assert ask(base, client, call(1)) is not None  # nothing else waits
+
+    def is_looked_at() -> bool:
+        reply = ask(base, client, Message("define", 2, {"text": texts[1]}))
+        return reply is not None and "this is no piece" in reply.fields["error"]
+
+    until(is_looked_at)
+
+
+def test_clients_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    log = LimitedLog(logging.getLogger("pcg.split"))
+    with caplog.at_level(logging.INFO, "pcg.split"):
+        for number in range(10_000):
+            log.say(logging.INFO, "line %d", number)
+        said = len(caplog.records)
+        assert 50 <= said < 9_000
+        until(lambda: log.say(logging.INFO, "later") or log.left_out == 0)
+    assert "lines before it are left out" in caplog.text

@@ -12,17 +12,15 @@ from torch import Tensor
 import pcg
 import pcg.compiler as compiler
 from pcg.errors import SplitError
-from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.runner import training_runner
 from pcg.split.client.effects import Effects
 from pcg.split.client.noise import Noise
 from pcg.split.client.privacy import Privacy
 from pcg.split.pieces import Piece
 from tests.support import oracle
 from tests.support.families import BY_NAME
-from tests.support.prompts import TOLERANCE, prompts
-from tests.support.split_base import KEY, Base, running_base
+from tests.support.prompts import TOLERANCE
+from tests.support.split_base import KEY, Base, results, running_base
 
 METHODS = {
     "lora": pcg.LoraConfig(r=4, target_modules="all-linear"),
@@ -31,34 +29,13 @@ METHODS = {
     "prefix": pcg.PrefixTuningConfig(num_virtual_tokens=3),
     "vera": pcg.VeraConfig(r=4),
 }
-PROMPTS = prompts([6, 3])
-EXAMPLES = [Example(one, one) for one in prompts([9, 5])]
-COUNT = sum(map(len, prompts([9, 5]))) - 2
-JOB: dict[str, Any] = {"adapter": "x", "max_steps": 3, "batch_size": 2, "learning_rate": 1e-3}
+JOB: dict[str, Any] = {"max_steps": 3, "batch_size": 2, "learning_rate": 1e-3}
 PIECE = Piece("linear", ("w",))
 
 
 @pytest.fixture(scope="module")
 def whole() -> Executor:
     return compiler.compile(oracle.random_model(BY_NAME["llama3"].config(2)), verify=False)
-
-
-def outputs(executor: Executor, method: Any) -> tuple[Any, dict[str, Any]]:
-    """Greedy tokens, and logits, loss, gradients and trained weights by name."""
-    adapter = executor.add_adapter("x", method, seed=1)
-    generator = torch.Generator().manual_seed(2)
-    for tensor in adapter.tensors:
-        tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.05)
-    executor.refresh_adapter("x")
-    done = executor.generate(PROMPTS, "x", max_new_tokens=4, temperature=0)
-    runner = training_runner(executor.state, executor.state.adapter("x"))
-    loss = runner.forward_backward(EXAMPLES, COUNT)
-    found: dict[str, Any] = {n: p.grad for n, p in runner.parameters.items() if p.grad is not None}
-    found |= {"loss": torch.tensor([loss]), "logits": executor.logits(PROMPTS[0], adapter="x")}
-    executor.finetune(EXAMPLES, **JOB)
-    found |= {f"trained {at}": one for at, one in enumerate(executor.adapters["x"].tensors)}
-    executor.state.remove_adapter("x")
-    return [one.token_ids for one in done], found
 
 
 def watched(base: Base) -> list[tuple[Piece, Tensor]]:
@@ -82,11 +59,11 @@ def watched(base: Base) -> list[tuple[Piece, Tensor]]:
     ],
 )
 def test_results_are_those_of_the_undivided_executor(whole: Executor, method: str) -> None:
-    tokens, numbers = outputs(whole, METHODS[method])
+    tokens, numbers = results(whole, METHODS[method], JOB)
     with running_base(whole, downloads=True) as base:
         options = Privacy("download", pool=8, uses=100)
         with base.connect(privacy=options) as split:
-            found, own = outputs(split, METHODS[method])
+            found, own = results(split, METHODS[method], JOB)
             assert found == tokens
             assert own.keys() == numbers.keys()
             for name, expected in numbers.items():
@@ -104,8 +81,8 @@ def test_other_families_are_hidden_as_well(family: str) -> None:
         sent = watched(base)
         with base.connect(privacy=options) as split:
             for name in ("lora", "dora"):
-                tokens, numbers = outputs(whole, METHODS[name])
-                found, own = outputs(split, METHODS[name])
+                tokens, numbers = results(whole, METHODS[name], JOB)
+                found, own = results(split, METHODS[name], JOB)
                 assert found == tokens
                 for what, expected in numbers.items():
                     # Adam divides a gradient near zero by its own size, rounding and all.
@@ -117,7 +94,7 @@ def test_other_families_are_hidden_as_well(family: str) -> None:
 @pytest.mark.slow
 def test_clients_with_and_without_noise_train_at_once(whole: Executor) -> None:
     names = ["lora", "ia3"]
-    expected = {name: outputs(whole, METHODS[name]) for name in names}
+    expected = {name: results(whole, METHODS[name], JOB) for name in names}
     found: dict[str, Any] = {}
     with running_base(whole, wait_ms=20, wait_tokens=1) as base:
         barrier = threading.Barrier(len(names))
@@ -125,7 +102,7 @@ def test_clients_with_and_without_noise_train_at_once(whole: Executor) -> None:
         def act(name: str, privacy: Privacy | None) -> None:
             with base.connect(privacy=privacy) as split:
                 barrier.wait(60)
-                found[name] = outputs(split, METHODS[name])
+                found[name] = results(split, METHODS[name], JOB)
 
         hidden = Privacy("base", pool=8, uses=50)
         threads = [
@@ -157,12 +134,12 @@ def test_the_error_is_within_the_bound_of_the_docs(
     """In bf16 any product that is rounded the other way moves the result by some 1e-2."""
     model = oracle.random_model(BY_NAME["llama3"].config(2))
     whole = compiler.compile(model, verify=False, dtype=dtype)
-    _, numbers = outputs(whole, METHODS["lora"])
+    _, numbers = results(whole, METHODS["lora"], JOB)
     with (
         running_base(whole) as base,
         base.connect(privacy=Privacy("base", scale, pool=8, uses=4, precision=precision)) as split,
     ):
-        _, own = outputs(split, METHODS["lora"])
+        _, own = results(split, METHODS["lora"], JOB)
         for name, expected in numbers.items():
             assert oracle.relative_error(own[name], expected) < bound, name
 
@@ -172,13 +149,13 @@ def test_a_base_sees_noise_and_a_second_base_nothing_else(whole: Executor) -> No
     with running_base(whole) as base, running_base(whole) as second:
         plain = watched(base)
         with base.connect(cut="linear") as split:
-            outputs(split, METHODS["dora"])
+            results(split, METHODS["dora"], JOB)
         sent = list(plain)
         plain.clear()
         other = watched(second)
         options = Privacy(second.endpoint.transport(), effects_api_key=KEY)
         with base.connect(privacy=options) as split:
-            outputs(split, METHODS["dora"])
+            results(split, METHODS["dora"], JOB)
     assert [piece for piece, _ in plain] == [piece for piece, _ in sent]
     assert {piece for piece, _ in other} == {piece for piece, _ in sent}
     for (piece, hidden), (_, bare) in zip(plain, sent, strict=True):

@@ -14,41 +14,21 @@ import pcg.compiler as compiler
 from pcg.explain.split.explain import explain_split
 from pcg.passes.placement import exact_cut
 from pcg.passes.placement.cut import StepCut
-from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.runner import training_runner
 from pcg.split.messages import VERSION, Message
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.in_process import InProcessEndpoint
-from tests.support.prompts import TOLERANCE, prompts
-from tests.support.split_base import KEY, Base, make_base, running_base
+from tests.support.prompts import TOLERANCE
+from tests.support.split_base import EXAMPLES, KEY, PROMPTS, Base, make_base, results, running_base
 
-EXAMPLES = [Example(one, one) for one in prompts([9, 5])]
-COUNT = sum(map(len, prompts([9, 5]))) - 2
-PROMPTS = prompts([6, 3])
 SOME = {"gpt_neox": ["query_key_value"], "opt": ["q_proj", "v_proj"]}
 
 
 def recipe(family: str, is_whole: bool) -> pcg.LoraConfig:
     targets: Any = "all-linear" if is_whole else SOME.get(family, ["q_proj", "v_proj"])
     return pcg.LoraConfig(r=4, target_modules=targets)
-
-
-def outputs(executor: Executor, method: object) -> tuple[list[Any], dict[str, Any]]:
-    """Greedy tokens, and logits, loss and gradients by name, with an adapter."""
-    adapter = executor.add_adapter("x", method, seed=1)
-    generator = torch.Generator().manual_seed(2)
-    for tensor in adapter.tensors:
-        tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.05)
-    executor.refresh_adapter("x")
-    done = executor.generate(PROMPTS, "x", max_new_tokens=4, temperature=0)
-    runner = training_runner(executor.state, executor.state.adapter("x"))
-    loss = runner.forward_backward(EXAMPLES, COUNT)
-    found = {name: p.grad for name, p in runner.parameters.items() if p.grad is not None}
-    found |= {"loss": torch.tensor([loss]), "logits": executor.logits(PROMPTS[0], adapter="x")}
-    executor.state.remove_adapter("x")
-    return [one.token_ids for one in done], found
 
 
 QUICK = [("llama3", False), ("gemma2", True)]
@@ -71,8 +51,8 @@ def test_tokens_and_gradients_are_equal(family: str, is_whole: bool) -> None:
     whole = compiler.compile(oracle.random_model(BY_NAME[family].config(2)), verify=False)
     method = recipe(family, is_whole)
     with running_base(whole) as base, base.connect(link="lan") as split:
-        tokens, expected = outputs(whole, method)
-        own, found = outputs(split, method)
+        tokens, expected = results(whole, method)
+        own, found = results(split, method)
         assert tokens == own
         assert found.keys() == expected.keys()
         assert any(number.abs().max() > 0 for name, number in expected.items() if "lora" in name)
@@ -180,10 +160,14 @@ GOOD = f"""graph @piece(%v0: f32[T, 64]) {{
 
 
 @pytest.fixture(scope="module")
-def base() -> Base:
-    return make_base(
-        compiler.compile(oracle.random_model(BY_NAME["llama3"].config(1)), verify=False)
-    )
+def whole() -> Executor:
+    return compiler.compile(oracle.random_model(BY_NAME["llama3"].config(1)), verify=False)
+
+
+@pytest.fixture
+def base(whole: Executor) -> Base:
+    """A base of its own for each test: a graph that is refused makes its key wait."""
+    return make_base(whole)
 
 
 def joined(base: Base) -> tuple[bytes, Any]:
@@ -297,12 +281,12 @@ def test_graphs_of_clients_that_left_leave_nothing_behind(base: Base) -> None:
     assert (len(base.loop.base.graphs), len(linecache.cache)) == before
 
 
-def test_memory_of_a_request_is_bounded() -> None:
-    whole = compiler.compile(oracle.random_model(BY_NAME["llama3"].config(1)), verify=False)
+def test_memory_of_a_request_is_bounded(whole: Executor) -> None:
     base = make_base(whole, max_piece_mib=1)
     client = joined(base)
     digest = ask(base, client, Message("define", 2, {"text": GOOD})).fields["digest"]
-    fits = 2**20 // (3 * 64 * 4)
+    values, kernels = 3 * 64 * 4, 4 * 64 * 4
+    fits = 2**20 // (values + kernels)
     for tokens, op in ((fits, "reply"), (fits + 1, "error")):
         run = Message("run", 3, {"piece": f"graph:{digest}@0"}, (torch.ones(tokens, SIZE),))
         reply = ask(base, client, run)

@@ -7,18 +7,25 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
 
+import torch
+from torch import Tensor
+
+from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
+from pcg.runtime.training.runner import training_runner
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
 from pcg.split.client.connect import SplitExecutor, connect
+from pcg.split.transports.zeromq import ZeroMqEndpoint
 from tests.support import serving
 from tests.support.in_process import InProcessEndpoint
+from tests.support.prompts import prompts
 from tests.support.waiting import until
 
 KEY = "key-of-the-base"
@@ -53,13 +60,59 @@ def make_base(executor: Executor, **options: Any) -> Base:
 def running_base(executor: Executor, **options: Any) -> Iterator[Base]:
     """A base that runs."""
     base = make_base(executor, **options)
-    thread = threading.Thread(target=base.loop.run)
+    with _running(base.loop):
+        yield base
+
+
+@contextmanager
+def listening_base(executor: Executor, **options: Any) -> Iterator[str]:
+    """A base that real transports reach; yields its address."""
+    given = BaseOptions(api_key=(KEY,), **options)
+    endpoint = ZeroMqEndpoint("127.0.0.1", 0, 2**26, given.curve)
+    try:
+        with _running(BaseLoop(BaseExecutor(executor), endpoint, given)):
+            yield endpoint.where
+    finally:
+        endpoint.close()
+
+
+@contextmanager
+def _running(loop: BaseLoop) -> Iterator[None]:
+    thread = threading.Thread(target=loop.run)
     thread.start()
     try:
-        yield base
+        yield
     finally:
-        base.loop.stop()
+        loop.stop()
         thread.join(60)
+
+
+PROMPTS = prompts([6, 3])
+EXAMPLES = [Example(one, one) for one in prompts([9, 5])]
+
+
+def results(
+    executor: Executor, method: Any, job: Mapping[str, Any] | None = None
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """Greedy tokens under a random adapter "x"; its logits, loss, gradients and trained weights.
+
+    It is trained if there are options of a job.
+    """
+    adapter = executor.add_adapter("x", method, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for tensor in adapter.tensors:
+        tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.05)
+    executor.refresh_adapter("x")
+    done = executor.generate(PROMPTS, "x", max_new_tokens=4, temperature=0)
+    runner = training_runner(executor.state, executor.state.adapter("x"))
+    loss = runner.forward_backward(EXAMPLES, sum(len(one.ids) - 1 for one in EXAMPLES))
+    found = {name: p.grad for name, p in runner.parameters.items() if p.grad is not None}
+    found |= {"loss": torch.tensor([loss]), "logits": executor.logits(PROMPTS[0], adapter="x")}
+    if job is not None:
+        executor.finetune(EXAMPLES, "x", **job)
+        found |= {f"trained {at}": one for at, one in enumerate(executor.adapters["x"].tensors)}
+    executor.state.remove_adapter("x")
+    return [one.token_ids for one in done], found
 
 
 @dataclass

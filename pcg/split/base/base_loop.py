@@ -13,11 +13,12 @@ import torch
 from pcg.errors import BaseBusyError, PcgError, RankLostError, SplitError
 from pcg.keys import Key, Keys, Scope, open_keys
 from pcg.split.base.base_executor import BaseExecutor
+from pcg.split.base.limited_log import LimitedLog
 from pcg.split.base.options import BaseOptions
 from pcg.split.base.piece_rules import MOST_CHARACTERS
 from pcg.split.base.policies import make_policy
 from pcg.split.base.queues import Queues, Waiting
-from pcg.split.base.wrong_keys import WrongKeys
+from pcg.split.base.setbacks import Setbacks
 from pcg.split.messages import VERSION, Message, failure
 from pcg.split.model_facts import config_difference
 from pcg.split.pieces import GRADIENT, GRAPH, Piece
@@ -91,7 +92,8 @@ class BaseLoop:
         self._facts = {**base.facts(files or {}), **facts}
         self._queues = Queues()
         self._clients: dict[bytes, _Client] = {}
-        self._wrong_keys = WrongKeys()
+        self._wrong_keys, self._refused_graphs = Setbacks(), Setbacks()
+        self._log = LimitedLog(_LOG)
         self._held: dict[bytes, Message] = {}
         self._is_stopped = False
         self.counts = Counts()
@@ -167,7 +169,8 @@ class BaseLoop:
             self.counts.refused += 1
             reply = failure(message.seq, error)
         except Exception as error:
-            _LOG.exception("%s of client %s failed", message.op[:40], client.hex())
+            what = message.op[:40]
+            self._log.say(logging.ERROR, "%s of client %s failed", what, client.hex(), error=True)
             reply = failure(message.seq, SplitError(f"the base failed: {type(error).__name__}"))
         if reply is not None:
             self._reply(client, reply)
@@ -185,10 +188,7 @@ class BaseLoop:
             self._queue(client, message, known.key)
             return None
         if message.op == "define":
-            if not self.base.runs_graphs:
-                raise SplitError("this base runs products alone, over several ranks")
-            digest = self.base.graphs.define(client, message.text("text", MOST_CHARACTERS))
-            return Message("reply", message.seq, {"digest": digest})
+            return self._define(client, message, known.key)
         if message.op == "echo":
             return Message("reply", message.seq, tensors=message.tensors)
         if message.op == "bye":
@@ -227,7 +227,8 @@ class BaseLoop:
         key = self._keys.find(given if isinstance(given, str) else "")
         if key is None:
             self._wrong_keys.note(message.sender, time.monotonic())
-            _LOG.warning("a client at %s has a wrong key", message.sender or client.hex())
+            where = message.sender or client.hex()
+            self._log.say(logging.WARNING, "a client at %s has a wrong key", where)
             raise SplitError("the key is none of this base's; give api_key=…, or PCG_API_KEY")
         if key.scopes.isdisjoint((Scope.INFER, Scope.TRAIN)):
             raise SplitError(
@@ -242,7 +243,7 @@ class BaseLoop:
         name = fields.get("client")
         shown = name[:100] if isinstance(name, str) else client.hex()
         self._clients[client] = _Client(shown, key)
-        _LOG.info("client %r comes; %d are here", self._clients[client].name, self.clients)
+        self._log.say(logging.INFO, "client %r comes; %d are here", shown, self.clients)
         return Message("reply", message.seq, self._facts)
 
     def _check_model(self, fields: Mapping[str, object]) -> None:
@@ -262,6 +263,22 @@ class BaseLoop:
                     f"the client wants {base.name} with {name} {str(wanted)[:80]}, and this base "
                     f"has {own}; use the same on both sides"
                 )
+
+    def _define(self, client: bytes, message: Message, key: Key) -> Message:
+        """Let a client call a graph. BaseBusyError: one of its key's was refused a moment ago."""
+        if not self.base.runs_graphs:
+            raise SplitError("this base runs products alone, over several ranks")
+        wait_s = self._refused_graphs.wait_s(key.name, time.monotonic())
+        if wait_s:
+            raise BaseBusyError(
+                f"a graph of the key {key.name!r} was refused; define another in {wait_s:.2f} s"
+            )
+        try:
+            digest = self.base.graphs.define(client, message.text("text", MOST_CHARACTERS))
+        except Exception:
+            self._refused_graphs.note(key.name, time.monotonic())
+            raise
+        return Message("reply", message.seq, {"digest": digest})
 
     def _queue(self, client: bytes, message: Message, key: Key) -> None:
         piece = Piece.parse(message.text("piece", 2**14))
@@ -325,7 +342,7 @@ class BaseLoop:
         except RankLostError:
             raise  # nothing runs without it
         except Exception as error:
-            _LOG.exception("%s failed", batch[0].piece)
+            self._log.say(logging.ERROR, "%s failed", batch[0].piece, error=True)
             for one in batch:
                 text = f"the base failed at {one.piece}: {type(error).__name__}: {error}"
                 self._reply(one.client, failure(one.seq, SplitError(text)))
@@ -343,7 +360,7 @@ class BaseLoop:
         try:
             is_sent = self.endpoint.send(client, message)
         except Exception:
-            _LOG.exception("a reply to client %s failed", client.hex())
+            self._log.say(logging.ERROR, "a reply to client %s failed", client.hex(), error=True)
             is_sent = False
         if not is_sent:
             self._drop(client, "is gone")
@@ -356,7 +373,5 @@ class BaseLoop:
         self.endpoint.forget(client)
         self.base.graphs.forget(client)
         if known is not None:
-            _LOG.info(
-                "client %r %s; %d of its requests are dropped, %d clients are here",
-                known.name, why, dropped, self.clients,
-            )  # fmt: skip
+            text = "client %r %s; %d of its requests are dropped, %d clients are here"
+            self._log.say(logging.INFO, text, known.name, why, dropped, self.clients)

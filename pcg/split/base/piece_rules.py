@@ -47,6 +47,9 @@ _MOST_LINEAR = 64
 """Products of a piece, whatever its matrices; a layer has fewer."""
 _MOST_WIDTHS = 4
 """Numbers that a value has for a token, in the widest sides of the base's matrices."""
+_MOST_COPIES, _LEAST_BYTES = 4, 4
+"""Copies of its result that a kernel has at once, and bytes of a number in them: a layer norm's
+gradient has most. Kernels run one after the other."""
 _SIZES = re.compile(r"(T|[0-9]{1,9})?(, [0-9]{1,9}){0,7}")
 LAYER = "{layer}"
 """The place of the layer's number in the name of a weight."""
@@ -59,7 +62,8 @@ class PieceGraph:
 
     Attributes:
         trains: True if it has a gradient in it.
-        bytes_per_token: bytes of all its values for a token, with those of weights' vectors.
+        bytes_per_token: bytes of all its values for a token, with those of weights' vectors, and
+            of what kernels allocate meanwhile.
     """
 
     graph: Graph
@@ -99,6 +103,7 @@ def read_piece(text: str, widest: int) -> PieceGraph:
         raise SplitError("a piece has the text that pcg.connect writes: its names, and no scopes")
     made = [value for node in graph.nodes for value in node.outputs]
     total = sum(_bytes_per_token(value.type) for value in (*graph.inputs, *made))
+    total += max(map(_temporary_bytes, graph.nodes))
     return PieceGraph(graph, any("_backward" in node.op for node in graph.nodes), total)
 
 
@@ -180,6 +185,14 @@ def _check_parameter(parameter: Parameter) -> None:
         raise SplitError(f"{parameter.source[:200]!r} is no weight of this base")
     if parameter.part != WHOLE or parameter.rows is not None:
         raise SplitError(f"%{parameter.name} is a part of a weight; a base has them whole")
+
+
+def _temporary_bytes(node: Node) -> int:
+    """Return a bound of what a node's kernel allocates beside its result, bytes a token."""
+    types = [value.type for value in node.outputs]
+    return _MOST_COPIES * sum(
+        prod(one.features) * max(_LEAST_BYTES, DTYPE_BYTES[one.dtype]) for one in types
+    )
 
 
 def _bytes_per_token(type_: TensorType) -> int:

@@ -12,6 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from pcg.errors import SplitError
+from pcg.kernels.torch.remote_weights import is_remote
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.steps.guest_work import RowWork
 from pcg.runtime.executor import Executor
@@ -28,6 +30,12 @@ class SharedBase(BaseExecutor):
 
     def __init__(self, executor: Executor, engine: AsyncEngine) -> None:
         super().__init__(executor)
+        away = [name for name, one in self.multiplied.items() if is_remote(one)]
+        if away:
+            raise SplitError(
+                f"the weights of {self.name} are at a base executor, which split clients connect "
+                "to themselves; leave split_port out, or serve a model of this machine"
+            )
         self._engine = engine
         self._guests = engine.host()
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from pcg.errors import SplitError
 from pcg.ir.operators.linear import piece_of
+from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.torch.remote_weights import remote_tensor
 from pcg.parallel.ranks.shards import Ranges
 from pcg.runtime.model.weights import DTYPE_NAMES, Weights, slices_of
@@ -60,7 +62,9 @@ class CalledWeight:
         """
         (name,) = self.names
         if name not in self.squares:
-            self.squares[name] = self.caller.call("lengths", name=name).tensors[0].double()
+            kinds = [((len(b),), torch.float32)]
+            (found,) = self.caller.tensors("lengths", kinds, name=name)
+            self.squares[name] = found.double()
         given, scaled = a.double(), b.double() * scale
         through = self._run(Piece(LINEAR, self.names), a.float()).double()
         total = self.squares[name].to(a.device) + 2 * (through.t() * scaled).sum(1)
@@ -74,18 +78,23 @@ class CalledWeight:
         if not len(inputs[0]):
             raise SplitError("a piece was given no tokens")
         piece = Piece(GRAPH, (graph_digest(text),), layer)
-        found = self.caller.run_graph(str(piece), text, inputs, self.serves)
         graph = piece_of(text)
-        wanted = [(len(inputs[0]), *graph.types[name].features) for name in graph.outputs]
-        if [tuple(one.shape) for one in found] != wanted:
-            shown = [list(one.shape) for one in found]
-            raise SplitError(f"the base returned {shown} for a piece of {wanted}")
+        types = [graph.types[name] for name in graph.outputs]
+        wanted = [
+            ((len(inputs[0]), *one.features), getattr(torch, TORCH_NAMES[one.dtype]))
+            for one in types
+        ]
+        found = self.caller.run_graph(str(piece), text, wanted, inputs, self.serves)
         return [one.to(inputs[0].device) for one in found]
 
     def samples(self, count: int) -> Tensor:
         """Return `count` entries at equal distances, in fp64."""
         (name,) = self.names
-        return self.caller.call("samples", name=name, count=count).tensors[0]
+        rows, width = self.caller.facts["pieces"][name]
+        (found,) = self.caller.tensors(
+            "samples", [((min(count, rows * width),), torch.float64)], name=name, count=count
+        )
+        return found
 
     def _run(self, piece: Piece, x: Tensor) -> Tensor:
         if not len(x):
@@ -95,16 +104,7 @@ class CalledWeight:
         return self.noise.run(piece, x, partial(self._ask, piece)).to(x.device)
 
     def _ask(self, piece: Piece, x: Tensor) -> Tensor:
-        reply = self.caller.call("run", (x,), piece=str(piece), serves=self.serves)
-        kept = [self.caller.facts["pieces"][name] for name in piece.weights]
-        wide = kept[0][1] if piece.kind == GRADIENT else sum(rows for rows, _ in kept)
-        if [(one.shape, one.dtype) for one in reply.tensors] != [((len(x), wide), x.dtype)]:
-            given = ", ".join(f"{list(one.shape)} of {one.dtype}" for one in reply.tensors)
-            raise SplitError(
-                f"the base executor answers {str(piece)[:200]} with {given or 'nothing'}, and not "
-                f"with {[len(x), wide]} of {x.dtype}; it is damaged, or no base executor of pcg"
-            )
-        return reply.tensors[0]
+        return self.caller.product(piece, x, self.serves)
 
 
 class CalledBase(Weights):
@@ -137,5 +137,6 @@ class CalledBase(Weights):
         return remote_tensor(shape, self._dtype, weight)
 
     def _read(self, name: str, ranges: Ranges | None) -> Tensor:
-        (tensor,) = self._caller.call("fetch", name=name).tensors
+        wanted = [(self._caller.facts["fetched"][name], self._dtype)]
+        (tensor,) = self._caller.tensors("fetch", wanted, name=name)
         return tensor if ranges is None else tensor[slices_of(ranges)]

@@ -11,17 +11,21 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from threading import Lock
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from pcg.errors import BaseBusyError, BaseLostError, SplitError
+from pcg.split.client.base_facts import checked_facts
 from pcg.split.messages import VERSION, Message
-from pcg.split.pieces import UNKNOWN_GRAPH
+from pcg.split.pieces import GRADIENT, UNKNOWN_GRAPH, Piece
 from pcg.split.transports.transport import Disconnected, Moved, Transport
 
 _LOG = logging.getLogger("pcg.split")
 _RETRY_S = 0.2
+Kinds: TypeAlias = Sequence[tuple[Sequence[int], torch.dtype]]
+"""Shapes and dtypes of tensors."""
 _BUSY, _BUSY_S = BaseBusyError.__name__, 0.02
 """The kind of error of a base which has too much of this key waiting, and when to ask again."""
 
@@ -103,26 +107,49 @@ class Caller:
             self.moved.received_bytes += reply.size_bytes
         return _accepted(reply)
 
+    def tensors(
+        self, op: str, wanted: Kinds, tensors: Sequence[Tensor] = (), **fields: bool | int | str
+    ) -> Sequence[Tensor]:
+        """Make a call and return the tensors of its reply.
+
+        Args:
+            wanted: the shape and dtype of each.
+        Raises:
+            SplitError: the base refuses it, and says why; or its reply has other tensors.
+            BaseLostError: the base is gone.
+        """
+        return _as_wanted(self.call(op, tensors, **fields), op, wanted)
+
+    def product(self, piece: Piece, x: Tensor, serves: bool) -> Tensor:
+        """Return a product, or its gradient, on rows [T, in]; errors as of `tensors`."""
+        shapes = [self.facts["pieces"][name] for name in piece.weights]
+        width = shapes[0][1] if piece.kind == GRADIENT else sum(rows for rows, _ in shapes)
+        wanted = [((len(x), width), x.dtype)]
+        (found,) = self.tensors("run", wanted, (x,), piece=str(piece), serves=serves)
+        return found
+
     def run_graph(
-        self, piece: str, text: str, tensors: Sequence[Tensor], serves: bool
+        self, piece: str, text: str, wanted: Kinds, tensors: Sequence[Tensor], serves: bool
     ) -> Sequence[Tensor]:
         """Run a graph, which is defined first where the base does not know it.
 
         A base that was started anew knows none.
 
+        Args:
+            wanted: the shape and dtype of each of its outputs.
         Raises:
-            SplitError: the base refuses it, and says why.
+            SplitError: the base refuses it, and says why; or its outputs are others.
             BaseLostError: the base is gone.
         """
         if text not in self._defined:
             self._define(text)
         try:
-            return self.call("run", tensors, piece=piece, serves=serves).tensors
+            return self.tensors("run", wanted, tensors, piece=piece, serves=serves)
         except SplitError as error:
             if UNKNOWN_GRAPH not in str(error):
                 raise
         self._define(text)
-        return self.call("run", tensors, piece=piece, serves=serves).tensors
+        return self.tensors("run", wanted, tensors, piece=piece, serves=serves)
 
     def _define(self, text: str) -> None:
         self.call("define", text=text)
@@ -150,7 +177,7 @@ class Caller:
                 message = Message("hello", next(self._numbers), self._hello)
                 reply = _accepted(self._transport.exchange(message, max(left_s, _RETRY_S)))
                 self._transport.welcomed(Message("share", next(self._numbers)))
-                return reply.fields
+                return checked_facts(reply.fields, self._transport.where)
             except Disconnected as error:
                 self._transport.close()
                 if time.monotonic() + _RETRY_S > end_s:
@@ -168,3 +195,18 @@ def _accepted(reply: Message) -> Message:
     if reply.op == "error":
         raise SplitError(f"the base executor refuses: {reply.fields.get('error')}")
     return reply
+
+
+def _as_wanted(reply: Message, op: str, wanted: Kinds) -> Sequence[Tensor]:
+    kinds = [(tuple(shape), dtype) for shape, dtype in wanted]
+    given = [(tuple(one.shape), one.dtype) for one in reply.tensors]
+    if given != kinds:
+        raise SplitError(
+            f"the base executor answers {op} with {_shown(given)}, and not with {_shown(kinds)}; "
+            "it is damaged, or no base executor of pcg"
+        )
+    return reply.tensors
+
+
+def _shown(kinds: Kinds) -> str:
+    return ", ".join(f"{list(shape)} of {dtype}" for shape, dtype in kinds) or "no tensors"

@@ -13,6 +13,7 @@ import torch
 
 from pcg.compiler import compile_program, make_executor
 from pcg.errors import SplitError
+from pcg.ir.program.folder import save_program
 from pcg.ir.program.program import Program
 from pcg.kernels.backend import machine_device
 from pcg.keys import VARIABLE
@@ -30,6 +31,7 @@ from pcg.split.client.effects import Effects, EffectsAtBase, EffectsHere
 from pcg.split.client.layered_caller import LayeredCaller
 from pcg.split.client.noise import Noise
 from pcg.split.client.privacy import BASE, DOWNLOAD, Place, Privacy, privacy_of
+from pcg.split.client.saved_program import check_given, load_for
 from pcg.split.model_facts import TOKENIZER_FILES, weight_samples, weights_difference
 from pcg.split.transports.curve import ClientCurve, is_loopback
 from pcg.split.transports.transport import Transport
@@ -54,6 +56,8 @@ class ConnectArguments:
         device: the device of adapters, attention and KV cache; the GPU where there is one, else
             the CPU.
         memory_budget: what finetuning may save for backward, as in `CompileOptions`.
+        program: the folder of a program that `SplitExecutor.save_program` has written, to run
+            instead of compiling one: it starts sooner, and takes 100 MiB less.
         privacy: hide all that is sent by noise: who computes its effects, as a word or an address,
             or `Privacy`; None sends it as it is.
         cut: which parts of a layer the base runs: searched takes the pieces that take the least
@@ -77,6 +81,7 @@ class ConnectArguments:
     dtype: str | None = field(default=None, kw_only=True)
     device: str | torch.device | None = field(default=None, kw_only=True)
     memory_budget: float | str = field(default=1.0, kw_only=True)
+    program: str | Path | None = field(default=None, kw_only=True)
     privacy: str | Privacy | None = field(default=None, kw_only=True)
     cut: Literal["searched", "linear"] = field(default="searched", kw_only=True)
     link: str | None = field(default=None, kw_only=True)
@@ -109,6 +114,16 @@ class SplitExecutor(Executor):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def save_program(self, folder: str | Path) -> None:
+        """Write the program that this client runs, which other clients of the base may load.
+
+        It has the adapters' recipes that were given to `connect`, and neither weights nor adapters.
+
+        Raises:
+            ProgramError: it cannot be written there.
+        """
+        save_program(self.program, folder)
+
     def close(self) -> None:
         """Say goodbye to the base; nothing runs after that."""
         self.caller.close()
@@ -130,6 +145,8 @@ def connect(given: ConnectArguments) -> SplitExecutor:
         raise SplitError(f"cut={given.cut!r}; use searched or linear")
     if given.link is not None:
         SplitLink.parse(given.link)  # refuses one that is none before anything is opened
+    if given.program is not None:
+        check_given(given.peft, given.model, given.memory_budget, ConnectArguments.memory_budget)
     model = None if given.model is None else resolve(given.model)
     hello = {
         "key": given.api_key or os.environ.get(VARIABLE),
@@ -239,14 +256,17 @@ def _split_executor(
 ) -> SplitExecutor:
     facts = caller.facts
     place, cut = _cut(caller, given)
-    program = compile_program(
-        dict(facts["config"]),
-        given.peft,
-        backend="torch",
-        dtype=facts["dtype"],
-        memory_budget=given.memory_budget,
-        place=place,
-    )
+    if given.program is not None:
+        program = load_for(given.program, facts, linear_only=place is None)
+    else:
+        program = compile_program(
+            dict(facts["config"]),
+            given.peft,
+            backend="torch",
+            dtype=facts["dtype"],
+            memory_budget=given.memory_budget,
+            place=place,
+        )
     if model is not None and model.weight_files:
         _check_weights(program, model, facts)
     weights = CalledBase(caller, program.base_prefix, noise)

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from pcg.errors import SplitError
 from pcg.split.client.caller import Caller
+from pcg.split.messages import DTYPES
 from pcg.split.pieces import LINEAR, Piece
 
 _SLICE_BYTES = 2**24
@@ -38,7 +38,7 @@ class EffectsAtBase(Effects):
         self._is_own = is_own
 
     def of(self, piece: Piece, noise: Tensor) -> Tensor:
-        return self._caller.call("run", (noise,), piece=str(piece), serves=False).tensors[0]
+        return self._caller.product(piece, noise, serves=False)
 
     def close(self) -> None:
         if self._is_own:
@@ -61,10 +61,9 @@ class EffectsHere(Effects):
             step = max(1, _SLICE_BYTES // (ins * noise.element_size()))
             for begin in range(0, outs, step):
                 end = min(begin + step, outs)
-                reply = self._caller.call("rows", name=name, begin=begin + 1, end=end)
-                (stored,) = reply.tensors
-                if stored.shape != (end - begin, ins):
-                    raise SplitError(f"rows {begin} to {end} of {name} are {list(stored.shape)}")
+                wanted = [((end - begin, ins), DTYPES[self._caller.facts["dtype"]])]
+                asked = {"name": name, "begin": begin + 1, "end": end}
+                (stored,) = self._caller.tensors("rows", wanted, **asked)
                 self.downloaded_bytes += stored.nbytes
                 weight = stored.to(noise.dtype)
                 if is_linear:

@@ -189,7 +189,8 @@ class SharedMemoryTransport(TcpTransport):
         if self._shared is not None and size > self._shared.half:
             self._grow(2 * size + size // 2)
         reply = super().exchange(message, timeout_s)
-        is_mapped = any(isinstance(at, dict) for at in reply.fields.get("places") or ())
+        places = reply.fields.get("places")
+        is_mapped = isinstance(places, list) and any(isinstance(at, dict) for at in places)
         if self._shared is not None and reply.size_bytes > self._shared.half and not is_mapped:
             self._grow(2 * reply.size_bytes + reply.size_bytes // 2)
         return reply
@@ -207,6 +208,8 @@ class SharedMemoryTransport(TcpTransport):
         places = message.fields.get("places")
         if places is None or self._shared is None:
             return super()._read(frames)
+        if not isinstance(places, list) or len(places) != len(kinds):
+            raise SplitError("the base's reply has no place in the shared memory for each tensor")
         message.tensors = [
             # A copy: the next reply comes to the same place.
             published_tensor(at, *kind)
