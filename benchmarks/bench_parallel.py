@@ -169,9 +169,12 @@ def plans(search: Search, found: SearchResult) -> dict[str, ParallelPlan]:
         layouts, gathered = {}, set()
         for choice in found.sites:
             for candidate in choice.candidates:
-                if candidate.strategy.startswith(name):
+                algorithm, _, held = candidate.strategy.partition("; ")
+                if name in (held or algorithm[: len(name)]):
                     layouts |= candidate.layouts
                     gathered |= candidate.gathered
+        if not layouts:
+            continue  # another way is cheaper with weights that are held so
         try:
             result[name] = search.hold(layouts, frozenset(gathered))
         except TypeCheckError:

@@ -42,6 +42,8 @@ class Parameter:
         part: the layout of a rank's part, which the value's type is that of.
         degree: number of ranks.
         rows: the rows of the source's first dim, first and behind the last; None for all.
+        copies: how many ranks, one after the other, hold the same part of the first dim; each row
+            of the source stands so often in a value that is not cut yet.
     """
 
     value: Value
@@ -51,6 +53,7 @@ class Parameter:
     part: Layout = WHOLE
     degree: int = 1
     rows: tuple[int, int] | None = None
+    copies: int = 1
 
     @property
     def name(self) -> str:

@@ -2,7 +2,8 @@
 
     graph      := "graph" @name "(" [value {"," value} [","]] ")" "{" {parameter} {node} return "}"
     value      := %name ":" type
-    parameter  := role value "=" string ["transposed"] ["rows" number number] [part]
+    parameter  := role value "=" string ["transposed"] ["rows" number number]
+                  ["copies" number] [part]
                                                                role: frozen | constant | adapter
     part       := ("dim" "-" number | "copy" | "summand") "of" number
     node       := value {"," value} "=" op "(" [%name {"," %name}] ")" [attributes] [@scope]
@@ -147,8 +148,9 @@ class _Parser(TokenReader):
         transposed = self.accept("transposed")
         number = "the number of a row"
         rows = (self._count(number), self._count(number)) if self.accept("rows") else None
+        copies = self._count("a number of copies") if self.accept("copies") else 1
         part, degree = self._part()
-        return Parameter(value, role, source, transposed, part, degree, rows)
+        return Parameter(value, role, source, transposed, part, degree, rows, copies)
 
     def _count(self, expected: str) -> int:
         return int(self.take("number", expected).text)

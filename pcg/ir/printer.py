@@ -74,6 +74,8 @@ def print_parameter(parameter: Parameter) -> str:
         line += " transposed"
     if parameter.rows:
         line += f" rows {parameter.rows[0]} {parameter.rows[1]}"
+    if parameter.copies > 1:
+        line += f" copies {parameter.copies}"
     if parameter.part == WHOLE:
         return line
     dim = f" {parameter.part.dim}" if parameter.part.dim else ""

@@ -6,8 +6,9 @@
 A product of a whole value is column-parallel where its result reaches another product, through
 operators that treat its shards alike, before it meets a whole value again; that other product is
 row-parallel. So are q, k, v and o of attention, and up (gate) and down of an MLP, whatever a model
-calls them. Heads stay whole, as shards of q, k and v are of heads; where there are fewer KV heads
-than ranks, or no multiple, each rank makes them all, and takes those that its heads attend to.
+calls them. Experts are cut as MLPs, as by transformers' `packed_colwise` and `rowwise`, and their
+router is whole. Heads stay whole, as shards of q, k and v are of heads; where there are fewer KV
+heads than ranks, or no multiple, `pcg.passes.sharding.repeat_heads` gives each rank those it needs.
 
 A user's plan, in transformers' words (`base_model_tp_plan`), takes the place of this.
 
@@ -16,6 +17,7 @@ Source: Shoeybi et al. 2019, Megatron-LM, section 3.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from math import gcd
 
@@ -24,6 +26,7 @@ import sympy
 from pcg.errors import ParallelError
 from pcg.ir.graph import Graph, Node
 from pcg.ir.layouts import REPLICATED, Layout, partitioned
+from pcg.ir.operators.linear import EXPERTS_BY_FEATURES
 from pcg.options import STYLES
 
 COLUMN, ROW = partitioned(-2), partitioned(-1)
@@ -50,26 +53,61 @@ def base_plan(
         fitting = sympy.divisors(gcd(*(size for _, size in sizes)))
         raise ParallelError(
             f"tp={degree} does not divide {what}={size} of {graph.name}; use one of "
-            f"{', '.join(map(str, fitting))}"
+            f"{', '.join(map(str, fitting))}" + _way_out(graph, degree, plan)
         )
     return plan
 
 
-def _given(graph: Graph, given: Mapping[str, str]) -> dict[str, Layout]:
+def _way_out(graph: Graph, degree: int, plan: Mapping[str, Layout]) -> str:
+    """Words on the plan of the pairs of products that the degree divides; empty without any."""
+    fitting: dict[str, str] = {}
+    paths = _paths(graph)
+    for pair in _plans_of_pairs(graph, plan):
+        if not any(size % degree for _, size in _sizes(graph, pair)):
+            fitting |= {paths[weight]: _style(layout) for weight, layout in pair.items()}
+    if not fitting:
+        return ""
+    return f", or shard these alone: --tp-plan (tp_plan=) with {json.dumps(fitting)}"
+
+
+def _style(layout: Layout) -> str:
+    return next(style for style, one in _LAYOUTS.items() if one == layout)
+
+
+def _plans_of_pairs(graph: Graph, plan: Mapping[str, Layout]) -> Iterator[Mapping[str, Layout]]:
+    """Yield each row-parallel product of a plan with the column-parallel ones that it reads."""
+    makers: dict[str, frozenset[str]] = {}
+    for node in graph.nodes:
+        weight = _frozen_weight(graph, node)
+        behind = frozenset().union(*(makers.get(name, ()) for name in node.inputs))
+        layout = None if weight is None else plan.get(weight)
+        if weight is not None and layout == ROW and behind:
+            yield dict.fromkeys(sorted(behind), COLUMN) | {weight: ROW}
+        if weight is not None:
+            behind = frozenset([weight] if layout == COLUMN else [])
+        makers.update((value.name, behind) for value in node.outputs)
+
+
+def _paths(graph: Graph) -> dict[str, str]:
+    """The module path within the layer of each product, by its weight."""
     weights = [w for node in graph.nodes if (w := _frozen_weight(graph, node)) is not None]
     sources = {w: graph.parameters_by_name[w].source.removesuffix(".weight") for w in weights}
-    paths = {w: source.rpartition("{layer}.")[2] for w, source in sources.items()}
-    plan = dict.fromkeys(weights, REPLICATED)
+    return {w: source.rpartition("{layer}.")[2] for w, source in sources.items()}
+
+
+def _given(graph: Graph, given: Mapping[str, str]) -> dict[str, Layout]:
+    paths = _paths(graph)
+    plan = dict.fromkeys(paths, REPLICATED)
     for module, style in given.items():
         wanted = f".{module.rpartition('*.')[2]}"
-        named = [w for w in weights if f".{paths[w]}".endswith(wanted)]
+        named = [w for w in paths if f".{paths[w]}".endswith(wanted)]
         if not named:
             known = ", ".join(dict.fromkeys(paths.values()))
             raise ParallelError(
                 f"tp_plan: {module} is no linear operator of {graph.name}; it has {known}"
             )
         plan |= dict.fromkeys(named, _LAYOUTS[style])
-    return plan
+    return plan | dict.fromkeys(_experts(graph), REPLICATED)
 
 
 def _sizes(graph: Graph, plan: Mapping[str, Layout]) -> Iterator[tuple[str, int]]:
@@ -81,8 +119,8 @@ def _sizes(graph: Graph, plan: Mapping[str, Layout]) -> Iterator[tuple[str, int]
     for name, layout in plan.items():
         if layout == REPLICATED:
             continue
-        out, in_ = graph.types[name].features
-        yield (f"the rows of {name}", out) if layout == COLUMN else (f"the columns of {name}", in_)
+        kind = "rows" if layout == COLUMN else "columns"
+        yield f"the {kind} of {name}", graph.types[name].features[layout.dim]
 
 
 def partitioned_attentions(graph: Graph, plan: Mapping[str, Layout]) -> frozenset[str]:
@@ -110,7 +148,11 @@ def _pairs(graph: Graph, degree: int) -> dict[str, Layout]:
         weight = _frozen_weight(graph, node)
         behind = frozenset().union(*(makers.get(name, ()) for name in node.inputs))
         made = behind
-        if weight is None:
+        if node.op == "experts":
+            # Each rank has a part of every expert, and so all that the router says.
+            plan |= dict.fromkeys(behind, REPLICATED)
+            made = frozenset()
+        elif weight is None:
             values = [name for name in node.inputs if name not in graph.parameters_by_name]
             adds_whole = node.op in ("add", "sub") and not all(makers.get(n) for n in values)
             if behind and (adds_whole or not carried.isdisjoint(node.inputs)):
@@ -129,7 +171,16 @@ def _pairs(graph: Graph, degree: int) -> dict[str, Layout]:
     for name in graph.outputs:
         for weight in makers.get(name, ()):
             plan.pop(weight, None)
-    return plan
+    return plan | _experts(graph)
+
+
+def _experts(graph: Graph) -> dict[str, Layout]:
+    """Layouts of experts' weights, cut by the features between gate, up and down."""
+    found: dict[str, Layout] = {}
+    for node in graph.nodes:
+        if node.op == "experts":
+            found |= zip(node.inputs[3:], EXPERTS_BY_FEATURES, strict=True)
+    return found
 
 
 def _frozen_weight(graph: Graph, node: Node) -> str | None:

@@ -117,6 +117,14 @@ class Planner:
         other.paths = self.paths.where_free(free)
         return other
 
+    def by(self, costs: LayerCosts) -> Planner:
+        """The planner of the same graph by other costs."""
+        other = copy.copy(self)
+        other.costs = costs
+        other.paths = ReshardPaths(self.degree, costs, bool(self._token_nodes))
+        other._ways = {node.name: other._rules(node) for node in self.graph.nodes}
+        return other
+
     def with_prices(self, prices: Mapping[str, Mapping[Sharding, float]]) -> Planner:
         """A planner for which some ways of nodes, by the node's name, cost so much more."""
         other = copy.copy(self)
@@ -227,8 +235,12 @@ class Planner:
             for name, layout in zip(names, holding, strict=True):
                 versions[name] = frozenset([layout])
                 built.held.append((name, layout))
-                if layout == REPLICATED and name in self.active:
+                copies = self.graph.parameters_by_name[name].copies
+                if name in self.active and (layout == REPLICATED or copies > 1):
                     type_ = self.graph.types[name]
+                    if copies > 1:
+                        rows, *rest = type_.shape
+                        type_ = type_.with_shape((rows // copies, *rest))
                     built.cost += self.costs.sum_gradient(type_)
                     built.step_bytes += self.costs.bytes_sent("all_reduce", type_)
             if self._bring(versions, *self._wanted(node, rule), built, fixed):

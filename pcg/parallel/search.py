@@ -21,14 +21,15 @@ from functools import cached_property
 
 from pcg.errors import TypeCheckError
 from pcg.ir.graph import Graph
-from pcg.ir.layouts import REPLICATED, WHOLE, Layout, Sharding
-from pcg.parallel.bypass_sites import BypassSite, bypass_sites, strategy_name
+from pcg.ir.layouts import REPLICATED, WHOLE, Layout, Sharding, partitioned
+from pcg.parallel.bypass_sites import BypassSite, bypass_sites
 from pcg.parallel.costs.layer_costs import LayerCosts
 from pcg.parallel.kept_values import KeptValues
 from pcg.parallel.parallel_plan import Constraints, Cost, ParallelPlan
 from pcg.parallel.plan_costs import PlanCosts
 from pcg.parallel.planner import Planner
 from pcg.parallel.sequence_parallel import token_sharded_ends, token_sharded_nodes
+from pcg.parallel.strategy_names import strategy_name
 
 _MOST_LISTED = 64
 """Candidates of a site of which all are listed; of more, those that differ in one weight."""
@@ -48,7 +49,7 @@ class Candidate:
     """One way to parallelize a site.
 
     Attributes:
-        strategy: the way's name; see `strategy_name`.
+        strategy: the name of the algorithm that runs; see `strategy_name`.
         gathered: weights that are gathered where they are read.
         added: the cost that the way adds to the layer.
         kept_bytes: bytes on a rank of what backward reads of what the site makes.
@@ -106,7 +107,10 @@ class Search:
     ) -> None:
         self.graph = graph
         self.base = {node.name: base[node.name] for node in graph.nodes if node.name in base}
-        self.layouts = layouts
+        # What ranks share a part of is cut by rows, as they hold no more.
+        shared = (p for p in graph.parameters if p.copies > 1)
+        self.fixed = {p.name: partitioned(-len(p.type.dims)) for p in shared}
+        self.layouts = layouts = {**layouts, **self.fixed}
         nodes = token_sharded_nodes(graph, not trains) if sequence_parallel else frozenset()
         self.planner = Planner(graph, degree, costs, trains, nodes)
         self.sites = bypass_sites(graph, self.base)
@@ -154,6 +158,13 @@ class Search:
     def kept(self) -> KeptValues:
         """The values that backward reads of what the sites make."""
         return KeptValues(self.planner, self.sites)
+
+    def at(self, costs: LayerCosts, plan: ParallelPlan) -> Cost:
+        """The cost of a plan by other costs, as those of a step of another size."""
+        layouts = {**self.layouts, **plan.held}
+        planner = self.planner.by(costs)
+        fixed = replace(self._given, layouts=layouts, rules=plan.rules)
+        return PlanCosts(planner, fixed).of(planner.plan(fixed))
 
     def _of_one_input(self) -> list[tuple[BypassSite, ...]]:
         """Sites that read the same value of the base's, where they are several."""
@@ -239,8 +250,7 @@ class Search:
 
     def strategy(self, plan: ParallelPlan, site: BypassSite) -> str:
         """The name of what a plan does at a site."""
-        layouts = {name: plan.held[name] for name in site.weights}
-        return strategy_name(site, layouts, self._gathered(plan, site))
+        return strategy_name(self.graph, site, plan, self._gathered(plan, site))
 
     @staticmethod
     def _gathered(plan: ParallelPlan, site: BypassSite) -> frozenset[str]:
@@ -271,8 +281,8 @@ class Search:
     ) -> Candidate:
         layouts = {name: plan.held[name] for name in site.weights}
         added = self.costs.of(plan) - self.costs.without(best, site.nodes)
-        name, kept = strategy_name(site, layouts, gathered), self.kept.size_bytes(plan, site)
-        return Candidate(name, layouts, gathered, added, kept)
+        name = strategy_name(self.graph, site, plan, gathered)
+        return Candidate(name, layouts, gathered, added, self.kept.size_bytes(plan, site))
 
     def ways(
         self, site: BypassSite, chosen: Candidate
@@ -288,18 +298,19 @@ class Search:
             yield {name: layout for name, (layout, _) in named.items()}, gathered
 
     def _options(self, name: str) -> list[_Holding]:
+        if name in self.fixed:
+            return [(self.fixed[name], False)]
         parts = self.planner.paths.parts(self.graph.types[name])
         sharded = itertools.product(parts, (False, True))
         return [(WHOLE, False), (REPLICATED, False), *sharded]
 
-    @staticmethod
     def _neighbours(
-        options: Mapping[str, Sequence[_Holding]], chosen: Candidate
+        self, options: Mapping[str, Sequence[_Holding]], chosen: Candidate
     ) -> Iterator[tuple[_Holding, ...]]:
         """All weights held alike, and the ways that differ from the chosen one in one weight."""
         now = [(chosen.layouts[name], name in chosen.gathered) for name in options]
         for same in (WHOLE, REPLICATED):
-            yield tuple((same, False) for _ in options)
+            yield tuple((self.fixed.get(name, same), False) for name in options)
         for place, name in enumerate(options):
             for other in options[name]:
                 yield (*now[:place], other, *now[place + 1 :])

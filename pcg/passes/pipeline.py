@@ -19,6 +19,7 @@ from pcg.kernels.attention_libraries import AttentionLibrary
 from pcg.options import MemoryBudget, PlanOptions, dtype_name
 from pcg.parallel.costs.cost_model import CostModel
 from pcg.parallel.costs.layer_costs import DeviceCosts
+from pcg.parallel.costs.mixed_costs import SERVED_CONTEXT, SERVING_TOKENS
 from pcg.parallel.costs.rank_costs import RankCosts
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.compress import Compress
@@ -46,6 +47,7 @@ from pcg.passes.prune import Prune
 from pcg.passes.raising.raise_operators import RaiseOperators
 from pcg.passes.sharding.coalesce_collectives import CoalesceCollectives, CoalesceLayer
 from pcg.passes.sharding.localize import Localize
+from pcg.passes.sharding.mark_logits import MarkLogits
 from pcg.passes.sharding.overlap import Overlap, OverlapLayer
 from pcg.passes.sharding.repeat_heads import RepeatHeadsOfModels
 from pcg.passes.sharding.shard import PlanBase, Shard
@@ -112,6 +114,13 @@ class Settings:
             return None
         batch, seq = self.options.batch, self.options.seq
         return self.device_costs_at(self.costs, batch * seq, seq)
+
+    @property
+    def serving_costs(self) -> tuple[DeviceCosts, ...]:
+        """The costs of the steps of a program that serves; empty where they are not known."""
+        if self.costs is None:
+            return ()
+        return tuple(self.device_costs_at(self.costs, n, SERVED_CONTEXT) for n in SERVING_TOKENS)
 
     @property
     def rank_costs(self) -> RankCosts | None:
@@ -190,7 +199,7 @@ def pipeline(given: Settings) -> Pipeline:
                 tp > 1,
                 On(Attached.map_blocks, SplitFusedProjections()),
                 PlanBase(tp, options.styles),
-                RepeatHeadsOfModels(tp),
+                RepeatHeadsOfModels(tp, not options.styles),
                 Shard(
                     tp,
                     given.device_costs,
@@ -198,6 +207,7 @@ def pipeline(given: Settings) -> Pipeline:
                     options.budget,
                     given.rank_costs,
                     is_lossy,
+                    given.serving_costs,
                 ),
                 On(Sharded.map_graphs, Localize(tp)),
             ),
@@ -224,6 +234,7 @@ def pipeline(given: Settings) -> Pipeline:
                 On(serving, FuseLora()),
                 On(serving, CoalesceCollectives()),
                 On(Trained.map_serving_prologue, Overlap()),
+                *when(tp > 1, On(Trained.map_serving_epilogue, MarkLogits())),
                 *when(
                     triton,
                     On(Trained.map_serving, DeferResidualAdd()),

@@ -47,6 +47,7 @@ from pcg.passes.prune import Prune
 from pcg.passes.raising.raise_operators import RaiseOperators, raise_graph
 from pcg.passes.sharding.coalesce_collectives import CoalesceCollectives
 from pcg.passes.sharding.localize import Localize
+from pcg.passes.sharding.mark_logits import MarkLogits
 from pcg.passes.sharding.overlap import Overlap
 from pcg.passes.sharding.repeat_heads import RepeatHeads
 from pcg.passes.sharding.split_fused_projections import SplitFusedProjections
@@ -67,6 +68,7 @@ PASSES: tuple[type[Pass[Any, Any]], ...] = (
     GroupKernels,
     JoinLora,
     Localize,
+    MarkLogits,
     OrderKernels,
     Overlap,
     Prune,

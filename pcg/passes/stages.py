@@ -106,13 +106,16 @@ class Sharded(Prepared):
 
     `typed` is the model with layouts that is trained, or serves where none is, `searches` and
     `plans` are those of its blocks. `joint` has the plans that were weighed with what backward
-    keeps; None where no number of bytes binds.
+    keeps; None where no number of bytes binds. `serving_searches` and `serving_plans` are those of
+    the blocks of the model that serves.
     """
 
     typed: ModelGraph
     searches: tuple[Search, ...]
     plans: tuple[ParallelPlan, ...]
     joint: Joint | None
+    serving_searches: tuple[Search, ...]
+    serving_plans: tuple[ParallelPlan, ...]
 
     @property
     def is_sequence_parallel(self) -> bool:
@@ -247,6 +250,9 @@ class Trained:
 
     def map_serving_prologue(self, change: Callable[[Graph], Graph]) -> Trained:
         return self.map_serving(lambda model: replace(model, prologue=change(model.prologue)))
+
+    def map_serving_epilogue(self, change: Callable[[Graph], Graph]) -> Trained:
+        return self.map_serving(lambda model: replace(model, epilogue=change(model.epilogue)))
 
     def map_layers(self, change: Callable[[TrainingGraph], TrainingGraph]) -> Trained:
         training = None if self.training is None else self.training.map_layers(change)

@@ -21,15 +21,8 @@ from pcg.ir.operators import OPERATORS, operator
 from pcg.ir.operators.collectives import FLOPS_PER_BYTE
 from pcg.ir.types import TOKENS, Dim, State, TensorType, tensor
 from pcg.parallel.costs import collective_profiler
-from pcg.parallel.costs.accelerators import (
-    ACCELERATORS,
-    SHEETS,
-    Achieved,
-    DeviceSheet,
-    Link,
-    find_accelerator,
-)
-from pcg.parallel.costs.catalog import find_cost_model
+from pcg.parallel.costs.accelerators import ACCELERATORS, find_accelerator, of_driver
+from pcg.parallel.costs.catalog import find_cost_model, own_sheet
 from pcg.parallel.costs.cost_model import CostModel, SheetModel, ring_seconds
 from pcg.parallel.costs.device_profile import (
     CollectiveTime,
@@ -38,7 +31,9 @@ from pcg.parallel.costs.device_profile import (
     ProfileModel,
     fitted_link,
 )
+from pcg.parallel.costs.device_sheet import Achieved, DeviceSheet, Link
 from pcg.parallel.costs.operator_profiler import measure_operators
+from pcg.parallel.costs.sheets import SHEETS
 from pcg.parallel.costs.work import is_free, work_of
 from pcg.passes.differentiate import Differentiate
 from pcg.passes.prune import Prune
@@ -140,7 +135,7 @@ def test_experts_read_as_many_weights_as_tokens_choose() -> None:
         tensor("bf16", TOKENS, 8),
         tensor("i64", TOKENS, 2),
         tensor("bf16", TOKENS, 2),
-        tensor("bf16", 16, 8, 8),
+        tensor("bf16", 16, 2, 4, 8),
         tensor("bf16", 16, 8, 4),
     )
     weights, a_token = 2 * 16 * (64 + 32), 2 * 8 + 2 * 8 + 2 * 2 + 2 * 8
@@ -245,7 +240,8 @@ def test_a_dtype_without_a_peak_is_refused() -> None:
     ("name", "message"),
     [
         ("H10", "did you mean H100"),
-        ("mi300x", "MI300X has no data sheet here.*A100-40"),
+        ("h100:x", "'x' is no number of ranks a node; use H100:8"),
+        ("h100:0", "'0' is no number of ranks a node; use H100:8"),
         ("no/such.json", "pcg profile -o no/such.json makes one"),
         ("abacus", "no device sheet or profile"),
     ],
@@ -265,13 +261,79 @@ def test_a_sheet_has_its_sources(name: str) -> None:
     assert sheet.source
     assert sheet.launch_source
     assert all(link.source for link in sheet.links.values())
-    assert sheet.product_flops_per_s["bf16"] > sheet.product_flops_per_s["f32"]
+    assert max(sheet.product_flops_per_s.values()) > sheet.product_flops_per_s["f32"]
     assert find_cost_model(name).collective_seconds("all_reduce", 2**20, 4) > 0
 
 
 def test_devices_keep_their_sheet() -> None:
-    assert {name for name, device in ACCELERATORS.items() if device.sheet} == {*SHEETS} - {"CPU"}
+    assert {*ACCELERATORS} == {*SHEETS} - {"CPU"}
     assert find_accelerator("h100").sheet is SHEETS["H100"]
+
+
+@pytest.mark.parametrize(
+    ("called", "name"),
+    [
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIE"),
+        ("NVIDIA H100 NVL", "H100-NVL"),
+        ("A100-SXM4-40GB", "A100-40"),
+        ("NVIDIA A100 80GB PCIe", "A100-80-PCIE"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H200 NVL", None),
+    ],
+)
+def test_a_device_has_the_sheet_of_its_own_kind(
+    called: str, name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = of_driver(called)
+    assert (None if found is None else found.name) == name
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: called)
+    device = torch.device("cuda", 0)
+    if name is None:
+        with pytest.raises(CostModelError, match=f"{called} has no data sheet here"):
+            own_sheet(device)
+        return
+    assert own_sheet(device) == name
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert own_sheet(device, 4) == name
+    assert own_sheet(device, 8) == f"{name}:4"
+    assert find_cost_model(own_sheet(device, 8)).name == f"{name}:4"
+
+
+def test_a_group_over_nodes_has_the_links_of_each_tier() -> None:
+    """A ring within a node is NVLink's; over nodes it enters and leaves each by its network."""
+    sheet, size = SHEETS["H100"], 2**30
+    model = find_cost_model("H100")
+    near, network = sheet.links["NVLink 4"], sheet.network
+    assert network is not None
+    within = 7 * (near.latency_s + size / (8 * 0.8 * near.bytes_per_s))
+    assert model.collective_seconds("all_gather", size, 8) == pytest.approx(within)
+    steps = 56 * near.latency_s + 7 * network.latency_s
+    over = steps + 63 * size / (64 * 0.8 * 8 * network.bytes_per_s)
+    assert model.collective_seconds("all_gather", size, 64) == pytest.approx(over)
+    # Nodes of fewer ranks have less of a network each.
+    four, eight = (find_cost_model(f"h100:{ranks}") for ranks in (4, 8))
+    assert eight.collective_seconds("all_reduce", size, 64) == pytest.approx(2 * over)
+    assert four.collective_seconds("all_reduce", size, 64) > 1.5 * 2 * over
+    assert four.collective_seconds("all_reduce", size, 8) > 1.5 * 2 * within
+
+
+def test_a_bridge_joins_two() -> None:
+    sheet = SHEETS["H100-NVL"]
+    model = find_cost_model("H100-NVL")
+    bridge, bus = sheet.links["NVLink 4 bridge"], sheet.links["PCIe 5"]
+    for degree, link in ((2, bridge), (4, bus), (8, bus)):
+        found = model.collective_seconds("all_gather", 2**30, degree)
+        assert found == pytest.approx(ring_seconds("all_gather", 2**30 / 0.8, degree, link), 1e-3)
 
 
 @cache

@@ -45,7 +45,8 @@ from tests.support.threads import ThreadRanks, run_ranks
 
 bf16.install()
 FAMILIES = ("llama3", "qwen2", "opt", "gpt2", "falcon-7b", "gemma2")
-FAST = (("llama3", 2), ("gpt2", 4))
+FAST = (("llama3", 2), ("gpt2", 4), ("mixtral", 2), ("qwen2", 4))
+"""Qwen's two KV heads over four ranks, with biases: each pair of ranks shares one."""
 
 
 @pytest.mark.parametrize(("name", "degree"), FAST)
@@ -76,6 +77,29 @@ def test_memory_of_a_rank_is_what_is_predicted(name: str, degree: int) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_memory_of_a_rank_of_every_family_is_what_is_predicted(name: str, degree: int) -> None:
     check_memory(name, degree)
+
+
+def test_ranks_hold_the_kv_heads_that_their_queries_read() -> None:
+    """Keys, values, their biases and what adapters add to them, in all graphs and in the cache."""
+    family, degree = BY_NAME["qwen2"].config(LAYERS), 4
+    program = make_program("qwen2", degree)
+    width = family["hidden_size"] // family["num_attention_heads"]
+    models = [program.serving.model, program.training.model]
+    for block in (block for model in models for block in model.blocks):
+        shared = {p.name: p for p in block.parameters if p.copies > 1}
+        assert {p.copies for p in shared.values()} == {degree // family["num_key_value_heads"]}
+        weights = {f"self_attn.{kind}_proj.{end}" for kind in "kv" for end in ("weight", "bias")}
+        assert weights < shared.keys()
+        assert sum("lora_B" in name for name in shared) == 2
+        assert {p.type.features[0] for p in shared.values() if "lora" not in p.name} == {width}
+        (attention,) = (node for node in block.nodes if node.op.startswith("attention"))
+        assert [block.types[name].features for name in attention.inputs[:3]] == [(1, width)] * 3
+
+
+@pytest.mark.parametrize("method", ["adalora", pytest.param("dora", marks=pytest.mark.slow)])
+def test_a_method_where_ranks_share_kv_heads(method: str) -> None:
+    """AdaLoRA sums scores and Gram matrices over ranks; DoRA has vectors of the rows."""
+    check_method("qwen2", method, 4)
 
 
 def test_a_program_of_ranks_is_saved_and_loaded(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pcg.parallel.ranks.group import COLLECTIVES
 from pcg.peft.reader import read_adapter
 from tests.support import tiny_llama
 from tests.support.ranked import (
@@ -55,7 +56,7 @@ def test_a_job_under_torchrun(words: tuple[str, ...], tmp_path: Path) -> None:
     torchrun = start("-m", "torch.distributed.run", *options)
     executor = make_executor(make_program("qwen2", 1), "qwen2")
     expected = work(executor)
-    _, errors = torchrun.communicate(timeout=120)
+    _, errors = torchrun.communicate(timeout=400)
     assert torchrun.returncode == 0, errors
     config = executor.program.config
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
@@ -63,7 +64,7 @@ def test_a_job_under_torchrun(words: tuple[str, ...], tmp_path: Path) -> None:
     predicted = predicted_memory(program, "qwen2", "a")
     # Two sums a layer and one of the embedding, of 8 tokens in fp32, by a ring of two ranks.
     sums, logits = (2 * layers + 1) * 8 * hidden * 4, 8 * config["vocab_size"] // 2 * 4
-    expected_bytes = {"all_reduce": sums, "all_gather": logits, "reduce_scatter": 0, "broadcast": 0}
+    expected_bytes = dict.fromkeys(COLLECTIVES, 0) | {"all_reduce": sums, "all_gather": logits}
     if words:  # a half of each sum, and the other where its parts are joined
         halves = {"all_gather": sums // 2 + logits, "reduce_scatter": sums // 2}
         expected_bytes |= {"all_reduce": 0, **halves}
@@ -87,8 +88,8 @@ def test_a_rank_that_dies_ends_the_others_with_its_number(act: str) -> None:
         )
         for rank in range(2)
     ]  # fmt: skip
-    ranks[1].communicate(timeout=60)
-    _, errors = ranks[0].communicate(timeout=60)
+    ranks[1].communicate(timeout=400)
+    _, errors = ranks[0].communicate(timeout=400)
     assert ranks[0].returncode == 1
     assert "RankLostError: rank 1 of 2 ended" in errors
     assert "rank 0 was in an all-reduce" in errors
@@ -99,14 +100,27 @@ def test_a_rank_that_dies_ends_the_others_with_its_number(act: str) -> None:
     [
         ("lose_one", "ParallelError: rank 1 of 2 was ended by SIGKILL, and the others with it"),
         ("differ", "some differ from rank 0: rank 1 in costs (A10G, not H100). Give all ranks"),
-        ("fail_on_one", "ParallelError: model.safetensors cannot be read here (on rank 1 of 2)"),
+        ("fail_on_one", "WeightsError: model.safetensors cannot be read here (on rank 1 of 2)"),
+        ("break_on_one", "ZeroDivisionError: integer division or modulo by zero (on rank 1 of 2)"),
     ],
 )
 def test_a_launched_rank_that_fails_says_why(act: str, message: str) -> None:
     launcher = start(SCRIPT, "launch", act)
-    _, errors = launcher.communicate(timeout=60)
+    _, errors = launcher.communicate(timeout=400)
     assert launcher.returncode == 1
     assert message in errors
+    if act.endswith("on_one"):  # where it was raised
+        assert f"in {act}\n" in errors.partition("direct cause")[0]
+
+
+def test_ctrl_c_at_ranks_says_where_the_job_goes_on(tmp_path: Path) -> None:
+    launcher = start(SCRIPT, "launch", "interrupted", f"folder={tmp_path}")
+    _, errors = launcher.communicate(timeout=400)
+    assert (
+        "FinetuneInterrupted: finetuning 'a' was interrupted after step 2 of 4; run the" in errors
+    )
+    (checkpoint,) = (path for path in tmp_path.glob("step-*"))
+    assert f"to go on from {checkpoint}" in errors
 
 
 @pytest.mark.slow
@@ -121,17 +135,17 @@ def test_pcg_starts_the_ranks_itself(tmp_path: Path) -> None:
     tiny_llama.save(tmp_path / "model")
     compiled = start("-m", "pcg_cli", "compile", str(tmp_path / "model"), "--tp", "2",
                      "-o", str(tmp_path / "program"))  # fmt: skip
-    compiled.communicate(timeout=60)
+    compiled.communicate(timeout=400)
     assert compiled.returncode == 0
     prompt = ("--prompt", "hello", "-n", "8", "--ignore-eos", "--json")
     found = []
     for where in ("program", "model"):
         run = start("-m", "pcg_cli", "run", str(tmp_path / where), *prompt)
-        output, errors = run.communicate(timeout=60)
+        output, errors = run.communicate(timeout=400)
         assert run.returncode == 0, errors
         found.append(json.loads(output)["completions"])
     assert found[0] == found[1]
     refused = start("-m", "pcg_cli", "run", str(tmp_path / "program"), "--tp", "4", *prompt)
-    _, errors = refused.communicate(timeout=60)
+    _, errors = refused.communicate(timeout=400)
     assert refused.returncode == 2
     assert "Invalid value for --tp" in errors

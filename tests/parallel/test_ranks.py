@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,16 @@ import torch
 import torch.distributed as dist
 
 import pcg.compiler as compiler
-from pcg.errors import AdapterError, ParallelError, PcgError, RankLostError
+from pcg.errors import (
+    AdapterError,
+    FinetuneInterrupted,
+    ParallelError,
+    PcgError,
+    RankLostError,
+)
+from pcg.parallel.ranks import group
 from pcg.parallel.ranks.group import ProcessRanks, check_own_gpu, run_on_first
+from pcg.parallel.ranks.rank_errors import RankError, read_errors
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.executor import Executor
 from tests.support.parallelized import PLAN
@@ -38,10 +47,15 @@ def refusals(*programs: Any) -> list[str]:
     ("options", "differs"),
     [
         ({"tp_plan": WITHOUT_MLP}, "tp_plan, the serving program, the training program"),
+        ({"adapter_copies": "float32"}, "adapter_copies ('float32', not None)"),
+        ({"batch": 3}, "batch (3, not 2)"),
         ({"costs": "A10G"}, "costs (A10G, not H100)"),
         ({"memory_budget": 0.0}, "the memory budget (0, not 1), the training program"),
         ({"peft": "lora"}, "the adapters, the training program"),
-        ({"dtype": "float64"}, "the model, the serving program, the training program"),
+        (
+            {"dtype": "float64"},
+            "the model, dtype ('float64', not 'float32'), the serving program, the training ",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -51,7 +65,7 @@ def test_ranks_with_other_programs_are_refused_on_all(
     one, other = make_program(NAME, 2), make_program(NAME, 2, **options)
     first, second = refusals(one, other)
     assert first == second
-    assert f"differ from rank 0: rank 1 in {differs}." in first
+    assert f"differ from rank 0: rank 1 in {differs}" in first
 
 
 def test_a_profile_is_compared_by_what_stands_in_it(tmp_path: Path) -> None:
@@ -71,11 +85,11 @@ def test_every_rank_that_differs_is_named() -> None:
     one, other = make_program(NAME, 4), make_program(NAME, 4, costs="L40S")
     (said, *others) = refusals(one, other, one, other)
     assert set(others) == {said}
-    assert "4 ranks have to run one program" in said
+    assert "4 ranks have to agree on the program" in said
     assert "rank 1 in costs (L40S, not H100); rank 3 in costs (L40S, not H100)." in said
 
 
-def test_programs_of_adapters_that_come_later_are_compared_too() -> None:
+def test_adapters_that_come_later_are_compared_too() -> None:
     program = make_program(NAME, 2, peft=None)
 
     def on_rank(ranks: ThreadRanks) -> tuple[str, Executor]:
@@ -86,7 +100,9 @@ def test_programs_of_adapters_that_come_later_are_compared_too() -> None:
         return str(caught.value), executor
 
     for said, executor in run_ranks(2, on_rank):
-        assert "rank 1 in the serving program." in said
+        assert (
+            "agree on add_adapter('a'), and some differ from rank 0: rank 1 in the recipe, " in said
+        )
         assert not executor.adapters
 
 
@@ -201,11 +217,35 @@ def test_what_is_sent_stays_until_all_has_come(device: str, backend: str) -> Non
         dist.destroy_process_group()
 
 
+def test_the_time_that_ranks_wait_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    class Asked(Exception):
+        pass
+
+    def asked(*args: object, timeout: timedelta, **options: object) -> Any:
+        given.append(timeout.total_seconds())
+        raise Asked
+
+    monkeypatch.setattr(group, "rendezvous", asked)
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    for asked_for in ({}, {"rank_timeout_s": 7.5}):
+        with pytest.raises(Asked):
+            compiler.compile({}, tp=2, device="cpu", **asked_for)
+    assert given == [group.TIMEOUT_S, 7.5]
+    for wrong in (0, -1, float("nan"), "7", True):
+        with pytest.raises(ParallelError, match=r"rank_timeout_s=.*; use seconds above 0"):
+            compiler.compile({}, tp=2, device="cpu", rank_timeout_s=wrong)
+    with pytest.raises(ParallelError, match=r"rank_timeout_s=7 has no effect with tp=1"):
+        compiler.compile({}, device="cpu", rank_timeout_s=7)
+
+
 def test_each_ranks_own_sheet_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that of torch's current device, which is the first on all of them."""
     asked: list[torch.device] = []
 
-    def own_sheet(device: torch.device) -> str:
+    def own_sheet(device: torch.device, degree: int) -> str:
         asked.append(device)
         raise PcgError("asked")
 
@@ -217,3 +257,39 @@ def test_each_ranks_own_sheet_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(PcgError, match="asked"):
         compiler.compile({}, tp=2, device="cuda")
     assert asked == [torch.device("cuda", 1)]
+
+
+class OfOnesOwn(Exception):
+    """An error that takes more than a text."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(f"{one}, {other}")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (AdapterError("no such"), AdapterError, "no such (on rank 1 of 2)"),
+        (FileNotFoundError(2, "No such file", "a/b"), FileNotFoundError,
+         "[Errno 2] No such file (on rank 1 of 2): 'a/b'"),
+        (FinetuneInterrupted("after 2", 2, Path("c")), FinetuneInterrupted, "after 2"),
+        (torch.OutOfMemoryError("CUDA"), torch.OutOfMemoryError, "CUDA (on rank 1 of 2)"),
+        (OfOnesOwn("a", "b"), ParallelError, "OfOnesOwn: a, b (on rank 1 of 2)"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), ParallelError, "UnicodeDecodeError: "),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)  # fmt: skip
+def test_errors_of_started_ranks_keep_their_type_and_traceback(
+    error: Exception, kind: type[Exception], text: str, tmp_path: Path
+) -> None:
+    try:
+        raise error
+    except Exception as caught:
+        RankError.of(1, caught).write(tmp_path)
+    RankError.of(0, RankLostError("rank 1 is gone")).write(tmp_path)
+    made = read_errors(tmp_path)[0].made(2)
+    assert type(made) is kind
+    assert str(made).startswith(text)
+    assert "raise error" in str(made.__cause__)
+    if isinstance(made, FinetuneInterrupted):
+        assert (made.step, made.checkpoint) == (2, Path("c"))

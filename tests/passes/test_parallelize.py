@@ -196,6 +196,19 @@ def test_what_a_plan_leaves_whole_need_not_be_divided() -> None:
     assert max(layer_errors(block, found.training.blocks[0], degree).values()) < 1e-5
 
 
+def test_the_products_that_a_degree_divides_are_named_as_a_plan() -> None:
+    """Falcon-7B has 71 heads, which only 71 ranks divide; its MLP is parallel to them."""
+    sizes = {"hidden_size": 71 * 4, "num_attention_heads": 71, "num_hidden_layers": 1}
+    config = {"model_type": "falcon", "vocab_size": 64, "multi_query": True, **sizes}
+    with pytest.raises(
+        ParallelError, match=r"of block_0; use one of 1, 71, or .* \(tp_plan=\)"
+    ) as e:
+        compile_program(config, tp=2)
+    plan = json.loads(str(e.value).rpartition(" with ")[2])
+    assert plan == {"mlp.dense_h_to_4h": "colwise", "mlp.dense_4h_to_h": "rowwise"}
+    assert compile_program(config, tp=2, tp_plan=plan).options.styles == plan
+
+
 def test_every_degree_that_fits_is_named() -> None:
     fitting = sorted(2**i * j for i in range(12) for j in (1, 7))  # 14336 = 2^11 · 7
     listed = ", ".join(map(str, fitting))
@@ -269,7 +282,7 @@ def test_64_ranks_by_shapes() -> None:
             pieces = [p for p in local.parameters if p.source == parameter.source]
             assert pieces
             for piece in pieces:
-                ranks = degree if piece.part.dim else 1
+                ranks = degree // piece.copies if piece.part.dim else 1
                 assert ranks * piece.type.size_bytes == parameter.type.size_bytes
     (block,) = found.training.blocks
     dist.init_process_group("fake", rank=5, world_size=degree, store=FakeStore())
@@ -315,8 +328,8 @@ def test_the_report_of_ranks_has_every_site() -> None:
 
 
 def test_a_device_without_costs_is_refused_by_name() -> None:
-    with pytest.raises(CostModelError, match="RTX-4090 has no data sheet here"):
-        pcg.explain("meta-llama/Llama-3.1-8B", tp=2, costs="rtx-4090")
+    with pytest.raises(CostModelError, match="no device sheet or profile is called 'gtx-1080'"):
+        pcg.explain("meta-llama/Llama-3.1-8B", tp=2, costs="gtx-1080")
 
 
 def test_what_is_shared_is_not_counted_as_trained() -> None:

@@ -53,7 +53,7 @@ def test_the_list_shows_all_that_runs() -> None:
         "rematerialize": ["rematerialize", "coalesce_collectives", "overlap"],
         "fuse": [
             [
-                *("fuse_linears", "fuse_lora", "coalesce_collectives", "overlap"),
+                *("fuse_linears", "fuse_lora", "coalesce_collectives", "overlap", "mark_logits"),
                 "defer_residual_add",
                 "defer_lora",
             ],

@@ -493,6 +493,7 @@ LAYER_NORM_ROPE = "2 layer_norm, 4 linear, 2 rope, attention, gelu, 2 add"
 GPT = "2 layer_norm, 4 linear, attention, gelu, 2 add"
 FALCON = "layer_norm, 4 linear, 2 rope, attention, gelu, 2 add"
 COHERE = "layer_norm, 7 linear, 2 rope, attention, silu, mul, 2 add"
+MIXTURE = "2 rms_norm, 5 linear, 2 rope, attention, softmax, topk, experts, 2 add"
 
 BLOCKS = {
     "bloom": GPT,
@@ -521,6 +522,7 @@ BLOCKS = {
     "llama3.2": LLAMA,
     "mistral": LLAMA,
     "mistral-window": LLAMA,
+    "mixtral": MIXTURE.replace("experts", "sum, div, experts"),
     "mpt": GPT,
     "olmo2": LLAMA.replace("2 rms_norm", "4 rms_norm"),
     "opt": "2 layer_norm, 6 linear, mul, attention, relu, 2 add",
@@ -533,6 +535,7 @@ BLOCKS = {
     "qwen2.5-layer_types": LLAMA,
     "qwen2.5-windows": LLAMA,
     "qwen3": LLAMA.replace("2 rms_norm", "4 rms_norm"),
+    "qwen3_moe": MIXTURE.replace("2 rms_norm", "4 rms_norm"),
     "stablelm": LLAMA.replace("rms_norm", "layer_norm"),
     "stablelm-parallel": COHERE,
     # One norm for each of 4 heads and of 2 KV heads, between a split and a concat of heads.
@@ -550,8 +553,13 @@ EPILOGUES = {
 }
 """Where it is not one norm and the head: multipliers, a soft cap, a projection."""
 
-IN_BF16 = {"cohere": "4 cast", "cohere-qk_norm": "4 cast"}
-"""Cohere turns its heads in fp32: two casts there, two back."""
+IN_BF16 = {
+    "cohere": "4 cast",
+    "cohere-qk_norm": "4 cast",
+    "mixtral": "cast",
+    "qwen3_moe": "2 cast",
+}
+"""Cohere turns its heads in fp32: two casts there, two back. Routers choose experts in fp32."""
 
 
 def counted(text: str) -> Counter[str]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import pcg.compiler as compiler
 from pcg.kernels.torch import ops as torch_ops
+from pcg.kernels.triton import dropout as kernels
 from pcg.passes.attach import attach
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
@@ -76,8 +77,11 @@ def pair(
     return wrapped, executor
 
 
-def masks(runner: TrainingRunner, ids: list[list[int]], seed: int) -> Mapping[str, Tensor]:
+def masks(
+    runner: TrainingRunner, ids: list[list[int]], seed: int, backend: str = "torch"
+) -> Mapping[str, Tensor]:
     """What our program multiplies the input of each module by, [tokens, in]."""
+    drop = (torch_ops if backend == "torch" else kernels).dropout
     batch = whole_sequences(ids, torch.device("cpu"))
     batch.dropout_seed = seed
     learned = [i for s in batch.spans for i in range(s.start, s.start + s.length - 1)]
@@ -101,7 +105,7 @@ def masks(runner: TrainingRunner, ids: list[list[int]], seed: int) -> Mapping[st
                 p, key = node.attribute("p"), node.attribute("key")
                 mask = torch.ones(len(batch.input_ids), ones.shape[1], dtype=dtype)
                 batch.chosen = None if is_layer else rows
-                mask[rows] = torch_ops.dropout(batch, ones, p, key)
+                mask[rows] = drop(batch, ones, p, key)
                 found[source.format(layer=layer).rpartition(".")[0]] = mask
     return found
 
@@ -129,7 +133,7 @@ def check_gradients(
     tolerance = 1e-10 if dtype == torch.float64 else TOLERANCE
     sequences = prompts((12, 5, 9))
     runner = executor.training_runner("a")
-    by_path = masks(runner, sequences, SEED)
+    by_path = masks(runner, sequences, SEED, backend)
     assert len(by_path) == len(runner.parameters) // PARAMETERS[method]
     replace_dropouts(wrapped.eval(), by_path)
     for module in wrapped.modules():  # not the base's own dropout, which pcg does not have

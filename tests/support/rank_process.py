@@ -91,6 +91,28 @@ def fail_on_one() -> None:
     ranks.all_reduce(torch.ones(1))
 
 
+def break_on_one() -> None:
+    """Rank 1 ends with an error that pcg does not know."""
+    ranks = join_group(DEGREE, torch.device("cpu"))
+    if ranks.rank == 1:
+        _ = 1 // (ranks.rank - 1)
+    ranks.all_reduce(torch.ones(1))
+
+
+def interrupted(folder: str) -> None:
+    """Ctrl-C comes to all processes in the middle of a job."""
+    from tests.support.ranked import EXAMPLES, JOB, make_executor, make_program
+
+    executor = make_executor(make_program("llama3", DEGREE), "llama3")
+
+    def interrupt(record: StepRecord) -> None:
+        if executor.ranks.rank == 1 and record.step == 2:
+            for process in (os.getpid(), os.getppid()):
+                os.kill(process, signal.SIGINT)
+
+    executor.finetune(EXAMPLES, "a", on_step=interrupt, **{**JOB, "checkpoint_dir": folder})
+
+
 def differ() -> None:
     """Each rank compiles for a device of its own."""
     from tests.support.ranked import make_executor, make_program
@@ -108,4 +130,5 @@ if __name__ == "__main__":
         from pcg.parallel.ranks.launch import launch
         from tests.support import rank_process
 
-        launch(DEGREE, getattr(rank_process, sys.argv[2]), {})
+        given = dict(word.split("=") for word in sys.argv[3:])
+        launch(DEGREE, getattr(rank_process, sys.argv[2]), given)

@@ -43,7 +43,10 @@ def whole_gradient(parts: Sequence[Tensor], parameter: Parameter | None) -> Tens
         assert all(torch.equal(part, parts[0]) for part in parts)
         return parts[0]
     if parameter.part.dim:
-        return torch.cat(list(parts), parameter.part.dim)
+        pairs = [
+            sum(parts[i : i + parameter.copies]) for i in range(0, len(parts), parameter.copies)
+        ]
+        return torch.cat(pairs, parameter.part.dim)
     return torch.stack(list(parts)).sum(0)
 
 
@@ -208,6 +211,9 @@ def layer_errors(whole: Graph, local: Graph, degree: int) -> dict[str, float]:
 def _own(tensor: Tensor, parameter: Parameter, ranks: ThreadRanks) -> Tensor:
     if parameter.rows:
         tensor = tensor[parameter.rows[0] : parameter.rows[1]]
+    if parameter.copies > 1:  # ranks that hold the same part, one after the other
+        parts = tensor.chunk(ranks.size // parameter.copies, parameter.part.dim)
+        return parts[ranks.rank // parameter.copies]
     return held(tensor, parameter.part, ranks)
 
 

@@ -54,6 +54,8 @@ class Operator:
     """True of matrix products and attention, which a memory budget of 1 never recomputes."""
     is_random: ClassVar[bool] = False
     """True if it draws numbers; drawn again for the same step and layer, they are the same."""
+    counts_on_host: ClassVar[bool] = False
+    """True if the host waits for numbers of the device, so that no step with it is recorded."""
     sees_sequences: ClassVar[bool] = False
     """True if a token's result depends on other tokens, as in attention alone."""
     sees_rows: ClassVar[bool] = False

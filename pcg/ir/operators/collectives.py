@@ -84,7 +84,7 @@ TRANSITIONS = tuple(
 FLOPS_PER_BYTE = 1000
 """Operations in the time of a byte between ranks, where no device is known: an A100, of 312 TFLOP/s
 in bf16 and 300 GB/s of NVLink each way, has 1,040; an H100 has 2,199. Over PCIe they are 9,750 and
-15,461 (sheets of `pcg.parallel.costs.accelerators`)."""
+15,461 (`pcg.parallel.costs.sheets`)."""
 
 
 class Collective(Operator):
@@ -146,7 +146,10 @@ class TakenPart(OwnPart):
 
 
 class AllGather(Collective):
-    """The parts of `degree` ranks, joined along dim `dim`; with `tokens`, of the tokens."""
+    """The parts of `degree` ranks, joined along dim `dim`; with `tokens`, of the tokens.
+
+    With `logits` they are a step's logits, which the batch may want on the first rank alone.
+    """
 
     name = "all_gather"
     adjoint = "own_part"
@@ -155,7 +158,8 @@ class AllGather(Collective):
         return (_joined(types, attributes),)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"K.all_gather({_part_arguments(inputs, attributes)})"
+        logits = ", logits=True" if attributes.get("logits") else ""
+        return f"K.all_gather({_part_arguments(inputs, attributes)}{logits})"
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         # Every rank's rows, before they are joined.

@@ -192,25 +192,87 @@ class BasePiece(Product):
         return total
 
 
-class Experts(Operator):
-    """A mixture of gated experts: each token through its `top_k` experts, weighted and summed.
+EXPERTS_BY_FEATURES = (partitioned(-2), partitioned(-1))
+"""Layouts of the experts' gate_up and down, each of which is cut as an MLP's."""
 
-    `x: [T, h]`, `indices: [T, k]`, `weights: [T, k]`, `gate_up: [E, 2f, h]`, `down: [E, h, f]`.
-    """
 
-    name = "experts"
+class OfExperts(Operator):
+    """An operator of experts' weights, its last two inputs, with the tokens' choices before."""
+
     is_product = True
-    inputs = (5, 7)
-    executable = False
     computes_in_first = True
-
-    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        gate_up, down = inputs[3], inputs[4]
-        rows = inputs[1].elements
-        return 2 * rows * (gate_up.shape[1] * gate_up.shape[2] + down.shape[1] * down.shape[2])
+    counts_on_host = True
 
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         # At most as many experts as tokens choose are read.
-        share = sympy.Min(1, inputs[1].elements / inputs[3].shape[0])
-        tokens = sympy.Add(*(type_.size_bytes for type_ in (*inputs[:3], *outputs)))
-        return tokens + share * sympy.Add(*(type_.size_bytes for type_ in inputs[3:]))
+        share = sympy.Min(1, inputs[-4].elements / inputs[-1].shape[0])
+        tokens = sympy.Add(*(type_.size_bytes for type_ in (*inputs[:-2], *outputs)))
+        return tokens + share * sympy.Add(*(type_.size_bytes for type_ in inputs[-2:]))
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        # All rows of one expert at most: gate, up and their product, and x and y, or dy and dx.
+        x, features = inputs[-5], inputs[-1].shape[-1]
+        tensors = 4 * features + 3 * x.shape[-1]
+        return len(outputs) * x.size_bytes / x.shape[-1] * tensors
+
+
+class Experts(OfExperts):
+    """A mixture of gated experts: each token through its `top_k` experts, weighted and summed.
+
+    y_t = sum over k of w_tk down_e (silu(gate_e x_t) * (up_e x_t)), with e the k-th expert of t.
+
+    `x: [T, h]`, `indices: [T, k]`, `weights: [T, k]`, `gate_up: [E, 2, f, h]`, `down: [E, h, f]`.
+    """
+
+    name = "experts"
+    inputs = (5, 5)
+    constant_in = (1, 3, 4)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        x, indices, weights, gate_up, down = types
+        sizes = gate_up.shape
+        fits = len(sizes) == 4 and sizes[1] == 2 and sizes[3] == x.shape[-1]
+        if not fits or down.shape != (sizes[0], sizes[3], sizes[2]):
+            raise TypeCheckError(
+                f"experts of {x} by {gate_up} and {down}; expected [experts, 2, f, "
+                f"{x.shape[-1]}] and [experts, {x.shape[-1]}, f]"
+            )
+        if indices.shape != weights.shape or indices.is_float:
+            raise TypeCheckError(f"experts chosen by {indices}, and weighted by {weights}")
+        return (x,)
+
+    def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
+        yield from super().shardings(types, attributes)
+        yield sharding(*(REPLICATED,) * 3, *EXPERTS_BY_FEATURES, PRE_REDUCE)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        dx, dweights = context.add_many("experts_backward", context.incoming, *context.inputs)
+        return [dx, None, dweights, None, None]
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 2 * inputs[1].elements * _expert_elements(inputs)
+
+
+class ExpertsBackward(OfExperts):
+    """dx and the gradient of the tokens' weights; gate and up are computed again.
+
+    Inputs: dy [T, h], then those of `experts`.
+    """
+
+    name = "experts_backward"
+    inputs = (6, 6)
+    suffixes = ("", "weights")
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        if types[0].shape != types[1].shape:
+            raise TypeCheckError(f"gradient {types[0]} does not fit {types[1]}")
+        return (*Experts().infer(types[1:], attributes), types[3])
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        of_gate_up = inputs[-2].elements / inputs[-2].shape[0]
+        return 2 * inputs[2].elements * (_expert_elements(inputs) + of_gate_up)
+
+
+def _expert_elements(inputs: Types) -> sympy.Expr:
+    """Numbers of the weights of one expert."""
+    return sum(type_.elements for type_ in inputs[-2:]) / inputs[-1].shape[0]

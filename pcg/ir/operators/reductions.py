@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pcg.errors import TypeCheckError
 from pcg.ir.operators.base import (
     Aligned,
     Attributes,
@@ -99,3 +100,21 @@ class TopK(Operator):
     def infer(self, types: Types, attributes: Attributes) -> Types:
         values = types[0].with_shape((*types[0].shape[:-1], attributes["k"]))
         return values, values.with_dtype("i64")
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        size = int(context.input_type(0).shape[-1])
+        return [context.add("topk_backward", context.incoming, context.output(1), size=size)]
+
+
+class TopKBackward(Operator):
+    """The gradient dy of the k largest, in their places among `size`; zeros elsewhere."""
+
+    name = "topk_backward"
+    template = "{0}.new_zeros(*{0}.shape[:-1], {size}).scatter(-1, {1}, {0})"
+    inputs = (2, 2)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        dy, indices = types
+        if dy.shape != indices.shape or indices.is_float:
+            raise TypeCheckError(f"gradient {dy} does not fit indices {indices}")
+        return (dy.with_shape((*dy.shape[:-1], attributes["size"])),)

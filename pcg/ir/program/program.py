@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pcg.ir.graph import Graph, Node, Parameter
 from pcg.ir.module_paths import WHOLE_MODEL, layer_path
+from pcg.ir.operators import operator
 from pcg.options import CompileOptions
 
 if TYPE_CHECKING:
@@ -138,6 +139,11 @@ class ModelGraph:
         layers = [(self.blocks[block], layer) for layer, block in enumerate(self.layers)]
         for graph, layer in [(self.prologue, None), *layers, (self.epilogue, None)]:
             yield from ((parameter, layer) for parameter in graph.parameters)
+
+
+def counts_on_host(model: ModelGraph) -> bool:
+    """Return whether a layer waits for the device on the host, as one with experts does."""
+    return any(operator(n.op).counts_on_host for block in model.blocks for n in block.nodes)
 
 
 def token_embedding(prologue: Graph) -> Node | None:

@@ -10,36 +10,38 @@ import torch
 
 from pcg.errors import CostModelError
 from pcg.files import expanded, is_file, shown_path
-from pcg.parallel.costs.accelerators import ACCELERATORS, SHEETS, known_name
+from pcg.parallel.costs.accelerators import known_name, of_driver
 from pcg.parallel.costs.cost_model import CostModel, SheetModel
 from pcg.parallel.costs.device_profile import DeviceProfile, ProfileModel
+from pcg.parallel.costs.sheets import SHEETS
 
 
 def find_cost_model(name_or_path: str | os.PathLike[str], link: str | None = None) -> CostModel:
     """The cost model of a data sheet, or of a profile.
 
     Args:
-        name_or_path: a name of `SHEETS` in any case, or a file of `pcg profile`.
+        name_or_path: a name of `SHEETS` in any case, behind it `:4` for nodes of 4 ranks, or a file
+            of `pcg profile`.
         link: the name of one of the sheet's links, its first by default; a profile has its own.
     Raises:
         CostModelError: there is neither; the closest names are named.
     """
     wanted = str(name_or_path)
-    name = known_name(wanted, SHEETS)
+    called, _, node_ranks = wanted.partition(":")
+    name = known_name(called, SHEETS)
     if name is not None:
-        return SheetModel(name, SHEETS[name], link)
+        if node_ranks and (not node_ranks.isdecimal() or int(node_ranks) < 1):
+            raise CostModelError(
+                f"{wanted}: {node_ranks!r} is no number of ranks a node; use {name}:8, or {name}"
+            )
+        ranks = int(node_ranks) if node_ranks else None
+        return SheetModel(name, SHEETS[name], link, node_ranks=ranks)
     path = expanded(name_or_path)
     if is_file(path):
         if link is not None:
             raise CostModelError(f"{path} is a profile, which has its own link, not {link!r}")
         return ProfileModel(DeviceProfile.load(path))
     known = ", ".join(SHEETS)
-    accelerator = known_name(wanted, ACCELERATORS)
-    if accelerator is not None:
-        raise CostModelError(
-            f"{accelerator} has no data sheet here, so no cost; use one of {known}, or a profile "
-            "that pcg profile -o FILE wrote on the device"
-        )
     if path.suffix or len(path.parts) > 1:
         place = shown_path(path)
         raise CostModelError(f"there is no profile {place}; pcg profile -o {place} makes one")
@@ -54,24 +56,30 @@ def find_cost_model(name_or_path: str | os.PathLike[str], link: str | None = Non
 def costs_name(costs: str | os.PathLike[str] | None, gpus: Sequence[str] = ()) -> str:
     """The name of the data sheet, or the path of the profile, that is asked for.
 
-    None asks for the first of the named `gpus` that has a sheet, else for an H100's.
+    None asks for the first of the named `gpus`, else for an H100's.
     """
     if costs is None:
-        return next((name for name in gpus if name.upper() in map(str.upper, SHEETS)), "H100")
+        return gpus[0] if gpus else "H100"
     path = expanded(costs)
     return str(path.resolve()) if is_file(path) else os.fspath(costs)
 
 
-def own_sheet(device: torch.device) -> str:
-    """The name of the data sheet of a device that is there; a CostModelError where it has none."""
+def own_sheet(device: torch.device, degree: int = 1) -> str:
+    """The name of the data sheet of a device that is there, with its node's ranks under torchrun.
+
+    Args:
+        degree: the number of ranks.
+    Raises:
+        CostModelError: it has none.
+    """
     if device.type == "cpu":
         return "CPU"
     called = torch.cuda.get_device_name(device)
-    words = set(called.upper().replace("-", " ").replace("GB", "").split())
-    for name in SHEETS:
-        if set(name.upper().split("-")) <= words:
-            return name
-    raise CostModelError(
-        f"{called} has no data sheet here, so no cost; measure it with pcg profile -o FILE --tp N, "
-        "and say costs=FILE"
-    )
+    accelerator = of_driver(called)
+    if accelerator is None:
+        raise CostModelError(
+            f"{called} has no data sheet here, so no cost; measure it with pcg profile -o FILE "
+            "--tp N, and say costs=FILE"
+        )
+    node_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", degree))
+    return f"{accelerator.name}:{node_ranks}" if node_ranks < degree else accelerator.name

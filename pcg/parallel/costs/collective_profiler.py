@@ -1,8 +1,13 @@
-"""Measure collectives between ranks of one machine: NCCL on GPUs, else gloo on the loopback."""
+"""Measure collectives between ranks: NCCL on GPUs, else gloo.
+
+Ranks of one machine are started for it; those that torchrun has started, on one machine or on
+several, measure between themselves. Over several, the ranks of each machine are measured, too.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,6 +22,7 @@ from torch.multiprocessing.spawn import spawn
 
 from pcg.errors import CostModelError
 from pcg.parallel.costs.device_profile import CollectiveTime
+from pcg.parallel.ranks.group import Ranks
 
 SIZES = tuple(2**power for power in range(6, 25, 3))
 """Sizes of the whole tensor, up to 16 MiB."""
@@ -59,36 +65,67 @@ def _rank(rank: int, degree: int, backend: str, directory: str, sizes: tuple[int
     store = f"file://{directory}/store"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=degree)
     try:
-        found = []
-        for size in sizes:
-            # Whole parts of fp32 for each rank.
-            part = torch.ones(-(-size // (4 * degree)), device=device)
-            whole = part.repeat(degree)
-            size_bytes = 4 * whole.numel()
-            for kind, call in _calls(part, whole, degree).items():
-                found.append(CollectiveTime(kind, size_bytes, degree, _seconds(call, device)))
+        found = _times(degree, device, sizes, None)
         if rank == 0:
             (Path(directory) / "found").write_text(json.dumps([asdict(one) for one in found]))
     finally:
         dist.destroy_process_group()
 
 
-def _calls(part: Tensor, whole: Tensor, degree: int) -> dict[str, Callable[[], Any]]:
-    parts, own = list(whole.chunk(degree)), torch.empty_like(part)
+def exchanges_between(
+    ranks: Ranks, device: torch.device, *, quick: bool = False
+) -> tuple[tuple[CollectiveTime, ...], str]:
+    """Times of collectives between ranks that run, all of which call this, and their backend.
+
+    Those within a machine of torchrun's `LOCAL_WORLD_SIZE` ranks come first, where there are more.
+    """
+    sizes = QUICK_SIZES if quick else SIZES
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
+    found: list[CollectiveTime] = []
+    if 1 < node < ranks.size and ranks.size % node == 0:
+        first = range(0, ranks.size, node)
+        groups = [dist.new_group(list(range(rank, rank + node))) for rank in first]
+        found += _times(node, device, sizes, groups[ranks.rank // node])
+    found += _times(ranks.size, device, sizes, None)
+    return tuple(found), str(dist.get_backend())
+
+
+def _times(
+    degree: int, device: torch.device, sizes: tuple[int, ...], group: dist.ProcessGroup | None
+) -> list[CollectiveTime]:
+    """Times of collectives over a group of so many ranks; None for all ranks there are."""
+    found = []
+    for size in sizes:
+        # Whole parts of fp32 for each rank.
+        part = torch.ones(-(-size // (4 * degree)), device=device)
+        whole = part.repeat(degree)
+        size_bytes = 4 * whole.numel()
+        for kind, call in _calls(part, whole, degree, group).items():
+            seconds = _seconds(call, device, group)
+            found.append(CollectiveTime(kind, size_bytes, degree, seconds))
+    return found
+
+
+def _calls(
+    part: Tensor, whole: Tensor, degree: int, group: dist.ProcessGroup | None
+) -> dict[str, Callable[[], Any]]:
+    parts, own, most = list(whole.chunk(degree)), torch.empty_like(part), dist.ReduceOp.MAX
     return {
-        "all_gather": lambda: dist.all_gather(parts, part),
-        "all_reduce": lambda: dist.all_reduce(whole, dist.ReduceOp.MAX),
-        "reduce_scatter": lambda: dist.reduce_scatter(own, parts, dist.ReduceOp.MAX),
+        "all_gather": lambda: dist.all_gather(parts, part, group),
+        "all_reduce": lambda: dist.all_reduce(whole, most, group),
+        "reduce_scatter": lambda: dist.reduce_scatter(own, parts, most, group),
     }
 
 
-def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+def _seconds(
+    call: Callable[[], Any], device: torch.device, group: dist.ProcessGroup | None
+) -> float:
     """Seconds of one call of a row, the median of three rows."""
     for _ in range(_WARM):
         call()
     rows = []
     for _ in range(3):
-        dist.barrier()
+        dist.barrier(group)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()

@@ -5,7 +5,7 @@
     all_gather      (n - 1) (α + size / (n β))
     reduce_scatter  (n - 1) (α + size / (n β))
 
-A data sheet's peaks are those of its vendor times the shares in `accelerators.ASSUMED`; a profile
+A data sheet's peaks are those of its vendor times the shares in `device_sheet.ASSUMED`; a profile
 (`device_profile`) has the seconds of measured shapes, and the roofline between them. What has no
 cost is an error, never a default.
 """
@@ -13,10 +13,11 @@ cost is an error, never a default.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 
 from pcg.errors import CostModelError
 from pcg.ir.operators.base import Attributes, Types
-from pcg.parallel.costs.accelerators import ASSUMED, Achieved, DeviceSheet, Link
+from pcg.parallel.costs.device_sheet import ASSUMED, Achieved, DeviceSheet, Link, link_between
 from pcg.parallel.costs.work import Work, works_of
 
 _ROUNDS = {"all_gather": 1, "all_reduce": 2, "reduce_scatter": 1}
@@ -89,6 +90,7 @@ class SheetModel(CostModel):
         sheet: its data sheet.
         link: the name of one of the sheet's links, in any case; its first by default.
         achieved: shares of the sheet's peaks.
+        node_ranks: the ranks of a node; as many as the sheet's links reach by default.
     Raises:
         CostModelError: the sheet has no such link.
     """
@@ -99,8 +101,10 @@ class SheetModel(CostModel):
         sheet: DeviceSheet,
         link: str | None = None,
         achieved: Achieved = ASSUMED,
+        node_ranks: int | None = None,
     ) -> None:
-        super().__init__(name)
+        super().__init__(name if node_ranks is None else f"{name}:{node_ranks}")
+        self.node_ranks = node_ranks
         self.sheet = sheet
         self.achieved = achieved
         found = [known for known in sheet.links if link is None or known.lower() == link.lower()]
@@ -112,10 +116,11 @@ class SheetModel(CostModel):
         return roofline_seconds(work, self.sheet, self.achieved, self.name)
 
     def _link(self, kind: str, degree: int) -> Link:
-        link = self.sheet.links[self.link_name]
+        near = self.sheet.links[self.link_name]
+        link = link_between(self.sheet, near, degree, self.node_ranks)
         if link.is_measured:
             return link
-        return Link(link.latency_s, link.bytes_per_s * self.achieved.link, link.source)
+        return replace(link, bytes_per_s=link.bytes_per_s * self.achieved.link)
 
 
 def ring_seconds(kind: str, size_bytes: float, degree: int, link: Link) -> float:

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -23,9 +25,9 @@ from functools import cached_property
 from pathlib import Path
 
 from pcg.errors import CostModelError
-from pcg.files import read_json
-from pcg.parallel.costs.accelerators import Achieved, DeviceSheet, Link
+from pcg.files import json_object, read_text
 from pcg.parallel.costs.cost_model import CostModel, ring_seconds, roofline_seconds
+from pcg.parallel.costs.device_sheet import Achieved, DeviceSheet, Link
 from pcg.parallel.costs.work import Work
 from pcg.units import shown
 
@@ -84,20 +86,29 @@ class DeviceProfile:
         return DeviceSheet(products, vectors, bytes_per_s, launch_s, {}, "measured", "measured")
 
     @cached_property
+    def tiers(self) -> Mapping[int, Mapping[str, Link]]:
+        """The link of each kind of collective, by the ranks that it was measured over."""
+        found: dict[int, dict[str, list[CollectiveTime]]] = {}
+        for one in sorted(self.exchanges, key=lambda exchange: (exchange.degree, exchange.kind)):
+            found.setdefault(one.degree, {}).setdefault(one.kind, []).append(one)
+        return {
+            degree: {kind: fitted_link(times, self.backend) for kind, times in kinds.items()}
+            for degree, kinds in found.items()
+        }
+
+    @property
     def links(self) -> Mapping[str, Link]:
-        """The link of each kind of collective."""
-        of_kind: dict[str, list[CollectiveTime]] = {}
-        for one in sorted(self.exchanges, key=lambda exchange: exchange.kind):
-            of_kind.setdefault(one.kind, []).append(one)
-        return {kind: fitted_link(found, self.backend) for kind, found in of_kind.items()}
+        """The link of each kind of collective, over all ranks that were measured."""
+        return self.tiers.get(self.degree, {})
 
     @property
     def degree(self) -> int:
         """Number of ranks that collectives were measured over; 1 where none were."""
         return max((exchange.degree for exchange in self.exchanges), default=1)
 
-    def save(self, path: Path) -> None:
-        """Write it as JSON, with one line a point."""
+    @property
+    def text(self) -> str:
+        """The profile as JSON, with one line a point."""
         head = {
             "format": FORMAT,
             "device": self.device,
@@ -109,8 +120,14 @@ class DeviceProfile:
         for key, rows in (("points", points), ("exchanges", map(asdict, self.exchanges))):
             text = ",\n".join(f"    {json.dumps(row, ensure_ascii=False)}" for row in rows)
             lines.append(f'  "{key}": [\n{text}\n  ]' if text else f'  "{key}": []')
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    def save(self, path: Path) -> None:
+        """Write it to a file, which another process or thread may be writing, too."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+        beside.write_text(self.text, encoding="utf-8")
+        beside.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> DeviceProfile:
@@ -120,7 +137,13 @@ class DeviceProfile:
             CostModelError: the file is none, or of another version.
         """
         fix = f"make it again with pcg profile -o {path}"
-        found = read_json(path, CostModelError, f"; {fix}")
+        return cls.read(read_text(path, CostModelError, f"; {fix}"), path)
+
+    @classmethod
+    def read(cls, text: str, path: Path) -> DeviceProfile:
+        """A profile in the text of a file; errors as of `load`."""
+        fix = f"make it again with pcg profile -o {path}"
+        found = json_object(text, str(path), CostModelError, f"; {fix}")
         try:
             if found["format"] != FORMAT:
                 raise CostModelError(
@@ -195,8 +218,9 @@ class ProfileModel(CostModel):
 
     def _link(self, kind: str, degree: int) -> Link:
         profile = self.profile
-        if kind in profile.links and degree <= profile.degree:
-            return profile.links[kind]
+        for ranks, links in profile.tiers.items():
+            if degree <= ranks and kind in links:
+                return links[kind]
         have = f"collectives of {profile.degree} ranks" if profile.exchanges else "no link"
         raise CostModelError(
             f"the profile of {self.name} has {have}, so {kind} over {degree} has no cost; measure "

@@ -22,7 +22,7 @@ from torch import Tensor
 from pcg.errors import CostModelError
 from pcg.ir.operators import operator
 from pcg.ir.types import CONTEXT, TOKENS, TORCH_NAMES, TensorType
-from pcg.kernels.batch import DroppedPart, Span
+from pcg.kernels.batch import DroppedPart, DroppedTokens, Span
 from pcg.kernels.torch import ops as torch_ops
 from pcg.parallel.costs.device_profile import OperatorTime
 from pcg.parallel.costs.profile_cases import CPU_GRID, GPU_GRID, QUICK, Case, Grid, cases
@@ -63,6 +63,11 @@ class _Step:
     def dropped_parts(self, key: int) -> list[DroppedPart]:
         generator, n = torch.Generator(self.device).manual_seed(key), self.tokens
         return [DroppedPart(0, n, 0, n, generator)]
+
+    def dropped_tokens(self) -> DroppedTokens:
+        places = torch.arange(self.tokens, device=self.device)
+        key = torch.ones(2, dtype=torch.int64, device=self.device)
+        return DroppedTokens(key, places, torch.zeros_like(places))
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Keep no cache."""

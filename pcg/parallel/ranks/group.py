@@ -2,7 +2,7 @@
 
 Every rank runs the same calls in the same order. Bytes that a rank sends, by ring algorithms over n
 ranks: 2 (n - 1) / n of a tensor for an all-reduce, n - 1 times its part for an all-gather or a
-reduce-scatter.
+reduce-scatter. A gather takes each rank's part to the first, which sends nothing.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ from torch.distributed.rendezvous import rendezvous
 from pcg.errors import ParallelError, RankLostError
 
 TIMEOUT_S = 300
-"""The longest time that a rank waits for the others, which may load their weights more slowly."""
+"""The longest time that a rank waits for the others, which may load their weights more slowly, if
+no other time is asked for."""
+MOST_TIMEOUT_S = 10**7
 ROLL_CALL_S = 2.0
 """The time that a rank waits to hear which others are still there, once one is gone."""
 AXIS = "tp"
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "gather", "broadcast")
+"""The kinds of messages that ranks exchange."""
 
 PendingCollective: TypeAlias = Callable[[], Any]
 """A collective that has begun: called once, it waits for it and returns its result."""
@@ -52,7 +56,7 @@ class Ranks:
     device = torch.device("cpu")
 
     def __init__(self) -> None:
-        self.moved_bytes = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0, "broadcast": 0}
+        self.moved_bytes = dict.fromkeys(COLLECTIVES, 0)
         self.messages = dict(self.moved_bytes)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -67,12 +71,20 @@ class Ranks:
         """The sum of the ranks' tensors at this rank's place: `parts` has one for each rank."""
         return parts[0]
 
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """The ranks' tensors, in their order, on the first rank; none on the others."""
+        return [x]
+
     def broadcast(self, x: Tensor) -> Tensor:
         """The first rank's tensor; the others give one of its shape and dtype to read it into."""
         return x
 
+    def tell(self, word: bytes) -> list[bytes]:
+        """The ranks' words, of one length, in their order; they do not count as sent."""
+        return [word]
+
     def begin(self, collective: str, x: Any) -> PendingCollective:
-        """Begin one of the three by its name; it goes on while this rank does other work.
+        """Begin one but a broadcast, by its name; it goes on while this rank does other work.
 
         Its argument has to stay as it is until it is waited for; on a GPU the stream waits, not the
         host.
@@ -106,12 +118,22 @@ class ProcessRanks(Ranks):
     def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
         return cast("Tensor", self._begin("reduce_scatter", parts, False)())
 
+    def gather(self, x: Tensor) -> list[Tensor]:
+        return cast("list[Tensor]", self._begin("gather", x, False)())
+
     def broadcast(self, x: Tensor) -> Tensor:
         self.moved_bytes["broadcast"] += 0 if self.rank else x.nbytes * (self.size - 1)
         self.messages["broadcast"] += 1
         with self._naming_lost("a broadcast"):
             dist.broadcast(x, group_src=0, group=self._group)
         return x
+
+    def tell(self, word: bytes) -> list[bytes]:
+        own = torch.frombuffer(bytearray(word), dtype=torch.uint8).to(self.device)
+        words = [torch.empty_like(own) for _ in range(self.size)]
+        with self._naming_lost("a comparison"):
+            dist.all_gather(words, own, group=self._group)
+        return [bytes(each.cpu().numpy()) for each in words]
 
     def begin(self, collective: str, x: Any) -> PendingCollective:
         return self._begin(collective, x, True)
@@ -127,6 +149,11 @@ class ProcessRanks(Ranks):
             result = [torch.empty_like(own) for _ in range(self.size)]
             run, what = partial(dist.all_gather, result, own), "an all-gather"
             moved_bytes = own.nbytes * (self.size - 1)
+        elif collective == "gather":
+            own = x.contiguous()
+            result = [] if self.rank else [torch.empty_like(own) for _ in range(self.size)]
+            run, what = partial(dist.gather, own, result or None, group_dst=0), "a gather"
+            moved_bytes = own.nbytes if self.rank else 0
         else:
             result = torch.empty_like(x[self.rank])
             run, what = partial(dist.reduce_scatter, result, x), "a reduce-scatter"
@@ -176,18 +203,25 @@ class ProcessRanks(Ranks):
         return f"ranks {listed}" if is_told else f"one of the ranks {listed}"
 
 
-def join_group(degree: int, device: torch.device) -> Ranks:
+def join_group(degree: int, device: torch.device, timeout_s: float | None = None) -> Ranks:
     """Join the group of so many ranks, of which this process, with its device, is one.
 
+    Args:
+        timeout_s: the longest time that a rank waits for the others; `TIMEOUT_S` by default.
     Raises:
-        ParallelError: this process is not one of so many, or another one has its GPU.
+        ParallelError: this process is not one of so many, or another one has its GPU; or the time
+            is none.
     """
+    _check_timeout(degree, timeout_s)
     if degree == 1:
         return SINGLE_RANK
+    timeout = timedelta(seconds=TIMEOUT_S if timeout_s is None else timeout_s)
     store: Any = None
     if not dist.is_initialized():
-        check_started(degree)
-        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=TIMEOUT_S)))
+        if started_ranks() == 1:
+            check_started(degree)
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        _check_alike(store, rank, size, f"tp={degree} on {device.type}")
         if device.type == "cuda":
             uuid = str(torch.cuda.get_device_properties(device).uuid)
             check_own_gpu(store, rank, size, uuid)
@@ -196,14 +230,32 @@ def join_group(degree: int, device: torch.device) -> Ranks:
             store=store,
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=TIMEOUT_S),
+            timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
         atexit.register(_leave)
     if dist.get_world_size() != degree:
         raise ParallelError(_not_so_many(degree, dist.get_world_size()))
-    mesh = init_device_mesh(device.type, (degree,), mesh_dim_names=(AXIS,))
-    return ProcessRanks(mesh.get_group(AXIS), device, store)
+    if store is None and timeout_s is not None:  # the group that is there may have another time
+        group = dist.new_group(timeout=timeout)
+    else:
+        group = init_device_mesh(device.type, (degree,), mesh_dim_names=(AXIS,)).get_group(AXIS)
+    return ProcessRanks(group, device, store)
+
+
+def _check_timeout(degree: int, timeout_s: float | None) -> None:
+    if timeout_s is None:
+        return
+    if degree == 1:
+        raise ParallelError(
+            f"rank_timeout_s={timeout_s!r} has no effect with tp=1, which waits for no other rank; "
+            "give tp=2 or more (--tp 2), or leave it out"
+        )
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 < timeout_s <= MOST_TIMEOUT_S:
+        raise ParallelError(
+            f"rank_timeout_s={timeout_s!r}; use seconds above 0, up to {MOST_TIMEOUT_S}"
+        )
 
 
 def check_started(degree: int) -> None:
@@ -211,6 +263,26 @@ def check_started(degree: int) -> None:
     size = dist.get_world_size() if dist.is_initialized() else started_ranks()
     if size != degree:
         raise ParallelError(_not_so_many(degree, size))
+
+
+def _check_alike(store: Any, rank: int, size: int, own: str) -> None:
+    """Refuse a group whose ranks want another size or kind of device, on every rank.
+
+    Raises:
+        ParallelError: says what each of them wants.
+    """
+    store.set(f"pcg/asked/{rank}", own)
+    asked = [store.get(f"pcg/asked/{other}").decode() for other in range(size)]
+    if len(set(asked)) > 1:
+        store.set(f"pcg/heard/{rank}", "all")
+        with contextlib.suppress(RuntimeError):  # the rank that keeps the store ends last
+            heard = [f"pcg/heard/{other}" for other in range(size)]
+            store.wait(heard, timedelta(seconds=ROLL_CALL_S))
+        each = ", ".join(f"rank {other} {one}" for other, one in enumerate(asked))
+        raise ParallelError(
+            f"{size} ranks have to ask for the same group, and ask for: {each}; give all of them "
+            f"tp={size} and the same kind of device"
+        )
 
 
 def check_own_gpu(store: Any, rank: int, size: int, uuid: str) -> None:
@@ -298,4 +370,4 @@ def broadcast_from_first(ranks: Ranks, values: Tensor) -> Tensor:
     """The first rank's values on every rank, for decisions that all have to take alike."""
     if ranks.size == 1:
         return values
-    return ranks.all_gather(values.to(ranks.device))[0].to(values.device)
+    return ranks.broadcast(values.to(ranks.device, copy=True)).to(values.device)

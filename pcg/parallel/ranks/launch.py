@@ -10,20 +10,23 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import (
-    ChildFailedError,
-    ProcessFailure,
-    get_error_handler,
-)
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from pcg.errors import ParallelError, PcgError, RankLostError
+from pcg.errors import ParallelError
+from pcg.parallel.ranks.rank_errors import RankError, read_errors
 
 LOOPBACK = "127.0.0.1"
+ENDING_S = 300
+"""The longest time that ranks have to end by themselves: a job's last step, and its checkpoint."""
+SERVER_ENDING_S = 30
+"""The same of ranks that serve until a signal."""
 
 
 def launch(
@@ -38,14 +41,16 @@ def launch(
         arguments: the function's, by name; they are pickled.
         stops: signals that ranks are told, and end by in order.
     Raises:
-        ParallelError: a rank failed, and why; the others were ended.
-        KeyboardInterrupt: Ctrl-C.
+        Exception: what the first rank that failed has raised, with its traceback there as the
+            cause; the others were ended.
+        ParallelError: a rank was killed, or all were.
+        FinetuneInterrupted: Ctrl-C in a job, which ended between two steps.
+        KeyboardInterrupt: Ctrl-C in anything else.
     """
     # Else the threads of each rank are as many as there are cores, and wait for one another.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // degree)))
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    # Ranks have 30 seconds to end by themselves once the launcher asks them to, as torch has it.
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -56,26 +61,28 @@ def launch(
         local_addr=LOOPBACK,
         max_restarts=0,
         monitor_interval=0.1,
+        shutdown_timeout=SERVER_ENDING_S if stops else ENDING_S,
     )
-    try:
-        elastic_launch(config, _as_rank)(act, dict(arguments))
-    except ChildFailedError as error:
-        raise ParallelError(_reason(error.failures, degree)) from error
-    except SignalException as error:
-        if error.sigval in stops:
-            return
-        if error.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from error
-        raise ParallelError(f"all ranks were ended by {error.sigval.name}") from error
+    with tempfile.TemporaryDirectory(prefix="pcg-ranks-") as folder:
+        try:
+            elastic_launch(config, _as_rank)(act, dict(arguments), folder)
+        except ChildFailedError as error:
+            _raise_first(read_errors(Path(folder)), error.failures, degree)
+        except SignalException as error:
+            if error.sigval in stops:
+                return
+            _raise_stopped(read_errors(Path(folder)), error, degree)
 
 
-def _as_rank(act: Callable[..., object], arguments: Mapping[str, Any]) -> None:
-    """Run in a started process; the launcher prints an error."""
+def _as_rank(act: Callable[..., object], arguments: Mapping[str, Any], folder: str) -> None:
+    """Run in a started process; the launcher raises an error again."""
     mute_others()
     try:
         act(**arguments)
-    except (PcgError, OSError) as error:
-        get_error_handler().record_exception(error)
+    except Exception as error:
+        # Ctrl-C comes from the terminal and from the launcher.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        RankError.of(int(os.environ["RANK"]), error).write(Path(folder))
         sys.exit(1)
 
 
@@ -89,23 +96,30 @@ def mute_others() -> None:
         os.dup2(nowhere, stream)
 
 
-def _reason(failures: Mapping[int, ProcessFailure], degree: int) -> str:
-    """The reason that the ranks ended: a killed rank, else the first error but lost ranks."""
-    order = sorted(failures.items(), key=lambda entry: entry[1].timestamp)
-    lost = f"{RankLostError.__name__}: "
-    for rank, failure in order:
+def _raise_first(
+    errors: Sequence[RankError], failures: Mapping[int, ProcessFailure], degree: int
+) -> NoReturn:
+    """Raise the reason that the ranks ended: a killed rank, else the first error of any."""
+    for rank, failure in sorted(failures.items(), key=lambda entry: entry[1].timestamp):
         if failure.exitcode < 0:
             name = signal.Signals(-failure.exitcode).name
-            return f"rank {rank} of {degree} was ended by {name}, and the others with it" + (
-                ": out of memory, if nobody did" if name == "SIGKILL" else ""
+            raise ParallelError(
+                f"rank {rank} of {degree} was ended by {name}, and the others with it"
+                + (": out of memory, if nobody did" if name == "SIGKILL" else "")
             )
-    messages = [(rank, _message(failure)) for rank, failure in order]
-    rank, message = next((e for e in messages if not e[1].startswith(lost)), messages[0])
-    kind, _, text = message.partition(": ")
-    return f"{text if kind.endswith('Error') else message} (on rank {rank} of {degree})"
+    if errors:
+        raise errors[0].made(degree)
+    rank, failure = next(iter(failures.items()))
+    raise ParallelError(
+        f"rank {rank} of {degree} ended with exit code {failure.exitcode}, and said no reason"
+    )
 
 
-def _message(failure: ProcessFailure) -> str:
-    """The message of a rank that failed, such as `WeightsError: …`."""
-    message: Any = failure.message
-    return str(message["message"] if isinstance(message, dict) else message)
+def _raise_stopped(errors: Sequence[RankError], stop: SignalException, degree: int) -> NoReturn:
+    """Raise what a signal to the launcher has led to: ranks have heard of it, too."""
+    if stop.sigval == signal.SIGINT:
+        for error in errors:
+            if error.is_interrupted:  # says where the job can go on
+                raise error.made(degree)
+        raise KeyboardInterrupt from stop
+    raise ParallelError(f"all ranks were ended by {stop.sigval.name}") from stop

@@ -1,7 +1,8 @@
 """Shards: the part that one rank holds of a tensor that is whole in a file or in an adapter.
 
 A rank's parameter describes it by `rows` of the whole's first dim, and by the layout `part` of
-these rows: of n ranks, rank r has entries r m/n … (r + 1) m/n of a partitioned dim of size m. A
+these rows: of n ranks, rank r has entries r m/n … (r + 1) m/n of a partitioned dim of size m. Where
+c ranks share a part, those are entries p c m/n … (p + 1) c m/n, with p the quotient r / c. A
 tensor that is held as summands is whole on the first rank and zeros on the others.
 """
 
@@ -33,9 +34,15 @@ def ranges_of(parameter: Parameter, shape: Sequence[int], ranks: Ranks) -> Range
     dim = parameter.part.dim
     if dim:
         start, stop = ranges[dim]
-        size = (stop - start) // ranks.size
-        ranges[dim] = (start + ranks.rank * size, start + (ranks.rank + 1) * size)
+        place, size = part_of(parameter, stop - start, ranks)
+        ranges[dim] = (start + place, start + place + size)
     return tuple(ranges)
+
+
+def part_of(parameter: Parameter, size: int, ranks: Ranks) -> tuple[int, int]:
+    """Return where a rank's part of a dim of this size begins, and the part's size."""
+    part = size // (ranks.size // parameter.copies)
+    return ranks.rank // parameter.copies * part, part
 
 
 def has_zeros(parameter: Parameter, ranks: Ranks) -> bool:

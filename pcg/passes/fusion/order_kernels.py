@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-
-import networkx
+from typing import TYPE_CHECKING
 
 from pcg.ir.graph import Graph, KernelGraph, Node
 from pcg.ir.kernel_group import KernelGroup, group_of
 from pcg.passes.fusion.group_kernels import grouped
 from pcg.passes.pass_base import GraphPass
+
+if TYPE_CHECKING:
+    import networkx
 
 
 class OrderKernels(GraphPass):
@@ -19,6 +21,8 @@ class OrderKernels(GraphPass):
     name = "order_kernels"
 
     def run(self, before: Graph) -> KernelGraph:
+        import networkx  # 11 MiB, which a process that loads a program does without
+
         graph = grouped(before, self.name)
         groups = [group_of(graph, parts) for parts in graph.kernels]
         items: dict[str, tuple[Node, ...]] = {node.name: (node,) for node in graph.nodes}
@@ -32,6 +36,8 @@ class OrderKernels(GraphPass):
 
 def dependencies(graph: Graph, groups: Iterable[KernelGroup]) -> networkx.DiGraph[str]:
     """The groups and other nodes, by the name of their first node, each with those that read it."""
+    import networkx
+
     first = {value.name: node.name for node in graph.nodes for value in node.outputs}
     first |= {name: group.nodes[0].name for group in groups for name in group.made}
     found: networkx.DiGraph[str] = networkx.DiGraph()

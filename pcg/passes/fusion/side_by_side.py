@@ -13,8 +13,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import networkx
-
 from pcg.ir.graph import Graph, KernelGraph
 from pcg.ir.kernel_group import KernelGroup, group_of, names_of
 from pcg.ir.operators import operator
@@ -43,6 +41,8 @@ def _with_shared(groups: list[KernelGroup], around: Sequence[KernelGroup]) -> li
     """The groups, with those that can share a kernel of some around one attention as one."""
     if len(around) < 2:
         return groups
+    import networkx  # see `order_kernels`
+
     order = dependencies(around[0].graph, groups)
     parts = list(around[:1])
     for group in around[1:]:

@@ -1,22 +1,30 @@
 """Repeat KV heads, so that each rank has whole ones for its own heads to attend to.
 
-    k: [T, kv, d]  →  repeat_interleave(k, n / kv): [T, n, d],   n = lcm(kv, ranks), or all heads
+    k = x Wᵀ: [T, kv d]  →  k = x (W, each head's rows n / kv times)ᵀ: [T, n d],   n = ranks
 
-A KV head serves a run of heads; repeated in place, each copy serves a shorter one.
+A KV head serves a run of heads; repeated in place, each copy serves a shorter one. Where n is a
+multiple of kv, the repetition moves up from attention to weights, through whatever treats heads
+alike, bypass networks among it: rank r holds the rows of KV head r kv / n, and no other. Elsewhere
+each rank makes all KV heads, and they are repeated where attention reads them, n = lcm(kv, ranks).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from math import lcm
+from math import lcm, prod
 
 from pcg.ir.builder import Builder
-from pcg.ir.graph import Graph
+from pcg.ir.graph import Graph, Node, Parameter, Value
+from pcg.ir.layouts import Layout, partitioned
+from pcg.ir.operators import operator
 from pcg.ir.program.program import ModelGraph
 from pcg.parallel.base_plan import partitioned_attentions
 from pcg.passes.pass_base import GraphPass, Pass
 from pcg.passes.stages import Prepared
+
+_HEADS, _FEATURES = -2, -1
 
 
 @dataclass(frozen=True)
@@ -55,22 +63,163 @@ class RepeatHeads(GraphPass):
         return builder.build(before.outputs)
 
 
+class RepeatedRows:
+    """The values and weights of a layer that repeat when its attentions' KV heads do.
+
+    Attributes:
+        copies: how often each KV head comes.
+    """
+
+    def __init__(self, graph: Graph, copies: int) -> None:
+        self.graph = graph
+        self.copies = copies
+        self._dims: dict[str, int] = {}
+        self._reads: set[tuple[str, int]] = set()
+
+    def take(self, attentions: Iterable[str]) -> bool:
+        """Repeat what these attentions read; False where it cannot move up to weights."""
+        for node in self.graph.nodes:
+            if node.name in attentions:
+                for place in (1, 2):
+                    self._reads.add((node.name, place))
+                    if not self._moves(node.inputs[place], _HEADS):
+                        return False
+        reads = (
+            (node.name, place, name)
+            for node in self.graph.nodes
+            for place, name in enumerate(node.inputs)
+        )
+        others = any(name in self._dims and (node, i) not in self._reads for node, i, name in reads)
+        return not others and self._dims.keys().isdisjoint(self.graph.outputs)
+
+    def _moves(self, name: str, dim: int) -> bool:
+        """Return whether a value is repeated along a dim if weights are."""
+        if name in self._dims:
+            return self._dims[name] == dim
+        self._dims[name] = dim
+        if name in self.graph.parameters_by_name:
+            parameter = self.graph.parameters_by_name[name]
+            return dim == -len(parameter.type.dims) and isinstance(parameter.type.shape[dim], int)
+        node = self.graph.producers.get(name)
+        if node is None or len(node.outputs) > 1 or operator(node.op).is_random:
+            return False
+        dims = self._dims_of_inputs(node, dim)
+        if dims is None:
+            return False
+        self._reads.update((node.name, place) for place in dims)
+        return all(self._moves(node.inputs[place], at) for place, at in dims.items())
+
+    def _dims_of_inputs(self, node: Node, dim: int) -> dict[int, int] | None:
+        """The dims of inputs, by their places, whose entries make those of the output's dim."""
+        types = tuple(self.graph.types[name] for name in node.inputs)
+        if node.op == "reshape":
+            *_, width = types[0].features
+            rows = node.output.type.features
+            is_cut = len(types[0].features) == 1 and width == prod(rows[dim:])
+            return {0: _FEATURES} if is_cut else None
+        size, made = node.output.type.shape[dim], operator(node.op).made_rows
+        if made and dim == -len(node.output.type.dims):
+            return {i: -len(types[i].dims) for i, part in enumerate(made) if part}
+        for inputs, outputs in operator(node.op).aligned(types, dict(node.attributes)):
+            there = {place: at for place, at in enumerate(inputs) if at}
+            if outputs == (dim,) and all(types[i].shape[at] == size for i, at in there.items()):
+                return there
+        return None
+
+    @property
+    def parameters(self) -> Mapping[str, Layout]:
+        """The weights whose rows repeat, and that ranks hold parts of them."""
+        types = self.graph.types
+        return {
+            name: partitioned(-len(types[name].dims))
+            for name in self._dims
+            if name in self.graph.parameters_by_name
+        }
+
+    def repeated(self) -> Graph:
+        """The graph with them repeated."""
+        parameters = tuple(map(self._parameter, self.graph.parameters))
+        nodes = tuple(map(self._node, self.graph.nodes))
+        return self.graph.replace(parameters=parameters, nodes=nodes)
+
+    def _value(self, value: Value) -> Value:
+        dim = self._dims.get(value.name)
+        if dim is None:
+            return value
+        sizes = list(value.type.shape)
+        sizes[dim] = sizes[dim] * self.copies
+        return Value(value.name, value.type.with_shape(tuple(sizes)))
+
+    def _parameter(self, parameter: Parameter) -> Parameter:
+        if parameter.name not in self._dims:
+            return parameter
+        value = self._value(parameter.value)
+        return dataclasses.replace(parameter, value=value, copies=self.copies)
+
+    def _node(self, node: Node) -> Node:
+        if node.name not in self._dims:
+            return node
+        outputs = tuple(map(self._value, node.outputs))
+        types = tuple(value.type for value in outputs)
+        attributes = operator(node.op).local_attributes(dict(node.attributes), types)
+        pairs = tuple(sorted(attributes.items()))
+        return dataclasses.replace(node, outputs=outputs, attributes=pairs)
+
+
 @dataclass(frozen=True)
 class RepeatHeadsOfModels(Pass[Prepared, Prepared]):
-    """Give the attentions of which ranks have heads by the base's plan KV heads, in each model."""
+    """Give the attentions of which ranks have heads by the base's plan KV heads, in each model.
+
+    `moves` is False where a user's plan says how weights are held.
+    """
 
     name = RepeatHeads.name
     degree: int
+    moves: bool = True
 
     def run(self, before: Prepared) -> Prepared:
-        passes = [
-            RepeatHeads(self.degree, tuple(sorted(partitioned_attentions(block, layouts))))
-            for block, layouts in zip(before.base.blocks, before.layouts, strict=True)
-        ]
+        found = [self._repeats(before, place) for place in range(len(before.base.blocks))]
 
         def repeated(model: ModelGraph) -> ModelGraph:
             pairs = zip(before.base_blocks(model), model.blocks, strict=True)
-            blocks = tuple(passes[place].run(block) for place, block in pairs)
+            blocks = tuple(found[place][0](block) for place, block in pairs)
             return dataclasses.replace(model, blocks=blocks)
 
-        return before.map_models(repeated)
+        layouts = tuple(
+            {**given, **held} for given, (_, held) in zip(before.layouts, found, strict=True)
+        )
+        return dataclasses.replace(before.map_models(repeated), layouts=layouts)
+
+    def _repeats(
+        self, given: Prepared, place: int
+    ) -> tuple[Callable[[Graph], Graph], Mapping[str, Layout]]:
+        """The change of a block of the base and of its models, and layouts of the base's weights.
+
+        All models hold the weights alike, so rows are repeated in all of them or in none.
+        """
+        plain, layouts = given.base.blocks[place], given.layouts[place]
+        attentions = tuple(sorted(partitioned_attentions(plain, layouts)))
+        rest = RepeatHeads(self.degree, attentions)
+        copies = {
+            _copies(plain, node, self.degree) for node in plain.nodes if node.name in attentions
+        }
+        (count,) = copies if len(copies) == 1 else (1,)
+        if not self.moves or count == 1:
+            return rest.run, {}
+        models = [model for model in (given.serving, given.training) if model is not None]
+        blocks = [
+            block
+            for model in models
+            for at, block in zip(given.base_blocks(model), model.blocks, strict=True)
+            if at == place
+        ]
+        rows = {block: RepeatedRows(block, count) for block in (plain, *blocks)}
+        if not all(one.take(attentions) for one in rows.values()):
+            return rest.run, {}
+        return lambda block: rows[block].repeated(), rows[plain].parameters
+
+
+def _copies(graph: Graph, attention: Node, degree: int) -> int:
+    """The copies of a KV head with which each rank has one; 1 where rows are not repeated."""
+    kv_heads = int(graph.types[attention.inputs[1]].features[_HEADS])
+    return degree // kv_heads if degree % kv_heads == 0 else 1

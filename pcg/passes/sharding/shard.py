@@ -8,7 +8,7 @@ operator stands between.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -18,7 +18,8 @@ from pcg.ir.layouts import Layout, Sharding, token_part
 from pcg.ir.program.program import ModelGraph, token_embedding
 from pcg.options import MemoryBudget
 from pcg.parallel.base_plan import COLUMN, base_plan
-from pcg.parallel.costs.layer_costs import ByteCosts, LayerCosts
+from pcg.parallel.costs.layer_costs import ByteCosts, DeviceCosts, LayerCosts
+from pcg.parallel.costs.mixed_costs import MixedCosts
 from pcg.parallel.costs.rank_costs import RankCosts
 from pcg.parallel.parallel_plan import Constraints, ParallelPlan
 from pcg.parallel.planner import Planner
@@ -57,7 +58,10 @@ class Shard(Pass[Prepared, Sharded]):
 
     Attributes:
         degree: the number of ranks.
-        costs: the costs that bypass networks are parallelized by; bytes between ranks by default.
+        costs: the costs that bypass networks to train are parallelized by; bytes between ranks by
+            default.
+        steps: the costs of the steps of a program that serves, whose bypass networks have the
+            layouts that are best for all of them together; `costs` by default.
         sequence_parallel: True if ranks hold parts of the tokens between the base's products.
         budget: what a training step may save for backward; where that is a number of bytes that
             binds, layouts are chosen together with what is kept (`pcg.passes.sharding.joint`).
@@ -72,11 +76,12 @@ class Shard(Pass[Prepared, Sharded]):
     budget: MemoryBudget = field(default_factory=MemoryBudget)
     rank_costs: RankCosts | None = None
     is_lossy: bool = False
+    steps: Sequence[DeviceCosts] = ()
 
     def run(self, before: Prepared) -> Sharded:
         base, *_ = dataclasses.replace(self, costs=None)._over_ranks(before.base, before, True)
-        found = self._over_ranks(before.serving, before, False)
-        serving, training, joint = found[0], None, None
+        found = served = self._over_ranks(before.serving, before, False)
+        training, joint = None, None
         if before.training is not None:
             found = self._over_ranks(before.training, before, True)
             joint = self._joint(before, base, found[1])
@@ -85,7 +90,8 @@ class Shard(Pass[Prepared, Sharded]):
                 typed = self._typed(before.training, before, True, found[1], plans)
                 found = (typed, found[1], plans)
             training = found[0]
-        return Sharded(base, serving, training, before.layouts, *found, joint)
+        serving, searches, plans = served
+        return Sharded(base, serving, training, before.layouts, *found, joint, searches, plans)
 
     def _joint(
         self, given: Prepared, base: ModelGraph, searches: tuple[Search, ...]
@@ -123,7 +129,21 @@ class Shard(Pass[Prepared, Sharded]):
         sequence, degree = self.sequence_parallel, self.degree
         rules = base_rules(plain, degree, tuple(layouts.items()), sequence)
         costs = self.costs or ByteCosts(degree, sequence)
+        if self.steps and not trains:
+            costs = self._mixed(plain, layouts, rules)
         return Search(block, degree, costs, layouts, rules, trains, sequence)
+
+    def _mixed(
+        self, plain: Graph, layouts: Mapping[str, Layout], rules: Mapping[str, Sharding]
+    ) -> MixedCosts:
+        """The costs of all steps that serve, each as a share of what the base alone takes."""
+        weighed = []
+        for costs in self.steps:
+            search = Search(
+                plain, self.degree, costs, layouts, rules, False, self.sequence_parallel
+            )
+            weighed.append((1 / search.plan().cost, costs))
+        return MixedCosts(weighed)
 
     def searches(self, model: ModelGraph, given: Prepared, trains: bool) -> tuple[Search, ...]:
         """The searches for the bypass networks of each layer of a model."""

@@ -1,0 +1,128 @@
+"""The names of what ranks do at a site: the algorithm that they run, and what they hold otherwise.
+
+For LoRA, with s = x Aᵀ, an algorithm is known by the layouts in which A, s and B are read:
+FlexLLM's four (v1 figure 5, v2 figure 4), Punica's (§7), S-LoRA's (§6). Each holds its weights in
+some layouts; a candidate that runs it and holds them otherwise says so behind its name, as ranks
+that hold copies of A may take their columns of them and run FlexLLM's second all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from pcg.ir.graph import Graph
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, token_part
+from pcg.parallel.base_plan import COLUMN, ROW
+from pcg.parallel.bypass_sites import BypassSite
+from pcg.parallel.parallel_plan import ParallelPlan
+
+_Named = Mapping[tuple[Layout, Layout, Layout], tuple[str, tuple[Layout, Layout]]]
+"""Algorithms by the layouts in which A, s and B are read, copies as wholes; names, and layouts in
+which A and B are held."""
+_OF_COLUMN: _Named = {
+    (WHOLE, WHOLE, COLUMN): (
+        "FlexLLM 1, Punica: replicate A, partition B",
+        (REPLICATED, COLUMN),
+    ),
+    (ROW, WHOLE, COLUMN): ("FlexLLM 2: partition the input, reduce s", (ROW, COLUMN)),
+    (COLUMN, WHOLE, COLUMN): (
+        "FlexLLM 3, S-LoRA: partition A and B, gather s",
+        (COLUMN, COLUMN),
+    ),
+    (WHOLE, WHOLE, WHOLE): ("FlexLLM 4: whole, partition the output", (WHOLE, WHOLE)),
+}
+_OF_ROW: _Named = {
+    (ROW, PRE_REDUCE, WHOLE): (
+        "FlexLLM 1, Punica: partition A, replicate B",
+        (ROW, REPLICATED),
+    ),
+    (ROW, WHOLE, WHOLE): ("FlexLLM 2: partition the input, reduce s", (ROW, WHOLE)),
+    (ROW, WHOLE, COLUMN): (
+        "FlexLLM 3, S-LoRA: partition A and B, reduce s, add in the base's sum",
+        (ROW, COLUMN),
+    ),
+    (WHOLE, WHOLE, WHOLE): ("FlexLLM 4: whole, combine the input", (WHOLE, WHOLE)),
+}
+_LORA = ["lora_A", "lora_B"]
+
+
+def strategy_name(
+    graph: Graph, site: BypassSite, plan: ParallelPlan, gathered: Collection[str]
+) -> str:
+    """The name of what a plan does at a site of a layer.
+
+    Args:
+        gathered: the site's weights that are gathered where they are read.
+    """
+    held = {name: plan.held[name] for name in site.weights}
+    if [_end(name) for name in held] == _LORA and site.is_row is not None:
+        return _of_lora(graph, site, plan, gathered)
+    layouts = set(held.values())
+    reads = _reads(graph, site, plan)
+    is_whole = all(_plain(layout) == WHOLE for some in reads.values() for layout in some)
+    if len(layouts) == 1 and not gathered and layouts <= {WHOLE, REPLICATED} and is_whole:
+        return "whole" if layouts == {WHOLE} else "fully replicated"
+    texts = []
+    for name, layout in held.items():
+        text = f"{_end(name)} {'gathered ' if name in gathered else ''}{layout}"
+        others = [str(other) for other in reads[name] if _plain(other) != _plain(layout)]
+        is_other = others and name not in gathered
+        texts.append(f"{text} read {' and '.join(others)}" if is_other else text)
+    return ", ".join(texts)
+
+
+def algorithm(strategy: str) -> str:
+    """The short name of the algorithm of a strategy, without how it holds its weights."""
+    return strategy.partition(";")[0].partition(":")[0]
+
+
+def _of_lora(graph: Graph, site: BypassSite, plan: ParallelPlan, gathered: Collection[str]) -> str:
+    a, b = site.weights
+    reads = _reads(graph, site, plan)
+    nodes = [node for node in graph.nodes if node.name in site.nodes]
+    down = next(node for node in nodes if a in node.inputs)
+    up = next(node for node in nodes if b in node.inputs)
+    own = {value.name for node in nodes for value in node.outputs}
+    (s,) = {
+        layout
+        for name, layout in zip(up.inputs, plan.nodes[up.name].rule.inputs, strict=True)
+        if name in own
+    }
+    key = _plain(reads[a][0]), _plain(s), _plain(reads[b][0])
+    known = _OF_ROW if site.is_row else _OF_COLUMN
+    name, usual = known.get(key, (f"A {key[0]}, s {key[1]}, B {key[2]}", key[::2]))
+    x = down.inputs[0]
+    if plan.nodes[down.name].rule.inputs[0] == token_part(graph.types[x]) != WHOLE:
+        name = f"A on each rank's tokens, gather s, B {key[2]}"
+    held = tuple(plan.held[weight] for weight in site.weights)
+    if gathered and set(held) == {COLUMN} and len(gathered) == len(held):
+        return f"{name}; held fully sharded, weights gathered"
+    if held != usual and not gathered and set(held) == {REPLICATED}:
+        return f"{name}; held fully replicated"
+    texts = [
+        f"{letter} {'gathered from' if weight in gathered else 'held'} {layout}"
+        for weight, letter, layout, other in zip(site.weights, "AB", held, usual, strict=True)
+        if weight in gathered or layout != other
+    ]
+    return "; ".join([name, ", ".join(texts)]) if texts else name
+
+
+def _reads(graph: Graph, site: BypassSite, plan: ParallelPlan) -> dict[str, list[Layout]]:
+    """The layouts in which a site's nodes read its weights."""
+    found: dict[str, list[Layout]] = {name: [] for name in site.weights}
+    for node in graph.nodes:
+        if node.name in site.nodes:
+            rule = plan.nodes[node.name].rule
+            for name, layout in zip(node.inputs, rule.inputs, strict=True):
+                if name in found:
+                    found[name].append(layout)
+    return found
+
+
+def _plain(layout: Layout) -> Layout:
+    """The layout as a forward sees it, where a copy is a whole."""
+    return WHOLE if layout == REPLICATED else layout
+
+
+def _end(name: str) -> str:
+    return name.rpartition(".")[2]
