@@ -12,20 +12,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from pcg.errors import AdapterError, LogitsError, ProgramError, SourceError, UnsupportedError
+from pcg.errors import AdapterError, CostModelError, LogitsError, ProgramError, SourceError
 from pcg.files import expanded
 from pcg.given_module import VERIFIED_PARAMETERS, check_logits, check_weights, source_of
-from pcg.ir.operators import operator
 from pcg.ir.program.folder import load_program
 from pcg.ir.program.manifest import MANIFEST, read_manifest
-from pcg.ir.program.program import ModelGraph, Program
+from pcg.ir.program.program import Program
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels import attention_libraries
 from pcg.kernels.backend import check_device, choose_backend, machine_device
 from pcg.keywords import takes
 from pcg.options import Backend, CompileOptions, dtype_name
 from pcg.parallel.costs.catalog import costs_name, own_sheet
-from pcg.parallel.ranks.group import Ranks, check_started, join_group, own_device
+from pcg.parallel.costs.kept_profiles import own_profile
+from pcg.parallel.ranks.agreement import agreed, check_same
+from pcg.parallel.ranks.group import Ranks, check_started, join_group, own_device, started_ranks
 from pcg.parallel.ranks.same_program import check_same_program
 from pcg.passes.pipeline import pipeline
 from pcg.passes.placement.call_pieces import CallPieces
@@ -35,7 +36,9 @@ from pcg.peft.reader import is_recipe, recipes_of
 from pcg.peft.registry import recipe_fields, recipe_of_fields
 from pcg.runtime.model.base_weights import TensorSource
 from pcg.runtime.model.module_weights import StateDictCheckpoint
+from pcg.runtime.model.same_weights import check_same_weights
 from pcg.runtime.model.weights import Checkpoint, RandomWeights
+from pcg.runtime.requests.compared import tokenizer_facts
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.source import ModelSource, resolve
 from pcg.trace import TracedModel
@@ -45,16 +48,6 @@ if TYPE_CHECKING:
     from pcg.runtime.executor import Executor
 
 _LOG = logging.getLogger("pcg.compiler")
-
-
-def _require_runnable(name: str, model: ModelGraph) -> None:
-    for graph in model.graphs:
-        for node in graph.nodes:
-            if not operator(node.op).executable:
-                raise UnsupportedError(
-                    f"{name} cannot run yet: operator {node.op!r} (in {node.scope}); pcg traces "
-                    "and explains mixture-of-experts models, and runs dense ones"
-                )
 
 
 @dataclass(frozen=True)
@@ -110,7 +103,6 @@ def _compiled(
     passes = pipeline(dataclasses.replace(settings, whole=whole))
     traced = passes.trace.run(to_trace, observe)
     base = passes.raise_operators.run(passes.fold.run(traced, observe), observe)
-    _require_runnable(source.name, base.model)
     backend = choose_backend(options.backend, device, base.model)
     if backend.name == "torch" and options.backend == "auto" and device.type == "cuda":
         _LOG.warning("%s is compiled for %s", source.name, backend)
@@ -148,12 +140,14 @@ class CompileArguments(CompileOptions):
             "cuda" is a GPU of each one's own, and a GPU that two of them name is refused.
         verify: compare the logits of a few tokens with those of a model given in memory; by
             default where it has at most 2e9 parameters.
+        rank_timeout_s: the longest time that a rank waits for the others, seconds; 300 by default.
     """
 
     model: Any
     peft: object = None
     device: str | torch.device | None = field(default=None, kw_only=True)
     verify: bool | None = field(default=None, kw_only=True)
+    rank_timeout_s: float | None = field(default=None, kw_only=True)
 
 
 @takes(CompileArguments)
@@ -166,30 +160,46 @@ def compile(given: CompileArguments) -> Executor:
         ParallelError: the ranks have compiled different programs; which, and in what.
         PcgError: what cannot be read, traced, attached or loaded is named.
     """
-    device, options = given.device, given
+    device, module = given.device, given.model
     if given.tp > 1:
-        check_started(given.tp)
+        if started_ranks() == 1:
+            check_started(given.tp)
         # A rank's own GPU comes first: torch's current one is the same on all of them.
         device = own_device(machine_device(device))
-        if given.costs is None:
-            options = dataclasses.replace(given, costs=own_sheet(device))
-    module = given.model
+        costs = _own_sheet(device, given.tp) if given.costs is None else given.costs
+    ranks = join_group(given.tp, machine_device(device), given.rank_timeout_s)
+    options = given
+    if given.tp > 1:
+        check_same(ranks, "compile", {"costs": "given" if costs else "measured"})
+        costs = costs or own_profile(ranks, given.dtype, source_of(given.model)[0].config)
+        options = dataclasses.replace(given, costs=costs)
+
+    def compiled_here(
+        source: ModelSource, to_trace: Mapping[str, Any] | torch.nn.Module, whole: bool = False
+    ) -> Program:
+        return _compiled(source, to_trace, given.peft, options, machine_device(device), whole=whole)
+
     if not isinstance(module, torch.nn.Module):
-        source = resolve(module, weights=True)
-        program = _compiled(source, source.config, given.peft, options, machine_device(device))
-        checkpoint = Checkpoint.open(source, program.base_prefix)
-        return make_executor(program, checkpoint, given.peft, source.directory, device)
-    source, _ = source_of(module)
-    check_weights(module)
+
+        def read() -> tuple[ModelSource, Program, Checkpoint]:
+            source = resolve(module, weights=True)
+            program = compiled_here(source, source.config)
+            return source, program, Checkpoint.open(source, program.base_prefix)
+
+        source, program, checkpoint = agreed(ranks, "compile", read)
+        return make_executor(program, checkpoint, given.peft, source.directory, device, ranks)
     count = sum(parameter.numel() for parameter in module.parameters())
     verified = count <= VERIFIED_PARAMETERS if given.verify is None else given.verify
 
     def compiled(whole: bool) -> Executor:
-        program = _compiled(
-            source, module, given.peft, options, machine_device(device), whole=whole
-        )
+        def trace_here() -> Program:
+            source, _ = source_of(module)
+            check_weights(module)
+            return compiled_here(source, module, whole)
+
+        program = agreed(ranks, "compile", trace_here)
         weights = StateDictCheckpoint(module.state_dict(keep_vars=True), program.base_prefix)
-        executor = make_executor(program, weights, given.peft, None, device)
+        executor = make_executor(program, weights, given.peft, None, device, ranks)
         if verified:
             check_logits(executor, module)
         return executor
@@ -199,6 +209,14 @@ def compile(given: CompileArguments) -> Executor:
     except LogitsError:
         # Layers that look alike may use their index.
         return compiled(whole=True)
+
+
+def _own_sheet(device: torch.device, degree: int) -> str | None:
+    """The name of the data sheet of a rank's device; None where it has none."""
+    try:
+        return own_sheet(device, degree)
+    except CostModelError:
+        return None
 
 
 def compile_random(
@@ -234,6 +252,7 @@ def load(
     device: str | torch.device | None = None,
     *,
     trust_edits: bool = False,
+    rank_timeout_s: float | None = None,
 ) -> Executor:
     """Load a compiled folder and its weights: an executor that generates and finetunes.
 
@@ -243,6 +262,7 @@ def load(
             default.
         device: the device of the weights; the GPU where there is one, else the CPU.
         trust_edits: accept emitted source that was edited.
+        rank_timeout_s: as in `compile`.
     Raises:
         PcgError: the folder or the weights are missing, damaged, or of another model.
     """
@@ -275,7 +295,9 @@ def load(
     # A program compiled from a shipped config has no tokenizer; the weights come with one.
     has_tokenizer = (folder / "tokenizer.json").exists()
     tokenizer_directory = folder if has_tokenizer else source.directory
-    return make_executor(program, checkpoint, None, tokenizer_directory, device)
+    device = own_device(machine_device(device))
+    ranks = join_group(program.options.tp, device, rank_timeout_s)
+    return make_executor(program, checkpoint, None, tokenizer_directory, device, ranks)
 
 
 _NEUTRAL_FIELDS = (
@@ -339,15 +361,25 @@ def make_executor(
     from pcg.runtime.model.state import ModelState
 
     device = machine_device(device)
-    check_device(program.options.backend, device)
-    attention_libraries.check_libraries(program.options.attention)
     if ranks is None:
         device = own_device(device)
         ranks = join_group(program.options.tp, device)
     check_same_program(ranks, program)
-    tokenizer = None
-    if directory is not None and (directory / "tokenizer.json").exists():
-        tokenizer = Tokenizer.load(directory)
+
+    def check() -> None:
+        check_device(program.options.backend, device)
+        attention_libraries.check_libraries(program.options.attention, device)
+
+    agreed(ranks, "the device", check)
+    check_same_weights(ranks, weights)
+    has_tokenizer = directory is not None and (directory / "tokenizer.json").exists()
+    tokenizer = agreed(
+        ranks,
+        "the tokenizer",
+        lambda: Tokenizer.load(directory) if directory and has_tokenizer else None,
+        tokenizer_facts,
+        "Give all ranks the same tokenizer.json, and the files beside it",
+    )
     eos_ids = _eos_ids(program, tokenizer)
     executor = Executor(
         ModelState(program, weights, BaseSpecialiser(place), tokenizer, eos_ids, device, ranks)

@@ -28,6 +28,8 @@ PcgError
 │   ├── AdapterNotFoundError   there is none of that name
 │   └── AdapterConflictError   another one of the name, another version or a job is in the way
 ├── DataError                  finetuning data
+├── GraderError                a grader is not as its type has it
+│   └── GradingError           a grader cannot score a sample; `kind` is OpenAI's name of the reason
 ├── GenerationError            a request that cannot be served
 │   ├── OutOfMemoryError       the memory pool is too small for it
 │   └── QueueFullError         too much waits already
@@ -40,6 +42,7 @@ PcgError
 │   ├── BaseLostError          the base executor is gone, and did not come back in time
 │   └── BaseBusyError          a key has as much waiting at a base executor as it may
 ├── MemoryBudgetError          less than what backward needs at least
+├── RecordError                the record of a run cannot be written or read
 ├── BenchmarkError             a workload, a trace file or an event log that cannot be used
 └── FinetuneError              a finetuning job that cannot go on
     └── FinetuneInterrupted    Ctrl-C; says how to resume
@@ -161,6 +164,22 @@ class DataError(PcgError):
     """Finetuning data cannot be used."""
 
 
+class GraderError(PcgError):
+    """A grader is not as its type has it."""
+
+
+class GradingError(GraderError):
+    """A grader cannot score a sample.
+
+    Args:
+        kind: OpenAI's name of the reason, as `sample_parse_error`.
+    """
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
 class GenerationError(PcgError):
     """A request cannot be served."""
 
@@ -207,6 +226,10 @@ class BaseBusyError(SplitError):
 
 class MemoryBudgetError(PcgError):
     """A memory budget is less than what backward needs at least."""
+
+
+class RecordError(PcgError):
+    """The record of a run cannot be written or read."""
 
 
 class BenchmarkError(PcgError):

@@ -30,8 +30,9 @@ class PlanOptions:
 
     Attributes:
         tp: tensor-parallel degree.
-        costs: the device that adapters are parallelized for: a name, as H100, or a file of
-            `pcg profile`; the sheet of the device that there is by default, else H100.
+        costs: the device that adapters are parallelized for: a name, as H100, or H100:4 for nodes
+            of 4 ranks, or a file of `pcg profile`; by default the sheet of the device that there
+            is, or its profile, else H100.
         tp_plan: the base's plan over the ranks: a style (colwise, rowwise or replicated) for each
             module path of a layer, as self_attn.q_proj, or a JSON file of such; with transformers'
             keys, as layers.*.self_attn.q_proj, too. Megatron's, read off the graph, by default.

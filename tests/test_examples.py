@@ -1,5 +1,6 @@
-"""The adapters that ship answer signatures that they never saw, in pcg and in peft."""
+"""Adapters that ship answer signatures that they never saw, in pcg and in peft; examples run."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -54,3 +55,12 @@ def test_peft_answers_the_same(name: str, rows: dict[str, list[dict[str, str]]])
         length = inputs["input_ids"].shape[1]
         completion = executor.generate(row["prompt"], name, max_new_tokens=48)
         assert list(completion.token_ids) == tokens[length:].tolist()
+
+
+@pytest.mark.slow
+def test_two_clients_of_one_base_finetune_and_generate() -> None:
+    command = [sys.executable, str(EXAMPLES / "split_client.py"), "--steps", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    for task in ("typed", "docstring"):
+        assert f"{task}: loss" in done.stdout, done.stderr
+    assert done.stdout.count("in 2 steps") == 2

@@ -75,7 +75,8 @@ def _held(model: ModelGraph) -> Iterator[_Held]:
             if parameter.role != "adapter":
                 of_layers = "{layer}" in parameter.source
                 home = graph.name if of_layers else ""
-                shard = (parameter.rows, parameter.part) if is_sharded(parameter) else None
+                cut = parameter.rows, parameter.part, parameter.copies
+                shard = cut if is_sharded(parameter) else None
                 key = (home, parameter.source, parameter.transposed, shard)
                 count = layers if of_layers else 1
                 yield _Held(parameter, key, count, parameter.name in products)

@@ -11,7 +11,7 @@ import sympy
 
 from pcg.errors import UnsupportedError
 from pcg.explain.capacity import capacities, gpus_that_hold
-from pcg.explain.parallel_report import parallel_rows
+from pcg.explain.parallel_report import parallel_rows, serving_rows
 from pcg.explain.plan_validity import parallel_regions, with_formulas
 from pcg.explain.planned_model import Setup, plan_model
 from pcg.explain.report import Report
@@ -110,7 +110,9 @@ def _explained(setup: Setup, devices: Sequence[Accelerator], find_region: bool) 
         report = with_formulas(report, planned)
     costs = setup.settings.device_costs
     if planned.sharded is not None and costs is not None:
-        rows = parallel_rows(planned.sharded, costs)
+        rows = parallel_rows(planned.sharded, costs, planned.trained)
+        if setup.serves is not None:
+            rows["serving"] = serving_rows(planned.sharded, setup.settings.serving_costs)
         if find_region:
             rows["regions"] = parallel_regions(setup)
         report = dataclasses.replace(report, parallel=rows)

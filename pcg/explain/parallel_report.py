@@ -1,28 +1,39 @@
 """A report's account of ranks: the base's plan, each site's candidates, and the best by tokens.
 
-Costs and bytes are of one layer and one rank, for one batch: forward, backward, and its share of
-the sum of copied weights' gradients, which takes place once an optimizer step; `step_bytes` are all
-bytes of that. Coalesced messages count as one.
+Costs and bytes of sites and of `communication` are of one layer and one rank, for one batch:
+forward, backward, and its share of the sum of copied weights' gradients, which takes place once an
+optimizer step; `step_bytes` are all bytes of that. Coalesced messages count as one. `total` is what
+a rank sends for the whole model, with what the memory plan has backward repeat.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
-from pcg.ir.layouts import layout_of
-from pcg.parallel.costs.layer_costs import DeviceCosts
+from pcg.ir.layouts import REPLICATED, layout_of
+from pcg.parallel.costs.exchange import Exchange
+from pcg.parallel.costs.layer_costs import DeviceCosts, ring_bytes
+from pcg.parallel.costs.work import size_bytes
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Candidate, Search, SiteChoice
+from pcg.parallel.strategy_names import algorithm
 from pcg.passes.sharding.joint import Joint
-from pcg.passes.stages import Sharded
+from pcg.passes.stages import Sharded, TrainedModel
 
 _TOKENS = tuple(4**power for power in range(9))
 """The numbers of tokens at which the best strategies are searched: 1 to 65,536."""
 
 
-def parallel_rows(sharded: Sharded, costs: DeviceCosts) -> dict[str, Any]:
-    """Return the `parallel` object of a report, without regions."""
+def parallel_rows(
+    sharded: Sharded, costs: DeviceCosts, trained: TrainedModel | None
+) -> dict[str, Any]:
+    """Return the `parallel` object of a report, without regions.
+
+    Args:
+        trained: the graphs of a rank that train the model; None where pcg cannot.
+    """
     base, bypass, sent = [], [], []
     for place, (search, best) in enumerate(zip(sharded.searches, sharded.plans, strict=True)):
         block = sharded.typed.blocks[place]
@@ -38,6 +49,7 @@ def parallel_rows(sharded: Sharded, costs: DeviceCosts) -> dict[str, Any]:
         sent.append(
             {
                 "block": block.name,
+                "layers": sharded.typed.layers.count(place),
                 "forward_bytes": whole.forward_bytes,
                 "backward_bytes": whole.backward_bytes,
                 "forward_messages": whole.forward_messages,
@@ -57,8 +69,75 @@ def parallel_rows(sharded: Sharded, costs: DeviceCosts) -> dict[str, Any]:
         "base": base,
         "bypass": bypass,
         "communication": sent,
+        "total": _total(sharded, costs, trained),
         "joint": None if sharded.joint is None else _joint(sharded.joint),
     }
+
+
+def _total(
+    sharded: Sharded, costs: DeviceCosts, trained: TrainedModel | None
+) -> dict[str, int] | None:
+    """Return what a rank sends of the model for a batch; None where pcg does not train it."""
+    if trained is None:
+        return None
+    of = partial(Exchange.of, tokens=costs.tokens, degree=costs.degree)
+    model, plan = trained.model, trained.plan
+    forward = of(model.prologue)
+    backward = of(trained.epilogue)  # the loss with its gradient, in one graph
+    repeated = Exchange()
+    for layer, index in enumerate(plan.layers):
+        graphs = plan.plans[index]
+        forward += of(graphs.forward)
+        if graphs.backward is not None:
+            backward += of(graphs.backward)
+            kind = trained.frontiers.kinds[trained.frontiers.layers[layer]]
+            repeated += of(graphs.backward, among=kind.gradients.graph.producers.keys())
+    if trained.prologue is not None:
+        backward += of(trained.prologue)
+        repeated += of(trained.prologue, among=model.prologue.producers.keys())
+    for layer in plan.restored:
+        again = of(plan.plans[plan.layers[layer - 1]].forward)
+        backward, repeated = backward + again, repeated + again
+    blocks = [sharded.typed.blocks[index] for index in sharded.typed.layers]
+    copies = sum(
+        size_bytes(parameter.type, costs.tokens)
+        for graph in (sharded.typed.prologue, *blocks, sharded.typed.epilogue)
+        for parameter in graph.parameters
+        if parameter.role == "adapter" and layout_of(parameter.type) == REPLICATED
+    )
+    return {
+        "layers": len(plan.layers),
+        "forward_bytes": forward.size_bytes,
+        "backward_bytes": backward.size_bytes,
+        "repeated_bytes": repeated.size_bytes,
+        "forward_messages": forward.messages,
+        "backward_messages": backward.messages,
+        "repeated_messages": repeated.messages,
+        "step_bytes": ring_bytes("all_reduce", copies, costs.degree),
+    }
+
+
+def serving_rows(sharded: Sharded, steps: Sequence[DeviceCosts]) -> list[dict[str, Any]]:
+    """Return the `serving` object of a report over ranks: for each block what its sites run.
+
+    With it come a layer's time and messages on a rank at each of the steps that it is planned for.
+    """
+    rows = []
+    for search, plan in zip(sharded.serving_searches, sharded.serving_plans, strict=True):
+        sites = {site.name: search.strategy(plan, site) for site in search.sites}
+        found = []
+        for costs in steps:
+            bill = search.at(costs, plan)
+            found.append(
+                {
+                    "tokens": costs.tokens,
+                    "layer_us": round(bill.value * 1e6, 3),
+                    "messages": bill.forward_messages,
+                    "bytes": bill.forward_bytes,
+                }
+            )
+        rows.append({"block": search.graph.name, "sites": sites, "steps": found})
+    return rows
 
 
 def _joint(joint: Joint) -> dict[str, Any]:
@@ -116,7 +195,7 @@ def _why(choice: SiteChoice) -> str:
     if not others:
         return text
     more = (others[0].added.value - bill.value) * 1e6
-    next_best = f"{text}; {others[0].strategy.partition(':')[0]} takes"
+    next_best = f"{text}; {algorithm(others[0].strategy)} takes"
     return f"{next_best} {abs(more):,.1f} µs {'more' if more >= 0 else 'less, where it is the one'}"
 
 
@@ -125,7 +204,7 @@ def strategies(searches: Sequence[Search], plans: Iterable[ParallelPlan]) -> dic
     found: dict[str, dict[str, str]] = {}
     for search, plan in zip(searches, plans, strict=True):
         for site in search.sites:
-            name = search.strategy(plan, site).partition(":")[0]
+            name = algorithm(search.strategy(plan, site))
             found.setdefault(site.name, {})[search.graph.name] = name
     return {
         site if len(set(blocks.values())) == 1 else f"{block}/{site}": strategy

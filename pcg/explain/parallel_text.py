@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 LAYOUTS = {"|-2": "column-parallel", "|-1": "row-parallel"}
@@ -29,7 +29,7 @@ def parallel_lines(parallel: Mapping[str, Any], candidates: bool) -> list[str]:
         for site in (row for row in parallel["bypass"] if row["block"] == block):
             lines += _site_lines(site, candidates)
         lines += [
-            f"  a rank sends     {_mib(sent['forward_bytes'])} MiB forward and "
+            f"  a layer sends    {_mib(sent['forward_bytes'])} MiB forward and "
             f"{_mib(sent['backward_bytes'])} backward, of that for the adapters "
             f"{_mib(sent['bypass_forward_bytes'])} and {_mib(sent['bypass_backward_bytes'])},",
             f"  {'':<16} in {_count(sent['forward_messages'])} forward and "
@@ -38,7 +38,44 @@ def parallel_lines(parallel: Mapping[str, Any], candidates: bool) -> list[str]:
             f"  {'':<16} {_mib(sent['step_bytes'])} MiB of gradients once an optimizer step"
             + _share(parallel["gradient_accumulation_steps"]),
         ]
-    return lines + _joint_lines(parallel["joint"])
+    lines += _total_lines(parallel) + _joint_lines(parallel["joint"])
+    return lines + _serving_lines(parallel.get("serving", ()))
+
+
+def _serving_lines(serving: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return lines of the plan that serves, if requests are served beside."""
+    lines = []
+    for block in serving:
+        several = f" of {block['block']}" if len(serving) > 1 else ""
+        lines += ["", f"serving plan{several}, the best of all these steps together"]
+        lines += [f"  {_module(site):<16} {name}" for site, name in block["sites"].items()]
+        lines += [
+            f"  {step['tokens']:>6,} token{'' if step['tokens'] == 1 else 's':<9} a layer takes "
+            f"{step['layer_us']:,.1f} µs, and sends {_mib(step['bytes'])} MiB in "
+            f"{_count(step['messages'])}"
+            for step in block["steps"]
+        ]
+    return lines
+
+
+def _total_lines(parallel: Mapping[str, Any]) -> list[str]:
+    """Return lines of what a rank sends of the whole model; none where it is not trained."""
+    total = parallel["total"]
+    if total is None:
+        return []
+    lines = [
+        f"  a rank sends     {_mib(total['forward_bytes'])} MiB forward and "
+        f"{_mib(total['backward_bytes'])} backward, of all {total['layers']} layers and both ends,",
+        f"  {'':<16} in {_count(total['forward_messages'])} forward and "
+        f"{total['backward_messages']} backward;",
+    ]
+    if total["repeated_messages"]:
+        lines.append(
+            f"  {'':<16} of that backward repeats {_mib(total['repeated_bytes'])} MiB in "
+            f"{_count(total['repeated_messages'])}, which were not saved;"
+        )
+    text = f"  {'':<16} {_mib(total['step_bytes'])} MiB of gradients once an optimizer step"
+    return [*lines, text + _share(parallel["gradient_accumulation_steps"])]
 
 
 def _joint_lines(joint: Mapping[str, Any] | None) -> list[str]:

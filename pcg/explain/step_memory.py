@@ -55,7 +55,10 @@ def storage_key(planned: PlannedModel) -> Hashable:
         for graph in planned.sharded.typed.graphs
         for name, type_ in graph.types.items()
     )
-    return layouts, tuple(choice.saved for choice in plan.choices), plan.layers, plan.restored
+    graphs = planned.sharded.typed.graphs
+    shared = tuple(p.source for graph in graphs for p in graph.parameters if p.copies > 1)
+    saved = tuple(choice.saved for choice in plan.choices)
+    return layouts, shared, saved, plan.layers, plan.restored
 
 
 def step_memory(

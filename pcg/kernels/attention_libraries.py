@@ -2,6 +2,7 @@
 
     flashinfer   prompts: tokens of sequences whose keys and values lie in pages
     flash_attn   training on whole sequences, forward and backward
+    flash_attn_3 the same, by kernels for Hopper
 
 Tokens that decode, windows of finetuning, sinks, ALiBi, soft caps and recorded steps are for pcg's
 own kernels (`kernels/triton/attention`). No library is imported here.
@@ -29,20 +30,30 @@ class AttentionLibrary:
     """A library.
 
     Attributes:
-        name: the package, as Python imports it.
+        name: the library, as programs name it.
         use: what it is called for: "prompts" or "training".
         sizes: sizes of heads that it knows, of keys and values alike.
-        extra: the name of pcg's extra that installs it.
+        source: what installs it.
+        module: what Python imports; its name by default.
+        capability: that of the GPUs that it is for; None for all from `LEAST_CAPABILITY` on.
     """
 
     name: str
     use: str
     sizes: tuple[int, ...]
-    extra: str
+    source: str
+    module: str = ""
+    capability: tuple[int, int] | None = None
 
     @property
     def is_installed(self) -> bool:
-        return importlib.util.find_spec(self.name) is not None
+        return importlib.util.find_spec(self.module or self.name) is not None
+
+    def is_for(self, device: torch.device) -> bool:
+        """Return whether it knows a device; what is no GPU may compile for any."""
+        if self.capability is None or device.type != "cuda":
+            return True
+        return torch.cuda.get_device_capability(device) == self.capability
 
     def knows(self, graph: Graph, node: Node) -> bool:
         """Return whether it computes a node's attention."""
@@ -65,10 +76,24 @@ def attention_types(graph: Graph, node: Node) -> list[TensorType]:
 
 
 LIBRARIES = (
-    AttentionLibrary("flashinfer", "prompts", (64, 128, 256), "flashinfer"),
-    AttentionLibrary("flash_attn", "training", (16, 32, 64, 80, 96, 128, 192, 256), "flash-attn"),
+    AttentionLibrary("flashinfer", "prompts", (64, 128, 256), "pip install 'pcg[flashinfer]'"),
+    AttentionLibrary(
+        "flash_attn_3",
+        "training",
+        (64, 96, 128),
+        "build flash-attention's folder hopper",
+        module="flash_attn_interface",
+        capability=(9, 0),
+    ),
+    AttentionLibrary(
+        "flash_attn",
+        "training",
+        (16, 32, 64, 80, 96, 128, 192, 256),
+        "pip install 'pcg[flash-attn]'",
+    ),
 )
-"""All of them; heads are those that both the library and pcg's own kernels know."""
+"""All of them; heads are those that both the library and pcg's own kernels know. Of two for one use
+the first comes first."""
 _COMPILED = "flashinfer_jit_cache"
 """The package with flashinfer's kernels; without it a kernel is compiled when it is first called,
 for minutes and in a request's way."""
@@ -89,7 +114,7 @@ def libraries_of(asked: str) -> tuple[AttentionLibrary, ...]:
         raise UnsupportedError(
             f"attention={asked!r}; use auto, {OWN}, or some of {', '.join(by_name)} with commas"
         )
-    return tuple(by_name[name] for name in sorted(set(names)))
+    return tuple(library for library in LIBRARIES if library.name in names)
 
 
 def choose_libraries(asked: str, backend: str, device: torch.device) -> str:
@@ -103,7 +128,7 @@ def choose_libraries(asked: str, backend: str, device: torch.device) -> str:
         UnsupportedError: one that is asked for is not known, or cannot be had here.
     """
     if asked != "auto":
-        check_libraries(asked)
+        check_libraries(asked, device)
         if libraries_of(asked) and backend != "triton":
             raise UnsupportedError(
                 f"attention={asked!r} is for backend='triton', and the backend is {backend!r}"
@@ -113,7 +138,8 @@ def choose_libraries(asked: str, backend: str, device: torch.device) -> str:
         return OWN
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return OWN
-    return ",".join(library.name for library in LIBRARIES if is_ready(library)) or OWN
+    found = (one.name for one in LIBRARIES if one.is_for(device) and is_ready(one))
+    return ",".join(found) or OWN
 
 
 def is_ready(library: AttentionLibrary) -> bool:
@@ -122,17 +148,23 @@ def is_ready(library: AttentionLibrary) -> bool:
     return library.is_installed and has_kernels
 
 
-def check_libraries(asked: str) -> None:
-    """Check that a program's libraries are installed.
+def check_libraries(asked: str, device: torch.device) -> None:
+    """Check that a program's libraries are installed, and know its device.
 
     Raises:
-        UnsupportedError: one is not; says how to get it.
+        UnsupportedError: one is not, and how to get it; or does not.
     """
     for library in libraries_of(asked):
         if not library.is_installed:
             raise UnsupportedError(
-                f"attention={asked!r} needs the package {library.name}, which is not installed: "
-                f"pip install 'pcg[{library.extra}]', or compile with attention='{OWN}'"
+                f"attention={asked!r} needs the package {library.module or library.name}, which is "
+                f"not installed: {library.source}, or compile with attention='{OWN}'"
+            )
+        if not library.is_for(device):
+            found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+            raise UnsupportedError(
+                f"attention={asked!r}: {library.name} is for GPUs of capability 9.0, and {device} "
+                f"is one of {found}; leave it out"
             )
 
 

@@ -70,6 +70,20 @@ class DroppedPart:
     generator: torch.Generator
 
 
+class DroppedTokens(NamedTuple):
+    """The tokens that a device draws the random numbers of dropout for.
+
+    Attributes:
+        key: [2], int64: the pass's key, and 0 if nothing is dropped.
+        positions: position of each token in its sequence, [T].
+        sequences: index of each token's sequence in the pass, [T].
+    """
+
+    key: Tensor
+    positions: Tensor
+    sequences: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
     """Sequences of one new token each that attention takes in one call.
@@ -148,6 +162,7 @@ class ProgramBatch(Protocol):
         virtual_rows: indices of the virtual tokens, [v]; None where there are none.
         virtual_places: index of each of them in its adapter's prompt, [v]; None likewise.
         chosen: the tokens that the epilogue gets; None for all.
+        logits_on_first: True if of several ranks the first alone gets the epilogue's logits.
         known: tables that kernels make of the batch, for all layers.
     """
 
@@ -163,6 +178,7 @@ class ProgramBatch(Protocol):
     virtual_rows: Tensor | None
     virtual_places: Tensor | None
     chosen: Tensor | None
+    logits_on_first: bool
     known: dict[object, Any]
 
     @property
@@ -184,3 +200,6 @@ class ProgramBatch(Protocol):
 
     def dropped_parts(self, key: int) -> Sequence[DroppedPart]:
         """Parts that cover all tokens in order, the same for each call; none without dropout."""
+
+    def dropped_tokens(self) -> DroppedTokens | None:
+        """All tokens, as kernels draw for them; None without dropout."""

@@ -121,9 +121,11 @@ class Shards(Protocol):
 
     tensors: dict[str, Tensor]
 
-    @property
-    def is_first(self) -> bool:
-        """True if this rank counts what all of them have, where they sum what each has."""
+    def counts(self, name: str, gathered: int | None = None) -> bool:
+        """Return whether this rank counts what several have, where they sum what each has.
+
+        `gathered` is a dim, from 0, along which all have gathered the tensor, if it was parted so.
+        """
 
     def path_of(self, name: str) -> str:
         """The path of a shard's tensor in the adapter."""

@@ -109,7 +109,7 @@ class RankAllocator:
 
         grams: dict[str, Tensor] = {}
         for name, p in rows.items():
-            counts = shards.is_first or shards.sharded_dim(name) not in (None, dims[name])
+            counts = shards.counts(name, gathered=dims[name])
             gram = p @ p.t() if counts else p.new_zeros(len(p), len(p))
             path = shards.path_of(name)
             grams[path] = grams[path] + gram if path in grams else gram
@@ -188,7 +188,7 @@ class RankAllocator:
             each = self._importance[name] * self._uncertainty[name]
             along, across = self._rank_dims[name], 1 - self._rank_dims[name]
             scores = found.setdefault(module, each.new_zeros(self._schedule.rank))
-            if shards.is_first or shards.sharded_dim(name) is not None:
+            if shards.counts(name):
                 start, stop = shards.ranges(name)[along]
                 whole = shards.whole_shape(shards.path_of(name))
                 scores[start:stop] += each.sum(across) / whole[across]

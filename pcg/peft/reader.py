@@ -3,17 +3,21 @@
     base_model.model.<module>.<part of the method>       `ModuleWeights.suffixes`
     base_model.model.<module>.base_layer.bias    [out]   a trained bias of an adapted module
     base_model.model.<module>.bias               [out]   one of another module (bias="all")
+    base_model.model.<module>.base_layer.weight  [out, in]   the base's own, beside LoRA on a head
+    base_model.model.<module>.weight             the base's own, by save_embedding_layers=True
     base_model.<name>                                    `ModuleWeights.shared_names`
     <name>                                               `ModuleWeights.whole_keys`
 
 Source: `PeftModel.save_pretrained` and `get_peft_model_state_dict` of peft 0.21.2.
 """
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -35,11 +39,16 @@ SHARED_PREFIX = "base_model."
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _Read = TypeVar("_Read")
+IsBase: TypeAlias = Callable[[str, Tensor], bool]
+"""Tells whether a tensor is the base's own weight of a module, by its path."""
 
 
-def read_adapter(path: str | os.PathLike[str], name: str) -> Adapter:
+def read_adapter(path: str | os.PathLike[str], name: str, is_base: IsBase | None = None) -> Adapter:
     """Read an adapter of that name, which peft or pcg saved, from a directory; tensors are mapped.
 
+    Args:
+        is_base: tells whether a tensor is the base's own weight of a module, of which peft saves a
+            copy beside LoRA on a head; None refuses all of them.
     Raises:
         AdapterError: a file is missing or damaged, or config and weights do not go together.
         UnsupportedError: another PEFT method, or a feature that pcg does not do, by name.
@@ -55,11 +64,17 @@ def read_adapter(path: str | os.PathLike[str], name: str) -> Adapter:
     if not is_file(file):
         raise AdapterError(_no_weights(directory))
     with damage_of(str(file), AdapterError, "; save or download it again"):
-        return _of_weights(file, name, recipe, config)
+        found = _read_tensors(file, recipe)
+        for key, (module, copy) in found.copies.items():
+            if is_base is None or not is_base(module, copy):
+                raise _unknown_key(file, key, recipe)
+        return _of_weights(file, name, found, recipe, config)
 
 
-def _of_weights(file: Path, name: str, recipe: Recipe, config: Mapping[str, Any]) -> Adapter:
-    found, kind = _read_tensors(file, recipe), recipe.weights
+def _of_weights(
+    file: Path, name: str, found: _Tensors, recipe: Recipe, config: Mapping[str, Any]
+) -> Adapter:
+    kind = recipe.weights
     if not (found.parts or found.whole) and (kind.suffixes or kind.whole_keys):
         raise AdapterError(f"{file} holds no {recipe.method} weights")
     weights = {path: _weights(file, path, each, recipe) for path, each in found.parts.items()}
@@ -91,7 +106,8 @@ def _recipe_of(value: object) -> Recipe:
                 f"{shown(value)} is neither one of {', '.join(SHORTHANDS)}, nor the directory of a "
                 "saved adapter"
             )
-        return read_adapter(value, "adapter").recipe
+        # Copies of the base's weights are compared where the adapter itself is read.
+        return read_adapter(value, "adapter", is_base=lambda *_: True).recipe
     return recipe_from(value)
 
 
@@ -125,13 +141,17 @@ def _no_weights(directory: Path) -> str:
 
 
 class _Tensors:
-    """A file's tensors: by module and part, biases by module, shared ones, and whole keys."""
+    """A file's tensors: by module and part, biases by module, shared ones, and whole keys.
+
+    `copies` are modules and what should be their base's weights, by key.
+    """
 
     def __init__(self) -> None:
         self.parts: dict[str, dict[str, Tensor]] = {}
         self.biases: dict[str, Tensor] = {}
         self.shared: dict[str, Tensor] = {}
         self.whole: dict[str, Tensor] = {}
+        self.copies: dict[str, tuple[str, Tensor]] = {}
 
 
 def _read_tensors(file: Path, recipe: Recipe) -> _Tensors:
@@ -154,6 +174,8 @@ def _read_tensors(file: Path, recipe: Recipe) -> _Tensors:
                     found.shared[shared_keys[key]] = tensor
                 elif key in kind.whole_keys:
                     found.whole[key] = tensor
+                elif match is None and (copied := _COPY.fullmatch(key)):
+                    found.copies[key] = copied["module"], tensor
                 elif match is None:
                     raise _unknown_key(file, key, recipe)
                 elif match["part"]:
@@ -171,6 +193,11 @@ def _read_tensors(file: Path, recipe: Recipe) -> _Tensors:
     return found
 
 
+_COPY = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>(?!.*(lora|modules_to_save)).+?)(?:\.base_layer)?\.weight"
+)
+
+
 def _unknown_key(file: Path, key: str, recipe: Recipe) -> PcgError:
     features: dict[str, tuple[type[PcgError], str]] = {
         "lora_embedding_": (UnsupportedError, "LoRA on an embedding"),
@@ -181,7 +208,8 @@ def _unknown_key(file: Path, key: str, recipe: Recipe) -> PcgError:
     for part, (error_type, meaning) in features.items():
         if part in key:
             return error_type(
-                f"{file} has {key}: {meaning}; pcg does {recipe.method} on linear modules alone"
+                f"{file} has {key}: {meaning}; pcg does {recipe.method} on linear modules alone, "
+                "and takes copies of weights that are the base's own"
             )
     return AdapterError(
         f"{file} has {key}, which is no {recipe.method} weight; pcg ignores nothing"

@@ -30,8 +30,8 @@ class MachineOptions(OptimizerChoice):
             of 2,048 tokens; serve:20req/s for requests, of 161 tokens and 338 generated ones
             (ShareGPT's means) or as serve:20req/s:512x128 says; both for finetuning beside
             requests.
-        gpus: names of the GPUs to choose from, separated by commas or repeated; all with a data
-            sheet by default.
+        gpus: names of the GPUs to choose from, separated by commas or repeated; A10G, A100-40,
+            A100-80, H100, H200 and L40S by default.
         max_gpus: the most GPUs of a machine, all replicas together.
         tp: tensor-parallel degrees to try; the powers of two up to `max_gpus` by default.
         dtypes: formats of the base's weights to try: float32, bfloat16, float16 or float64; the

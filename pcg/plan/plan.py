@@ -10,7 +10,7 @@ from pcg.errors import CostModelError, UnsupportedError
 from pcg.explain.capacity import usable_bytes
 from pcg.explain.report_builder import recipes_text
 from pcg.keywords import takes
-from pcg.parallel.costs.accelerators import SHEETS, find_accelerator, known_name
+from pcg.parallel.costs.accelerators import find_accelerator, known_name
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.cost_model import CostModel, SheetModel
 from pcg.peft.reader import recipes_of
@@ -24,6 +24,9 @@ from pcg.plan.serving_load import Served
 from pcg.plan.workload import MachineWorkload, parse_workload
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.training.torch_optimizers import FIELDS
+
+_USUAL_GPUS = ("A10G", "A100-40", "A100-80", "H100", "H200", "L40S")
+"""The GPUs to choose from where none are named."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def _check_options(given: MachineOptions) -> None:
 
 def _devices(given: MachineOptions) -> tuple[Device, ...]:
     """Return the GPUs to choose from, with their costs."""
-    names = given.gpu_names or tuple(name for name in SHEETS if name != "CPU")
+    names = given.gpu_names or _USUAL_GPUS
     gpus = [find_accelerator(name) for name in names]
     if given.costs is not None and len(gpus) != 1:
         raise CostModelError(

@@ -14,6 +14,7 @@ from torch import Tensor
 from pcg.errors import FinetuneError, GenerationError, UnsupportedError
 from pcg.ir.program.program import Program
 from pcg.keywords import takes
+from pcg.parallel.ranks.agreement import agreed, check_call, check_same
 from pcg.parallel.ranks.group import Ranks, run_on_first
 from pcg.peft.adapter import Adapter
 from pcg.peft.writer import write_adapter
@@ -23,12 +24,14 @@ from pcg.runtime.engine.options import EngineArguments
 from pcg.runtime.model.batch import whole_sequences
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState, NamedAdapter
+from pcg.runtime.requests.compared import adapter_facts, sequence_facts
 from pcg.runtime.requests.request import (
     Chunk,
     Completion,
     Pooling,
     Request,
     RequestFields,
+    completions_of,
     make_request,
     make_requests,
 )
@@ -154,7 +157,7 @@ class Executor:
         chunks = self._served(make_requests(self.state, several, adapter, sampling))
         if stream:
             return chunks
-        completions = _in_order(chunks)
+        completions = completions_of(chunks)
         return completions[0] if single and len(completions) == 1 else completions
 
     def embed(
@@ -193,7 +196,7 @@ class Executor:
         sampling = {"max_new_tokens": 0, "truncate_prompt_tokens": truncate_prompt_tokens}
         made = make_requests(self.state, several, adapter, sampling)
         requests = [replace(one, pooling=pooling, normalize=normalize) for one in made]
-        done = _in_order(self._served(requests))
+        done = completions_of(self._served(requests))
         states = torch.stack([cast("Tensor", one.embedding) for one in done])
         return states[0] if isinstance(prompts, str) else states
 
@@ -272,6 +275,7 @@ class Executor:
 
     def _logits(self, sequences: Sequence[Sequence[int]], adapter: Any) -> list[Tensor]:
         adapters = self.state.adapters_of(len(sequences), adapter)
+        check_same(self.ranks, "logits", sequence_facts(sequences, adapters))
         tables = self.state.serving.tables
         order = tables.order(adapters)
         for i, sequence in enumerate(sequences):
@@ -313,23 +317,30 @@ class Executor:
         """
 
         def add() -> Adapter:
-            check = partial(self.state.check_free, name, replace=replace)
-            check(expected_version=expected_version)
-            return self.state.put_adapter(self.state.make_adapter(name, path_or_config, seed=seed))
+            def make() -> Adapter:
+                self.state.check_free(name, replace=replace, expected_version=expected_version)
+                return self.state.make_adapter(name, path_or_config, seed=seed)
+
+            made = agreed(self.ranks, f"add_adapter({name!r})", make, adapter_facts)
+            return self.state.put_adapter(made)
 
         return self._between_steps(add)
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter. AdapterError: there is none of that name."""
+        check_call(self.ranks, f"remove_adapter({name!r})")
         self._between_steps(lambda: self.state.remove_adapter(name))
 
     def save_adapter(self, name: str, path: str | Path) -> None:
         """Write an adapter in peft's format; what was at that path is replaced as a whole."""
+        check_call(self.ranks, f"save_adapter({name!r})")
         adapter = self.state.adapter(name)
         run_on_first(self.ranks, lambda: write_adapter(adapter, path))
 
     def refresh_adapter(self, name: str) -> None:
         """Serve an adapter's tensors as they are now, after they were changed in place."""
+        there = partial(self.state.adapter, name)
+        agreed(self.ranks, f"refresh_adapter({name!r})", there, adapter_facts)
         self._between_steps(lambda: self.state.refresh_adapter(name))
 
     # ------------------------------------------------------------------------------- finetuning
@@ -380,17 +391,9 @@ class Executor:
     def training_runner(self, name: str) -> TrainingRunner:
         """Return what computes losses and gradients of an adapter, which moves to the device."""
         self.state.check_no_engine("a training runner", "close it first")
+        check_call(self.ranks, f"training_runner({name!r})")
         adapter = self.state.adapter(name)
         here = self.device.type if self.ranks.size == 1 else "cpu"
         if any(tensor.device.type != here for tensor in adapter.tensors):
             adapter = self.state.put_adapter(self.state.for_training(adapter))
         return training_runner(self.state, adapter)
-
-
-def _in_order(chunks: Iterator[Chunk]) -> list[Completion]:
-    """Return the completions, in the order of the prompts and of the continuations of each."""
-    done: dict[tuple[int, int], Completion] = {}
-    for chunk in chunks:
-        if chunk.completion is not None:
-            done[chunk.index, chunk.choice] = chunk.completion
-    return [done[key] for key in sorted(done)]

@@ -63,6 +63,12 @@ class _TraceBuilder(Builder):
         super().__init__(name)
         self.activations = {"input_ids"}
 
+    def see(self, name: str, *shape: int) -> None:
+        """Give a parameter, which no node reads yet, another shape of as many entries."""
+        parameter, type_ = self.parameters[name], self.types[name].with_shape(shape)
+        self.parameters[name] = replace(parameter, value=Value(name, type_))
+        self.types[name] = type_
+
     def equal_node(
         self,
         op: str,

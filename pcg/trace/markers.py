@@ -94,10 +94,22 @@ def _attention_interface(
 def _experts_interface(
     module: nn.Module, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
+    from transformers.activations import SiLUActivation
+    from transformers.integrations import moe
+
     if getattr(module, "has_bias", False) or getattr(module, "is_transposed", False):
         raise UnsupportedError(
             f"cannot trace {type(module).__name__}: its experts have biases or transposed weights, "
             "for which there is no operator; pcg takes experts as Mixtral and Qwen3-MoE have them"
+        )
+    is_gated = getattr(module, "has_gate", True) and getattr(module, "is_concatenated", True)
+    apply_gate = getattr(type(module), "_apply_gate", None)
+    activations = (nn.SiLU, SiLUActivation)
+    is_plain = apply_gate is moe._default_apply_gate and isinstance(module.act_fn, activations)
+    if not (is_gated and is_plain) or getattr(module, "has_post_expert_norm", False):
+        raise UnsupportedError(
+            f"cannot trace {type(module).__name__}: pcg takes experts that are down(silu(gate) * "
+            "up), without norms of their own, as Mixtral and Qwen3-MoE have them"
         )
     return torch.ops.pcg.experts(hidden, indices, weights, module.gate_up_proj, module.down_proj)  # type: ignore[no-any-return]
 

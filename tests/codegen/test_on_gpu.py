@@ -217,3 +217,7 @@ def test_windows_are_recorded() -> None:
 
 def test_jobs_find_windows_that_are_recorded() -> None:
     on_device.jobs_find_windows_that_are_recorded()
+
+
+def test_a_copy_to_the_host_waits_once() -> None:
+    on_device.a_copy_to_the_host_waits_once()

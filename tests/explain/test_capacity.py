@@ -73,7 +73,7 @@ def test_a_gpu_and_a_method_are_named_as_on_the_command_line() -> None:
     report = pcg.explain(short(LLAMA), "none", gpus="H100, L4")
     assert [fit.gpu for fit in report.fits] == ["H100", "L4"]
     assert report.parameters["trainable"] == 0
-    with pytest.raises(UnsupportedError, match="'A100'; did you mean A100-40 or A100-80"):
+    with pytest.raises(UnsupportedError, match="'A100'; did you mean A100-40 or A100-40-PCIE"):
         pcg.explain(short(LLAMA), gpus="A100")
     with pytest.raises(AdapterError, match="'qlora' is neither one of lora, "):
         pcg.explain(short(LLAMA), "qlora")

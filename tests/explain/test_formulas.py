@@ -79,10 +79,10 @@ def test_formulas_of_llama() -> None:
     weights = sympy.sympify(report.formulas["weights"])
     (few, _), (many, _) = weights.args
     norms = 5 * 4096 * 2 + 64 * 4  # and the frequencies of positions
-    heads = 2 * 2 * 8 * 128 * 4096 * 2
+    head = 2 * 2 * 128 * 4096 * 2  # K and V of one, which each rank then holds, in two layers
     whole, parted = (formula.as_coefficients_dict() for formula in (few, many))
     assert whole[sympy.S.One] == norms
-    assert parted[sympy.S.One] == norms + heads
+    assert parted[sympy.S.One] == norms + head
     text = report.to_text(formulas=True)
     assert "  KV cache    = 81920/tp  up to tp = 8\n" in text
     assert "              = 10240  above\n" in text

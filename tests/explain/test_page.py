@@ -22,6 +22,8 @@ from cli.application import app
 from pcg.explain.page.layout import layered
 from pcg.explain.report import Report
 from pcg.explain.report_data import KINDS, GpuCapacity, Stage
+from pcg.ir.operators.base import Operator
+from pcg.ir.operators.linear import Experts
 from pcg.source import resolve
 from tests.support.browser import browser_path
 
@@ -213,7 +215,8 @@ def test_without_adapters() -> None:
     assert "no adapters" in page.text
 
 
-def test_a_model_that_pcg_does_not_train() -> None:
+def test_a_model_that_pcg_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Experts, "gradient", Operator.gradient)
     report = pcg.explain(short("mistralai/Mixtral-8x7B-v0.1"))
     page = Page(report.to_html())
     assert (report.timeline, report.graph) == ((), ())

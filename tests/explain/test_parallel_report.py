@@ -6,7 +6,7 @@ from functools import cache
 
 import pcg
 from pcg.explain.parallel_report import strategies, token_regions
-from pcg.ir.layouts import REPLICATED
+from pcg.parallel.base_plan import COLUMN
 from pcg.parallel.search import Search
 from tests.support.families import BY_NAME
 from tests.support.parallelized import attached, costs, search_layer
@@ -27,10 +27,10 @@ def test_blocks_that_differ_are_all_told() -> None:
     assert set(same) == {site.name for site in first.sites}
     site = first.sites[0]
     best = second.plan()
-    other = second.force(best, second.sites[0], dict.fromkeys(second.sites[0].weights, REPLICATED))
+    other = second.force(best, second.sites[0], dict.fromkeys(second.sites[0].weights, COLUMN))
     found = strategies((first, second), (first.plan(), other))
     assert found[f"{first.graph.name}/{site.name}"] == same[site.name]
-    assert found[f"{second.graph.name}/{site.name}"] == "fully replicated"
+    assert found[f"{second.graph.name}/{site.name}"] == "FlexLLM 3, S-LoRA"
     assert site.name not in found
     assert found.items() >= {n: s for n, s in same.items() if n != site.name}.items()
 
@@ -67,3 +67,18 @@ def test_batches_of_an_optimizer_step_are_said() -> None:
     assert "once an optimizer step, of 8 batches" in many.to_text()
     assert "of which each of its 8 batches pays a part" in many.to_html()
     assert "batches" not in one.to_text()
+
+
+def test_requests_that_are_served_beside_have_a_plan_of_their_own() -> None:
+    config = BY_NAME["llama3"].config(2)
+    report = pcg.explain(config, tp=2, seq=48, serve_tokens=64)
+    (block,) = report.to_json()["parallel"]["serving"]
+    assert len(block["sites"]) == 7
+    steps = {step["tokens"]: step for step in block["steps"]}
+    assert [*steps] == [1, 4, 16, 64, 256, 2048]
+    assert steps[256]["bytes"] == 256 * steps[1]["bytes"] > 0
+    assert steps[2048]["layer_us"] > steps[1]["layer_us"]
+    text = report.to_text()
+    assert "serving plan, the best of all these steps together" in text
+    assert "2,048 tokens" in text
+    assert "serving" not in pcg.explain(config, tp=2, seq=48).to_json()["parallel"]

@@ -75,11 +75,17 @@ def test_prompts_are_the_library_s_and_decoding_our_own(calls: dict[str, int], w
     assert found == tokens_of(executor_of(base, "own"))
 
 
-def test_whole_sequences_are_trained_by_the_library(calls: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("libraries", "called"),
+    [(BOTH, "_flash_attn_varlen"), (f"flash_attn_3,{BOTH}", "_flash_attn")],
+)
+def test_whole_sequences_are_trained_by_the_library(
+    calls: dict[str, int], libraries: str, called: str
+) -> None:
     base = oracle.random_model(config(), torch.float16)
     sequences = [[5, 9, 2, 11, 4, 8], [7, 3, 3]]
     losses = []
-    for attention in (BOTH, "own"):
+    for attention in (libraries, "own"):
         executor = executor_of(base, attention)
         executor.add_adapter("a", LORA)
         result = executor.finetune(
@@ -87,8 +93,7 @@ def test_whole_sequences_are_trained_by_the_library(calls: dict[str, int]) -> No
             adapter="a", max_steps=2, batch_size=2, learning_rate=0.1, seed=1,
         )  # fmt: skip
         losses.append(torch.tensor(result.losses))
-    assert calls["_flash_attn_varlen_forward"] > 0
-    assert calls["_flash_attn_varlen_backward"] > 0
+    assert calls.keys() == {f"{called}_forward", f"{called}_backward"}
     torch.testing.assert_close(*losses, rtol=2e-3, atol=2e-3)
 
 
@@ -128,7 +133,7 @@ def test_auto_takes_what_is_installed(
 ) -> None:
     cuda = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert choose_libraries("auto", "triton", cuda) == "flashinfer,flash_attn"
+    assert choose_libraries("auto", "triton", cuda) == "flashinfer,flash_attn_3,flash_attn"
     assert choose_libraries("auto", "torch", cuda) == "own"
     assert choose_libraries("auto", "triton", torch.device("cpu")) == "own"
     found = importlib.util.find_spec
@@ -137,14 +142,19 @@ def test_auto_takes_what_is_installed(
         "find_spec",
         lambda name: None if name == "flashinfer_jit_cache" else found(name),
     )
-    assert choose_libraries("auto", "triton", cuda) == "flash_attn"  # none compiles in a request
+    assert choose_libraries("auto", "triton", cuda) == "flash_attn_3,flash_attn"  # none compiles
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert choose_libraries("auto", "triton", cuda) == "flash_attn"
+    with pytest.raises(UnsupportedError, match=r"flash_attn_3 is for GPUs of capability 9\.0"):
+        choose_libraries("flash_attn_3", "triton", cuda)
 
 
 @pytest.mark.parametrize(
     ("attention", "backend", "message"),
     [
-        ("xformers", "triton", "use auto, own, or some of flashinfer, flash_attn"),
+        ("xformers", "triton", "use auto, own, or some of flashinfer, flash_attn_3"),
         ("flash_attn", "triton", r"pip install 'pcg\[flash-attn\]'"),
+        ("flash_attn_3", "triton", "needs the package flash_attn_interface.*folder hopper"),
     ],
 )
 def test_refusals(attention: str, backend: str, message: str) -> None:
@@ -155,4 +165,4 @@ def test_refusals(attention: str, backend: str, message: str) -> None:
 def test_pytorch_has_its_own(calls: dict[str, int]) -> None:
     with pytest.raises(UnsupportedError, match="is for backend='triton'"):
         choose_libraries("flash_attn", "torch", torch.device("cpu"))
-    assert [library.use for library in LIBRARIES] == ["prompts", "training"]
+    assert [library.use for library in LIBRARIES] == ["prompts", "training", "training"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -222,7 +223,7 @@ def test_machine_code(architecture: int) -> None:
     assert decoding.registers <= (168 if architecture == 80 else 128)
 
 
-OPTIONS = {
+OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "64": (64, {"group": 8}),
     "256": (256, {"group": 1}),
     "80": (80, {}),
@@ -242,7 +243,13 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_machine_code_of_options(name: str, architecture: int) -> None:
     size, options = OPTIONS[name]
-    check(compiled(kernels(architecture, size, **options), [architecture]), size)
+    found = compiled(kernels(architecture, size, **options), [architecture])
+    if 0 < options.get("window", 0) <= SPLIT_KEYS:  # one program takes all that a token sees
+        (reduction,) = (code for code in found if code.kernel == "reduce_splits")
+        assert not reduction.count("LDG")
+        assert not reduction.count("STG")
+        found = [code for code in found if code is not reduction]
+    check(found, size)
 
 
 @pytest.mark.slow

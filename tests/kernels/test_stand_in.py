@@ -221,6 +221,10 @@ def test_windows_are_recorded(gpu: None) -> None:
     on_device.windows_are_recorded()
 
 
+def test_a_copy_to_the_host_waits_once(gpu: None) -> None:
+    on_device.a_copy_to_the_host_waits_once()
+
+
 @pytest.mark.slow
 def test_jobs_find_windows_that_are_recorded(gpu: None) -> None:
     on_device.jobs_find_windows_that_are_recorded()

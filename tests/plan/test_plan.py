@@ -13,6 +13,8 @@ import pytest
 
 import pcg
 from pcg.errors import UnsupportedError
+from pcg.ir.operators.base import Operator
+from pcg.ir.operators.linear import Experts
 from pcg.parallel.costs.accelerators import ACCELERATORS, RESERVED_BYTES
 from pcg.parallel.costs.cost_model import SheetModel
 from pcg.parallel.costs.device_profile import DeviceProfile, OperatorTime
@@ -209,6 +211,13 @@ def test_finetuning_is_promised_too() -> None:
     assert "tokens/s, at least" in none.to_text()
 
 
+@pytest.fixture
+def frozen_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts through which no gradient flows back, as of operators that have none."""
+    monkeypatch.setattr(Experts, "gradient", Operator.gradient)
+
+
+@pytest.mark.usefixtures("frozen_experts")
 def test_a_model_that_is_not_finetuned_serves() -> None:
     config = {**resolve("mistralai/Mixtral-8x7B-v0.1").config, "num_hidden_layers": 2}
     with pytest.raises(UnsupportedError, match="pcg does not finetune it: operator 'experts'"):
@@ -263,7 +272,7 @@ def test_a_profile_takes_the_place_of_a_sheet(
     assert plan.chosen.step_s == pytest.approx(2 * sheet.step_s)
     assert plan.costs["H100"].startswith("measured on a slow H100 by pcg profile")
     # What only ranks run was not measured, nor a link.
-    assert "not measured on a slow H100" in plan.refused[2]
+    assert "the profile of a slow H100 has no link" in plan.refused[2]
     assert "tp=2 cannot be" in plan.to_text()
 
 
@@ -278,6 +287,7 @@ def test_plans_are_the_same_again() -> None:
     assert first["front"][first["chosen"]]["command"].startswith("pcg compile")
 
 
+@pytest.mark.usefixtures("frozen_experts")
 def test_a_model_that_no_degree_finetunes_is_refused_though_one_gpu_is_too_small() -> None:
     """As on a larger GPU, and not as one that lacks memory."""
     with pytest.raises(UnsupportedError, match="pcg does not finetune it: operator"):

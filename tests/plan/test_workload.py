@@ -47,7 +47,6 @@ def test_what_is_no_workload(text: str, message: str) -> None:
     ("options", "message"),
     [
         ({"gpus": ["H1000"]}, "no GPU is known as 'H1000'; did you mean H100"),
-        ({"gpus": ["T4"]}, "T4 has no data sheet here, so no cost; use one of"),
         ({"price": {"H100": -1.0}}, "price H100=-1.0; use dollars an hour above 0"),
         ({"gpus": ["h100"], "price": {"L40S": 1}}, "of no GPU to choose from; these are H100"),
         ({"max_gpus": 0}, "max_gpus=0; use an int from 1 to 4096"),

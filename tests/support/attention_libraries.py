@@ -2,7 +2,8 @@
 
 They hold what pcg calls, bind arguments to the libraries' own names and order of parameters, check
 them as the documentation says they have to be, and compute in fp32 on the CPU.
-Source: flashinfer/prefill.py of 0.6, flash_attn/flash_attn_interface.py of 2.7.
+Source: flashinfer/prefill.py of 0.6, flash_attn/flash_attn_interface.py of 2.7, and
+flash-attention's hopper/flash_attn_interface.py.
 """
 
 from __future__ import annotations
@@ -77,6 +78,19 @@ BACKWARD = _signature(
     "deterministic",
     "rng_state",
 )
+FORWARD_3 = _signature(
+    "q k v",
+    "k_new v_new qv out_ cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k "
+    "max_seqlen_q max_seqlen_k page_table kv_batch_idx leftpad_k rotary_cos rotary_sin "
+    "seqlens_rotary q_descale k_descale v_descale softmax_scale causal window_size_left "
+    "window_size_right attention_chunk softcap rotary_interleaved scheduler_metadata num_splits "
+    "pack_gqa sm_margin",
+)
+BACKWARD_3 = _signature(
+    "dout q k v out softmax_lse",
+    "cu_seqlens_q cu_seqlens_k sequed_q sequed_k max_seqlen_q max_seqlen_k dq dk dv softmax_scale "
+    "is_causal window_size_left window_size_right softcap deterministic sm_margin",
+)
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
@@ -133,7 +147,14 @@ def _sequences(given: dict[str, Any]) -> list[slice]:
 
 
 def _flash_attn_varlen_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    given = _bound(FORWARD, args, kwargs)
+    return _forward(_bound(FORWARD, args, kwargs))
+
+
+def _flash_attn_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    return _forward(_bound(FORWARD_3, args, kwargs) | {"dropout_p": 0.0, "alibi_slopes": None})
+
+
+def _forward(given: dict[str, Any]) -> tuple[Tensor, ...]:
     q, k, v = given["q"], given["k"], given["v"]
     scale, left = given["softmax_scale"], given["window_size_left"]
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
@@ -147,7 +168,16 @@ def _flash_attn_varlen_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
 
 
 def _flash_attn_varlen_backward(*args: Any, **kwargs: Any) -> Tensor:
-    given = _bound(BACKWARD, args, kwargs)
+    return _backward(_bound(BACKWARD, args, kwargs))
+
+
+def _flash_attn_backward(*args: Any, **kwargs: Any) -> Tensor:
+    given = _bound(BACKWARD_3, args, kwargs)
+    others = {"causal": given["is_causal"], "dropout_p": 0.0, "alibi_slopes": None}
+    return _backward(given | others)
+
+
+def _backward(given: dict[str, Any]) -> Tensor:
     inputs, lse = [given[name] for name in ("q", "k", "v")], given["softmax_lse"]
     assert lse.shape == inputs[0].shape[1::-1]
     assert lse.is_contiguous()
@@ -163,7 +193,7 @@ def _flash_attn_varlen_backward(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Have both libraries; returns how often each function was called."""
+    """Have all libraries; returns how often each function was called."""
     calls: dict[str, int] = {}
 
     def counted(name: str, run: Any) -> Any:
@@ -187,7 +217,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     for run in (_flash_attn_varlen_forward, _flash_attn_varlen_backward):
         vars(interface)[run.__name__] = counted(run.__name__, run)
     vars(flash_attn)["flash_attn_interface"] = interface
-    for module in (flashinfer, flash_attn, interface, ModuleType("flashinfer_jit_cache")):
+    third = ModuleType("flash_attn_interface")
+    for run in (_flash_attn_forward, _flash_attn_backward):
+        vars(third)[run.__name__] = counted(run.__name__, run)
+    for module in (flashinfer, flash_attn, interface, third, ModuleType("flashinfer_jit_cache")):
         module.__spec__ = ModuleSpec(module.__name__, None)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return calls

@@ -44,6 +44,7 @@ class Family:
         layers_field: name of the number of layers.
         per_layer: fields that hold one entry a layer, made from the number of layers.
         excluded: linear modules that an adapter on all-linear leaves out.
+        linear: every linear module, as peft names them; its "all-linear" takes experts, too.
         extra: a variant whose numbers are checked with 2 layers in the slow run only.
     """
 
@@ -55,6 +56,7 @@ class Family:
     per_layer: Mapping[str, Callable[[int], Any]] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
     extra: bool = False
+    linear: str | tuple[str, ...] = "all-linear"
 
     def config(self, layers: int, **changes: Any) -> dict[str, Any]:
         """Its config.json."""
@@ -93,6 +95,7 @@ _SCALED_ROPE = {
 }
 _MIXED = {"layer_types": _alternate("sliding_attention", "full_attention")}
 _QV = ("q_proj", "v_proj")
+_QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 _OPT = {
     "hidden_size": 64,
     "ffn_dim": 96,
@@ -102,6 +105,7 @@ _OPT = {
     "word_embed_proj_dim": 64,
     **_TOKENS,
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _NEOX = {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}
 _FALCON = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": VOCABULARY, **_TOKENS}
 _MPT = {"d_model": 96, "n_heads": 6, "vocab_size": VOCABULARY, "max_seq_len": 64, **_TOKENS}
@@ -188,6 +192,8 @@ FAMILIES: tuple[Family, ...] = (
     Family("cohere", "cohere", _of(_LLAMA, logit_scale=0.5), _QV),
     Family("cohere-qk_norm", "cohere", _of(_LLAMA, use_qk_norm=True), _QV),
     Family("olmo2", "olmo2", _LLAMA, _QV),
+    Family("mixtral", "mixtral", _of(_LLAMA, num_local_experts=4), _QV, linear=_QKVO),
+    Family("qwen3_moe", "qwen3_moe", _of(_LLAMA, **_EXPERTS), _QV, extra=True, linear=_QKVO),
     Family("stablelm", "stablelm", _LLAMA),
     Family("stablelm-parallel", "stablelm", _of(_LLAMA, use_parallel_residual=True), extra=True),
     Family("stablelm-qk_norm", "stablelm", _of(_LLAMA, qk_layernorm=True, use_qkv_bias=True)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,9 @@ from pcg.runtime.sampling.sampling import UNDRAWN, sample
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training import bound_training
 from pcg.runtime.training.recorded.update_graphs import UpdateGraphs
+from pcg.runtime.training.recorded.warm_job import WarmJob
 from pcg.runtime.training.recorded.warm_jobs import record_jobs
+from pcg.runtime.training.recorded.window_graphs import WindowGraphs
 from pcg.runtime.training.work_units import Reading
 from tests.support import oracle
 from tests.support.families import BY_NAME
@@ -244,13 +247,16 @@ def windows_are_recorded() -> None:
         if job.error is not None:
             raise job.error
         assert len(replayed) == (5 if is_recorded else 0)
+        gc.collect()
+        # With the last job goes what its windows keep.
+        assert not any(type(one) is WindowGraphs for one in gc.get_objects())
         found.append([tensor.cpu() for tensor in executor.adapters["trained"].tensors])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
 
 def jobs_find_windows_that_are_recorded() -> None:
-    """A job of the recipe that the program was compiled for, and the next one like it."""
+    """A job of the recipe that the program or an engine was told of, and the next one like it."""
     base = oracle.random_model(BY_NAME["llama3"].config(1, max_position_embeddings=128))
     recipe = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "down_proj"]}
     of_program: dict[str, Any] = {"peft": {"mine": recipe}, "batch": 2, "seq": 19}
@@ -268,8 +274,12 @@ def jobs_find_windows_that_are_recorded() -> None:
             patch.object(bound_training, "recorder_for", CudaRecorder if is_warm else _no_recorder),
         ):
             if is_warm:
-                count = record_jobs(executor.state, engine.device.cache, 20, engine.runners)
-                assert count == len(made) == 3 * 3 + 1  # three windows of 16 tokens; a loss of 16
+                # The engine is told of smaller steps of the recipe that the program names.
+                jobs = [WarmJob(recipe, 1, 7)]
+                cache = engine.device.cache
+                count = record_jobs(executor.state, cache, 20, engine.runners, jobs)
+                # Three windows of 16 tokens; a loss of 16, with gradients and without.
+                assert count == len(made) == 3 * 3 + 2
             for number, name in enumerate(("first", "second")):
                 made.clear()
                 data = [Example(s, s) for s in prompts((19 - number, 9))]
@@ -284,6 +294,31 @@ def jobs_find_windows_that_are_recorded() -> None:
         found.append([tensor.cpu() for adapter in adapters for tensor in adapter.tensors])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def a_copy_to_the_host_waits_once() -> None:
+    """However many tensors an adapter has that is published."""
+    base = oracle.random_model(BY_NAME["llama3"].config(1))
+    state = compiler.compile(base, backend="triton", device=DEVICE).state
+    recipe = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "down_proj"]}
+    adapter = state.for_training(state.make_adapter("a", recipe))
+    waits: list[int] = []
+
+    def synchronize(*of: Any, wait: Any = torch.cuda.Event.synchronize) -> None:
+        waits.append(1)
+        with waiting():
+            wait(*of)
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with patch.object(torch.cuda.Event, "synchronize", synchronize):
+            found = state.on_host(adapter)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert waits == [1]
+    for ours, theirs in zip(found.tensors, adapter.tensors, strict=True):
+        assert ours.device.type == "cpu"
+        assert torch.equal(ours, theirs.cpu())
 
 
 def _no_recorder(device: torch.device) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pcg.parallel.ranks.group import COLLECTIVES
+
 
 class ThreadRanks:
     """One rank of a group of threads, `pcg.parallel.ranks.group.Ranks`.
@@ -27,8 +29,8 @@ class ThreadRanks:
         self.device = torch.device("cpu")
         self._barrier = barrier
         self._slots = slots
-        self.moved_bytes = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
-        self.messages = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
+        self.moved_bytes = dict.fromkeys(COLLECTIVES, 0)
+        self.messages = dict.fromkeys(COLLECTIVES, 0)
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
         self._slots[self.rank] = x.clone()
@@ -54,8 +56,20 @@ class ThreadRanks:
         self.messages["reduce_scatter"] += 1
         return torch.stack([x[self.rank] for x in self._exchange(torch.stack(parts))]).sum(0)
 
+    def gather(self, x: Tensor) -> list[Tensor]:
+        self.moved_bytes["gather"] += x.nbytes if self.rank else 0
+        self.messages["gather"] += 1
+        found = self._exchange(x)
+        return [] if self.rank else found
+
     def broadcast(self, x: Tensor) -> Tensor:
+        self.moved_bytes["broadcast"] += 0 if self.rank else x.nbytes * (self.size - 1)
+        self.messages["broadcast"] += 1
         return self._exchange(x)[0]
+
+    def tell(self, word: bytes) -> list[bytes]:
+        own = torch.frombuffer(bytearray(word), dtype=torch.uint8)
+        return [bytes(each.numpy()) for each in self._exchange(own)]
 
     def begin(self, collective: str, x: Any) -> Callable[[], Any]:
         """Nothing is exchanged until it is waited for, so what changes meanwhile shows."""

@@ -508,13 +508,16 @@ def experts(make: Maker, op: str) -> Sequence[str]:
     hidden = make.type(x).shape[-1]
     top_k, count, inner = make.sizes(3)
     routing = make.of("i64", TOKENS, top_k), make.of("f32", TOKENS, top_k)
-    weights = make.of("bf16", count, 2 * inner, hidden), make.of("bf16", count, hidden, inner)
-    return make.add(op, x, *routing, *weights)
+    weights = make.of("bf16", count, 2, inner, hidden), make.of("bf16", count, hidden, inner)
+    return make.add(op, *[x] * (2 if op.endswith("_backward") else 1), *routing, *weights)
 
 
 def topk(make: Maker, op: str) -> Sequence[str]:
     (extra,) = make.sizes(1)
     k = make.draw(st.integers(1, extra))
+    if op.endswith("_backward"):
+        values, indices = make.of("f32", TOKENS, k), make.of("i64", TOKENS, k)
+        return make.add(op, values, indices, size=extra)
     return make.add(op, make.of("f32", TOKENS, extra), k=k)
 
 
@@ -681,6 +684,7 @@ RECIPES: dict[str, Recipe] = {
     "expand": expand,
     **dict.fromkeys(("expand_add", "expand_add_part"), expand_add),
     "experts": experts,
+    "experts_backward": experts,
     **dict.fromkeys(("asked_inner", "inner"), inner),
     "linear": linear,
     "base_piece": base_piece,
@@ -705,6 +709,7 @@ RECIPES: dict[str, Recipe] = {
     "softmax": softmax,
     **dict.fromkeys(("asked_sum_tokens", "sum_tokens"), sum_tokens),
     "topk": topk,
+    "topk_backward": topk,
     **dict.fromkeys(("singular_down", "singular_down_backward"), singular_down),
     "vera_down": vera_down,
     **dict.fromkeys(("vera_up", "vera_up_backward"), vera_up),

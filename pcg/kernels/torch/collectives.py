@@ -73,10 +73,17 @@ def reduce_scatter(x: Tensor, batch: ProgramBatch) -> Exchange:
 
 
 @Collective
-def all_gather(x: Any, dim: int, batch: ProgramBatch, tokens: bool = False) -> Exchange | None:
-    """The ranks' parts of a tensor, or of one adapter's weight, joined along a dim."""
+def all_gather(
+    x: Any, dim: int, batch: ProgramBatch, tokens: bool = False, logits: bool = False
+) -> Exchange | None:
+    """The ranks' parts of a tensor, or of one adapter's weight, joined along a dim.
+
+    The logits may be wanted on the first rank alone; the others have their own part then.
+    """
     if x is None:
         return None
+    if logits and batch.logits_on_first:
+        return Exchange(batch.ranks, "gather", x, lambda came: torch.cat(came, dim) if came else x)
 
     tensor, scale = _taken_apart(x)
 

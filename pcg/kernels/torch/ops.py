@@ -54,6 +54,8 @@ from pcg.kernels.torch.lossy import (
 )
 from pcg.kernels.torch.norms import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from pcg.kernels.torch.products import (
+    experts,
+    experts_backward,
     linear,
     linear_backward,
     linear_group,

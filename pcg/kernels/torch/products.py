@@ -3,14 +3,14 @@
 Such a function is a generator: it yields a `Product`, and goes on when that was run. So functions
 that run in the same step, such as the one that serves a batch and the window of a finetuning job,
 run the products that they have in common once, over the tokens of all of them: the base executor of
-Symbiosis, in one process.
+Symbiosis, in one process. Experts are not among them: a function runs its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
@@ -267,3 +267,45 @@ def product(
     """
     key = (batch.layer, name, len(weights), bool(biases))
     return LinearProduct(key, x, weights, biases, whole).requested()
+
+
+def experts(x: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Gated experts, each of which runs the tokens that chose it; see the operator `experts`."""
+    y = torch.zeros_like(x)
+    for expert, places, rows in _chosen(indices, gate_up.shape[0]):
+        chosen = x[rows]
+        gate, up = (F.linear(chosen, weight) for weight in gate_up[expert])
+        found = F.linear(F.silu(gate).mul_(up), down[expert])
+        found = found * weights.reshape(-1)[places, None]
+        y.index_add_(0, rows, found.to(y.dtype))
+    return y
+
+
+def experts_backward(
+    dy: Tensor, x: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the weights [T, k]; see the operator `experts_backward`."""
+    dx, dweights = torch.zeros_like(x), torch.zeros_like(weights)
+    of_choices, shares = dweights.view(-1), weights.reshape(-1)
+    for expert, places, rows in _chosen(indices, gate_up.shape[0]):
+        chosen = x[rows]
+        gate, up = (F.linear(chosen, weight) for weight in gate_up[expert])
+        slope = torch.sigmoid(gate)
+        silu = gate * slope
+        dhidden = dy[rows] @ down[expert]
+        of_choices[places] = (dhidden * silu * up).sum(-1, dtype=dweights.dtype)
+        dhidden = (dhidden * shares[places, None]).to(x.dtype)
+        dgate = dhidden * up * slope * (1 + gate * (1 - slope))
+        found = dgate @ gate_up[expert, 0]
+        dx.index_add_(0, rows, found.addmm_(dhidden.mul_(silu), gate_up[expert, 1]))
+    return dx, dweights
+
+
+def _chosen(indices: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Each expert that a token chose, with its places among the choices [T k], and their rows."""
+    flat = indices.reshape(-1)
+    order = flat.argsort(stable=True)
+    parts = order.split(torch.bincount(flat, minlength=count).tolist())
+    for expert, places in enumerate(parts):
+        if len(places):
+            yield expert, places, places // indices.shape[-1]

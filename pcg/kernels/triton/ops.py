@@ -41,6 +41,7 @@ from pcg.kernels.triton.adapters.trained_vectors import (
     sum_tokens,
 )
 from pcg.kernels.triton.attention.dispatch import attention, attention_backward
+from pcg.kernels.triton.dropout import dropout
 from pcg.kernels.triton.fused import FusedPart, fused, side_by_side
 from pcg.kernels.triton.linear_cross_entropy import linear_cross_entropy
 from pcg.kernels.triton.sampling import draw, greedy, keep

@@ -6,8 +6,9 @@ once a step of the optimizer, and how the shards make the whole:
     -    whole        g on every rank             any rank's
     =    replicated   the sum of the ranks' g     any rank's
     |d   partitioned  g                           the shards concatenated along d
+    |d   c copies     the sum of c ranks' g       every c-th rank's, concatenated along d
 
-|g|² = Σ_{-, =} |g|² + Σ_ranks Σ_{|d} |g|²
+|g|² = Σ_{-, =} |g|² + Σ_ranks Σ_{|d} |g|² / c
 
 A fused weight is the rows of several parameters, each partitioned by itself. With one rank the
 shards are the adapter's own tensors.
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from types import SimpleNamespace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,9 +30,11 @@ from pcg.ir.graph import Parameter
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED
 from pcg.ir.program.program import ModelGraph, python_name
 from pcg.parallel.ranks.group import Ranks
-from pcg.parallel.ranks.shards import Ranges, ranges_of, shard_of
+from pcg.parallel.ranks.shards import Ranges, part_of, ranges_of, shard_of
 from pcg.peft.adapter import Adapter
 from pcg.peft.weights import AdapterWeight
+
+_Parts: TypeAlias = Sequence[Tensor]
 
 
 class AdapterShards:
@@ -82,13 +86,35 @@ class AdapterShards:
     def sum_gradients(self) -> None:
         if self._ranks.size == 1:
             return
-        summands = [
-            tensor.grad
+        summands = {
+            name: tensor.grad
             for name, tensor in self.tensors.items()
-            if self._parameters[name][1].part == REPLICATED and tensor.grad is not None
-        ]
-        for gradient, total in zip(summands, self.summed(summands), strict=True):
-            gradient.copy_(total)
+            if self._is_summed(name) and tensor.grad is not None
+        }
+        wholes = [self._among_zeros(name, gradient) for name, gradient in summands.items()]
+        for (name, gradient), total in zip(summands.items(), self.summed(wholes), strict=True):
+            gradient.copy_(self._own_part(name, total))
+
+    def _is_summed(self, name: str) -> bool:
+        parameter = self._parameters[name][1]
+        return parameter.part == REPLICATED or parameter.copies > 1
+
+    def _among_zeros(self, name: str, gradient: Tensor) -> Tensor:
+        """A gradient as a summand: what ranks share parts of among zeros for the others' parts."""
+        parameter = self._parameters[name][1]
+        if parameter.copies == 1:
+            return gradient
+        rows, *rest = gradient.shape
+        parts = self._ranks.size // parameter.copies
+        whole = gradient.new_zeros(rows * parts, *rest)
+        self._own_part(name, whole).copy_(gradient)
+        return whole
+
+    def _own_part(self, name: str, whole: Tensor) -> Tensor:
+        parameter = self._parameters[name][1]
+        if parameter.copies == 1:
+            return whole
+        return whole.narrow(0, *part_of(parameter, whole.shape[0], self._ranks))
 
     def norm(self) -> Tensor:
         """Return the norm of the whole adapter's gradients, once they are summed."""
@@ -96,7 +122,10 @@ class AdapterShards:
         sharded: list[Tensor] = []
         for name, tensor in self.tensors.items():
             assert tensor.grad is not None
-            (sharded if self._is_sharded(name) else whole).append(tensor.grad)
+            if not self._is_sharded(name):
+                whole.append(tensor.grad)
+            elif self.counts(name):
+                sharded.append(tensor.grad)
         norm = torch.nn.utils.get_total_norm(whole)
         if self._ranks.size == 1:
             return norm
@@ -119,9 +148,23 @@ class AdapterShards:
         flat = torch.cat([value.reshape(-1) for value in values.values()]).to(self._device)
         by_rank = [part.split(_sizes(values.values())) for part in self._ranks.all_gather(flat)]
         return {
-            name: [parts[index].view(value.shape) for parts in by_rank]
+            name: [parts[index].view(value.shape) for parts in self._apart(name, by_rank)]
             for index, (name, value) in enumerate(values.items())
         }
+
+    def _apart(self, name: str, by_rank: Sequence[_Parts]) -> Sequence[_Parts]:
+        """One of each of the ranks that share a part."""
+        return by_rank[:: self._parameters[name][1].copies]
+
+    def counts(self, name: str, gathered: int | None = None) -> bool:
+        """Return whether this rank contributes what it has of a tensor to a sum over ranks.
+
+        One rank contributes for all that have the same; `gathered` is a dim, from 0, along which
+        all have gathered it, if it was partitioned so.
+        """
+        if self._ranks.size == 1 or self.sharded_dim(name) in (None, gathered):
+            return self._ranks.rank == 0
+        return self._ranks.rank % self._parameters[name][1].copies == 0
 
     def ranges(self, name: str) -> Ranges:
         """Return the range that a shard has of each dim of the whole."""
@@ -138,11 +181,6 @@ class AdapterShards:
         path, parameter = self._parameters[name]
         dim = parameter.part.dim
         return len(self.whole_shape(path)) + dim if dim and self._ranks.size > 1 else None
-
-    @property
-    def is_first(self) -> bool:
-        """True if this is the first rank, which contributes what all ranks have to a sum."""
-        return self._ranks.rank == 0
 
     def gather(self) -> None:
         """Write the shards of all ranks into the adapter."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from pcg.errors import AdapterError
 from pcg.ir.graph import Parameter
 from pcg.parallel.ranks.group import Ranks
-from pcg.parallel.ranks.shards import has_zeros, is_sharded
+from pcg.parallel.ranks.shards import has_zeros, is_sharded, part_of
 from pcg.peft.adapter import Adapter
 from pcg.peft.method import Shape
 from pcg.peft.registry import parameter_kind
@@ -203,8 +203,7 @@ def _shard_of_stack(stack: Tensor, parameter: Parameter, ranks: Ranks) -> Tensor
         stack = stack.narrow(_stack_dim(parameter, -len(parameter.type.dims)), start, stop - start)
     if parameter.part.dim:
         dim = _sharded_dim(parameter)
-        size = stack.shape[dim] // ranks.size
-        stack = stack.narrow(dim, ranks.rank * size, size)
+        stack = stack.narrow(dim, *part_of(parameter, stack.shape[dim], ranks))
     return torch.zeros_like(stack) if has_zeros(parameter, ranks) else stack
 
 

@@ -287,6 +287,7 @@ class AsyncEngine(TrainerThread):
 
     def _drain(self, until: float) -> None:
         self._drain_until = min(self._drain_until, until)
+        self._paused_until = -math.inf
         if not self._refuses:
             self._refuses = True
             for running in self._jobs:

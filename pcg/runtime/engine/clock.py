@@ -13,26 +13,43 @@ from pcg.parallel.ranks.group import SINGLE_RANK, Ranks, broadcast_from_first
 class Clock(Protocol):
     """Tells the time."""
 
-    def now_s(self) -> float:
-        """Return the seconds since the clock's start."""
+    def now_s(self, first_ns: int | None = None) -> float:
+        """Return the seconds since the clock's start.
+
+        `first_ns` is the first rank's `time.monotonic_ns`, if a step's tokens brought it.
+        """
+
+    def latest_s(self) -> float:
+        """Return them as far as they are known here; over ranks, by their latest message."""
 
 
 class MachineClock:
     """The machine's time since the clock was made.
 
-    Over ranks it is the first rank's on all of them, so that all decide alike what to run; each
-    must ask for the time at the same places.
+    Over ranks it is the first rank's on all of them, so that all decide alike what to run. `now_s`
+    is a message then, for which all must ask at the same places. A step's tokens bring the time
+    with them, so that steps that follow each other need no other message for it; after a pause
+    between two steps, the second is planned by the time at which the first ended.
     """
 
     def __init__(self, ranks: Ranks = SINGLE_RANK) -> None:
         self._ranks = ranks
-        self._start = time.monotonic()
+        self._start_ns = self._asked_ns()
+        self._latest_s = 0.0
 
-    def now_s(self) -> float:
-        now_s = time.monotonic() - self._start
+    def now_s(self, first_ns: int | None = None) -> float:
+        first_ns = self._asked_ns() if first_ns is None else first_ns
+        self._latest_s = (first_ns - self._start_ns) / 1e9
+        return self._latest_s
+
+    def latest_s(self) -> float:
+        return self.now_s() if self._ranks.size == 1 else self._latest_s
+
+    def _asked_ns(self) -> int:
+        now_ns = time.monotonic_ns()
         if self._ranks.size == 1:
-            return now_s
-        return float(broadcast_from_first(self._ranks, torch.tensor([now_s], dtype=torch.float64)))
+            return now_ns
+        return int(broadcast_from_first(self._ranks, torch.tensor([now_ns])))
 
 
 class SimulatedClock:
@@ -41,7 +58,10 @@ class SimulatedClock:
     def __init__(self) -> None:
         self._now = 0.0
 
-    def now_s(self) -> float:
+    def now_s(self, first_ns: int | None = None) -> float:
+        return self._now
+
+    def latest_s(self) -> float:
         return self._now
 
     def advance(self, seconds: float) -> None:

@@ -53,9 +53,13 @@ class SideStream:
         self._timed.append((started, ended))
 
     def join(self) -> list[float]:
-        """Wait until all is done; returns the seconds of each measurement since the last call."""
-        self._stream.synchronize()
+        """Wait for the parts that were measured since the last call; returns the seconds of each.
+
+        What the stream has behind them, as copies of a version that is published, goes on.
+        """
         timed, self._timed = self._timed, []
+        if timed:
+            timed[-1][1].synchronize()
         return [started.elapsed_time(ended) / 1e3 for started, ended in timed]
 
 

@@ -9,6 +9,7 @@ from typing import Self, cast
 
 from pcg.errors import FinetuneError, UnsupportedError
 from pcg.keywords import takes
+from pcg.parallel.ranks.agreement import check_call, check_same
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
@@ -29,7 +30,8 @@ from pcg.runtime.memory.prefixes import Prefixes
 from pcg.runtime.metrics.events import EventLog, Kind
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
-from pcg.runtime.requests.request import Request
+from pcg.runtime.requests.compared import option_facts, request_facts
+from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.training.finetuning import FinetuneJob
 from pcg.runtime.training.interrupts import Interrupt
 from pcg.runtime.training.options import JobArguments
@@ -54,7 +56,19 @@ class Engine(EngineLoop):
 
     device: StepRunner
 
-    def __init__(self, state: ModelState, given: EngineArguments) -> None:
+    def __init__(
+        self, state: ModelState, given: EngineArguments, requests: Sequence[Request] = ()
+    ) -> None:
+        """Make an engine; over ranks, all of them make it alike.
+
+        Args:
+            requests: all that it will serve, so that later calls need no comparison; empty for an
+                engine that takes any.
+        """
+        facts = request_facts(requests) if requests else option_facts(given, ("log",))
+        check_same(state.ranks, "generate" if requests else "engine", facts)
+        self._compares = state.ranks.size > 1 and not requests
+        self._was_called = True
         types = kv_types(state.serving.runner.model)
         page_bytes = bytes_of_page(types)
         pages = max(1, given.kv_cache_bytes // page_bytes)
@@ -79,10 +93,44 @@ class Engine(EngineLoop):
         super().__init__(runner, scheduler, MachineClock(state.ranks), given)
         self.runners: KeptRunners[TrainingRunner] = KeptRunners()
         if given.warm_up:
-            runner.warm_up(list(state.adapters.values()), self.runners)
+            runner.warm_up(list(state.adapters.values()), self.runners, given.warm_jobs)
         has_slo = limits.tpot_slo_s or limits.ttft_slo_s
         if given.latencies is None and has_slo:
             self.calibrate()
+
+    def submit(self, request: Request, submitted_s: float | None = None) -> str:
+        if self._compares:
+            check_same(self.state.ranks, "submit", request_facts([request]))
+            self._was_called = True
+        return super().submit(request, submitted_s)
+
+    def cancel(self, request: str, kind: Kind = Kind.CANCELLED) -> None:
+        self._check_call(f"cancel({request!r})")
+        super().cancel(request, kind)
+
+    def pause_job(self, name: str) -> None:
+        self._check_call(f"pause_job({name!r})")
+        super().pause_job(name)
+
+    def resume_job(self, name: str) -> None:
+        self._check_call(f"resume_job({name!r})")
+        super().resume_job(name)
+
+    def cancel_job(self, name: str) -> None:
+        self._check_call(f"cancel_job({name!r})")
+        super().cancel_job(name)
+
+    def step(self) -> list[Chunk]:
+        # Steps that follow each other go on with what all ranks have agreed on.
+        if self._compares and (self._was_called or self.is_idle):
+            check_call(self.state.ranks, "step")
+            self._was_called = False
+        return super().step()
+
+    def _check_call(self, call: str) -> None:
+        if self._compares:
+            check_call(self.state.ranks, call)
+            self._was_called = True
 
     @takes(JobArguments, FinetuneError)
     def finetune(self, given: JobArguments) -> Job:
@@ -114,7 +162,13 @@ class Engine(EngineLoop):
             note(Kind.PUBLISHED, adapter, adapter_version=version.number)
 
         publisher = VersionPublisher(self.state, given.publish_every, publish, self.runners)
-        ends = self.state.begin_training(adapter)
+        frees = self.state.begin_training(adapter)
+        is_over = self.runners.begin_job()
+
+        def ends() -> None:
+            frees()
+            is_over()
+
         try:
             work = FinetuneJob(publisher, given).work(stepped, interrupts)
             made.append(Job(adapter, work, ends, lambda: interrupts.append((SIGINT, None))))
@@ -177,6 +231,5 @@ class Engine(EngineLoop):
         count = sum(request.params.width for request in requests)
         pages = min(max(needs, default=1) * count + sum(sizes), most)
         size_bytes = pages * page_bytes
-        return cls(
-            state, EngineArguments(kv_cache_bytes=size_bytes, log=EventLog(0), queue=UNLIMITED)
-        )
+        given = EngineArguments(kv_cache_bytes=size_bytes, log=EventLog(0), queue=UNLIMITED)
+        return cls(state, given, requests)

@@ -68,7 +68,7 @@ class EngineLoop:
         if options.latencies is not None:
             self.learn(options.latencies)
         pages = int(options.job_share * scheduler.pool.size)
-        log, now_s, known = self.log, clock.now_s, weakref.ref(device)
+        log, now_s, known = self.log, clock.latest_s, weakref.ref(device)
 
         # These refer to no engine, and weakly to the device, so that its memory is freed at once.
         def note(kind: Kind, subject: str, **details: object) -> None:
@@ -203,7 +203,7 @@ class EngineLoop:
         if before is not None and (why := self._why_first(before)):
             self._land(why)
             before = None
-        now = self.clock.now_s()
+        now = self.clock.latest_s()
         self.requests.time_out(now)
         suspect, plan = self._plan(now)
         for sequence in plan.admitted:
@@ -215,7 +215,7 @@ class EngineLoop:
         if step.is_served and not is_beside:
             self.parts.run(self.device, self.sharing, step, now)
         begins_s = now if before is None else max(now, before.due_s)
-        step.elapsed_s = max(0.0, self.clock.now_s() - begins_s)
+        step.elapsed_s = max(0.0, self.clock.latest_s() - begins_s)
         windows = self.parts.windows(self.sharing, step, suspect)
         if not step.load.tokens:
             self._land("nothing served")
@@ -250,7 +250,7 @@ class EngineLoop:
         Returns:
             False if one of them failed.
         """
-        jobs, now = [job for job, _, _ in windows], self.clock.now_s()
+        jobs, now = [job for job, _, _ in windows], self.clock.latest_s()
         why = self._why_first(None, step.is_served) if self.device.is_ahead else "never ahead"
         is_read_now = bool(why)
         readings = self.jobs.readings
@@ -270,7 +270,7 @@ class EngineLoop:
             if is_after_read := self._flight is not None:
                 self._read(self._flight, AHEAD)
                 self._flight = None
-                step.elapsed_s = max(step.elapsed_s, self.clock.now_s() - self._read_s)
+                step.elapsed_s = max(step.elapsed_s, self.clock.latest_s() - self._read_s)
             running.draw()
             if is_beside:
                 if self.meanwhile is not None and is_after_read:
@@ -333,7 +333,7 @@ class EngineLoop:
         """Wait for a step, and give everyone what it computed."""
         self.reads[why] += 1
         results, step, plan = flight.running.read(), flight.step, flight.plan
-        now = self.clock.now_s()
+        now = self.clock.now_s(results.first_ns)
         took = flight.took_s(now, self._read_s)
         self._read_s, step.is_under_way = now, False
         self.jobs.readings.read(flight.number)
@@ -345,7 +345,7 @@ class EngineLoop:
         if self.parts.join(self.device, self.sharing, step):
             self._read_s = self.clock.now_s()  # the next forward begins once both have ended
         self.parts.settle(self.device)
-        self.requests.accept(flight, results, self.clock.now_s())
+        self.requests.accept(flight, results, self.clock.latest_s())
         self._suspects.ran(flight.suspect, has_tokens=bool(plan.chunks))
 
     def _plan(self, now: float) -> tuple[Sequence | Job | None, StepPlan]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pcg.runtime.admission.backlog import QueueLimits
@@ -11,6 +12,7 @@ from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.sharing import Sharing
 from pcg.runtime.metrics.events import EventLog
+from pcg.runtime.training.recorded.warm_job import WarmJob
 
 KV_CACHE_BYTES = 4 * 2**30
 """Memory for the KV cache and adapters by default."""
@@ -56,6 +58,7 @@ class EngineArguments(EngineOptions):
         warm_up: record the steps that may come, and compile their kernels, when the engine is made,
             so that no request waits for that; windows of jobs, too, where the program was compiled
             for a recipe and a step. Only where steps are recorded (docs/triton.md).
+        warm_jobs: further jobs whose windows a warm-up records.
         data_limits: the most that the data of a job may have that runs on the engine's thread, and
             the most jobs that are prepared at once; those of `DataLimits()` by default.
     """
@@ -63,4 +66,5 @@ class EngineArguments(EngineOptions):
     limits: Limits | None = None
     kv_cache_bytes: int = field(default=KV_CACHE_BYTES, kw_only=True)
     warm_up: bool = field(default=False, kw_only=True)
+    warm_jobs: Sequence[WarmJob] = field(default=(), kw_only=True)
     data_limits: DataLimits | None = field(default=None, kw_only=True)

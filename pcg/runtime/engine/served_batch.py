@@ -37,11 +37,16 @@ class ReadRows(NamedTuple):
         return range(self.first, self.first + len(self.tokens))
 
     @property
+    def places(self) -> range:
+        """The places in the prompt of the tokens behind these rows' own."""
+        virtual = self.sequence.request.virtual_tokens
+        return range(self.tokens.start + 1 - virtual, self.tokens.stop + 1 - virtual)
+
+    @property
     def behind(self) -> tuple[int, ...]:
         """The tokens behind these rows' own, whose logprobs the rows have."""
-        virtual = self.sequence.request.virtual_tokens
-        start, stop = self.tokens.start + 1 - virtual, self.tokens.stop + 1 - virtual
-        return self.sequence.request.prompt_ids[start:stop]
+        places = self.places
+        return self.sequence.request.prompt_ids[places.start : places.stop]
 
 
 class ServedBatch:
@@ -114,6 +119,12 @@ class ServedBatch:
             self.adapters,
             self.ready,
         )
+
+    @property
+    def has_logprobs(self) -> bool:
+        """True if a request asks for the logprobs of its tokens."""
+        ready = [self.chunks[place][0] for place in self.ready]
+        return any(s.likeliest is not None for one in ready for s in (one, *one.followers))
 
     def sampled_rows(self, tables: PaddedTables) -> tuple[Tensor | None, BoundAdapters | None]:
         """Return the tokens that are sampled after, and their adapters; None for all tokens."""

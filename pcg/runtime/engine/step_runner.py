@@ -34,10 +34,12 @@ from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.requests.step_results import Computed, PooledStates, PromptLogprobs
 from pcg.runtime.sampling.logprobs import Logprobs, logprobs_of
+from pcg.runtime.sampling.prompt_cells import PromptCells
 from pcg.runtime.sampling.sampler import Sampler, resolved
 from pcg.runtime.sampling.sampling import sample
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training.recorded.kept_runners import KeptRunners
+from pcg.runtime.training.recorded.warm_job import WarmJob
 from pcg.runtime.training.recorded.warm_jobs import record_jobs
 from pcg.runtime.training.runner import TrainingRunner
 from pcg.runtime.training.training_pass import TrainingPass
@@ -113,18 +115,24 @@ class StepRunner:
         made = self._made
         return {kind: made[kind] - self._ready[kind] for kind in made}
 
-    def warm_up(self, adapters: List[Adapter], jobs: KeptRunners[TrainingRunner]) -> None:
+    def warm_up(
+        self,
+        adapters: List[Adapter],
+        kept: KeptRunners[TrainingRunner],
+        jobs: List[WarmJob] = (),
+    ) -> None:
         """Record the steps that may come, and compile the kernels that choose tokens.
 
         Args:
             adapters: those that may run; of larger ranks than theirs, others move the tables.
-            jobs: where runners of the jobs go that the program was compiled for.
+            kept: where runners of the jobs go that the program was compiled for.
+            jobs: further jobs that may come.
         """
         if self.graphs is None or self.graphs.recorder is None:
             return
         started, free_bytes, before = time.monotonic(), self._free_bytes(), self.graphs.recorded
         self.graphs.warm_up(adapters)
-        of_jobs = record_jobs(self._state, self.cache, self._limits.tokens, jobs)
+        of_jobs = record_jobs(self._state, self.cache, self._limits.tokens, kept, jobs)
         size_bytes = max(free_bytes - self._free_bytes(), 0)
         recorded = self.graphs.recorded - before + of_jobs
         self.warmed = WarmUp(recorded, time.monotonic() - started, size_bytes)
@@ -284,7 +292,10 @@ class StepRunner:
         others: list[Computed] = []
         if served.ready:
             rows, last = served.sampled_rows(self._tables)
+            # Who asks for logprobs has them on all ranks; tokens are the first one's choice.
+            served.batch.logits_on_first = not served.has_logprobs
             logits = self._runner.logits_of(found[0], served.batch, served.bound, rows, last)
+            served.batch.logits_on_first = False
         if served.scored:
             others.append(self._scored(served, found[0]))
         if served.pooled:
@@ -311,6 +322,7 @@ class StepRunner:
         rows, adapters = rows_of(served.scored)
         targets = [token for one in served.scored for token in one.behind]
         most = max(one.sequence.request.params.of_prompt or 0 for one in served.scored)
+        cells = PromptCells([(one.sequence.request.params, one.places) for one in served.scored])
         parts, size = [], self._runner.model.loss_chunk
         for start in range(0, len(rows), size):
             some = slice(start, start + size)
@@ -318,9 +330,9 @@ class StepRunner:
             of_rows = self._tables.bind_epilogue(adapters[some])
             logits = self._runner.logits_of(hidden, served.batch, served.bound, chosen, of_rows)
             wanted = uploaded_list(targets[some], torch.int64, self._device)
-            parts.append(logprobs_of(logits, wanted, most))
+            parts.append(logprobs_of(logits, wanted, most, cells.of(logits, start)))
         counts = [(one.sequence, len(one.tokens)) for one in served.scored]
-        return PromptLogprobs(counts, Logprobs.joined(parts))
+        return PromptLogprobs(counts, Logprobs.joined(parts), cells.counts)
 
     def _pooled(self, served: ServedBatch, hidden: List[Tensor]) -> PooledStates:
         """Return the sums of the last hidden states that each sequence reads."""

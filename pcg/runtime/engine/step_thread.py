@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import functools
+import math
 import os
 import sys
 import time
@@ -77,6 +78,7 @@ class StepThread(ABC):
         self._wakes = Wakes()
         self._step_began: float | None = None
         self._latest_step_s = 0.0
+        self._paused_until = -math.inf
         self._undelivered: Sequence[Chunk] = ()
         self._thread = Thread(target=self._run, name="pcg engine", daemon=True)
         _MADE.add(self)
@@ -142,6 +144,29 @@ class StepThread(ABC):
     def run(self, act: Callable[[], Result]) -> Result:
         """Run a function between two steps, and wait for it; on the engine's own thread now."""
         return act() if current_thread() is self._thread else self.call(act).result()
+
+    def pause(self, timeout_s: float) -> Future[None]:
+        """Run no step from the next one on, of requests or of jobs; all are kept as they are.
+
+        Args:
+            timeout_s: time after which steps go on by themselves, seconds.
+        Returns:
+            What is done once no step runs.
+        """
+
+        def act() -> None:
+            if self._refusal is None:  # which has an end
+                self._paused_until = time.monotonic() + timeout_s
+
+        return self.call(act)
+
+    def go_on(self) -> Future[None]:
+        """Run steps again."""
+
+        def act() -> None:
+            self._paused_until = -math.inf
+
+        return self.call(act)
 
     def join(self) -> EngineError:
         """Wait until the thread has ended, and return why."""
@@ -231,7 +256,7 @@ class StepThread(ABC):
         try:
             while not self._closing:
                 self._run_calls()
-                if self._closing or self.engine.is_idle:
+                if self._closing or self._rests:
                     self._deliver()
                 else:
                     self._step()
@@ -255,13 +280,20 @@ class StepThread(ABC):
         try:
             if engine.is_idle:
                 self._calls.get().run()
+            elif self._rests:
+                self._calls.get(timeout=max(0.0, self._paused_until - time.monotonic())).run()
             elif not engine.worked:
                 self._calls.get(timeout=_BLOCKED_S).run()
             until = time.monotonic() + self._calls_s
-            while engine.is_idle or time.monotonic() < until:
+            while self._rests or time.monotonic() < until:
                 self._calls.get_nowait().run()
         except Empty:
             return
+
+    @property
+    def _rests(self) -> bool:
+        """True while no step is to be run."""
+        return self.engine.is_idle or time.monotonic() < self._paused_until
 
     @property
     def _calls_s(self) -> float:

@@ -39,6 +39,10 @@ THRESHOLD_BYTES = 128 * 2**10
 SLACK = 0.08
 """The share of the most bytes in use that holes may take beside; more makes fewer fresh pages."""
 
+TRAINER_SLACK = 1.0
+"""The same for trainers, whose calls have batches of other sizes, with other work between them:
+their holes seldom fit, so that 0.08 took a quarter of a step's time for fresh pages."""
+
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 """Parameters of mallopt(3), by glibc's malloc.h."""
@@ -74,10 +78,14 @@ class FreedMemory:
     """Gives what this process has freed back to the system, once it is too much.
 
     Nothing happens where the C library is not glibc 2.33 or newer.
+
+    Args:
+        slack: the share of the most bytes in use that holes may take beside.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slack: float = SLACK) -> None:
         self._libc = _glibc()
+        self._slack = slack
         self._most = 0
         if self._libc is not None:
             self._libc.malloc_trim(0)
@@ -109,7 +117,7 @@ class FreedMemory:
             self._base = _anonymous_bytes() - self._used_bytes()
 
     def _is_within(self, held_bytes: int) -> bool:
-        return held_bytes <= self._most * (1 + SLACK)
+        return held_bytes <= self._most * (1 + self._slack)
 
     def _held_bytes(self) -> int:
         """Return the resident bytes of tensors and holes, beyond those in use at the beginning."""

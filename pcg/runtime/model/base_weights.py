@@ -55,7 +55,8 @@ class _Read:
     @property
     def key(self) -> _Key:
         one = self.parameter
-        return self.name, one.transposed, (one.rows, one.part) if is_sharded(one) else None
+        part = (one.rows, one.part, one.copies) if is_sharded(one) else None
+        return self.name, one.transposed, part
 
 
 @dataclass(frozen=True)
@@ -259,6 +260,21 @@ class WeightStore:
         if loaded is None:
             loaded = self._source.remote(name, parameter.type.features)
         return self._read(parameter, name) if loaded is None else loaded
+
+    def is_own(self, module: str, tensor: Tensor) -> bool:
+        """Return whether a tensor is the base's weight of a module, by its path.
+
+        They are compared in the dtype of the two that is less precise. A weight that another
+        process holds is not compared, and so not own.
+        """
+        own = self.linear().get(module)
+        if own is None:
+            named = dict(self.frozen()).get(f"{module}.weight")
+            own = None if named is None else self.whole(f"{module}.weight", named)
+        if own is None or own.is_meta or own.shape != tensor.shape:
+            return False
+        least = max(own.dtype, tensor.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        return torch.equal(own.to("cpu", least), tensor.to("cpu", least))
 
     def samples(self, name: str, parameter: Parameter, count: int) -> Tensor:
         """Return `count` entries of a frozen tensor, at equal distances, on the CPU in fp64."""

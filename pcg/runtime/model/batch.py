@@ -11,7 +11,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pcg.kernels.batch import BlockTable, DecodeGroup, DroppedPart, KvGradients, ProgramBatch, Span
+from pcg.kernels.batch import (
+    BlockTable,
+    DecodeGroup,
+    DroppedPart,
+    DroppedTokens,
+    KvGradients,
+    ProgramBatch,
+    Span,
+)
 from pcg.kernels.uploads import uploaded, uploaded_list
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.runtime.memory.kv_cache import KvCache
@@ -45,6 +53,7 @@ class Batch(ProgramBatch):
         self.ranks: Ranks = SINGLE_RANK
         self.dropout_seed: int | None = None
         self.chosen: Tensor | None = None
+        self.logits_on_first = False
         self.keeps = keeps
         self.gradients: KvGradients | None = None
         self.rows: Tensor | None = None
@@ -107,6 +116,18 @@ class Batch(ProgramBatch):
                 start = span.start + done - span.context
                 found.append(DroppedPart(start, count, skipped, DROPOUT_TOKENS, generator))
                 done += count
+        return found
+
+    def dropped_tokens(self) -> DroppedTokens | None:
+        """Return what a device draws by for all tokens; None if nothing is dropped."""
+        if self.dropout_seed is None:
+            return None
+        if "dropped" not in self.known:
+            numbers = _column([span.number for span in self.spans]).repeat(self._lengths)
+            key = uploaded_list([self.dropout_seed, 1], torch.int64, self.input_ids.device)
+            places = self.positions, self._on_device(numbers)
+            self.known["dropped"] = DroppedTokens(key, *places)
+        found: DroppedTokens = self.known["dropped"]
         return found
 
     def last_tokens(self, places: Sequence[int]) -> Tensor:

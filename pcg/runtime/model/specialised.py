@@ -20,8 +20,9 @@ from pcg.ir.analysis.saved_memory import saved_memory, window_memory
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.program.program import ModelGraph, Program, Serving, Training
 from pcg.ir.types import CONTEXT
+from pcg.parallel.ranks.agreement import check_same
 from pcg.parallel.ranks.group import Ranks
-from pcg.parallel.ranks.same_program import check_same, training_text
+from pcg.parallel.ranks.same_program import training_text
 from pcg.peft.adapter import Adapter
 from pcg.peft.recipe import Recipe
 from pcg.runtime.adapters.padded_tables import PaddedTables
@@ -121,7 +122,7 @@ class TrainingPrograms:
         self, adapter: Adapter, windows: bool, step: tuple[int, int] | None
     ) -> _SizedTraining:
         training = self._specialiser.training(self._program, adapter.recipe, windows, step)
-        check_same(self._ranks, {"the training program": training_text(training)})
+        check_same(self._ranks, "the program", {"the training program": training_text(training)})
         tokens = self._planned_tokens if step is None else step[0] * step[1]
         return _SizedTraining(training, tokens, windows)
 

@@ -23,8 +23,10 @@ from pcg.errors import (
 )
 from pcg.ir.program.program import Program, Serving, Training
 from pcg.ir.types import TORCH_NAMES
+from pcg.kernels.uploads import downloaded
+from pcg.parallel.ranks.agreement import check_same
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
-from pcg.parallel.ranks.same_program import check_same, serving_text
+from pcg.parallel.ranks.same_program import serving_text
 from pcg.peft.adapter import (
     Adapter,
     check_biases,
@@ -243,7 +245,7 @@ class ModelState:
         if isinstance(path_or_config, Path) or (
             isinstance(path_or_config, str) and not is_shorthand(path_or_config)
         ):
-            adapter = read_adapter(path_or_config, name)
+            adapter = read_adapter(path_or_config, name, self.weight_store.is_own)
             check_fits(adapter, modules, self.program.name, base.output_module)
             adapter = with_shared(adapter, modules)
             check_biases(adapter, self._base_biases(adapter))
@@ -313,7 +315,7 @@ class ModelState:
             return self.serving
         recipes = [one.recipe for one in (*self.versions.alive(), adapter)]
         serving = self._specialiser.serving(self.program, recipes)
-        check_same(self.ranks, {"the serving program": serving_text(serving)})
+        check_same(self.ranks, "the program", {"the serving program": serving_text(serving)})
         return self._bind(serving)
 
     def remove_adapter(self, name: str) -> None:
@@ -369,7 +371,12 @@ class ModelState:
         tensors = (*adapter.tensors, *adapter.shared.values())
         if all(tensor.dtype is dtype and tensor.device == device for tensor in tensors):
             return dataclasses.replace(adapter)
-        return adapter.map(lambda tensor: tensor.to(device, dtype))
+        if device.type == "cuda" or not any(tensor.is_cuda for tensor in tensors):
+            return adapter.map(lambda tensor: tensor.to(device, dtype))
+        # The copies go to pinned memory one behind the other, and the host waits for the last one.
+        found = adapter.map(lambda tensor: downloaded(tensor.to(dtype)))
+        torch.cuda.current_stream(self.device).record_event().synchronize()
+        return found
 
     def training(
         self, adapter: Adapter, windows: bool, step: tuple[int, int] | None = None

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pcg.ir.program.program import counts_on_host
 from pcg.kernels.batch import StepTokens
 from pcg.kernels.triton.step_lists import StepLists, sizes_of
 from pcg.kernels.triton.step_rooms import StepRoom, StepRooms
@@ -279,7 +280,7 @@ def step_graphs(
     tokens: int,
     longest: int | None,
 ) -> StepGraphs | None:
-    """Return the step graphs of a program; None over ranks, and of other backends.
+    """Return the step graphs of a program; None over ranks, of experts, and of other backends.
 
     Args:
         sequences: the most sequences of a step.
@@ -289,6 +290,8 @@ def step_graphs(
     if runner.ranks.size > 1 or runner.drawing is None:
         return None
     if cache.pages is None or not isinstance(tables, RaggedTables):
+        return None
+    if counts_on_host(runner.model):
         return None
     pool = cache.pool.size
     pages = pool if longest is None else min(pool, pages_for(longest))

@@ -17,7 +17,10 @@ model:
 from __future__ import annotations
 
 import difflib
+import math
+import platform
 import re
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +32,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pcg.errors import WeightsError
+from pcg.parallel.ranks.described import tensor_digest
 from pcg.parallel.ranks.shards import Ranges
 from pcg.source import ModelSource
 from pcg.tensor_file import TensorInfo, read_header
@@ -42,6 +46,8 @@ _EXPERT_PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 }
 _OTHER_NAMES = ((".mlp.", ".block_sparse_moe."), ("lm_head.", "embed_out."))
 """Parts of names: of the model, and of checkpoints that have others."""
+_OF_GATE_AND_UP = 4
+"""Dims of experts' gate and up as graphs read them: [experts, 2, f, in]."""
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -87,8 +93,7 @@ class Weights(ABC):
             name: name in the model, such as `model.layers.0.mlp.up_proj.weight`.
             shape: shape of the whole tensor.
             transposed: True if the checkpoint holds [in, out], and the result is [out, in].
-            ranges: the part of each dim to read; None for all. Experts' tensors that are fused here
-                are read as a whole.
+            ranges: the part of each dim to read; None for all.
             out: memory to read it into, which is then returned; None for memory of its own.
         Raises:
             WeightsError: there is no such tensor, its shape differs, it is quantized, or the file
@@ -97,9 +102,12 @@ class Weights(ABC):
         shape = tuple(shape)
         found = self._find(name)
         if found is not None:
-            self._check(name, found, shape[::-1] if transposed else shape)
+            self._check(name, found, shape[::-1] if transposed else _stored(shape))
             stored = ranges[::-1] if transposed and ranges else ranges
-            tensor = self._take(found, stored)
+            if len(shape) == _OF_GATE_AND_UP:
+                tensor = self._gate_and_up(found, shape, ranges)
+            else:
+                tensor = self._take(found, stored)
             if transposed:
                 tensor = tensor.t()
             if out is None:
@@ -108,9 +116,8 @@ class Weights(ABC):
         parts = self._expert_parts(name, shape)
         if parts is None:
             raise WeightsError(self._missing(name))
-        fused = self._fuse(name, parts, shape, dtype)
-        part = fused if ranges is None else fused[slices_of(ranges)]
-        return part.to(device) if out is None else out.copy_(part)
+        fused = self._fuse(name, parts, shape, dtype, ranges)
+        return fused.to(device) if out is None else out.copy_(fused)
 
     def shared(
         self,
@@ -133,6 +140,18 @@ class Weights(ABC):
 
     def unused(self) -> tuple[str, ...]:
         return tuple(sorted(self.index.keys() - self._used))
+
+    def numel(self, name: str) -> int:
+        """Return the number of entries of a tensor of the index."""
+        return math.prod(self.index[name].shape)
+
+    def digest(self, name: str) -> bytes:
+        """Return the SHA-256 of a tensor of the index, as it is stored."""
+        return bytes.fromhex(tensor_digest(self._read(name, None)))
+
+    def identity(self) -> str:
+        """Return a text that two processes have in common only if their weights are the same."""
+        return secrets.token_hex(16)  # memory is of one process alone
 
     def release(self) -> None:  # noqa: B027  # most have nothing open
         """Close the files that were read; one that is needed again is opened again."""
@@ -166,7 +185,7 @@ class Weights(ABC):
     def _expert_parts(self, name: str, shape: Shape) -> list[list[str]] | None:
         """Return for each expert the names of the tensors that make up its fused one."""
         match = re.fullmatch(r"(.+\.experts)\.(gate_up_proj|down_proj)", name)
-        if match is None or len(shape) != 3:
+        if match is None or len(shape) not in (3, _OF_GATE_AND_UP):
             return None
         for parts in _EXPERT_PARTS[match[2]]:
             names = [
@@ -178,15 +197,33 @@ class Weights(ABC):
                 return found
         return None
 
-    def _fuse(self, name: str, parts: list[list[str]], shape: Shape, dtype: torch.dtype) -> Tensor:
-        """Fuse the experts' tensors into one, [experts, out, in]."""
-        experts, out_features, in_features = shape
-        part_shape = (out_features // len(parts[0]), in_features)
-        fused = torch.empty(experts, *shape[1:], dtype=dtype)
-        for expert, names in zip(fused, parts, strict=True):
-            for rows, part in zip(expert.chunk(len(names)), names, strict=True):
-                self._check(name, part, part_shape)
-                rows.copy_(self._take(part))
+    def _gate_and_up(self, found: str, shape: Shape, ranges: Ranges | None) -> Tensor:
+        """Read experts' gate and up, stored one behind the other, as [experts, 2, f, in]."""
+        if ranges is None:
+            return self._take(found).view(shape)
+        experts, kinds, (start, stop), columns = ranges
+        firsts = [kind * shape[2] for kind in range(*kinds)]
+        of_kinds = [(experts, (first + start, first + stop), columns) for first in firsts]
+        return torch.stack([self._take(found, one) for one in of_kinds], 1)
+
+    def _fuse(
+        self,
+        name: str,
+        parts: list[list[str]],
+        shape: Shape,
+        dtype: torch.dtype,
+        ranges: Ranges | None,
+    ) -> Tensor:
+        """Fuse a part of the experts' tensors into one: [experts, (gate and up,) out, in]."""
+        ranges = tuple((0, size) for size in shape) if ranges is None else ranges
+        experts, *kinds, rows, columns = ranges
+        fused = torch.empty([stop - start for start, stop in ranges], dtype=dtype)
+        for expert, names in zip(fused, parts[slice(*experts)], strict=True):
+            there = names[slice(*kinds[0])] if kinds else names
+            of_parts = expert if kinds else expert.chunk(len(names))
+            for own, part in zip(of_parts, there, strict=True):
+                self._check(name, part, (shape[-2] // (1 if kinds else len(names)), shape[-1]))
+                own.copy_(self._take(part, (rows, columns) if kinds or len(names) == 1 else None))
         return fused
 
     def _check(self, name: str, found: str, shape: Shape) -> None:
@@ -267,6 +304,13 @@ class Checkpoint(Weights):
             raise WeightsError(f"{file} cannot be read at {name}: {error}") from error
         return tensor
 
+    def identity(self) -> str:
+        found = [_machine()]
+        for file in sorted(set(self._files.values())):
+            one = file.stat()
+            found.append(f"{one.st_dev} {one.st_ino} {one.st_size} {one.st_mtime_ns}")
+        return ", ".join(found)
+
     def release(self) -> None:
         # A file stays mapped as long as a tensor is a view of it.
         self._handles.clear()
@@ -311,8 +355,27 @@ class RandomWeights:
     def remote(self, name: str, *place: object) -> None:
         """Return None: all tensors are made here; see `Weights.remote`."""
 
+    def identity(self) -> str:
+        """Return what the weights are made from."""
+        return f"seed {self._seed}, deviation {self._std}"
+
     def release(self) -> None:
         """Do nothing: no file is open; see `Weights.release`."""
+
+
+def _machine() -> str:
+    """Return a text that no other running machine has; containers of one machine share it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return platform.node()
+
+
+def _stored(shape: Shape) -> Shape:
+    """Return the shape in which a checkpoint holds a tensor of this shape."""
+    if len(shape) == _OF_GATE_AND_UP:
+        return shape[0], shape[1] * shape[2], shape[3]
+    return shape
 
 
 def slices_of(ranges: Ranges) -> tuple[slice, ...]:

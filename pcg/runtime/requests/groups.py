@@ -48,7 +48,7 @@ class Groups:
         if group is None:
             return (chunk,)
         found = group.handed_out(sequence, chunk)
-        if all(one.is_over for one in group.sequences):
+        if not group.left:
             for one in group.sequences:
                 self._of.pop(one, None)
                 self._first.pop(one.id, None)
@@ -56,25 +56,30 @@ class Groups:
 
 
 class _Group:
+    """The continuations of a request; `left` of them are not over."""
+
     def __init__(self, sequences: List[Sequence]) -> None:
         params = sequences[0].request.params
         self.sequences = sequences
+        self.left = len(sequences)
         self._chosen = params.n if params.width > params.n else None
         self._completions: list[tuple[Completion, float]] = []
         self._has_failed = False
 
     def handed_out(self, sequence: Sequence, chunk: Chunk) -> List[Chunk]:
+        if sequence.is_over:  # few chunks are the last of one
+            self.left = sum(not one.is_over for one in self.sequences)
         if self._has_failed:
             return ()
         if chunk.error is not None:
             self._has_failed = True
             return (chunk,)
-        left = sum(not one.is_over for one in self.sequences)
         if self._chosen is None:
-            return (replace(chunk, left=left),)
+            is_end = chunk.completion is not None
+            return (replace(chunk, left=self.left) if is_end else chunk,)
         if chunk.completion is not None:
             self._completions.append((chunk.completion, sequence.cumulative_logprob))
-        return () if left else self._best(chunk, self._chosen)
+        return () if self.left else self._best(chunk, self._chosen)
 
     def _best(self, last: Chunk, count: int) -> list[Chunk]:
         """Return whole continuations, those that came to their ends before others."""

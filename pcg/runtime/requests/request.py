@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Protocol, TypeAlias, get_args
@@ -17,7 +17,7 @@ from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.sampling.logprobs import TokenLogprobs
 from pcg.runtime.sampling.sampler import resolved
-from pcg.runtime.sampling.sampling_params import SamplingFields, SamplingParams
+from pcg.runtime.sampling.sampling_params import MOST_CELLS, SamplingFields, SamplingParams
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.units import shown
 
@@ -104,6 +104,17 @@ class Request:
             ids = ids[-last:]
             object.__setattr__(self, "text", None)
         object.__setattr__(self, "prompt_ids", ids)
+        rows, places = len(self.params.prompt_targets), len(ids) - 1
+        if rows not in (0, places):
+            raise GenerationError(
+                f"prompt_targets has {rows} rows, and the prompt has {places} tokens behind its "
+                "first; give each a row"
+            )
+        if self.params.prompt_draws * places > MOST_CELLS:
+            raise GenerationError(
+                f"prompt_draws={self.params.prompt_draws} of {places} places are more than "
+                f"{MOST_CELLS}; use fewer"
+            )
         for name in ("tenant", "cache_salt", "request_id"):
             if not isinstance(getattr(self, name), str):
                 raise GenerationError(f"{name}={shown(getattr(self, name))}; use a text")
@@ -218,7 +229,7 @@ class Chunk:
         prompt_logprobs: those of the prompt's tokens as in `Completion`, in the first chunk of a
             continuation, if they were asked for.
         choice: the place of the continuation among those of the prompt.
-        left: number of other continuations of the prompt that have not ended.
+        left: of a chunk with a completion, number of other continuations that have not ended.
         adapter_version: the version of the adapter that answers; None for the base.
     """
 
@@ -238,6 +249,15 @@ class Chunk:
     def is_last(self) -> bool:
         """True if no chunk of the request follows."""
         return self.completion is not None and (not self.left or self.error is not None)
+
+
+def completions_of(chunks: Iterable[Chunk]) -> list[Completion]:
+    """Return the completions, in the order of the prompts and of the continuations of each."""
+    done: dict[tuple[int, int], Completion] = {}
+    for chunk in chunks:
+        if chunk.completion is not None:
+            done[chunk.index, chunk.choice] = chunk.completion
+    return [done[key] for key in sorted(done)]
 
 
 class ServedModel(Protocol):

@@ -24,12 +24,14 @@ class StepResults:
         logprobs: theirs, for sequences that ask for them.
         prompts: the logprobs of further tokens of prompts, for sequences that ask for these.
         states: the sum of last hidden states of prompts, in host memory, and how many these are.
+        first_ns: over ranks, the first one's `time.monotonic_ns` when it had chosen the tokens.
     """
 
     tokens: dict[Sequence, int] = field(default_factory=dict)
     logprobs: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
     prompts: dict[Sequence, list[TokenLogprobs]] = field(default_factory=dict)
     states: dict[Sequence, tuple[Tensor, int]] = field(default_factory=dict)
+    first_ns: int | None = None
 
     def give(self, sequence: Sequence) -> Chunk | None:
         """Give a sequence what is its own; see `Sequence.take`."""
@@ -48,20 +50,25 @@ class DrawnTokens:
     Attributes:
         tokens: [sequences], int64.
         logprobs: those of the sequences that ask for them; None if none does.
+        first_ns: over ranks, the first one's time [1] that came with the tokens.
     """
 
     sequences: List[Sequence]
     tokens: Tensor
     logprobs: Logprobs | None = None
+    first_ns: Tensor | None = None
 
     def sent(self) -> DrawnTokens:
         """Return them as they will be on the host; see `downloaded`."""
         logprobs = None if self.logprobs is None else self.logprobs.sent()
-        return DrawnTokens(self.sequences, downloaded(self.tokens), logprobs)
+        first_ns = None if self.first_ns is None else downloaded(self.first_ns)
+        return DrawnTokens(self.sequences, downloaded(self.tokens), logprobs, first_ns)
 
     def read(self, results: StepResults) -> None:
         """Add the tokens to a step's results, once they are on the host."""
         results.tokens.update(zip(self.sequences, self.tokens.tolist(), strict=True))
+        if self.first_ns is not None:
+            results.first_ns = int(self.first_ns)
         if self.logprobs is not None:
             asking = [one for one in self.sequences if one.likeliest is not None]
             counts = [one.likeliest or 0 for one in asking]
@@ -75,19 +82,21 @@ class PromptLogprobs:
     Attributes:
         counts: sequences, and how many tokens of each in turn.
         logprobs: those of all these tokens.
+        cells: how many further tokens each one's place has; empty without any.
     """
 
     counts: List[tuple[Sequence, int]]
     logprobs: Logprobs
+    cells: List[int] = ()
 
     def sent(self) -> PromptLogprobs:
         """Return them as they will be on the host; see `downloaded`."""
-        return PromptLogprobs(self.counts, self.logprobs.sent())
+        return PromptLogprobs(self.counts, self.logprobs.sent(), self.cells)
 
     def read(self, results: StepResults) -> None:
         """Add them to a step's results, once they are on the host."""
         likeliest = [n for one, n_tokens in self.counts for n in [_of_prompt(one)] * n_tokens]
-        found = self.logprobs.read(likeliest)
+        found = self.logprobs.read_cells(likeliest, self.cells or [0] * len(likeliest))
         start = 0
         for sequence, count in self.counts:
             results.prompts[sequence] = found[start : start + count]

@@ -62,7 +62,9 @@ def _draw(
     total = cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, uniform[:, None] * total, right=True).squeeze(1)
     # Rounding can put the point on the total itself, past the last token with a probability.
-    drawn = torch.where(drawn < logits.shape[-1], drawn, logits.argmax(dim=-1))
+    are_there = drawn < logits.shape[-1]
+    if not drawn.is_cpu or not are_there.all():  # a GPU is not waited for
+        drawn = torch.where(are_there, drawn, logits.argmax(dim=-1))
     return drawn, total.isfinite().squeeze(1)
 
 

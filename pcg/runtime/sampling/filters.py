@@ -41,7 +41,8 @@ def filtered(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     # The largest logit becomes 0, so that no temperature, however small, divides to infinity.
     logits_SV = logits_SV.float()
     logits_SV = logits_SV - logits_SV.amax(dim=-1, keepdim=True)
-    logits_SV = logits_SV / column([max(p.temperature, _LEAST_TEMPERATURE) for p in params])
+    if any(p.temperature != 1.0 for p in params):
+        logits_SV = logits_SV / column([max(p.temperature, _LEAST_TEMPERATURE) for p in params])
 
     vocab = logits_SV.shape[-1]
     top_k = {row: p.top_k for row, p in enumerate(params) if p.top_k and p.top_k < vocab}

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,7 +37,8 @@ class TokenLogprobs:
 
     Attributes:
         top: the likeliest tokens there with theirs, the likeliest first; of equal ones the lower
-            id. As many as were asked for, so the token itself may be missing.
+            id. As many as were asked for, so the token itself may be missing. Behind them those of
+            `prompt_targets` and of `prompt_draws`.
         rank: 1 + the number of tokens that are likelier.
     """
 
@@ -61,6 +62,8 @@ class Logprobs:
         chosen: theirs, [R], fp32.
         ranks: the numbers of likelier tokens, [R], int64.
         top_ids, top: the likeliest tokens of each row and theirs, [R, k], int64 and fp32.
+        cell_ids, cells: further tokens of each row and theirs, [R, m], the same; below 0 and 0 for
+            none. None without.
     """
 
     tokens: Tensor
@@ -68,20 +71,35 @@ class Logprobs:
     ranks: Tensor
     top_ids: Tensor
     top: Tensor
+    cell_ids: Tensor | None = None
+    cells: Tensor | None = None
+
+    @property
+    def _columns(self) -> tuple[Tensor, ...]:
+        own = (self.tokens, self.chosen, self.ranks, self.top_ids, self.top)
+        if self.cell_ids is None or self.cells is None:
+            return own
+        return (*own, self.cell_ids, self.cells)
 
     @classmethod
     def joined(cls, parts: Sequence[Logprobs]) -> Logprobs:
-        """Return the rows of parts, which have one k, one after the other."""
-        columns = zip(
-            *((p.tokens, p.chosen, p.ranks, p.top_ids, p.top) for p in parts), strict=True
-        )
-        return cls(*map(torch.cat, columns))
+        """Return the rows of parts, which have one k and one m, one after the other."""
+        return cls(*map(torch.cat, zip(*(part._columns for part in parts), strict=True)))
 
     def sent(self) -> Logprobs:
         """Return them as they will be on the host; see `downloaded`."""
-        return Logprobs(
-            *map(downloaded, (self.tokens, self.chosen, self.ranks, self.top_ids, self.top))
-        )
+        return Logprobs(*map(downloaded, self._columns))
+
+    def read_cells(self, counts: Sequence[int], cells: Sequence[int]) -> list[TokenLogprobs]:
+        """Return each row's with so many of the likeliest, and so many of its further tokens."""
+        found = self.read(counts)
+        if self.cell_ids is None or self.cells is None:
+            return found
+        rows = zip(found, self.cell_ids.tolist(), self.cells.tolist(), cells, strict=True)
+        return [
+            replace(one, top=(*one.top, *zip(ids[:count], values[:count], strict=True)))
+            for one, ids, values, count in rows
+        ]
 
     def read(self, counts: Sequence[int]) -> list[TokenLogprobs]:
         """Return each row's with as many of the likeliest as it asks for."""
@@ -106,19 +124,24 @@ def not_a_number(adapter: str | None) -> GenerationError:
     )
 
 
-def logprobs_of(logits: Tensor, tokens: Tensor, most: int) -> Logprobs:
+def logprobs_of(logits: Tensor, tokens: Tensor, most: int, cells: Tensor | None = None) -> Logprobs:
     """Return the log-probabilities of a token in each row, and of the likeliest ones.
 
     Args:
         logits: [R, V], in any dtype.
         tokens: [R], int64; below 0 for none, whose log-probability means nothing.
         most: the number of likeliest tokens of each row; those beyond V are left out.
+        cells: further tokens of each row, [R, m], int64; below 0 for none.
     """
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens.clamp(min=0)[:, None])
     ranks = (logprobs > chosen).sum(dim=-1)
     top_ids = _likeliest(logprobs, min(most, logits.shape[-1]))
-    return Logprobs(tokens, chosen.squeeze(1), ranks, top_ids, logprobs.gather(1, top_ids))
+    own = tokens, chosen.squeeze(1), ranks, top_ids, logprobs.gather(1, top_ids)
+    if cells is None:
+        return Logprobs(*own)
+    found = logprobs.gather(1, cells.clamp(min=0)).where(cells >= 0, 0.0)
+    return Logprobs(*own, cells, found)
 
 
 def _likeliest(values: Tensor, count: int) -> Tensor:

@@ -30,6 +30,8 @@ MOST_BAD_TOKENS = 16_384
 """A text counts twice: it is not generated after a space, either."""
 MOST_ALLOWED_TOKENS = 2**18
 """As many as the largest vocabularies have."""
+MOST_CELLS = 2**18
+"""Further tokens of all places of a prompt whose log-probabilities are returned."""
 LogprobsMode: TypeAlias = Literal["raw_logprobs", "processed_logprobs"]
 LONGEST_TEXT = 1_024
 """The most characters of a stop string or a bad word, and the most tokens of a bad word."""
@@ -60,6 +62,8 @@ class SamplingFields(TypedDict, total=False):
     logprobs: int | list[int | None] | None
     logprobs_mode: LogprobsMode | list[LogprobsMode]
     prompt_logprobs: int | list[int | None] | None
+    prompt_targets: Sequence[Sequence[int]]
+    prompt_draws: int
     echo: bool | list[bool]
     n: int
     best_of: int | None
@@ -102,6 +106,10 @@ class SamplingParams:
         logprobs_mode: `raw_logprobs`, as the model has them, or `processed_logprobs`, of the
             distribution that the token was drawn from; the names are vLLM's.
         prompt_logprobs: return the same of each token of the prompt but the first.
+        prompt_targets: tokens whose log-probabilities to return, too, for each token of the prompt
+            but the first: in `top`, behind the likeliest ones. Below 0 is none, with 0.0.
+        prompt_draws: so many tokens that are drawn for each of these places, by `temperature` and
+            `seed` alone, with their log-probabilities: in `top`, behind the targets.
         n: the number of continuations of the prompt, which is computed once. With a seed the i-th
             one samples with seed + i.
         best_of: the number of continuations of which the n with the highest log-probability are
@@ -139,6 +147,8 @@ class SamplingParams:
     logprobs: int | None = None
     logprobs_mode: LogprobsMode = "raw_logprobs"
     prompt_logprobs: int | None = None
+    prompt_targets: tuple[tuple[int, ...], ...] = ()
+    prompt_draws: int = 0
     echo: bool = False
     n: int = 1
     best_of: int | None = None
@@ -183,9 +193,29 @@ class SamplingParams:
         if self.best_of is not None:
             fewest = f", and not below n={self.n}"
             require_int("best_of", self.best_of, self.n, MOST_CONTINUATIONS, fewest)
+        self._check_cells()
         self._check_tokens()
         if self.guide is not None and self.guided_json is not None:
             object.__setattr__(self, "guided_json", self.guide.text)  # nobody changes it later
+
+    def _check_cells(self) -> None:
+        """Check the fields of tokens whose log-probabilities the prompt's places have, too."""
+        require_int("prompt_draws", self.prompt_draws, 0, MOST_CELLS)
+        if not isinstance(self.prompt_targets, tuple):
+            raise GenerationError(
+                "prompt_targets is no tuple; give each place a tuple of token ids"
+            )
+        cells = 0
+        for place, row in enumerate(self.prompt_targets):
+            if not isinstance(row, tuple) or set(map(type, row)) - {int}:
+                raise GenerationError(f"prompt_targets[{place}]={shown(row)}; use token ids")
+            cells += len(row)
+        if cells > MOST_CELLS:
+            raise GenerationError(f"prompt_targets has {cells} ids; use at most {MOST_CELLS}")
+        if (self.prompt_targets or self.prompt_draws) and self.prompt_logprobs is None:
+            raise GenerationError(
+                "prompt_targets and prompt_draws are of prompt_logprobs; give that, too: 0 does"
+            )
 
     def _check_tokens(self) -> None:
         """Check the fields that name tokens."""
@@ -235,6 +265,7 @@ class SamplingParams:
         yield "logit_bias", tuple(self.logit_bias)
         yield "allowed_token_ids", self.allowed_token_ids or ()
         words = [word for word in self.bad_words if isinstance(word, tuple)]
+        yield "prompt_targets", [token for row in self.prompt_targets for token in row]
         yield "bad_words", [token for word in words for token in word]
 
     @classmethod
@@ -261,6 +292,9 @@ class SamplingParams:
         if isinstance(mine.get("bad_words"), tuple):
             words = mine["bad_words"]
             mine["bad_words"] = tuple(tuple(w) if isinstance(w, list) else w for w in words)
+        if isinstance(mine.get("prompt_targets"), tuple):
+            rows = mine["prompt_targets"]
+            mine["prompt_targets"] = tuple(tuple(r) if isinstance(r, list) else r for r in rows)
         if isinstance(mine.get("logit_bias"), Mapping):
             mine["logit_bias"] = {_token(key): v for key, v in mine["logit_bias"].items()}
         if type(mine.get("seed")) is int and not isinstance(options["seed"], list):
@@ -300,7 +334,10 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
-_LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "guided_choice")
+_LISTS = (
+    *("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "guided_choice"),
+    "prompt_targets",
+)
 _WHOLE = (*_LISTS, "n", "best_of")
 """Fields that are not given for each prompt."""
 

@@ -124,4 +124,7 @@ def attention(flat: FlatGraph, node: Node) -> FlatValue:
 
 def experts(flat: FlatGraph, node: Node) -> FlatValue:
     inputs = [flat.tensor(a) for a in node.args]
+    count, rows, hidden = flat.builder.types[inputs[3].name].features
+    # Gate and up are cut alike over ranks, as rows of a dim of their own.
+    flat.builder.see(inputs[3].name, count, 2, rows // 2, hidden)
     return inputs[0].named(flat.add("experts", *(x.name for x in inputs)))

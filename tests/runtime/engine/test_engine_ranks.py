@@ -164,3 +164,39 @@ def test_logprobs_continuations_and_embeddings_over_ranks(changes: dict[str, Any
         assert tokens == one[0]
         torch.testing.assert_close(values, one[1], rtol=0, atol=1e-5)
         torch.testing.assert_close(states, one[2], rtol=1e-5, atol=1e-5)
+
+
+def test_a_decode_step_asks_for_no_time_and_gathers_logits_once() -> None:
+    """The first rank gets the others' parts of the logits, and tells tokens and time at once."""
+    rows, steps, name = 3, 4, "llama3"
+    program, config = make_program(name, 2), BY_NAME[name].config(2)
+
+    def decode(executor: Executor) -> tuple[list[Any], dict[str, int], dict[str, int]]:
+        engine = executor.engine(kv_cache_bytes=CACHE_BYTES)
+        for place in range(rows):
+            drawn = {"temperature": 1.0, "seed": 3} if place else {}
+            options: Any = {"max_new_tokens": 9, "ignore_eos": True, **drawn}
+            engine.submit(executor.request(SEQUENCES[place], USED[place], **options))
+        chunks = engine.step()
+        before = dict(executor.ranks.messages), dict(executor.ranks.moved_bytes)
+        for _ in range(steps):
+            chunks += engine.step()
+        now = executor.ranks.messages, executor.ranks.moved_bytes
+        sent = [{k: now[i][k] - before[i][k] for k in now[i]} for i in range(2)]
+        return [(one.index, one.token_id) for one in chunks], *sent
+
+    expected, _, _ = decode(make_executor(make_program(name, 1), name))
+    part = rows * config["vocab_size"] // 2 * 4
+    assert len(expected) == rows * (steps + 1)
+    found = run_ranks(2, lambda ranks: decode(make_executor(program, name, ranks)))
+    for rank, (chunks, messages, sent) in enumerate(found):
+        assert chunks == expected
+        # Two sums a layer and the embedding's; before there were six more messages a step: the
+        # time five times, and the tokens; and each rank sent its part of the logits to all.
+        sums = 2 * config["num_hidden_layers"] + 1
+        of_layers = {"all_gather": messages["all_gather"], "all_reduce": messages["all_reduce"]}
+        counts = {"gather": steps, "broadcast": steps, "reduce_scatter": 0}
+        assert messages == of_layers | counts
+        assert messages["all_reduce"] == sums * steps
+        assert sent["gather"] == (part * steps if rank else 0)
+        assert sent["broadcast"] == (0 if rank else (rows + 1) * 8 * steps)

@@ -186,7 +186,7 @@ def test_what_ends_a_timeout_is_not_its_name(executor: Executor) -> None:
         engine.step()
     engine.submit(executor.request([1, 2], max_new_tokens=100, **fields))
     now_s = engine.clock.now_s() + 1.0
-    engine.clock.now_s = lambda: now_s  # type: ignore[method-assign]
+    engine.clock.now_s = lambda first_ns=None: now_s  # type: ignore[method-assign]
     ends = []
     while not engine.is_idle:
         ends += [chunk.completion for chunk in engine.step() if chunk.completion is not None]

@@ -283,6 +283,46 @@ def test_nan_in_a_prompt_fails_that_request_alone() -> None:
     assert engine.is_idle
 
 
+def test_further_tokens_of_a_prompt_in_chunks_have_their_places() -> None:
+    executor = shared()
+    engine = make_engine(executor, 64, Limits(tokens=16, least_chunk=3))
+    first, second = prompts((21, 18))
+    ragged = [[first[place], 7][: place % 3] for place in range(1, len(first))]
+    asked: list[dict[str, Any]] = [
+        {"prompt_targets": ragged, "prompt_logprobs": 1},
+        {"prompt_draws": 2, "prompt_logprobs": 0, "temperature": 0.9, "seed": 3},
+        {"prompt_draws": 1, "prompt_logprobs": 1},
+    ]
+    for prompt, fields in zip((first, second, second), asked, strict=True):
+        engine.submit(executor.request(prompt, max_new_tokens=0, **fields))
+    done: dict[int, Completion] = {}
+    while not engine.is_idle:
+        for chunk in engine.step():
+            if chunk.completion is not None:
+                done[chunk.index] = chunk.completion
+    logprobs = [executor.logits([one])[0].float().log_softmax(-1) for one in (first, second)]
+    targeted, drawn, greedy = ((done[i].prompt_logprobs or ())[1:] for i in range(3))
+    for place, (one, ids) in enumerate(zip(targeted, ragged, strict=True)):
+        assert one is not None
+        assert [token for token, _ in one.top[1:]] == ids
+        for token, found in one.top[1:]:
+            assert found == pytest.approx(logprobs[0][place, token].item(), abs=1e-4)
+    for place, (one, best) in enumerate(zip(drawn, greedy, strict=True)):
+        assert one is not None
+        assert best is not None
+        assert len(one.top) == 2
+        for token, found in one.top:
+            assert found == pytest.approx(logprobs[1][place, token].item(), abs=1e-4)
+        assert best.top[0] == best.top[1]
+    for fields, said in (
+        ({"prompt_targets": [[1]] * 3, "prompt_logprobs": 0}, "3 rows"),
+        ({"prompt_targets": [[1]] * 20}, "give that, too"),
+        ({"prompt_draws": 2**17, "prompt_logprobs": 0}, "262144"),
+    ):
+        with pytest.raises(GenerationError, match=said):
+            executor.request(first, **fields)
+
+
 def test_a_simulated_device_has_none() -> None:
     device = SimulatedDevice(None, None)  # type: ignore[arg-type]
     for fields in ({"logprobs": 0}, {"prompt_logprobs": 0}):

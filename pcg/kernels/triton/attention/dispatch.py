@@ -14,6 +14,7 @@ from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.torch.attention_math import Scores, Scoring
 from pcg.kernels.triton.attention.cache_rows import CacheRows, KvRows, append
 from pcg.kernels.triton.attention.library_attention import (
+    WHOLE,
     attend_prompts,
     attend_whole,
     attend_whole_backward,
@@ -49,8 +50,8 @@ def attention(
             assert batch.rows is not None
             append(k, v, batch.rows, kv)
     scoring, group = Scoring(**scores), q.shape[1] // kv.keys.heads
-    if library == "flash_attn" and not kv.keys.paged:
-        return attend_whole(batch, q, kv.keys.base, kv.values.base, scoring)
+    if library in WHOLE and not kv.keys.paged:
+        return attend_whole(library, batch, q, kv.keys.base, kv.values.base, scoring)
     if library == "flashinfer" and takes_prompts(batch, kv):
         if len(batch.longer_spans) < len(batch.spans):
             singles = _work(batch, group, backward=False, has_prompts=False)
@@ -78,9 +79,9 @@ def attention_backward(
     if not _has_kernels(batch, q, dout.shape[-1]):
         return torch_ops.attention_backward(batch, dout, out, lse, q, k, v, **scores)
     kv, scoring = _seen(batch, k, v), Scoring(**scores)
-    if library == "flash_attn" and not kv.keys.paged:
+    if library in WHOLE and not kv.keys.paged:
         saved = (dout, out, lse, q, kv.keys.base, kv.values.base)
-        return attend_whole_backward(batch, *saved, scoring=scoring)
+        return attend_whole_backward(library, batch, *saved, scoring=scoring)
     work = _work(batch, q.shape[1] // kv.keys.heads, backward=True)
     return paged_attention_backward(dout, out, lse, q, kv, work, scoring, batch.gradients)
 

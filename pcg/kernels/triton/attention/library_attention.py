@@ -4,7 +4,8 @@ Each is imported when it is first called, through its public module, and given w
 is: FlashInfer the cache's pages and block tables, flash-attention the batch's tokens.
 
 Shapes: T tokens, H heads, K KV heads, D head size, n sequences.
-Source: flashinfer.BatchPrefillWithPagedKVCacheWrapper; flash_attn.flash_attn_interface.
+Source: flashinfer.BatchPrefillWithPagedKVCacheWrapper; flash_attn.flash_attn_interface, and
+flash-attention's hopper/flash_attn_interface.py.
 """
 
 from __future__ import annotations
@@ -122,11 +123,21 @@ def _rows(spans: Sequence[Span], device: torch.device) -> slice | Tensor:
 # ---------------------------------------------------------------------------------- training
 
 
+WHOLE = ("flash_attn", "flash_attn_3")
+"""Libraries that train on whole sequences."""
+
+
 def attend_whole(
-    batch: ProgramBatch, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring
+    name: str, batch: ProgramBatch, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
-    """out [T, H, D] and lse [T, H] of whole sequences, by flash-attention."""
+    """out [T, H, D] and lse [T, H] of whole sequences, by a library of `WHOLE`."""
     ends = ends_of(batch, batch.spans, cached=False)
+    if name == "flash_attn_3":
+        library = importlib.import_module("flash_attn_interface")
+        out, lse, *_ = library._flash_attn_forward(
+            q, k, v, **_ends(ends), softmax_scale=scoring.scale, causal=True, **_window(scoring)
+        )
+        return out, lse.transpose(0, 1)
     library = importlib.import_module("flash_attn.flash_attn_interface")
     out, lse, *_ = library._flash_attn_varlen_forward(
         q, k, v, *ends, 0.0, scoring.scale, True, **_window(scoring)
@@ -135,12 +146,20 @@ def attend_whole(
 
 
 def attend_whole_backward(
-    batch: ProgramBatch, *saved: Tensor, scoring: Scoring
+    name: str, batch: ProgramBatch, *saved: Tensor, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of `attend_whole`, from dout, out, lse, q, k and v."""
     dout, out, lse, q, k, v = saved
     ends = ends_of(batch, batch.spans, cached=False)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if name == "flash_attn_3":
+        library = importlib.import_module("flash_attn_interface")
+        library._flash_attn_backward(
+            dout, q, k, v, out, lse.transpose(0, 1).contiguous(), **_ends(ends), dq=dq, dk=dk,
+            dv=dv, softmax_scale=scoring.scale, is_causal=True, **_window(scoring),
+            deterministic=True,
+        )  # fmt: skip
+        return dq, dk, dv
     library = importlib.import_module("flash_attn.flash_attn_interface")
     library._flash_attn_varlen_backward(
         dout, q, k, v, out, lse.transpose(0, 1).contiguous(), dq, dk, dv, *ends, 0.0,
@@ -148,6 +167,12 @@ def attend_whole_backward(
         deterministic=True,
     )  # fmt: skip
     return dq, dk, dv
+
+
+def _ends(ends: Sequence[Any]) -> dict[str, Any]:
+    """The ends of sequences and the longest one, by the names that flash-attention 3 has."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    return dict(zip(names, ends, strict=True))
 
 
 def _window(scoring: Scoring) -> dict[str, int]:

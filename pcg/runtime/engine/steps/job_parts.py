@@ -55,7 +55,7 @@ class JobParts:
     def run(self, device: Device, sharing: Sharing, step: Step, started_s: float) -> None:
         """Run parts before the forward of what the step serves, if it does."""
         ahead_s = step.ahead_s() if step.is_served else 0.0
-        step.elapsed_s = self._clock.now_s() - started_s
+        step.elapsed_s = self._clock.latest_s() - started_s
         if self.guests is not None:
             self.guests.run(step, ahead_s)
         while not step.is_over and (group := self._jobs.next_group(sharing, step, ahead_s)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import cast
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from pcg.kernels.uploads import uploaded_list
-from pcg.parallel.ranks.group import broadcast_from_first
 from pcg.runtime.guided.grammars import Grammars
 from pcg.runtime.model.latest_tokens import LatestTokens
 from pcg.runtime.model.runner import ModelRunner
@@ -32,6 +32,8 @@ class TokenChoice:
 
     def begin_masks(self, sequences: List[Sequence]) -> None:
         """Begin to make the masks of those that have guides, and of their followers."""
+        if self.runner.ranks.rank:
+            return  # the first chooses
         every = (each for one in sequences for each in (one, *one.followers))
         guided = [each.grammar for each in every if each.grammar is not None]
         if guided:
@@ -58,10 +60,10 @@ class TokenChoice:
     def _chosen(
         self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None
     ) -> DrawnTokens:
-        tokens = self._tokens(sequences, logits, likeliest)
+        tokens, first_ns = self._tokens(sequences, logits, likeliest)
         asking = [row for row, one in enumerate(sequences) if one.likeliest is not None]
         if not asking:
-            return DrawnTokens(sequences, tokens)
+            return DrawnTokens(sequences, tokens, first_ns=first_ns)
         most = max(sequences[row].likeliest or 0 for row in asking)
         drawn = tokens
         if len(asking) < len(sequences):
@@ -69,16 +71,30 @@ class TokenChoice:
             logits, drawn = logits[rows], tokens[rows]
         samplers = _samplers([sequences[row] for row in asking])
         logits = scored(logits, samplers, self.runner.drawing)
-        return DrawnTokens(sequences, tokens, logprobs_of(logits, drawn, most))
+        return DrawnTokens(sequences, tokens, logprobs_of(logits, drawn, most), first_ns)
 
     def _tokens(
         self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the tokens, and over ranks the first one's time, which comes with them.
+
+        The first rank chooses for all, as it alone may have the logits.
+        """
+        ranks = self.runner.ranks
+        if ranks.rank:
+            told = torch.empty(len(sequences) + 1, dtype=torch.int64, device=self.device)
+            told = ranks.broadcast(told)
+            return told[:-1], told[-1:]
         samplers = _samplers(sequences)
         if likeliest is not None and all(s.is_plain and s.is_greedy for s in samplers):
-            return only_finite(logits, likeliest)
-        found = sample(logits, samplers, self.runner.drawing)
-        return broadcast_from_first(self.runner.ranks, found)
+            found = only_finite(logits, likeliest)
+        else:
+            found = sample(logits, samplers, self.runner.drawing)
+        if ranks.size == 1:
+            return found, None
+        told_here = [*found.tolist(), time.monotonic_ns()]
+        told = ranks.broadcast(torch.tensor(told_here, device=self.device))
+        return told[:-1], told[-1:]
 
 
 def _samplers(sequences: List[Sequence]) -> List[Sampler]:

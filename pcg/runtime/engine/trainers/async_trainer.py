@@ -94,7 +94,9 @@ class AsyncTrainer:
         def create(_: TrainedAdapter | None) -> Stages[None]:
             self._trained = yield Aside(make, compiles=True)
 
-        self.created: TrainerCall[None] = self._submit("its making", create)
+        # It is there before the engine's thread, which looks for it, has it.
+        self.created: TrainerCall[None] = self._call("its making", create)
+        self._submit(self.created)
 
     # ------------------------------------------------------------------------------- for any thread
 
@@ -137,7 +139,7 @@ class AsyncTrainer:
             assert trained is not None
             return command.stages(trained)
 
-        return self._submit(type(command).__name__, begin)
+        return self._submit(self._call(type(command).__name__, begin))
 
     def close(self) -> Future[None]:
         """Cancel what waits or runs, and free all; versions that it published are served on."""
@@ -149,11 +151,13 @@ class AsyncTrainer:
         if error is not None and not isinstance(error, EngineError):  # which freed all already
             raise error
 
-    def _submit(
+    def _call(
         self, what: str, begin: Callable[[TrainedAdapter | None], Stages[Result]]
     ) -> TrainerCall[Result]:
+        return TrainerCall(f"trainer {self.name!r}: {what}", begin, self._cancel)
+
+    def _submit(self, call: TrainerCall[Result]) -> TrainerCall[Result]:
         self._thread.check_open()
-        call = TrainerCall(f"trainer {self.name!r}: {what}", begin, self._cancel)
         with self._lock:
             if self._is_closed:
                 raise FinetuneError(f"trainer {self.name!r} was closed; make another one")

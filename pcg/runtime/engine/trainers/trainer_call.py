@@ -40,6 +40,11 @@ class TrainerCall(Generic[Result]):
     def is_over(self) -> bool:
         return self._done.done()
 
+    @property
+    def future(self) -> Future[Result]:
+        """The result as a future, whose end other threads can be told of."""
+        return self._done
+
     def wait(self, timeout_s: float | None = None) -> Result:
         """Wait for the result in a thread. TimeoutError: it is not there after so long."""
         return self._done.result(timeout_s)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.training.trainer.trained_adapter import TrainedAdapter
 from tests.support.step_gate import StepGate
-from tests.support.trainer_data import LORA, data, pair, parameters, put, sampled
+from tests.support.trainer_data import LORA, data, pair, parameters, put_alone, sampled
 from tests.support.waiting import until
 
 ROWS = sampled((7, 4, 12, 5, 20, 6))
@@ -33,12 +32,9 @@ def models() -> tuple[Executor, Any]:
 
 
 @pytest.fixture
-def executor(models: tuple[Executor, Any]) -> Iterator[Executor]:
-    executor, wrapped = models
-    for name in executor.adapters:
-        executor.remove_adapter(name)
-    put(executor, wrapped, "a")
-    return executor
+def executor(models: tuple[Executor, Any]) -> Executor:
+    put_alone(*models)
+    return models[0]
 
 
 def start(executor: Executor, **options: Any) -> AsyncEngine:
