@@ -10,8 +10,9 @@ TORCH := torch>=2.11,<2.14
 GPU_VERSIONS := torch==2.11.0 triton==3.6.0 transformers==5.17.0 peft bitsandbytes jinja2 matplotlib \
 	networkx numpy regex rich safetensors sympy tokenizers typer hypothesis pytest pytest-timeout pytest-xdist
 GPU_TESTS := tests/kernels tests/codegen tests/families tests/runtime/adapters tests/runtime/model \
-	tests/test_gpu_benchmark.py
-CLIENTS := guidellm instructor langchain litellm litellm-proxy lm-eval schemathesis
+	tests/runtime/training/recorded tests/test_gpu_benchmark.py --ignore tests/codegen/test_emitted_programs.py
+COOKBOOK := tinker-cookbook==0.6.1
+CLIENTS := grader-metrics guidellm instructor langchain litellm litellm-proxy lm-eval schemathesis trl
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # The first of these that is Python 3.11 or newer; `make setup PYTHON=…` overrides.
@@ -20,11 +21,11 @@ PYTHON ?= $(shell for name in python3.13 python3.12 python3.11 python3; do \
 	&& { echo "$$name"; break; }; done)
 
 # One thread a process: the tests run in $(JOBS) processes, and timings want no noise.
-test test-clients test-gpu-versions bench: export OMP_NUM_THREADS := 1
-test test-clients test-gpu-versions: export TOKENIZERS_PARALLELISM := false
+test test-clients test-cookbook test-trl test-gpu-versions bench: export OMP_NUM_THREADS := 1
+test test-clients test-cookbook test-trl test-gpu-versions: export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve-demo test test-clients test-gpu-versions lint check bench clean
+.PHONY: help setup demo serve-demo test test-clients test-cookbook test-trl test-gpu-versions lint check bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +59,9 @@ test: $(STAMP) ## run the tests; neither GPU nor network is needed
 test-clients: $(STAMP) $(CLIENTS:%=.venv-clients/%/.installed) ## other people's clients against `pcg serve`
 	$(BIN)/python -m pytest -m slow tests/clients $(ARGS)
 
+test-trl: $(STAMP) .venv-clients/trl/.installed ## TRL's AsyncGRPO with `pcg serve` as its sampler
+	$(BIN)/python -m pytest -m slow tests/clients/test_trl.py $(ARGS)
+
 test-gpu-versions: .venv-gpu-versions/.installed ## tests under the versions of a GPU's image, on the CPU
 	PYTHONPATH=. .venv-gpu-versions/bin/python -m pytest -n $(JOBS) --dist worksteal $(GPU_TESTS) $(ARGS)
 
@@ -65,6 +69,10 @@ test-gpu-versions: .venv-gpu-versions/.installed ## tests under the versions of 
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet $(GPU_VERSIONS)
 	@touch $@
+
+test-cookbook: $(STAMP) .venv-clients/cookbook/.installed ## tinker-cookbook's trainers against `pcg serve`
+	.venv-clients/cookbook/bin/python -m pip install --quiet --no-deps "$(COOKBOOK)"
+	$(BIN)/python -m pytest -m slow tests/clients/test_cookbook.py $(ARGS)
 
 # Each by itself, as their requirements exclude each other's; pip 25.1 is the first with groups.
 .venv-clients/%/.installed: pyproject.toml
