@@ -45,7 +45,8 @@ from pcg.options import PlanOptions
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.layer_costs import DeviceCosts
 from pcg.parallel.parallel_plan import ParallelPlan
-from pcg.parallel.ranks.group import Ranks, join_group
+from pcg.parallel.ranks.group import Ranks
+from pcg.parallel.ranks.join import join_group
 from pcg.parallel.ranks.launch import launch
 from pcg.parallel.search import Search, SearchResult
 from pcg.parallel.sharder import shard

@@ -26,7 +26,8 @@ from pcg.options import Backend, CompileOptions, dtype_name
 from pcg.parallel.costs.catalog import costs_name, own_sheet
 from pcg.parallel.costs.kept_profiles import own_profile
 from pcg.parallel.ranks.agreement import agreed, check_same
-from pcg.parallel.ranks.group import Ranks, check_started, join_group, own_device, started_ranks
+from pcg.parallel.ranks.join import check_started, join_mesh, own_device, sizes_of, started_ranks
+from pcg.parallel.ranks.mesh import MeshSizes, RankMesh
 from pcg.parallel.ranks.same_program import check_same_program
 from pcg.passes.pipeline import pipeline
 from pcg.passes.placement.call_pieces import CallPieces
@@ -136,6 +137,9 @@ class CompileArguments(CompileOptions):
             these, or the directory of an adapter}; named adapters are added to the executor.
         tp: tensor-parallel degree. Above 1, this is one of so many processes, as torchrun starts
             them, and all of them make the same calls.
+        dp: data-parallel degree: so many times `tp` processes, of which each group of `tp` takes
+            some sequences of every finetuning step. By default the number of processes over `tp`,
+            if `tp` is above 1.
         device: the device of the weights; the GPU where there is one, else the CPU. Over ranks
             "cuda" is a GPU of each one's own, and a GPU that two of them name is refused.
         verify: compare the logits of a few tokens with those of a model given in memory; by
@@ -145,6 +149,7 @@ class CompileArguments(CompileOptions):
 
     model: Any
     peft: object = None
+    dp: int | None = field(default=None, kw_only=True)
     device: str | torch.device | None = field(default=None, kw_only=True)
     verify: bool | None = field(default=None, kw_only=True)
     rank_timeout_s: float | None = field(default=None, kw_only=True)
@@ -161,17 +166,20 @@ def compile(given: CompileArguments) -> Executor:
         PcgError: what cannot be read, traced, attached or loaded is named.
     """
     device, module = given.device, given.model
-    if given.tp > 1:
+    sizes = sizes_of(given.tp, given.dp)
+    if sizes.world > 1:
         if started_ranks() == 1:
-            check_started(given.tp)
+            check_started(sizes)
         # A rank's own GPU comes first: torch's current one is the same on all of them.
         device = own_device(machine_device(device))
-        costs = _own_sheet(device, given.tp) if given.costs is None else given.costs
-    ranks = join_group(given.tp, machine_device(device), given.rank_timeout_s)
-    options = given
+    costs = given.costs
+    if given.tp > 1 and costs is None:
+        costs = _own_sheet(machine_device(device), given.tp)
+    mesh = join_mesh(sizes, machine_device(device), given.rank_timeout_s)
+    ranks, options = mesh.world, given
     if given.tp > 1:
         check_same(ranks, "compile", {"costs": "given" if costs else "measured"})
-        costs = costs or own_profile(ranks, given.dtype, source_of(given.model)[0].config)
+        costs = costs or own_profile(mesh.tp, given.dtype, source_of(given.model)[0].config)
         options = dataclasses.replace(given, costs=costs)
 
     def compiled_here(
@@ -187,7 +195,7 @@ def compile(given: CompileArguments) -> Executor:
             return source, program, Checkpoint.open(source, program.base_prefix)
 
         source, program, checkpoint = agreed(ranks, "compile", read)
-        return make_executor(program, checkpoint, given.peft, source.directory, device, ranks)
+        return make_executor(program, checkpoint, given.peft, source.directory, device, mesh)
     count = sum(parameter.numel() for parameter in module.parameters())
     verified = count <= VERIFIED_PARAMETERS if given.verify is None else given.verify
 
@@ -199,7 +207,7 @@ def compile(given: CompileArguments) -> Executor:
 
         program = agreed(ranks, "compile", trace_here)
         weights = StateDictCheckpoint(module.state_dict(keep_vars=True), program.base_prefix)
-        executor = make_executor(program, weights, given.peft, None, device, ranks)
+        executor = make_executor(program, weights, given.peft, None, device, mesh)
         if verified:
             check_logits(executor, module)
         return executor
@@ -252,6 +260,7 @@ def load(
     device: str | torch.device | None = None,
     *,
     trust_edits: bool = False,
+    dp: int | None = None,
     rank_timeout_s: float | None = None,
 ) -> Executor:
     """Load a compiled folder and its weights: an executor that generates and finetunes.
@@ -262,7 +271,7 @@ def load(
             default.
         device: the device of the weights; the GPU where there is one, else the CPU.
         trust_edits: accept emitted source that was edited.
-        rank_timeout_s: as in `compile`.
+        dp, rank_timeout_s: as in `compile`.
     Raises:
         PcgError: the folder or the weights are missing, damaged, or of another model.
     """
@@ -296,8 +305,8 @@ def load(
     has_tokenizer = (folder / "tokenizer.json").exists()
     tokenizer_directory = folder if has_tokenizer else source.directory
     device = own_device(machine_device(device))
-    ranks = join_group(program.options.tp, device, rank_timeout_s)
-    return make_executor(program, checkpoint, None, tokenizer_directory, device, ranks)
+    mesh = join_mesh(sizes_of(program.options.tp, dp), device, rank_timeout_s)
+    return make_executor(program, checkpoint, None, tokenizer_directory, device, mesh)
 
 
 _NEUTRAL_FIELDS = (
@@ -344,7 +353,7 @@ def make_executor(
     peft: object,
     directory: Path | None,
     device: str | torch.device | None = None,
-    ranks: Ranks | None = None,
+    mesh: RankMesh | None = None,
     place: CallPieces | None = None,
 ) -> Executor:
     """An executor of a program with weights.
@@ -354,16 +363,17 @@ def make_executor(
         peft: the adapters to add, by name; anything else adds none.
         directory: the directory of the tokenizer; None for none.
         device: the device of the weights; the GPU where there is one, else the CPU.
-        ranks: the group that runs it; that of the processes that torchrun started by default.
+        mesh: the ranks that run it; the processes that torchrun started by default.
         place: as `compile_program` was given it.
     """
     from pcg.runtime.executor import Executor
     from pcg.runtime.model.state import ModelState
 
     device = machine_device(device)
-    if ranks is None:
+    if mesh is None:
         device = own_device(device)
-        ranks = join_group(program.options.tp, device)
+        mesh = join_mesh(MeshSizes(tp=program.options.tp), device)
+    ranks = mesh.world
     check_same_program(ranks, program)
 
     def check() -> None:
@@ -382,7 +392,7 @@ def make_executor(
     )
     eos_ids = _eos_ids(program, tokenizer)
     executor = Executor(
-        ModelState(program, weights, BaseSpecialiser(place), tokenizer, eos_ids, device, ranks)
+        ModelState(program, weights, BaseSpecialiser(place), tokenizer, eos_ids, device, mesh)
     )
     if isinstance(peft, Mapping) and not is_recipe(peft):
         for name, value in peft.items():

@@ -68,7 +68,8 @@ class Executor:
 
     @property
     def ranks(self) -> Ranks:
-        return self.state.ranks
+        """All ranks, of which this process is one."""
+        return self.state.world
 
     @property
     def device(self) -> torch.device:
@@ -223,7 +224,13 @@ class Executor:
 
         Raises:
             EngineError: one runs on a thread already.
+            UnsupportedError: there are replicas, which take parts of finetuning steps alone.
         """
+        if self.state.mesh.sizes.dp > 1:
+            raise UnsupportedError(
+                f"an engine over {self.state.mesh.sizes}: replicas take parts of finetuning steps "
+                "alone; serve by one engine for each, in processes of its own"
+            )
         self.state.check_no_engine("a second engine", "close the first one, or use that")
         return Engine(self.state, given)
 
@@ -393,7 +400,7 @@ class Executor:
         self.state.check_no_engine("a training runner", "close it first")
         check_call(self.ranks, f"training_runner({name!r})")
         adapter = self.state.adapter(name)
-        here = self.device.type if self.ranks.size == 1 else "cpu"
+        here = self.device.type if self.state.ranks.size == 1 else "cpu"
         if any(tensor.device.type != here for tensor in adapter.tensors):
             adapter = self.state.put_adapter(self.state.for_training(adapter))
         return training_runner(self.state, adapter)

@@ -41,7 +41,7 @@ from tests.support.ranked import (
     make_executor,
     make_program,
 )
-from tests.support.threads import ThreadRanks, run_ranks
+from tests.support.threads import ThreadRanks, run_ranks, tp_mesh
 
 bf16.install()
 FAMILIES = ("llama3", "qwen2", "opt", "gpt2", "falcon-7b", "gemma2")
@@ -122,7 +122,7 @@ def test_a_rank_reads_its_slices_alone(tmp_path: Path) -> None:
 
     def read(ranks: ThreadRanks) -> tuple[int, int]:
         weights = Checkpoint.open(source, program.base_prefix)
-        compiler.make_executor(program, weights, None, None, "cpu", ranks)
+        compiler.make_executor(program, weights, None, None, "cpu", tp_mesh(ranks))
         return weights.read_bytes, len(weights.unused())
 
     sizes = {name: tensor.nbytes for name, tensor in model.state_dict().items()}

@@ -19,8 +19,9 @@ from pcg.errors import (
     PcgError,
     RankLostError,
 )
-from pcg.parallel.ranks import group
-from pcg.parallel.ranks.group import ProcessRanks, check_own_gpu, run_on_first
+from pcg.parallel.ranks import join
+from pcg.parallel.ranks.group import ProcessRanks, run_on_first
+from pcg.parallel.ranks.join import check_own_gpu
 from pcg.parallel.ranks.rank_errors import RankError, read_errors
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.executor import Executor
@@ -227,13 +228,13 @@ def test_the_time_that_ranks_wait_is_an_option(monkeypatch: pytest.MonkeyPatch) 
         given.append(timeout.total_seconds())
         raise Asked
 
-    monkeypatch.setattr(group, "rendezvous", asked)
+    monkeypatch.setattr(join, "rendezvous", asked)
     for name, value in {"RANK": 1, "WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     for asked_for in ({}, {"rank_timeout_s": 7.5}):
         with pytest.raises(Asked):
             compiler.compile({}, tp=2, device="cpu", **asked_for)
-    assert given == [group.TIMEOUT_S, 7.5]
+    assert given == [join.TIMEOUT_S, 7.5]
     for wrong in (0, -1, float("nan"), "7", True):
         with pytest.raises(ParallelError, match=r"rank_timeout_s=.*; use seconds above 0"):
             compiler.compile({}, tp=2, device="cpu", rank_timeout_s=wrong)

@@ -14,7 +14,7 @@ import torch
 
 import pcg
 import pcg.compiler as compiler
-from pcg.parallel.ranks.group import SINGLE_RANK
+from pcg.parallel.ranks.mesh import SINGLE_MESH
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.module_weights import StateDictCheckpoint
@@ -72,7 +72,7 @@ def test_what_clients_compute_is_the_same(size: int) -> None:
             shards.follow()
             return shards.size_bytes
         weights = ShardedSource(source, shards)
-        executor = compiler.make_executor(program, weights, None, None, "cpu", SINGLE_RANK)
+        executor = compiler.make_executor(program, weights, None, None, "cpu", SINGLE_MESH)
         with shards.driving():
             base = RankedBase(executor, shards)
             assert base.digest == alone.digest  # so that a client may go on with either

@@ -15,7 +15,8 @@ import torch
 import pcg.compiler as compiler
 from pcg.errors import ParallelError, PcgError
 from pcg.ir.program.program import Program
-from pcg.parallel.ranks.group import Ranks, join_group
+from pcg.parallel.ranks.group import Ranks
+from pcg.parallel.ranks.join import join_group
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.limits import Limits

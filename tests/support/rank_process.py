@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from pcg.errors import FinetuneInterrupted
-from pcg.parallel.ranks.group import join_group
+from pcg.parallel.ranks.join import join_group
 from pcg.runtime.training.result import StepRecord
 
 DEGREE = 2

@@ -14,6 +14,7 @@ import pcg.compiler as compiler
 from pcg.explain import explain as explaining
 from pcg.ir.program.program import Program
 from pcg.parallel.ranks.group import Ranks
+from pcg.parallel.ranks.mesh import RankMesh
 from pcg.peft.adalora import AdaLoraConfig
 from pcg.peft.adapter import Adapter
 from pcg.peft.loha import LoHaConfig
@@ -28,7 +29,7 @@ from tests.support import oracle
 from tests.support.families import BY_NAME, Family
 from tests.support.measured_memory import BATCH, SEQ, measured
 from tests.support.prompts import prompts
-from tests.support.threads import run_ranks
+from tests.support.threads import run_ranks, tp_mesh
 
 LAYERS = 2
 SEQUENCES = prompts((13, 7, 9, 5))
@@ -57,12 +58,13 @@ def make_program(name: str, degree: int, **options: Any) -> Program:
     return compiler.compile_program(config, tp=degree, **options)
 
 
-def make_executor(program: Program, name: str, ranks: Ranks | None = None) -> Executor:
-    """An executor of random weights, whose adapters do something."""
+def make_executor(program: Program, name: str, ranks: Ranks | RankMesh | None = None) -> Executor:
+    """An executor of random weights, whose adapters do something, over `ranks` by shards."""
+    mesh = ranks if ranks is None or isinstance(ranks, RankMesh) else tp_mesh(ranks)
     state = oracle.random_model(BY_NAME[name].config(LAYERS)).state_dict()
     weights = StateDictCheckpoint(state, program.base_prefix)
     peft = {adapter: recipe_of_fields(fields) for adapter, fields in program.recipes.items()}
-    executor = compiler.make_executor(program, weights, peft, None, "cpu", ranks)
+    executor = compiler.make_executor(program, weights, peft, None, "cpu", mesh)
     for adapter in executor.adapters.values():
         fill(adapter.tensors)
         executor.refresh_adapter(adapter.name)

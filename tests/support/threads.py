@@ -6,12 +6,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from pcg.parallel.ranks.group import COLLECTIVES
+from pcg.parallel.ranks.group import COLLECTIVES, SINGLE_RANK, Ranks
+from pcg.parallel.ranks.mesh import AXES, MeshSizes, RankMesh, members
 
 
 class ThreadRanks:
@@ -76,20 +77,43 @@ class ThreadRanks:
         return partial(getattr(self, collective), x)
 
 
+def tp_mesh(ranks: Any) -> RankMesh:
+    """The mesh of a tensor-parallel group alone."""
+    return RankMesh(MeshSizes(tp=ranks.size), world=ranks, tp=ranks)
+
+
 def run_ranks(size: int, run: Callable[[ThreadRanks], Any]) -> list[Any]:
     """What `run` gives on each rank; an error on one ends all."""
-    barrier = threading.Barrier(size)
-    slots: list[Any] = [None] * size
+    return run_mesh(MeshSizes(tp=size), lambda mesh: run(cast("ThreadRanks", mesh.world)))
 
-    def one(rank: int) -> Any:
+
+def run_mesh(sizes: MeshSizes, run: Callable[[RankMesh], Any]) -> list[Any]:
+    """What `run` gives on each rank of a mesh; an error on one ends all."""
+    groups: dict[tuple[int, ...], tuple[threading.Barrier, list[Any]]] = {}
+    for axes in (*((axis,) for axis in AXES), ("dp", "cp"), AXES):
+        for numbers in members(sizes, axes):
+            room = (threading.Barrier(len(numbers)), [None] * len(numbers))
+            groups.setdefault(tuple(numbers), room)
+
+    def group(number: int, *axes: str) -> Ranks:
+        numbers = next(one for one in members(sizes, axes) if number in one)
+        if len(numbers) == 1:
+            return SINGLE_RANK
+        room = groups[tuple(numbers)]
+        return cast("Ranks", ThreadRanks(numbers.index(number), len(numbers), *room))
+
+    def one(number: int) -> Any:
+        own = {axis: group(number, axis) for axis in AXES}
+        world, data = group(number, *AXES), group(number, "dp", "cp")
         try:
-            return run(ThreadRanks(rank, size, barrier, slots))
+            return run(RankMesh(sizes, world=world, data=data, **own))
         except BaseException:
-            barrier.abort()
+            for barrier, _ in groups.values():
+                barrier.abort()
             raise
 
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(one, rank) for rank in range(size)]
+    with ThreadPoolExecutor(sizes.world) as pool:
+        futures = [pool.submit(one, number) for number in range(sizes.world)]
         errors = [e for future in futures if (e := future.exception()) is not None]
         for error in errors:
             if not isinstance(error, threading.BrokenBarrierError):

@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel group: processes that torchrun or `pcg run --tp` has started.
+"""The ranks of a group: processes that torchrun or `pcg run --tp` has started.
 
 Every rank runs the same calls in the same order. Bytes that a rank sends, by ring algorithms over n
 ranks: 2 (n - 1) / n of a tensor for an all-reduce, n - 1 times its part for an all-gather or a
@@ -7,30 +7,20 @@ reduce-scatter. A gather takes each rank's part to the first, which sends nothin
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
 import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.rendezvous import rendezvous
 
 from pcg.errors import ParallelError, RankLostError
 
-TIMEOUT_S = 300
-"""The longest time that a rank waits for the others, which may load their weights more slowly, if
-no other time is asked for."""
-MOST_TIMEOUT_S = 10**7
 ROLL_CALL_S = 2.0
 """The time that a rank waits to hear which others are still there, once one is gone."""
-AXIS = "tp"
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "gather", "broadcast")
 """The kinds of messages that ranks exchange."""
 
@@ -39,13 +29,13 @@ PendingCollective: TypeAlias = Callable[[], Any]
 
 
 class Ranks:
-    """A tensor-parallel group, as one of its ranks sees it; here the group of one rank.
+    """A group of ranks, as one of them sees it; here the group of one rank.
 
     Of several ranks, each method raises a RankLostError if another one is gone.
 
     Attributes:
-        rank: the number of this rank.
-        size: the number of ranks.
+        rank: the number of this rank in the group.
+        size: the number of ranks of the group.
         device: the device of the tensors that they exchange.
         moved_bytes: bytes that this rank has sent, by kind of collective.
         messages: number of messages that it has sent, by kind of collective.
@@ -99,15 +89,28 @@ class ProcessRanks(Ranks):
     """A group of processes, over a process group of torch: NCCL's for a GPU, else gloo's.
 
     In the store, where there is one, ranks leave word that they are there.
+
+    Args:
+        numbers: the numbers of its ranks among all of the job, by which errors name them.
+        total: the number of ranks of the job.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, store: Any = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        store: Any = None,
+        numbers: Sequence[int] | None = None,
+        total: int | None = None,
+    ) -> None:
         super().__init__()
         self.rank = group.rank()
         self.size = group.size()
         self.device = device
         self._group = group
         self._store = store
+        self._numbers = range(self.size) if numbers is None else numbers
+        self._total = self.size if total is None else total
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return cast("Tensor", self._begin("all_reduce", x, False)())
@@ -177,20 +180,21 @@ class ProcessRanks(Ranks):
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
             raise RankLostError(
-                f"{self._lost()} of {self.size} ended, or waits for something else, while rank "
-                f"{self.rank} was in {what} with it; its own message says why. All ranks have to "
-                f"start again ({reason})"
+                f"{self._lost()} of {self._total} ended, or waits for something else, while rank "
+                f"{self._numbers[self.rank]} was in {what} with it; its own message says why. All "
+                f"ranks have to start again ({reason})"
             ) from error
 
     def _lost(self) -> str:
         """Names of the ranks that do not answer, or of all others where that cannot be told."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
+        own = self._numbers[self.rank]
+        others = [rank for rank in self._numbers if rank != own]
         missing, is_told = others, False
         # The store is gone where the rank that kept it is; a user's own group gives none.
         with contextlib.suppress(RuntimeError):
             if self._store is not None:
                 word = "pcg/still-there/{}".format
-                self._store.set(word(self.rank), "here")
+                self._store.set(word(own), "here")
                 end = time.monotonic() + ROLL_CALL_S
                 while missing and time.monotonic() < end:
                     missing = [rank for rank in missing if not self._store.check([word(rank)])]
@@ -201,150 +205,6 @@ class ProcessRanks(Ranks):
         if len(names) == 1:
             return f"rank {listed}"
         return f"ranks {listed}" if is_told else f"one of the ranks {listed}"
-
-
-def join_group(degree: int, device: torch.device, timeout_s: float | None = None) -> Ranks:
-    """Join the group of so many ranks, of which this process, with its device, is one.
-
-    Args:
-        timeout_s: the longest time that a rank waits for the others; `TIMEOUT_S` by default.
-    Raises:
-        ParallelError: this process is not one of so many, or another one has its GPU; or the time
-            is none.
-    """
-    _check_timeout(degree, timeout_s)
-    if degree == 1:
-        return SINGLE_RANK
-    timeout = timedelta(seconds=TIMEOUT_S if timeout_s is None else timeout_s)
-    store: Any = None
-    if not dist.is_initialized():
-        if started_ranks() == 1:
-            check_started(degree)
-        store, rank, size = next(rendezvous("env://", timeout=timeout))
-        _check_alike(store, rank, size, f"tp={degree} on {device.type}")
-        if device.type == "cuda":
-            uuid = str(torch.cuda.get_device_properties(device).uuid)
-            check_own_gpu(store, rank, size, uuid)
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=store,
-            rank=rank,
-            world_size=size,
-            timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
-        )
-        atexit.register(_leave)
-    if dist.get_world_size() != degree:
-        raise ParallelError(_not_so_many(degree, dist.get_world_size()))
-    if store is None and timeout_s is not None:  # the group that is there may have another time
-        group = dist.new_group(timeout=timeout)
-    else:
-        group = init_device_mesh(device.type, (degree,), mesh_dim_names=(AXIS,)).get_group(AXIS)
-    return ProcessRanks(group, device, store)
-
-
-def _check_timeout(degree: int, timeout_s: float | None) -> None:
-    if timeout_s is None:
-        return
-    if degree == 1:
-        raise ParallelError(
-            f"rank_timeout_s={timeout_s!r} has no effect with tp=1, which waits for no other rank; "
-            "give tp=2 or more (--tp 2), or leave it out"
-        )
-    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    if not is_number or not 0 < timeout_s <= MOST_TIMEOUT_S:
-        raise ParallelError(
-            f"rank_timeout_s={timeout_s!r}; use seconds above 0, up to {MOST_TIMEOUT_S}"
-        )
-
-
-def check_started(degree: int) -> None:
-    """Raise a ParallelError in a process that is not one of so many ranks."""
-    size = dist.get_world_size() if dist.is_initialized() else started_ranks()
-    if size != degree:
-        raise ParallelError(_not_so_many(degree, size))
-
-
-def _check_alike(store: Any, rank: int, size: int, own: str) -> None:
-    """Refuse a group whose ranks want another size or kind of device, on every rank.
-
-    Raises:
-        ParallelError: says what each of them wants.
-    """
-    store.set(f"pcg/asked/{rank}", own)
-    asked = [store.get(f"pcg/asked/{other}").decode() for other in range(size)]
-    if len(set(asked)) > 1:
-        store.set(f"pcg/heard/{rank}", "all")
-        with contextlib.suppress(RuntimeError):  # the rank that keeps the store ends last
-            heard = [f"pcg/heard/{other}" for other in range(size)]
-            store.wait(heard, timedelta(seconds=ROLL_CALL_S))
-        each = ", ".join(f"rank {other} {one}" for other, one in enumerate(asked))
-        raise ParallelError(
-            f"{size} ranks have to ask for the same group, and ask for: {each}; give all of them "
-            f"tp={size} and the same kind of device"
-        )
-
-
-def check_own_gpu(store: Any, rank: int, size: int, uuid: str) -> None:
-    """Refuse to run where two ranks have one GPU, as `device="cuda:0"` on all of them would.
-
-    Args:
-        store: a store that all ranks share.
-        rank: the number of this rank.
-        size: the number of ranks.
-        uuid: the UUID of this rank's GPU.
-    Raises:
-        ParallelError: on every rank; names those that share one.
-    """
-    store.set(f"pcg/gpu/{rank}", uuid)
-    owners: dict[str, list[int]] = {}
-    for other in range(size):
-        owners.setdefault(store.get(f"pcg/gpu/{other}").decode(), []).append(other)
-    shared = [ranks for ranks in owners.values() if len(ranks) > 1]
-    if shared:
-        raise ParallelError(
-            f"{size} ranks need a GPU each, and ranks {', '.join(map(str, shared[0]))} have the "
-            'same one; use device="cuda", which gives each its own by torchrun\'s LOCAL_RANK'
-        )
-
-
-def started_ranks() -> int:
-    """The number of processes that torchrun has started, with this one; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
-
-
-def own_device(device: torch.device) -> torch.device:
-    """The rank's own device: torchrun's LOCAL_RANK numbers the GPUs.
-
-    A GPU that is named by its number, as "cuda:1", is taken as it is; `join_group` refuses one that
-    two ranks have named.
-
-    Raises:
-        ParallelError: the machine has fewer GPUs than ranks.
-    """
-    if device.type != "cuda" or device.index is not None:
-        return device
-    local, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    if local >= there:
-        raise ParallelError(
-            f"rank {local} of this machine has no GPU: there are {there}; start as many ranks as "
-            'there are, or use device="cpu"'
-        )
-    device = torch.device("cuda", local)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _not_so_many(degree: int, size: int) -> str:
-    return (
-        f"tp={degree} takes {degree} processes, and this is one of {size}; run it under torchrun "
-        f"--nproc-per-node {degree}, or by pcg run --tp {degree} or pcg finetune --tp {degree}"
-    )
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def run_on_first(ranks: Ranks, act: Callable[[], object]) -> None:

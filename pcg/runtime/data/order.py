@@ -74,11 +74,12 @@ class Batches:
         self.index = 0
         self._plan = self.plan(0)
 
-    def largest(self, virtual: int = 0) -> tuple[int, int]:
+    def largest(self, virtual: int = 0, replicas: int = 1) -> tuple[int, int]:
         """Return the most examples, and the most tokens, that a batch of any epoch may have.
 
         Args:
             virtual: tokens that come before each example, and do not count for `max_tokens`.
+            replicas: how many a batch is divided over, as `pcg.parallel.ranks.data_parallel` does.
         """
         size, most = self._settings["batch_size"], self._settings["max_tokens"]
         lengths = sorted(self._lengths)
@@ -87,6 +88,8 @@ class Batches:
         if most is not None:
             count = sum(total <= most for total in accumulate(lengths[:count]))
             tokens = min(tokens, most)
+        if replicas > 1:
+            tokens = min(tokens, tokens // replicas + lengths[-1])
         return count, tokens + count * virtual
 
     def plan(self, epoch: int) -> list[list[int]]:

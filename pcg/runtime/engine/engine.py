@@ -66,8 +66,8 @@ class Engine(EngineLoop):
                 engine that takes any.
         """
         facts = request_facts(requests) if requests else option_facts(given, ("log",))
-        check_same(state.ranks, "generate" if requests else "engine", facts)
-        self._compares = state.ranks.size > 1 and not requests
+        check_same(state.world, "generate" if requests else "engine", facts)
+        self._compares = state.world.size > 1 and not requests
         self._was_called = True
         types = kv_types(state.serving.runner.model)
         page_bytes = bytes_of_page(types)
@@ -100,7 +100,7 @@ class Engine(EngineLoop):
 
     def submit(self, request: Request, submitted_s: float | None = None) -> str:
         if self._compares:
-            check_same(self.state.ranks, "submit", request_facts([request]))
+            check_same(self.state.world, "submit", request_facts([request]))
             self._was_called = True
         return super().submit(request, submitted_s)
 
@@ -123,13 +123,13 @@ class Engine(EngineLoop):
     def step(self) -> list[Chunk]:
         # Steps that follow each other go on with what all ranks have agreed on.
         if self._compares and (self._was_called or self.is_idle):
-            check_call(self.state.ranks, "step")
+            check_call(self.state.world, "step")
             self._was_called = False
         return super().step()
 
     def _check_call(self, call: str) -> None:
         if self._compares:
-            check_call(self.state.ranks, call)
+            check_call(self.state.world, call)
             self._was_called = True
 
     @takes(JobArguments, FinetuneError)

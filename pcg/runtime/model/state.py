@@ -25,7 +25,8 @@ from pcg.ir.program.program import Program, Serving, Training
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.uploads import downloaded
 from pcg.parallel.ranks.agreement import check_same
-from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
+from pcg.parallel.ranks.group import Ranks
+from pcg.parallel.ranks.mesh import SINGLE_MESH, RankMesh
 from pcg.parallel.ranks.same_program import serving_text
 from pcg.peft.adapter import (
     Adapter,
@@ -81,6 +82,7 @@ class ModelState:
     are whole in each one's memory.
 
     Attributes:
+        mesh: this rank's groups of ranks.
         grammars: compiles what requests' outputs have to follow.
         versions: those of the adapters.
         engine_thread: the thread that runs an engine over this state; None while there is none.
@@ -94,26 +96,26 @@ class ModelState:
         tokenizer: Tokenizer | None,
         eos_ids: frozenset[int],
         device: torch.device,
-        ranks: Ranks = SINGLE_RANK,
+        mesh: RankMesh = SINGLE_MESH,
     ) -> None:
         bound_shape_caches()
         self.program = program
-        self.ranks = ranks
+        self.mesh = mesh
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.grammars = Grammars(tokenizer, program.base.vocabulary, eos_ids)
         self.device = device
-        self.weight_store = WeightStore(program, weights, device, ranks)
+        self.weight_store = WeightStore(program, weights, device, mesh.tp)
         self.engine_thread: EngineThread | None = None
         self._specialiser = specialiser
-        self.versions = Versions(collects=ranks.size > 1)
+        self.versions = Versions(collects=mesh.tp.size > 1)
         self._adapters: dict[str, Adapter] = {}
         self._unsettled: dict[str, Callable[[], None]] = {}
         self._trained: set[str] = set()
         self._listeners: WeakSet[StateListener] = WeakSet()
         self._linear = self.weight_store.linear()
         self._served = ServedWeights(self._linear, program.base.module_shapes())
-        self._trainings = TrainingPrograms(program, specialiser, ranks)
+        self._trainings = TrainingPrograms(program, specialiser, mesh.world)
         self._copies_dtype = served_dtype(program.options, program.base, device)
         self.serving = self._bind(program.serving)
 
@@ -139,6 +141,16 @@ class ModelState:
             )
 
     # ------------------------------------------------------------------------------- facts
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that have the other shards of the weights."""
+        return self.mesh.tp
+
+    @property
+    def world(self) -> Ranks:
+        """All ranks, which are asked alike."""
+        return self.mesh.world
 
     @property
     def max_positions(self) -> int | None:
@@ -315,7 +327,7 @@ class ModelState:
             return self.serving
         recipes = [one.recipe for one in (*self.versions.alive(), adapter)]
         serving = self._specialiser.serving(self.program, recipes)
-        check_same(self.ranks, "the program", {"the serving program": serving_text(serving)})
+        check_same(self.world, "the program", {"the serving program": serving_text(serving)})
         return self._bind(serving)
 
     def remove_adapter(self, name: str) -> None:

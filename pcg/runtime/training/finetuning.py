@@ -67,7 +67,8 @@ class FinetuneJob:
         """Read the data, find the checkpoint to go on from, and make the adapter."""
         self._publisher = publisher
         self._model = publisher.state
-        self._ranks = publisher.state.ranks
+        self._ranks = publisher.state.world
+        self._data_ranks = publisher.state.mesh.data
         self._name = options.adapter
         planned = self._model.program.options
         if planned.names_step and not (options.batch_size or options.max_tokens):
@@ -106,11 +107,13 @@ class FinetuneJob:
         try:
             self._runner = self._publisher.runner(self._adapter)
             self._adapter = self._runner.adapter
-            self._runner.plan_for(*self._batches.largest(self._adapter.prompt_tokens))
+            virtual, replicas = self._adapter.prompt_tokens, self._data_ranks.size
+            self._runner.plan_for(*self._batches.largest(virtual, replicas))
             for data in filter(None, (self._data, self._eval)):
                 check_with_prompt(data, self._adapter.prompt_tokens, model.max_positions)
             self._steps = TrainingStep(
-                self._runner, self._data, self._batches, options, self._total
+                *(self._runner, self._data, self._batches, options, self._total),
+                self._data_ranks,
             )
             if checkpoint is not None:
                 fix = "; use an older one, or start anew with resume=False"
@@ -321,15 +324,19 @@ class FinetuneJob:
 
     def _mean_loss(self, data: Dataset, plan: Sequence[Sequence[int]]) -> Work[float]:
         """Return the mean loss of the target tokens of some batches, without dropout."""
-        losses, targets = [], 0
-        for indexes in plan:
+        ranks = self._data_ranks
+        sums = [torch.zeros((), dtype=torch.float64, device=self._runner.device)]
+        targets = 0
+        for indexes in plan[ranks.rank :: ranks.size]:
             done = yield from pass_through(self._runner, [data.examples[i] for i in indexes])
-            losses.append(done.loss_sum.to(self._runner.device))
+            sums.append(done.loss_sum.to(self._runner.device))
             targets += done.targets
-        reading = Reading(torch.stack(losses))
+        own = torch.stack([torch.stack(sums).sum(), sums[0] + targets])
+        reading = Reading(ranks.all_reduce(own))
         yield reading
-        own = torch.tensor(sum(reading.read()) / targets, dtype=torch.float64)
-        return float(broadcast_from_first(self._ranks, own))
+        loss, count = reading.read()
+        mean = torch.tensor(loss / count, dtype=torch.float64)
+        return float(broadcast_from_first(self._ranks, mean))
 
     def _save(self) -> None:
         """Write a checkpoint, unless this state has one."""

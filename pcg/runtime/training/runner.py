@@ -111,11 +111,13 @@ def pass_through(
     examples: Sequence[Example],
     normaliser: float | None = None,
     dropout_seed: int | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> Work[TrainingPass]:
     """Yield the units of a `TrainingPass` over whole sequences, and return it, done."""
 
     def begin(pages: Pages) -> TrainingPass:
-        return TrainingPass(runner, examples, normaliser, dropout_seed, pages.cache, pages.tables)
+        own = (pages.cache, pages.tables, numbers)
+        return TrainingPass(runner, examples, normaliser, dropout_seed, *own)
 
     return run_pass(runner, [len(example.ids) for example in examples], begin)
 

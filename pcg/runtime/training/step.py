@@ -4,7 +4,7 @@ With the batches b of a step, target tokens t of b and N = Σ_b |t(b)| of all of
 
     loss = Σ_b Σ_t ce(t) / N
 
-so how a step is cut into batches changes nothing but rounding.
+so how a step is cut into batches, and these over replicas, changes nothing but rounding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from pcg.errors import FinetuneError, UnsupportedError
-from pcg.parallel.ranks.group import broadcast_from_first
+from pcg.parallel.ranks.data_parallel import shares, sum_gradients
+from pcg.parallel.ranks.group import SINGLE_RANK, Ranks, broadcast_from_first
 from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.data.dataset import Dataset
 from pcg.runtime.data.example import Example
@@ -68,13 +69,20 @@ class TrainingStep:
         batches: Batches,
         options: FinetuneOptions,
         total_steps: int,
+        replicas: Ranks = SINGLE_RANK,
     ) -> None:
+        """Make a step of a job.
+
+        Args:
+            replicas: the ranks that have the same shards, and take other sequences of a step.
+        """
         self.parameters = dict(runner.parameters)
         self.beside = runner.adapter.recipe.training_beside(runner.shards, total_steps)
         self._runner = runner
         self._data = data
         self._batches = batches
         self._options = options
+        self._replicas = replicas
         self._kind = options.make_optimizer()
         if self._shards is not None:
             self._kind.check_parted(runner.ranks.size)
@@ -110,7 +118,9 @@ class TrainingStep:
                 self.drop_gradients()
                 yield Release()
         # The first rank's numbers decide how the job goes on.
-        numbers = torch.stack([x.to(self._runner.device).double() for x in (*losses, self._clip())])
+        norm_here = self._clip()
+        summed = self._replicas.all_reduce(torch.stack(losses).to(self._runner.device))
+        numbers = torch.stack([x.to(self._runner.device).double() for x in (*summed, norm_here)])
         reading = Reading(broadcast_from_first(self._runner.ranks, numbers))
         yield reading
         *each, norm = reading.read()
@@ -127,12 +137,22 @@ class TrainingStep:
     def _passes(
         self, group: Sequence[Sequence[Example]], targets: int, step: int
     ) -> Work[list[Tensor]]:
-        """Add the gradients of some batches; returns the loss of each, on the device."""
+        """Add the gradients of this replica's part of some batches; returns the loss of each part.
+
+        The losses are on the device, fp64.
+        """
+        replicas = self._replicas
+        lengths = [[len(example.ids) for example in batch] for batch in group]
+        own = shares(lengths, replicas.size)[replicas.rank]
         losses = []
-        for index, batch in enumerate(group):
+        for index, (batch, places) in enumerate(zip(group, own, strict=True)):
+            if not places:
+                losses.append(torch.zeros((), dtype=torch.float64, device=self._runner.device))
+                continue
             seed = mixed_seed(self._options.seed, step, index)
-            done = yield from pass_through(self._runner, batch, targets, seed)
-            losses.append(done.loss_sum)
+            part = [batch[place] for place in places]
+            done = yield from pass_through(self._runner, part, targets, seed, places)
+            losses.append(done.loss_sum.to(self._runner.device))
         return losses
 
     def update(self, step: int, rate: float) -> None:
@@ -169,11 +189,10 @@ class TrainingStep:
 
     def _clip(self) -> Tensor:
         """Return the norm of the whole gradients, which are scaled down to `max_grad_norm`."""
-        for path, tensor in self.parameters.items():
-            if tensor.grad is None:
-                raise UnsupportedError(
-                    f"{path} gets no gradient, so it cannot be trained; leave it out of the recipe"
-                )
+        for path in sum_gradients(self._replicas, self.parameters):
+            raise UnsupportedError(
+                f"{path} gets no gradient, so it cannot be trained; leave it out of the recipe"
+            )
         self._runner.sum_gradients()
         if self.beside is not None:
             self.beside.regularize()

@@ -57,7 +57,7 @@ def job_data(options: FinetuneArguments, model: ModelState) -> tuple[Dataset, Da
     """
 
     def read() -> tuple[Dataset, Dataset | None]:
-        splits = splits_of(options, model.ranks.rank == 0)
+        splits = splits_of(options, model.world.rank == 0)
         data = training_data(splits.train, options, model)
         rest = splits.evaluation
         return data, None if rest is None else training_data(rest, options, model)
@@ -71,7 +71,7 @@ def job_data(options: FinetuneArguments, model: ModelState) -> tuple[Dataset, Da
             "the evaluation data": "none" if found[1] is None else _data_text(found[1]),
         }
 
-    return agreed(model.ranks, f"finetune({options.adapter!r})", read, facts)
+    return agreed(model.world, f"finetune({options.adapter!r})", read, facts)
 
 
 def _data_text(data: Dataset) -> str:

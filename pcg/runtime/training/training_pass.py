@@ -53,12 +53,16 @@ class HasTokens(Protocol):
 
 @dataclass(frozen=True)
 class _Sequence:
-    """The tokens of one example, virtual ones first, and the target of each."""
+    """The tokens of one example, virtual ones first, and the target of each.
+
+    Its number is what dropout is drawn by.
+    """
 
     ids: Sequence[int]
     targets: Sequence[int]
     origin: int
     table: PageTable | None
+    number: int
 
 
 @dataclass
@@ -106,6 +110,7 @@ class TrainingPass(WindowedPass):
         dropout_seed: int | None = None,
         cache: KvCache | None = None,
         tables: Sequence[PageTable] = (),
+        numbers: Sequence[int] | None = None,
     ) -> None:
         """Begin before the first token of whole sequences.
 
@@ -115,6 +120,8 @@ class TrainingPass(WindowedPass):
             dropout_seed: the seed of dropout; None drops nothing.
             cache: the KV cache; None to run all sequences as one window without.
             tables: the sequences' pages in the cache.
+            numbers: the place of each sequence in its mini-batch, of which this may be a part; they
+                are all of it by default.
         Raises:
             MemoryBudgetError: training on the sequences needs more than the memory budget.
         """
@@ -129,7 +136,9 @@ class TrainingPass(WindowedPass):
         for i, example in enumerate(examples):
             ids = [*[ANY_TOKEN] * self._virtual, *example.ids]
             table = tables[i] if cache is not None else None
-            self._sequences.append(_Sequence(ids, self.targets_of(example), self.tokens, table))
+            number = i if numbers is None else numbers[i]
+            targets = self.targets_of(example)
+            self._sequences.append(_Sequence(ids, targets, self.tokens, table, number))
             self.tokens += len(ids)
         if self.trains:
             runner.plan_for(len(examples), self.tokens)
@@ -243,13 +252,13 @@ class TrainingPass(WindowedPass):
             self._runner.encode_prompts()
         spans, ids, targets = [], list[int](), list[int]()
         end = min(self.forwarded + tokens, self.tokens)
-        for number, sequence in enumerate(self._sequences):
+        for sequence in self._sequences:
             context = max(self.forwarded - sequence.origin, 0)
             stop = min(end - sequence.origin, len(sequence.ids))
             if context >= stop:
                 continue
             virtual = max(min(stop, self._virtual) - context, 0)
-            place = (sequence.table, virtual, sequence.origin, number)
+            place = (sequence.table, virtual, sequence.origin, sequence.number)
             spans.append(Span(len(ids), stop - context, context, *place))
             ids += sequence.ids[context:stop]
             targets += sequence.targets[context:stop]

@@ -20,7 +20,7 @@ from pcg.ir.graph import Parameter
 from pcg.ir.program.program import Program
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.torch.remote_weights import remote_tensor
-from pcg.parallel.ranks.group import SINGLE_RANK
+from pcg.parallel.ranks.mesh import SINGLE_MESH
 from pcg.parallel.ranks.shards import Ranges
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.product_weights import multiplied
@@ -57,7 +57,7 @@ def executor_of(program: Program, source: Weights, layers: str, device: str | No
     """Load some layers of a compiled model; errors as of `layers_executor`."""
     held = held_layers(layers, len(program.base.layers))
     return make_executor(
-        program, HeldLayers(program, source, held), None, None, device, SINGLE_RANK
+        program, HeldLayers(program, source, held), None, None, device, SINGLE_MESH
     )
 
 

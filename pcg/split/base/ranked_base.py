@@ -11,7 +11,8 @@ from torch import Tensor
 from pcg.compiler import compile_program, make_executor
 from pcg.ir.program.program import Program
 from pcg.kernels.backend import machine_device
-from pcg.parallel.ranks.group import SINGLE_RANK, join_group, own_device
+from pcg.parallel.ranks.join import join_group, own_device
+from pcg.parallel.ranks.mesh import SINGLE_MESH
 from pcg.parallel.ranks.same_program import check_same_program
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import Checkpoint
@@ -94,7 +95,7 @@ def serve_over_ranks(
             weights = ShardedSource(checkpoint, shards)
             stack.enter_context(shards.driving())
             return RankedBase(
-                make_executor(program, weights, None, None, place, SINGLE_RANK), shards
+                make_executor(program, weights, None, None, place, SINGLE_MESH), shards
             )
 
         serve_base(options, load, say, files)

@@ -27,7 +27,8 @@ from pcg.ir.program.program import Program
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.torch.products import linear, linear_backward
 from pcg.kernels.torch.remote_weights import remote_tensor
-from pcg.parallel.ranks.group import TIMEOUT_S, Ranks
+from pcg.parallel.ranks.group import Ranks
+from pcg.parallel.ranks.join import TIMEOUT_S
 from pcg.parallel.ranks.shards import Ranges
 from pcg.runtime.model.product_weights import multiplied
 from pcg.runtime.model.weights import Weights

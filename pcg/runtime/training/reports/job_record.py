@@ -115,7 +115,7 @@ def job_config(
         "model": program.name,
         "dtype": program.dtype,
         "device": str(model.device),
-        "ranks": model.ranks.size,
+        "ranks": model.world.size,
         "data": _source(options.data),
         "eval_data": None if options.eval_data is None else _source(options.eval_data),
         **facts,

@@ -1,0 +1,207 @@
+"""Joining the ranks of a job: this process finds the others that torchrun or `pcg` has started."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from pcg.errors import ParallelError
+from pcg.parallel.ranks.group import ROLL_CALL_S, SINGLE_RANK, ProcessRanks, Ranks
+from pcg.parallel.ranks.mesh import AXES, SINGLE_MESH, MeshSizes, RankMesh, members
+
+TIMEOUT_S = 300
+"""The longest time that a rank waits for the others, which may load their weights more slowly, if
+no other time is asked for."""
+MOST_TIMEOUT_S = 10**7
+
+
+def join_group(degree: int, device: torch.device, timeout_s: float | None = None) -> Ranks:
+    """Join a job of so many ranks that are one tensor-parallel group; see `join_mesh`."""
+    return join_mesh(MeshSizes(tp=degree), device, timeout_s).tp
+
+
+def join_mesh(sizes: MeshSizes, device: torch.device, timeout_s: float | None = None) -> RankMesh:
+    """Join a job of so many ranks along each axis, of which this process, with its device, is one.
+
+    Args:
+        timeout_s: the longest time that a rank waits for the others; `TIMEOUT_S` by default.
+    Raises:
+        ParallelError: this process is not one of so many, or another one has its GPU; or the time
+            is none.
+    """
+    _check_timeout(sizes.world, timeout_s)
+    if sizes.world == 1:
+        return SINGLE_MESH
+    timeout = timedelta(seconds=TIMEOUT_S if timeout_s is None else timeout_s)
+    store: Any = None
+    if not dist.is_initialized():
+        if started_ranks() == 1:
+            check_started(sizes)
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        _check_alike(store, rank, size, f"{sizes} on {device.type}")
+        if device.type == "cuda":
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+            check_own_gpu(store, rank, size, uuid)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        atexit.register(_leave)
+    if dist.get_world_size() != sizes.world:
+        raise ParallelError(_not_so_many(sizes, dist.get_world_size()))
+    return _mesh(sizes, device, store, timeout)
+
+
+def sizes_of(tp: int, dp: int | None) -> MeshSizes:
+    """Return the sizes of a job: as many replicas as the processes make, unless `dp` is given.
+
+    With a `tp` of 1 and no `dp` a process is by itself, whatever others torchrun has started.
+    """
+    present = present_ranks()
+    if dp is None:
+        dp = max(present // tp, 1) if tp > 1 and present % tp == 0 else 1
+    return MeshSizes(dp=dp, tp=tp)
+
+
+def _mesh(sizes: MeshSizes, device: torch.device, store: Any, timeout: timedelta) -> RankMesh:
+    """Make the groups of this rank; all ranks make all groups, in the same order."""
+    made: dict[tuple[int, ...], Ranks] = {}
+
+    def group(*axes: str) -> Ranks:
+        found: Ranks = SINGLE_RANK
+        for numbers in members(sizes, axes):
+            key, is_own = tuple(numbers), dist.get_rank() in numbers
+            if len(numbers) > 1 and key not in made:
+                process_group = dist.new_group(numbers, timeout=timeout)
+                made[key] = SINGLE_RANK
+                if is_own:
+                    made[key] = ProcessRanks(process_group, device, store, numbers, sizes.world)
+            if is_own:
+                found = made.get(key, SINGLE_RANK)
+        return found
+
+    own: Mapping[str, Ranks] = {axis: group(axis) for axis in AXES}
+    return RankMesh(sizes, world=group(*AXES), data=group("dp", "cp"), **own)
+
+
+def _check_timeout(world: int, timeout_s: float | None) -> None:
+    if timeout_s is None:
+        return
+    if world == 1:
+        raise ParallelError(
+            f"rank_timeout_s={timeout_s!r} has no effect with tp=1, which waits for no other rank; "
+            "give tp=2 or more (--tp 2), or leave it out"
+        )
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 < timeout_s <= MOST_TIMEOUT_S:
+        raise ParallelError(
+            f"rank_timeout_s={timeout_s!r}; use seconds above 0, up to {MOST_TIMEOUT_S}"
+        )
+
+
+def check_started(sizes: MeshSizes) -> None:
+    """Raise a ParallelError in a process that is not one of so many ranks."""
+    size = present_ranks()
+    if size != sizes.world:
+        raise ParallelError(_not_so_many(sizes, size))
+
+
+def present_ranks() -> int:
+    """The number of processes of this job: of torch.distributed's group, else as started."""
+    return dist.get_world_size() if dist.is_initialized() else started_ranks()
+
+
+def _check_alike(store: Any, rank: int, size: int, own: str) -> None:
+    """Refuse a group whose ranks want another size or kind of device, on every rank.
+
+    Raises:
+        ParallelError: says what each of them wants.
+    """
+    store.set(f"pcg/asked/{rank}", own)
+    asked = [store.get(f"pcg/asked/{other}").decode() for other in range(size)]
+    if len(set(asked)) > 1:
+        store.set(f"pcg/heard/{rank}", "all")
+        with contextlib.suppress(RuntimeError):  # the rank that keeps the store ends last
+            heard = [f"pcg/heard/{other}" for other in range(size)]
+            store.wait(heard, timedelta(seconds=ROLL_CALL_S))
+        each = ", ".join(f"rank {other} {one}" for other, one in enumerate(asked))
+        raise ParallelError(
+            f"{size} ranks have to ask for the same group, and ask for: {each}; give all of them "
+            f"the same sizes, such as tp={size}, and the same kind of device"
+        )
+
+
+def check_own_gpu(store: Any, rank: int, size: int, uuid: str) -> None:
+    """Refuse to run where two ranks have one GPU, as `device="cuda:0"` on all of them would.
+
+    Args:
+        store: a store that all ranks share.
+        rank: the number of this rank.
+        size: the number of ranks.
+        uuid: the UUID of this rank's GPU.
+    Raises:
+        ParallelError: on every rank; names those that share one.
+    """
+    store.set(f"pcg/gpu/{rank}", uuid)
+    owners: dict[str, list[int]] = {}
+    for other in range(size):
+        owners.setdefault(store.get(f"pcg/gpu/{other}").decode(), []).append(other)
+    shared = [ranks for ranks in owners.values() if len(ranks) > 1]
+    if shared:
+        raise ParallelError(
+            f"{size} ranks need a GPU each, and ranks {', '.join(map(str, shared[0]))} have the "
+            'same one; use device="cuda", which gives each its own by torchrun\'s LOCAL_RANK'
+        )
+
+
+def started_ranks() -> int:
+    """The number of processes that torchrun has started, with this one; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
+
+
+def own_device(device: torch.device) -> torch.device:
+    """The rank's own device: torchrun's LOCAL_RANK numbers the GPUs.
+
+    A GPU that is named by its number, as "cuda:1", is taken as it is; `join_group` refuses one that
+    two ranks have named.
+
+    Raises:
+        ParallelError: the machine has fewer GPUs than ranks.
+    """
+    if device.type != "cuda" or device.index is not None:
+        return device
+    local, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if local >= there:
+        raise ParallelError(
+            f"rank {local} of this machine has no GPU: there are {there}; start as many ranks as "
+            'there are, or use device="cpu"'
+        )
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _not_so_many(sizes: MeshSizes, size: int) -> str:
+    flags = " ".join(f"--{axis} {n}" for axis, n in sizes.sizes.items() if n > 1)
+    run = f"pcg run {flags} or " if sizes.world == sizes.tp else ""
+    return (
+        f"{sizes} takes {sizes.world} processes, and this is one of {size}; run it under torchrun "
+        f"--nproc-per-node {sizes.world}, or by {run}pcg finetune {flags}"
+    )
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,94 @@
+"""The mesh of a job's ranks: how many there are along each axis, and the groups of one of them.
+
+    number of a rank = ((p · dp + d) · cp + c) · tp + t    at place (p, d, c, t) of the axes
+
+so that ranks of one tensor-parallel group, which send the most, are next to each other. The ranks
+of an axis that differ in that place alone are a group. All groups of a job make the same calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from pcg.errors import ParallelError
+from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """The number of ranks along each axis, the outermost first.
+
+    Attributes:
+        pp: pipeline stages.
+        dp: replicas, each of which takes some sequences of a finetuning step.
+        cp: parts of every sequence.
+        tp: shards of every matrix.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis, size in self.sizes.items():
+            if type(size) is not int or size < 1:
+                raise ParallelError(f"{axis}={size!r}; use an int of at least 1")
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The number of ranks by the name of the axis."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    @property
+    def world(self) -> int:
+        """The number of ranks of all axes."""
+        return math.prod(self.sizes.values())
+
+    def __str__(self) -> str:
+        return " ".join(f"{axis}={n}" for axis, n in self.sizes.items() if n > 1) or "tp=1"
+
+
+AXES = tuple(MeshSizes().sizes)
+
+
+@dataclass(frozen=True)
+class RankMesh:
+    """The groups of one rank.
+
+    Attributes:
+        sizes: the number of ranks along each axis.
+        world: all ranks of the job, which agree on what they are asked for.
+        pp, dp, cp, tp: the ranks that differ from this one along that axis alone.
+        data: those that differ along dp and cp: they have the same shards of adapters, and other
+            tokens of a finetuning step, so that gradients are summed over them.
+    """
+
+    sizes: MeshSizes = MeshSizes()
+    world: Ranks = SINGLE_RANK
+    pp: Ranks = SINGLE_RANK
+    dp: Ranks = SINGLE_RANK
+    cp: Ranks = SINGLE_RANK
+    tp: Ranks = SINGLE_RANK
+    data: Ranks = SINGLE_RANK
+
+
+SINGLE_MESH = RankMesh()
+
+
+def members(sizes: MeshSizes, axes: tuple[str, ...]) -> list[list[int]]:
+    """Return the groups of ranks that differ along some axes alone, each in its order."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, place in enumerate(_places(sizes)):
+        rest = tuple(at for axis, at in zip(AXES, place, strict=True) if axis not in axes)
+        groups.setdefault(rest, []).append(number)
+    return list(groups.values())
+
+
+def _places(sizes: MeshSizes) -> list[tuple[int, ...]]:
+    places: list[tuple[int, ...]] = [()]
+    for size in sizes.sizes.values():
+        places = [(*place, at) for place in places for at in range(size)]
+    return places
