@@ -1,4 +1,4 @@
-"""Those that use a model's state, as it knows them: engines over it, and the thread of one."""
+"""Users of a model's state: engines over it, and the thread of one."""
 
 from __future__ import annotations
 
