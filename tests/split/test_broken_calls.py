@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pcg.compiler as compiler
 from pcg.errors import BaseLostError, SplitError
 from pcg.runtime.executor import Executor
 from pcg.split.client.caller import Caller
-from pcg.split.messages import Message
+from pcg.split.messages import Message, frames_of
 from pcg.split.pieces import LINEAR, Piece
 from pcg.split.transports.transport import Disconnected, Transport
 from pcg.split.transports.zeromq_client import SharedMemoryTransport, transport_to
@@ -116,3 +117,32 @@ def test_what_is_larger_than_a_base_takes_is_not_sent(whole: Executor, kind: str
             assert torch.equal(found, torch.ones(2**16))
         finally:
             caller.close()
+
+
+def test_a_base_that_sends_other_replies_without_end_is_left() -> None:
+    import zmq
+
+    context, is_over = zmq.Context(), threading.Event()
+    socket = context.socket(zmq.ROUTER)
+    socket.set(zmq.LINGER, 0)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+
+    def flood() -> None:
+        client = socket.recv_multipart()[0]
+        other = [client, *frames_of(Message("reply", 7))]
+        while not is_over.is_set():
+            if socket.poll(20, zmq.POLLOUT):
+                socket.send_multipart(other)
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    transport = transport_to(f"127.0.0.1:{port}", "tcp")
+    try:
+        transport.open()
+        with pytest.raises(Disconnected, match=r"no answer in 0\.3 s"):
+            transport.exchange(Message("hello", 1), 0.3)
+    finally:
+        is_over.set()
+        thread.join(60)
+        transport.close()
+        context.destroy(0)

@@ -96,13 +96,11 @@ class TcpTransport(Transport):
         except self._zmq.ZMQError as error:
             raise Disconnected(str(error)) from None
         end_s = time.monotonic() + timeout_s
-        while True:
+        while time.monotonic() <= end_s:  # also where something else comes again and again
             try:
                 reply = self._read(self._socket.recv_multipart(copy=False))
             except self._zmq.Again:
                 self._look()
-                if time.monotonic() > end_s:
-                    raise Disconnected(f"no answer in {timeout_s:g} s") from None
                 continue
             if reply.op == "error":  # perhaps of a base that has come since, and knows nobody
                 self._look()
@@ -111,6 +109,7 @@ class TcpTransport(Transport):
                 return reply
             if reply.op == "error" and reply.seq == 0:
                 raise SplitError(f"the base executor refuses: {reply.fields.get('error')}")
+        raise Disconnected(f"no answer in {timeout_s:g} s")
 
     def _event_mask(self) -> int:
         names = ("DISCONNECTED", "HANDSHAKE_SUCCEEDED", *_HANDSHAKE_FAILED)
