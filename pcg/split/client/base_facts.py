@@ -8,7 +8,8 @@ from typing import Any
 
 from pcg.errors import SplitError
 from pcg.ir.types import DTYPE_BYTES
-from pcg.parallel.costs.catalog import SHEETS, known_name
+from pcg.parallel.costs.accelerators import known_name
+from pcg.parallel.costs.sheets import SHEETS
 from pcg.split.messages import DTYPES, MOST_DIMS
 
 _MOST_SIZE = 2**31
