@@ -12,6 +12,7 @@ that trains has one sequence of 32 tokens, with AdamW; one that serves continues
 
 fixed      each product of a layer is a call, as Symbiosis has it: 7 round trips forward, 7 back
 linear     q, k and v in one, and gate and up: 4 forward, 7 back
+sheets     searched for the same link, but for devices as fast as their data sheets
 searched   what `pcg.connect` does by default
 
 Cuts take turns, and the ratio of each turn is of the times of its steps; the median of the turns
@@ -41,7 +42,7 @@ from pcg.split.client.caller import Caller
 from pcg.split.messages import Message
 from pcg.split.transports.zeromq_client import TcpTransport
 
-CUTS = ("searched", "linear", "fixed")
+CUTS = ("searched", "sheets", "linear", "fixed")
 RECIPES: Mapping[str, Any] = {"q and v": ["q_proj", "v_proj"], "all linear": "all-linear"}
 TOKENS = 32
 LAYERS = 8
@@ -115,7 +116,13 @@ def steps_of(executor: Any) -> Mapping[str, Callable[[], None]]:
 
 def kind_of(cut: str) -> str:
     """Return the cut that a client is to take."""
-    return "linear" if cut == "fixed" else cut
+    return "searched" if cut in ("searched", "sheets") else "linear"
+
+
+def link_of(executor: Any) -> str:
+    """Return the link that a client has measured, as another may be given it."""
+    link = executor.cut.link
+    return f"{1e3 * link.latency_s:.6g},{8e-9 * link.bytes_per_s:.6g}"
 
 
 def compared(where: str, targets: Any, delay_s: float, rounds: int, count: int) -> dict[str, Any]:
@@ -125,7 +132,10 @@ def compared(where: str, targets: Any, delay_s: float, rounds: int, count: int) 
         transport = DelayedTransport(where)
         transport.delay_s = delay_s
         lora = pcg.LoraConfig(r=8, target_modules=targets)
-        executors[cut] = pcg.connect(transport, peft={"mine": lora}, api_key=KEY, cut=kind_of(cut))
+        given: dict[str, Any] = {"peft": {"mine": lora}, "cut": kind_of(cut), "api_key": KEY}
+        if cut == "sheets":
+            given["link"] = link_of(executors["searched"])
+        executors[cut] = pcg.connect(transport, **given)
         if cut == "fixed":
             FIXED.append(executors[cut].caller)
     steps = {cut: steps_of(executor) for cut, executor in executors.items()}
@@ -145,7 +155,7 @@ def compared(where: str, targets: Any, delay_s: float, rounds: int, count: int) 
             "step_ms": {c: round(1e3 * statistics.median(seconds[c]), 2) for c in CUTS},
             "round_trips": trips,
         }
-        for other in ("fixed", "linear"):
+        for other in ("fixed", "linear", "sheets"):
             ratios = [b / a for a, b in zip(seconds["searched"], seconds[other], strict=True)]
             found[kind][f"throughput, searched / {other}"] = {
                 "median": round(statistics.median(ratios), 3),

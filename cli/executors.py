@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Any, ClassVar
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import unquote
 
 import typer
 
@@ -128,8 +128,8 @@ def _connected(
         typer.BadParameter: an option that clients do not have.
         PcgError: the base is not there, or refuses.
     """
-    parts = urlsplit(where)
-    given = {**dict(parse_qsl(parts.query)), **compiling}
+    address, behind = _split_address(where)
+    given = {**behind, **compiling}
     given.pop("tp", None)
     for name in given:
         if name not in CLIENT:
@@ -138,13 +138,37 @@ def _connected(
                 param_hint=flags_of(name)[0] if name in compiling else "MODEL",
             )
     if "plaintext" in given:
+        if given["plaintext"] not in ("0", "1", "false", "true"):
+            raise typer.BadParameter(
+                f"plaintext={given['plaintext']}; use true or false", param_hint="MODEL"
+            )
         given["plaintext"] = given["plaintext"] in ("1", "true")
-    with busy(f"connecting to {parts.netloc}"):
+    with busy(f"connecting to {address}"):
         from pcg.split.client.connect import connect
 
-        executor = connect(parts.netloc, peft=peft, device=place.device, **given)
+        executor = connect(address, peft=peft, device=place.device, **given)
     _CONNECTIONS.callback(executor.close)
     return executor
+
+
+def _split_address(where: str) -> tuple[str, dict[str, str]]:
+    """Return the address of split://HOST:PORT?NAME=VALUE&…, and what stands behind it.
+
+    Raises:
+        typer.BadParameter: something else stands there, or a name twice.
+    """
+    address, _, query = where.removeprefix(SPLIT).partition("?")
+    given: dict[str, str] = {}
+    for part in query.split("&") if query else ():
+        name, _, value = part.partition("=")
+        if not name or not value or name in given:
+            raise typer.BadParameter(
+                f"{part!r} is no option of a connection, or given twice; use "
+                f"{SPLIT}HOST:PORT?NAME=VALUE&NAME=VALUE, with %26 for & in a value",
+                param_hint="MODEL",
+            )
+        given[name] = unquote(value)
+    return address.removesuffix("/"), given
 
 
 def files_of(where: str, place: PlaceOptions) -> Path | None:

@@ -71,6 +71,18 @@ def test_what_a_client_does_not_have_is_refused(
     refused = run("run", f"{where}?colour=red", "-p", "a")
     assert refused.exit_code == 2
     assert "has no colour" in " ".join(refused.stderr.replace("│", " ").split())
+    for behind, message in (
+        ("?transport=tcp&transport=auto", "given twice"),
+        ("?transport=", "is no option of a connection"),
+        ("?plaintext=yes", "use true or false"),
+    ):
+        refused = run("run", f"{where}{behind}", "-p", "a")
+        assert refused.exit_code == 2
+        assert message in " ".join(refused.stderr.replace("│", " ").split())
+    for address in ("split://", "split://[::1", f"{where}/path", f"{where}#part"):
+        assert_one_error(run("run", address, "-p", "a"), "is no address of a base executor")
+    missing = run("run", f"{where}/?program=a+b%26%23", "-p", "a")
+    assert_one_error(missing, "a+b&#")
     monkeypatch.setenv("PCG_API_KEY", "another-key")
     assert_one_error(run("run", where, "-p", "a"), "the key is none of this base's")
 

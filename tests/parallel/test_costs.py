@@ -33,6 +33,7 @@ from pcg.parallel.costs.device_profile import (
 )
 from pcg.parallel.costs.device_sheet import Achieved, DeviceSheet, Link
 from pcg.parallel.costs.operator_profiler import measure_operators
+from pcg.parallel.costs.own_rates import OwnRates, own_rates, rated_model
 from pcg.parallel.costs.sheets import SHEETS
 from pcg.parallel.costs.work import is_free, work_of
 from pcg.passes.differentiate import Differentiate
@@ -575,3 +576,30 @@ def test_links_are_measured() -> None:
 def test_one_rank_has_no_link() -> None:
     with pytest.raises(CostModelError, match="at least 2"):
         collective_profiler.measure_collectives(1, torch.device("cpu"))
+
+
+def test_a_cpu_has_the_rates_that_it_was_measured_at() -> None:
+    found = own_rates(torch.device("cpu"), torch.bfloat16)
+    assert found is not None
+    assert found.product_flops_per_s.keys() == {"f32", "bf16"}
+    for rate in (*found.product_flops_per_s.values(), found.memory_bytes_per_s):
+        assert math.log2(rate).is_integer()
+        assert 1e6 < rate < 1e15
+    assert own_rates(torch.device("meta"), torch.float32) is None
+
+
+def test_a_model_at_measured_rates_is_the_sheet_in_proportion() -> None:
+    vector, matrix = tensor("f32", TOKENS, 1024), tensor("f32", 1024, 1024)
+    rates = OwnRates({"f32": 2.0**30}, 2.0**40)
+    model, sheet = rated_model("CPU", rates), find_cost_model("CPU")
+    product = model.operator_seconds("linear", (vector, matrix), (vector,), {}, 1024, 1024)
+    assert product == pytest.approx(2 * 1024**3 / 2**30, rel=1e-3)
+    slower = [
+        one.operator_seconds("add", (vector, vector), (vector,), {}, 2**20, 1)
+        for one in (rated_model("CPU", OwnRates({"f32": 2.0**40}, 2.0**30)), sheet)
+    ]
+    assert slower[0] == pytest.approx(3 * 2**32 / 2**30, rel=1e-3)
+    assert slower[0] > slower[1]
+    assert rated_model("CPU", None).name == sheet.name
+    with pytest.raises(CostModelError):
+        rated_model("no such device", None)

@@ -45,7 +45,7 @@ def joined(base: Base) -> Any:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 0}, "version 1 of the messages, and the client version 0"),
+        ({"version": 0}, f"version {VERSION} of the messages, and the client version 0"),
         ({"key": "another-key"}, "the key is none"),
         ({"key": 7}, "the key is none"),
         ({"config": {**CONFIG, "hidden_size": 32}}, "hidden_size=32, not 64"),

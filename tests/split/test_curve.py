@@ -141,7 +141,7 @@ def test_ends_that_do_not_fit_are_told(whole: Executor, folder: Path) -> None:
 
 
 def test_nothing_goes_to_other_machines_in_clear(folder: Path) -> None:
-    for host in ("0.0.0.0", "::", "10.1.2.3", "base.example"):
+    for host in ("0.0.0.0", "::", "10.1.2.3", "base.example", "127.0.0.1.example", "127.0.0"):
         with pytest.raises(SplitError, match="--curve-key, or --plaintext"):
             BaseOptions(host=host)
         assert BaseOptions(host=host, plaintext=True).curve is None

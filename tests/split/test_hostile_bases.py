@@ -70,6 +70,13 @@ FACTS = {
     "a config with words for sizes": {"config": {"model_type": "llama", "hidden_size": "many"}},
     "an unknown dtype": {"dtype": "int8"},
     "a device without a name": {"device": 3},
+    "a file for a device": {"device": "./profile.json"},
+    "rates of no kind": {"rates": {"memory_bytes_per_s": 1e9}},
+    "rates that are words": {
+        "rates": {"product_flops_per_s": {"f32": "fast"}, "memory_bytes_per_s": 1e9}
+    },
+    "rates of nothing": {"rates": {"product_flops_per_s": {"f32": 0.0}, "memory_bytes_per_s": 1e9}},
+    "no largest message": {"most_bytes": 0},
     "no pieces": {"pieces": {}},
     "pieces without shapes": {"pieces": {"model.layers.0.self_attn.q_proj.weight": 7}},
     "pieces of three dims": {"pieces": {"model.layers.0.self_attn.q_proj.weight": [1, 2, 3]}},

@@ -118,7 +118,10 @@ def test_a_key_has_bounds_on_what_waits(whole: Executor, tmp_path: Path) -> None
 
 
 FACTS: dict[str, Any] = {
-    **dict.fromkeys(("name", "digest", "device", "instance"), "x"),
+    **dict.fromkeys(("name", "digest", "instance"), "x"),
+    "device": "CPU",
+    "rates": None,
+    "most_bytes": 2**20,
     **{name: {} for name in ("config", "fetched", "samples", "files")},
     "pieces": {"x": [2, 3]},
     "dtype": "float32",

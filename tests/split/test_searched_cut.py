@@ -11,11 +11,15 @@ import torch
 
 import pcg
 import pcg.compiler as compiler
+from pcg.compiler import compile_program
 from pcg.explain.split.explain import explain_split
+from pcg.options import SplitLink
+from pcg.parallel.costs.own_rates import OwnRates
 from pcg.passes.placement import exact_cut
 from pcg.passes.placement.cut import StepCut
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.runner import training_runner
+from pcg.split.client.cut_plan import searched_cut
 from pcg.split.messages import VERSION, Message
 from tests.support import oracle
 from tests.support.families import BY_NAME
@@ -63,6 +67,24 @@ def test_tokens_and_gradients_are_equal(family: str, is_whole: bool) -> None:
         layer = split.cut.layers[-1].cut
         assert layer is not None
         assert layer.costs.round_trips < layer.fixed.round_trips
+
+
+def test_a_slow_base_makes_no_product_again() -> None:
+    config = BY_NAME["llama3"].config(1)
+    slow = OwnRates({"f32": 2.0**30}, 2.0**33)
+    counts = []
+    for rates in (None, slow):
+        place, report = searched_cut(
+            SplitLink.parse("lan"), "CPU", torch.device("cpu"), (rates, rates)
+        )
+        compile_program(
+            config, {"x": recipe("llama3", is_whole=False)}, backend="torch", place=place
+        )
+        (layer,) = [one.cut for one in report.layers if one.trains]
+        assert layer is not None
+        repeated = [name for piece in layer.pieces for name in piece.repeated]
+        counts.append(sum(name.endswith("_proj") for name in repeated))
+    assert counts == [2, 0]  # gate and up
 
 
 def test_what_crosses_is_what_was_predicted() -> None:

@@ -145,9 +145,34 @@ def test_a_base_that_is_killed_and_started_again_is_found(whole: Executor) -> No
 def test_a_client_says_that_no_base_is_there() -> None:
     with pytest.raises(BaseLostError, match="no base executor answers at"):
         connect("127.0.0.1:9", connect_s=0.1)
-    for where in ("nowhere", "127.0.0.1:port", ":1"):
+    for where in (
+        *("nowhere", "127.0.0.1:port", ":1", "127.0.0.1:", "127.0.0.1:0", "127.0.0.1:65536"),
+        *("127.0.0.1:١", "127.0.0.1:1/path", "me:key@127.0.0.1:1", "two words:1", "*:1"),
+        *("ipc:///tmp/x:1", "a\0b:1", "127.0.0.1:1;127.0.0.1:2", "http://127.0.0.1:1"),
+    ):
         with pytest.raises(SplitError, match="no address"):
-            connect(where)
+            connect(where, plaintext=True)
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_a_base_listens_at_ipv6(whole: Executor, host: str) -> None:
+    try:
+        endpoint = ZeroMqEndpoint(host, 0, 2**20)
+    except SplitError as error:
+        pytest.skip(f"this machine has no IPv6: {error}")
+    loop = BaseLoop(BaseExecutor(whole), endpoint, BaseOptions(api_key=(KEY,), host=host))
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    try:
+        assert endpoint.where.startswith("[::1]:")
+        for where in (endpoint.where, endpoint.where.replace("[", "").replace("]", "")):
+            caller = Caller(transport_to(where, "auto"), {"key": KEY})
+            assert caller.facts["name"] == loop.base.name
+            caller.close()
+    finally:
+        loop.stop()
+        thread.join(60)
+        endpoint.close()
 
 
 def test_shared_memory_goes_both_ways_and_has_bounds() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from typing import ClassVar
 
@@ -23,6 +24,7 @@ from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.torch.products import linear, linear_backward
 from pcg.kernels.torch.remote_weights import is_remote
 from pcg.parallel.costs.catalog import own_sheet
+from pcg.parallel.costs.own_rates import own_rates
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.product_weights import joined, lie_side_by_side, multiplied
 from pcg.runtime.training.training_copy import weights_checksum
@@ -117,6 +119,7 @@ class BaseExecutor:
 
     def facts(self, directory_files: Mapping[str, str]) -> dict[str, object]:
         """Return what a client has to know of the base, as fields of a message."""
+        rates = own_rates(self.device, self.dtype)
         return {
             "version": VERSION,
             "name": self.name,
@@ -124,6 +127,7 @@ class BaseExecutor:
             "dtype": str(self.dtype).removeprefix("torch."),
             "digest": self.digest,
             "device": self._sheet,
+            "rates": None if rates is None else asdict(rates),
             "graphs": self.runs_graphs,
             "pieces": {name: list(one.shape) for name, one in self.multiplied.items()},
             "fetched": {name: list(one.shape) for name, one in self.fetched.items()},

@@ -87,7 +87,11 @@ class BaseLoop:
         self._policy = make_policy(
             options.policy, options.max_batch_tokens, options.wait_ms, options.wait_tokens
         )
-        facts = {"rows": options.downloads, "instance": secrets.token_hex(16)}
+        facts = {
+            "rows": options.downloads,
+            "instance": secrets.token_hex(16),
+            "most_bytes": options.max_request_mib * 2**20,
+        }
         base.publish(endpoint.publish)
         self._facts = {**base.facts(files or {}), **facts}
         self._queues = Queues()

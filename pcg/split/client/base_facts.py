@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from pcg.errors import SplitError
+from pcg.ir.types import DTYPE_BYTES
+from pcg.parallel.costs.accelerators import known_name
+from pcg.parallel.costs.sheets import SHEETS
 from pcg.split.messages import DTYPES, MOST_DIMS
 
 _MOST_SIZE = 2**31
+_MOST_RATE = 1e18
 
 
 def checked_facts(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -39,8 +44,35 @@ def _is_object(value: object) -> bool:
     return isinstance(value, dict)
 
 
+def _is_size(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
 def _is_dtype(value: object) -> bool:
     return isinstance(value, str) and value in DTYPES
+
+
+def _is_device(value: object) -> bool:
+    # A name of a sheet, and no path: a cost model may be read of a file, too.
+    return isinstance(value, str) and known_name(value.partition(":")[0], SHEETS) is not None
+
+
+def _are_rates(value: object) -> bool:
+    if value is None:
+        return True
+    if not isinstance(value, dict) or value.keys() != {"product_flops_per_s", "memory_bytes_per_s"}:
+        return False
+    products = value["product_flops_per_s"]
+    return (
+        isinstance(products, dict)
+        and "f32" in products
+        and products.keys() <= DTYPE_BYTES.keys()
+        and all(map(_is_rate, (*products.values(), value["memory_bytes_per_s"])))
+    )
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, float) and math.isfinite(value) and 1 <= value <= _MOST_RATE
 
 
 def _are_texts(value: object) -> bool:
@@ -72,7 +104,8 @@ _FACTS: Mapping[str, Callable[[object], bool]] = {
     "config": _is_object,
     "dtype": _is_dtype,
     "digest": _is_text,
-    "device": _is_text,
+    "device": _is_device,
+    "rates": _are_rates,
     "graphs": _is_flag,
     "pieces": _are_matrices,
     "fetched": _are_shapes,
@@ -80,5 +113,6 @@ _FACTS: Mapping[str, Callable[[object], bool]] = {
     "samples": _are_texts,
     "files": _are_texts,
     "rows": _is_flag,
+    "most_bytes": _is_size,
     "instance": _is_text,
 }

@@ -28,6 +28,8 @@ Kinds: TypeAlias = Sequence[tuple[Sequence[int], torch.dtype]]
 """Shapes and dtypes of tensors."""
 _BUSY, _BUSY_S = BaseBusyError.__name__, 0.02
 """The kind of error of a base which has too much of this key waiting, and when to ask again."""
+_MOST_LOST = 8
+"""Connections that a call may break before it is the call that breaks them."""
 
 
 class Caller:
@@ -79,19 +81,30 @@ class Caller:
         """Make a call and return its reply.
 
         Raises:
-            SplitError: the base refuses it, and says why.
-            BaseLostError: the base is gone.
+            SplitError: the base refuses it, and says why; or it is larger than the base takes.
+            BaseLostError: the base is gone, or each time that this call is made.
         """
+        largest, most = max((one.nbytes for one in tensors), default=0), self.facts["most_bytes"]
+        if largest > most:
+            raise SplitError(
+                f"{op} has a tensor of {largest:,} bytes, and the base executor takes {most:,}; "
+                "send fewer tokens at once, or start the base with a larger --max-request-mib"
+            )
         with self._lock:
             if self._is_closed:
                 raise SplitError("this connection to a base executor was closed")
             message = Message(op, next(self._numbers), fields, tensors)
-            end_s = time.monotonic() + self._lost_s
+            end_s, lost = time.monotonic() + self._lost_s, 0
             while True:
                 try:
                     reply = self._transport.exchange(message, self._lost_s)
                 except Disconnected as error:
-                    where = self._transport.where
+                    where, lost = self._transport.where, lost + 1
+                    if lost > _MOST_LOST:
+                        raise BaseLostError(
+                            f"the base executor at {where} was gone each of {lost} times that "
+                            f"{op} was called ({error}); its log may say why"
+                        ) from None
                     _LOG.warning(
                         "the base executor at %s is gone (%s); looking for it", where, error
                     )
@@ -186,7 +199,7 @@ class Caller:
                         "start one with pcg serve-base"
                     ) from None
                 time.sleep(_RETRY_S)
-            except SplitError:
+            except BaseException:  # an interruption, too
                 self._transport.close()
                 raise
 

@@ -19,6 +19,7 @@ from pcg.kernels.backend import machine_device
 from pcg.keys import VARIABLE
 from pcg.keywords import takes
 from pcg.options import SplitLink, dtype_name
+from pcg.parallel.costs.own_rates import OwnRates, own_rates
 from pcg.passes.placement.call_pieces import CallPieces
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.base_weights import WeightStore
@@ -32,10 +33,11 @@ from pcg.split.client.layered_caller import LayeredCaller
 from pcg.split.client.noise import Noise
 from pcg.split.client.privacy import BASE, DOWNLOAD, Place, Privacy, privacy_of
 from pcg.split.client.saved_program import check_given, load_for
+from pcg.split.messages import DTYPES
 from pcg.split.model_facts import TOKENIZER_FILES, weight_samples, weights_difference
 from pcg.split.transports.curve import ClientCurve, is_loopback
 from pcg.split.transports.transport import Transport
-from pcg.split.transports.zeromq_client import transport_to
+from pcg.split.transports.zeromq_client import address_of, transport_to
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class ConnectArguments:
             time over this link, and linear each product by itself. Noise hides linear operators
             alone, so that `privacy` is always linear.
         link: the link that the cut is searched for: shared, lan, wan, or a round trip's
-            milliseconds and a bandwidth in Gbit/s, as 5,2.5; measured by default.
+            milliseconds and a bandwidth in Gbit/s, as 5,2.5, with devices as fast as their data
+            sheets say. By default the link is measured, and so are CPUs.
         curve_server: the base's CURVE key, or a file with it, to encrypt the connection.
         curve_key: this client's CURVE certificate, NAME.key_secret, for a base that admits certain
             clients; by default a pair of keys is made.
@@ -209,8 +212,8 @@ def _transport(where: str, given: ConnectArguments, server: str | Path | None) -
         raise SplitError(
             f"curve_key is for encrypted connections; give the CURVE key of {where}, too"
         )
-    host = where.removeprefix("tcp://").rpartition(":")[0]
-    if host and not (is_loopback(host) or curve is not None or given.plaintext):
+    host, _ = address_of(where)
+    if not (is_loopback(host) or curve is not None or given.plaintext):
         raise SplitError(
             f"{where} is another machine, and keys and tensors would be sent to it in clear; give "
             "its CURVE key by curve_server=…, or plaintext=True to let them"
@@ -291,8 +294,15 @@ def _cut(caller: Caller, given: ConnectArguments) -> tuple[CallPieces | None, Cu
         return None, CutReport(None, "it was asked for")
     if not caller.facts["graphs"]:
         return None, CutReport(None, "several ranks or bases hold the weights")
-    link = measured_link(caller) if given.link is None else SplitLink.parse(given.link)
-    return searched_cut(link, str(caller.facts["device"]), machine_device(given.device))
+    device, sheet = machine_device(given.device), str(caller.facts["device"])
+    if given.link is not None:
+        return searched_cut(SplitLink.parse(given.link), sheet, device)
+    known = caller.facts["rates"]
+    rates = (
+        None if known is None else OwnRates(**known),
+        own_rates(device, DTYPES[caller.facts["dtype"]]),
+    )
+    return searched_cut(measured_link(caller), sheet, device, rates)
 
 
 def _check_weights(program: Program, model: ModelSource, facts: Mapping[str, Any]) -> None:

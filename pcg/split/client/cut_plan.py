@@ -9,7 +9,8 @@ import torch
 
 from pcg.errors import CostModelError
 from pcg.options import SplitLink
-from pcg.parallel.costs.catalog import find_cost_model, own_sheet
+from pcg.parallel.costs.catalog import own_sheet
+from pcg.parallel.costs.own_rates import OwnRates, rated_model
 from pcg.passes.placement.call_pieces import CallPieces, LayerCut
 from pcg.passes.placement.split_costs import SplitCosts
 from pcg.split.client.caller import Caller
@@ -71,19 +72,23 @@ def _echo_s(caller: Caller, size_bytes: int) -> float:
 
 
 def searched_cut(
-    link: SplitLink, base_sheet: str, client: torch.device
+    link: SplitLink,
+    base_sheet: str,
+    client: torch.device,
+    rates: tuple[OwnRates | None, OwnRates | None] = (None, None),
 ) -> tuple[CallPieces, CutReport]:
     """Return the pass that searches a client's cut, and the report that it writes.
 
     Args:
         base_sheet: the name of the data sheet of the base's device.
         client: the device of the client.
+        rates: those that the base and the client reach, where they were measured.
     """
     try:
         own = own_sheet(client)
     except CostModelError:
         own = "H100"  # a GPU without a sheet
-    models = find_cost_model(base_sheet), find_cost_model(own)
+    models = rated_model(base_sheet, rates[0]), rated_model(own, rates[1])
     serving = SplitCosts(*models, link, SERVED_TOKENS, TRAINED_TOKENS)
     training = SplitCosts(*models, link, TRAINED_TOKENS, TRAINED_TOKENS)
     report = CutReport(link)

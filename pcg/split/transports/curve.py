@@ -14,6 +14,7 @@ from __future__ import annotations
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,16 @@ from pcg.split.transports.zeromq_library import zmq
 _MAKE = "make one by: python -c \"import zmq.auth; zmq.auth.create_certificates('.', 'NAME')\""
 _LENGTH = 40
 """Characters of a key, which is 32 bytes in Z85."""
-_LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
 def is_loopback(host: str) -> bool:
     """Return whether an address is reached from its own machine alone."""
-    return host in _LOCAL or host.startswith("127.")
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:  # a name, and be it 127.example.org
+        return False
 
 
 @dataclass(frozen=True)

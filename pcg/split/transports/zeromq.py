@@ -64,6 +64,7 @@ class ZeroMqEndpoint(Endpoint):
         self._socket.set(self._zmq.MAXMSGSIZE, max_request_bytes)
         self._socket.set(self._zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self._socket.set(self._zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+        host = host.removeprefix("[").removesuffix("]")
         self._socket.set(self._zmq.IPV6, int(":" in host))
         self._client_keys: ClientKeys | None = None
         self._warned: set[str] = set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -24,8 +25,21 @@ _LOG = logging.getLogger("pcg.split")
 _SLICE_MS = 200
 """A base that ends is noticed so much later at most."""
 _FIRST_BYTES = 2**22
+_ADDRESS = re.compile(
+    r"(?P<host>\[[0-9a-f:.]+(?:%\w+)?\]|[0-9a-f:.]+|[\w.-]+):(?P<port>\d{1,5})", re.ASCII | re.I
+)
 _MOST_HANDSHAKES = 5
 """Handshakes that fail before a client gives up: a base that ends may break off one."""
+
+
+def address_of(where: str) -> tuple[str, int]:
+    """Return the host and the port of a base's address. SplitError: it is none."""
+    found = _ADDRESS.fullmatch(where.removeprefix("tcp://"))
+    if found is None or not 0 < int(found["port"]) < 2**16:
+        raise SplitError(
+            f"{where!r} is no address of a base executor; use host:port, and [::1]:port for IPv6"
+        )
+    return found["host"], int(found["port"])
 
 
 class TcpTransport(Transport):
@@ -33,11 +47,8 @@ class TcpTransport(Transport):
 
     def __init__(self, where: str, curve: ClientCurve | None = None) -> None:
         """Check the address; with `curve` the connection is encrypted. SplitError: it is none."""
-        host, colon, port = where.removeprefix("tcp://").rpartition(":")
-        if not colon or not host or not port.isdigit() or not 0 < int(port) < 2**16:
-            raise SplitError(f"{where!r} is no address of a base executor; use host:port")
-        self.where = f"{host}:{port}"
-        self._host = host
+        self._host, port = address_of(where)
+        self.where = f"{self._host}:{port}"
         self._curve = curve
         self._failed = 0
         self._zmq = zmq()
@@ -60,9 +71,23 @@ class TcpTransport(Transport):
             self._socket.set(self._zmq.CURVE_SECRETKEY, self._curve.secret)
         self._events = self._socket.get_monitor_socket(self._event_mask())
         self._socket.set(self._zmq.RCVTIMEO, _SLICE_MS)
-        self._socket.connect(f"tcp://{self.where}")
+        try:
+            self._socket.connect(f"tcp://{self.where}")
+        except self._zmq.ZMQError as error:
+            self.close()
+            raise SplitError(f"{self.where!r} cannot be connected to: {error}") from None
 
     def exchange(self, message: Message, timeout_s: float) -> Message:
+        try:
+            return self._exchanged(message, timeout_s)
+        except Exception:
+            raise
+        except BaseException:
+            # Interrupted. The base may answer yet, and would write where later replies lie.
+            self.close()
+            raise
+
+    def _exchanged(self, message: Message, timeout_s: float) -> Message:
         if self._socket is None:
             raise Disconnected("not connected")
         self._look()
@@ -71,13 +96,11 @@ class TcpTransport(Transport):
         except self._zmq.ZMQError as error:
             raise Disconnected(str(error)) from None
         end_s = time.monotonic() + timeout_s
-        while True:
+        while time.monotonic() <= end_s:  # also where something else comes again and again
             try:
                 reply = self._read(self._socket.recv_multipart(copy=False))
             except self._zmq.Again:
                 self._look()
-                if time.monotonic() > end_s:
-                    raise Disconnected(f"no answer in {timeout_s:g} s") from None
                 continue
             if reply.op == "error":  # perhaps of a base that has come since, and knows nobody
                 self._look()
@@ -86,6 +109,7 @@ class TcpTransport(Transport):
                 return reply
             if reply.op == "error" and reply.seq == 0:
                 raise SplitError(f"the base executor refuses: {reply.fields.get('error')}")
+        raise Disconnected(f"no answer in {timeout_s:g} s")
 
     def _event_mask(self) -> int:
         names = ("DISCONNECTED", "HANDSHAKE_SUCCEEDED", *_HANDSHAKE_FAILED)
@@ -240,8 +264,7 @@ def transport_to(where: str, kind: str, curve: ClientCurve | None = None) -> Tra
     Raises:
         SplitError: the address or the name is none.
     """
-    host = where.removeprefix("tcp://").rpartition(":")[0]
-    is_local = is_loopback(host) and hasattr(os, "memfd_create")
+    is_local = is_loopback(address_of(where)[0]) and hasattr(os, "memfd_create")
     if kind == "tcp" or (kind == "auto" and not is_local):
         return TcpTransport(where, curve)
     if kind == "distributed":
