@@ -224,12 +224,18 @@ class Executor:
 
         Raises:
             EngineError: one runs on a thread already.
-            UnsupportedError: there are replicas, which take parts of finetuning steps alone.
+            UnsupportedError: there are replicas or parts of sequences, as `Executor.finetune` has.
         """
-        if self.state.mesh.sizes.dp > 1:
+        sizes = self.state.mesh.sizes
+        if sizes.dp > 1:
             raise UnsupportedError(
-                f"an engine over {self.state.mesh.sizes}: replicas take parts of finetuning steps "
-                "alone; serve by one engine for each, in processes of its own"
+                f"an engine over {sizes}: replicas take parts of finetuning steps alone; serve by "
+                "one engine for each, in processes of its own"
+            )
+        if sizes.cp > 1:
+            raise UnsupportedError(
+                f"an engine over {sizes}: ranks have parts of the tokens of sequences in "
+                "Executor.finetune alone; serve, and train beside it, with cp=1"
             )
         self.state.check_no_engine("a second engine", "close the first one, or use that")
         return Engine(self.state, given)
@@ -396,7 +402,17 @@ class Executor:
         return Trainer(given.name, lambda command: beside.run(command).wait(), beside.end)
 
     def training_runner(self, name: str) -> TrainingRunner:
-        """Return what computes losses and gradients of an adapter, which moves to the device."""
+        """Return what computes losses and gradients of an adapter, which moves to the device.
+
+        Raises:
+            UnsupportedError: ranks have parts of sequences, and each would have summands alone.
+        """
+        sizes = self.state.mesh.sizes
+        if sizes.cp > 1:
+            raise UnsupportedError(
+                f"a training runner over {sizes}: each rank has the losses and gradients of its "
+                "own tokens; use finetune, which sums them, or cp=1"
+            )
         self.state.check_no_engine("a training runner", "close it first")
         check_call(self.ranks, f"training_runner({name!r})")
         adapter = self.state.adapter(name)

@@ -24,6 +24,7 @@ from pcg.kernels.torch.attention_math import (
     is_host,
     lse_dtype,
 )
+from pcg.kernels.torch.context_attention import attend_parts, attend_parts_backward
 from pcg.kernels.torch.varlen_attention import (
     attend_flash,
     attend_flash_backward,
@@ -43,6 +44,8 @@ def attention(
     [T, H, Dv], and the log-sum-exp [T, H] in fp32 of a batch that is trained on.
     """
     scoring = Scoring(**scores)
+    if batch.parts is not None:
+        return attend_parts(batch, batch.parts, q, k, v, scoring)
     cache = batch.append(k, v)
     is_plain, length = scoring.is_plain(q, v), batch.uniform_length
     if cache is None and is_plain and length and is_host(q):
@@ -92,6 +95,9 @@ def attention_backward(
         return _window_backward(batch, dout, out, lse, q, cache, scoring)
     assert k is not None
     assert v is not None
+    if batch.parts is not None:
+        saved = (dout, out, lse, q, k, v)
+        return attend_parts_backward(batch, batch.parts, *saved, scoring=scoring)
     length = batch.uniform_length
     if scoring.is_plain(q, v) and is_host(q) and length:
         split = [x.unflatten(0, (-1, length)) for x in (dout, out, lse, q, k, v)]

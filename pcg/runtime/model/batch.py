@@ -21,6 +21,7 @@ from pcg.kernels.batch import (
     Span,
 )
 from pcg.kernels.uploads import uploaded, uploaded_list
+from pcg.parallel.ranks.context_parallel import TokenParts
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.decode_groups import Singles, decode_groups
@@ -51,6 +52,7 @@ class Batch(ProgramBatch):
         self.spans = tuple(spans)
         self.layer = 0
         self.ranks: Ranks = SINGLE_RANK
+        self.parts: TokenParts | None = None
         self.dropout_seed: int | None = None
         self.chosen: Tensor | None = None
         self.logits_on_first = False

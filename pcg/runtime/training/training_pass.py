@@ -17,7 +17,7 @@ cache all sequences are one window, and attention saves keys and values itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,7 +27,8 @@ from torch import Tensor
 from pcg.kernels.batch import KvGradients, Span
 from pcg.kernels.torch.products import ProductRequest
 from pcg.kernels.uploads import uploaded_list
-from pcg.runtime.data.example import Example
+from pcg.parallel.ranks.context_parallel import Piece, TokenParts
+from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.batch import ANY_TOKEN, Batch
@@ -94,9 +95,9 @@ class TrainingPass(WindowedPass):
 
     Attributes:
         tokens: number of tokens of all sequences, virtual ones included.
-        targets: number of target tokens.
+        targets: number of target tokens, of those that this rank has.
         forwarded: number of tokens that went forward.
-        loss_sum: the sum of the target tokens' losses, fp64, on the device, once all are there.
+        loss_sum: the sum of these target tokens' losses, fp64, on the device, once all are there.
         layer: the layer whose backward comes next.
         trains: True if gradients are computed.
         is_done: True once the gradients are complete.
@@ -140,8 +141,14 @@ class TrainingPass(WindowedPass):
             targets = self.targets_of(example)
             self._sequences.append(_Sequence(ids, targets, self.tokens, table, number))
             self.tokens += len(ids)
+        self._parts: TokenParts | None = None
+        if runner.cp.size > 1:
+            lengths = [len(one.ids) for one in self._sequences]
+            self._parts = TokenParts(lengths, runner.cp, runner.device)
         if self.trains:
-            runner.plan_for(len(examples), self.tokens)
+            # All ranks by the same plan, which repeats the same messages.
+            held = self.tokens if self._parts is None else self._parts.rows
+            runner.plan_for(len(examples), held)
         self._restored = frozenset(runner.training.restored)
         self._graphs = None
         if cache is not None:
@@ -149,7 +156,11 @@ class TrainingPass(WindowedPass):
         if self._graphs is not None:
             pages = max(len(table.pages) for table in tables)
             self._graphs.begin_pass(PassSizes(self.tokens, len(examples), pages))
-        self.targets = sum(target >= 0 for s in self._sequences for target in s.targets)
+        own = [one.targets for one in self._sequences]
+        if self._parts is not None:
+            pieces = () if self._parts.is_spare else self._parts.own
+            own = [own[number][start:stop] for number, start, stop in pieces]
+        self.targets = sum(target >= 0 for targets in own for target in targets)
         self.forwarded = 0
         self.is_done = False
         self._windows: list[Window] = []
@@ -166,7 +177,7 @@ class TrainingPass(WindowedPass):
 
     @property
     def loss(self) -> float:
-        """The sum of the target tokens' losses, for which the host waits."""
+        """`loss_sum`, for which the host waits."""
         return float(self.loss_sum)
 
     def targets_of(self, example: HasTokens) -> list[int]:
@@ -252,20 +263,20 @@ class TrainingPass(WindowedPass):
             self._runner.encode_prompts()
         spans, ids, targets = [], list[int](), list[int]()
         end = min(self.forwarded + tokens, self.tokens)
-        for sequence in self._sequences:
-            context = max(self.forwarded - sequence.origin, 0)
-            stop = min(end - sequence.origin, len(sequence.ids))
-            if context >= stop:
-                continue
+        parts = self._parts
+        pieces = self._pieces(end) if parts is None else parts.own
+        is_spare = parts is not None and parts.is_spare
+        for number, context, stop in pieces:
+            sequence = self._sequences[number]
             virtual = max(min(stop, self._virtual) - context, 0)
             place = (sequence.table, virtual, sequence.origin, sequence.number)
             spans.append(Span(len(ids), stop - context, context, *place))
             ids += sequence.ids[context:stop]
-            targets += sequence.targets[context:stop]
+            targets += [IGNORED] if is_spare else sequence.targets[context:stop]
         device = self._runner.device
         input_ids = uploaded_list(ids, torch.int64, device)
         batch = Batch(input_ids, spans, self._cache, keeps=True)
-        batch.ranks = self._runner.ranks
+        batch.ranks, batch.parts = self._runner.ranks, parts
         batch.dropout_seed = self._dropout_seed
         window = Window(batch, torch.tensor(targets), end)
         if self._graphs is not None:
@@ -276,6 +287,14 @@ class TrainingPass(WindowedPass):
         else:
             window.carried, window.shared = self._runner.prologue(batch)
         return window
+
+    def _pieces(self, end: int) -> Iterator[Piece]:
+        """Yield the pieces of sequences from the next token of the pass to the one before `end`."""
+        for number, sequence in enumerate(self._sequences):
+            context = max(self.forwarded - sequence.origin, 0)
+            stop = min(end - sequence.origin, len(sequence.ids))
+            if context < stop:
+                yield Piece(number, context, stop)
 
     @property
     def is_replayed(self) -> bool:
