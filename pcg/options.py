@@ -356,12 +356,14 @@ class MemoryBudget:
             `share` is given.
         batch: sequences of the step that the plan is made for.
         seq: tokens of each.
+        parts: ranks that share the tokens of a sequence, of which `seq` are those of one.
     """
 
     share: float | None = 1.0
     size_bytes: int | None = None
     batch: int = 1
     seq: int = 1024
+    parts: int = 1
 
     def __post_init__(self) -> None:
         for name, number in (("batch", self.batch), ("seq", self.seq)):

@@ -91,7 +91,7 @@ def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -
     if options.cp > 1:
         context = ContextStep(options.cp, options.seq)
         step = dataclasses.replace(options, seq=most_rows([options.seq], options.cp))
-    settings = Settings(step, source.name, costs=costs)
+    settings = Settings(step, source.name, costs=costs, parts=options.cp)
     passes = pipeline(settings)
     traced = passes.trace.run(to_trace)
     folded = passes.fold.run(traced)

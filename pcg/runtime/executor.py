@@ -296,11 +296,16 @@ class Executor:
                 raise GenerationError(f"sequence {i} has no tokens; give at least one")
         chosen = [adapters[i] for i in order]
         virtual = [0 if one is None else one.prompt_tokens for one in chosen]
-        batch = whole_sequences([sequences[i] for i in order], self.state.device, virtual)
+        wanted = [sequences[i] for i in order]
+        cp = self.state.mesh.cp
+        batch = whole_sequences(wanted, self.state.device, virtual, cp=cp)
         sizes = [span.length for span in batch.spans]
-        bound = tables.bind(chosen, sizes)
-        parts = self.state.serving.runner.logits(batch, bound).split(sizes)
-        own = [part[count:] for part, count in zip(parts, virtual, strict=True)]
+        bound = tables.bind([chosen[span.number] for span in batch.spans], sizes)
+        logits = self.state.serving.runner.logits(batch, bound)
+        if batch.parts is not None:
+            (logits,) = batch.parts.gathered(logits)
+        lengths = [count + len(one) for one, count in zip(wanted, virtual, strict=True)]
+        own = [one[count:] for one, count in zip(logits.split(lengths), virtual, strict=True)]
         by_index = dict(zip(order, own, strict=True))
         return [by_index[i] for i in range(len(sequences))]
 
