@@ -383,11 +383,6 @@ def make_executor(
     from pcg.runtime.model.state import ModelState
 
     device = machine_device(device)
-    if mesh is not None and mesh.sizes.cp > 1 and program.options.backend == "triton":
-        raise UnsupportedError(
-            f"backend='triton' over {mesh.sizes}: its attention kernels know no parts of sequences; "
-            "compile with backend='torch' (--backend torch), or use cp=1"
-        )
     if mesh is None:
         device = own_device(device)
         mesh = join_mesh(MeshSizes(tp=program.options.tp), device)
