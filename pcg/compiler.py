@@ -18,13 +18,13 @@ from pcg.errors import (
     LogitsError,
     ProgramError,
     SourceError,
-    UnsupportedError,
 )
 from pcg.files import expanded
 from pcg.given_module import VERIFIED_PARAMETERS, check_logits, check_weights, source_of
 from pcg.ir.program.folder import load_program
 from pcg.ir.program.manifest import MANIFEST, read_manifest
 from pcg.ir.program.program import Program
+from pcg.ir.program.same_model import check_same_model
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels import attention_libraries
 from pcg.kernels.backend import check_device, choose_backend, machine_device
@@ -312,7 +312,7 @@ def load(
             f"{folder} was compiled from {place}, whose weights cannot be used now ({error}); say "
             "where they lie: --weights PATH (weights=PATH)"
         ) from error
-    _check_same_model(program, source.config, os.fspath(place))
+    check_same_model(program, source.config, os.fspath(place))
     checkpoint = Checkpoint.open(source, program.base_prefix)
     # A program compiled from a shipped config has no tokenizer; the weights come with one.
     has_tokenizer = (folder / "tokenizer.json").exists()
@@ -320,30 +320,6 @@ def load(
     device = own_device(machine_device(device))
     mesh = join_mesh(sizes_of(program.options.tp, dp, cp), device, rank_timeout_s)
     return make_executor(program, checkpoint, None, tokenizer_directory, device, mesh)
-
-
-_NEUTRAL_FIELDS = (
-    "bos_token_id", "eos_token_id", "initializer_range", "pad_token_id",
-    "pretraining_tp", "use_cache",
-)  # fmt: skip
-
-
-def _check_same_model(program: Program, config: Mapping[str, Any], where: str) -> None:
-    """Refuse weights whose configuration says another model; their shapes alone would not tell."""
-    both = sorted((program.config.keys() & config.keys()).difference(_NEUTRAL_FIELDS))
-    other = [
-        key
-        for key in both
-        if program.config[key] != config[key]
-        and (isinstance(config[key], int | float) or key == "model_type" or "rope" in key)
-        and "drop" not in key
-    ]
-    if other:
-        shown = ", ".join(f"{k}={config[k]!r}, not {program.config[k]!r}" for k in other[:3])
-        raise ProgramError(
-            f"the weights in {where} are of another model than the program's ({shown}); compile "
-            "that model, or give the weights of this one"
-        )
 
 
 def trace(model: Any, dtype: str | None = None, *, whole: bool = False) -> TracedModel:

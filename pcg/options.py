@@ -222,9 +222,7 @@ class ExplainOptions(OptimizerChoice, CompileOptions):
             change with tokens, rank, degree and link. Takes seconds.
         peers: report what torch's min-cut partitioner saves, too, on one rank; takes seconds, most
             of them to import functorch and inductor.
-        cp: ranks that share the tokens of each sequence of the step: the memory is that of one with
-            its part, and what it sends is listed. It goes with none of `gpus`, `serve_tokens`,
-            `find_region` and `peers`.
+        cp: ranks that share the tokens of each sequence of the step, of which this is one.
     """
 
     gpus: Sequence[str] = ()
@@ -236,7 +234,6 @@ class ExplainOptions(OptimizerChoice, CompileOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_parts()
         if isinstance(self.gpus, str):  # as on the command line
             object.__setattr__(self, "gpus", tuple(map(str.strip, self.gpus.split(","))))
         tokens = self.serve_tokens
@@ -249,20 +246,6 @@ class ExplainOptions(OptimizerChoice, CompileOptions):
                 f"device='cpu' counts a CPU's memory, and gpus={tuple(self.gpus)} are none; leave "
                 "one of them out"
             )
-
-    def _check_parts(self) -> None:
-        if type(self.cp) is not int or self.cp < 1:
-            raise ParallelError(f"cp={self.cp!r}; use an int of at least 1")
-        others = {name: getattr(self, name) for name in _WITHOUT_PARTS}
-        for name, given in others.items() if self.cp > 1 else ():
-            if given:
-                raise UnsupportedError(
-                    f"{name}={given!r} with cp={self.cp}: it is not known of sequences whose tokens "
-                    f"ranks share; leave {name} out, or use cp=1"
-                )
-
-
-_WITHOUT_PARTS = ("gpus", "serve_tokens", "find_region", "peers")
 
 
 @dataclass(frozen=True)

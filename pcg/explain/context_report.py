@@ -7,7 +7,6 @@ sum of the adapters' gradients.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from pcg.explain.planned_model import ContextStep, PlannedModel

@@ -12,8 +12,8 @@ def context_lines(context: Mapping[str, Any], seq: int) -> list[str]:
     """Return lines of a rank's part of the tokens, and of the bytes between ranks."""
     cp, tokens = context["cp"], context["rank_tokens"]
     lines = [
-        f"parts of sequences on {cp} ranks, each with {tokens:,} of {seq:,} tokens, and all keys and "
-        "values of a layer"
+        f"parts of sequences on {cp} ranks, each with {tokens:,} of {seq:,} tokens, and a layer's "
+        "keys and values of all"
     ]
     several = len(context["layers"]) > 1
     for row in context["layers"]:

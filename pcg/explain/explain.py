@@ -24,6 +24,7 @@ from pcg.options import ExplainOptions
 from pcg.parallel.costs.accelerators import Accelerator, find_accelerator
 from pcg.parallel.costs.catalog import costs_name, find_cost_model
 from pcg.parallel.ranks.context_parallel import most_rows
+from pcg.parallel.ranks.mesh import MeshSizes
 from pcg.passes.pipeline import Settings, pipeline
 from pcg.peft.reader import recipes_of
 from pcg.runtime.training.torch_optimizers import Optimizer
@@ -88,7 +89,8 @@ def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -
     source, to_trace = source_of(model)
     costs = find_cost_model(costs_name(options.costs, options.gpus)) if options.tp > 1 else None
     context, step = None, options
-    if options.cp > 1:
+    if MeshSizes(cp=options.cp).world > 1:
+        _check_parts(options)
         context = ContextStep(options.cp, options.seq)
         step = dataclasses.replace(options, seq=most_rows([options.seq], options.cp))
     settings = Settings(step, source.name, costs=costs, parts=options.cp)
@@ -112,6 +114,16 @@ def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -
         if options.peers:
             reports[name] = _with_peers(reports[name], setup)
     return reports
+
+
+def _check_parts(options: ExplainOptions) -> None:
+    """Refuse what is not known of sequences whose tokens ranks share."""
+    for name in ("gpus", "serve_tokens", "find_region", "peers"):
+        if getattr(options, name):
+            raise UnsupportedError(
+                f"{name}={getattr(options, name)!r} with cp={options.cp}: it is not known of "
+                f"sequences whose tokens ranks share; leave {name} out, or use cp=1"
+            )
 
 
 def _explained(setup: Setup, devices: Sequence[Accelerator], find_region: bool) -> Report:

@@ -14,17 +14,17 @@ from torch import Tensor
 from pcg.errors import FinetuneError, GenerationError, UnsupportedError
 from pcg.ir.program.program import Program
 from pcg.keywords import takes
-from pcg.parallel.ranks.agreement import agreed, check_call, check_same
+from pcg.parallel.ranks.agreement import agreed, check_call
 from pcg.parallel.ranks.group import Ranks, run_on_first
 from pcg.peft.adapter import Adapter
 from pcg.peft.writer import write_adapter
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.options import EngineArguments
-from pcg.runtime.model.batch import whole_sequences
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState, NamedAdapter
-from pcg.runtime.requests.compared import adapter_facts, sequence_facts
+from pcg.runtime.model.whole_logits import whole_logits
+from pcg.runtime.requests.compared import adapter_facts
 from pcg.runtime.requests.request import (
     Chunk,
     Completion,
@@ -68,7 +68,6 @@ class Executor:
 
     @property
     def ranks(self) -> Ranks:
-        """All ranks, of which this process is one."""
         return self.state.world
 
     @property
@@ -223,20 +222,9 @@ class Executor:
         """Make an engine, which serves requests and trains adapters at the same time.
 
         Raises:
-            EngineError: one runs on a thread already.
-            UnsupportedError: there are replicas or parts of sequences, as `Executor.finetune` has.
+            EngineError, UnsupportedError: one runs on a thread already, or there are replicas.
         """
-        sizes = self.state.mesh.sizes
-        if sizes.dp > 1:
-            raise UnsupportedError(
-                f"an engine over {sizes}: replicas take parts of finetuning steps alone; serve by "
-                "one engine for each, in processes of its own"
-            )
-        if sizes.cp > 1:
-            raise UnsupportedError(
-                f"an engine over {sizes}: ranks have parts of the tokens of sequences in "
-                "Executor.finetune alone; serve, and train beside it, with cp=1"
-            )
+        self.state.mesh.check_no_replicas("an engine")
         self.state.check_no_engine("a second engine", "close the first one, or use that")
         return Engine(self.state, given)
 
@@ -284,30 +272,7 @@ class Executor:
         if not input_ids or isinstance(input_ids[0], int):
             return self.logits([cast("Sequence[int]", input_ids)], adapter)[0]
         sequences = cast("Sequence[Sequence[int]]", input_ids)
-        return self._between_steps(lambda: self._logits(sequences, adapter))
-
-    def _logits(self, sequences: Sequence[Sequence[int]], adapter: Any) -> list[Tensor]:
-        adapters = self.state.adapters_of(len(sequences), adapter)
-        check_same(self.ranks, "logits", sequence_facts(sequences, adapters))
-        tables = self.state.serving.tables
-        order = tables.order(adapters)
-        for i, sequence in enumerate(sequences):
-            if not sequence:
-                raise GenerationError(f"sequence {i} has no tokens; give at least one")
-        chosen = [adapters[i] for i in order]
-        virtual = [0 if one is None else one.prompt_tokens for one in chosen]
-        wanted = [sequences[i] for i in order]
-        cp = self.state.mesh.cp
-        batch = whole_sequences(wanted, self.state.device, virtual, cp=cp)
-        sizes = [span.length for span in batch.spans]
-        bound = tables.bind([chosen[span.number] for span in batch.spans], sizes)
-        logits = self.state.serving.runner.logits(batch, bound)
-        if batch.parts is not None:
-            (logits,) = batch.parts.gathered(logits)
-        lengths = [count + len(one) for one, count in zip(wanted, virtual, strict=True)]
-        own = [one[count:] for one, count in zip(logits.split(lengths), virtual, strict=True)]
-        by_index = dict(zip(order, own, strict=True))
-        return [by_index[i] for i in range(len(sequences))]
+        return self._between_steps(lambda: whole_logits(self.state, sequences, adapter))
 
     # ------------------------------------------------------------------------------- adapters
 
@@ -393,8 +358,8 @@ class Executor:
             FinetuneError: bad options.
             UnsupportedError: the recipe has a feature that pcg does not train; or there are ranks.
         """
-        if self.ranks.size > 1:
-            raise UnsupportedError(f"trainers over {self.ranks.size} ranks; use one, or finetune")
+        if (size := self.ranks.size) > 1:
+            raise UnsupportedError(f"trainers over {size} ranks; use one, or finetune")
         running = cast("AsyncEngine | None", self.state.engine_thread)
         if running is None:
             return trainer_here(self.state, given)
@@ -407,17 +372,8 @@ class Executor:
         return Trainer(given.name, lambda command: beside.run(command).wait(), beside.end)
 
     def training_runner(self, name: str) -> TrainingRunner:
-        """Return what computes losses and gradients of an adapter, which moves to the device.
-
-        Raises:
-            UnsupportedError: ranks have parts of sequences, and each would have summands alone.
-        """
-        sizes = self.state.mesh.sizes
-        if sizes.cp > 1:
-            raise UnsupportedError(
-                f"a training runner over {sizes}: each rank has the losses and gradients of its "
-                "own tokens; use finetune, which sums them, or cp=1"
-            )
+        """Return what computes losses and gradients of an adapter, which moves to the device."""
+        self.state.mesh.check_no_parts("a training runner")
         self.state.check_no_engine("a training runner", "close it first")
         check_call(self.ranks, f"training_runner({name!r})")
         adapter = self.state.adapter(name)

@@ -89,7 +89,9 @@ class TokenParts:
         counts = [_count(part) for part in parts]
         origins = [0, *accumulate(lengths)]
         order = [
-            torch.arange(origins[piece.sequence] + piece.start, origins[piece.sequence] + piece.stop)
+            torch.arange(
+                origins[piece.sequence] + piece.start, origins[piece.sequence] + piece.stop
+            )
             for part in parts
             for piece in part
         ]

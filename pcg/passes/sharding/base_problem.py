@@ -28,7 +28,8 @@ def base_cut(
 ) -> Callable[[float], Choice] | None:
     """The least that such a layer keeps and recomputes, by a rate of picoseconds a byte.
 
-    `step` has its sequences, the tokens of each, costs, and the ranks that share them. None where a layer has no backward.
+    `step` has its sequences, the tokens of each, costs, and the ranks that share these tokens. None
+    where a layer has no backward.
     """
     if not kind.gradients.backward.outputs:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -50,29 +50,12 @@ from pcg.runtime.memory.shape_caches import bound_shape_caches
 from pcg.runtime.model.base_weights import TensorSource, WeightStore
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.model.specialised import ServingProgram, Specialiser, TrainingPrograms
+from pcg.runtime.model.state_users import EngineThread, StateListener
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.units import shown
 
-Result = TypeVar("Result")
 NamedAdapter: TypeAlias = str | Adapter | None
 """An adapter by its name, or one that was served; None for the base."""
-
-
-class StateListener(Protocol):
-    """Is told when the state changes; every engine over it is one."""
-
-    def use_program(self, program: ServingProgram) -> None:
-        """Serve by another program from now on."""
-
-    def forget(self, adapter: Adapter, *, is_gone: bool) -> None:
-        """Drop what is kept of an adapter that changed; if `is_gone`, nobody can name it now."""
-
-
-class EngineThread(Protocol):
-    """A thread that runs an engine's steps; nothing else may run the model meanwhile."""
-
-    def run(self, act: Callable[[], Result]) -> Result:
-        """Run a function between two steps, and wait for it."""
 
 
 class ModelState:

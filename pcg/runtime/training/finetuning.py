@@ -324,15 +324,12 @@ class FinetuneJob:
 
     def _mean_loss(self, data: Dataset, plan: Sequence[Sequence[int]]) -> Work[float]:
         """Return the mean loss of the target tokens of some batches, without dropout."""
-        replicas = self._mesh.dp
-        sums = [torch.zeros((), dtype=torch.float64, device=self._runner.device)]
-        targets = 0
+        replicas, sums = self._mesh.dp, torch.zeros(2, dtype=torch.float64)
+        sums = sums.to(self._runner.device)
         for indexes in plan[replicas.rank :: replicas.size]:
             done = yield from pass_through(self._runner, [data.examples[i] for i in indexes])
-            sums.append(done.loss_sum.to(self._runner.device))
-            targets += done.targets
-        own = torch.stack([torch.stack(sums).sum(), sums[0] + targets])
-        reading = Reading(self._mesh.data.all_reduce(own))
+            sums += torch.stack([done.loss_sum.to(sums), torch.full_like(sums[0], done.targets)])
+        reading = Reading(self._mesh.data.all_reduce(sums))
         yield reading
         loss, count = reading.read()
         mean = torch.tensor(loss / count, dtype=torch.float64)

@@ -107,7 +107,9 @@ def training_runner(
     weights = state.weight_store.bind(training.model)
     is_promise = budget.size_bytes is not None
     training_for = partial(state.training, adapter, windows) if is_promise else None
-    return TrainingRunner(training, weights, adapter, state.ranks, state.mesh.cp, training_for, freed)
+    return TrainingRunner(
+        training, weights, adapter, state.ranks, state.mesh.cp, training_for, freed
+    )
 
 
 def pass_through(

@@ -17,18 +17,17 @@ cache all sequences are one window, and attention saves keys and values itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from pcg.kernels.batch import KvGradients, Span
+from pcg.kernels.batch import KvGradients
 from pcg.kernels.torch.products import ProductRequest
 from pcg.kernels.uploads import uploaded_list
-from pcg.parallel.ranks.context_parallel import Piece, TokenParts
-from pcg.runtime.data.example import IGNORED, Example
+from pcg.runtime.data.example import Example
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.batch import ANY_TOKEN, Batch
@@ -36,6 +35,7 @@ from pcg.runtime.model.load import Load
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.loss_chunks import PassLoss, WindowLoss
+from pcg.runtime.training.pass_sequences import PassSequences
 from pcg.runtime.training.recorded.window_graphs import PassSizes, WindowSlot
 from pcg.runtime.training.work_units import (
     Phase,
@@ -50,20 +50,6 @@ class HasTokens(Protocol):
     @property
     def ids(self) -> Sequence[int]:
         """Its tokens, without virtual ones."""
-
-
-@dataclass(frozen=True)
-class _Sequence:
-    """The tokens of one example, virtual ones first, and the target of each.
-
-    Its number is what dropout is drawn by.
-    """
-
-    ids: Sequence[int]
-    targets: Sequence[int]
-    origin: int
-    table: PageTable | None
-    number: int
 
 
 @dataclass
@@ -121,8 +107,7 @@ class TrainingPass(WindowedPass):
             dropout_seed: the seed of dropout; None drops nothing.
             cache: the KV cache; None to run all sequences as one window without.
             tables: the sequences' pages in the cache.
-            numbers: the place of each sequence in its mini-batch, of which this may be a part; they
-                are all of it by default.
+            numbers: the place of each sequence in its mini-batch; these are all of it by default.
         Raises:
             MemoryBudgetError: training on the sequences needs more than the memory budget.
         """
@@ -132,23 +117,16 @@ class TrainingPass(WindowedPass):
         self._dropout_seed = dropout_seed
         self._cache = cache
         self._virtual = runner.adapter.prompt_tokens
-        self._sequences: list[_Sequence] = []
-        self.tokens = 0
+        self._sequences = PassSequences(self._virtual)
         for i, example in enumerate(examples):
             ids = [*[ANY_TOKEN] * self._virtual, *example.ids]
             table = tables[i] if cache is not None else None
             number = i if numbers is None else numbers[i]
-            targets = self.targets_of(example)
-            self._sequences.append(_Sequence(ids, targets, self.tokens, table, number))
-            self.tokens += len(ids)
-        self._parts: TokenParts | None = None
-        if runner.cp.size > 1:
-            lengths = [len(one.ids) for one in self._sequences]
-            self._parts = TokenParts(lengths, runner.cp, runner.device)
+            self._sequences.add(ids, self.targets_of(example), table, number)
+        self._sequences.share(runner.cp, runner.device)
+        self.tokens = self._sequences.tokens
         if self.trains:
-            # All ranks by the same plan, which repeats the same messages.
-            held = self.tokens if self._parts is None else self._parts.rows
-            runner.plan_for(len(examples), held)
+            runner.plan_for(len(examples), self._sequences.most_tokens)
         self._restored = frozenset(runner.training.restored)
         self._graphs = None
         if cache is not None:
@@ -156,11 +134,7 @@ class TrainingPass(WindowedPass):
         if self._graphs is not None:
             pages = max(len(table.pages) for table in tables)
             self._graphs.begin_pass(PassSizes(self.tokens, len(examples), pages))
-        own = [one.targets for one in self._sequences]
-        if self._parts is not None:
-            pieces = () if self._parts.is_spare else self._parts.own
-            own = [own[number][start:stop] for number, start, stop in pieces]
-        self.targets = sum(target >= 0 for targets in own for target in targets)
+        self.targets = self._sequences.targets
         self.forwarded = 0
         self.is_done = False
         self._windows: list[Window] = []
@@ -254,29 +228,19 @@ class TrainingPass(WindowedPass):
 
     @property
     def context(self) -> int:
-        return min(self.forwarded - s.origin for s in self._sequences if s.origin <= self.forwarded)
+        return self._sequences.context(self.forwarded)
 
     @torch.no_grad()
     def begin(self, tokens: int) -> Window:
         """Make a window of the next tokens, and run its prologue."""
         if not self.forwarded:
             self._runner.encode_prompts()
-        spans, ids, targets = [], list[int](), list[int]()
         end = min(self.forwarded + tokens, self.tokens)
-        parts = self._parts
-        pieces = self._pieces(end) if parts is None else parts.own
-        is_spare = parts is not None and parts.is_spare
-        for number, context, stop in pieces:
-            sequence = self._sequences[number]
-            virtual = max(min(stop, self._virtual) - context, 0)
-            place = (sequence.table, virtual, sequence.origin, sequence.number)
-            spans.append(Span(len(ids), stop - context, context, *place))
-            ids += sequence.ids[context:stop]
-            targets += [IGNORED] if is_spare else sequence.targets[context:stop]
+        spans, ids, targets = self._sequences.window(self.forwarded, end)
         device = self._runner.device
         input_ids = uploaded_list(ids, torch.int64, device)
         batch = Batch(input_ids, spans, self._cache, keeps=True)
-        batch.ranks, batch.parts = self._runner.ranks, parts
+        batch.ranks, batch.parts = self._runner.ranks, self._sequences.parts
         batch.dropout_seed = self._dropout_seed
         window = Window(batch, torch.tensor(targets), end)
         if self._graphs is not None:
@@ -287,14 +251,6 @@ class TrainingPass(WindowedPass):
         else:
             window.carried, window.shared = self._runner.prologue(batch)
         return window
-
-    def _pieces(self, end: int) -> Iterator[Piece]:
-        """Yield the pieces of sequences from the next token of the pass to the one before `end`."""
-        for number, sequence in enumerate(self._sequences):
-            context = max(self.forwarded - sequence.origin, 0)
-            stop = min(end - sequence.origin, len(sequence.ids))
-            if context < stop:
-                yield Piece(number, context, stop)
 
     @property
     def is_replayed(self) -> bool:
