@@ -26,18 +26,22 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.training.result import StepRecord
 from tests.support import ranked
 from tests.support.meshes import CASES, Trained, check_close, train, train_case
+from tests.support.measured_memory import BATCH, SEQ, measured
 from tests.support.prompts import prompts
 from tests.support.ranked import SEQUENCES, USED, make_executor, make_program
 from tests.support.started_ranks import SCRIPT, start
 from tests.support.threads import run_mesh
 
-METHODS = ("adalora", "dora", "houlsby", "ia3", "prefix", "prompt")
+METHODS = (
+    "dora",
+    "ia3",
+    "prompt",
+    *(pytest.param(method, marks=pytest.mark.slow) for method in ("adalora", "houlsby", "prefix")),
+)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(2, 5))
-def test_each_token_has_one_rank_and_all_have_as_much_work(
-    lengths: list[int], degree: int
-) -> None:
+def test_each_token_has_one_rank_and_all_have_as_much_work(lengths: list[int], degree: int) -> None:
     parts = dealt(lengths, degree)
     for number, length in enumerate(lengths):
         pieces = [[p for p in part if p.sequence == number] for part in parts]
@@ -84,7 +88,7 @@ def alone(name: str) -> Trained:
         ("gpt2", MeshSizes(cp=2)),
         ("gemma2", MeshSizes(cp=2)),
         ("bloom", MeshSizes(cp=2)),
-        ("mistral-window", MeshSizes(cp=2)),
+        pytest.param("mistral-window", MeshSizes(cp=2), marks=pytest.mark.slow),
         ("llama3", MeshSizes(cp=2, tp=2)),
         ("gpt2", MeshSizes(dp=2, cp=2)),
     ],
@@ -127,7 +131,7 @@ def test_sequences_of_fewer_tokens_than_ranks_and_dropout() -> None:
     [
         ({"memory_budget": 0}, MeshSizes(cp=2)),
         ({"memory_budget": "40KiB"}, MeshSizes(cp=2)),
-        ({"sequence_parallel": True}, MeshSizes(cp=2, tp=2)),
+        pytest.param({"sequence_parallel": True}, MeshSizes(cp=2, tp=2), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -170,7 +174,7 @@ def test_logits(name: str) -> None:
 
 @pytest.mark.parametrize("budget", [1, 0])
 def test_the_bytes_that_a_rank_sends_are_predicted(budget: int) -> None:
-    """One step of two sequences: what explain says, and the loss, its norm and missing gradients."""
+    """One step of two sequences, at a budget that repeats messages, too."""
     length, count, cp = 12, 2, 2
     examples = [Example(ids, ids) for ids in prompts((length,) * count)]
     program = make_program("llama3", 1, memory_budget=budget)
@@ -192,18 +196,27 @@ def test_the_bytes_that_a_rank_sends_are_predicted(budget: int) -> None:
 
 
 def test_explain_divides_activations_by_the_ranks() -> None:
-    options: dict[str, Any] = {"peft": "lora", "seq": 8192}
-    reports = [explaining.explain("meta-llama/Llama-3.1-8B", cp=cp, **options) for cp in (1, 4)]
-    one, four = (report.memory_bytes["activations"] for report in reports)
-    assert four * 4 == one
-    assert [point.recompute_flops_ratio for point in reports[0].pareto] == pytest.approx(
-        [point.recompute_flops_ratio for point in reports[1].pareto]
-    )
-    assert "each with 2,048 of 8,192 tokens" in reports[1].to_text()
+    config = make_program("llama3", 1).config
+    options: dict[str, Any] = {"peft": "lora", "seq": 96, "dtype": "float32"}
+    one, four = (explaining.explain(config, cp=cp, **options) for cp in (1, 4))
+    assert four.memory_bytes["activations"] * 4 == one.memory_bytes["activations"]
+    ratios = [[point.recompute_flops_ratio for point in report.pareto] for report in (one, four)]
+    assert ratios[1] == pytest.approx(ratios[0])
+    assert "each with 24 of 96 tokens" in four.to_text()
     with pytest.raises(UnsupportedError, match="peers=True with cp=4"):
-        explaining.explain("meta-llama/Llama-3.1-8B", cp=4, peers=True, **options)
+        explaining.explain(config, cp=4, peers=True, **options)
     with pytest.raises(UnsupportedError, match="give a recipe"):
-        explaining.explain("meta-llama/Llama-3.1-8B", None, cp=4)
+        explaining.explain(config, None, cp=4)
+
+
+@pytest.mark.parametrize("name", ["llama3", "gpt2"])
+def test_the_bytes_that_a_rank_saves_are_predicted(name: str) -> None:
+    program = make_program(name, 1)
+    recipe = ranked.recipes(ranked.BY_NAME[name])["a"]
+    step = {"batch": BATCH, "seq": SEQ, "dtype": "float32", "cp": 2}
+    report = explaining.explain(program.config, recipe, **step)
+    found = run_mesh(MeshSizes(cp=2), lambda mesh: measured(make_executor(program, name, mesh)))
+    assert found == [report.memory_bytes["activations"]] * 2
 
 
 def test_what_parts_do_not_share_is_refused() -> None:
