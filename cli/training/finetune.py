@@ -76,7 +76,7 @@ def finetune_command(
     compiled = dict(compiling.values)
     tp, dp = shards_and_replicas(program, compiled, place, over.dp, over.cp)
     if tp > 1 and not is_program_folder(program):
-        compiled |= own_step(job, compiled, dp)
+        compiled |= own_step(job, compiled, dp, over.cp)
     if tp == 1:
         # Which spreads sums over ranks; of the job it is, too.
         compiled.pop("gradient_accumulation_steps", None)
@@ -128,7 +128,9 @@ def train(
     print_result(result, program, files.output, as_json=json, replaces=replaces)
 
 
-def own_step(job: FinetuneOptions, compiling: Mapping[str, Any], dp: int = 1) -> dict[str, int]:
+def own_step(
+    job: FinetuneOptions, compiling: Mapping[str, Any], dp: int = 1, cp: int = 1
+) -> dict[str, int]:
     """The batch and the length to plan a job's layouts over ranks for, which are its own.
 
     Empty where the length of its examples has no bound, or another step is asked for.
@@ -136,13 +138,15 @@ def own_step(job: FinetuneOptions, compiling: Mapping[str, Any], dp: int = 1) ->
     Args:
         compiling: fields of `CompileOptions` that are given.
         dp: the number of replicas, over which a batch is divided.
+        cp: the number of ranks that share the tokens of a sequence.
     """
     if job.max_length is None or not {"batch", "seq"}.isdisjoint(compiling):
         return {}
     bounds = job.batch_bounds
     size, tokens = bounds["batch_size"], bounds["max_tokens"]
     most = None if tokens is None else max(tokens // job.max_length, 1)
-    return {"batch": -(-min(filter(None, (size, most))) // dp), "seq": job.max_length}
+    batch = min(filter(None, (size, most)))
+    return {"batch": -(-batch // dp), "seq": -(-job.max_length // cp)}
 
 
 def _check_output(files: AdapterFiles, resumes: bool) -> None:

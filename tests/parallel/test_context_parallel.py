@@ -25,8 +25,8 @@ from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.result import StepRecord
 from tests.support import ranked
-from tests.support.meshes import CASES, Trained, check_close, train, train_case
 from tests.support.measured_memory import BATCH, SEQ, measured
+from tests.support.meshes import CASES, Trained, check_close, train, train_case
 from tests.support.prompts import prompts
 from tests.support.ranked import SEQUENCES, USED, make_executor, make_program
 from tests.support.started_ranks import SCRIPT, start
