@@ -11,8 +11,7 @@ import sympy
 
 from pcg.errors import UnsupportedError
 from pcg.explain.capacity import capacities, gpus_that_hold
-from pcg.explain.context_report import context_rows
-from pcg.explain.parallel_report import parallel_rows, serving_rows
+from pcg.explain.parallel_report import context_rows, parallel_rows, serving_rows
 from pcg.explain.plan_validity import parallel_regions, with_formulas
 from pcg.explain.planned_model import ContextStep, Setup, plan_model
 from pcg.explain.report import Report

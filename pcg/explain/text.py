@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from textwrap import fill
 
-from pcg.explain.context_text import context_lines
-from pcg.explain.parallel_text import parallel_lines, region_lines
+from pcg.explain.parallel_text import context_lines, parallel_lines, region_lines
 from pcg.explain.report_data import KINDS, STAGES, GpuCapacity, ReportData
 from pcg.units import gib, number_ranges, rounded
 
