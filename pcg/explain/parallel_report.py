@@ -244,7 +244,7 @@ def context_rows(planned: PlannedModel, context: ContextStep) -> dict[str, Any]:
     """Return the `context` object of a report."""
     setup, plan, cp = planned.setup, planned.training.plan, context.cp
     rows = setup.options.batch * setup.options.seq
-    layers = []
+    layers: list[dict[str, Any]] = []
     for index, graphs in enumerate(plan.plans):
         forward = Exchange.of_parts(graphs.forward, rows, cp)
         backward = Exchange()
