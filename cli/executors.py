@@ -62,17 +62,21 @@ class TrainingRanks:
 
     Attributes:
         dp: data-parallel degree: so many times --tp processes, of which each group of --tp takes
-            some sequences of every step. Under torchrun the number of processes over --tp by
-            default, else 1.
+            some sequences of every step. Under torchrun the number of processes over --tp and --cp
+            by default, else 1.
+        cp: context-parallel degree: so many ranks, or groups of --tp, share the tokens of each
+            sequence (docs/parallel.md).
     """
 
     title: ClassVar[str] = PlanOptions.title
 
     dp: int | None = None
+    cp: int = 1
 
     def __post_init__(self) -> None:
-        if self.dp is not None and self.dp < 1:
-            raise ParallelError(f"dp={self.dp}; use at least 1")
+        for name, given in (("dp", self.dp), ("cp", self.cp)):
+            if given is not None and given < 1:
+                raise ParallelError(f"{name}={given}; use at least 1")
 
 
 def open_executor(
@@ -80,7 +84,7 @@ def open_executor(
     peft: object,
     compiling: Mapping[str, Any],
     place: PlaceOptions,
-    dp: int | None = None,
+    over: TrainingRanks = TrainingRanks(),
 ) -> Executor:
     """An executor of a program, of a model compiled with fields of `CompileOptions`, or of a base.
 
@@ -98,7 +102,8 @@ def open_executor(
                 place.weights,
                 place.device,
                 trust_edits=place.trust_edits,
-                dp=dp,
+                dp=over.dp,
+                cp=over.cp,
                 rank_timeout_s=place.rank_timeout_s,
             )
             if isinstance(peft, Mapping):
@@ -113,7 +118,8 @@ def open_executor(
 
         own: dict[str, Any] = {
             "device": place.device,
-            "dp": dp,
+            "dp": over.dp,
+            "cp": over.cp,
             "rank_timeout_s": place.rank_timeout_s,
         }
         return compiler.compile(where, peft, **own, **compiling)
@@ -204,23 +210,25 @@ def ranks_of(where: str, compiling: Mapping[str, Any], place: PlaceOptions) -> i
 
 
 def shards_and_replicas(
-    where: str, compiling: Mapping[str, Any], place: PlaceOptions, dp: int | None
+    where: str, compiling: Mapping[str, Any], place: PlaceOptions, dp: int | None, cp: int = 1
 ) -> tuple[int, int]:
     """The tensor- and the data-parallel degree that a program's folder or a model runs on.
 
     Args:
         dp: the data-parallel degree; None for as many replicas as torchrun's processes make.
+        cp: the context-parallel degree.
     Raises:
         typer.BadParameter: as of `ranks_of`.
     """
     started = torchrun_ranks()
-    tp = _ranks_of(where, compiling, place, max(started // (dp or 1), 1))
+    tp = _ranks_of(where, compiling, place, max(started // ((dp or 1) * cp), 1))
     if dp is None:
-        dp = max(started // tp, 1)
-    if started not in (1, tp * dp):
-        copies = f", each of which would run all of it; give --tp {started}" if tp * dp == 1 else ""
+        dp = max(started // (tp * cp), 1)
+    taken = tp * dp * cp
+    if started not in (1, taken):
+        copies = f", each of which would run all of it; give --tp {started}" if taken == 1 else ""
         raise typer.BadParameter(
-            f"torchrun has started {started} processes, and this takes {tp * dp}{copies}",
+            f"torchrun has started {started} processes, and this takes {taken}{copies}",
             param_hint="--tp",
         )
     return tp, dp

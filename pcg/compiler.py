@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from pcg.errors import AdapterError, CostModelError, LogitsError, ProgramError, SourceError
+from pcg.errors import (
+    AdapterError,
+    CostModelError,
+    LogitsError,
+    ProgramError,
+    SourceError,
+)
 from pcg.files import expanded
 from pcg.given_module import VERIFIED_PARAMETERS, check_logits, check_weights, source_of
 from pcg.ir.program.folder import load_program
@@ -139,8 +145,10 @@ class CompileArguments(CompileOptions):
         tp: tensor-parallel degree. Above 1, this is one of so many processes, as torchrun starts
             them, and all of them make the same calls.
         dp: data-parallel degree: so many times `tp` processes, of which each group of `tp` takes
-            some sequences of every finetuning step. By default the number of processes over `tp`,
-            if `tp` is above 1.
+            some sequences of every finetuning step. By default the number of processes over those
+            of `tp` and `cp`, if one of these is above 1.
+        cp: context-parallel degree: so many ranks share the tokens of each sequence that is
+            finetuned (docs/parallel.md); each has all weights, or a shard of `tp`.
         device: the device of the weights; the GPU where there is one, else the CPU. Over ranks
             "cuda" is a GPU of each one's own, and a GPU that two of them name is refused.
         verify: compare the logits of a few tokens with those of a model given in memory; by
@@ -151,6 +159,7 @@ class CompileArguments(CompileOptions):
     model: Any
     peft: object = None
     dp: int | None = field(default=None, kw_only=True)
+    cp: int = field(default=1, kw_only=True)
     device: str | torch.device | None = field(default=None, kw_only=True)
     verify: bool | None = field(default=None, kw_only=True)
     rank_timeout_s: float | None = field(default=None, kw_only=True)
@@ -167,7 +176,7 @@ def compile(given: CompileArguments) -> Executor:
         PcgError: what cannot be read, traced, attached or loaded is named.
     """
     device, module = given.device, given.model
-    sizes = sizes_of(given.tp, given.dp)
+    sizes = sizes_of(given.tp, given.dp, given.cp)
     if sizes.world > 1:
         if started_ranks() == 1:
             check_started(sizes)
@@ -182,6 +191,8 @@ def compile(given: CompileArguments) -> Executor:
         check_same(ranks, "compile", {"costs": "given" if costs else "measured"})
         costs = costs or own_profile(mesh.tp, given.dtype, source_of(given.model)[0].config)
         options = dataclasses.replace(given, costs=costs)
+    if given.cp > 1 and given.backend == "auto":
+        options = dataclasses.replace(options, backend="torch")
 
     def compiled_here(
         source: ModelSource, to_trace: Mapping[str, Any] | torch.nn.Module, whole: bool = False
@@ -262,6 +273,7 @@ def load(
     *,
     trust_edits: bool = False,
     dp: int | None = None,
+    cp: int = 1,
     rank_timeout_s: float | None = None,
 ) -> Executor:
     """Load a compiled folder and its weights: an executor that generates and finetunes.
@@ -272,7 +284,7 @@ def load(
             default.
         device: the device of the weights; the GPU where there is one, else the CPU.
         trust_edits: accept emitted source that was edited.
-        dp, rank_timeout_s: as in `compile`.
+        dp, cp, rank_timeout_s: as in `compile`.
     Raises:
         PcgError: the folder or the weights are missing, damaged, or of another model.
     """
@@ -306,7 +318,7 @@ def load(
     has_tokenizer = (folder / "tokenizer.json").exists()
     tokenizer_directory = folder if has_tokenizer else source.directory
     device = own_device(machine_device(device))
-    mesh = join_mesh(sizes_of(program.options.tp, dp), device, rank_timeout_s)
+    mesh = join_mesh(sizes_of(program.options.tp, dp, cp), device, rank_timeout_s)
     return make_executor(program, checkpoint, None, tokenizer_directory, device, mesh)
 
 

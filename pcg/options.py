@@ -222,6 +222,7 @@ class ExplainOptions(OptimizerChoice, CompileOptions):
             change with tokens, rank, degree and link. Takes seconds.
         peers: report what torch's min-cut partitioner saves, too, on one rank; takes seconds, most
             of them to import functorch and inductor.
+        cp: ranks that share the tokens of each sequence of the step, of which this is one.
     """
 
     gpus: Sequence[str] = ()
@@ -229,6 +230,7 @@ class ExplainOptions(OptimizerChoice, CompileOptions):
     device: Literal["cuda", "cpu"] = "cuda"
     find_region: bool = False
     peers: bool = False
+    cp: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -337,12 +339,14 @@ class MemoryBudget:
             `share` is given.
         batch: sequences of the step that the plan is made for.
         seq: tokens of each.
+        parts: ranks that share the tokens of a sequence, of which `seq` are those of one.
     """
 
     share: float | None = 1.0
     size_bytes: int | None = None
     batch: int = 1
     seq: int = 1024
+    parts: int = 1
 
     def __post_init__(self) -> None:
         for name, number in (("batch", self.batch), ("seq", self.seq)):

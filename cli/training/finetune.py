@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,29 +74,29 @@ def finetune_command(
     job = FinetuneOptions(**given)  # says what is wrong before the model is loaded
     peft = _configuration(method, files)
     compiled = dict(compiling.values)
-    tp, dp = shards_and_replicas(program, compiled, place, over.dp)
+    tp, dp = shards_and_replicas(program, compiled, place, over.dp, over.cp)
     if tp > 1 and not is_program_folder(program):
-        compiled |= own_step(job, compiled, dp)
+        compiled |= own_step(job, compiled, dp, over.cp)
     if tp == 1:
         # Which spreads sums over ranks; of the job it is, too.
         compiled.pop("gradient_accumulation_steps", None)
     arguments = {
         "program": program,
         "compiling": {**compiled, "tp": tp},
-        "dp": dp,
+        "over": replace(over, dp=dp),
         "place": place,
         "files": files,
         "peft": peft,
         "options": given,
         "json": json,
     }
-    on_ranks(tp * dp, train, arguments)
+    on_ranks(tp * dp * over.cp, train, arguments)
 
 
 def train(
     program: str,
     compiling: Mapping[str, Any],
-    dp: int,
+    over: TrainingRanks,
     place: PlaceOptions,
     files: AdapterFiles,
     peft: Any,
@@ -108,7 +108,7 @@ def train(
     Args:
         program: the folder of a program, or a model.
         compiling: fields of `CompileOptions`.
-        dp: the number of replicas.
+        over: how ranks divide a step.
         place: the device, the weights, and the trust in edits.
         files: the data and the adapter.
         peft: the configuration or the adapter to start from; None for the program's own.
@@ -118,7 +118,7 @@ def train(
     from pcg.train.outputs import has_adapter, own_recipe
     from pcg.train.sft import finetune_and_save
 
-    executor = open_executor(program, None, compiling, place, dp)
+    executor = open_executor(program, None, compiling, place, over)
     replaces = has_adapter(files.output)
     peft = own_recipe(executor, files.adapter) if peft is None else peft
     with step_lines(options.get("log_every")):
@@ -128,7 +128,9 @@ def train(
     print_result(result, program, files.output, as_json=json, replaces=replaces)
 
 
-def own_step(job: FinetuneOptions, compiling: Mapping[str, Any], dp: int = 1) -> dict[str, int]:
+def own_step(
+    job: FinetuneOptions, compiling: Mapping[str, Any], dp: int = 1, cp: int = 1
+) -> dict[str, int]:
     """The batch and the length to plan a job's layouts over ranks for, which are its own.
 
     Empty where the length of its examples has no bound, or another step is asked for.
@@ -136,13 +138,15 @@ def own_step(job: FinetuneOptions, compiling: Mapping[str, Any], dp: int = 1) ->
     Args:
         compiling: fields of `CompileOptions` that are given.
         dp: the number of replicas, over which a batch is divided.
+        cp: the number of ranks that share the tokens of a sequence.
     """
     if job.max_length is None or not {"batch", "seq"}.isdisjoint(compiling):
         return {}
     bounds = job.batch_bounds
     size, tokens = bounds["batch_size"], bounds["max_tokens"]
     most = None if tokens is None else max(tokens // job.max_length, 1)
-    return {"batch": -(-min(filter(None, (size, most))) // dp), "seq": job.max_length}
+    batch = min(filter(None, (size, most)))
+    return {"batch": -(-batch // dp), "seq": -(-job.max_length // cp)}
 
 
 def _check_output(files: AdapterFiles, resumes: bool) -> None:

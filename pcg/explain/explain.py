@@ -11,9 +11,9 @@ import sympy
 
 from pcg.errors import UnsupportedError
 from pcg.explain.capacity import capacities, gpus_that_hold
-from pcg.explain.parallel_report import parallel_rows, serving_rows
+from pcg.explain.parallel_report import context_rows, parallel_rows, serving_rows
 from pcg.explain.plan_validity import parallel_regions, with_formulas
-from pcg.explain.planned_model import Setup, plan_model
+from pcg.explain.planned_model import ContextStep, Setup, plan_model
 from pcg.explain.report import Report
 from pcg.explain.report_builder import build_report
 from pcg.given_module import source_of
@@ -22,6 +22,8 @@ from pcg.keywords import takes
 from pcg.options import ExplainOptions
 from pcg.parallel.costs.accelerators import Accelerator, find_accelerator
 from pcg.parallel.costs.catalog import costs_name, find_cost_model
+from pcg.parallel.ranks.context_parallel import most_rows
+from pcg.parallel.ranks.mesh import MeshSizes
 from pcg.passes.pipeline import Settings, pipeline
 from pcg.peft.reader import recipes_of
 from pcg.runtime.training.torch_optimizers import Optimizer
@@ -85,7 +87,12 @@ def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -
     optimizer.check_parted(options.tp)
     source, to_trace = source_of(model)
     costs = find_cost_model(costs_name(options.costs, options.gpus)) if options.tp > 1 else None
-    settings = Settings(options, source.name, costs=costs)
+    context, step = None, options
+    if MeshSizes(cp=options.cp).world > 1:
+        _check_parts(options)
+        context = ContextStep(options.cp, options.seq)
+        step = dataclasses.replace(options, seq=most_rows([options.seq], options.cp))
+    settings = Settings(step, source.name, costs=costs, parts=options.cp)
     passes = pipeline(settings)
     traced = passes.trace.run(to_trace)
     folded = passes.fold.run(traced)
@@ -96,15 +103,32 @@ def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -
             served = sympy.Integer(options.serve_tokens)
         model_setup = (source.config, to_trace, settings, traced, folded)
         serves = options if options.serve_tokens and found else None
-        setup = Setup(*model_setup, found, optimizer, served, options.device, serves)
+        if context is not None and not found:
+            raise UnsupportedError(
+                f"cp={context.cp} shares the tokens of sequences that are finetuned; give a recipe "
+                "(--peft lora), or leave cp out"
+            )
+        setup = Setup(*model_setup, found, optimizer, served, options.device, serves, context)
         reports[name] = _explained(setup, devices, options.find_region)
         if options.peers:
             reports[name] = _with_peers(reports[name], setup)
     return reports
 
 
+def _check_parts(options: ExplainOptions) -> None:
+    """Refuse what is not known of sequences whose tokens ranks share."""
+    for name in ("gpus", "serve_tokens", "find_region", "peers"):
+        if getattr(options, name):
+            raise UnsupportedError(
+                f"{name}={getattr(options, name)!r} with cp={options.cp}: it is not known of "
+                f"sequences whose tokens ranks share; leave {name} out, or use cp=1"
+            )
+
+
 def _explained(setup: Setup, devices: Sequence[Accelerator], find_region: bool) -> Report:
-    planned = plan_model(setup, windows=True)
+    planned = plan_model(setup, windows=setup.context is None)
+    if setup.context is not None and planned.trained is None:
+        raise UnsupportedError(f"cp={setup.cp}: pcg does not finetune this yet ({planned.refusal})")
     report = build_report(planned)
     if find_region and planned.trained is not None:
         report = with_formulas(report, planned)
@@ -116,6 +140,8 @@ def _explained(setup: Setup, devices: Sequence[Accelerator], find_region: bool) 
         if find_region:
             rows["regions"] = parallel_regions(setup)
         report = dataclasses.replace(report, parallel=rows)
+    if setup.context is not None:
+        report = dataclasses.replace(report, context=context_rows(planned, setup.context))
     return dataclasses.replace(
         report,
         fits=capacities(planned, devices),

@@ -4,6 +4,9 @@ Costs and bytes of sites and of `communication` are of one layer and one rank, f
 forward, backward, and its share of the sum of copied weights' gradients, which takes place once an
 optimizer step; `step_bytes` are all bytes of that. Coalesced messages count as one. `total` is what
 a rank sends for the whole model, with what the memory plan has backward repeat.
+
+Of ranks that share the tokens of sequences, bytes and messages are those of one for one step of a
+batch: keys and values of the tokens, their gradients, and the sum of the adapters' gradients.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from pcg.explain.planned_model import ContextStep, PlannedModel
+from pcg.explain.step_memory import bytes_at, step_memory
 from pcg.ir.layouts import REPLICATED, layout_of
 from pcg.parallel.costs.exchange import Exchange
 from pcg.parallel.costs.layer_costs import DeviceCosts, ring_bytes
@@ -233,3 +238,43 @@ def token_regions(
             rows.append({**first, "strategies": now})
         rows[-1] |= {"to_tokens": tokens, "to_context": context}
     return rows
+
+
+def context_rows(planned: PlannedModel, context: ContextStep) -> dict[str, Any]:
+    """Return the `context` object of a report."""
+    setup, plan, cp = planned.setup, planned.training.plan, context.cp
+    rows = setup.options.batch * setup.options.seq
+    layers: list[dict[str, Any]] = []
+    for index, graphs in enumerate(plan.plans):
+        forward = Exchange.of_parts(graphs.forward, rows, cp)
+        backward = Exchange()
+        if graphs.backward is not None:
+            backward = Exchange.of_parts(graphs.backward, rows, cp)
+        layers.append(
+            {
+                "block": graphs.forward.name.removesuffix("_forward"),
+                "layers": plan.layers.count(index),
+                "forward_bytes": forward.size_bytes,
+                "backward_bytes": backward.size_bytes,
+                "forward_messages": forward.messages,
+                "backward_messages": backward.messages,
+            }
+        )
+    # Layers without an input of their own are run again from one before them.
+    again = [layers[plan.layers[layer - 1]] for layer in plan.restored]
+    total = {
+        key: sum(row["layers"] * row[key] for row in layers)
+        for key in ("forward_bytes", "backward_bytes", "forward_messages", "backward_messages")
+    }
+    for row in again:
+        total["backward_bytes"] += row["forward_bytes"]
+        total["backward_messages"] += row["forward_messages"]
+    formulas, _ = step_memory(planned)
+    gradients = bytes_at(formulas["gradients"], setup.at)
+    return {
+        "cp": cp,
+        "rank_tokens": setup.options.seq,
+        "layers": layers,
+        "total": total,
+        "step_bytes": ring_bytes("all_reduce", gradients, cp),
+    }

@@ -31,6 +31,14 @@ from pcg.runtime.training.torch_optimizers import Optimizer
 
 
 @dataclass(frozen=True)
+class ContextStep:
+    """A step whose sequences of `seq` tokens are shared by `cp` ranks."""
+
+    cp: int
+    seq: int
+
+
+@dataclass(frozen=True)
 class Setup:
     """A model, recipes and a step; `settings` and `folded` are without bypass networks.
 
@@ -40,6 +48,8 @@ class Setup:
             a formula in B and S.
         device: where the base lies: cuda or cpu.
         serves: options of the program that serves the adapters beside; None where none does.
+        context: how ranks share the tokens of sequences, of which `options.seq` are then those of
+            one rank; None where they do not.
     """
 
     config: Mapping[str, Any]
@@ -52,6 +62,17 @@ class Setup:
     served_tokens: sympy.Expr = sympy.S.Zero
     device: str = "cuda"
     serves: CompileOptions | None = None
+    context: ContextStep | None = None
+
+    @property
+    def cp(self) -> int:
+        """The number of ranks that share the tokens of a sequence."""
+        return 1 if self.context is None else self.context.cp
+
+    @property
+    def seq(self) -> int:
+        """The tokens of a sequence, of all ranks."""
+        return self.options.seq if self.context is None else self.context.seq
 
     @property
     def options(self) -> PlanOptions:

@@ -46,12 +46,14 @@ def build_report(planned: PlannedModel) -> Report:
     setup, use, at = planned.setup, planned.use, planned.setup.at
     notes: list[str] = []
     positions = setup.positions
-    seq = setup.options.seq
+    seq = setup.seq
     if positions is not None and seq > positions:
         notes.append(f"seq: {seq:,} tokens are beyond the {positions:,} positions of this model")
     virtual = max((recipe.prompt_tokens for recipe in setup.recipes.values()), default=0)
     if virtual:
         notes.append(f"S counts the {virtual} virtual tokens that come before a sequence, too")
+    if setup.context is not None:
+        notes.append(f"S counts the {setup.options.seq:,} tokens that a rank has of a sequence")
     backend = backend_for(setup.device, planned.base)
     if setup.device == "cuda" and backend.name == "torch":
         notes.append(
@@ -60,7 +62,8 @@ def build_report(planned: PlannedModel) -> Report:
         )
     stages: list[Stage] = []
     untrained: sympy.Expr = sympy.S.Zero
-    eager = eager_account(planned, notes)
+    # Who else shares tokens among ranks is not measured.
+    eager = eager_account(planned, notes) if setup.context is None else None
     if eager:
         stages.append(Stage("eager", eager.memory.total, eager.memory.bytes_per_layer))
     if planned.saved is not None:
@@ -86,7 +89,8 @@ def build_report(planned: PlannedModel) -> Report:
         peft=recipes_text(setup.recipes),
         tp=setup.options.tp,
         batch=setup.options.batch,
-        seq=setup.options.seq,
+        cp=setup.cp,
+        seq=seq,
         dtype=TORCH_NAMES[planned.base.dtype],
         layers=len(planned.base.layers),
         parameters={"base": parameter_count(planned.whole), "trainable": use.trainable},

@@ -216,6 +216,9 @@ class ReportData:
     `backend` is what `auto` stands for on such a device, and why; GPUs are of capability 8.0 or
     later here.
 
+    Of `cp` ranks that share the tokens of sequences, memory is that of one; `context` says how many
+    it has, and what it sends for one step.
+
     `gpus` are all known GPUs that a rank fits, `fits` says more of those that were asked for.
     """
 
@@ -245,6 +248,8 @@ class ReportData:
     host_bytes: Mapping[str, int] = field(default_factory=dict)
     packed_bytes: int = 0
     backend: str = ""
+    cp: int = 1
+    context: Mapping[str, Any] = field(default_factory=dict)
     timeline: tuple[Moment, ...] = ()
     graph: tuple[GraphNode, ...] = ()
     layer_groups: tuple[LayerGroup, ...] = ()

@@ -151,7 +151,7 @@ def _timeline(planned: PlannedModel, saved: SavedMemory) -> list[_MomentSizes]:
     workspaces = [
         [None if one is None else one.formula(TOKENS_OF_BATCH) for one in pair]
         for pair in training_transients(
-            model, plan.plans, setup.options.batch * setup.options.seq, setup.options.seq
+            model, plan.plans, setup.options.batch * setup.options.seq, setup.options.seq, setup.cp
         )
     ]
     shared = sympy.Add(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from textwrap import fill
 
-from pcg.explain.parallel_text import parallel_lines, region_lines
+from pcg.explain.parallel_text import context_lines, parallel_lines, region_lines
 from pcg.explain.report_data import KINDS, STAGES, GpuCapacity, ReportData
 from pcg.units import gib, number_ranges, rounded
 
@@ -30,6 +30,8 @@ def report_text(report: ReportData, tensors: bool, formulas: bool) -> str:
         parts.append(_budgets(report))
     if report.parallel["bypass"]:
         parts.append(parallel_lines(report.parallel, candidates=tensors))
+    if report.context:
+        parts.append(context_lines(report.context, report.seq))
     if report.peers:
         parts.append(_peers(report))
     if tensors and report.saved:
@@ -49,7 +51,7 @@ def report_text(report: ReportData, tensors: bool, formulas: bool) -> str:
 def _heading(report: ReportData) -> list[str]:
     base, trainable = report.parameters["base"], report.parameters["trainable"]
     share = f" ({trainable / base:.2%} of the base)" if trainable else ""
-    ranks = "one rank" if report.tp == 1 else f"{report.tp} ranks"
+    ranks = "one rank" if report.tp * report.cp == 1 else f"{report.tp * report.cp} ranks"
     step = f"batch {report.batch} × {report.seq:,} tokens"
     return [
         f"{report.model}  ·  {report.architecture}  ·  {report.layers} layers  ·  {report.dtype}",

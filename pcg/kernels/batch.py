@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pcg.kernels.adapter_batch import AdapterSlot
+from pcg.parallel.ranks.context_parallel import TokenParts
 from pcg.parallel.ranks.group import Ranks
 
 
@@ -43,7 +44,7 @@ class Span(NamedTuple):
         context: tokens before them, in the KV cache.
         table: pages of the sequence in the KV cache; None without one.
         virtual: number of its first tokens that are of its adapter's prompt, and have no ids.
-        origin: in training, tokens of the pass before the sequence's first.
+        origin: in training, tokens of the pass before the sequence's first, whoever has them.
         number: in training, the sequence's index in the pass.
     """
 
@@ -154,6 +155,8 @@ class ProgramBatch(Protocol):
         uniform_length: the spans' length where all are whole sequences of one length, else 0.
         layer: index of the layer that runs; the runner sets it.
         ranks: the group that runs it, each rank on its part; the runner sets it.
+        parts: how ranks share the tokens of sequences, of which this batch has one rank's; None
+            where it has all.
         keeps: True if it is trained on, so that attention returns the log-sum-exp for backward.
         gradients: gradients of the keys and values of the layer whose backward runs; None where
             whole sequences are trained on, without a cache.
@@ -172,6 +175,7 @@ class ProgramBatch(Protocol):
     uniform_length: int
     layer: int
     ranks: Ranks
+    parts: TokenParts | None
     keeps: bool
     gradients: KvGradients | None
     rows: Tensor | None

@@ -84,6 +84,7 @@ class Settings:
         step: the sequences, and the tokens of each, that the memory budget is planned for; those of
             the options by default.
         place: cuts the layers between a base and a client; None for one process.
+        parts: ranks that share the tokens of sequences, of which the options' are those of one.
     """
 
     options: PlanOptions = field(default_factory=PlanOptions)
@@ -97,11 +98,12 @@ class Settings:
     whole: bool = False
     step: tuple[int, int] | None = None
     place: CallPieces | None = None
+    parts: int = 1
 
     @property
     def budget(self) -> MemoryBudget:
         """The memory budget with the step that it is planned for."""
-        budget = self.options.budget
+        budget = dataclasses.replace(self.options.budget, parts=self.parts)
         if self.step is None:
             return budget
         batch, seq = self.step
@@ -113,7 +115,7 @@ class Settings:
         if self.costs is None:
             return None
         batch, seq = self.options.batch, self.options.seq
-        return self.device_costs_at(self.costs, batch * seq, seq)
+        return self.device_costs_at(self.costs, batch * seq, self.parts * seq)
 
     @property
     def serving_costs(self) -> tuple[DeviceCosts, ...]:

@@ -14,17 +14,17 @@ from torch import Tensor
 from pcg.errors import FinetuneError, GenerationError, UnsupportedError
 from pcg.ir.program.program import Program
 from pcg.keywords import takes
-from pcg.parallel.ranks.agreement import agreed, check_call, check_same
+from pcg.parallel.ranks.agreement import agreed, check_call
 from pcg.parallel.ranks.group import Ranks, run_on_first
 from pcg.peft.adapter import Adapter
 from pcg.peft.writer import write_adapter
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.options import EngineArguments
-from pcg.runtime.model.batch import whole_sequences
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState, NamedAdapter
-from pcg.runtime.requests.compared import adapter_facts, sequence_facts
+from pcg.runtime.model.whole_logits import whole_logits
+from pcg.runtime.requests.compared import adapter_facts
 from pcg.runtime.requests.request import (
     Chunk,
     Completion,
@@ -272,25 +272,7 @@ class Executor:
         if not input_ids or isinstance(input_ids[0], int):
             return self.logits([cast("Sequence[int]", input_ids)], adapter)[0]
         sequences = cast("Sequence[Sequence[int]]", input_ids)
-        return self._between_steps(lambda: self._logits(sequences, adapter))
-
-    def _logits(self, sequences: Sequence[Sequence[int]], adapter: Any) -> list[Tensor]:
-        adapters = self.state.adapters_of(len(sequences), adapter)
-        check_same(self.ranks, "logits", sequence_facts(sequences, adapters))
-        tables = self.state.serving.tables
-        order = tables.order(adapters)
-        for i, sequence in enumerate(sequences):
-            if not sequence:
-                raise GenerationError(f"sequence {i} has no tokens; give at least one")
-        chosen = [adapters[i] for i in order]
-        virtual = [0 if one is None else one.prompt_tokens for one in chosen]
-        batch = whole_sequences([sequences[i] for i in order], self.state.device, virtual)
-        sizes = [span.length for span in batch.spans]
-        bound = tables.bind(chosen, sizes)
-        parts = self.state.serving.runner.logits(batch, bound).split(sizes)
-        own = [part[count:] for part, count in zip(parts, virtual, strict=True)]
-        by_index = dict(zip(order, own, strict=True))
-        return [by_index[i] for i in range(len(sequences))]
+        return self._between_steps(lambda: whole_logits(self.state, sequences, adapter))
 
     # ------------------------------------------------------------------------------- adapters
 
@@ -391,6 +373,7 @@ class Executor:
 
     def training_runner(self, name: str) -> TrainingRunner:
         """Return what computes losses and gradients of an adapter, which moves to the device."""
+        self.state.mesh.check_no_parts("a training runner")
         self.state.check_no_engine("a training runner", "close it first")
         check_call(self.ranks, f"training_runner({name!r})")
         adapter = self.state.adapter(name)

@@ -57,6 +57,19 @@ def test_replicas_are_the_processes_that_shards_leave(
 
 
 @pytest.mark.usefixtures("torchrun")
+@pytest.mark.parametrize(
+    ("dp", "cp", "compiling", "expected"),
+    [(None, 2, {}, (2, 1)), (None, 2, {"tp": 1}, (1, 2)), (2, 2, {}, (1, 2)), (1, 4, {}, (1, 1))],
+)
+def test_parts_of_sequences_take_processes(
+    dp: int | None, cp: int, compiling: dict[str, int], expected: tuple[int, int]
+) -> None:
+    assert shards_and_replicas("a/model", compiling, PlaceOptions(), dp, cp) == expected
+    with pytest.raises(typer.BadParameter, match=r"started 4 processes, and this takes 3"):
+        shards_and_replicas("a/model", {"tp": 1}, PlaceOptions(), 1, 3)
+
+
+@pytest.mark.usefixtures("torchrun")
 def test_other_numbers_of_replicas_are_refused() -> None:
     for dp, tp in ((2, 4), (3, 1), (None, 3)):
         with pytest.raises(typer.BadParameter, match=r"started 4 processes, and this takes"):

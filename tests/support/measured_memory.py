@@ -13,6 +13,7 @@ from pcg.peft.lora import LoraConfig
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.merged_execution import run_single
+from pcg.runtime.training.runner import training_runner
 from pcg.runtime.training.training_pass import TrainingPass
 from tests.support import oracle
 from tests.support.families import Family
@@ -23,7 +24,7 @@ BATCH, SEQ = 2, 16
 
 def measured(executor: Executor, batch: int = BATCH, seq: int = SEQ) -> int:
     """Bytes of the storages that a forward leaves for backward and the loss, weights apart."""
-    runner = executor.training_runner("a")
+    runner = training_runner(executor.state, executor.adapters["a"])
     examples = [Example([3] * seq, [3] * seq)] * batch
     whole = TrainingPass(runner, examples, normaliser=1.0)
     window = whole.begin(whole.tokens)

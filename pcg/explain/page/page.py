@@ -64,7 +64,7 @@ def _heading(report: ReportData) -> dict[str, Any]:
         "dtype": report.dtype,
         "recipe": report.peft or "no adapters",
         "step": f"batch {report.batch:,} × {report.seq:,} tokens",
-        "ranks": f"{report.tp}",
+        "ranks": f"{report.tp * report.cp}",
     }
     if report.pareto:
         number, _, unit = report.memory_budget.partition(" ")

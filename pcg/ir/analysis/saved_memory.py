@@ -194,40 +194,50 @@ class Transient:
         return self.per_token * tokens + self.per_row * rows + self.fixed + per_pair
 
 
+_CONTEXT_COPIES: Mapping[str, int] = {"attention": 2, "attention_backward": 3}
+"""Copies of gathered inputs that are alive at once: what came and the whole, or the whole, its
+gradients, and those that one sequence's tokens add."""
+
+
 def training_transients(
-    model: ModelGraph, plans: Sequence[TrainingGraph], tokens: int, seq: int
+    model: ModelGraph, plans: Sequence[TrainingGraph], tokens: int, seq: int, cp: int = 1
 ) -> list[tuple[Transient, Transient | None]]:
     """The transients of each plan's forward and backward, at so many tokens in sequences of `seq`.
 
-    Values that the layer saved count in its backward, which frees them as it goes.
+    Values that the layer saved count in its backward, which frees them as it goes. Of `cp` ranks
+    that share the tokens of sequences, these are the tokens of one.
     """
     resident = [{value.name for value in b.inputs[len(b.outputs) :]} for b in model.blocks]
     found = []
     for plan in plans:
         storages = Storages.of(plan.forward)
         saved = {storages[name].name for name in plan.saved}
-        forward = transient(plan.forward, tokens, seq, saved)
+        forward = transient(plan.forward, tokens, seq, saved, cp)
         backward = None
         if plan.backward is not None:
             outputs = plan.backward.outputs
             gradients = outputs[len(outputs) - len(plan.trained) :]
-            backward = transient(plan.backward, tokens, seq, {*resident[plan.block], *gradients})
+            counted = {*resident[plan.block], *gradients}
+            backward = transient(plan.backward, tokens, seq, counted, cp)
         found.append((forward, backward))
     return found
 
 
-def transient(graph: Graph, tokens: int, seq: int, counted: Iterable[str] = ()) -> Transient:
+def transient(
+    graph: Graph, tokens: int, seq: int, counted: Iterable[str] = (), cp: int = 1
+) -> Transient:
     """The most bytes alive at one node of a graph, at so many tokens in sequences of `seq`."""
-    return Alive(graph, counted).most(graph.nodes, tokens, seq)
+    return Alive(graph, counted, cp).most(graph.nodes, tokens, seq)
 
 
 class Alive:
     """The values alive at the nodes of a graph, in whatever order they run.
 
-    Parameters are not counted, nor are `counted`: values whose memory is counted elsewhere.
+    Parameters are not counted, nor are `counted`: values whose memory is counted elsewhere. Of `cp`
+    ranks that share the tokens of sequences, the values are those of one.
     """
 
-    def __init__(self, graph: Graph, counted: Iterable[str] = ()) -> None:
+    def __init__(self, graph: Graph, counted: Iterable[str] = (), cp: int = 1) -> None:
         storages = Storages.of(graph)
         self._names = {name: storages[name].name for name in graph.types}
         self._elsewhere = {self._names[name] for name in counted if name in graph.types}
@@ -242,6 +252,7 @@ class Alive:
                 tuple(value.type for value in node.outputs),
                 node.attributes,
                 self._parts,
+                cp,
             )
             for node in graph.nodes
         }
@@ -292,9 +303,17 @@ def _temporaries(
     outputs: tuple[TensorType, ...],
     attributes: tuple[tuple[str, Attribute], ...],
     parts: int,
+    cp: int,
 ) -> tuple[int, int, int, int]:
-    """Bytes of a kernel's temporaries a token, fixed, a rank's row, and a pair of tokens."""
+    """Bytes of a kernel's temporaries a token, fixed, a rank's row, and a pair of tokens.
+
+    Own tokens have pairs with those of all `cp` ranks, whose keys and values are gathered.
+    """
     formula = operator(op).temporaries(types, outputs, dict(attributes))
+    if cp > 1:
+        gathered = operator(op).context_inputs(types)
+        whole = cp * sympy.Add(*(type_.size_bytes for type_ in gathered))
+        formula += _CONTEXT_COPIES.get(op, 0) * whole
     fixed, first, all_ranks, pair = (
         int(formula.subs({TOKENS: tokens, CONTEXT: seq}))
         for tokens, seq in ((0, 0), (1, 0), (parts, 0), (0, 1))
@@ -302,7 +321,7 @@ def _temporaries(
     # One token is a row of a rank; and as many as there are parts are, too.
     per_token = (all_ranks - first) // (parts - 1) if parts > 1 else first - fixed
     per_row = first - fixed - per_token
-    return max(per_token, 0), max(fixed, 0), max(per_row, 0), max(pair - fixed, 0)
+    return max(per_token, 0), max(fixed, 0), max(per_row, 0), cp * max(pair - fixed, 0)
 
 
 def _sizes(storages: Storages, names: Iterable[str]) -> Mapping[str, tuple[int, int, int]]:

@@ -90,6 +90,9 @@ class Attention(Operator):
         )
         return [dq, dk, dv, None, None][: len(inputs)]
 
+    def context_inputs(self, inputs: Types) -> Types:
+        return inputs[1:3]
+
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         # Scores in fp32, once with a cap and once without, their weights and a copy of one.
         return _score_bytes(inputs[0], attributes, 4 if attributes["softcap"] else 3)
@@ -122,6 +125,9 @@ class AttentionBackward(Operator):
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         return types[3], types[4], types[5]
+
+    def context_inputs(self, inputs: Types) -> Types:
+        return inputs[4:6]
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         # As forward, and the scores' gradient with its parts.
@@ -162,6 +168,9 @@ class WindowAttentionBackward(AttentionBackward):
             )
         kv = (q.shape[0], heads)
         return q, q.with_shape((*kv, q.shape[2])), q.with_shape((*kv, size))
+
+    def context_inputs(self, inputs: Types) -> Types:
+        return ()  # they are in the cache
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         whole = (*inputs[:4], "None", "None", *inputs[4:])

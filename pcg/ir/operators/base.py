@@ -176,6 +176,13 @@ class Operator:
         """Bytes alive in PyTorch's kernel beside inputs and outputs, at most; not a few a token."""
         return sympy.Integer(0)
 
+    def context_inputs(self, inputs: Types) -> Types:
+        """The inputs of which a token reads those of its whole sequence, such as keys and values.
+
+        Where ranks have parts of the tokens, they gather these.
+        """
+        return ()
+
     def output_suffixes(self, count: int) -> tuple[str, ...]:
         """The suffixes of the names of so many outputs."""
         if count > len(self.suffixes):

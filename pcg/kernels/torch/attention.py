@@ -3,11 +3,17 @@
 With a cache, the new keys and values are appended before they are attended to, so a token sees
 cached and new tokens alike and nothing is padded.
 
+Where each rank of a group has a part of the tokens of every sequence, its pieces attend to the keys
+and values of all ranks' tokens up to their own last one, which are gathered; those of the whole
+pass exist for one layer at a time. Where pieces stand in their sequences, `Span.context`, decides
+what masks hide, so that windows and ALiBi are as on one rank.
+
 Shapes: T tokens, H heads, K KV heads, D head size, m keys that a span sees.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Unpack
 
 import torch
@@ -30,6 +36,7 @@ from pcg.kernels.torch.varlen_attention import (
     ends_of,
     is_flash,
 )
+from pcg.parallel.ranks.context_parallel import TokenParts, TokenSums
 
 _attend_fused = torch.nn.functional.scaled_dot_product_attention
 
@@ -43,6 +50,8 @@ def attention(
     [T, H, Dv], and the log-sum-exp [T, H] in fp32 of a batch that is trained on.
     """
     scoring = Scoring(**scores)
+    if batch.parts is not None:
+        return _attend_parts(batch, batch.parts, q, k, v, scoring)
     cache = batch.append(k, v)
     is_plain, length = scoring.is_plain(q, v), batch.uniform_length
     if cache is None and is_plain and length and is_host(q):
@@ -92,6 +101,9 @@ def attention_backward(
         return _window_backward(batch, dout, out, lse, q, cache, scoring)
     assert k is not None
     assert v is not None
+    if batch.parts is not None:
+        saved = (dout, out, lse, q, k, v)
+        return _attend_parts_backward(batch, batch.parts, *saved, scoring=scoring)
     length = batch.uniform_length
     if scoring.is_plain(q, v) and is_host(q) and length:
         split = [x.unflatten(0, (-1, length)) for x in (dout, out, lse, q, k, v)]
@@ -108,6 +120,55 @@ def attention_backward(
         arguments = (x[part] for x in (dout, out, lse, q, k, v))
         dq[part], dk[part], dv[part] = attend_backward(*arguments, span=span, scoring=scoring)
     return dq, dk, dv
+
+
+def _attend_parts(
+    batch: ProgramBatch, parts: TokenParts, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring
+) -> tuple[Tensor, Tensor | None]:
+    """out [T, H, Dv] and lse [T, H] of q [T, H, D], k [T, K, D] and v [T, K, Dv]."""
+    out = q.new_empty((*q.shape[:2], v.shape[-1]))
+    lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q))
+    by_flash = is_flash(q, v, scoring, trains=batch.keeps)
+    whole = parts.gathered(k, v)
+    for span in batch.spans:
+        own = slice(span.start, span.start + span.length)
+        seen = _seen_of_all(whole, span)
+        if by_flash:
+            ends = ends_of(batch, [span], cached=True)
+            out[own], lse[own] = attend_flash(q[own], *seen, ends, scoring)
+        else:
+            out[own], lse[own] = attend(q[own], *seen, span, scoring)
+    return out, lse if batch.keeps else None
+
+
+def _attend_parts_backward(
+    batch: ProgramBatch, parts: TokenParts, *saved: Tensor, scoring: Scoring
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of `_attend_parts`, from dout, out, lse, q, k and v of this rank's tokens."""
+    q, k, v = saved[3:]
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    by_flash = is_flash(q, v, scoring, trains=True)
+    whole = parts.gathered(k, v)
+    sums = TokenSums(parts, k, v)
+    for span in batch.spans:
+        own = slice(span.start, span.start + span.length)
+        arguments = (*(x[own] for x in saved[:4]), *_seen_of_all(whole, span))
+        if by_flash:
+            ends = ends_of(batch, [span], cached=True)
+            dq[own], *of_seen = attend_flash_backward(*arguments, ends=ends, scoring=scoring)
+        else:
+            dq[own], *of_seen = attend_backward(*arguments, span=span, scoring=scoring)
+        sums.add(span.origin, *of_seen)
+    del whole
+    dk, dv = sums.scattered()
+    return dq, dk, dv
+
+
+def _seen_of_all(whole: Sequence[Tensor], span: Span) -> tuple[Tensor, Tensor]:
+    """The keys and values of a span's sequence up to its end."""
+    seen = slice(span.origin, span.origin + span.context + span.length)
+    keys, values = (x[seen] for x in whole)
+    return keys, values
 
 
 def _window_backward(

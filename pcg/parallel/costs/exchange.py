@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from pcg.ir.graph import Graph, Node
+from pcg.ir.operators import operator
 from pcg.parallel.costs.layer_costs import ring_bytes
 from pcg.parallel.costs.rank_costs import message_of
 from pcg.parallel.costs.work import size_bytes
@@ -20,6 +21,11 @@ _WITHIN: Mapping[str, tuple[str, ...]] = {
     "cross_entropy_part_backward": ("all_gather",),
 }
 """Kinds of the messages that operators send themselves, of one number a token, or a row."""
+_OF_PARTS: Mapping[str, tuple[str, ...]] = {
+    "attention": ("all_gather",),
+    "attention_backward": ("all_gather", "reduce_scatter"),
+}
+"""Kinds of those that they send, of keys and values, where ranks have parts of the tokens."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,23 @@ class Exchange:
                 wanted = [size for name, size in sizes.items() if among is None or name in among]
                 if wanted:
                     found += cls(ring_bytes(kind, sum(wanted), degree), 1)
+        return found
+
+    @classmethod
+    def of_parts(cls, graph: Graph, rows: int, degree: int) -> Exchange:
+        """The messages of a graph among ranks that have parts of the tokens of sequences.
+
+        Args:
+            rows: the most tokens that one of them has.
+            degree: the number of these ranks.
+        """
+        found = cls()
+        for node in graph.nodes:
+            inputs = tuple(graph.types[name] for name in node.inputs)
+            gathered = operator(node.op).context_inputs(inputs)
+            size = degree * sum(size_bytes(type_, rows) for type_ in gathered)
+            for kind in _OF_PARTS[node.op] if gathered else ():
+                found += cls(ring_bytes(kind, size, degree), 1)
         return found
 
 

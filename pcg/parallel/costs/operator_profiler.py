@@ -52,6 +52,7 @@ class _Step:
     keeps: bool = True
     cached: None = None
     chosen: None = None
+    parts: None = None
     ranks: Ranks = field(default_factory=_OneOfTwo)
 
     def __post_init__(self) -> None:

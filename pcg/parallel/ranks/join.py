@@ -64,15 +64,17 @@ def join_mesh(sizes: MeshSizes, device: torch.device, timeout_s: float | None = 
     return _mesh(sizes, device, store, timeout)
 
 
-def sizes_of(tp: int, dp: int | None) -> MeshSizes:
+def sizes_of(tp: int, dp: int | None, cp: int = 1) -> MeshSizes:
     """Return the sizes of a job: as many replicas as the processes make, unless `dp` is given.
 
-    With a `tp` of 1 and no `dp` a process is by itself, whatever others torchrun has started.
+    With a `tp` and a `cp` of 1 and no `dp` a process is by itself, whatever others torchrun has
+    started.
     """
+    each = MeshSizes(cp=cp, tp=tp).world
     present = present_ranks()
     if dp is None:
-        dp = max(present // tp, 1) if tp > 1 and present % tp == 0 else 1
-    return MeshSizes(dp=dp, tp=tp)
+        dp = max(present // each, 1) if each > 1 and present % each == 0 else 1
+    return MeshSizes(dp=dp, cp=cp, tp=tp)
 
 
 def _mesh(sizes: MeshSizes, device: torch.device, store: Any, timeout: timedelta) -> RankMesh:

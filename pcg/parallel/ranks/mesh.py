@@ -74,8 +74,17 @@ class RankMesh:
     tp: Ranks = SINGLE_RANK
     data: Ranks = SINGLE_RANK
 
+    def check_no_parts(self, what: str) -> None:
+        """Refuse what ranks with parts of sequences do not share. UnsupportedError: it names it."""
+        if self.sizes.cp > 1:
+            raise UnsupportedError(
+                f"{what} over {self.sizes}: ranks share the tokens of sequences in "
+                "Executor.finetune and Executor.logits alone; use cp=1"
+            )
+
     def check_no_replicas(self, what: str) -> None:
-        """Refuse what replicas do not divide. UnsupportedError: it names that."""
+        """Refuse what neither replicas nor ranks with parts of sequences share, likewise."""
+        self.check_no_parts(what)
         if self.sizes.dp > 1:
             raise UnsupportedError(
                 f"{what} over {self.sizes}: replicas take parts of finetuning steps alone; serve "

@@ -70,6 +70,7 @@ class Frontiers:
         model: the model with bypass networks attached.
         batch: number of sequences of the step.
         seq: number of tokens of each.
+        parts: ranks that share the tokens of a sequence, of which `seq` are those of one.
         costs: the seconds of a rank's nodes; None where operations are counted.
     """
 
@@ -82,6 +83,7 @@ class Frontiers:
     batch: int
     seq: int
     costs: RankCosts | None = None
+    parts: int = 1
 
     @cached_property
     def of_kind(self) -> tuple[tuple[Choice, ...], ...]:
@@ -111,7 +113,8 @@ class Frontiers:
 
     def _problem(self, kind: LayerKind, costs: RankCosts | None) -> SaveProblem:
         found = kind.gradients
-        return SaveProblem(found.graph, found.needed, kind.shared, self.batch, self.seq, costs)
+        step = (self.batch, self.seq, costs, self.parts)
+        return SaveProblem(found.graph, found.needed, kind.shared, *step)
 
     @property
     def of_layers(self) -> list[tuple[Choice, ...]]:
@@ -119,7 +122,7 @@ class Frontiers:
 
     def at(self, batch: int, seq: int, kinds: Sequence[LayerKind] | None = None) -> Frontiers:
         """The choices at another step, or of layers that are differentiated otherwise."""
-        return frontiers(self.model, kinds or self.kinds, batch, seq, self.costs)
+        return frontiers(self.model, kinds or self.kinds, batch, seq, self.costs, self.parts)
 
     def points(self) -> list[tuple[int, float, int]]:
         """(saved bytes, share of the forward that is recomputed, recomputed inputs of layers).
@@ -233,14 +236,16 @@ def frontiers(
     batch: int,
     seq: int,
     costs: RankCosts | None = None,
+    parts: int = 1,
 ) -> Frontiers:
     """The frontier of every kind of layer, at a step of `batch` sequences of `seq` tokens.
 
     Args:
         costs: the seconds of a rank's nodes; None to count operations.
+        parts: ranks that share the tokens of a sequence, of which `seq` are those of one.
     """
     tokens = batch * seq
-    of_block = [graph_flops(block, tokens, seq) for block in model.blocks]
+    of_block = [graph_flops(block, tokens, parts * seq) for block in model.blocks]
     flops = tuple(of_block[index] for index in model.layers)
     read = {name for kind in kinds for name in _read_of_shared(kind)}
     outside = outside_bytes(model, read, tokens)
@@ -251,7 +256,8 @@ def frontiers(
         if value.name not in read
     }
     layers = _kind_of_layers(kinds)
-    return Frontiers(tuple(kinds), layers, flops, outside, shared, model, batch, seq, costs)
+    step = (batch, seq, costs, parts)
+    return Frontiers(tuple(kinds), layers, flops, outside, shared, model, *step)
 
 
 def _read_of_shared(kind: LayerKind) -> set[str]:

@@ -36,7 +36,9 @@ class Rematerialize(Pass[Gradients, Trained]):
 
     def _trained(self, given: ModelGradients) -> TrainedModel:
         model = given.model
-        found = frontiers(model, given.kinds, self.budget.batch, self.budget.seq, self.costs)
+        budget = self.budget
+        step = (budget.batch, budget.seq, self.costs, budget.parts)
+        found = frontiers(model, given.kinds, *step)
         prologue, trained = None, tuple[str, ...]()
         if given.prologue is not None:
             carried = model.prologue.outputs[: len(model.blocks[0].outputs)]

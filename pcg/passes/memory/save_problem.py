@@ -95,6 +95,7 @@ class SaveProblem:
         needed: values of it that backward reads.
         resident: inputs that are there in backward whatever this layer does: all layers share them.
         costs: the seconds of a rank's nodes; None to count operations.
+        parts: ranks that share the tokens of a sequence, of which `seq` are those of one.
     """
 
     def __init__(
@@ -105,7 +106,9 @@ class SaveProblem:
         batch: int,
         seq: int,
         costs: RankCosts | None = None,
+        parts: int = 1,
     ) -> None:
+        seen = parts * seq
         self.graph = graph
         self._storages = Storages.of(graph)
         self._resident = tuple(dict.fromkeys(self._storages[name].name for name in resident))
@@ -114,12 +117,12 @@ class SaveProblem:
         self._read = {self._storages[name].name for name in needed}
         self._given = self._stored(value.name for value in graph.inputs)
         self._nodes = self._makers()
-        self._flops = {n.name: node_flops(graph, n, self._tokens, seq) for n in self._nodes}
+        self._flops = {n.name: node_flops(graph, n, self._tokens, seen) for n in self._nodes}
         self._elements = {n.name: self._elements_of(n) for n in self._nodes}
         self._costs = self._flops
         if costs is not None:
             self._costs = {
-                n.name: round(costs.node_seconds(graph, n, self._tokens, seq) / PICOSECOND)
+                n.name: round(costs.node_seconds(graph, n, self._tokens, seen) / PICOSECOND)
                 for n in self._nodes
             }
         kept = [*self._given, *(s for node in self._nodes for s in self._made(node))]

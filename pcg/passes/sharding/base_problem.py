@@ -24,11 +24,12 @@ _WEIGHT = 10**6
 
 
 def base_cut(
-    base: Graph, search: Search, kind: LayerKind, step: tuple[int, int, RankCosts]
+    base: Graph, search: Search, kind: LayerKind, step: tuple[int, int, RankCosts, int]
 ) -> Callable[[float], Choice] | None:
     """The least that such a layer keeps and recomputes, by a rate of picoseconds a byte.
 
-    `step` has its sequences, the tokens of each, and costs. None where a layer has no backward.
+    `step` has its sequences, the tokens of each, costs, and the ranks that share these tokens. None
+    where a layer has no backward.
     """
     if not kind.gradients.backward.outputs:
         return None

@@ -204,7 +204,9 @@ class JointSearch:
         """The step of plans; None where it does not fit the budget."""
         model = self._local(plans)
         kinds = [replace(kind, gradients=self._ready(kind)) for kind in layer_kinds(model)]
-        found = frontiers(model, kinds, self._budget.batch, self._budget.seq, self._costs)
+        budget = self._budget
+        step = (budget.batch, budget.seq, self._costs, budget.parts)
+        found = frontiers(model, kinds, *step)
         choices = found.choices(self._budget)
         if choices is None:
             return None
@@ -229,7 +231,7 @@ class JointSearch:
                 self._base.blocks[self._blocks[kind.block]],
                 self._searches[kind.block],
                 kind,
-                (found.batch, found.seq, self._costs),
+                (found.batch, found.seq, self._costs, found.parts),
             )
             total += len(kind.layers) * _priced(cut(rate), rate) if cut is not None else 0.0
         return total * PICOSECOND

@@ -74,12 +74,14 @@ class Batches:
         self.index = 0
         self._plan = self.plan(0)
 
-    def largest(self, virtual: int = 0, replicas: int = 1) -> tuple[int, int]:
+    def largest(self, virtual: int = 0, replicas: int = 1, parts: int = 1) -> tuple[int, int]:
         """Return the most examples, and the most tokens, that a batch of any epoch may have.
 
         Args:
             virtual: tokens that come before each example, and do not count for `max_tokens`.
             replicas: how many a batch is divided over, as `pcg.parallel.ranks.data_parallel` does.
+            parts: how many each of its sequences is divided in, by two chunks each, as
+                `pcg.parallel.ranks.context_parallel` does.
         """
         size, most = self._settings["batch_size"], self._settings["max_tokens"]
         lengths = sorted(self._lengths)
@@ -90,7 +92,8 @@ class Batches:
             tokens = min(tokens, most)
         if replicas > 1:
             tokens = min(tokens, tokens // replicas + lengths[-1])
-        return count, tokens + count * virtual
+        tokens += count * virtual
+        return count, tokens if parts == 1 else min(tokens, tokens // parts + 2 * count)
 
     def plan(self, epoch: int) -> list[list[int]]:
         """Return the indexes of the examples in each batch of an epoch."""

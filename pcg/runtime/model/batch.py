@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,6 +22,7 @@ from pcg.kernels.batch import (
     Span,
 )
 from pcg.kernels.uploads import uploaded, uploaded_list
+from pcg.parallel.ranks.context_parallel import Piece, TokenParts
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.decode_groups import Singles, decode_groups
@@ -51,6 +53,7 @@ class Batch(ProgramBatch):
         self.spans = tuple(spans)
         self.layer = 0
         self.ranks: Ranks = SINGLE_RANK
+        self.parts: TokenParts | None = None
         self.dropout_seed: int | None = None
         self.chosen: Tensor | None = None
         self.logits_on_first = False
@@ -204,20 +207,32 @@ def whole_sequences(
     virtual: Sequence[int] = (),
     *,
     keeps: bool = False,
+    cp: Ranks = SINGLE_RANK,
 ) -> Batch:
     """Make a batch of whole sequences without a KV cache, for logits and finetuning.
 
     Args:
         virtual: number of virtual tokens before each sequence; none by default.
         keeps: True if they are trained on.
+        cp: ranks that share the tokens; the batch has those of this one.
     """
+    before = virtual or (0,) * len(sequences)
+    lengths = [count + len(one) for one, count in zip(sequences, before, strict=True)]
+    parts = TokenParts(lengths, cp, device) if cp.size > 1 else None
+    pieces = [Piece(number, 0, length) for number, length in enumerate(lengths)]
+    origins = [0, *accumulate(lengths)]
     spans: list[Span] = []
     ids: list[int] = []
-    for sequence, count in zip(sequences, virtual or (0,) * len(sequences), strict=True):
-        spans.append(Span(len(ids), count + len(sequence), virtual=count, number=len(spans)))
-        ids += [ANY_TOKEN] * count
-        ids += sequence
-    return Batch(uploaded_list(ids, torch.int64, device), spans, keeps=keeps)
+    for number, start, stop in pieces if parts is None else parts.own:
+        count = before[number]
+        held = max(min(stop, count) - start, 0)
+        place = (None, held, origins[number], number)
+        spans.append(Span(len(ids), stop - start, start, *place))
+        ids += [ANY_TOKEN] * held
+        ids += sequences[number][max(start - count, 0) : stop - count] if stop > count else ()
+    batch = Batch(uploaded_list(ids, torch.int64, device), spans, keeps=keeps)
+    batch.parts = parts
+    return batch
 
 
 def mixed_seed(*numbers: int) -> int:

@@ -51,12 +51,15 @@ class BoundTraining:
         weights: BaseWeights,
         adapter: Adapter,
         ranks: Ranks = SINGLE_RANK,
+        cp: Ranks = SINGLE_RANK,
         training_for: Callable[[tuple[int, int]], Training] | None = None,
         freed: FreedMemory | None = None,
     ) -> None:
         """Bind an adapter.
 
         Args:
+            ranks: those that have the other shards.
+            cp: those that have the other parts of each sequence.
             training_for: returns the program for a step of so many sequences of so many tokens;
                 None to train all steps by `training`.
             freed: gives what steps free back to the system; None if nothing has to.
@@ -67,6 +70,7 @@ class BoundTraining:
         self.weights = weights
         self.adapter = adapter
         self.ranks = ranks
+        self.cp = cp
         self._functions = load_functions(training.source, "training")
         self._inputs = LayerInputs(training.model)
         model = training.model

@@ -68,7 +68,7 @@ class FinetuneJob:
         self._publisher = publisher
         self._model = publisher.state
         self._ranks = publisher.state.world
-        self._data_ranks = publisher.state.mesh.data
+        self._mesh = publisher.state.mesh
         self._name = options.adapter
         planned = self._model.program.options
         if planned.names_step and not (options.batch_size or options.max_tokens):
@@ -107,13 +107,13 @@ class FinetuneJob:
         try:
             self._runner = self._publisher.runner(self._adapter)
             self._adapter = self._runner.adapter
-            virtual, replicas = self._adapter.prompt_tokens, self._data_ranks.size
-            self._runner.plan_for(*self._batches.largest(virtual, replicas))
+            sizes, virtual = self._mesh.sizes, self._adapter.prompt_tokens
+            self._runner.plan_for(*self._batches.largest(virtual, sizes.dp, sizes.cp))
             for data in filter(None, (self._data, self._eval)):
                 check_with_prompt(data, self._adapter.prompt_tokens, model.max_positions)
             self._steps = TrainingStep(
                 *(self._runner, self._data, self._batches, options, self._total),
-                self._data_ranks,
+                self._mesh,
             )
             if checkpoint is not None:
                 fix = "; use an older one, or start anew with resume=False"
@@ -324,12 +324,12 @@ class FinetuneJob:
 
     def _mean_loss(self, data: Dataset, plan: Sequence[Sequence[int]]) -> Work[float]:
         """Return the mean loss of the target tokens of some batches, without dropout."""
-        ranks, sums = self._data_ranks, torch.zeros(2, dtype=torch.float64)
+        replicas, sums = self._mesh.dp, torch.zeros(2, dtype=torch.float64)
         sums = sums.to(self._runner.device)
-        for indexes in plan[ranks.rank :: ranks.size]:
+        for indexes in plan[replicas.rank :: replicas.size]:
             done = yield from pass_through(self._runner, [data.examples[i] for i in indexes])
             sums += torch.stack([done.loss_sum.to(sums), torch.full_like(sums[0], done.targets)])
-        reading = Reading(ranks.all_reduce(sums))
+        reading = Reading(self._mesh.data.all_reduce(sums))
         yield reading
         loss, count = reading.read()
         mean = torch.tensor(loss / count, dtype=torch.float64)

@@ -40,9 +40,13 @@ class TrainingRunner(BoundTraining):
         return run_to_end(pass_through(self, examples, normaliser, dropout_seed)).loss
 
     def evaluate(self, examples: Sequence[Example]) -> tuple[float, int]:
-        """Return the sum of the target tokens' losses, and their number."""
+        """Return the sum of the target tokens' losses, of all parts of them, and their number."""
         done = run_to_end(pass_through(self, examples))
-        return done.loss, done.targets
+        if self.cp.size == 1:
+            return done.loss, done.targets
+        own = torch.tensor([done.loss, done.targets], dtype=torch.float64, device=self.device)
+        loss, targets = self.cp.all_reduce(own).tolist()
+        return loss, int(targets)
 
     def count_targets(self, examples: Sequence[Example]) -> int:
         """Count target tokens; the first of a sequence is one after a prompt, as in peft."""
@@ -103,7 +107,9 @@ def training_runner(
     weights = state.weight_store.bind(training.model)
     is_promise = budget.size_bytes is not None
     training_for = partial(state.training, adapter, windows) if is_promise else None
-    return TrainingRunner(training, weights, adapter, state.ranks, training_for, freed)
+    return TrainingRunner(
+        training, weights, adapter, state.ranks, state.mesh.cp, training_for, freed
+    )
 
 
 def pass_through(

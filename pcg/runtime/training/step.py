@@ -20,7 +20,8 @@ from torch import Tensor
 
 from pcg.errors import FinetuneError, UnsupportedError
 from pcg.parallel.ranks.data_parallel import shares, sum_gradients
-from pcg.parallel.ranks.group import SINGLE_RANK, Ranks, broadcast_from_first
+from pcg.parallel.ranks.group import broadcast_from_first
+from pcg.parallel.ranks.mesh import SINGLE_MESH, RankMesh
 from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.data.dataset import Dataset
 from pcg.runtime.data.example import Example
@@ -69,12 +70,13 @@ class TrainingStep:
         batches: Batches,
         options: FinetuneOptions,
         total_steps: int,
-        replicas: Ranks = SINGLE_RANK,
+        mesh: RankMesh = SINGLE_MESH,
     ) -> None:
         """Make a step of a job.
 
         Args:
-            replicas: the ranks that have the same shards, and take other sequences of a step.
+            mesh: the ranks; those that have the same shards take other sequences of a step, or
+                other tokens of these.
         """
         self.parameters = dict(runner.parameters)
         self.beside = runner.adapter.recipe.training_beside(runner.shards, total_steps)
@@ -82,7 +84,7 @@ class TrainingStep:
         self._data = data
         self._batches = batches
         self._options = options
-        self._replicas = replicas
+        self._mesh = mesh
         self._kind = options.make_optimizer()
         if self._shards is not None:
             self._kind.check_parted(runner.ranks.size)
@@ -119,7 +121,7 @@ class TrainingStep:
                 yield Release()
         # The first rank's numbers decide how the job goes on.
         norm_here = self._clip()
-        summed = self._replicas.all_reduce(torch.stack(losses).to(self._runner.device))
+        summed = self._mesh.data.all_reduce(torch.stack(losses).to(self._runner.device))
         numbers = torch.stack([x.to(self._runner.device).double() for x in (*summed, norm_here)])
         reading = Reading(broadcast_from_first(self._runner.ranks, numbers))
         yield reading
@@ -137,11 +139,11 @@ class TrainingStep:
     def _passes(
         self, group: Sequence[Sequence[Example]], targets: int, step: int
     ) -> Work[list[Tensor]]:
-        """Add the gradients of this replica's part of some batches; returns the loss of each part.
+        """Add the gradients of this rank's part of some batches; returns the loss of each part.
 
         The losses are on the device, fp64.
         """
-        replicas = self._replicas
+        replicas = self._mesh.dp
         lengths = [[len(example.ids) for example in batch] for batch in group]
         own = shares(lengths, replicas.size)[replicas.rank]
         losses = []
@@ -189,7 +191,7 @@ class TrainingStep:
 
     def _clip(self) -> Tensor:
         """Return the norm of the whole gradients, which are scaled down to `max_grad_norm`."""
-        for path in sum_gradients(self._replicas, self.parameters):
+        for path in sum_gradients(self._mesh.data, self.parameters):
             raise UnsupportedError(
                 f"{path} gets no gradient, so it cannot be trained; leave it out of the recipe"
             )

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pcg.kernels.batch import KvGradients, Span
+from pcg.kernels.batch import KvGradients
 from pcg.kernels.torch.products import ProductRequest
 from pcg.kernels.uploads import uploaded_list
 from pcg.runtime.data.example import Example
@@ -35,6 +35,7 @@ from pcg.runtime.model.load import Load
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.loss_chunks import PassLoss, WindowLoss
+from pcg.runtime.training.pass_sequences import PassSequences
 from pcg.runtime.training.recorded.window_graphs import PassSizes, WindowSlot
 from pcg.runtime.training.work_units import (
     Phase,
@@ -49,17 +50,6 @@ class HasTokens(Protocol):
     @property
     def ids(self) -> Sequence[int]:
         """Its tokens, without virtual ones."""
-
-
-@dataclass(frozen=True)
-class _Sequence:
-    """One example: its tokens, virtual ones first, their targets, and its number for dropout."""
-
-    ids: Sequence[int]
-    targets: Sequence[int]
-    origin: int
-    table: PageTable | None
-    number: int
 
 
 @dataclass
@@ -91,9 +81,9 @@ class TrainingPass(WindowedPass):
 
     Attributes:
         tokens: number of tokens of all sequences, virtual ones included.
-        targets: number of target tokens.
+        targets: number of target tokens, of those that this rank has.
         forwarded: number of tokens that went forward.
-        loss_sum: the sum of the target tokens' losses, fp64, on the device, once all are there.
+        loss_sum: the sum of these target tokens' losses, fp64, on the device, once all are there.
         layer: the layer whose backward comes next.
         trains: True if gradients are computed.
         is_done: True once the gradients are complete.
@@ -127,17 +117,16 @@ class TrainingPass(WindowedPass):
         self._dropout_seed = dropout_seed
         self._cache = cache
         self._virtual = runner.adapter.prompt_tokens
-        self._sequences: list[_Sequence] = []
-        self.tokens = 0
+        self._sequences = PassSequences(self._virtual)
         for i, example in enumerate(examples):
             ids = [*[ANY_TOKEN] * self._virtual, *example.ids]
             table = tables[i] if cache is not None else None
             number = i if numbers is None else numbers[i]
-            targets = self.targets_of(example)
-            self._sequences.append(_Sequence(ids, targets, self.tokens, table, number))
-            self.tokens += len(ids)
+            self._sequences.add(ids, self.targets_of(example), table, number)
+        self._sequences.share(runner.cp, runner.device)
+        self.tokens = self._sequences.tokens
         if self.trains:
-            runner.plan_for(len(examples), self.tokens)
+            runner.plan_for(len(examples), self._sequences.most_tokens)
         self._restored = frozenset(runner.training.restored)
         self._graphs = None
         if cache is not None:
@@ -145,7 +134,7 @@ class TrainingPass(WindowedPass):
         if self._graphs is not None:
             pages = max(len(table.pages) for table in tables)
             self._graphs.begin_pass(PassSizes(self.tokens, len(examples), pages))
-        self.targets = sum(target >= 0 for s in self._sequences for target in s.targets)
+        self.targets = self._sequences.targets
         self.forwarded = 0
         self.is_done = False
         self._windows: list[Window] = []
@@ -162,7 +151,7 @@ class TrainingPass(WindowedPass):
 
     @property
     def loss(self) -> float:
-        """The sum of the target tokens' losses, for which the host waits."""
+        """`loss_sum`, for which the host waits."""
         return float(self.loss_sum)
 
     def targets_of(self, example: HasTokens) -> list[int]:
@@ -239,29 +228,19 @@ class TrainingPass(WindowedPass):
 
     @property
     def context(self) -> int:
-        return min(self.forwarded - s.origin for s in self._sequences if s.origin <= self.forwarded)
+        return self._sequences.context(self.forwarded)
 
     @torch.no_grad()
     def begin(self, tokens: int) -> Window:
         """Make a window of the next tokens, and run its prologue."""
         if not self.forwarded:
             self._runner.encode_prompts()
-        spans, ids, targets = [], list[int](), list[int]()
         end = min(self.forwarded + tokens, self.tokens)
-        for sequence in self._sequences:
-            context = max(self.forwarded - sequence.origin, 0)
-            stop = min(end - sequence.origin, len(sequence.ids))
-            if context >= stop:
-                continue
-            virtual = max(min(stop, self._virtual) - context, 0)
-            place = (sequence.table, virtual, sequence.origin, sequence.number)
-            spans.append(Span(len(ids), stop - context, context, *place))
-            ids += sequence.ids[context:stop]
-            targets += sequence.targets[context:stop]
+        spans, ids, targets = self._sequences.window(self.forwarded, end)
         device = self._runner.device
         input_ids = uploaded_list(ids, torch.int64, device)
         batch = Batch(input_ids, spans, self._cache, keeps=True)
-        batch.ranks = self._runner.ranks
+        batch.ranks, batch.parts = self._runner.ranks, self._sequences.parts
         batch.dropout_seed = self._dropout_seed
         window = Window(batch, torch.tensor(targets), end)
         if self._graphs is not None:

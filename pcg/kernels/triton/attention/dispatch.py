@@ -43,7 +43,7 @@ def attention(
     else:
         assert isinstance(k, Tensor)
         assert isinstance(v, Tensor)
-        if not _has_kernels(batch, q, v.shape[-1]):
+        if batch.parts is not None or not _has_kernels(batch, q, v.shape[-1]):
             return torch_ops.attention(batch, q, k, v, **scores)
         kv = _seen(batch, k, v)
         if kv.keys.paged:
@@ -76,7 +76,7 @@ def attention_backward(
     **scores: Unpack[Scores],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of attention; of a window of sequences in the cache, dk and dv are final."""
-    if not _has_kernels(batch, q, dout.shape[-1]):
+    if batch.parts is not None or not _has_kernels(batch, q, dout.shape[-1]):
         return torch_ops.attention_backward(batch, dout, out, lse, q, k, v, **scores)
     kv, scoring = _seen(batch, k, v), Scoring(**scores)
     if library in WHOLE and not kv.keys.paged:

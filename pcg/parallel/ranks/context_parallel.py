@@ -1,0 +1,147 @@
+"""Context parallelism: the n ranks of a group have parts of the tokens of every sequence.
+
+    chunk j of 2 n of a sequence of L tokens is tokens ⌊j L / 2 n⌋ to ⌊(j + 1) L / 2 n⌋
+    rank i has chunks i and 2 n - 1 - i
+
+A token attends to those before it, so that later chunks are more work: dealt in this zigzag, each
+rank has as much of it as any other (Llama 3, arXiv:2407.21783, §3.3.2). All but attention treats
+tokens one by one. Attention has the queries of a rank's own tokens, and gathers the keys and values
+of all ranks' (P rows of each, the most that a rank has; shorter parts are padded):
+
+    forward     K, V = all-gather(k, v)
+    backward    K, V = all-gather(k, v) again;  dk, dv = reduce-scatter(dK, dV)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pcg.parallel.ranks.group import Ranks
+
+
+class Piece(NamedTuple):
+    """Some tokens of a sequence, from `start` to before `stop`."""
+
+    sequence: int
+    start: int
+    stop: int
+
+
+def dealt(lengths: Sequence[int], degree: int) -> list[list[Piece]]:
+    """Return the pieces of each rank, in the order of sequences and tokens; none is empty.
+
+    Args:
+        lengths: the tokens of each sequence.
+        degree: the number of ranks.
+    """
+    chunks = 2 * degree
+    parts: list[list[Piece]] = [[] for _ in range(degree)]
+    for number, length in enumerate(lengths):
+        bounds = [j * length // chunks for j in range(chunks + 1)]
+        for rank, part in enumerate(parts):
+            last = chunks - 1 - rank
+            places = [(bounds[j], bounds[j + 1]) for j in (rank, last)]
+            if rank + 1 == last:  # one behind the other
+                places = [(bounds[rank], bounds[last + 1])]
+            part += [Piece(number, *place) for place in places if place[0] < place[1]]
+    return parts
+
+
+def most_rows(lengths: Sequence[int], degree: int) -> int:
+    """Return P: the most tokens that a rank has of some sequences, and at least one."""
+    return max(1, *(_count(part) for part in dealt(lengths, degree)))
+
+
+def _count(part: Sequence[Piece]) -> int:
+    return sum(piece.stop - piece.start for piece in part)
+
+
+class TokenParts:
+    """The parts that the ranks of a group have of the tokens of a pass.
+
+    A rank without any token runs the first one of the pass, which another one has: nobody reads
+    what it makes of it, and it adds nothing to gradients.
+
+    Attributes:
+        ranks: the group.
+        own: this rank's pieces.
+        is_spare: True if this rank has no tokens.
+        rows: P.
+        places: row of each token of the pass among the ranks' rows, [T].
+    """
+
+    def __init__(self, lengths: Sequence[int], ranks: Ranks, device: torch.device) -> None:
+        """Deal the tokens of sequences of these lengths.
+
+        Args:
+            device: the device of the tensors that are exchanged.
+        """
+        parts = dealt(lengths, ranks.size)
+        self.ranks = ranks
+        self.is_spare = not parts[ranks.rank]
+        self.own = parts[ranks.rank] or [Piece(0, 0, 1)]
+        self.rows = most_rows(lengths, ranks.size)
+        counts = [_count(part) for part in parts]
+        origins = [0, *accumulate(lengths)]
+        order = [
+            torch.arange(
+                origins[piece.sequence] + piece.start, origins[piece.sequence] + piece.stop
+            )
+            for part in parts
+            for piece in part
+        ]
+        held = torch.cat(order).split(counts)
+        places = torch.empty(sum(lengths), dtype=torch.int64)
+        for rank, one in enumerate(held):
+            places[one] = torch.arange(len(one)) + rank * self.rows
+        self.places = places.to(device)
+        self._held = [one.to(device) for one in held]
+        self._count = counts[ranks.rank]
+
+    def gathered(self, *tensors: Tensor) -> list[Tensor]:
+        """Return tensors of all tokens, [T, …], of those of this rank's own, in one message.
+
+        They have the dtype of the first one.
+        """
+        widths = [one.shape[1:].numel() for one in tensors]
+        sent = tensors[0].new_zeros(self.rows, sum(widths))
+        for column, one in zip(sent.split(widths, 1), tensors, strict=True):
+            column[: self._count] = one[: self._count].flatten(1)
+        whole = sent.new_empty(len(self.places), sum(widths))
+        for part, tokens in zip(self.ranks.all_gather(sent), self._held, strict=True):
+            whole.index_copy_(0, tokens, part[: len(tokens)])
+        columns = whole.split(widths, 1)
+        return [x.unflatten(1, one.shape[1:]) for x, one in zip(columns, tensors, strict=True)]
+
+
+class TokenSums:
+    """Sums over the ranks of tensors of all tokens, such as gradients of keys and values."""
+
+    def __init__(self, parts: TokenParts, *like: Tensor) -> None:
+        """Start with zeros for tensors that have, for this rank's own tokens, such sizes."""
+        self._parts = parts
+        self._like = like
+        self._widths = [one.shape[1:].numel() for one in like]
+        rows = parts.rows * parts.ranks.size
+        self._rows = like[0].new_zeros(rows, sum(self._widths))
+
+    def add(self, start: int, *tensors: Tensor) -> None:
+        """Add tensors of tokens that follow each other, from the one at `start` of the pass."""
+        places = self._parts.places[start : start + tensors[0].shape[0]]
+        for column, one in zip(self._rows.split(self._widths, 1), tensors, strict=True):
+            column.index_add_(0, places, one.flatten(1).to(column.dtype))
+
+    def scattered(self) -> list[Tensor]:
+        """Return what all ranks have added for this rank's own tokens, in one message."""
+        ranks, rows = self._parts.ranks, self._parts.rows
+        own = ranks.reduce_scatter(list(self._rows.split(rows)))
+        columns = own.split(self._widths, 1)
+        return [
+            column[: len(one)].reshape(one.shape)
+            for column, one in zip(columns, self._like, strict=True)
+        ]

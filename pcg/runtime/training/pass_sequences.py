@@ -1,0 +1,90 @@
+"""The sequences of a training pass, and which of their tokens this rank takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pcg.kernels.batch import Span
+from pcg.parallel.ranks.context_parallel import Piece, TokenParts
+from pcg.parallel.ranks.group import Ranks
+from pcg.runtime.data.example import IGNORED
+from pcg.runtime.memory.pool import PageTable
+
+
+@dataclass(frozen=True)
+class PassSequence:
+    """One example: its tokens, virtual ones first, their targets, and its number for dropout."""
+
+    ids: Sequence[int]
+    targets: Sequence[int]
+    origin: int
+    table: PageTable | None
+    number: int
+
+
+class PassSequences:
+    """Sequences one behind the other, of which windows are taken from the first token on.
+
+    Ranks that share the tokens take one window each, of their own pieces.
+
+    Attributes:
+        tokens: number of tokens of all sequences, virtual ones included.
+        parts: how ranks share them; None where this one takes all.
+    """
+
+    def __init__(self, virtual: int) -> None:
+        """Begin without any; each will begin with so many virtual tokens."""
+        self.tokens = 0
+        self.parts: TokenParts | None = None
+        self._virtual = virtual
+        self._each: list[PassSequence] = []
+
+    def add(
+        self, ids: Sequence[int], targets: Sequence[int], table: PageTable | None, number: int
+    ) -> None:
+        """Add a sequence behind the others, with its pages in the cache."""
+        self._each.append(PassSequence(ids, targets, self.tokens, table, number))
+        self.tokens += len(ids)
+
+    def share(self, cp: Ranks, device: torch.device) -> None:
+        """Share the tokens among ranks, if there are several."""
+        if cp.size > 1:
+            self.parts = TokenParts([len(one.ids) for one in self._each], cp, device)
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that a rank takes, which all of them plan for."""
+        return self.tokens if self.parts is None else self.parts.rows
+
+    @property
+    def targets(self) -> int:
+        """Number of target tokens, of those that this rank takes."""
+        _, _, targets = self.window(0, self.tokens)
+        return sum(target >= 0 for target in targets)
+
+    def context(self, begin: int) -> int:
+        """Return the number of tokens before one of the pass in its sequence."""
+        return min(begin - one.origin for one in self._each if one.origin <= begin)
+
+    def window(self, begin: int, end: int) -> tuple[list[Span], list[int], list[int]]:
+        """Return spans, ids and targets of the tokens from one to before another."""
+        spans, ids, targets = list[Span](), list[int](), list[int]()
+        parts = self.parts
+        is_spare = parts is not None and parts.is_spare
+        for index, start, stop in self._pieces(begin, end) if parts is None else parts.own:
+            one = self._each[index]
+            virtual = max(min(stop, self._virtual) - start, 0)
+            place = (one.table, virtual, one.origin, one.number)
+            spans.append(Span(len(ids), stop - start, start, *place))
+            ids += one.ids[start:stop]
+            targets += [IGNORED] if is_spare else one.targets[start:stop]
+        return spans, ids, targets
+
+    def _pieces(self, begin: int, end: int) -> Iterator[Piece]:
+        for index, one in enumerate(self._each):
+            start, stop = max(begin - one.origin, 0), min(end - one.origin, len(one.ids))
+            if start < stop:
+                yield Piece(index, start, stop)
