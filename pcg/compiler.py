@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from pcg.errors import AdapterError, CostModelError, LogitsError, ProgramError, SourceError
+from pcg.errors import (
+    AdapterError,
+    CostModelError,
+    LogitsError,
+    ParallelError,
+    ProgramError,
+    SourceError,
+)
 from pcg.files import expanded
 from pcg.given_module import VERIFIED_PARAMETERS, check_logits, check_weights, source_of
 from pcg.ir.program.folder import load_program
@@ -26,6 +33,7 @@ from pcg.options import Backend, CompileOptions, dtype_name
 from pcg.parallel.costs.catalog import costs_name, own_sheet
 from pcg.parallel.costs.kept_profiles import own_profile
 from pcg.parallel.ranks.agreement import agreed, check_same
+from pcg.parallel.ranks.described import described
 from pcg.parallel.ranks.join import check_started, join_mesh, own_device, sizes_of, started_ranks
 from pcg.parallel.ranks.mesh import MeshSizes, RankMesh
 from pcg.parallel.ranks.same_program import check_same_program
@@ -140,6 +148,8 @@ class CompileArguments(CompileOptions):
         dp: data-parallel degree: so many times `tp` processes, of which each group of `tp` takes
             some sequences of every finetuning step. By default the number of processes over `tp`,
             if `tp` is above 1.
+        shard_base: hold 1/dp of the layers' weights on each replica, which gathers every layer
+            before it runs and drops it after (docs/parallel.md): for bases that do not fit.
         device: the device of the weights; the GPU where there is one, else the CPU. Over ranks
             "cuda" is a GPU of each one's own, and a GPU that two of them name is refused.
         verify: compare the logits of a few tokens with those of a model given in memory; by
@@ -150,6 +160,7 @@ class CompileArguments(CompileOptions):
     model: Any
     peft: object = None
     dp: int | None = field(default=None, kw_only=True)
+    shard_base: bool = field(default=False, kw_only=True)
     device: str | torch.device | None = field(default=None, kw_only=True)
     verify: bool | None = field(default=None, kw_only=True)
     rank_timeout_s: float | None = field(default=None, kw_only=True)
@@ -195,7 +206,8 @@ def compile(given: CompileArguments) -> Executor:
             return source, program, Checkpoint.open(source, program.base_prefix)
 
         source, program, checkpoint = agreed(ranks, "compile", read)
-        return make_executor(program, checkpoint, given.peft, source.directory, device, mesh)
+        own = (source.directory, device, mesh)
+        return make_executor(program, checkpoint, given.peft, *own, shard_base=given.shard_base)
     count = sum(parameter.numel() for parameter in module.parameters())
     verified = count <= VERIFIED_PARAMETERS if given.verify is None else given.verify
 
@@ -207,7 +219,8 @@ def compile(given: CompileArguments) -> Executor:
 
         program = agreed(ranks, "compile", trace_here)
         weights = StateDictCheckpoint(module.state_dict(keep_vars=True), program.base_prefix)
-        executor = make_executor(program, weights, given.peft, None, device, mesh)
+        own = (None, device, mesh)
+        executor = make_executor(program, weights, given.peft, *own, shard_base=given.shard_base)
         if verified:
             check_logits(executor, module)
         return executor
@@ -261,6 +274,7 @@ def load(
     *,
     trust_edits: bool = False,
     dp: int | None = None,
+    shard_base: bool = False,
     rank_timeout_s: float | None = None,
 ) -> Executor:
     """Load a compiled folder and its weights: an executor that generates and finetunes.
@@ -271,7 +285,7 @@ def load(
             default.
         device: the device of the weights; the GPU where there is one, else the CPU.
         trust_edits: accept emitted source that was edited.
-        dp, rank_timeout_s: as in `compile`.
+        dp, shard_base, rank_timeout_s: as in `compile`.
     Raises:
         PcgError: the folder or the weights are missing, damaged, or of another model.
     """
@@ -306,7 +320,8 @@ def load(
     tokenizer_directory = folder if has_tokenizer else source.directory
     device = own_device(machine_device(device))
     mesh = join_mesh(sizes_of(program.options.tp, dp), device, rank_timeout_s)
-    return make_executor(program, checkpoint, None, tokenizer_directory, device, mesh)
+    own = (tokenizer_directory, device, mesh)
+    return make_executor(program, checkpoint, None, *own, shard_base=shard_base)
 
 
 _NEUTRAL_FIELDS = (
@@ -355,6 +370,7 @@ def make_executor(
     device: str | torch.device | None = None,
     mesh: RankMesh | None = None,
     place: CallPieces | None = None,
+    shard_base: bool = False,
 ) -> Executor:
     """An executor of a program with weights.
 
@@ -365,6 +381,9 @@ def make_executor(
         device: the device of the weights; the GPU where there is one, else the CPU.
         mesh: the ranks that run it; the processes that torchrun started by default.
         place: as `compile_program` was given it.
+        shard_base: as of `CompileArguments`.
+    Raises:
+        ParallelError: ranks differ, or there are no replicas to share the base.
     """
     from pcg.runtime.executor import Executor
     from pcg.runtime.model.state import ModelState
@@ -375,6 +394,12 @@ def make_executor(
         mesh = join_mesh(MeshSizes(tp=program.options.tp), device)
     ranks = mesh.world
     check_same_program(ranks, program)
+    check_same(ranks, "the base", {"shard_base": described(shard_base)})
+    if shard_base and mesh.data.size == 1:
+        raise ParallelError(
+            "shard_base=True gives each of dp replicas 1/dp of the layers' weights, and dp=1; give "
+            "dp=2 or more (--dp 2), or leave it out"
+        )
 
     def check() -> None:
         check_device(program.options.backend, device)
@@ -392,7 +417,10 @@ def make_executor(
     )
     eos_ids = _eos_ids(program, tokenizer)
     executor = Executor(
-        ModelState(program, weights, BaseSpecialiser(place), tokenizer, eos_ids, device, mesh)
+        ModelState(
+            *(program, weights, BaseSpecialiser(place), tokenizer, eos_ids, device, mesh),
+            shards_base=shard_base,
+        )
     )
     if isinstance(peft, Mapping) and not is_recipe(peft):
         for name, value in peft.items():

@@ -226,7 +226,7 @@ class Executor:
             EngineError: one runs on a thread already.
             UnsupportedError: there are replicas, which take parts of finetuning steps alone.
         """
-        if self.state.mesh.sizes.dp > 1:
+        if self.state.mesh.sizes.dp > 1 or self.state.shards_base:
             raise UnsupportedError(
                 f"an engine over {self.state.mesh.sizes}: replicas take parts of finetuning steps "
                 "alone; serve by one engine for each, in processes of its own"

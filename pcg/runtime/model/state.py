@@ -25,7 +25,7 @@ from pcg.ir.program.program import Program, Serving, Training
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.uploads import downloaded
 from pcg.parallel.ranks.agreement import check_same
-from pcg.parallel.ranks.group import Ranks
+from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.parallel.ranks.mesh import SINGLE_MESH, RankMesh
 from pcg.parallel.ranks.same_program import serving_text
 from pcg.peft.adapter import (
@@ -83,6 +83,7 @@ class ModelState:
 
     Attributes:
         mesh: this rank's groups of ranks.
+        shards_base: True if replicas have parts of the layers, which they gather as they run.
         grammars: compiles what requests' outputs have to follow.
         versions: those of the adapters.
         engine_thread: the thread that runs an engine over this state; None while there is none.
@@ -97,15 +98,19 @@ class ModelState:
         eos_ids: frozenset[int],
         device: torch.device,
         mesh: RankMesh = SINGLE_MESH,
+        shards_base: bool = False,
     ) -> None:
         bound_shape_caches()
         self.program = program
         self.mesh = mesh
+        self.shards_base = shards_base
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.grammars = Grammars(tokenizer, program.base.vocabulary, eos_ids)
         self.device = device
-        self.weight_store = WeightStore(program, weights, device, mesh.tp)
+        self.weight_store = WeightStore(
+            program, weights, device, mesh.tp, mesh.data if shards_base else SINGLE_RANK
+        )
         self.engine_thread: EngineThread | None = None
         self._specialiser = specialiser
         self.versions = Versions(collects=mesh.tp.size > 1)
@@ -122,7 +127,7 @@ class ModelState:
     def _bind(self, serving: Serving) -> ServingProgram:
         model = serving.model
         weights = self.weight_store.bind(model, serves=True)
-        runner = ModelRunner(serving, weights, self.ranks)
+        runner = ModelRunner(serving, weights, self.ranks, self.alike)
         kind = RaggedTables if self.program.options.backend == "triton" else PaddedTables
         dtype = self._copies_dtype
         tables = kind(model, self._served, self.device, self.ranks, lora_dtype=dtype)
@@ -146,6 +151,11 @@ class ModelState:
     def ranks(self) -> Ranks:
         """The ranks that have the other shards of the weights."""
         return self.mesh.tp
+
+    @property
+    def alike(self) -> Ranks:
+        """The ranks that run the same steps: they need each other's shards, or parts of layers."""
+        return self.mesh.world if self.shards_base else self.mesh.tp
 
     @property
     def world(self) -> Ranks:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pcg.ir.analysis.layer_order import layers_of_pass
 from pcg.ir.program.program import Training, python_name
 from pcg.kernels.torch.products import ProductRequest, Result
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
@@ -22,8 +23,8 @@ from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.memory.host_allocator import FreedMemory
 from pcg.runtime.memory.kv_cache import KvCache
-from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
+from pcg.runtime.model.bound_weights import BaseWeights
 from pcg.runtime.model.recorder import recorder_for
 from pcg.runtime.model.runner import LayerInputs, is_sequence_parallel, load_functions
 from pcg.runtime.training.loss_chunks import LossChunk, LossChunks, WindowLoss
@@ -107,6 +108,20 @@ class BoundTraining:
             self.training = training
             self._functions = load_functions(training.source, "training")
 
+    def keep_plan(self) -> None:
+        """Train all further steps by the present plan, so that all replicas train by one."""
+        self._training_for = None
+
+    def begin_pass(self, trains: bool) -> None:
+        """Begin a pass, whose layers' weights are read in the order of the plan."""
+        if self.weights.gathered is not None:
+            self.weights.gathered.follow(layers_of_pass(self.training, trains))
+
+    def pass_by(self, trains: bool) -> None:
+        """Do what other replicas need of this one for a pass that has no sequence here."""
+        if self.weights.gathered is not None:
+            self.weights.gathered.pass_by(layers_of_pass(self.training, trains))
+
     @property
     def layers_back(self) -> int:
         """The number of layers that have a backward: those from the first that trains on."""
@@ -172,7 +187,7 @@ class BoundTraining:
         forward = self._functions[training.plans[training.layers[layer]].forward.name]
         graph = training.model.blocks[training.model.layers[layer]]
         inputs = (*carried, *self._inputs.of(graph, shared))
-        requests = forward(self.weights.layers[layer], self._layers[layer], batch, *inputs)
+        requests = forward(self.weights.layer(layer), self._layers[layer], batch, *inputs)
         del inputs
         result: tuple[Sequence[Tensor], Sequence[Tensor]] = yield from self._watched(requests)
         return result
@@ -265,7 +280,7 @@ class BoundTraining:
             return []
         batch.layer = layer
         requests = self._functions[plan.backward.name](
-            self.weights.layers[layer], self._layers[layer], batch, saved, gradients
+            self.weights.layer(layer), self._layers[layer], batch, saved, gradients
         )
         below, trained = yield from self._watched(requests)
         self._accumulate(self._layers[layer], plan.trained, trained)

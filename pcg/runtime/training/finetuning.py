@@ -109,6 +109,8 @@ class FinetuneJob:
             self._adapter = self._runner.adapter
             virtual, replicas = self._adapter.prompt_tokens, self._data_ranks.size
             self._runner.plan_for(*self._batches.largest(virtual, replicas))
+            if model.shards_base:
+                self._runner.keep_plan()
             for data in filter(None, (self._data, self._eval)):
                 check_with_prompt(data, self._adapter.prompt_tokens, model.max_positions)
             self._steps = TrainingStep(
@@ -327,7 +329,11 @@ class FinetuneJob:
         ranks = self._data_ranks
         sums = [torch.zeros((), dtype=torch.float64, device=self._runner.device)]
         targets = 0
-        for indexes in plan[ranks.rank :: ranks.size]:
+        for first in range(0, len(plan), ranks.size):
+            if first + ranks.rank >= len(plan):
+                self._runner.pass_by(trains=False)
+                continue
+            indexes = plan[first + ranks.rank]
             done = yield from pass_through(self._runner, [data.examples[i] for i in indexes])
             sums.append(done.loss_sum.to(self._runner.device))
             targets += done.targets

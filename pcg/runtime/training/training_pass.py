@@ -249,6 +249,7 @@ class TrainingPass(WindowedPass):
     def begin(self, tokens: int) -> Window:
         """Make a window of the next tokens, and run its prologue."""
         if not self.forwarded:
+            self._runner.begin_pass(self.trains)
             self._runner.encode_prompts()
         spans, ids, targets = [], list[int](), list[int]()
         end = min(self.forwarded + tokens, self.tokens)
