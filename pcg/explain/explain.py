@@ -96,7 +96,8 @@ def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -
             served = sympy.Integer(options.serve_tokens)
         model_setup = (source.config, to_trace, settings, traced, folded)
         serves = options if options.serve_tokens and found else None
-        setup = Setup(*model_setup, found, optimizer, served, options.device, serves)
+        place = (options.device, serves, options.shard_base)
+        setup = Setup(*model_setup, found, optimizer, served, *place)
         reports[name] = _explained(setup, devices, options.find_region)
         if options.peers:
             reports[name] = _with_peers(reports[name], setup)

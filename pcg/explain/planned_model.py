@@ -40,6 +40,7 @@ class Setup:
             a formula in B and S.
         device: where the base lies: cuda or cpu.
         serves: options of the program that serves the adapters beside; None where none does.
+        parts: the replicas that have parts of the layers; 1 where they are whole.
     """
 
     config: Mapping[str, Any]
@@ -52,6 +53,7 @@ class Setup:
     served_tokens: sympy.Expr = sympy.S.Zero
     device: str = "cuda"
     serves: CompileOptions | None = None
+    parts: int = 1
 
     @property
     def options(self) -> PlanOptions:

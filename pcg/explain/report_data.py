@@ -216,6 +216,10 @@ class ReportData:
     `backend` is what `auto` stands for on such a device, and why; GPUs are of capability 8.0 or
     later here.
 
+    `shard_base` are the replicas that have parts of the layers' weights: a rank's weights are its
+    part, two gathered layers, and what is outside the layers. `gathered` has, of a step of one
+    batch, the layers that a rank gathers, and the bytes that it sends for them.
+
     `gpus` are all known GPUs that a rank fits, `fits` says more of those that were asked for.
     """
 
@@ -244,6 +248,8 @@ class ReportData:
     optimizer: str = "adamw"
     host_bytes: Mapping[str, int] = field(default_factory=dict)
     packed_bytes: int = 0
+    shard_base: int = 1
+    gathered: Mapping[str, int] = field(default_factory=dict)
     backend: str = ""
     timeline: tuple[Moment, ...] = ()
     graph: tuple[GraphNode, ...] = ()

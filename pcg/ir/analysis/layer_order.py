@@ -86,16 +86,17 @@ class GatherOrder:
         gathered.append((layer, room))
 
 
-def gathers_of_step(passes: Sequence[Sequence[int]]) -> int:
-    """Count the layers that a step's passes gather, where the same step ran before.
+def gathers_of_step(passes: Sequence[Sequence[int]]) -> list[int]:
+    """Return the layers that a step's passes gather, where the same step ran before.
 
     Args:
         passes: the layers of each pass, in order.
     """
-    rooms, found = GatherOrder(), 0
+    rooms, found = GatherOrder(), list[int]()
     for _ in range(2):
-        found = 0
+        found.clear()
         for order in passes:
             rooms.follow(order)
-            found += sum(len(rooms.take(layer)[1]) for layer in order)
+            for layer in order:
+                found += [one for one, _ in rooms.take(layer)[1]]
     return found
