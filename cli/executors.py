@@ -13,8 +13,10 @@ from urllib.parse import parse_qsl, urlsplit
 
 import typer
 
+from pcg.errors import ParallelError
 from pcg.files import expanded, is_file
 from pcg.ir.program.manifest import is_program_folder, read_manifest
+from pcg.options import PlanOptions
 
 from .console import busy
 from .options.fields import flags_of
@@ -54,8 +56,35 @@ class PlaceOptions:
     rank_timeout_s: float | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingRanks:
+    """Options of how ranks divide a finetuning step, beside the shards of `tp`.
+
+    Attributes:
+        dp: data-parallel degree: so many times --tp processes, of which each group of --tp takes
+            some sequences of every step. Under torchrun the number of processes over --tp by
+            default, else 1.
+        shard_base: hold 1/dp of the layers' weights on each replica, which gathers every layer
+            before it runs and drops it after: for bases that do not fit otherwise.
+    """
+
+    title: ClassVar[str] = PlanOptions.title
+
+    dp: int | None = None
+    shard_base: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dp is not None and self.dp < 1:
+            raise ParallelError(f"dp={self.dp}; use at least 1")
+
+
 def open_executor(
-    where: str, peft: object, compiling: Mapping[str, Any], place: PlaceOptions
+    where: str,
+    peft: object,
+    compiling: Mapping[str, Any],
+    place: PlaceOptions,
+    dp: int | None = None,
+    shard_base: bool = False,
 ) -> Executor:
     """An executor of a program, of a model compiled with fields of `CompileOptions`, or of a base.
 
@@ -73,6 +102,8 @@ def open_executor(
                 place.weights,
                 place.device,
                 trust_edits=place.trust_edits,
+                dp=dp,
+                shard_base=shard_base,
                 rank_timeout_s=place.rank_timeout_s,
             )
             if isinstance(peft, Mapping):
@@ -85,9 +116,13 @@ def open_executor(
     with busy(f"compiling and loading {where}"):
         from pcg import compiler
 
-        return compiler.compile(
-            where, peft, device=place.device, rank_timeout_s=place.rank_timeout_s, **compiling
-        )
+        own: dict[str, Any] = {
+            "device": place.device,
+            "dp": dp,
+            "shard_base": shard_base,
+            "rank_timeout_s": place.rank_timeout_s,
+        }
+        return compiler.compile(where, peft, **own, **compiling)
 
 
 def _connected(
@@ -147,15 +182,30 @@ def ranks_of(where: str, compiling: Mapping[str, Any], place: PlaceOptions) -> i
             compiled for another number of ranks, or otherwise; or torchrun has started another
             number.
     """
+    return shards_and_replicas(where, compiling, place, 1)[0]
+
+
+def shards_and_replicas(
+    where: str, compiling: Mapping[str, Any], place: PlaceOptions, dp: int | None
+) -> tuple[int, int]:
+    """The tensor- and the data-parallel degree that a program's folder or a model runs on.
+
+    Args:
+        dp: the data-parallel degree; None for as many replicas as torchrun's processes make.
+    Raises:
+        typer.BadParameter: as of `ranks_of`.
+    """
     started = torchrun_ranks()
-    degree = _ranks_of(where, compiling, place, started)
-    if started not in (1, degree):
-        copies = f", each of which would run all of it; give --tp {started}" if degree == 1 else ""
+    tp = _ranks_of(where, compiling, place, max(started // (dp or 1), 1))
+    if dp is None:
+        dp = max(started // tp, 1)
+    if started not in (1, tp * dp):
+        copies = f", each of which would run all of it; give --tp {started}" if tp * dp == 1 else ""
         raise typer.BadParameter(
-            f"torchrun has started {started} processes, and this takes {degree}{copies}",
+            f"torchrun has started {started} processes, and this takes {tp * dp}{copies}",
             param_hint="--tp",
         )
-    return degree
+    return tp, dp
 
 
 def torchrun_ranks() -> int:

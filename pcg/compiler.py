@@ -12,19 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from pcg.errors import (
-    AdapterError,
-    CostModelError,
-    LogitsError,
-    ParallelError,
-    ProgramError,
-    SourceError,
-)
+from pcg.errors import AdapterError, CostModelError, LogitsError, ProgramError, SourceError
 from pcg.files import expanded
 from pcg.given_module import VERIFIED_PARAMETERS, check_logits, check_weights, source_of
 from pcg.ir.program.folder import load_program
 from pcg.ir.program.manifest import MANIFEST, read_manifest
 from pcg.ir.program.program import Program
+from pcg.ir.program.same_model import check_same_model
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels import attention_libraries
 from pcg.kernels.backend import check_device, choose_backend, machine_device
@@ -33,7 +27,6 @@ from pcg.options import Backend, CompileOptions, dtype_name
 from pcg.parallel.costs.catalog import costs_name, own_sheet
 from pcg.parallel.costs.kept_profiles import own_profile
 from pcg.parallel.ranks.agreement import agreed, check_same
-from pcg.parallel.ranks.described import described
 from pcg.parallel.ranks.join import check_started, join_mesh, own_device, sizes_of, started_ranks
 from pcg.parallel.ranks.mesh import MeshSizes, RankMesh
 from pcg.parallel.ranks.same_program import check_same_program
@@ -313,7 +306,7 @@ def load(
             f"{folder} was compiled from {place}, whose weights cannot be used now ({error}); say "
             "where they lie: --weights PATH (weights=PATH)"
         ) from error
-    _check_same_model(program, source.config, os.fspath(place))
+    check_same_model(program, source.config, os.fspath(place))
     checkpoint = Checkpoint.open(source, program.base_prefix)
     # A program compiled from a shipped config has no tokenizer; the weights come with one.
     has_tokenizer = (folder / "tokenizer.json").exists()
@@ -322,30 +315,6 @@ def load(
     mesh = join_mesh(sizes_of(program.options.tp, dp), device, rank_timeout_s)
     own = (tokenizer_directory, device, mesh)
     return make_executor(program, checkpoint, None, *own, shard_base=shard_base)
-
-
-_NEUTRAL_FIELDS = (
-    "bos_token_id", "eos_token_id", "initializer_range", "pad_token_id",
-    "pretraining_tp", "use_cache",
-)  # fmt: skip
-
-
-def _check_same_model(program: Program, config: Mapping[str, Any], where: str) -> None:
-    """Refuse weights whose configuration says another model; their shapes alone would not tell."""
-    both = sorted((program.config.keys() & config.keys()).difference(_NEUTRAL_FIELDS))
-    other = [
-        key
-        for key in both
-        if program.config[key] != config[key]
-        and (isinstance(config[key], int | float) or key == "model_type" or "rope" in key)
-        and "drop" not in key
-    ]
-    if other:
-        shown = ", ".join(f"{k}={config[k]!r}, not {program.config[k]!r}" for k in other[:3])
-        raise ProgramError(
-            f"the weights in {where} are of another model than the program's ({shown}); compile "
-            "that model, or give the weights of this one"
-        )
 
 
 def trace(model: Any, dtype: str | None = None, *, whole: bool = False) -> TracedModel:
@@ -382,8 +351,6 @@ def make_executor(
         mesh: the ranks that run it; the processes that torchrun started by default.
         place: as `compile_program` was given it.
         shard_base: as of `CompileArguments`.
-    Raises:
-        ParallelError: ranks differ, or there are no replicas to share the base.
     """
     from pcg.runtime.executor import Executor
     from pcg.runtime.model.state import ModelState
@@ -394,12 +361,7 @@ def make_executor(
         mesh = join_mesh(MeshSizes(tp=program.options.tp), device)
     ranks = mesh.world
     check_same_program(ranks, program)
-    check_same(ranks, "the base", {"shard_base": described(shard_base)})
-    if shard_base and mesh.data.size == 1:
-        raise ParallelError(
-            "shard_base=True gives each of dp replicas 1/dp of the layers' weights, and dp=1; give "
-            "dp=2 or more (--dp 2), or leave it out"
-        )
+    mesh = mesh.sharing(shard_base)
 
     def check() -> None:
         check_device(program.options.backend, device)
@@ -417,10 +379,7 @@ def make_executor(
     )
     eos_ids = _eos_ids(program, tokenizer)
     executor = Executor(
-        ModelState(
-            *(program, weights, BaseSpecialiser(place), tokenizer, eos_ids, device, mesh),
-            shards_base=shard_base,
-        )
+        ModelState(program, weights, BaseSpecialiser(place), tokenizer, eos_ids, device, mesh)
     )
     if isinstance(peft, Mapping) and not is_recipe(peft):
         for name, value in peft.items():

@@ -15,7 +15,13 @@ from pcg.ir.program.manifest import is_program_folder
 from pcg.options import CompileOptions
 from pcg.runtime.training.options import FinetuneOptions
 
-from ..executors import PlaceOptions, on_ranks, open_executor, ranks_of
+from ..executors import (
+    PlaceOptions,
+    TrainingRanks,
+    on_ranks,
+    open_executor,
+    shards_and_replicas,
+)
 from ..options.arguments import Json, Runnable
 from ..options.fields import Given
 from ..options.method import Method
@@ -49,6 +55,7 @@ def finetune_command(
     method: Method,
     options: Given[FinetuneOptions],
     compiling: Given[CompileOptions],
+    over: TrainingRanks,
     place: PlaceOptions,
     json: Json = False,
 ) -> None:
@@ -67,27 +74,31 @@ def finetune_command(
     job = FinetuneOptions(**given)  # says what is wrong before the model is loaded
     peft = _configuration(method, files)
     compiled = dict(compiling.values)
-    degree = ranks_of(program, compiled, place)
-    if degree > 1 and not is_program_folder(program):
-        compiled |= own_step(job, compiled)
-    if degree == 1:
+    tp, dp = shards_and_replicas(program, compiled, place, over.dp)
+    if tp > 1 and not is_program_folder(program):
+        compiled |= own_step(job, compiled, dp)
+    if tp == 1:
         # Which spreads sums over ranks; of the job it is, too.
         compiled.pop("gradient_accumulation_steps", None)
     arguments = {
         "program": program,
-        "compiling": {**compiled, "tp": degree},
+        "compiling": {**compiled, "tp": tp},
+        "dp": dp,
+        "shard_base": over.shard_base,
         "place": place,
         "files": files,
         "peft": peft,
         "options": given,
         "json": json,
     }
-    on_ranks(degree, train, arguments)
+    on_ranks(tp * dp, train, arguments)
 
 
 def train(
     program: str,
     compiling: Mapping[str, Any],
+    dp: int,
+    shard_base: bool,
     place: PlaceOptions,
     files: AdapterFiles,
     peft: Any,
@@ -99,6 +110,8 @@ def train(
     Args:
         program: the folder of a program, or a model.
         compiling: fields of `CompileOptions`.
+        dp: the number of replicas.
+        shard_base: True if they hold parts of the layers.
         place: the device, the weights, and the trust in edits.
         files: the data and the adapter.
         peft: the configuration or the adapter to start from; None for the program's own.
@@ -108,7 +121,7 @@ def train(
     from pcg.train.outputs import has_adapter, own_recipe
     from pcg.train.sft import finetune_and_save
 
-    executor = open_executor(program, None, compiling, place)
+    executor = open_executor(program, None, compiling, place, dp, shard_base)
     replaces = has_adapter(files.output)
     peft = own_recipe(executor, files.adapter) if peft is None else peft
     with step_lines(options.get("log_every")):
@@ -118,20 +131,21 @@ def train(
     print_result(result, program, files.output, as_json=json, replaces=replaces)
 
 
-def own_step(job: FinetuneOptions, compiling: Mapping[str, Any]) -> dict[str, int]:
+def own_step(job: FinetuneOptions, compiling: Mapping[str, Any], dp: int = 1) -> dict[str, int]:
     """The batch and the length to plan a job's layouts over ranks for, which are its own.
 
     Empty where the length of its examples has no bound, or another step is asked for.
 
     Args:
         compiling: fields of `CompileOptions` that are given.
+        dp: the number of replicas, over which a batch is divided.
     """
     if job.max_length is None or not {"batch", "seq"}.isdisjoint(compiling):
         return {}
     bounds = job.batch_bounds
     size, tokens = bounds["batch_size"], bounds["max_tokens"]
     most = None if tokens is None else max(tokens // job.max_length, 1)
-    return {"batch": min(filter(None, (size, most))), "seq": job.max_length}
+    return {"batch": -(-min(filter(None, (size, most))) // dp), "seq": job.max_length}
 
 
 def _check_output(files: AdapterFiles, resumes: bool) -> None:

@@ -68,7 +68,6 @@ class Executor:
 
     @property
     def ranks(self) -> Ranks:
-        """All ranks, of which this process is one."""
         return self.state.world
 
     @property
@@ -223,14 +222,9 @@ class Executor:
         """Make an engine, which serves requests and trains adapters at the same time.
 
         Raises:
-            EngineError: one runs on a thread already.
-            UnsupportedError: there are replicas, which take parts of finetuning steps alone.
+            EngineError, UnsupportedError: one runs on a thread already, or there are replicas.
         """
-        if self.state.mesh.sizes.dp > 1 or self.state.shards_base:
-            raise UnsupportedError(
-                f"an engine over {self.state.mesh.sizes}: replicas take parts of finetuning steps "
-                "alone; serve by one engine for each, in processes of its own"
-            )
+        self.state.mesh.check_no_replicas("an engine")
         self.state.check_no_engine("a second engine", "close the first one, or use that")
         return Engine(self.state, given)
 
@@ -382,8 +376,8 @@ class Executor:
             FinetuneError: bad options.
             UnsupportedError: the recipe has a feature that pcg does not train; or there are ranks.
         """
-        if self.ranks.size > 1:
-            raise UnsupportedError(f"trainers over {self.ranks.size} ranks; use one, or finetune")
+        if (size := self.ranks.size) > 1:
+            raise UnsupportedError(f"trainers over {size} ranks; use one, or finetune")
         running = cast("AsyncEngine | None", self.state.engine_thread)
         if running is None:
             return trainer_here(self.state, given)

@@ -45,6 +45,19 @@ def test_finetune_prints_one_object(model: Path, data: Path, tmp_path: Path) -> 
     assert {k: t.shape for k, t in before.items()} == {k: t.shape for k, t in after.items()}
 
 
+@pytest.mark.dist
+def test_replicas_give_the_losses_of_one_process(model: Path, data: Path, tmp_path: Path) -> None:
+    command = ("finetune", model, "--data", data, "--adapter", "sums", "--json", "--max-steps", "3")
+    options = ("--batch-size", "3", "--lr", "5e-3", "--dtype", "float32")
+    over = (*command, *options, "--dp", "2", "-o", tmp_path / "two")
+    started = python(*over)
+    one = json.loads(output_of(*command, *options, "-o", tmp_path / "one"))
+    output, errors = started.communicate(timeout=400)
+    assert started.returncode == 0, errors
+    assert json.loads(output)["losses"] == pytest.approx(one["losses"], rel=1e-5)
+    assert (tmp_path / "two" / "adapter_model.safetensors").exists()
+
+
 def test_finetune_that_is_interrupted_goes_on_exactly(
     program: Path, data: Path, tmp_path: Path
 ) -> None:

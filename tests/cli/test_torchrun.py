@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import typer
 
-from cli.executors import PlaceOptions, check_alone, ranks_of
+from cli.executors import PlaceOptions, check_alone, ranks_of, shards_and_replicas
 
 
 @pytest.fixture
@@ -37,6 +37,30 @@ def test_copies_are_refused() -> None:
         ranks_of("split://host:8300", {}, PlaceOptions())
     with pytest.raises(typer.BadParameter, match="which would each run all of pcg train sft"):
         check_alone("pcg train sft")
+
+
+@pytest.mark.usefixtures("torchrun")
+@pytest.mark.parametrize(
+    ("dp", "compiling", "expected"),
+    [
+        (None, {}, (4, 1)),
+        (None, {"tp": 2}, (2, 2)),
+        (None, {"tp": 1}, (1, 4)),
+        (2, {}, (2, 2)),
+        (4, {"tp": 1}, (1, 4)),
+    ],
+)
+def test_replicas_are_the_processes_that_shards_leave(
+    dp: int | None, compiling: dict[str, int], expected: tuple[int, int]
+) -> None:
+    assert shards_and_replicas("a/model", compiling, PlaceOptions(), dp) == expected
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_other_numbers_of_replicas_are_refused() -> None:
+    for dp, tp in ((2, 4), (3, 1), (None, 3)):
+        with pytest.raises(typer.BadParameter, match=r"started 4 processes, and this takes"):
+            shards_and_replicas("a/model", {"tp": tp}, PlaceOptions(), dp)
 
 
 def test_without_torchrun_there_is_one_rank_unless_more_are_asked_for() -> None:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,29 +19,9 @@ from tests.support.ranked import (
     work,
     worst_error,
 )
+from tests.support.started_ranks import SCRIPT, free_port, start
 
 pytestmark = pytest.mark.dist
-ROOT = Path(__file__).parents[2]
-SCRIPT = str(ROOT / "tests/support/rank_process.py")
-
-
-def start(*command: str, **environment: object) -> subprocess.Popen[str]:
-    environ = {**os.environ, **{key: str(value) for key, value in environment.items()}}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
-    return subprocess.Popen(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 @pytest.mark.parametrize("words", [(), ("sequence-parallel",)], ids=["sums", "parts of tokens"])

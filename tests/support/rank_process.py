@@ -48,6 +48,19 @@ def job(output: str, sequence_parallel: bool) -> None:
     )
 
 
+def train_over_mesh(output: str, sizes: str) -> None:
+    """Train an adapter of each of `CASES` over a mesh such as dp2-tp2."""
+    from pcg.parallel.ranks.join import join_mesh
+    from pcg.parallel.ranks.mesh import MeshSizes
+    from tests.support.meshes import CASES, train_case
+
+    own = {word[:2]: int(word[2:]) for word in sizes.split("-")}
+    mesh = join_mesh(MeshSizes(**own), torch.device("cpu"))
+    for case in CASES:
+        trained = train_case(*case, mesh)
+        torch.save(trained, Path(output) / f"{'-'.join(case)}-{mesh.world.rank}.pt")
+
+
 def lose_one() -> None:
     """Rank 1 is killed while the others wait for it."""
     ranks = join_group(DEGREE, torch.device("cpu"))
@@ -131,4 +144,4 @@ if __name__ == "__main__":
         from tests.support import rank_process
 
         given = dict(word.split("=") for word in sys.argv[3:])
-        launch(DEGREE, getattr(rank_process, sys.argv[2]), given)
+        launch(int(given.pop("ranks", DEGREE)), getattr(rank_process, sys.argv[2]), given)

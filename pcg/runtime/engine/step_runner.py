@@ -79,7 +79,7 @@ class StepRunner:
         self._answering = state.answering
         self._vocabulary = state.program.base.vocabulary
         self._device = device = state.device
-        self.fails_alike = state.alike.size == 1
+        self.fails_alike = state.mesh.alike.size == 1
         self.is_ahead = device.type == "cuda" and self.fails_alike
         self.side = SideStream(device) if self.is_ahead else None
         self.warmed: WarmUp | None = None

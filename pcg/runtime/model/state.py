@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -25,7 +25,7 @@ from pcg.ir.program.program import Program, Serving, Training
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.uploads import downloaded
 from pcg.parallel.ranks.agreement import check_same
-from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
+from pcg.parallel.ranks.group import Ranks
 from pcg.parallel.ranks.mesh import SINGLE_MESH, RankMesh
 from pcg.parallel.ranks.same_program import serving_text
 from pcg.peft.adapter import (
@@ -50,29 +50,12 @@ from pcg.runtime.memory.shape_caches import bound_shape_caches
 from pcg.runtime.model.base_weights import TensorSource, WeightStore
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.model.specialised import ServingProgram, Specialiser, TrainingPrograms
+from pcg.runtime.model.state_users import EngineThread, StateListener
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.units import shown
 
-Result = TypeVar("Result")
 NamedAdapter: TypeAlias = str | Adapter | None
 """An adapter by its name, or one that was served; None for the base."""
-
-
-class StateListener(Protocol):
-    """Is told when the state changes; every engine over it is one."""
-
-    def use_program(self, program: ServingProgram) -> None:
-        """Serve by another program from now on."""
-
-    def forget(self, adapter: Adapter, *, is_gone: bool) -> None:
-        """Drop what is kept of an adapter that changed; if `is_gone`, nobody can name it now."""
-
-
-class EngineThread(Protocol):
-    """A thread that runs an engine's steps; nothing else may run the model meanwhile."""
-
-    def run(self, act: Callable[[], Result]) -> Result:
-        """Run a function between two steps, and wait for it."""
 
 
 class ModelState:
@@ -83,7 +66,6 @@ class ModelState:
 
     Attributes:
         mesh: this rank's groups of ranks.
-        shards_base: True if replicas have parts of the layers, which they gather as they run.
         grammars: compiles what requests' outputs have to follow.
         versions: those of the adapters.
         engine_thread: the thread that runs an engine over this state; None while there is none.
@@ -98,19 +80,15 @@ class ModelState:
         eos_ids: frozenset[int],
         device: torch.device,
         mesh: RankMesh = SINGLE_MESH,
-        shards_base: bool = False,
     ) -> None:
         bound_shape_caches()
         self.program = program
         self.mesh = mesh
-        self.shards_base = shards_base
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.grammars = Grammars(tokenizer, program.base.vocabulary, eos_ids)
         self.device = device
-        self.weight_store = WeightStore(
-            program, weights, device, mesh.tp, mesh.data if shards_base else SINGLE_RANK
-        )
+        self.weight_store = WeightStore(program, weights, device, mesh.tp, mesh.parts)
         self.engine_thread: EngineThread | None = None
         self._specialiser = specialiser
         self.versions = Versions(collects=mesh.tp.size > 1)
@@ -127,7 +105,7 @@ class ModelState:
     def _bind(self, serving: Serving) -> ServingProgram:
         model = serving.model
         weights = self.weight_store.bind(model, serves=True)
-        runner = ModelRunner(serving, weights, self.ranks, self.alike)
+        runner = ModelRunner(serving, weights, self.ranks, self.mesh.alike)
         kind = RaggedTables if self.program.options.backend == "triton" else PaddedTables
         dtype = self._copies_dtype
         tables = kind(model, self._served, self.device, self.ranks, lora_dtype=dtype)
@@ -151,11 +129,6 @@ class ModelState:
     def ranks(self) -> Ranks:
         """The ranks that have the other shards of the weights."""
         return self.mesh.tp
-
-    @property
-    def alike(self) -> Ranks:
-        """The ranks that run the same steps: they need each other's shards, or parts of layers."""
-        return self.mesh.world if self.shards_base else self.mesh.tp
 
     @property
     def world(self) -> Ranks:

@@ -93,11 +93,13 @@ class BoundTraining:
         self._graphs: WindowGraphs | None = None
         self._graphs_of: KvCache | None = None
 
-    def plan_for(self, sequences: int, tokens: int) -> None:
+    def plan_for(self, sequences: int, tokens: int, for_all: bool = False) -> None:
         """Train by a plan that holds the memory budget for so many sequences and tokens of all.
 
         It is called between two passes. The model and what is bound to it stay.
 
+        Args:
+            for_all: train all further steps by it, so that all replicas read layers in one order.
         Raises:
             MemoryBudgetError: they need more than the budget.
         """
@@ -107,10 +109,8 @@ class BoundTraining:
         if training is not self.training:
             self.training = training
             self._functions = load_functions(training.source, "training")
-
-    def keep_plan(self) -> None:
-        """Train all further steps by the present plan, so that all replicas train by one."""
-        self._training_for = None
+        if for_all:
+            self._training_for = None
 
     def begin_pass(self, trains: bool) -> None:
         """Begin a pass, whose layers' weights are read in the order of the plan."""

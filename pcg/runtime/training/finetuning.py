@@ -107,10 +107,8 @@ class FinetuneJob:
         try:
             self._runner = self._publisher.runner(self._adapter)
             self._adapter = self._runner.adapter
-            virtual, replicas = self._adapter.prompt_tokens, self._data_ranks.size
-            self._runner.plan_for(*self._batches.largest(virtual, replicas))
-            if model.shards_base:
-                self._runner.keep_plan()
+            largest = self._batches.largest(self._adapter.prompt_tokens, self._data_ranks.size)
+            self._runner.plan_for(*largest, for_all=model.mesh.shards_base)
             for data in filter(None, (self._data, self._eval)):
                 check_with_prompt(data, self._adapter.prompt_tokens, model.max_positions)
             self._steps = TrainingStep(
@@ -326,23 +324,17 @@ class FinetuneJob:
 
     def _mean_loss(self, data: Dataset, plan: Sequence[Sequence[int]]) -> Work[float]:
         """Return the mean loss of the target tokens of some batches, without dropout."""
-        ranks = self._data_ranks
-        sums = [torch.zeros((), dtype=torch.float64, device=self._runner.device)]
-        targets = 0
-        for first in range(0, len(plan), ranks.size):
-            if first + ranks.rank >= len(plan):
-                self._runner.pass_by(trains=False)
-                continue
-            indexes = plan[first + ranks.rank]
+        ranks, sums = self._data_ranks, torch.zeros(2, dtype=torch.float64)
+        sums = sums.to(self._runner.device)
+        for indexes in plan[ranks.rank :: ranks.size]:
             done = yield from pass_through(self._runner, [data.examples[i] for i in indexes])
-            sums.append(done.loss_sum.to(self._runner.device))
-            targets += done.targets
-        own = torch.stack([torch.stack(sums).sum(), sums[0] + targets])
-        reading = Reading(ranks.all_reduce(own))
+            sums += torch.stack([done.loss_sum.to(sums), torch.full_like(sums[0], done.targets)])
+        if ranks.rank >= len(plan) % ranks.size > 0:
+            self._runner.pass_by(trains=False)
+        reading = Reading(ranks.all_reduce(sums))
         yield reading
         loss, count = reading.read()
-        mean = torch.tensor(loss / count, dtype=torch.float64)
-        return float(broadcast_from_first(self._ranks, mean))
+        return float(broadcast_from_first(self._ranks, sums.new_tensor(loss / count)))
 
     def _save(self) -> None:
         """Write a checkpoint, unless this state has one."""

@@ -53,10 +53,7 @@ class HasTokens(Protocol):
 
 @dataclass(frozen=True)
 class _Sequence:
-    """The tokens of one example, virtual ones first, and the target of each.
-
-    Its number is what dropout is drawn by.
-    """
+    """One example: its tokens, virtual ones first, their targets, and its number for dropout."""
 
     ids: Sequence[int]
     targets: Sequence[int]
@@ -120,8 +117,7 @@ class TrainingPass(WindowedPass):
             dropout_seed: the seed of dropout; None drops nothing.
             cache: the KV cache; None to run all sequences as one window without.
             tables: the sequences' pages in the cache.
-            numbers: the place of each sequence in its mini-batch, of which this may be a part; they
-                are all of it by default.
+            numbers: the place of each sequence in its mini-batch; these are all of it by default.
         Raises:
             MemoryBudgetError: training on the sequences needs more than the memory budget.
         """
