@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,8 +84,7 @@ def finetune_command(
     arguments = {
         "program": program,
         "compiling": {**compiled, "tp": tp},
-        "dp": dp,
-        "shard_base": over.shard_base,
+        "over": dataclasses.replace(over, dp=dp),
         "place": place,
         "files": files,
         "peft": peft,
@@ -97,8 +97,7 @@ def finetune_command(
 def train(
     program: str,
     compiling: Mapping[str, Any],
-    dp: int,
-    shard_base: bool,
+    over: TrainingRanks,
     place: PlaceOptions,
     files: AdapterFiles,
     peft: Any,
@@ -110,8 +109,7 @@ def train(
     Args:
         program: the folder of a program, or a model.
         compiling: fields of `CompileOptions`.
-        dp: the number of replicas.
-        shard_base: True if they hold parts of the layers.
+        over: the number of replicas, and what each of them holds.
         place: the device, the weights, and the trust in edits.
         files: the data and the adapter.
         peft: the configuration or the adapter to start from; None for the program's own.
@@ -121,7 +119,7 @@ def train(
     from pcg.train.outputs import has_adapter, own_recipe
     from pcg.train.sft import finetune_and_save
 
-    executor = open_executor(program, None, compiling, place, dp, shard_base)
+    executor = open_executor(program, None, compiling, place, over.dp, over.shard_base)
     replaces = has_adapter(files.output)
     peft = own_recipe(executor, files.adapter) if peft is None else peft
     with step_lines(options.get("log_every")):
