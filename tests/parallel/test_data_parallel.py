@@ -162,12 +162,13 @@ def test_replicas_generate_alike_and_have_no_engine() -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
+@pytest.mark.timeout(1200)
 def test_families_and_methods_over_gloo(tmp_path: Path) -> None:
     """Two replicas of two shards, in four processes."""
     words = ["launch", "train_over_mesh", f"output={tmp_path}", "sizes=dp2-tp2", "ranks=4"]
     started = start(SCRIPT, *words)
     expected = {case: train_case(*case) for case in CASES}
-    _, errors = started.communicate(timeout=600)
+    _, errors = started.communicate(timeout=1000)
     assert started.returncode == 0, errors
     for case, one in expected.items():
         for rank in range(4):
