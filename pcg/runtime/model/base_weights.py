@@ -1,6 +1,6 @@
 """The frozen base's weights, as a rank's graphs read them; each shard is read once.
 
-Over replicas that share the base, those of the layers are in `pcg.runtime.model.layer_shards`.
+Over replicas that share the base, those of the layers are in `pcg.parallel.ranks.layer_shards`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pcg.ir.program.program import ModelGraph, Program, python_name, site_of
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.torch.remote_weights import is_remote, remote_group, remote_of
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
+from pcg.parallel.ranks.layer_shards import FlatPlace, LayerShard, is_in_shards, read_shard
 from pcg.parallel.ranks.shards import Ranges, has_zeros, is_sharded, ranges_of, shard_of
 from pcg.runtime.model.bound_weights import BaseWeights, BoundLayer, GatheredLayers, LayerGathers
-from pcg.runtime.model.layer_shards import FlatPlace, LayerShard, is_in_shards, read_shard
 from pcg.runtime.model.product_weights import (
     ProductLayout,
     ProductWeights,

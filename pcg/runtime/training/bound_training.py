@@ -116,6 +116,7 @@ class BoundTraining:
         """Begin a pass, whose layers' weights are read in the order of the plan."""
         if self.weights.gathered is not None:
             self.weights.gathered.follow(layers_of_pass(self.training, trains))
+        self.encode_prompts()
 
     def pass_by(self, trains: bool) -> None:
         """Do what other replicas need of this one for a pass that has no sequence here."""

@@ -246,7 +246,6 @@ class TrainingPass(WindowedPass):
         """Make a window of the next tokens, and run its prologue."""
         if not self.forwarded:
             self._runner.begin_pass(self.trains)
-            self._runner.encode_prompts()
         spans, ids, targets = [], list[int](), list[int]()
         end = min(self.forwarded + tokens, self.tokens)
         for sequence in self._sequences:
