@@ -66,12 +66,15 @@ class TrainingRanks:
             by default, else 1.
         cp: context-parallel degree: so many ranks, or groups of --tp, share the tokens of each
             sequence (docs/parallel.md).
+        shard_base: hold 1/dp of the layers' weights on each replica, which gathers every layer
+            before it runs and drops it after: for bases that do not fit otherwise.
     """
 
     title: ClassVar[str] = PlanOptions.title
 
     dp: int | None = None
     cp: int = 1
+    shard_base: bool = False
 
     def __post_init__(self) -> None:
         for name, given in (("dp", self.dp), ("cp", self.cp)):
@@ -104,6 +107,7 @@ def open_executor(
                 trust_edits=place.trust_edits,
                 dp=over.dp,
                 cp=over.cp,
+                shard_base=over.shard_base,
                 rank_timeout_s=place.rank_timeout_s,
             )
             if isinstance(peft, Mapping):
@@ -120,6 +124,7 @@ def open_executor(
             "device": place.device,
             "dp": over.dp,
             "cp": over.cp,
+            "shard_base": over.shard_base,
             "rank_timeout_s": place.rank_timeout_s,
         }
         return compiler.compile(where, peft, **own, **compiling)

@@ -149,6 +149,8 @@ class CompileArguments(CompileOptions):
             of `tp` and `cp`, if one of these is above 1.
         cp: context-parallel degree: so many ranks share the tokens of each sequence that is
             finetuned (docs/parallel.md); each has all weights, or a shard of `tp`.
+        shard_base: hold 1/dp of the layers' weights on each replica, which gathers every layer
+            before it runs and drops it after (docs/parallel.md): for bases that do not fit.
         device: the device of the weights; the GPU where there is one, else the CPU. Over ranks
             "cuda" is a GPU of each one's own, and a GPU that two of them name is refused.
         verify: compare the logits of a few tokens with those of a model given in memory; by
@@ -160,6 +162,7 @@ class CompileArguments(CompileOptions):
     peft: object = None
     dp: int | None = field(default=None, kw_only=True)
     cp: int = field(default=1, kw_only=True)
+    shard_base: bool = field(default=False, kw_only=True)
     device: str | torch.device | None = field(default=None, kw_only=True)
     verify: bool | None = field(default=None, kw_only=True)
     rank_timeout_s: float | None = field(default=None, kw_only=True)
@@ -207,7 +210,8 @@ def compile(given: CompileArguments) -> Executor:
             return source, program, Checkpoint.open(source, program.base_prefix)
 
         source, program, checkpoint = agreed(ranks, "compile", read)
-        return make_executor(program, checkpoint, given.peft, source.directory, device, mesh)
+        own = (source.directory, device, mesh)
+        return make_executor(program, checkpoint, given.peft, *own, shard_base=given.shard_base)
     count = sum(parameter.numel() for parameter in module.parameters())
     verified = count <= VERIFIED_PARAMETERS if given.verify is None else given.verify
 
@@ -219,7 +223,8 @@ def compile(given: CompileArguments) -> Executor:
 
         program = agreed(ranks, "compile", trace_here)
         weights = StateDictCheckpoint(module.state_dict(keep_vars=True), program.base_prefix)
-        executor = make_executor(program, weights, given.peft, None, device, mesh)
+        own = (None, device, mesh)
+        executor = make_executor(program, weights, given.peft, *own, shard_base=given.shard_base)
         if verified:
             check_logits(executor, module)
         return executor
@@ -274,6 +279,7 @@ def load(
     trust_edits: bool = False,
     dp: int | None = None,
     cp: int = 1,
+    shard_base: bool = False,
     rank_timeout_s: float | None = None,
 ) -> Executor:
     """Load a compiled folder and its weights: an executor that generates and finetunes.
@@ -284,7 +290,7 @@ def load(
             default.
         device: the device of the weights; the GPU where there is one, else the CPU.
         trust_edits: accept emitted source that was edited.
-        dp, cp, rank_timeout_s: as in `compile`.
+        dp, cp, shard_base, rank_timeout_s: as in `compile`.
     Raises:
         PcgError: the folder or the weights are missing, damaged, or of another model.
     """
@@ -319,7 +325,8 @@ def load(
     tokenizer_directory = folder if has_tokenizer else source.directory
     device = own_device(machine_device(device))
     mesh = join_mesh(sizes_of(program.options.tp, dp, cp), device, rank_timeout_s)
-    return make_executor(program, checkpoint, None, tokenizer_directory, device, mesh)
+    own = (tokenizer_directory, device, mesh)
+    return make_executor(program, checkpoint, None, *own, shard_base=shard_base)
 
 
 def trace(model: Any, dtype: str | None = None, *, whole: bool = False) -> TracedModel:
@@ -344,6 +351,7 @@ def make_executor(
     device: str | torch.device | None = None,
     mesh: RankMesh | None = None,
     place: CallPieces | None = None,
+    shard_base: bool = False,
 ) -> Executor:
     """An executor of a program with weights.
 
@@ -354,6 +362,7 @@ def make_executor(
         device: the device of the weights; the GPU where there is one, else the CPU.
         mesh: the ranks that run it; the processes that torchrun started by default.
         place: as `compile_program` was given it.
+        shard_base: as of `CompileArguments`.
     """
     from pcg.runtime.executor import Executor
     from pcg.runtime.model.state import ModelState
@@ -364,6 +373,7 @@ def make_executor(
         mesh = join_mesh(MeshSizes(tp=program.options.tp), device)
     ranks = mesh.world
     check_same_program(ranks, program)
+    mesh = mesh.sharing(shard_base)
 
     def check() -> None:
         check_device(program.options.backend, device)

@@ -217,6 +217,8 @@ class ExplainOptions(OptimizerChoice, CompileOptions):
             tokens of the batch where nothing is finetuned.
         device: where the base lies: cuda, or cpu, where oneDNN's packed copies of its weights are
             counted, too, unless `packed_weights` is False.
+        shard_base: replicas that each hold a part of the layers' weights, and gather a layer before
+            it runs (`pcg.compile(dp=…, shard_base=True)`); 1 where each holds all of them.
         find_region: give formulas in the rank, too, where there is one, and find for which sequence
             lengths and ranks the plan stays the optimum; over ranks, where the best strategies
             change with tokens, rank, degree and link. Takes seconds.
@@ -228,6 +230,7 @@ class ExplainOptions(OptimizerChoice, CompileOptions):
     gpus: Sequence[str] = ()
     serve_tokens: int | None = None
     device: Literal["cuda", "cpu"] = "cuda"
+    shard_base: int = 1
     find_region: bool = False
     peers: bool = False
     cp: int = 1
@@ -239,6 +242,8 @@ class ExplainOptions(OptimizerChoice, CompileOptions):
         tokens = self.serve_tokens
         if tokens is not None and (type(tokens) is not int or tokens < 0):
             raise UnsupportedError(f"serve_tokens={tokens!r}; use an int of at least 0")
+        if type(self.shard_base) is not int or self.shard_base < 1:
+            raise ParallelError(f"shard_base={self.shard_base!r}; use an int of at least 1")
         if self.device not in ("cuda", "cpu"):
             raise UnsupportedError(f"device={self.device!r}; use cuda or cpu")
         if self.device == "cpu" and self.gpus:

@@ -108,7 +108,7 @@ def train(
     Args:
         program: the folder of a program, or a model.
         compiling: fields of `CompileOptions`.
-        over: how ranks divide a step.
+        over: how ranks divide a step, and what each of them holds.
         place: the device, the weights, and the trust in edits.
         files: the data and the adapter.
         peft: the configuration or the adapter to start from; None for the program's own.

@@ -12,9 +12,10 @@ from math import prod
 
 import torch
 
-from pcg.ir.graph import Parameter
+from pcg.ir.graph import Graph, Parameter
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES
+from pcg.parallel.ranks.layer_shards import is_in_shards, part_bytes, rooms_bytes
 from pcg.parallel.ranks.shards import is_sharded
 from pcg.runtime.model.product_weights import is_packed, product_weights
 
@@ -27,12 +28,14 @@ class _Held:
         key: equal where graphs read one tensor, as tied ones.
         layers: the number of layers that have one each.
         multiplies: True if serving runs a product with it.
+        of_block: True if a layer reads it.
     """
 
     parameter: Parameter
     key: Hashable
     layers: int
     multiplies: bool
+    of_block: bool
 
     @property
     def elements(self) -> int:
@@ -55,28 +58,63 @@ def parameter_count(model: ModelGraph) -> int:
     return sum(one.elements for one in frozen.values())
 
 
-def base_bytes(model: ModelGraph) -> int:
-    """Return the bytes of a rank's part of the base, each tensor once."""
-    return sum({one.key: one.size_bytes for one in _held(model)}.values())
+def base_bytes(model: ModelGraph, replicas: int = 1) -> int:
+    """Return the bytes of a rank's part of the base, each tensor once.
+
+    Args:
+        replicas: those that have parts of the layers, which each gathers two at a time.
+    """
+    if replicas == 1:
+        return sum({one.key: one.size_bytes for one in _held(model)}.values())
+    whole = {one.key: one.size_bytes for one in _held(model) if not _is_parted(one)}
+    sizes = layer_bytes(model)
+    parts = sum(part_bytes(size, replicas) for size in sizes)
+    return sum(whole.values()) + parts + rooms_bytes(sizes, replicas)
 
 
-def packed_bytes(model: ModelGraph, device: torch.device) -> int:
-    """Return the bytes of the packed copies that a device has unless `packed_weights` is False."""
-    packed = {one.key: one.size_bytes for one in _held(model) if one.is_packed(device)}
+def packed_bytes(model: ModelGraph, device: torch.device, replicas: int = 1) -> int:
+    """Return the bytes of the packed copies that a device has unless `packed_weights` is False.
+
+    Of layers that are gathered there are none.
+    """
+    packed = {
+        one.key: one.size_bytes
+        for one in _held(model)
+        if one.is_packed(device) and not (replicas > 1 and _is_parted(one))
+    }
     return sum(packed.values())
+
+
+def layer_bytes(model: ModelGraph) -> list[int]:
+    """Return the bytes of each layer that replicas may have parts of."""
+    sizes: dict[str, int] = {}
+    for block in model.blocks:
+        own = {one.key: one for one in _held_by(block, 1) if is_in_shards(one.parameter)}
+        sizes[block.name] = sum(one.size_bytes for one in own.values())
+    return [sizes[model.blocks[block].name] for block in model.layers]
+
+
+def _is_parted(one: _Held) -> bool:
+    return one.of_block and is_in_shards(one.parameter)
 
 
 def _held(model: ModelGraph) -> Iterator[_Held]:
     """Yield the base's parameters and constants, those of several graphs several times."""
-    graphs = [(block, model.layers.count(place)) for place, block in enumerate(model.blocks)]
-    for graph, layers in (*graphs, (model.prologue, 1), (model.epilogue, 1)):
-        products = {name for product in product_weights(graph) for name in product.weights}
-        for parameter in graph.parameters:
-            if parameter.role != "adapter":
-                of_layers = "{layer}" in parameter.source
-                home = graph.name if of_layers else ""
-                cut = parameter.rows, parameter.part, parameter.copies
-                shard = cut if is_sharded(parameter) else None
-                key = (home, parameter.source, parameter.transposed, shard)
-                count = layers if of_layers else 1
-                yield _Held(parameter, key, count, parameter.name in products)
+    for place, block in enumerate(model.blocks):
+        yield from _held_by(block, model.layers.count(place), of_block=True)
+    for graph in (model.prologue, model.epilogue):
+        yield from _held_by(graph, 1)
+
+
+def _held_by(graph: Graph, layers: int, of_block: bool = False) -> Iterator[_Held]:
+    """Yield what a graph of so many layers reads."""
+    products = {name for product in product_weights(graph) for name in product.weights}
+    for parameter in graph.parameters:
+        if parameter.role != "adapter":
+            of_layers = "{layer}" in parameter.source
+            home = graph.name if of_layers else ""
+            cut = parameter.rows, parameter.part, parameter.copies
+            shard = cut if is_sharded(parameter) else None
+            key = (home, parameter.source, parameter.transposed, shard)
+            count = layers if of_layers else 1
+            yield _Held(parameter, key, count, parameter.name in products, of_block)

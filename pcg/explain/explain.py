@@ -108,7 +108,8 @@ def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -
                 f"cp={context.cp} shares the tokens of sequences that are finetuned; give a recipe "
                 "(--peft lora), or leave cp out"
             )
-        setup = Setup(*model_setup, found, optimizer, served, options.device, serves, context)
+        place = (options.device, serves, context, options.shard_base)
+        setup = Setup(*model_setup, found, optimizer, served, *place)
         reports[name] = _explained(setup, devices, options.find_region)
         if options.peers:
             reports[name] = _with_peers(reports[name], setup)

@@ -50,6 +50,7 @@ class Setup:
         serves: options of the program that serves the adapters beside; None where none does.
         context: how ranks share the tokens of sequences, of which `options.seq` are then those of
             one rank; None where they do not.
+        parts: the replicas that have parts of the layers; 1 where they are whole.
     """
 
     config: Mapping[str, Any]
@@ -63,6 +64,7 @@ class Setup:
     device: str = "cuda"
     serves: CompileOptions | None = None
     context: ContextStep | None = None
+    parts: int = 1
 
     @property
     def cp(self) -> int:

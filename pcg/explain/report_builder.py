@@ -14,7 +14,7 @@ from math import prod
 import sympy
 
 from pcg.errors import MemoryBudgetError
-from pcg.explain.base_memory import parameter_count
+from pcg.explain.base_memory import layer_bytes, parameter_count
 from pcg.explain.decisions import decided_graph, decisions, sizes_at
 from pcg.explain.eager_stage import eager_account
 from pcg.explain.planned_model import PlannedModel
@@ -29,10 +29,12 @@ from pcg.explain.step_memory import (
     step_memory,
     version_bytes,
 )
+from pcg.ir.analysis.layer_order import gathers_of_step, layers_of_pass
 from pcg.ir.analysis.saved_memory import saved_memory, window_memory
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.backend import backend_for
 from pcg.kernels.torch.attention_math import BLOCK_BYTES
+from pcg.parallel.ranks.layer_shards import part_bytes
 from pcg.passes.compress import Compress
 from pcg.passes.differentiate import LayerKind
 from pcg.passes.memory.plan import MemoryPlan, save_all
@@ -104,11 +106,27 @@ def build_report(planned: PlannedModel) -> Report:
         optimizer=setup.optimizer.name,
         host_bytes=_host_bytes(planned),
         packed_bytes=packed_copies(planned),
+        shard_base=setup.parts,
+        gathered=_gathered(planned),
         backend=str(backend),
         timeline=tuple(moments),
         graph=_graph(trained, at) if trained else (),
         layer_groups=tuple(_layer_groups(planned)),
     )
+
+
+def _gathered(planned: PlannedModel) -> dict[str, int]:
+    """Return what a step of one batch gathers of layers in shards, and what a rank sends for it."""
+    replicas = planned.setup.parts
+    if replicas == 1:
+        return {}
+    order = list(range(len(planned.base.layers)))
+    if planned.trained is not None:
+        order = layers_of_pass(planned.trained.plan, trains=True)
+    sizes = layer_bytes(planned.base)
+    found = gathers_of_step([order])
+    sent = sum(part_bytes(sizes[layer], replicas) * (replicas - 1) for layer in found)
+    return {"layers": len(found), "sent_bytes": sent}
 
 
 def _host_bytes(planned: PlannedModel) -> dict[str, int]:

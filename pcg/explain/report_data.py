@@ -219,6 +219,10 @@ class ReportData:
     Of `cp` ranks that share the tokens of sequences, memory is that of one; `context` says how many
     it has, and what it sends for one step.
 
+    `shard_base` are the replicas that have parts of the layers' weights: a rank's weights are its
+    part, two gathered layers, and what is outside the layers. `gathered` has, of a step of one
+    batch, the layers that a rank gathers, and the bytes that it sends for them.
+
     `gpus` are all known GPUs that a rank fits, `fits` says more of those that were asked for.
     """
 
@@ -247,6 +251,8 @@ class ReportData:
     optimizer: str = "adamw"
     host_bytes: Mapping[str, int] = field(default_factory=dict)
     packed_bytes: int = 0
+    shard_base: int = 1
+    gathered: Mapping[str, int] = field(default_factory=dict)
     backend: str = ""
     cp: int = 1
     context: Mapping[str, Any] = field(default_factory=dict)

@@ -88,7 +88,7 @@ def step_memory(
     adapters = sympy.Integer(size * elements(_trained_shapes(planned)))
     on_gpu = planned.setup.device == "cuda"
     kinds = (
-        sympy.Integer(base_bytes(planned.base) + packed_copies(planned)),
+        sympy.Integer(base_bytes(planned.base, planned.setup.parts) + packed_copies(planned)),
         adapters,
         adapters,
         sympy.Integer(states.device_bytes + (0 if on_gpu else states.host_bytes)),
@@ -111,7 +111,9 @@ def version_bytes(planned: PlannedModel) -> int:
 def packed_copies(planned: PlannedModel) -> int:
     """Return the bytes of the packed copies of one rank's part of the base."""
     packs = planned.setup.options.packed_weights
-    return packed_bytes(planned.base, torch.device(planned.setup.device)) if packs else 0
+    if not packs:
+        return 0
+    return packed_bytes(planned.base, torch.device(planned.setup.device), planned.setup.parts)
 
 
 def state_memory(planned: PlannedModel) -> StateMemory:

@@ -70,6 +70,10 @@ def _memory(report: ReportData) -> list[str]:
         if size or kind != "served_adapters":
             name = kind.replace("kv_", "KV ").replace("served_adapters", "served copies")
             lines.append(f"  {name:<14}{gib(size):>10}  {bar(size, total)}".rstrip())
+    if report.gathered:
+        layers, sent = report.gathered["layers"], gib(report.gathered["sent_bytes"])
+        lines.append(f"  the layers are in {report.shard_base} parts: a step of one batch gathers")
+        lines.append(f"  {layers:,} layers, and a rank sends {sent} GiB for them")
     if report.packed_bytes:
         copies = f"{gib(report.packed_bytes)} GiB are packed copies: --no-packed-weights"
         lines.append(f"  of the weights, {copies}")

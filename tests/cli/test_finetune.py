@@ -46,10 +46,15 @@ def test_finetune_prints_one_object(model: Path, data: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.dist
-def test_replicas_give_the_losses_of_one_process(model: Path, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "shares", [(), pytest.param(("--shard-base",), marks=pytest.mark.slow)], ids=["whole", "parts"]
+)
+def test_replicas_give_the_losses_of_one_process(
+    model: Path, data: Path, tmp_path: Path, shares: tuple[str, ...]
+) -> None:
     command = ("finetune", model, "--data", data, "--adapter", "sums", "--json", "--max-steps", "3")
     options = ("--batch-size", "3", "--lr", "5e-3", "--dtype", "float32")
-    over = (*command, *options, "--dp", "2", "-o", tmp_path / "two")
+    over = (*command, *options, "--dp", "2", *shares, "-o", tmp_path / "two")
     started = python(*over)
     one = json.loads(output_of(*command, *options, "-o", tmp_path / "one"))
     output, errors = started.communicate(timeout=400)

@@ -61,6 +61,32 @@ def train_over_mesh(output: str, sizes: str) -> None:
         torch.save(trained, Path(output) / f"{'-'.join(case)}-{mesh.world.rank}.pt")
 
 
+def share_base(output: str) -> None:
+    """Load a base in parts, train over it, and write the bytes that are alive and sent."""
+    import pcg.compiler as compiler
+    from pcg.kernels.torch import rope
+    from tests.support.live_tensors import REMEMBERED, live_bytes, memory_of, new_tensors, reached
+    from tests.support.meshes import train
+    from tests.support.ranked import SEQUENCES
+
+    options = {"dtype": "float32", "packed_weights": False, "device": "cpu"}
+    with new_tensors() as live:
+        executor = compiler.compile(f"{output}/model", None, dp=2, shard_base=True, **options)
+        state, constants = executor.state, executor.program.constants.values()
+        stop = (state.weight_store, state.program, state.serving.runner)
+        roots = [state.serving.tables, state.adapters, rope._last_signed, *REMEMBERED]
+        theirs = {memory_of(tensor) for tensor in reached(roots, stop)}
+        own = [tensor for tensor in live() if memory_of(tensor) not in theirs]
+        held = live_bytes([*own, *constants])
+    logits = executor.logits(SEQUENCES)
+    gathered = state.mesh.data.moved_bytes
+    sent: list[int] = []
+    note = lambda record: sent.append(gathered["all_gather"])  # noqa: E731
+    trained = train(executor, "new", peft="lora", on_step=note, eval_data=None)
+    found = (held, sent[2] - sent[1], logits, trained)
+    torch.save(found, Path(output) / f"rank-{executor.ranks.rank}.pt")
+
+
 def lose_one() -> None:
     """Rank 1 is killed while the others wait for it."""
     ranks = join_group(DEGREE, torch.device("cpu"))

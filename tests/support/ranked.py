@@ -51,20 +51,28 @@ def recipes(family: Family) -> dict[str, Any]:
     }
 
 
-def make_program(name: str, degree: int, **options: Any) -> Program:
+def make_program(name: str, degree: int, layers: int = LAYERS, **options: Any) -> Program:
     family = BY_NAME[name]
     options = {"dtype": "float32", "peft": recipes(family), "batch": 2, "seq": 16, **options}
-    config = oracle.random_model(family.config(LAYERS)).config.to_dict()
+    config = oracle.random_model(family.config(layers)).config.to_dict()
     return compiler.compile_program(config, tp=degree, **options)
 
 
-def make_executor(program: Program, name: str, ranks: Ranks | RankMesh | None = None) -> Executor:
+def make_executor(
+    program: Program,
+    name: str,
+    ranks: Ranks | RankMesh | None = None,
+    shard_base: bool = False,
+) -> Executor:
     """An executor of random weights, whose adapters do something, over `ranks` by shards."""
     mesh = ranks if ranks is None or isinstance(ranks, RankMesh) else tp_mesh(ranks)
-    state = oracle.random_model(BY_NAME[name].config(LAYERS)).state_dict()
+    layers = len(program.base.layers)
+    state = oracle.random_model(BY_NAME[name].config(layers)).state_dict()
     weights = StateDictCheckpoint(state, program.base_prefix)
     peft = {adapter: recipe_of_fields(fields) for adapter, fields in program.recipes.items()}
-    executor = compiler.make_executor(program, weights, peft, None, "cpu", mesh)
+    executor = compiler.make_executor(
+        *(program, weights, peft, None, "cpu", mesh), shard_base=shard_base
+    )
     for adapter in executor.adapters.values():
         fill(adapter.tensors)
         executor.refresh_adapter(adapter.name)

@@ -76,6 +76,9 @@ class ThreadRanks:
         """Nothing is exchanged until it is waited for, so what changes meanwhile shows."""
         return partial(getattr(self, collective), x)
 
+    def begin_gather_into(self, whole: Tensor, own: Tensor) -> Callable[[], Any]:
+        return lambda: whole.copy_(torch.cat(self.all_gather(own)))
+
 
 def tp_mesh(ranks: Any) -> RankMesh:
     """The mesh of a tensor-parallel group alone."""

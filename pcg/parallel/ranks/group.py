@@ -81,6 +81,10 @@ class Ranks:
         """
         return partial(getattr(self, collective), x)
 
+    def begin_gather_into(self, whole: Tensor, own: Tensor) -> PendingCollective:
+        """Begin an all-gather of flat parts of one size, one behind the other, into `whole`."""
+        return partial(whole.copy_, own)
+
 
 SINGLE_RANK = Ranks()
 
@@ -140,6 +144,14 @@ class ProcessRanks(Ranks):
 
     def begin(self, collective: str, x: Any) -> PendingCollective:
         return self._begin(collective, x, True)
+
+    def begin_gather_into(self, whole: Tensor, own: Tensor) -> PendingCollective:
+        self.moved_bytes["all_gather"] += own.nbytes * (self.size - 1)
+        self.messages["all_gather"] += 1
+        run, what = partial(dist.all_gather_into_tensor, whole, own), "an all-gather"
+        with self._naming_lost(what):
+            work = run(group=self._group, async_op=True)
+        return partial(self._ended, run, work, whole, what)
 
     def _begin(self, collective: str, x: Any, meanwhile: bool) -> PendingCollective:
         result: Any

@@ -94,7 +94,7 @@ def _mesh(sizes: MeshSizes, device: torch.device, store: Any, timeout: timedelta
                 found = made.get(key, SINGLE_RANK)
         return found
 
-    own: Mapping[str, Ranks] = {axis: group(axis) for axis in AXES}
+    own: Mapping[str, Any] = {axis: group(axis) for axis in AXES}
     return RankMesh(sizes, world=group(*AXES), data=group("dp", "cp"), **own)
 
 

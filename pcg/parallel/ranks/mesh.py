@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from pcg.errors import ParallelError, UnsupportedError
+from pcg.parallel.ranks.agreement import check_same
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 
 
@@ -64,6 +65,7 @@ class RankMesh:
         pp, dp, cp, tp: the ranks that differ from this one along that axis alone.
         data: those that differ along dp and cp: they have the same shards of adapters, and other
             tokens of a finetuning step, so that gradients are summed over them.
+        shards_base: True if these hold parts of the layers, which they gather as they run.
     """
 
     sizes: MeshSizes = MeshSizes()
@@ -73,6 +75,7 @@ class RankMesh:
     cp: Ranks = SINGLE_RANK
     tp: Ranks = SINGLE_RANK
     data: Ranks = SINGLE_RANK
+    shards_base: bool = False
 
     def check_no_parts(self, what: str) -> None:
         """Refuse what ranks with parts of sequences do not share. UnsupportedError: it names it."""
@@ -90,6 +93,36 @@ class RankMesh:
                 f"{what} over {self.sizes}: replicas take parts of finetuning steps alone; serve "
                 "by one engine for each, in processes of its own"
             )
+
+    def sharing(self, shard_base: bool) -> RankMesh:
+        """Return the mesh with replicas that have parts of the base, if asked for; all call this.
+
+        Raises:
+            ParallelError: on every rank: there are no replicas, ranks share the tokens of
+                sequences, or some ranks ask otherwise.
+        """
+        check_same(self.world, "the base", {"shard_base": repr(shard_base)})
+        if shard_base and self.sizes.dp == 1:
+            raise ParallelError(
+                f"shard_base={shard_base!r} gives each of dp replicas 1/dp of the layers' weights, "
+                "and dp=1; give dp=2 or more (--dp 2), or leave it out"
+            )
+        if shard_base and self.sizes.cp > 1:
+            raise ParallelError(
+                f"shard_base={shard_base!r} over {self.sizes}: ranks that share the tokens of "
+                "sequences hold whole layers; use cp=1, or leave shard_base out"
+            )
+        return replace(self, shards_base=shard_base)
+
+    @property
+    def parts(self) -> Ranks:
+        """The ranks that have the other parts of this one's layers; one holds them whole."""
+        return self.data if self.shards_base else SINGLE_RANK
+
+    @property
+    def alike(self) -> Ranks:
+        """The ranks that run the same steps: they need each other's shards, or parts of layers."""
+        return self.world if self.shards_base else self.tp
 
 
 SINGLE_MESH = RankMesh()

@@ -90,7 +90,7 @@ class Engine(EngineLoop):
         queue = given.queue or QueueLimits()
         scheduler = Scheduler(cache.pool, adapters, limits, given.policy, prefixes, queue)
         runner = StepRunner(state, cache, adapters, limits)
-        super().__init__(runner, scheduler, MachineClock(state.ranks), given)
+        super().__init__(runner, scheduler, MachineClock(state.mesh.alike), given)
         self.runners: KeptRunners[TrainingRunner] = KeptRunners()
         if given.warm_up:
             runner.warm_up(list(state.adapters.values()), self.runners, given.warm_jobs)

@@ -79,8 +79,8 @@ class StepRunner:
         self._answering = state.answering
         self._vocabulary = state.program.base.vocabulary
         self._device = device = state.device
-        self.fails_alike = state.ranks.size == 1
-        self.is_ahead = device.type == "cuda" and state.ranks.size == 1
+        self.fails_alike = state.mesh.alike.size == 1
+        self.is_ahead = device.type == "cuda" and self.fails_alike
         self.side = SideStream(device) if self.is_ahead else None
         self.warmed: WarmUp | None = None
         self._bind(state.serving)
@@ -245,7 +245,8 @@ class StepRunner:
         return min(new, room)
 
     def prefetch(self, adapters: List[ServedAdapter]) -> None:
-        self._tables.prefetch(cast("List[Adapter]", adapters))
+        if self.fails_alike:  # else all would have to agree on what is copied
+            self._tables.prefetch(cast("List[Adapter]", adapters))
 
     def copy_page(self, page: int, to: int) -> None:
         self.cache.copy_page(page, to)

@@ -1,4 +1,7 @@
-"""The frozen base's weights, as a rank's graphs read them; each shard is read once."""
+"""The frozen base's weights, as a rank's graphs read them; each shard is read once.
+
+Over replicas that share the base, those of the layers are in `pcg.parallel.ranks.layer_shards`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ from pcg.ir.program.program import ModelGraph, Program, python_name, site_of
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.torch.remote_weights import is_remote, remote_group, remote_of
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
+from pcg.parallel.ranks.layer_shards import FlatPlace, LayerShard, is_in_shards, read_shard
 from pcg.parallel.ranks.shards import Ranges, has_zeros, is_sharded, ranges_of, shard_of
+from pcg.runtime.model.bound_weights import BaseWeights, BoundLayer, GatheredLayers, LayerGathers
 from pcg.runtime.model.product_weights import (
     ProductLayout,
     ProductWeights,
@@ -59,22 +64,6 @@ class _Read:
         return self.name, one.transposed, part
 
 
-@dataclass(frozen=True)
-class BaseWeights:
-    """The frozen weights and constants, which emitted functions read as `w`."""
-
-    prologue: SimpleNamespace
-    layers: tuple[SimpleNamespace, ...]
-    epilogue: SimpleNamespace
-
-    def holders(self, model: ModelGraph) -> Iterator[tuple[Graph, int, SimpleNamespace]]:
-        """Yield each graph of the model with its layer's index (0 outside layers) and weights."""
-        yield model.prologue, 0, self.prologue
-        for layer, block in enumerate(model.layers):
-            yield model.blocks[block], layer, self.layers[layer]
-        yield model.epilogue, 0, self.epilogue
-
-
 class WeightStore:
     """Reads a program's frozen tensors, or a rank's shards of them, and keeps what graphs read."""
 
@@ -84,18 +73,29 @@ class WeightStore:
         source: TensorSource,
         device: torch.device,
         ranks: Ranks = SINGLE_RANK,
+        replicas: Ranks = SINGLE_RANK,
     ) -> None:
+        """Make a store.
+
+        Args:
+            ranks: those that have the other shards of each matrix.
+            replicas: those that have the other parts of this rank's layers; one holds them whole.
+        """
         self._program = program
         self._source = source
         self._device = device
         self._ranks = ranks
         self._loaded: dict[_Key, Tensor] = {}
         self._layout = ProductLayout(packs=program.options.packed_weights)
+        self._replicas = replicas
+        self._gathers = LayerGathers(replicas)
+        self._shards: dict[int, LayerShard[_Key]] = {}
         self._binding = Lock()
 
     @property
     def size_bytes(self) -> int:
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in self._loaded.values()}.values())
+        loaded = {tensor.data_ptr(): tensor.nbytes for tensor in self._loaded.values()}
+        return sum(loaded.values()) + self._gathers.size_bytes
 
     def bind(self, model: ModelGraph, serves: bool = False) -> BaseWeights:
         """Return a model's weights, read once. WeightsError: one is missing or damaged.
@@ -106,6 +106,8 @@ class WeightStore:
         """
         layers = tuple(SimpleNamespace() for _ in model.layers)
         weights = BaseWeights(SimpleNamespace(), layers, SimpleNamespace())
+        in_shards: list[BoundLayer] = []
+        outside = (model.prologue, model.epilogue)
         wholes = zip(weights.holders(model), weights.holders(self._program.base), strict=True)
         with self._binding:  # several threads may prepare jobs and adapters
             for (graph, layer, holder), (plain, _, _) in wholes:
@@ -115,8 +117,15 @@ class WeightStore:
                     for parameter in graph.parameters
                     if parameter.role != "adapter"
                 }
-                away = self._remote(graph, reads, serves)
                 products = list(product_weights(graph)) if serves else []
+                if self._replicas.size > 1 and graph not in outside:
+                    places = self._places(layer, reads, products)
+                    of_places = [one for one in products if one.weights[0] in places]
+                    named = {python_name(name): place for name, place in places.items()}
+                    in_shards.append(BoundLayer(holder, named, of_places))
+                    reads = {name: read for name, read in reads.items() if name not in places}
+                    products = [one for one in products if one not in of_places]
+                away = self._remote(graph, reads, serves)
                 for product in products:
                     if product.weights[0] in away:
                         continue
@@ -128,7 +137,43 @@ class WeightStore:
                 for product in products:
                     self._lay_out(product, reads, holder)
             self._source.release()
-        return weights
+            if not in_shards:
+                return weights
+            if not self._gathers.size_bytes:
+                self._gathers.put({layer: shard.own for layer, shard in self._shards.items()})
+        return dataclasses.replace(weights, gathered=GatheredLayers(self._gathers, in_shards))
+
+    def _places(
+        self, layer: int, reads: Mapping[str, _Read], products: Sequence[ProductWeights]
+    ) -> Mapping[str, FlatPlace]:
+        """Return the places of what a layer reads of its shard, which is read once.
+
+        Those of a product lie side by side in it. What the first program did not read is whole.
+        """
+        if layer not in self._shards:
+            first = [name for one in products for name in (*one.weights, *one.biases)]
+            kept = [reads[name] for name in dict.fromkeys([*first, *reads])]
+            found = {read.key: read for read in kept if is_in_shards(read.parameter)}
+            types = {
+                key: (read.parameter.type.features, _dtype(read.parameter))
+                for key, read in found.items()
+            }
+
+            def fill(key: _Key, ranges: Ranges, out: Tensor) -> None:
+                self._fill(found[key], ranges, out)
+
+            self._shards[layer] = read_shard(types, self._replicas, self._device, fill)
+        places = self._shards[layer].places
+        return {name: places[read.key] for name, read in reads.items() if read.key in places}
+
+    def _fill(self, read: _Read, ranges: Ranges, out: Tensor) -> None:
+        """Read a part of what a graph reads, as ranges of its dims, into memory."""
+        if has_zeros(read.parameter, self._ranks):
+            out.zero_()
+            return
+        starts = [a for a, _ in ranges_of(read.parameter, read.whole.type.features, self._ranks)]
+        moved = tuple((at + a, at + b) for at, (a, b) in zip(starts, ranges, strict=True))
+        self._read(read.whole, read.name, self._device, moved, out)
 
     def _remote(
         self, graph: Graph, reads: Mapping[str, _Read], serves: bool

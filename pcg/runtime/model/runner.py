@@ -18,8 +18,8 @@ from pcg.kernels.torch.products import ProductRequest
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.parallel.ranks.token_shards import chosen_rows, rows_of_rank
 from pcg.runtime.adapters.padded_tables import BoundAdapters
-from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
+from pcg.runtime.model.bound_weights import BaseWeights
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.sampling.drawing import Drawing
 
@@ -73,13 +73,27 @@ class ModelRunner:
 
     Over ranks all of them run the same batches, and have the same logits.
 
-    Args:
-        weights: the base's weights, bound to serve.
+    Attributes:
+        ranks: those that have the other shards of each matrix.
+        alike: those that run the same steps, by tokens that the first of them chooses.
     """
 
-    def __init__(self, serving: Serving, weights: BaseWeights, ranks: Ranks = SINGLE_RANK) -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        weights: BaseWeights,
+        ranks: Ranks = SINGLE_RANK,
+        alike: Ranks | None = None,
+    ) -> None:
+        """Make a runner.
+
+        Args:
+            weights: the base's weights, bound to serve.
+            alike: those of `ranks` by default.
+        """
         self.model = serving.model
         self.ranks = ranks
+        self.alike = ranks if alike is None else alike
         self.weights = weights
         self._functions = load_functions(serving.source, "serving")
         self.drawing = _drawing(self._functions)
@@ -112,9 +126,11 @@ class ModelRunner:
         )
         carried: Sequence[Tensor] = shared[: self._inputs.carried]
         extra = [self._inputs.of(block, shared) for block in self.model.blocks]
-        layers = zip(self.model.layers, self.weights.layers, adapters.layers, strict=True)
-        for layer, (block, weights, adapter) in enumerate(layers):
+        self.weights.follow(range(len(self.model.layers)))
+        layers = zip(self.model.layers, adapters.layers, strict=True)
+        for layer, (block, adapter) in enumerate(layers):
             batch.layer = layer
+            weights = self.weights.layer(layer)
             carried = _as_tuple(
                 (yield from self._blocks[block](weights, adapter, batch, *carried, *extra[block]))
             )

@@ -88,7 +88,7 @@ class ModelState:
         self.eos_ids = eos_ids
         self.grammars = Grammars(tokenizer, program.base.vocabulary, eos_ids)
         self.device = device
-        self.weight_store = WeightStore(program, weights, device, mesh.tp)
+        self.weight_store = WeightStore(program, weights, device, mesh.tp, mesh.parts)
         self.engine_thread: EngineThread | None = None
         self._specialiser = specialiser
         self.versions = Versions(collects=mesh.tp.size > 1)
@@ -105,7 +105,7 @@ class ModelState:
     def _bind(self, serving: Serving) -> ServingProgram:
         model = serving.model
         weights = self.weight_store.bind(model, serves=True)
-        runner = ModelRunner(serving, weights, self.ranks)
+        runner = ModelRunner(serving, weights, self.ranks, self.mesh.alike)
         kind = RaggedTables if self.program.options.backend == "triton" else PaddedTables
         dtype = self._copies_dtype
         tables = kind(model, self._served, self.device, self.ranks, lora_dtype=dtype)

@@ -287,7 +287,7 @@ def step_graphs(
         tokens: the most tokens of a step.
         longest: the most tokens of a sequence; None for as many as the cache has.
     """
-    if runner.ranks.size > 1 or runner.drawing is None:
+    if runner.alike.size > 1 or runner.drawing is None:
         return None
     if cache.pages is None or not isinstance(tables, RaggedTables):
         return None

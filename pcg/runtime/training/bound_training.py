@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pcg.ir.analysis.layer_order import layers_of_pass
 from pcg.ir.program.program import Training, python_name
 from pcg.kernels.torch.products import ProductRequest, Result
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
@@ -22,8 +23,8 @@ from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.memory.host_allocator import FreedMemory
 from pcg.runtime.memory.kv_cache import KvCache
-from pcg.runtime.model.base_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
+from pcg.runtime.model.bound_weights import BaseWeights
 from pcg.runtime.model.recorder import recorder_for
 from pcg.runtime.model.runner import LayerInputs, is_sequence_parallel, load_functions
 from pcg.runtime.training.loss_chunks import LossChunk, LossChunks, WindowLoss
@@ -96,11 +97,13 @@ class BoundTraining:
         self._graphs: WindowGraphs | None = None
         self._graphs_of: KvCache | None = None
 
-    def plan_for(self, sequences: int, tokens: int) -> None:
+    def plan_for(self, sequences: int, tokens: int, for_all: bool = False) -> None:
         """Train by a plan that holds the memory budget for so many sequences and tokens of all.
 
         It is called between two passes. The model and what is bound to it stay.
 
+        Args:
+            for_all: train all further steps by it, so that all replicas read layers in one order.
         Raises:
             MemoryBudgetError: they need more than the budget.
         """
@@ -110,6 +113,19 @@ class BoundTraining:
         if training is not self.training:
             self.training = training
             self._functions = load_functions(training.source, "training")
+        if for_all:
+            self._training_for = None
+
+    def begin_pass(self, trains: bool) -> None:
+        """Begin a pass, whose layers' weights are read in the order of the plan."""
+        if self.weights.gathered is not None:
+            self.weights.gathered.follow(layers_of_pass(self.training, trains))
+        self.encode_prompts()
+
+    def pass_by(self, trains: bool) -> None:
+        """Do what other replicas need of this one for a pass that has no sequence here."""
+        if self.weights.gathered is not None:
+            self.weights.gathered.pass_by(layers_of_pass(self.training, trains))
 
     @property
     def layers_back(self) -> int:
@@ -176,7 +192,7 @@ class BoundTraining:
         forward = self._functions[training.plans[training.layers[layer]].forward.name]
         graph = training.model.blocks[training.model.layers[layer]]
         inputs = (*carried, *self._inputs.of(graph, shared))
-        requests = forward(self.weights.layers[layer], self._layers[layer], batch, *inputs)
+        requests = forward(self.weights.layer(layer), self._layers[layer], batch, *inputs)
         del inputs
         result: tuple[Sequence[Tensor], Sequence[Tensor]] = yield from self._watched(requests)
         return result
@@ -269,7 +285,7 @@ class BoundTraining:
             return []
         batch.layer = layer
         requests = self._functions[plan.backward.name](
-            self.weights.layers[layer], self._layers[layer], batch, saved, gradients
+            self.weights.layer(layer), self._layers[layer], batch, saved, gradients
         )
         below, trained = yield from self._watched(requests)
         self._accumulate(self._layers[layer], plan.trained, trained)

@@ -108,7 +108,8 @@ class FinetuneJob:
             self._runner = self._publisher.runner(self._adapter)
             self._adapter = self._runner.adapter
             sizes, virtual = self._mesh.sizes, self._adapter.prompt_tokens
-            self._runner.plan_for(*self._batches.largest(virtual, sizes.dp, sizes.cp))
+            largest = self._batches.largest(virtual, sizes.dp, sizes.cp)
+            self._runner.plan_for(*largest, for_all=model.mesh.shards_base)
             for data in filter(None, (self._data, self._eval)):
                 check_with_prompt(data, self._adapter.prompt_tokens, model.max_positions)
             self._steps = TrainingStep(
@@ -329,11 +330,12 @@ class FinetuneJob:
         for indexes in plan[replicas.rank :: replicas.size]:
             done = yield from pass_through(self._runner, [data.examples[i] for i in indexes])
             sums += torch.stack([done.loss_sum.to(sums), torch.full_like(sums[0], done.targets)])
+        if replicas.rank >= len(plan) % replicas.size > 0:
+            self._runner.pass_by(trains=False)
         reading = Reading(self._mesh.data.all_reduce(sums))
         yield reading
         loss, count = reading.read()
-        mean = torch.tensor(loss / count, dtype=torch.float64)
-        return float(broadcast_from_first(self._ranks, mean))
+        return float(broadcast_from_first(self._ranks, sums.new_tensor(loss / count)))
 
     def _save(self) -> None:
         """Write a checkpoint, unless this state has one."""

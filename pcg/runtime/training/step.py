@@ -149,6 +149,7 @@ class TrainingStep:
         losses = []
         for index, (batch, places) in enumerate(zip(group, own, strict=True)):
             if not places:
+                self._runner.pass_by(trains=True)
                 losses.append(torch.zeros((), dtype=torch.float64, device=self._runner.device))
                 continue
             seed = mixed_seed(self._options.seed, step, index)

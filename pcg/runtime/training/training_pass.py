@@ -234,7 +234,7 @@ class TrainingPass(WindowedPass):
     def begin(self, tokens: int) -> Window:
         """Make a window of the next tokens, and run its prologue."""
         if not self.forwarded:
-            self._runner.encode_prompts()
+            self._runner.begin_pass(self.trains)
         end = min(self.forwarded + tokens, self.tokens)
         spans, ids, targets = self._sequences.window(self.forwarded, end)
         device = self._runner.device

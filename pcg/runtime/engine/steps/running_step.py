@@ -32,7 +32,7 @@ class TokenChoice:
 
     def begin_masks(self, sequences: List[Sequence]) -> None:
         """Begin to make the masks of those that have guides, and of their followers."""
-        if self.runner.ranks.rank:
+        if self.runner.alike.rank:
             return  # the first chooses
         every = (each for one in sequences for each in (one, *one.followers))
         guided = [each.grammar for each in every if each.grammar is not None]
@@ -80,7 +80,7 @@ class TokenChoice:
 
         The first rank chooses for all, as it alone may have the logits.
         """
-        ranks = self.runner.ranks
+        ranks = self.runner.alike
         if ranks.rank:
             told = torch.empty(len(sequences) + 1, dtype=torch.int64, device=self.device)
             told = ranks.broadcast(told)
