@@ -1,4 +1,4 @@
-"""What keeps the windows of a job from being recorded, whatever the device."""
+"""Obstacles to recording: what has the windows of a job run eagerly, whatever the device."""
 
 from __future__ import annotations
 
