@@ -31,7 +31,7 @@ from pcg.explain.step_memory import (
 )
 from pcg.ir.analysis.layer_order import gathers_of_step, layers_of_pass
 from pcg.ir.analysis.saved_memory import saved_memory, window_memory
-from pcg.ir.types import TORCH_NAMES
+from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES
 from pcg.kernels.backend import backend_for
 from pcg.kernels.torch.attention_math import BLOCK_BYTES
 from pcg.parallel.ranks.layer_shards import part_bytes
@@ -41,6 +41,7 @@ from pcg.passes.memory.plan import MemoryPlan, save_all
 from pcg.passes.pipeline import in_order
 from pcg.passes.stages import TrainedModel
 from pcg.peft.recipe import Recipe
+from pcg.runtime.training.recorded.obstacles import why_not_recorded
 
 
 def build_report(planned: PlannedModel) -> Report:
@@ -108,6 +109,7 @@ def build_report(planned: PlannedModel) -> Report:
         packed_bytes=packed_copies(planned),
         shard_base=setup.parts,
         gathered=_gathered(planned),
+        kept_bytes=_kept_bytes(planned, backend.name),
         backend=str(backend),
         timeline=tuple(moments),
         graph=_graph(trained, at) if trained else (),
@@ -135,6 +137,26 @@ def _host_bytes(planned: PlannedModel) -> dict[str, int]:
         return {}
     sizes = {"adapters": version_bytes(planned), "optimizer": state_memory(planned).host_bytes}
     return {kind: size for kind, size in sizes.items() if size}
+
+
+def _kept_bytes(planned: PlannedModel, backend: str) -> int:
+    """Return the bytes that the recorded windows of a job that has ended may hold.
+
+    They are recorded in an engine, on one GPU; lists and the losses of one window come beside.
+    """
+    setup, windowed = planned.setup, planned.windowed
+    is_recorded = setup.device == "cuda" and backend == "triton" and setup.options.tp == 1
+    if setup.serves is None or windowed is None or not is_recorded:
+        return 0
+    # A step that a budget in bytes has planned anew has other windows.
+    if setup.options.budget.size_bytes is not None:
+        return 0
+    model = planned.training.model
+    virtual = max(recipe.prompt_tokens for recipe in setup.recipes.values())
+    if why_not_recorded(model, windowed.restored, virtual) is not None:
+        return 0
+    saved = bytes_at(window_memory(model, windowed).total, setup.at)
+    return saved + 2 * DTYPE_BYTES[planned.unraised.adapter_dtype] * planned.use.trainable
 
 
 def _compressed(planned: PlannedModel) -> tuple[LayerKind, ...]:

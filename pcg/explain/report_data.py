@@ -213,6 +213,10 @@ class ReportData:
     served versions of the adapters, of which a GPU has copies. `packed_bytes` are
     those of oneDNN's packed copies, which `memory_bytes` counts among the weights.
 
+    `kept_bytes` are those that a job like this one, when it has ended, may hold beside the
+    `memory_bytes` of others that run: what its recorded windows save for backward (stage
+    `token-level`), its adapter and gradients. 0 where no windows are recorded.
+
     `backend` is what `auto` stands for on such a device, and why; GPUs are of capability 8.0 or
     later here.
 
@@ -253,6 +257,7 @@ class ReportData:
     packed_bytes: int = 0
     shard_base: int = 1
     gathered: Mapping[str, int] = field(default_factory=dict)
+    kept_bytes: int = 0
     backend: str = ""
     cp: int = 1
     context: Mapping[str, Any] = field(default_factory=dict)

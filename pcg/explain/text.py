@@ -80,6 +80,9 @@ def _memory(report: ReportData) -> list[str]:
     for kind, size in report.host_bytes.items():
         what = "the optimizer's states" if kind == "optimizer" else "versions of adapters"
         lines.append(f"  and in host memory: {gib(size)} GiB of {what}")
+    if report.kept_bytes:
+        kept = gib(report.kept_bytes)
+        lines.append(f"  and beside other jobs: {kept} GiB that a job which has ended may keep")
     return lines
 
 

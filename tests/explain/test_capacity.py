@@ -44,8 +44,23 @@ def test_the_total_is_of_finetuning_alone_and_serving_adds_its_cache() -> None:
     copies = serving.memory_bytes["served_adapters"]
     assert copies > alone.memory_bytes["served_adapters"] == 0
     assert serving.memory_bytes["total"] == alone.memory_bytes["total"] + cache + copies
+    assert alone.kept_bytes == 0
     assert "KV cache    = 32768000" in serving.to_text()
     assert "KV cache  " not in alone.to_text().partition("bytes, for B")[2]
+
+
+def test_windows_that_a_job_leaves_are_told_where_they_are_recorded() -> None:
+    """Beside requests on one GPU, but of a budget in bytes, whose steps may be planned anew."""
+    config = short(LLAMA)
+    report = pcg.explain(config, batch=2, seq=64, serve_tokens=100)
+    windows = report.stage("token-level")
+    assert windows is not None
+    both = report.memory_bytes["adapters"] + report.memory_bytes["gradients"]
+    assert report.kept_bytes == windows.bytes + both
+    assert "beside other jobs: 0.04 GiB that a job which has ended may keep" in report.to_text()
+    found = pcg.explain(config, batch=2, seq=64, serve_tokens=100, memory_budget="1GiB")
+    assert found.kept_bytes == 0
+    assert "has ended" not in found.to_text()
 
 
 def test_without_adapters_the_cache_is_that_of_the_batch() -> None:

@@ -28,7 +28,7 @@ from pcg.runtime.model.bound_weights import BaseWeights
 from pcg.runtime.model.recorder import recorder_for
 from pcg.runtime.model.runner import LayerInputs, is_sequence_parallel, load_functions
 from pcg.runtime.training.loss_chunks import LossChunk, LossChunks, WindowLoss
-from pcg.runtime.training.recorded.recorded_program import drops_in, why_not_recorded
+from pcg.runtime.training.recorded.obstacles import drops_in, why_not_recorded
 from pcg.runtime.training.recorded.update_graphs import UpdateGraphs
 from pcg.runtime.training.recorded.window_graphs import WindowGraphs
 
@@ -329,7 +329,8 @@ class BoundTraining:
             recorder = None
             if self.ranks.size == 1 and cache.pages is not None:
                 recorder = recorder_for(self.device)
-            if why_not_recorded(self, self.adapter.prompt_tokens) is not None:
+            model, restored = self.training.model, self.training.restored
+            if why_not_recorded(model, restored, self.adapter.prompt_tokens) is not None:
                 recorder = None
             self._graphs = None if recorder is None else WindowGraphs(self, cache, recorder)
             self._graphs_of = cache

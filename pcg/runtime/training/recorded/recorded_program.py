@@ -7,9 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from pcg.ir.graph import Graph
-from pcg.ir.operators import OPERATORS
-from pcg.ir.program.program import ModelGraph, Training, counts_on_host
+from pcg.ir.program.program import ModelGraph, Training
 from pcg.kernels.torch.products import ProductRequest
 from pcg.runtime.model.batch import Batch
 
@@ -52,25 +50,6 @@ class RecordedProgram(Protocol):
 
     def trained_in_loss(self) -> list[Tensor]:
         """Return the tensors behind the layers that are trained."""
-
-
-def why_not_recorded(program: RecordedProgram, virtual_tokens: int) -> str | None:
-    """Return why a job's windows run eagerly, whatever the device; None if they need not."""
-    training = program.training
-    if virtual_tokens:
-        return "its adapter has virtual tokens"
-    if training.restored:
-        return "its memory budget has layers' inputs recomputed"
-    if drops_in(training.model.prologue):
-        return "it has dropout before its layers"
-    if counts_on_host(training.model):
-        return "the host counts the tokens of its experts"
-    return None
-
-
-def drops_in(graph: Graph) -> bool:
-    """Return whether a graph has dropout."""
-    return any(OPERATORS[node.op].is_random for node in graph.nodes)
 
 
 def groups_of(model: ModelGraph) -> frozenset[int]:

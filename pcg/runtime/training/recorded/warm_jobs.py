@@ -16,7 +16,7 @@ from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.recorded.kept_runners import KeptRunners
-from pcg.runtime.training.recorded.recorded_program import why_not_recorded
+from pcg.runtime.training.recorded.obstacles import why_not_recorded
 from pcg.runtime.training.recorded.warm_job import WarmJob
 from pcg.runtime.training.recorded.window_graphs import PassSizes
 from pcg.runtime.training.runner import TrainingRunner, training_runner
@@ -71,7 +71,8 @@ def record_jobs(
             count += graphs.warm_up(sizes, min(WINDOW, tokens, whole))
             kept.give(runner, lasts=True)
         elif name in given:
-            why = why_not_recorded(runner, adapter.prompt_tokens)
+            training = runner.training
+            why = why_not_recorded(training.model, training.restored, adapter.prompt_tokens)
             raise FinetuneError(
                 "the windows of a warm job cannot be recorded: "
                 f"{why or 'its memory budget in bytes has steps planned anew'}; leave it out"

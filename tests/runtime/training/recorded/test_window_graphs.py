@@ -15,19 +15,23 @@ import torch
 from torch import Tensor
 
 import pcg.compiler as compiler
+from pcg.explain import explain as explaining
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.model import step_graphs
 from pcg.runtime.training import bound_training
+from pcg.runtime.training.publishers import VersionPublisher
 from pcg.runtime.training.recorded import window_sizes
 from pcg.runtime.training.recorded.loss_graphs import LossGraphs
 from pcg.runtime.training.recorded.update_graphs import UpdateGraphs
+from pcg.runtime.training.runner import TrainingRunner
 from pcg.runtime.training.training_pass import TrainingPass
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16
 from tests.support.interpreter.tape import Tape
+from tests.support.live_tensors import live_bytes, memory_of, reached
 from tests.support.prompts import prompts
 
 bf16.install()
@@ -57,6 +61,15 @@ def trained_and_evaluated(
     return tensors, [loss for _, loss in job.result.eval_losses]
 
 
+def held_bytes(runner: TrainingRunner, tape: Tape) -> int:
+    """The bytes of a runner's adapter, its gradients, and the memory of its windows and losses."""
+    graphs = runner.window_graphs(runner._graphs_of)
+    assert graphs is not None
+    own = reached([graphs], [tape, graphs._cache, runner, graphs.recorder])
+    cache = {memory_of(x) for x in (*graphs._cache.keys, *graphs._cache.values)}
+    return live_bytes([*runner.adapter.tensors, *(x for x in own if memory_of(x) not in cache)])
+
+
 @contextmanager
 def recording() -> Iterator[list[Tape]]:
     """Have jobs record tapes, of windows of 16 tokens."""
@@ -84,13 +97,24 @@ def test_recorded_jobs_train_what_eager_ones_do(monkeypatch: pytest.MonkeyPatch)
     sites = [*LORA["target_modules"], "lm_head"]
     recipe = LORA | {"lora_dropout": 0.25, "target_modules": sites}
     expected = trained(data, recipe, **options)
-    losses, updates = [], []
+    losses, updates, runners = [], [], []
     run, step = LossGraphs.run, UpdateGraphs.step
     monkeypatch.setattr(LossGraphs, "run", lambda *of: losses.append(run(*of)) or losses[-1])
     monkeypatch.setattr(UpdateGraphs, "step", lambda *of: updates.append(step(*of)))
+    runner = VersionPublisher.runner
+    keep = lambda *of: runners.append(runner(*of)) or runners[-1]  # noqa: E731
+    monkeypatch.setattr(VersionPublisher, "runner", keep)
     with recording() as tapes:
         found = trained(data, recipe, **options)
     (tape,) = tapes
+    # What the job would leave to the next one is what `explain` says of its windows of 48 tokens,
+    # and lists and what one layer or one loss has beside.
+    config = BY_NAME["llama3"].config(2)
+    explained = explaining.explain(
+        config, recipe, batch=3, seq=16, serve_tokens=48, dtype="float32"
+    )
+    held = held_bytes(runners.pop(), tape)
+    assert explained.kept_bytes < held < 1.5 * explained.kept_bytes
     replayed = [one for one in losses if one is not None]
     # Three windows' prologue and two layers, forward and back; a size of losses; and an update.
     assert tape.recorded == 3 * 5 + 1 + 2
