@@ -26,11 +26,11 @@ from pcg.keys import open_keys
 from pcg.serve.adapters.modules import check_modules
 from pcg.serve.adapters.roots import Roots
 from pcg.serve.app import create_app
-from pcg.serve.bases import check_base
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.engine.split_base import SplitAccess
 from pcg.serve.errors import LOG
 from pcg.serve.generation_config import read_generation_config
+from pcg.serve.jobs.bases import check_base
 from pcg.serve.jobs.warm_jobs import parse_warm_jobs
 from pcg.serve.listening import check_certificate, listen, url_of
 from pcg.serve.options import ServeOptions

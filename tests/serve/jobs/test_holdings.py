@@ -14,10 +14,10 @@ import openai
 import pytest
 
 from pcg.errors import ServeError
-from pcg.serve.bases import check_base
 from pcg.serve.files import records as file_records
 from pcg.serve.files.wire import now
 from pcg.serve.jobs import cleaning
+from pcg.serve.jobs.bases import check_base
 from pcg.serve.store.contents import Incoming
 from pcg.serve.store.holdings import held_bytes
 from tests.support import serving

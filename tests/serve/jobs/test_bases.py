@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pcg.errors import ServeError
-from pcg.serve.bases import check_base
 from pcg.serve.files.wire import now
+from pcg.serve.jobs.bases import check_base
 from pcg.serve.store.store import Store, open_store
 from pcg.serve.tinker import checkpoint_records, model_records
 from pcg.serve.tinker.checkpoint_records import SAMPLER, CheckpointRecord
