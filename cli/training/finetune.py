@@ -34,8 +34,8 @@ class AdapterFiles:
     """The data of a job, and the adapter that it makes.
 
     Attributes:
-        data: a file of JSON lines (chat, prompt-completion, alpaca, ShareGPT, text) or a .txt file;
-            several, one after the other, if the option is repeated.
+        data: a file of JSON lines (chat, prompt-completion, alpaca, ShareGPT, text, tokens) or a
+            .txt file; several, one after the other, if the option is repeated.
         adapter: the adapter's name.
         output: the directory to save it in; checkpoints are there, too, until it is saved.
         start_from: a saved adapter to go on with, instead of a new one.

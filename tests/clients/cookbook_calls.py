@@ -13,15 +13,23 @@ from pathlib import Path
 import chz
 import datasets
 from tinker_cookbook import renderers
+from tinker_cookbook.distillation import train_off_policy, train_on_policy
+from tinker_cookbook.distillation.datasets import (
+    DistillationDatasetConfig,
+    PromptOnlyDataset,
+    TeacherConfig,
+)
 from tinker_cookbook.preference import train_dpo
 from tinker_cookbook.preference.dpo_datasets import DPODatasetBuilderFromComparisons
 from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuilder
 from tinker_cookbook.preference.types import Comparison, LabeledComparison
 from tinker_cookbook.recipes.math_rl.arithmetic_env import ArithmeticDatasetBuilder
 from tinker_cookbook.rl import train as rl_train
+from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.supervised import train as supervised_train
 from tinker_cookbook.supervised.data import FromConversationFileBuilder
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
+from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 URL, MODEL = os.environ["PCG_URL"], os.environ["PCG_MODEL"]
 RENDERER = "role_colon"
@@ -56,8 +64,19 @@ class Comparisons(ComparisonDatasetBuilder):
         return LabeledComparison(comparison=comparison, label="A")
 
 
-def supervised(home: Path) -> None:
-    """Train on conversations of a file."""
+@chz.chz
+class Prompts(RLDatasetBuilder):
+    """Questions alone: what a teacher says of the answers is all that is learned."""
+
+    async def __call__(self) -> tuple[PromptOnlyDataset, None]:
+        tokenizer = get_tokenizer(MODEL)
+        questions = [question for question, _ in PAIRS[:4]]
+        renderer = renderers.get_renderer(RENDERER, tokenizer)
+        return PromptOnlyDataset(questions, 2, 4, renderer, tokenizer), None
+
+
+def conversations(home: Path) -> FromConversationFileBuilder:
+    """Conversations of a file."""
     file = home / "conversations.jsonl"
     rows = [
         {
@@ -69,26 +88,37 @@ def supervised(home: Path) -> None:
         for question, answer in PAIRS
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return FromConversationFileBuilder(file_path=str(file), common_config=common(4), test_size=0)
+
+
+def shared(home: Path, name: str) -> dict:
+    """Options that all trainers have."""
+    return {
+        "log_path": str(home / name),
+        "model_name": MODEL,
+        "recipe_name": "local",
+        "renderer_name": RENDERER,
+        "lora_rank": 8,
+        "base_url": URL,
+    }
+
+
+def supervised(home: Path) -> None:
+    """Train on conversations."""
     config = supervised_train.Config(
-        log_path=str(home / "supervised"),
-        model_name=MODEL,
-        recipe_name="local",
-        renderer_name=RENDERER,
-        dataset_builder=FromConversationFileBuilder(
-            file_path=str(file), common_config=common(4), test_size=0
-        ),
+        **shared(home, "supervised"),
+        dataset_builder=conversations(home),
         learning_rate=5e-3,
         num_epochs=5,
-        lora_rank=8,
-        base_url=URL,
         save_every=4,
     )
     asyncio.run(supervised_train.main(config))
 
 
-def reinforcement(home: Path) -> None:
+def reinforcement(home: Path, name: str = "rl", **options: object) -> None:
     """Train on sums that the model is asked for."""
     config = rl_train.Config(
+        **shared(home, name),
         learning_rate=1e-3,
         dataset_builder=ArithmeticDatasetBuilder(
             batch_size=2,
@@ -97,15 +127,10 @@ def reinforcement(home: Path) -> None:
             n_batches=2,
             group_size=4,
         ),
-        model_name=MODEL,
-        recipe_name="local",
-        renderer_name=RENDERER,
         max_tokens=8,
-        log_path=str(home / "rl"),
-        lora_rank=8,
-        base_url=URL,
         eval_every=0,
         save_every=1,
+        **options,
     )
     asyncio.run(rl_train.main(config))
 
@@ -113,22 +138,46 @@ def reinforcement(home: Path) -> None:
 def preference(home: Path) -> None:
     """Train on comparisons."""
     config = train_dpo.Config(
-        log_path=str(home / "dpo"),
-        model_name=MODEL,
-        recipe_name="local",
-        renderer_name=RENDERER,
+        **shared(home, "dpo"),
         dataset_builder=DPODatasetBuilderFromComparisons(
             comparison_builder=Comparisons(), common_config=common(4)
         ),
         learning_rate=2e-3,
         num_epochs=3,
-        lora_rank=8,
-        base_url=URL,
         save_every=0,
         eval_every=0,
         infrequent_eval_every=0,
     )
     train_dpo.main(config)
+
+
+def distillation(home: Path, teacher: TeacherConfig) -> None:
+    """Learn from a teacher: from what it says of own answers, then of a file's."""
+    config = train_on_policy.Config(
+        **shared(home, "on-policy"),
+        learning_rate=1e-3,
+        dataset_configs=[
+            DistillationDatasetConfig(
+                dataset_builder=Prompts(), teacher_config=teacher, groups_per_batch=2
+            )
+        ],
+        max_tokens=8,
+        eval_every=0,
+        save_every=0,
+    )
+    asyncio.run(train_on_policy.main(config))
+    taught = train_off_policy.DatasetWithTeacher(
+        dataset_builder=conversations(home), teacher_config=teacher
+    )
+    off_policy = train_off_policy.Config(
+        **shared(home, "off-policy"),
+        learning_rate=5e-3,
+        dataset_configs=[taught],
+        batch_size=4,
+        eval_every=0,
+        save_every=0,
+    )
+    asyncio.run(train_off_policy.main(off_policy))
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -140,11 +189,17 @@ def main() -> None:
     """Run the trainers, one after the other."""
     home = Path.cwd()
     supervised(home)
+    file = home / "supervised" / "checkpoints.jsonl"
+    saved = [json.loads(one) for one in file.read_text().splitlines()]
     reinforcement(home)
+    stale = rl_train.AsyncConfig(max_steps_off_policy=1, groups_per_batch=2, loss_fn="ppo")
+    reinforcement(home, "async", async_config=stale)
     preference(home)
-    found = {name: metrics(home / name) for name in ("supervised", "rl", "dpo")}
-    saved = (home / "supervised" / "checkpoints.jsonl").read_text().splitlines()
-    print(json.dumps({"metrics": found, "checkpoints": [json.loads(one) for one in saved]}))
+    teacher = TeacherConfig(base_model=MODEL, load_checkpoint_path=saved[-1]["sampler_path"])
+    distillation(home, teacher)
+    names = ("supervised", "rl", "async", "dpo", "on-policy", "off-policy")
+    found = {name: metrics(home / name) for name in names}
+    print(json.dumps({"metrics": found, "checkpoints": saved}))
 
 
 if __name__ == "__main__":

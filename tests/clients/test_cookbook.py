@@ -1,4 +1,4 @@
-"""tinker-cookbook's trainers by Tinker's protocol: supervised, reinforcement learning, and DPO.
+"""tinker-cookbook's trainers by Tinker's protocol: supervised, reinforcement, DPO, distillation.
 
 `make test-cookbook` installs them and runs this.
 """
@@ -45,3 +45,10 @@ def test_the_librarys_trainers_run_unchanged(tmp_path: Path) -> None:
     margins = [row["margin"] for row in metrics["dpo"] if "margin" in row]
     assert len(margins) == 6
     assert margins[-1] > margins[0]
+    late = [row for row in metrics["async"] if "env/all/reward/total" in row]
+    assert len(late) == 2
+    gaps = [row["teacher_kl"] for row in metrics["on-policy"] if "teacher_kl" in row]
+    assert len(gaps) == 2
+    losses = [row["train/loss:sum"] for row in metrics["off-policy"] if "train/loss:sum" in row]
+    assert len(losses) == 2
+    assert min(losses) > 0

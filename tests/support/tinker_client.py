@@ -54,16 +54,21 @@ def load() -> Executor:
     return compiler.compile(trainer_data.base_model(), dtype="float32")
 
 
-def peft_of(served: serving.Served, path: str) -> Any:
-    """peft's model of a checkpoint, over the same base."""
-    with raw(served.url) as client:
-        assert client.post("weights_info", json={"tinker_path": path}).status_code == 200
+def folder_of(served: serving.Served, path: str) -> Path:
+    """The folder of a checkpoint, in peft's format."""
     tinker_state = served.service.tinker
     found = tinker_state.store.database.read(
         lambda one: checkpoint_records.find(one, path, "default", 0)
     ).result()
     assert found is not None
-    folder = tinker_state.models.folders.path(found.folder)
+    return tinker_state.models.folders.path(found.folder)
+
+
+def peft_of(served: serving.Served, path: str) -> Any:
+    """peft's model of a checkpoint, over the same base."""
+    with raw(served.url) as client:
+        assert client.post("weights_info", json={"tinker_path": path}).status_code == 200
+    folder = folder_of(served, path)
     return peft.PeftModel.from_pretrained(trainer_data.base_model(), str(folder), is_trainable=True)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from tinker import types
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -18,9 +19,11 @@ from pcg.runtime.training.options import FinetuneOptions
 from pcg.runtime.training.schedules import make_schedule
 from pcg.runtime.training.training_data import training_data
 from tests.support import preference_oracle as peft_model
-from tests.support import serving
-from tests.support.job_client import PEFT, ROWS, begin, client_of, ended
+from tests.support import serving, tinker_client
+from tests.support.job_client import ROWS, begin, client_of, ended
 
+PEFT = {"peft_type": "LORA", "r": 4, "lora_alpha": 32, "target_modules": "all-linear"}
+"""What Tinker's protocol makes of a rank without the head."""
 WEIGHTS = "adapter_model.safetensors"
 EPOCHS, BATCH, RATE, SEED = 2, 2, 0.01, 7
 STEPS = EPOCHS * len(ROWS) // BATCH
@@ -81,18 +84,36 @@ def by_peft(executor: Executor, path: Path) -> None:
     wrapped.save_pretrained(path, save_embedding_layers=False)
 
 
-def by_job(path: Path) -> None:
+def by_job(server: serving.Served, path: Path) -> None:
     """A job of OpenAI's API; its adapter stands in the folder of the server's data."""
-    data = path.with_name("data")
-    make = partial(serving.make_executor, adapters=0)
-    with (
-        serving.on_a_port(make, data_dir=data, kv_cache_gib=0.1) as server,
-        client_of(server.url) as client,
-    ):
+    with client_of(server.url) as client:
         own = {"extra_body": {"pcg": {"peft": PEFT, "learning_rate": RATE}}}
         job = ended(client, begin(client, EPOCHS, seed=SEED, **own).id)
-        assert job.status == "succeeded", job.error
-    (data / "jobs" / job.id / "model").rename(path)
+    assert job.status == "succeeded", job.error
+    path.symlink_to(server.service.files.store.folder / "jobs" / job.id / "model")
+
+
+def by_tinker(executor: Executor, server: serving.Served, path: Path) -> None:
+    """The real client of Tinker's protocol."""
+    adam = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "grad_clip_norm": 1.0}
+    with tinker_client.client(server.url) as client:
+        lora = {"rank": PEFT["r"], "seed": SEED, "train_unembed": False}
+        model = client.create_lora_training_client(serving.MODEL, **lora).result()
+        for batch, rate in zip(batches(executor), rates(), strict=True):
+            share = 1 / sum(example.targets for example in batch)
+            data = []
+            for one in batch:
+                labels = list(one.labels[1:])
+                inputs = {
+                    "target_tokens": [max(label, 0) for label in labels],
+                    "weights": [share if label >= 0 else 0.0 for label in labels],
+                }
+                tokens = types.ModelInput.from_ints(list(one.ids[:-1]))
+                data.append(types.Datum(model_input=tokens, loss_fn_inputs=inputs))
+            model.forward_backward(data, "cross_entropy")
+            model.optim_step(types.AdamParams(learning_rate=rate, **adam)).result()
+        saved = model.save_weights_for_sampler("end").result()
+    path.symlink_to(tinker_client.folder_of(server, saved.path))
 
 
 def test_every_door_ends_in_the_same_adapter(tmp_path: Path) -> None:
@@ -100,7 +121,11 @@ def test_every_door_ends_in_the_same_adapter(tmp_path: Path) -> None:
     by_library(executor, tmp_path / "library")
     by_trainer(executor, tmp_path / "trainer")
     by_peft(executor, tmp_path / "peft")
-    by_job(tmp_path / "job")
+    make = partial(serving.make_executor, adapters=0)
+    keys = {"api_key": (serving.KEY, tinker_client.KEY), "kv_cache_gib": 0.1}
+    with serving.on_a_port(make, data_dir=tmp_path / "data", **keys) as server:
+        by_job(server, tmp_path / "job")
+        by_tinker(executor, server, tmp_path / "tinker")
 
     def tensors(name: str) -> dict[str, Tensor]:
         found: dict[str, Tensor] = load_file(tmp_path / name / WEIGHTS)
@@ -108,7 +133,7 @@ def test_every_door_ends_in_the_same_adapter(tmp_path: Path) -> None:
 
     expected, start = tensors("peft"), tensors("start")
     assert any((tensor - start[name]).abs().max() > 1e-2 for name, tensor in expected.items())
-    for door in ("library", "trainer", "job"):
+    for door in ("library", "trainer", "job", "tinker"):
         found = tensors(door)
         assert found.keys() == expected.keys()
         for name, tensor in found.items():

@@ -17,7 +17,16 @@ from typing import Literal, overload
 
 from pcg.errors import DataError, GenerationError
 from pcg.runtime.data.example import IGNORED, Example, ModelSizes
-from pcg.runtime.data.formats import FORMATS, ChatSample, Format, Sample, TextSample, detect, parse
+from pcg.runtime.data.formats import (
+    FORMATS,
+    ChatSample,
+    Format,
+    Sample,
+    TextSample,
+    TokenSample,
+    detect,
+    parse,
+)
 from pcg.runtime.data.limits import UNLIMITED, DataLimits, check_tokens
 from pcg.runtime.data.pairs import parse_pair
 from pcg.runtime.data.rows import Row, holds_documents, read_rows
@@ -220,6 +229,8 @@ def tokenize(sample: Sample, tokenizer: Tokenizer, where: str, append_eos: bool 
     Raises:
         DataError: a chat cannot be rendered, or a text not be encoded; `where` names its row.
     """
+    if isinstance(sample, TokenSample):
+        return Example(sample.ids, sample.labels)
     try:
         if isinstance(sample, ChatSample):
             return _tokenize_chat(sample, tokenizer)
@@ -290,6 +301,8 @@ def _nothing_to_learn(
         )
     elif isinstance(sample, ChatSample):
         why = "no assistant message of weight 1 with a text; remove the row, or pass empty='drop'"
+    elif isinstance(sample, TokenSample):
+        why = "no label but -100 behind the first; remove the row, or pass empty='drop'"
     else:
         why = "no target tokens, the text to learn is empty; remove the row, or pass empty='drop'"
     return DataError(f"{row.where}: nothing to learn: {why}")

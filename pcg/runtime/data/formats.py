@@ -6,6 +6,7 @@
     prompt-completion  {"prompt", "completion"}: texts or message lists     the completion
     alpaca             {"instruction", "input"?, "output"}                  the output
     text               {"text"}, or a string                                all of it
+    tokens             {"input_ids", "labels"?}                             labels but -100, or all
 
 The first row has the first of these formats whose keys it has; other keys are ignored, and all rows
 must have that format.
@@ -56,7 +57,15 @@ class ChatSample:
     tools: Sequence[Mapping[str, Any]] | None = None
 
 
-Sample = TextSample | ChatSample
+@dataclass(frozen=True)
+class TokenSample:
+    """Tokens, each with its own as its label, or with -100 if it is not learned."""
+
+    ids: Sequence[int]
+    labels: Sequence[int]
+
+
+Sample = TextSample | ChatSample | TokenSample
 
 
 @dataclass(frozen=True)
@@ -151,6 +160,32 @@ def _parse_sharegpt(row: Mapping[str, Any], where: str) -> Sample:
     return chat_sample(messages, 0, {}, where)
 
 
+def _parse_tokens(row: Mapping[str, Any], where: str) -> Sample:
+    for name in _MASKS:
+        if row.get(name) is not None:
+            raise DataError(f"{where} has {name!r}; give 'labels', -100 where it is 0")
+    attended = row.get("attention_mask")
+    if attended is not None and not all(_numbers(attended, "'attention_mask'", where)):
+        raise DataError(f"{where} is padded, by its 'attention_mask'; leave the padding out")
+    ids = _numbers(row["input_ids"], "'input_ids'", where)
+    given = row.get("labels")
+    labels = ids if given is None else _numbers(given, "'labels'", where)
+    if len(labels) != len(ids):
+        raise DataError(
+            f"{where} has {len(ids)} input_ids and {len(labels)} labels; give each token one, -100 "
+            "where it is not learned"
+        )
+    return TokenSample(ids, labels)
+
+
+def _numbers(value: Any, name: str, where: str) -> list[int]:
+    listed = value.tolist() if hasattr(value, "tolist") else value
+    for one in require_list(listed, name, where):
+        if type(one) is not int:
+            raise DataError(f"{where}: {name} has {kind_of(one)} among its tokens; use ints")
+    return list(listed)
+
+
 def chat_sample(
     messages: list[dict[str, Any]], first: int, row: Mapping[str, Any], where: str
 ) -> Sample:
@@ -175,12 +210,17 @@ FORMATS: Mapping[str, Format] = {
         Format("prompt-completion", ("prompt", "completion"), _parse_prompt_completion),
         Format("alpaca", ("instruction", "output"), _parse_alpaca),
         Format("text", ("text",), _parse_text),
+        Format("tokens", ("input_ids",), _parse_tokens),
     )
 }
 
 PAIR_KEYS = ("chosen", "rejected", "preferred_output", "non_preferred_output")
 """Keys of rows with two outputs, of which one is preferred (`pairs`)."""
+_MASKS = ("completion_mask", "assistant_masks")
+"""Columns of TRL's tokenized rows that labels stand for here."""
 READ_KEYS = frozenset(
-    {"input", "tools", *PAIR_KEYS}.union(*(format.keys for format in FORMATS.values()))
+    {"input", "tools", "labels", "attention_mask", *_MASKS, *PAIR_KEYS}.union(
+        *(format.keys for format in FORMATS.values())
+    )
 )
 """Keys of rows that some format reads; values of others may be anything."""

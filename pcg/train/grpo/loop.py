@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import random
 import time
 from collections import deque
@@ -43,6 +44,7 @@ from pcg.train.grpo.rollouts import (
     with_reference,
 )
 
+_LOG = logging.getLogger("pcg.finetuning")
 OnStep = Callable[[int, Mapping[str, float], Sequence[Sample]], object]
 _SHOWN_SAMPLES = 8
 
@@ -152,6 +154,12 @@ class GrpoLoop:
         )
         state = {"global_step": self._updates, "max_steps": self.total}
         rewards = task.rewards.score(scored, state)
+        if rewards.isnan().all():
+            _LOG.warning(
+                "update %s: no reward function scored any of %s completions, which teach nothing",
+                self._updates + 1,
+                len(rollouts),
+            )
         found = advantages_of(rewards, task.rewards.weights, options.num_generations, options)
         rollouts = [
             dataclasses.replace(one, advantage=value)

@@ -243,6 +243,7 @@ def test_targets_beyond_the_cut(chatml):
         {"prompt": "a", "completion": ""},
         {"instruction": "a", "output": ""},
         {"text": ""},
+        {"input_ids": [5, 6], "labels": [5, -100]},
     ],
 )
 def test_rows_with_nothing_to_learn(chatml, row):
@@ -250,6 +251,19 @@ def test_rows_with_nothing_to_learn(chatml, row):
         load_examples([row], chatml)
     with pytest.raises(DataError, match="all 1 rows were dropped"):
         load_examples([row], chatml, empty="drop")
+
+
+def test_tokens_are_learned_as_they_are(root, chatml):
+    theirs = PreTrainedTokenizerFast.from_pretrained(toys.save_chatml(root / "theirs"))
+    rows = [theirs(text) for text in ("The quick brown fox", "naïve café")]
+    data = load_examples([dict(row) for row in rows], chatml)
+    assert data.format == "tokens"
+    assert [one.ids for one in data] == [one.labels for one in data]
+    assert [one.ids for one in data] == [row["input_ids"] for row in rows]
+    columns = {"input_ids": [[5, 6, 7], [8, 9]], "labels": [[-100, 6, -100], [8, 9]]}
+    assert list(load_examples(columns, chatml)) == [
+        Example(*row) for row in zip(columns["input_ids"], columns["labels"], strict=True)
+    ]
 
 
 # ------------------------------------------------------------------------------- files and errors
@@ -304,6 +318,11 @@ LINE_ERRORS = [
     ('{"conversations": [{"from": "gpt"}]}', r"'conversations'\[0\] 'value' is null or missing"),
     ('{"conversations": [1]}', r"'conversations'\[0\] is a number"),
     ('{"instruction": "a", "output": "b", "input": 1}', "'input' is a number"),
+    ('{"input_ids": 1}', "'input_ids' is a number; expected a list"),
+    ('{"input_ids": [1, true]}', "'input_ids' has a boolean among its tokens; use ints"),
+    ('{"input_ids": [1, 2], "labels": [1]}', "has 2 input_ids and 1 labels"),
+    ('{"input_ids": [1, 2], "attention_mask": [0, 1]}', "is padded, by its 'attention_mask'"),
+    ('{"input_ids": [1, 2], "completion_mask": [0, 1]}', "has 'completion_mask'; give 'labels'"),
 ]
 
 

@@ -246,6 +246,7 @@ def test_a_tenants_turn_comes_before_another_ones_second(
         (b'{"input": "a"}\n', "line 1: a row with 'input' is of no known format"),
         (b"\n\n", "no rows"),
         (b'{"messages": [{"role": "robot", "content": "x"}]}\n', "line 1"),
+        (b'{"input_ids": [1], "labels": [1, 2]}\n', "line 1 has 1 input_ids and 2 labels"),
     ],
 )
 def test_files_that_cannot_be_learned(client: openai.OpenAI, content: bytes, said: str) -> None:
@@ -255,6 +256,16 @@ def test_files_that_cannot_be_learned(client: openai.OpenAI, content: bytes, sai
     assert said in refused.value.message
     assert (refused.value.code, refused.value.param) == ("invalid_file_format", "training_file")
     assert "jobs/" not in refused.value.message
+
+
+def test_rows_of_tokens(client: openai.OpenAI) -> None:
+    rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}] * 2
+    job = ended(client, begin(client, epochs=3, training_file=upload(client, rows)).id)
+    assert (job.status, job.trained_tokens) == ("succeeded", 18)
+    rows = [{"input_ids": [5, 6, 99999]}]
+    job = ended(client, begin(client, training_file=upload(client, rows)).id)
+    assert job.error.code == "invalid_training_file"
+    assert "has the token 99999" in job.error.message
 
 
 @pytest.mark.parametrize(

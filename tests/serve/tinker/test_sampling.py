@@ -189,7 +189,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a temperature": ({"sampling_params": {"temperature": -1}}, "temperature"),
     "an unknown field": ({"sampling_params": {"min_p": 0.1}}, "min_p"),
     "targets": ({"target_prompt_logprobs": {"data": []}}, "target_prompt_logprobs"),
-    "stability": ({"record_stability_info": True}, "record_stability_info"),
+    "stability": ({"record_stability_info": True}, "stable_reinforce, is not public"),
     "too many": ({"num_samples": 129}, "num_samples"),
     "the last ones of none": ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n"),
     "no model": ({"base_model": None}, "base_model"),

@@ -52,6 +52,21 @@ def test_it_learns_what_is_rewarded_and_serves_it(executor: Executor) -> None:
     executor.remove_adapter("policy")
 
 
+def test_completions_that_nothing_scores_are_told_of(
+    executor: Executor, caplog: pytest.LogCaptureFixture
+) -> None:
+    def late(completions: list[str], trainer_state: Any, **_: Any) -> list[float | None]:
+        return [None if trainer_state["global_step"] else 1.0] * len(completions)
+
+    options = GrpoOptions(**SMALL, max_steps=2)
+    done = train_grpo(executor, PROMPTS, late, options, peft=LORA)
+    assert [numbers.get("reward") for numbers in done.history] == [1.0, None]
+    assert done.history[1]["grad_norm"] == 0
+    (told,) = (one.getMessage() for one in caplog.records if one.levelname == "WARNING")
+    assert told == "update 2: no reward function scored any of 8 completions, which teach nothing"
+    executor.remove_adapter("policy")
+
+
 @pytest.mark.parametrize(
     ("staleness", "expected"), [(0, [0, 0, 0, 0]), (1, [0, 1, 1, 1]), (2, [0, 1, 2, 2])]
 )

@@ -33,13 +33,17 @@ def cross_entropy(logprobs: Tensor, columns: Columns, options: Options) -> Tenso
 
 def importance_sampling(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
     """Return -Σ w r A."""
-    ratios = columns.log_ratios(logprobs).exp()
-    return -(columns.weights * ratios * columns.advantages).sum()
+    return -(columns.weights * _ratios(logprobs, columns) * columns.advantages).sum()
 
 
 def ppo(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
     """Return -Σ w min(r A, clip(r) A)."""
-    return -(columns.weights * clipped(columns.log_ratios(logprobs).exp(), columns, options)).sum()
+    return -(columns.weights * clipped(_ratios(logprobs, columns), columns, options)).sum()
+
+
+def _ratios(logprobs: Tensor, columns: Columns) -> Tensor:
+    """Return r of each token, [T]; 1 without an advantage, where q may be any padding."""
+    return columns.log_ratios(logprobs).where(columns.advantages != 0, 0.0).exp()
 
 
 def clipped(ratios: Tensor, columns: Columns, options: Options) -> Tensor:

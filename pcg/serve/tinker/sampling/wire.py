@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema, model_validator
 
 from pcg.runtime.sampling.sampling_params import MOST_CELLS
 from pcg.serve.tinker.wire import Id, TinkerBody, TinkerReply
@@ -74,6 +74,14 @@ def _stop(value: Any) -> str | list[str] | list[int] | None:
     return value
 
 
+def _no_stability(value: bool | None) -> bool | None:
+    if value:
+        raise ValueError(
+            "the loss that reads it, stable_reinforce, is not public; train by another, such as ppo"
+        )
+    return value
+
+
 _CHUNKS = {"type": "object", "properties": {"chunks": {"type": "array"}}, "required": ["chunks"]}
 _STOPS = {
     "anyOf": [
@@ -84,6 +92,7 @@ _STOPS = {
     ]
 }
 Prompt = Annotated[list[int], PlainValidator(_prompt), WithJsonSchema(_CHUNKS)]
+StabilityInfo = Annotated[bool | None, AfterValidator(_no_stability)]
 Stop = Annotated[str | list[str] | list[int] | None, PlainValidator(_stop), WithJsonSchema(_STOPS)]
 
 
@@ -159,7 +168,7 @@ class SampleBody(TinkerBody):
     prompt_logprobs_last_n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     target_prompt_logprobs: TargetsBody | None = None
     prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=MOST_CELLS)] = 0
-    record_stability_info: Literal[False] | None = None
+    record_stability_info: StabilityInfo = None
     type: Literal["sample"] = "sample"
 
     @model_validator(mode="after")

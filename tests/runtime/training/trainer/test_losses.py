@@ -239,6 +239,25 @@ def test_a_token_without_weight_counts_nowhere(models: tuple[Executor, Any]) -> 
             assert math.isfinite(losses[0])
 
 
+def test_a_padded_logprob_without_an_advantage_counts_nowhere(
+    models: tuple[Executor, Any],
+) -> None:
+    executor, wrapped = models
+    put(executor, wrapped, "a")
+    far = [{**row} for row in ROWS]
+    far[0]["advantages"] = [0.0, *ROWS[0]["advantages"][1:]]
+    near = [{**row} for row in far]
+    near[0]["logprobs"] = [-99999.0, *far[0]["logprobs"][1:]]
+    with executor.trainer("a") as trainer:
+        for name in ("importance_sampling", "ppo", "cispo"):
+            losses, norms = [], []
+            for rows in (far, near):
+                losses.append(trainer.forward_backward(data(rows, *READ), name).loss)
+                norms.append(trainer.optim_step(learning_rate=0.0).gradient_norm)
+            assert losses[0] == losses[1]
+            assert norms[0] == norms[1] > 0
+
+
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "a name": ("ppo2", {}, "loss='ppo2'; use cross_entropy"),
     "an option": ("ppo", {"loss_options": {"clip_low": 1}}, "clip_low_threshold"),
