@@ -14,17 +14,17 @@ from torch import Tensor
 from pcg.errors import FinetuneError, GenerationError, UnsupportedError
 from pcg.ir.program.program import Program
 from pcg.keywords import takes
-from pcg.parallel.ranks.agreement import agreed, check_call, check_same
+from pcg.parallel.ranks.agreement import agreed, check_call
 from pcg.parallel.ranks.group import Ranks, run_on_first
 from pcg.peft.adapter import Adapter
 from pcg.peft.writer import write_adapter
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.options import EngineArguments
-from pcg.runtime.model.batch import whole_sequences
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState, NamedAdapter
-from pcg.runtime.requests.compared import adapter_facts, sequence_facts
+from pcg.runtime.model.whole_logits import whole_logits
+from pcg.runtime.requests.compared import adapter_facts
 from pcg.runtime.requests.request import (
     Chunk,
     Completion,
@@ -227,6 +227,11 @@ class Executor:
         self.state.check_no_engine("a second engine", "close the first one, or use that")
         return Engine(self.state, given)
 
+    @property
+    def _driving(self) -> AsyncEngine | None:
+        """The engine whose thread has all ranks do what is asked for here; None without."""
+        return cast("AsyncEngine | None", self.state.engine_thread) if self.ranks.size > 1 else None
+
     def _between_steps(self, act: Callable[[], Result]) -> Result:
         """Run a function now, or between two steps of the engine that runs on a thread."""
         running = self.state.engine_thread
@@ -271,25 +276,7 @@ class Executor:
         if not input_ids or isinstance(input_ids[0], int):
             return self.logits([cast("Sequence[int]", input_ids)], adapter)[0]
         sequences = cast("Sequence[Sequence[int]]", input_ids)
-        return self._between_steps(lambda: self._logits(sequences, adapter))
-
-    def _logits(self, sequences: Sequence[Sequence[int]], adapter: Any) -> list[Tensor]:
-        adapters = self.state.adapters_of(len(sequences), adapter)
-        check_same(self.ranks, "logits", sequence_facts(sequences, adapters))
-        tables = self.state.serving.tables
-        order = tables.order(adapters)
-        for i, sequence in enumerate(sequences):
-            if not sequence:
-                raise GenerationError(f"sequence {i} has no tokens; give at least one")
-        chosen = [adapters[i] for i in order]
-        virtual = [0 if one is None else one.prompt_tokens for one in chosen]
-        batch = whole_sequences([sequences[i] for i in order], self.state.device, virtual)
-        sizes = [span.length for span in batch.spans]
-        bound = tables.bind(chosen, sizes)
-        parts = self.state.serving.runner.logits(batch, bound).split(sizes)
-        own = [part[count:] for part, count in zip(parts, virtual, strict=True)]
-        by_index = dict(zip(order, own, strict=True))
-        return [by_index[i] for i in range(len(sequences))]
+        return self._between_steps(lambda: whole_logits(self.state, sequences, adapter))
 
     # ------------------------------------------------------------------------------- adapters
 
@@ -315,6 +302,9 @@ class Executor:
             AdapterError: the files are damaged, or it fits another base.
             UnsupportedError: the adapter has a feature that pcg does not support.
         """
+        if (driving := self._driving) is not None:
+            free = {"replace": replace, "expected_version": expected_version}
+            return driving.add_adapter(name, path_or_config, seed=seed, **free).result()
 
         def add() -> Adapter:
             def make() -> Adapter:
@@ -328,20 +318,31 @@ class Executor:
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter. AdapterError: there is none of that name."""
+        if (driving := self._driving) is not None:
+            driving.remove_adapter(name).result()
+            return
         check_call(self.ranks, f"remove_adapter({name!r})")
         self._between_steps(lambda: self.state.remove_adapter(name))
 
     def save_adapter(self, name: str, path: str | Path) -> None:
         """Write an adapter in peft's format; what was at that path is replaced as a whole."""
+        if (driving := self._driving) is not None:
+            driving.check_open()
+            write_adapter(self.state.adapter(name), path)
+            return
         check_call(self.ranks, f"save_adapter({name!r})")
         adapter = self.state.adapter(name)
         run_on_first(self.ranks, lambda: write_adapter(adapter, path))
 
     def refresh_adapter(self, name: str) -> None:
         """Serve an adapter's tensors as they are now, after they were changed in place."""
-        there = partial(self.state.adapter, name)
-        agreed(self.ranks, f"refresh_adapter({name!r})", there, adapter_facts)
-        self._between_steps(lambda: self.state.refresh_adapter(name))
+
+        def refresh() -> None:
+            there = partial(self.state.adapter, name)
+            agreed(self.ranks, f"refresh_adapter({name!r})", there, adapter_facts)
+            self.state.refresh_adapter(name)
+
+        self._between_steps(refresh)
 
     # ------------------------------------------------------------------------------- finetuning
 
