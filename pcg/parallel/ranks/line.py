@@ -103,12 +103,13 @@ class Line:
 
 def _on_hosts(ranks: ProcessRanks) -> dist.ProcessGroup:
     """Return a group of the same processes whose messages go from host to host."""
-    return dist.new_group(
+    group: dist.ProcessGroup = dist.new_group(
         dist.get_process_group_ranks(ranks._group),
         timeout=timedelta(seconds=TIMEOUT_S),
         backend="gloo",
         use_local_synchronization=True,
     )
+    return group
 
 
 def _tensor(message: bytes) -> torch.Tensor:

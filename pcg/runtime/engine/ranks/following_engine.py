@@ -72,7 +72,7 @@ class FollowingEngine(RankedEngine):
         rank = self._line.rank
         try:
             why = self._follower.follow()
-            ended = EngineError(f"{why} (on rank 0, which rank {rank} follows)")
+            ended = EngineError(f"rank 0, which rank {rank} follows, ended its engine: {why}")
         except BaseException as error:
             ended = EngineError(
                 f"the engine's thread on rank {rank} ended by {type(error).__name__}: {error}"
