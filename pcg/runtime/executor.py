@@ -303,8 +303,8 @@ class Executor:
             UnsupportedError: the adapter has a feature that pcg does not support.
         """
         if (driving := self._driving) is not None:
-            free = {"replace": replace, "expected_version": expected_version}
-            return driving.add_adapter(name, path_or_config, seed=seed, **free).result()
+            add_there = partial(driving.add_adapter, replace=replace, seed=seed)
+            return add_there(name, path_or_config, expected_version=expected_version).result()
 
         def add() -> Adapter:
             def make() -> Adapter:

@@ -1,4 +1,4 @@
-"""A rank of an engine on threads: `python driving_rank.py WHAT`, with torchrun's environment."""
+"""A rank of an engine on threads: `python driving_rank.py WHAT DEGREE`, as torchrun starts it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def busy(executor: Executor, running: AsyncEngine) -> None:
             say("ready")
 
 
-def main(what: str) -> None:
-    executor = make_executor(make_program("llama3", DEGREE), "llama3")
+def main(what: str, degree: int) -> None:
+    executor = make_executor(make_program("llama3", degree), "llama3")
     with executor.engine(kv_cache_bytes=2**20).start() as running:
         if executor.ranks.rank == 0:
             {"idle": idle, "busy": busy}[what](executor, running)
@@ -46,4 +46,4 @@ def main(what: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))
