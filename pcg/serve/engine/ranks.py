@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing import get_context
 
 import torch
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pcg.errors import PcgError
 from pcg.parallel.ranks.launch import LOOPBACK, mute_others
@@ -49,7 +49,7 @@ class Ranks:
             threads: the number of threads of all ranks together.
         """
         self.threads = max(1, threads // degree)
-        self._store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         context = get_context("spawn")
         for rank in range(1, degree):
             environment = _environment(rank, degree, self._store.port)

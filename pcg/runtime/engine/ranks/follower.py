@@ -1,4 +1,4 @@
-"""What a rank does that follows: the first rank's orders, in their order."""
+"""The work of a rank that follows: the first rank's orders, in their order."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ Call: TypeAlias = Cancel | Add | Drop | Change
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True):
-    """What the first rank sends at once.
+    """The orders that the first rank sends at once.
 
     Attributes:
         orders: what is to be done, in this order.

@@ -1,4 +1,4 @@
-"""What an engine's thread over ranks has in common on the first rank and on the others.
+"""An engine's thread over ranks: the part that is alike on the first rank and on the others.
 
 Besides the thread that runs the steps there is one that looks whether another rank has ended: then
 this engine ends, too, although its thread may wait for that rank within a step. The step's thread
