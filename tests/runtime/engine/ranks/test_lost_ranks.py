@@ -43,8 +43,6 @@ def start(rank: int, what: str, store: TCPStore, degree: int) -> subprocess.Pope
         pytest.param("busy", 1, DEGREE, marks=pytest.mark.slow),
         pytest.param("idle", 0, DEGREE, marks=pytest.mark.slow),
         pytest.param("busy", 0, DEGREE, marks=pytest.mark.slow),
-        pytest.param("idle", 2, 4, marks=pytest.mark.slow),
-        pytest.param("busy", 2, 4, marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_rank_ends_the_others(what: str, victim: int, degree: int) -> None:
