@@ -17,7 +17,15 @@ from pcg.serve.options import ServeOptions
 from pcg.split.base.options import BaseOptions
 
 from .console import err
-from .executors import SPLIT, PlaceOptions, files_of, on_ranks, open_executor, ranks_of
+from .executors import (
+    SPLIT,
+    PlaceOptions,
+    check_alone,
+    files_of,
+    on_ranks,
+    open_executor,
+    ranks_of,
+)
 from .options.arguments import Runnable
 from .options.fields import Given, Only
 from .run import SERVING
@@ -29,27 +37,33 @@ def serve_command(
     compiling: Annotated[Given[CompileOptions], Only(SERVING)],
     place: PlaceOptions,
 ) -> None:
-    """Serve a model and its adapters by OpenAI's API, until SIGTERM or Ctrl-C."""
+    """Serve a model and its adapters by OpenAI's API, until SIGTERM or Ctrl-C.
+
+    With --tp so many ranks of this machine serve it together.
+    """
+    check_alone("pcg serve")
     degree = ranks_of(model, compiling.values, place)
     if options.split_port is not None and model.startswith(SPLIT):
         raise typer.BadParameter(
             f"the weights of {model} are at a base executor; split clients connect there",
             param_hint="--split-port",
         )
-    if degree > 1:
+    if options.split_port is not None and degree > 1:
         raise typer.BadParameter(
-            f"a server runs on one rank, not on {degree}; leave it out", param_hint="--tp"
+            f"the {degree} ranks of a server have no split clients; use one rank, or pcg "
+            f"serve-base --tp {degree}",
+            param_hint="--split-port",
         )
     from pcg.serve.engine.process import process_client
     from pcg.serve.server import serve
 
-    load = partial(open_executor, model, None, compiling.values, place)
+    load = partial(open_executor, model, None, {**compiling.values, "tp": degree}, place)
 
     def say(text: str) -> None:
         err().print(text, soft_wrap=True)
 
     files = partial(files_of, model, place)
-    if not serve(options, partial(process_client, load), say, files=files):
+    if not serve(options, partial(process_client, load, degree=degree), say, files=files):
         raise typer.Exit(1)
 
 

@@ -247,6 +247,7 @@ def _own_sheet(device: torch.device, degree: int) -> str | None:
 def compile_random(
     model: str | os.PathLike[str] | Mapping[str, Any],
     *,
+    tp: int = 1,
     backend: Backend = "auto",
     dtype: str | None = None,
     adapter_copies: Literal["bfloat16", "float32"] | None = None,
@@ -258,13 +259,13 @@ def compile_random(
 
     Args:
         model: the model, as `compile_program` takes it; its weights are not read.
-        backend, dtype, adapter_copies, attention: as in `CompileOptions`.
+        tp, backend, dtype, adapter_copies, attention: as in `CompileOptions`.
         device: the device of the weights; the GPU where there is one, else the CPU.
         seed: the seed of the weights.
     """
     source = resolve(model)
     options = CompileOptions(
-        backend=backend, dtype=dtype, adapter_copies=adapter_copies, attention=attention
+        tp=tp, backend=backend, dtype=dtype, adapter_copies=adapter_copies, attention=attention
     )
     program = _compiled(source, source.config, None, options, machine_device(device))
     weights = RandomWeights(float(source.config.get("initializer_range", 0.02)), seed)

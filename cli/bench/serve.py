@@ -5,6 +5,7 @@ The options have the names of `vllm bench serve` and `vllm serve` where these ha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -15,7 +16,7 @@ from pcg.options import CompileOptions
 from pcg.units import counted
 
 from ..console import busy, err, out, print_json, table
-from ..executors import PlaceOptions, check_alone, open_executor
+from ..executors import PlaceOptions, on_ranks, open_executor, ranks_of
 from ..options.arguments import Json, Model
 from ..options.fields import Given, Only
 from .workload import WorkloadOptions, at_least
@@ -166,18 +167,41 @@ def serve_command(
     serving: ServingOptions,
     how: BenchOptions,
     compiling: Annotated[
-        Given[CompileOptions], Only(("dtype", "backend", "adapter_copies", "attention"))
+        Given[CompileOptions], Only(("tp", "dtype", "backend", "adapter_copies", "attention"))
     ],
     json: Json = False,
 ) -> None:
     """Serve a workload, beside finetuning or not, and report how it went.
 
-    Prompts are random tokens, and every output has the length that the workload asks for.
+    Prompts are random tokens, and every output has the length that the workload asks for. With --tp
+    so many ranks of this machine serve it together.
     """
+    degree = ranks_of(model, compiling.values, PlaceOptions(device=how.device))
+    arguments = {
+        "model": model,
+        "requests": requests,
+        "training": training,
+        "serving": serving,
+        "how": how,
+        "compiling": {**compiling.values, "tp": degree},
+        "json": json,
+    }
+    on_ranks(degree, measure, arguments)
+
+
+def measure(
+    model: str,
+    requests: WorkloadOptions,
+    training: FinetuningOptions,
+    serving: ServingOptions,
+    how: BenchOptions,
+    compiling: Mapping[str, Any],
+    json: bool,
+) -> None:
+    """Serve the workload and report; over ranks each of them does, and the first one reports."""
     from pcg.runtime.admission.backlog import UNLIMITED
 
-    check_alone("pcg bench serve")
-    executor = _executor(model, how, compiling.values, requests.seed)
+    executor = _executor(model, how, compiling, requests.seed)
     workload = requests.workload(executor.max_positions)
     names = workload.adapters
     own = tuple(f"adapter-{index}" for index in range(requests.adapters))
@@ -201,6 +225,8 @@ def serve_command(
         with busy("compiling the finetuning job"):
             _finetune(engine, training.finetune, training, requests.seed)
     report = _run(engine, workload, requests, serves=training.sharing != "finetuning-only")
+    if executor.ranks.rank:
+        return
     if how.plot is not None:
         from pcg.simulate.latency_plot import serving_svg
 
@@ -212,6 +238,7 @@ def serve_command(
                 "model": executor.program.name,
                 "sharing": training.sharing,
                 "policy": serving.policy,
+                "tp": executor.ranks.size,
                 "adapters": len(names),
                 "seed": requests.seed,
                 "ttft_slo_ms": serving.ttft_slo_ms,

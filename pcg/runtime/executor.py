@@ -228,6 +228,11 @@ class Executor:
         self.state.check_no_engine("a second engine", "close the first one, or use that")
         return Engine(self.state, given)
 
+    @property
+    def _driving(self) -> AsyncEngine | None:
+        """The engine whose thread has all ranks do what is asked for here; None without."""
+        return cast("AsyncEngine | None", self.state.engine_thread) if self.ranks.size > 1 else None
+
     def _between_steps(self, act: Callable[[], Result]) -> Result:
         """Run a function now, or between two steps of the engine that runs on a thread."""
         running = self.state.engine_thread
@@ -298,6 +303,9 @@ class Executor:
             AdapterError: the files are damaged, or it fits another base.
             UnsupportedError: the adapter has a feature that pcg does not support.
         """
+        if (driving := self._driving) is not None:
+            add_there = partial(driving.add_adapter, replace=replace, seed=seed)
+            return add_there(name, path_or_config, expected_version=expected_version).result()
 
         def add() -> Adapter:
             def make() -> Adapter:
@@ -311,20 +319,31 @@ class Executor:
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter. AdapterError: there is none of that name."""
+        if (driving := self._driving) is not None:
+            driving.remove_adapter(name).result()
+            return
         check_call(self.ranks, f"remove_adapter({name!r})")
         self._between_steps(lambda: self.state.remove_adapter(name))
 
     def save_adapter(self, name: str, path: str | Path) -> None:
         """Write an adapter in peft's format; what was at that path is replaced as a whole."""
+        if (driving := self._driving) is not None:
+            driving.check_open()
+            write_adapter(self.state.adapter(name), path)
+            return
         check_call(self.ranks, f"save_adapter({name!r})")
         adapter = self.state.adapter(name)
         run_on_first(self.ranks, lambda: write_adapter(adapter, path))
 
     def refresh_adapter(self, name: str) -> None:
         """Serve an adapter's tensors as they are now, after they were changed in place."""
-        there = partial(self.state.adapter, name)
-        agreed(self.ranks, f"refresh_adapter({name!r})", there, adapter_facts)
-        self._between_steps(lambda: self.state.refresh_adapter(name))
+
+        def refresh() -> None:
+            there = partial(self.state.adapter, name)
+            agreed(self.ranks, f"refresh_adapter({name!r})", there, adapter_facts)
+            self.state.refresh_adapter(name)
+
+        self._between_steps(refresh)
 
     # ------------------------------------------------------------------------------- finetuning
 

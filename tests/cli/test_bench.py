@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from cli.application import app
 from tests.support import tiny_llama
+from tests.support.command_line import ROOT
 
 SMALL = (
     "--request-rate", "inf", "--num-prompts", "6", "--adapters", "3", "--ranks", "2,4",
@@ -173,3 +176,16 @@ def test_requests_longer_than_the_model(model: Path) -> None:
     result = run(model, "--num-prompts", "2", "--input-len", "9000", "--request-rate", "inf")
     assert result.exit_code == 1
     assert "positions; use shorter lengths" in result.stderr
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_ranks_serve_a_workload_together(model: Path) -> None:
+    """Beside a job; the first one alone reports."""
+    job = ("--finetune", "random", "--finetune-len", "16")
+    command = [sys.executable, "-m", "cli", "bench", "serve", str(model), *SMALL, *job]
+    done = subprocess.run(
+        [*command, "--tp", "2", "--json"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    assert (found["tp"], found["completed"], found["total_output_tokens"]) == (2, 6, 30)

@@ -62,7 +62,7 @@ class Loads:
         self, name: str, path_or_config: object, seed: int, check_free: Callable[[], None]
     ) -> Future[Adapter]:
         """Load an adapter; `check_free` raises while it may not be put in place."""
-        state, threads, end = self._state, self._threads, _begun()
+        state, threads, end = self._state, self._threads, begun()
 
         def check() -> None:
             self._check_open()
@@ -73,37 +73,40 @@ class Loads:
             check()
             made = state.make_adapter(name, path_or_config, seed=seed)
             adapter = made.map(torch.clone)  # read now, and not by a step
-            threads.compile(_passing(end, partial(add, adapter)))
+            threads.compile(passing(end, partial(add, adapter)))
 
         def add(adapter: Adapter) -> None:
             self._check_open()
             put_in = partial(put, adapter, state.program_for(adapter))
-            self._call(put_in).add_done_callback(partial(_pass_result, end))
+            self._call(put_in).add_done_callback(partial(pass_result, end))
 
         def put(adapter: Adapter, program: ServingProgram) -> Adapter:
             check()
             return state.put_adapter(adapter, program)
 
-        self._in_turn(name, end, lambda: threads.load(_passing(end, load)))
+        self._in_turn(name, end, lambda: threads.load(passing(end, load)))
         return end
 
     def remove(self, name: str) -> Future[None]:
         """Forget an adapter between two steps."""
-        end: Future[None] = _begun()
+        end: Future[None] = begun()
 
         def remove() -> None:
             self._check_unreserved(name)
-            self._state.remove_adapter(name)
+            self._remove(name)
 
         def begin() -> None:
-            self._call(remove).add_done_callback(partial(_pass_result, end))
+            self._call(remove).add_done_callback(partial(pass_result, end))
 
         self._in_turn(name, end, begin)
         return end
 
+    def _remove(self, name: str) -> None:
+        self._state.remove_adapter(name)
+
     def _in_turn(self, name: str, end: Future[Any], begin: Callable[[], None]) -> None:
         """Begin what `end` is the future of, now or when all before it have ended."""
-        begin = _passing(end, begin)
+        begin = passing(end, begin)
         with self._lock:
             before = self._last.get(name)
             self._last[name] = end
@@ -119,14 +122,14 @@ class Loads:
                 del self._last[name]
 
 
-def _begun() -> Future[Any]:
+def begun() -> Future[Any]:
     """Return a future that a waiter cannot cancel."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
-def _passing(end: Future[Any], act: Callable[[], None]) -> Callable[[], None]:
+def passing(end: Future[Any], act: Callable[[], None]) -> Callable[[], None]:
     """Return the function, whose error becomes the future's."""
 
     def run() -> None:
@@ -138,7 +141,8 @@ def _passing(end: Future[Any], act: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def _pass_result(end: Future[Result], done: Future[Result]) -> None:
+def pass_result(end: Future[Result], done: Future[Result]) -> None:
+    """End a future as another one has ended."""
     error = done.exception()
     if error is None:
         end.set_result(done.result())

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from weakref import WeakKeyDictionary
 
@@ -118,9 +119,14 @@ class Versions:
     Args:
         collects: collect garbage before adapters are listed, as over ranks: these compile one
             program, so none may miss what another has not collected yet.
+
+    Attributes:
+        agreed: over ranks of which one drives the others, makes of the adapters that are alive here
+            those of the first rank; None elsewhere.
     """
 
     def __init__(self, *, collects: bool) -> None:
+        self.agreed: Callable[[list[Adapter]], list[Adapter]] | None = None
         self._collects = collects
         self._lock = Lock()
         self._of: WeakKeyDictionary[Adapter, _Served] = WeakKeyDictionary()
@@ -131,9 +137,14 @@ class Versions:
         self._waiting = 0
         self._listeners: list[Callable[[str, Adapter | None], None]] = []
 
-    def listen(self, tell: Callable[[str, Adapter | None], None]) -> None:
-        """Have a function told which adapter has a name from now on, and None where it goes."""
+    def listen(self, tell: Callable[[str, Adapter | None], None]) -> Callable[[], None]:
+        """Have a function told which adapter has a name from now on, and None where it goes.
+
+        Returns:
+            What ends that.
+        """
         self._listeners.append(tell)
+        return partial(self._listeners.remove, tell)
 
     def begin(self, adapter: Adapter) -> AdapterVersion:
         """Make the next version of the adapter's name, whose weights these are from now on."""
@@ -222,7 +233,8 @@ class Versions:
         if self._collects:
             gc.collect()
         with self._lock:
-            return list(self._of)
+            found = list(self._of)
+        return found if self.agreed is None else self.agreed(found)
 
     def _hash(self, adapter: Adapter, served: _Served) -> None:
         """Have a digest computed beside what runs, unless too many wait for theirs."""

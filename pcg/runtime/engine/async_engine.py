@@ -13,14 +13,12 @@ and every job ends when the engine's thread does.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from itertools import count, islice
 from threading import current_thread
 from typing import Any, TypeVar, Unpack
 
@@ -46,6 +44,7 @@ from pcg.runtime.metrics.status import (
     RunningStatus,
 )
 from pcg.runtime.model.state import ModelState
+from pcg.runtime.requests.in_order import in_order
 from pcg.runtime.requests.request import Chunk, Request, RequestFields, make_request
 from pcg.runtime.requests.stream import Stream
 from pcg.runtime.training.options import JobArguments
@@ -76,11 +75,14 @@ class AsyncEngine(TrainerThread):
         self._drained.set_running_or_notify_cancel()
         self._drain_until = math.inf
         self._refuses = False
-        self._loads = Loads(
-            state, self._preparation, self.call, self._check_open, self._check_unreserved
-        )
+        self._loads = self._made_loads()
         state.engine_thread = self
         self._thread.start()
+
+    def _made_loads(self) -> Loads:
+        return Loads(
+            self._state, self._preparation, self.call, self._check_open, self._check_unreserved
+        )
 
     # ------------------------------------------------------------------------------- for any thread
 
@@ -154,20 +156,7 @@ class AsyncEngine(TrainerThread):
                 "a callback of the engine waits for the engine; submit a request there"
             )
         most = 2 * self.engine.scheduler.limits.running
-        begun = deque(self.submit_request(request) for request in requests[:most])
-        return self._in_order(begun, iter(requests[most:]))
-
-    def _in_order(self, begun: deque[Stream], left: Iterator[Request]) -> Iterator[Chunk]:
-        try:
-            for index in count():
-                if not begun:
-                    return
-                for chunk in begun.popleft():
-                    yield dataclasses.replace(chunk, index=index)
-                begun.extend(self.submit_request(request) for request in islice(left, 1))
-        finally:  # an error of one, or a reader that stops, ends the others
-            for stream in begun:
-                stream.cancel()
+        return in_order(requests, self.submit_request, most)
 
     def remove_adapter(self, name: str) -> Future[None]:
         """Forget an adapter between two steps; requests that have it go on with it.
@@ -202,7 +191,7 @@ class AsyncEngine(TrainerThread):
 
     def running(self) -> list[RunningStatus]:
         """Return the requests that run, as they were admitted; does not wait for a step."""
-        now_s = self.engine.clock.now_s()
+        now_s = self.engine.clock.here_s()
         return [
             RunningStatus(
                 one.id,
@@ -317,7 +306,7 @@ class AsyncEngine(TrainerThread):
             _pass_error(running, read)
             return
         with contextlib.suppress(EngineError):  # closed meanwhile, and the job is cancelled
-            self._preparation.compile(functools.partial(self._prepare, running, read.result()))
+            self.compile_aside(functools.partial(self._prepare, running, read.result()))
 
     def _prepare(self, running: RunningJob, given: JobArguments) -> None:
         """Make a job ready, on the thread that compiles."""
@@ -333,7 +322,7 @@ class AsyncEngine(TrainerThread):
 
         def settle(begun: Future[None]) -> None:
             if _pass_error(running, begun):
-                job.cancel()
+                self.engine.drop_job(job)
 
         begun.add_done_callback(settle)
 
@@ -363,7 +352,7 @@ class AsyncEngine(TrainerThread):
     def _begin_job(self, running: RunningJob, job: Job) -> None:
         self._release(running)
         running.cancelling.check()
-        running.begin(self.engine.jobs.add(job))
+        running.begin(self.engine.add_job(job))
         self._jobs.append(running)
 
     def _settle(self) -> None:

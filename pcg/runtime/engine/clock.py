@@ -22,6 +22,9 @@ class Clock(Protocol):
     def latest_s(self) -> float:
         """Return them as far as they are known here; over ranks, by their latest message."""
 
+    def here_s(self) -> float:
+        """Return them on any thread, without a message; over ranks, on the first one alone."""
+
 
 class MachineClock:
     """The machine's time since the clock was made.
@@ -45,6 +48,9 @@ class MachineClock:
     def latest_s(self) -> float:
         return self.now_s() if self._ranks.size == 1 else self._latest_s
 
+    def here_s(self) -> float:
+        return (time.monotonic_ns() - self._start_ns) / 1e9
+
     def _asked_ns(self) -> int:
         now_ns = time.monotonic_ns()
         if self._ranks.size == 1:
@@ -62,6 +68,9 @@ class SimulatedClock:
         return self._now
 
     def latest_s(self) -> float:
+        return self._now
+
+    def here_s(self) -> float:
         return self._now
 
     def advance(self, seconds: float) -> None:

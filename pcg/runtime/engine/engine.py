@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from signal import SIGINT
 from typing import Self, cast
 
-from pcg.errors import FinetuneError, UnsupportedError
+from pcg.errors import FinetuneError
 from pcg.keywords import takes
 from pcg.parallel.ranks.agreement import check_call, check_same
+from pcg.parallel.ranks.described import described
+from pcg.parallel.ranks.line import Line
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
@@ -22,6 +25,11 @@ from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.options import KV_CACHE_BYTES, EngineArguments
+from pcg.runtime.engine.ranks import orders
+from pcg.runtime.engine.ranks.driver import Driver
+from pcg.runtime.engine.ranks.driving_engine import DrivingEngine
+from pcg.runtime.engine.ranks.following_engine import FollowingEngine
+from pcg.runtime.engine.ranks.step_callback import StepCallback
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.step_runner import StepRunner
 from pcg.runtime.memory.kv_cache import KvCache, bytes_of_page, kv_types
@@ -52,6 +60,7 @@ class Engine(EngineLoop):
 
     Attributes:
         runners: recorded windows that no job has, for the next one of their shape.
+        driver: tells the other ranks what is done here, once a thread runs the steps; else None.
     """
 
     device: StepRunner
@@ -67,6 +76,7 @@ class Engine(EngineLoop):
         """
         facts = request_facts(requests) if requests else option_facts(given, ("log",))
         check_same(state.world, "generate" if requests else "engine", facts)
+        self.driver: Driver | None = None
         self._compares = state.world.size > 1 and not requests
         self._was_called = True
         types = kv_types(state.serving.runner.model)
@@ -99,38 +109,61 @@ class Engine(EngineLoop):
             self.calibrate()
 
     def submit(self, request: Request, submitted_s: float | None = None) -> str:
+        if self.driver is not None:
+            now_s = self.clock.here_s() if submitted_s is None else submitted_s
+            with self.driver.asked(self.driver.submitted(request, now_s), at_once=False):
+                return super().submit(request, now_s)
         if self._compares:
             check_same(self.state.world, "submit", request_facts([request]))
             self._was_called = True
         return super().submit(request, submitted_s)
 
     def cancel(self, request: str, kind: Kind = Kind.CANCELLED) -> None:
-        self._check_call(f"cancel({request!r})")
-        super().cancel(request, kind)
+        with self._asked(orders.Cancel(request, kind.value), at_once=False):
+            super().cancel(request, kind)
+
+    def add_job(self, job: Job) -> Job:
+        with self._asked(orders.Add(job.name)):
+            return super().add_job(job)
+
+    def drop_job(self, job: Job) -> None:
+        with self._asked(orders.Drop(job.name)):
+            super().drop_job(job)
+
+    def interrupt_job(self, name: str) -> None:
+        with self._asked(orders.Change("interrupt_job", name)):
+            super().interrupt_job(name)
 
     def pause_job(self, name: str) -> None:
-        self._check_call(f"pause_job({name!r})")
-        super().pause_job(name)
+        with self._asked(orders.Change("pause_job", name)):
+            super().pause_job(name)
 
     def resume_job(self, name: str) -> None:
-        self._check_call(f"resume_job({name!r})")
-        super().resume_job(name)
+        with self._asked(orders.Change("resume_job", name)):
+            super().resume_job(name)
 
     def cancel_job(self, name: str) -> None:
-        self._check_call(f"cancel_job({name!r})")
-        super().cancel_job(name)
+        with self._asked(orders.Change("cancel_job", name)):
+            super().cancel_job(name)
 
     def step(self) -> list[Chunk]:
+        if self.driver is not None:
+            with self.driver.asked(orders.Step()):
+                return super().step()
         # Steps that follow each other go on with what all ranks have agreed on.
         if self._compares and (self._was_called or self.is_idle):
             check_call(self.state.world, "step")
             self._was_called = False
         return super().step()
 
-    def _check_call(self, call: str) -> None:
+    def _asked(self, order: orders.Call, at_once: bool = True) -> AbstractContextManager[None]:
+        """Have all ranks do an order, or compare that all of them are asked for it."""
+        if self.driver is not None:
+            return self.driver.asked(order, at_once=at_once)
         if self._compares:
-            check_call(self.state.world, call)
+            check_call(self.state.world, order.call)
             self._was_called = True
+        return nullcontext()
 
     @takes(JobArguments, FinetuneError)
     def finetune(self, given: JobArguments) -> Job:
@@ -149,14 +182,14 @@ class Engine(EngineLoop):
         note, adapter = self._note, given.adapter
 
         interrupts: list[Interrupt] = []
+        callback = StepCallback(given.on_step, interrupts, is_lone=self.driver is not None)
         made: list[Job] = []
 
         def stepped(record: StepRecord) -> None:
             made[0].record = record
             details = {"step": record.step, "loss": record.loss, "tokens": record.tokens}
             note(Kind.STEPPED, adapter, **details)
-            if given.on_step is not None:
-                given.on_step(record)
+            callback(record)
 
         def publish(version: AdapterVersion) -> None:
             note(Kind.PUBLISHED, adapter, adapter_version=version.number)
@@ -170,7 +203,7 @@ class Engine(EngineLoop):
             is_over()
 
         try:
-            work = FinetuneJob(publisher, given).work(stepped, interrupts)
+            work = callback.raising(FinetuneJob(publisher, given).work(stepped, interrupts))
             made.append(Job(adapter, work, ends, lambda: interrupts.append((SIGINT, None))))
             return made[0]
         except BaseException:
@@ -192,19 +225,28 @@ class Engine(EngineLoop):
     def start(self) -> AsyncEngine:
         """Have a thread run the steps from now on.
 
+        Over ranks all of them call it. The first one's engine takes what is asked for; that of any
+        other rank does the same, until the first one is closed, and takes nothing itself.
+
         Raises:
             EngineError: this engine, or another one of the executor, runs on a thread already.
-            UnsupportedError: the engine runs over ranks.
         """
-        self.state.check_no_engine("a second thread", "use the AsyncEngine that start() gave")
-        if self.state.ranks.size > 1:
-            raise UnsupportedError(
-                f"this engine runs over {self.state.ranks.size} ranks, which have to be asked "
-                "alike and in one order, and threads are not; call submit, finetune and step on "
-                "all of them"
-            )
-        makers = (self.prepare_job, self.prepare_trainer)
-        return AsyncEngine(self, self.state, *makers, self._data_limits)
+        state = self.state
+        state.check_no_engine("a second thread", "use the AsyncEngine that start() gave")
+        if state.ranks.size == 1:
+            makers = (self.prepare_job, self.prepare_trainer)
+            return AsyncEngine(self, state, *makers, self._data_limits)
+        check_same(state.ranks, "start", {"the adapters": described(sorted(state.adapters))})
+        line, self._compares = Line(state.ranks), False
+        if state.ranks.rank:
+            return FollowingEngine(self, state, self.prepare_job, line, self._free)
+        self.driver = driver = Driver(line, state)
+        limits, free = self._data_limits, self._free
+        return DrivingEngine(self, state, self.prepare_job, limits, line, driver, free)
+
+    def _free(self) -> None:
+        """Be called on all ranks alike again."""
+        self.driver, self._compares, self._was_called = None, True, True
 
     def wait_prepared(self) -> None:
         """Wait until no guide of a request is compiled any more."""

@@ -168,6 +168,18 @@ class EngineLoop:
 
     # ------------------------------------------------------------------------------- jobs
 
+    def add_job(self, job: Job) -> Job:
+        """Run a job from now on. PcgError: there is one of its name."""
+        return self.jobs.add(job)
+
+    def drop_job(self, job: Job) -> None:
+        """End a job that was made and not added."""
+        job.cancel()
+
+    def interrupt_job(self, name: str) -> None:
+        """End a job after the step under way, with a checkpoint where these are kept."""
+        self.jobs.interrupt(name)
+
     def pause_job(self, name: str) -> None:
         """Pause a job after its latest unit; it keeps its pages."""
         self.land()

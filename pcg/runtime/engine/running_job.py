@@ -86,7 +86,7 @@ class RunningJob:
 
     def interrupt(self) -> None:
         """End the job after its step, with a checkpoint if it has a `checkpoint_dir`."""
-        self._change(self._engine.jobs.interrupt)
+        self._change(self._engine.interrupt_job)
 
     def _change(self, change: Callable[[str], None]) -> None:
         def act() -> None:

@@ -27,11 +27,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from threading import RLock, Thread, current_thread
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Self, TypeAlias, TypeVar
 from weakref import WeakSet
 
 from pcg.errors import EngineError
 from pcg.runtime.admission.arrivals import Arrivals
+from pcg.runtime.engine.calls import Call
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.requests.stream import Stream, Wakes
@@ -69,12 +70,12 @@ class StepThread(ABC):
         self.watcher: Callable[[Wakes], None] | None = None
         self._refusal: EngineError | None = None
         self._closing = False
-        self._calls: SimpleQueue[_Call] = SimpleQueue()
+        self._calls: SimpleQueue[Call] = SimpleQueue()
         engine.awaited = self._is_called
         # A stream that is collected cancels its request, also while this thread holds the lock.
         self._lock = RLock()
         self._streams: dict[int, Stream] = {}
-        self._arrivals: Arrivals[_Call] = Arrivals(engine.scheduler.backlog)
+        self._arrivals: Arrivals[Call] = Arrivals(engine.scheduler.backlog)
         self._wakes = Wakes()
         self._step_began: float | None = None
         self._latest_step_s = 0.0
@@ -98,7 +99,7 @@ class StepThread(ABC):
         if refused is not None:
             return refused
         stream = make(self._cancel, request.request_id or None)
-        call = _Call(functools.partial(self._begin, request, stream, self.engine.clock.now_s()))
+        call = Call(functools.partial(self._begin, request, stream, self.engine.clock.here_s()))
         call.future.add_done_callback(functools.partial(_pass_error, stream))
         with self._lock:
             if self.ended is None:
@@ -133,7 +134,7 @@ class StepThread(ABC):
 
     def call(self, act: Callable[[], Result]) -> Future[Result]:
         """Run a function between two steps; returns its result, an EngineError after the end."""
-        call = _Call(act)
+        call = Call(act)
         with self._lock:
             if self.ended is None:
                 self._calls.put(call)
@@ -279,16 +280,20 @@ class StepThread(ABC):
         engine = self.engine
         try:
             if engine.is_idle:
-                self._calls.get().run()
+                self._next_call(None).run()
             elif self._rests:
-                self._calls.get(timeout=max(0.0, self._paused_until - time.monotonic())).run()
+                self._next_call(max(0.0, self._paused_until - time.monotonic())).run()
             elif not engine.worked:
-                self._calls.get(timeout=_BLOCKED_S).run()
+                self._next_call(_BLOCKED_S).run()
             until = time.monotonic() + self._calls_s
             while self._rests or time.monotonic() < until:
                 self._calls.get_nowait().run()
         except Empty:
             return
+
+    def _next_call(self, timeout_s: float | None) -> Call:
+        """Wait for a call. Empty: there is none after so long."""
+        return self._calls.get(timeout=timeout_s)
 
     @property
     def _rests(self) -> bool:
@@ -375,21 +380,6 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
-
-
-class _Call:
-    """A function to run on the thread, and its result."""
-
-    def __init__(self, act: Callable[[], Any]) -> None:
-        self.future: Future[Any] = Future()
-        self.future.set_running_or_notify_cancel()
-        self._act = act
-
-    def run(self) -> None:
-        try:
-            self.future.set_result(self._act())
-        except Exception as error:  # the caller's, not the thread's
-            self.future.set_exception(error)
 
 
 def _pass_error(stream: Stream, done: Future[None]) -> None:

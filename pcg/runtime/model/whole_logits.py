@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from pcg.errors import GenerationError
 from pcg.parallel.ranks.agreement import check_same
 from pcg.runtime.model.batch import whole_sequences
-from pcg.runtime.model.state import ModelState
+from pcg.runtime.model.state import ModelState, NamedAdapter
 from pcg.runtime.requests.compared import sequence_facts
 
 
 def whole_logits(
-    state: ModelState, sequences: Sequence[Sequence[int]], adapter: Any
+    state: ModelState,
+    sequences: Sequence[Sequence[int]],
+    adapter: NamedAdapter | Sequence[NamedAdapter],
 ) -> list[Tensor]:
     """Compute the logits of all tokens of some sequences; see `Executor.logits`.
 

@@ -336,6 +336,8 @@ def process_client(
     options: ServeOptions,
     tenants: int,
     split: SplitAccess | None = None,
+    *,
+    degree: int = 1,
 ) -> Iterator[ProcessClient]:
     """Load a model in a new process and run its engine there, until the end of the `with`.
 
@@ -343,11 +345,12 @@ def process_client(
         load: loads it; it is pickled.
         tenants: the number of tenants that may ask.
         split: who may use its weights by split execution; None for nobody.
+        degree: the number of ranks that run it, each in a process of its own.
     Raises:
         PcgError: the model cannot be loaded, or the engine not be made.
     """
     ours, theirs = socket.socketpair()
-    arguments = (theirs, load, options, tenants, torch.get_num_threads(), split)
+    arguments = (theirs, load, options, tenants, torch.get_num_threads(), split, degree)
     process = get_context("spawn").Process(target=run, args=arguments, name="pcg engine")
     # It is born without the signals that it will ignore.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TypeAlias
 
 import tokenizers
@@ -11,9 +10,9 @@ import torch
 from pcg.errors import EngineError, FinetuneInterrupted, GenerationError, PcgError
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
+from pcg.runtime.requests.plain import plain_fields, plain_params, request_of_plain
 from pcg.runtime.requests.request import Chunk, Completion, Request
 from pcg.runtime.sampling.logprobs import TokenLogprobs
-from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.text.chat import ChatTemplate
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.engine.messages import (
@@ -29,31 +28,15 @@ from pcg.units import shown
 
 PromptLogprobs: TypeAlias = tuple[TokenLogprobs | None, ...]
 
-_OWN = [
-    field.name
-    for field in dataclasses.fields(Request)
-    if field.name not in ("prompt_ids", "params", "adapter")
-]
-_DEFAULTS = SamplingParams()
-_NAMES = [field.name for field in dataclasses.fields(SamplingParams)]
-
 
 # --------------------------------------------------------------------------------- requests
 
 
 def submit_of(number: int, request: Request, version: AdapterVersion | None) -> Submit:
     """Return the message of a request, which a version answers; None is the base."""
-    params = request.params
-    given = {
-        name: value
-        for name in _NAMES
-        if (value := getattr(params, name)) != getattr(_DEFAULTS, name)
-    }
-    own = {name: value for name in _OWN if (value := getattr(request, name)) is not None}
-    if not params.echo:  # nothing else reads it
-        own.pop("text", None)
     adapter = None if version is None else name_of(version)
-    return Submit(number, request.prompt_ids, given, adapter, own)
+    params, own = plain_params(request.params), plain_fields(request)
+    return Submit(number, request.prompt_ids, params, adapter, own)
 
 
 def encoded(submit: Submit) -> bytes:
@@ -86,8 +69,7 @@ def _is_sendable(value: object) -> bool:
 
 def request_of(asked: Submit, adapter: ServedAdapter | None) -> Request:
     """Return the request of a message; errors as of `Request`."""
-    params = SamplingParams.of(asked.params)
-    return Request(asked.prompt_ids, params, adapter, **asked.own)  # type: ignore[arg-type]
+    return request_of_plain(asked.prompt_ids, asked.params, adapter, asked.own)
 
 
 def name_of(version: AdapterVersion) -> VersionName:

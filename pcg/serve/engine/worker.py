@@ -56,6 +56,7 @@ from pcg.serve.engine.messages import (
 )
 from pcg.serve.engine.numbers import plain
 from pcg.serve.engine.outbox import Outbox
+from pcg.serve.engine.ranks import Ranks
 from pcg.serve.engine.reports import Reports
 from pcg.serve.engine.split_base import SplitAccess
 from pcg.serve.engine.trainer_orders import LoraOrder, TrainerOrder, TrainerReply
@@ -73,6 +74,7 @@ def run(
     tenants: int,
     threads: int,
     split: SplitAccess | None = None,
+    degree: int = 1,
 ) -> None:
     """Serve what comes over a socket until the server says to end, or is gone.
 
@@ -81,11 +83,15 @@ def run(
         tenants: the number of tenants that may ask.
         threads: the number of threads for tensors.
         split: who may use its weights by split execution; None for nobody.
+        degree: the number of ranks, the first of which this process is.
     """
     _follow_parent()
     channel = Channel(end)
     worker = Worker(channel)
     Thread(target=worker.read, name="pcg messages", daemon=True).start()
+    if degree > 1:  # which is kept, as it has the store that they meet at
+        ranks = Ranks(degree, _follow_parent, load, options, tenants, threads)
+        threads = ranks.threads
     torch.set_num_threads(threads)
     try:
         with local_client(load, options, tenants, split) as client:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcg.errors import UnsupportedError
 from pcg.kernels.torch import lora
 from pcg.kernels.torch import ops as torch_ops
 from pcg.runtime.engine.jobs import JobState
@@ -130,17 +129,6 @@ def test_an_error_of_one_rank_is_the_error() -> None:
 
     with pytest.raises(MemoryError, match="no memory on this rank"):
         run_ranks(2, fail)
-
-
-def test_threads_do_not_ask_ranks() -> None:
-    program = make_program("llama3", 2)
-
-    def ask(ranks: ThreadRanks) -> None:
-        executor = make_executor(program, "llama3", ranks)
-        with pytest.raises(UnsupportedError, match=r"runs over 2 ranks, .* call submit, finetune"):
-            executor.engine(kv_cache_bytes=CACHE_BYTES).start()
-
-    run_ranks(2, ask)
 
 
 @pytest.mark.parametrize("changes", [{}, {"sequence_parallel": True}], ids=["whole", "parts"])
