@@ -194,8 +194,6 @@ def compile(given: CompileArguments) -> Executor:
         check_same(ranks, "compile", {"costs": "given" if costs else "measured"})
         costs = costs or own_profile(mesh.tp, given.dtype, source_of(given.model)[0].config)
         options = dataclasses.replace(given, costs=costs)
-    if given.cp > 1 and given.backend == "auto":
-        options = dataclasses.replace(options, backend="torch")
 
     def compiled_here(
         source: ModelSource, to_trace: Mapping[str, Any] | torch.nn.Module, whole: bool = False

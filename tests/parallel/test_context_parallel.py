@@ -245,3 +245,16 @@ def test_families_and_methods_over_gloo(tmp_path: Path) -> None:
     for case, one in expected.items():
         for rank in range(4):
             check_close(torch.load(tmp_path / f"{'-'.join(case)}-{rank}.pt"), one)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(1200)
+def test_programs_for_triton(tmp_path: Path) -> None:
+    started = start(SCRIPT, "launch", "train_parts_by_triton", f"output={tmp_path}", "ranks=2")
+    executor = make_executor(make_program("llama3", 1), "llama3")
+    expected = train(executor, epochs=1, batch_size=4, eval_data=None)
+    _, errors = started.communicate(timeout=1000)
+    assert started.returncode == 0, errors
+    for rank in range(2):
+        check_close(torch.load(tmp_path / f"{rank}.pt"), expected)

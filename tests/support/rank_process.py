@@ -61,6 +61,19 @@ def train_over_mesh(output: str, sizes: str) -> None:
         torch.save(trained, Path(output) / f"{'-'.join(case)}-{mesh.world.rank}.pt")
 
 
+def train_parts_by_triton(output: str) -> None:
+    """Train a step by kernels for Triton, over two ranks that share the tokens."""
+    from pcg.parallel.ranks.join import join_mesh
+    from pcg.parallel.ranks.mesh import MeshSizes
+    from tests.support.meshes import train
+    from tests.support.ranked import make_executor, make_program
+
+    mesh = join_mesh(MeshSizes(cp=2), torch.device("cpu"))
+    executor = make_executor(make_program("llama3", 1, backend="triton"), "llama3", mesh)
+    trained = train(executor, epochs=1, batch_size=4, eval_data=None)
+    torch.save(trained, Path(output) / f"{mesh.world.rank}.pt")
+
+
 def share_base(output: str) -> None:
     """Load a base in parts, train over it, and write the bytes that are alive and sent."""
     import pcg.compiler as compiler
