@@ -25,6 +25,7 @@ from pcg.runtime.model.module_weights import StateDictCheckpoint
 from pcg.runtime.model.weights import Checkpoint, RandomWeights
 from pcg.source import resolve
 from tests.support import tiny_llama
+from tests.support.threads import tp_mesh
 
 ROWS = [[5, 6, 7, 8, 9, 10], [11, 12, 13, 14], [15, 16, 17, 18, 19], [20, 21, 22, 23]]
 JOB: dict[str, Any] = {"batch_size": 2, "max_steps": 1, "progress": False}
@@ -62,7 +63,8 @@ class World:
         program = self.compiled(**options) if options else self.program
         weights = Checkpoint.open(source, program.base_prefix)
         directory = self.folder / tokenizer
-        return compiler.make_executor(program, weights, None, directory, "cpu", self.ranks)
+        mesh = tp_mesh(self.ranks)
+        return compiler.make_executor(program, weights, None, directory, "cpu", mesh)
 
     def finetune(self, rows: Any = ROWS, adapter: str = "new", **options: Any) -> None:
         data = [Example(ids, ids) for ids in rows] if isinstance(rows, list) else rows
