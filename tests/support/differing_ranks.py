@@ -96,7 +96,7 @@ def _changed_module(world: World) -> None:
     if world.rank:
         state["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-3
     weights = StateDictCheckpoint(state, world.program.base_prefix)
-    compiler.make_executor(world.program, weights, None, None, "cpu", world.ranks)
+    compiler.make_executor(world.program, weights, None, None, "cpu", tp_mesh(world.ranks))
 
 
 def tiny_state(folder: Path) -> dict[str, torch.Tensor]:
@@ -108,7 +108,7 @@ def tiny_state(folder: Path) -> dict[str, torch.Tensor]:
 
 def _random(world: World) -> None:
     weights = RandomWeights(seed=world.rank)
-    compiler.make_executor(world.program, weights, None, None, "cpu", world.ranks)
+    compiler.make_executor(world.program, weights, None, None, "cpu", tp_mesh(world.ranks))
 
 
 def _with_options(**changes: Any) -> Callable[[World], None]:
