@@ -49,7 +49,7 @@ def on_one(name: str) -> Outcome:
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("llama3", TWO),
+        pytest.param("llama3", TWO, marks=pytest.mark.slow),
         ("gpt2", MeshSizes(dp=3)),
         pytest.param("mixtral", TWO, marks=pytest.mark.slow),
         pytest.param("gemma2", TWO, marks=pytest.mark.slow),
@@ -83,7 +83,7 @@ def test_methods(method: str) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_bytes_that_a_rank_holds_and_sends_are_those_explained(tp: int, replicas: int) -> None:
     program = make_program("llama3", tp, **{**SHARDED, "layers": 5})
     options = {"dtype": "float32", "packed_weights": False, "device": "cpu", "tp": tp}

@@ -25,6 +25,7 @@ from pcg.runtime.model.module_weights import StateDictCheckpoint
 from pcg.runtime.model.weights import Checkpoint, RandomWeights
 from pcg.source import resolve
 from tests.support import tiny_llama
+from tests.support.threads import tp_mesh
 
 ROWS = [[5, 6, 7, 8, 9, 10], [11, 12, 13, 14], [15, 16, 17, 18, 19], [20, 21, 22, 23]]
 JOB: dict[str, Any] = {"batch_size": 2, "max_steps": 1, "progress": False}
@@ -62,7 +63,8 @@ class World:
         program = self.compiled(**options) if options else self.program
         weights = Checkpoint.open(source, program.base_prefix)
         directory = self.folder / tokenizer
-        return compiler.make_executor(program, weights, None, directory, "cpu", self.ranks)
+        mesh = tp_mesh(self.ranks)
+        return compiler.make_executor(program, weights, None, directory, "cpu", mesh)
 
     def finetune(self, rows: Any = ROWS, adapter: str = "new", **options: Any) -> None:
         data = [Example(ids, ids) for ids in rows] if isinstance(rows, list) else rows
@@ -94,7 +96,7 @@ def _changed_module(world: World) -> None:
     if world.rank:
         state["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-3
     weights = StateDictCheckpoint(state, world.program.base_prefix)
-    compiler.make_executor(world.program, weights, None, None, "cpu", world.ranks)
+    compiler.make_executor(world.program, weights, None, None, "cpu", tp_mesh(world.ranks))
 
 
 def tiny_state(folder: Path) -> dict[str, torch.Tensor]:
@@ -106,7 +108,7 @@ def tiny_state(folder: Path) -> dict[str, torch.Tensor]:
 
 def _random(world: World) -> None:
     weights = RandomWeights(seed=world.rank)
-    compiler.make_executor(world.program, weights, None, None, "cpu", world.ranks)
+    compiler.make_executor(world.program, weights, None, None, "cpu", tp_mesh(world.ranks))
 
 
 def _with_options(**changes: Any) -> Callable[[World], None]:

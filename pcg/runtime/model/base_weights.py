@@ -23,7 +23,7 @@ from pcg.kernels.torch.remote_weights import is_remote, remote_group, remote_of
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.parallel.ranks.layer_shards import FlatPlace, LayerShard, is_in_shards, read_shard
 from pcg.parallel.ranks.shards import Ranges, has_zeros, is_sharded, ranges_of, shard_of
-from pcg.runtime.model.bound_weights import BaseWeights, BoundLayer, GatheredLayers, LayerGathers
+from pcg.runtime.memory.bound_weights import BaseWeights, BoundLayer, GatheredLayers, LayerGathers
 from pcg.runtime.model.product_weights import (
     ProductLayout,
     ProductWeights,

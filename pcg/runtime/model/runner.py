@@ -18,8 +18,8 @@ from pcg.kernels.torch.products import ProductRequest
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.parallel.ranks.token_shards import chosen_rows, rows_of_rank
 from pcg.runtime.adapters.padded_tables import BoundAdapters
+from pcg.runtime.memory.bound_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
-from pcg.runtime.model.bound_weights import BaseWeights
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.sampling.drawing import Drawing
 

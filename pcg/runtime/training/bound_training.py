@@ -21,10 +21,10 @@ from pcg.peft.adapter import Adapter
 from pcg.peft.prompt_encoder import EncodedTraining
 from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.data.example import IGNORED, Example
+from pcg.runtime.memory.bound_weights import BaseWeights
 from pcg.runtime.memory.host_allocator import FreedMemory
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.batch import Batch
-from pcg.runtime.model.bound_weights import BaseWeights
 from pcg.runtime.model.recorder import recorder_for
 from pcg.runtime.model.runner import LayerInputs, is_sequence_parallel, load_functions
 from pcg.runtime.training.loss_chunks import LossChunk, LossChunks, WindowLoss
