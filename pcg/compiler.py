@@ -188,7 +188,7 @@ def compile(given: CompileArguments) -> Executor:
     costs = given.costs
     if given.tp > 1 and costs is None:
         costs = _own_sheet(machine_device(device), given.tp)
-    mesh = join_mesh(sizes, machine_device(device), given.rank_timeout_s)
+    mesh = join_mesh(sizes, machine_device(device), given.rank_timeout_s).sharing(given.shard_base)
     ranks, options = mesh.world, given
     if given.tp > 1:
         check_same(ranks, "compile", {"costs": "given" if costs else "measured"})
@@ -208,8 +208,7 @@ def compile(given: CompileArguments) -> Executor:
             return source, program, Checkpoint.open(source, program.base_prefix)
 
         source, program, checkpoint = agreed(ranks, "compile", read)
-        own = (source.directory, device, mesh)
-        return make_executor(program, checkpoint, given.peft, *own, shard_base=given.shard_base)
+        return make_executor(program, checkpoint, given.peft, source.directory, device, mesh)
     count = sum(parameter.numel() for parameter in module.parameters())
     verified = count <= VERIFIED_PARAMETERS if given.verify is None else given.verify
 
@@ -221,8 +220,7 @@ def compile(given: CompileArguments) -> Executor:
 
         program = agreed(ranks, "compile", trace_here)
         weights = StateDictCheckpoint(module.state_dict(keep_vars=True), program.base_prefix)
-        own = (None, device, mesh)
-        executor = make_executor(program, weights, given.peft, *own, shard_base=given.shard_base)
+        executor = make_executor(program, weights, given.peft, None, device, mesh)
         if verified:
             check_logits(executor, module)
         return executor
@@ -324,8 +322,8 @@ def load(
     tokenizer_directory = folder if has_tokenizer else source.directory
     device = own_device(machine_device(device))
     mesh = join_mesh(sizes_of(program.options.tp, dp, cp), device, rank_timeout_s)
-    own = (tokenizer_directory, device, mesh)
-    return make_executor(program, checkpoint, None, *own, shard_base=shard_base)
+    mesh = mesh.sharing(shard_base)
+    return make_executor(program, checkpoint, None, tokenizer_directory, device, mesh)
 
 
 def trace(model: Any, dtype: str | None = None, *, whole: bool = False) -> TracedModel:
@@ -350,7 +348,6 @@ def make_executor(
     device: str | torch.device | None = None,
     mesh: RankMesh | None = None,
     place: CallPieces | None = None,
-    shard_base: bool = False,
 ) -> Executor:
     """An executor of a program with weights.
 
@@ -361,7 +358,6 @@ def make_executor(
         device: the device of the weights; the GPU where there is one, else the CPU.
         mesh: the ranks that run it; the processes that torchrun started by default.
         place: as `compile_program` was given it.
-        shard_base: as of `CompileArguments`.
     """
     from pcg.runtime.executor import Executor
     from pcg.runtime.model.state import ModelState
@@ -372,7 +368,6 @@ def make_executor(
         mesh = join_mesh(MeshSizes(tp=program.options.tp), device)
     ranks = mesh.world
     check_same_program(ranks, program)
-    mesh = mesh.sharing(shard_base)
 
     def check() -> None:
         check_device(program.options.backend, device)

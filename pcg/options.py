@@ -217,13 +217,11 @@ class ExplainOptions(OptimizerChoice, CompileOptions):
             tokens of the batch where nothing is finetuned.
         device: where the base lies: cuda, or cpu, where oneDNN's packed copies of its weights are
             counted, too, unless `packed_weights` is False.
-        shard_base: replicas that each hold a part of the layers' weights, and gather a layer before
-            it runs (`pcg.compile(dp=…, shard_base=True)`); 1 where each holds all of them.
-        find_region: give formulas in the rank, too, where there is one, and find for which sequence
-            lengths and ranks the plan stays the optimum; over ranks, where the best strategies
-            change with tokens, rank, degree and link. Takes seconds.
-        peers: report what torch's min-cut partitioner saves, too, on one rank; takes seconds, most
-            of them to import functorch and inductor.
+        shard_base: replicas that hold parts of the layers' weights, and gather a layer to run it.
+        find_region: give formulas in the rank, too, and find for which lengths and ranks the plan
+            stays the optimum; over ranks, where strategies change with tokens, rank, degree and
+            link. Takes seconds.
+        peers: report what torch's min-cut partitioner saves, too, on one rank; takes seconds.
         cp: ranks that share the tokens of each sequence of the step, of which this is one.
     """
 
@@ -242,8 +240,9 @@ class ExplainOptions(OptimizerChoice, CompileOptions):
         tokens = self.serve_tokens
         if tokens is not None and (type(tokens) is not int or tokens < 0):
             raise UnsupportedError(f"serve_tokens={tokens!r}; use an int of at least 0")
-        if type(self.shard_base) is not int or self.shard_base < 1:
-            raise ParallelError(f"shard_base={self.shard_base!r}; use an int of at least 1")
+        for name in ("cp", "shard_base"):
+            if type(given := getattr(self, name)) is not int or given < 1:
+                raise ParallelError(f"{name}={given!r}; use an int of at least 1")
         if self.device not in ("cuda", "cpu"):
             raise UnsupportedError(f"device={self.device!r}; use cuda or cpu")
         if self.device == "cpu" and self.gpus:
@@ -285,9 +284,7 @@ class SplitLink:
             )
         latency_ms, gbit = numbers
         if latency_ms < 0 or gbit <= 0:
-            raise UnsupportedError(
-                f"link={text!r}; milliseconds are at least 0, and Gbit/s more than 0"
-            )
+            raise UnsupportedError(f"link={text!r}; use ms of at least 0, and Gbit/s above 0")
         return cls(f"{latency_ms:g} ms, {gbit:g} Gbit/s", latency_ms / 1e3, gbit * 1e9 / 8)
 
 
@@ -296,9 +293,8 @@ SPLIT_LINKS: Mapping[str, tuple[float, float]] = {
     "lan": (1e-3, 10e9 / 8),
     "wan": (30e-3, 1e9 / 8),
 }
-"""Links by name, the seconds of a round trip and bytes a second: memory that two processes of a
-machine share (an assumption: a wake-up of each process, and one copy at 10 GB/s), 1 ms with
-10 Gbit/s, and 30 ms with 1 Gbit/s."""
+"""Links by name, the seconds of a round trip and bytes a second. That of memory which two processes
+share is an assumption: a wake-up of each process, and one copy at 10 GB/s."""
 
 
 @dataclass(frozen=True, kw_only=True)

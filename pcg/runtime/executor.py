@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, Unpack, cast, get_args, overload
 import torch
 from torch import Tensor
 
-from pcg.errors import FinetuneError, GenerationError, UnsupportedError
+from pcg.errors import FinetuneError, GenerationError
 from pcg.ir.program.program import Program
 from pcg.keywords import takes
 from pcg.parallel.ranks.agreement import agreed, check_call
@@ -222,7 +222,7 @@ class Executor:
         """Make an engine, which serves requests and trains adapters at the same time.
 
         Raises:
-            EngineError, UnsupportedError: one runs on a thread already, or there are replicas.
+            EngineError, UnsupportedError: one runs on a thread already; there are replicas.
         """
         self.state.mesh.check_no_replicas("an engine")
         self.state.check_no_engine("a second engine", "close the first one, or use that")
@@ -355,8 +355,8 @@ class Executor:
             The losses and other facts of the whole job, also where it was resumed.
         Raises:
             DataError: data that cannot be used, with file and line.
-            FinetuneError: bad options, a loss that is not finite, a checkpoint that cannot be saved
-                or belongs to another job.
+            FinetuneError: bad options, a loss that is not finite, or a checkpoint that cannot be
+                saved or belongs to another job.
             FinetuneInterrupted: Ctrl-C; the adapter is as after the last complete step.
             UnsupportedError: the recipe has a feature that pcg does not train.
             EngineError: an engine runs on a thread, which trains beside what it serves.
@@ -368,17 +368,15 @@ class Executor:
     def trainer(self, given: TrainerArguments) -> Trainer:
         """Make a trainer: an adapter that is trained command by command.
 
-        Nothing of it is served before `Trainer.snapshot`. While an engine runs on a thread, the
-        trainer's commands run beside what that serves, and each waits for its result;
-        `AsyncEngine.trainer` returns one that does not wait.
+        Nothing of it is served before `Trainer.snapshot`. While an engine runs on a thread, its
+        commands run beside what that serves; `AsyncEngine.trainer` returns one that does not wait.
 
         Raises:
             AdapterConflictError: something trains an adapter of that name.
             FinetuneError: bad options.
             UnsupportedError: the recipe has a feature that pcg does not train; or there are ranks.
         """
-        if (size := self.ranks.size) > 1:
-            raise UnsupportedError(f"trainers over {size} ranks; use one, or finetune")
+        self.state.mesh.check_alone("trainers")
         running = cast("AsyncEngine | None", self.state.engine_thread)
         if running is None:
             return trainer_here(self.state, given)

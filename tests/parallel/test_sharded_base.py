@@ -117,7 +117,7 @@ def test_a_replica_reads_its_part_alone(tmp_path: Path) -> None:
 
     def read(mesh: RankMesh) -> tuple[int, int]:
         weights = Checkpoint.open(source, program.base_prefix)
-        compiler.make_executor(program, weights, None, None, "cpu", mesh, shard_base=True)
+        compiler.make_executor(program, weights, None, None, "cpu", mesh.sharing(True))
         return weights.read_bytes, len(weights.unused())
 
     sizes = {name: tensor.nbytes for name, tensor in model.named_parameters()}  # tied ones once

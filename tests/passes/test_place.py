@@ -341,7 +341,7 @@ def test_a_piece_that_is_not_linear_cannot_be_private() -> None:
         ("moon", "use shared, lan, wan"),
         ("1", "use shared, lan, wan"),
         ("nan,1", "use shared, lan, wan"),
-        ("-1,10", "milliseconds are at least 0"),
+        ("-1,10", "use ms of at least 0"),
         ("1,0", "Gbit/s more than 0"),
     ],
 )

@@ -14,7 +14,7 @@ import pcg.compiler as compiler
 from pcg.explain import explain as explaining
 from pcg.ir.program.program import Program
 from pcg.parallel.ranks.group import Ranks
-from pcg.parallel.ranks.mesh import RankMesh
+from pcg.parallel.ranks.mesh import SINGLE_MESH, RankMesh
 from pcg.peft.adalora import AdaLoraConfig
 from pcg.peft.adapter import Adapter
 from pcg.peft.loha import LoHaConfig
@@ -70,9 +70,9 @@ def make_executor(
     state = oracle.random_model(BY_NAME[name].config(layers)).state_dict()
     weights = StateDictCheckpoint(state, program.base_prefix)
     peft = {adapter: recipe_of_fields(fields) for adapter, fields in program.recipes.items()}
-    executor = compiler.make_executor(
-        *(program, weights, peft, None, "cpu", mesh), shard_base=shard_base
-    )
+    if mesh is not None or shard_base:
+        mesh = (mesh or SINGLE_MESH).sharing(shard_base)
+    executor = compiler.make_executor(program, weights, peft, None, "cpu", mesh)
     for adapter in executor.adapters.values():
         fill(adapter.tensors)
         executor.refresh_adapter(adapter.name)

@@ -77,6 +77,11 @@ class RankMesh:
     data: Ranks = SINGLE_RANK
     shards_base: bool = False
 
+    def check_alone(self, what: str) -> None:
+        """Refuse what one rank does alone. UnsupportedError: it names that."""
+        if self.world.size > 1:
+            raise UnsupportedError(f"{what} over {self.world.size} ranks; use one, or finetune")
+
     def check_no_parts(self, what: str) -> None:
         """Refuse what ranks with parts of sequences do not share. UnsupportedError: it names it."""
         if self.sizes.cp > 1:

@@ -112,10 +112,8 @@ class FinetuneJob:
             self._runner.plan_for(*largest, for_all=model.mesh.shards_base)
             for data in filter(None, (self._data, self._eval)):
                 check_with_prompt(data, self._adapter.prompt_tokens, model.max_positions)
-            self._steps = TrainingStep(
-                *(self._runner, self._data, self._batches, options, self._total),
-                self._mesh,
-            )
+            own = (self._runner, self._data, self._batches, options, self._total, self._mesh)
+            self._steps = TrainingStep(*own)
             if checkpoint is not None:
                 fix = "; use an older one, or start anew with resume=False"
                 with damage_of(f"the checkpoint {self._checkpoint}", FinetuneError, fix):
