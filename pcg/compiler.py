@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from pcg.errors import (
-    AdapterError,
-    CostModelError,
-    LogitsError,
-    ProgramError,
-    SourceError,
-)
+from pcg.errors import AdapterError, CostModelError, LogitsError, ProgramError, SourceError
 from pcg.files import expanded
 from pcg.given_module import VERIFIED_PARAMETERS, check_logits, check_weights, source_of
 from pcg.ir.program.folder import load_program

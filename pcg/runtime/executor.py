@@ -23,7 +23,6 @@ from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.options import EngineArguments
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState, NamedAdapter
-from pcg.runtime.model.whole_logits import whole_logits
 from pcg.runtime.requests.compared import adapter_facts
 from pcg.runtime.requests.request import (
     Chunk,
@@ -43,6 +42,7 @@ from pcg.runtime.training.result import FinetuneResult
 from pcg.runtime.training.runner import TrainingRunner, training_runner
 from pcg.runtime.training.trainer.options import TrainerArguments
 from pcg.runtime.training.trainer.trainer import Trainer, trainer_here
+from pcg.runtime.whole_logits import whole_logits
 
 Result = TypeVar("Result")
 

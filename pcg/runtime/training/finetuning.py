@@ -68,7 +68,6 @@ class FinetuneJob:
         self._publisher = publisher
         self._model = publisher.state
         self._ranks = publisher.state.world
-        self._mesh = publisher.state.mesh
         self._name = options.adapter
         planned = self._model.program.options
         if planned.names_step and not (options.batch_size or options.max_tokens):
@@ -107,12 +106,12 @@ class FinetuneJob:
         try:
             self._runner = self._publisher.runner(self._adapter)
             self._adapter = self._runner.adapter
-            sizes, virtual = self._mesh.sizes, self._adapter.prompt_tokens
+            sizes, virtual = self._model.mesh.sizes, self._adapter.prompt_tokens
             largest = self._batches.largest(virtual, sizes.dp, sizes.cp)
             self._runner.plan_for(*largest, for_all=model.mesh.shards_base)
             for data in filter(None, (self._data, self._eval)):
                 check_with_prompt(data, self._adapter.prompt_tokens, model.max_positions)
-            own = (self._runner, self._data, self._batches, options, self._total, self._mesh)
+            own = (self._runner, self._data, self._batches, options, self._total, model.mesh)
             self._steps = TrainingStep(*own)
             if checkpoint is not None:
                 fix = "; use an older one, or start anew with resume=False"
@@ -323,14 +322,14 @@ class FinetuneJob:
 
     def _mean_loss(self, data: Dataset, plan: Sequence[Sequence[int]]) -> Work[float]:
         """Return the mean loss of the target tokens of some batches, without dropout."""
-        replicas, sums = self._mesh.dp, torch.zeros(2, dtype=torch.float64)
+        replicas, sums = self._model.mesh.dp, torch.zeros(2, dtype=torch.float64)
         sums = sums.to(self._runner.device)
         for indexes in plan[replicas.rank :: replicas.size]:
             done = yield from pass_through(self._runner, [data.examples[i] for i in indexes])
             sums += torch.stack([done.loss_sum.to(sums), torch.full_like(sums[0], done.targets)])
         if replicas.rank >= len(plan) % replicas.size > 0:
             self._runner.pass_by(trains=False)
-        reading = Reading(self._mesh.data.all_reduce(sums))
+        reading = Reading(self._model.mesh.data.all_reduce(sums))
         yield reading
         loss, count = reading.read()
         return float(broadcast_from_first(self._ranks, sums.new_tensor(loss / count)))
