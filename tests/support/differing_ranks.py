@@ -116,7 +116,7 @@ def _with_options(**changes: Any) -> Callable[[World], None]:
         options = dataclasses.replace(world.program.options, **(changes if world.rank else {}))
         program = dataclasses.replace(world.program, options=options)
         weights = RandomWeights()
-        compiler.make_executor(program, weights, None, None, "cpu", world.ranks)
+        compiler.make_executor(program, weights, None, None, "cpu", tp_mesh(world.ranks))
 
     return run
 
