@@ -48,6 +48,7 @@ REQUIREMENTS = (
     Requirement("tokenizers", "text"),
     Requirement("jinja2", "chat templates", ">=3.1.6"),
     Requirement("sympy", "formulas"),
+    Requirement("msgspec", "messages between ranks and processes", ">=0.19"),
     Requirement("networkx", "graphs"),
     Requirement("numpy", "arrays"),
     Requirement("regex", "names of modules"),
