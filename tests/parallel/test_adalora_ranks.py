@@ -28,7 +28,7 @@ from tests.support.adalora import DICT, FIELDS, OPTIONS, pair, train_peft
 from tests.support.families import BY_NAME
 from tests.support.peft_cases import trained
 from tests.support.prompts import TOLERANCE, prompts
-from tests.support.threads import ThreadRanks, run_ranks
+from tests.support.threads import ThreadRanks, run_ranks, tp_mesh
 
 STEPS = 12
 SEQUENCES = prompts((9, 14, 6))
@@ -66,7 +66,7 @@ def executor_of(program: Program, name: str, ranks: ThreadRanks | None = None) -
     dtype = getattr(torch, TORCH_NAMES[program.dtype])
     state = oracle.random_model(BY_NAME[name].config(2), dtype).state_dict()
     weights = StateDictCheckpoint(state, program.base_prefix)
-    return compiler.make_executor(program, weights, None, None, "cpu", ranks)
+    return compiler.make_executor(program, weights, None, None, "cpu", tp_mesh(ranks))
 
 
 def train(executor: Executor, peft: Any, **options: Any) -> Trained:

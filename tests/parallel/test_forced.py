@@ -29,7 +29,7 @@ from pcg.runtime.model.module_weights import StateDictCheckpoint
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import TOLERANCE, prompts
-from tests.support.threads import ThreadRanks, run_ranks
+from tests.support.threads import ThreadRanks, run_ranks, tp_mesh
 
 LAYERS = 2
 RANK = 4
@@ -138,7 +138,7 @@ class Forcing:
 
 def executor_of(program: Program, theirs: Theirs, ranks: ThreadRanks) -> Executor:
     weights = StateDictCheckpoint(theirs.state, program.base_prefix)
-    executor = compiler.make_executor(program, weights, None, None, "cpu", ranks)
+    executor = compiler.make_executor(program, weights, None, None, "cpu", tp_mesh(ranks))
     executor.add_adapter("a", theirs.saved)
     return executor
 

@@ -342,7 +342,7 @@ def test_a_piece_that_is_not_linear_cannot_be_private() -> None:
         ("1", "use shared, lan, wan"),
         ("nan,1", "use shared, lan, wan"),
         ("-1,10", "use ms of at least 0"),
-        ("1,0", "Gbit/s more than 0"),
+        ("1,0", "Gbit/s above 0"),
     ],
 )
 def test_a_link_that_is_none_is_refused(text: str, message: str) -> None:

@@ -41,7 +41,7 @@ from tests.support.mlp import mlp_model
 from tests.support.peft_cases import ALL, check_gradients, trained_gradients, wrap
 from tests.support.prompts import TOLERANCE, prompts
 from tests.support.saved_tensors import saved_bytes
-from tests.support.threads import run_ranks
+from tests.support.threads import run_ranks, tp_mesh
 
 FAMILY, LAYERS = BY_NAME["llama-biases"], 4
 REGEX = r".*\.2\.self_attn\.[qv]_proj|.*\.3\.mlp\.up_proj"
@@ -127,7 +127,7 @@ def test_gradients_on_two_ranks_are_pefts(base: Any, case: str, tmp_path: Path) 
     def on_a_rank(ranks: Any) -> Mapping[str, torch.Tensor]:
         weights = StateDictCheckpoint(base.state_dict(), program.base_prefix)
         peft_of = {"a": str(tmp_path)}
-        executor = compiler.make_executor(program, weights, peft_of, None, "cpu", ranks)
+        executor = compiler.make_executor(program, weights, peft_of, None, "cpu", tp_mesh(ranks))
         runner = executor.training_runner("a")
         examples = [Example(s, s) for s in sequences]
         runner.forward_backward(examples, runner.count_targets(examples))

@@ -319,7 +319,7 @@ class BoundTraining:
         self, optimizer: torch.optim.Optimizer, clip: Callable[[], Tensor]
     ) -> UpdateGraphs | None:
         """Return the recorded ends of steps, by how one clips; None where nothing is recorded."""
-        if self._graphs is None:
+        if self._graphs is None or not self._graphs.records:
             return None
         return UpdateGraphs(optimizer, clip, self._graphs.gradients, self._graphs.recorder)
 

@@ -221,6 +221,11 @@ class WindowGraphs:
         self._sums: dict[object, KvGradients] = {}
 
     @property
+    def records(self) -> bool:
+        """True unless a layer could not be recorded."""
+        return self._recorder is not None
+
+    @property
     def recorder(self) -> Recorder:
         assert self._recorder is not None
         return self._recorder
