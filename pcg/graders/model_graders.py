@@ -19,6 +19,8 @@ _ANSWER_TOKENS = 64
 """The tokens of an answer by default: an object with one number, or a label."""
 _MOST_LABELS = 64
 _WIDEST = 1e6
+_STEP = 0.001
+"""What scores of a range of 1 or more are multiples of: some judges write digits without end."""
 _MOST_NAME = 512
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _SAMPLING = ("max_completions_tokens", "seed", "temperature", "top_p", "reasoning_effort")
@@ -74,9 +76,12 @@ class ScoreModel(Grader):
 
     async def score(self, sample: Sample, host: GradingHost) -> Score:
         low, high = self.range
+        asked: dict[str, object] = {"type": "number", "minimum": low, "maximum": high}
+        if high - low >= 1:
+            asked["multipleOf"] = _STEP
         schema = {
             "type": "object",
-            "properties": {"result": {"type": "number", "minimum": low, "maximum": high}},
+            "properties": {"result": asked},
             "required": ["result"],
             "additionalProperties": False,
         }
