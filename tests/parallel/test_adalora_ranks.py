@@ -66,7 +66,9 @@ def executor_of(program: Program, name: str, ranks: ThreadRanks | None = None) -
     dtype = getattr(torch, TORCH_NAMES[program.dtype])
     state = oracle.random_model(BY_NAME[name].config(2), dtype).state_dict()
     weights = StateDictCheckpoint(state, program.base_prefix)
-    return compiler.make_executor(program, weights, None, None, "cpu", tp_mesh(ranks))
+    return compiler.make_executor(
+        program, weights, None, None, "cpu", None if ranks is None else tp_mesh(ranks)
+    )
 
 
 def train(executor: Executor, peft: Any, **options: Any) -> Trained:

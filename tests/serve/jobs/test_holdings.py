@@ -18,6 +18,7 @@ from pcg.serve.files import records as file_records
 from pcg.serve.files.wire import now
 from pcg.serve.jobs import cleaning
 from pcg.serve.jobs.bases import check_base
+from pcg.serve.jobs.folders import folder_of
 from pcg.serve.store.contents import Incoming
 from pcg.serve.store.holdings import held_bytes
 from tests.support import serving
@@ -108,9 +109,11 @@ def test_adapters_count_until_they_are_deleted(
 ) -> None:
     folder = server.service.files.store.folder / "jobs" / done.id
     until(lambda: not list(folder.glob("**/optimizer.safetensors")))
-    kept = [one for name in ("checkpoints", "model") for one in folder.glob(f"{name}/**/*")]
-    size = sum(one.stat().st_size for one in kept if one.is_file())
-    until(lambda: held(server) >= size)
+    store = server.service.files.store
+    size = folder_of(store, done.id).held_bytes()
+    noted = "SELECT 1 FROM job_folders WHERE job = ? AND size_bytes = ?"
+    row = lambda one: one.execute(noted, (done.id, size)).fetchone()  # noqa: E731
+    until(lambda: store.database.read(row).result() is not None)
     (saved,) = client.fine_tuning.jobs.checkpoints.list(done.id).data
     before = held(server)
     client.models.delete(saved.fine_tuned_model_checkpoint)
