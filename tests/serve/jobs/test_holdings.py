@@ -18,7 +18,6 @@ from pcg.serve.files import records as file_records
 from pcg.serve.files.wire import now
 from pcg.serve.jobs import cleaning
 from pcg.serve.jobs.bases import check_base
-from pcg.serve.jobs.folders import folder_of
 from pcg.serve.store.contents import Incoming
 from pcg.serve.store.holdings import held_bytes
 from tests.support import serving
@@ -104,16 +103,15 @@ def test_configurations_count_until_their_jobs_are_deleted(
     until(lambda: held(server) <= before)
 
 
+@pytest.mark.slow
 def test_adapters_count_until_they_are_deleted(
     server: serving.Served, client: openai.OpenAI, done: Any
 ) -> None:
     folder = server.service.files.store.folder / "jobs" / done.id
     until(lambda: not list(folder.glob("**/optimizer.safetensors")))
-    store = server.service.files.store
-    size = folder_of(store, done.id).held_bytes()
-    noted = "SELECT 1 FROM job_folders WHERE job = ? AND size_bytes = ?"
-    row = lambda one: one.execute(noted, (done.id, size)).fetchone()  # noqa: E731
-    until(lambda: store.database.read(row).result() is not None)
+    kept = [one for name in ("checkpoints", "model") for one in folder.glob(f"{name}/**/*")]
+    size = sum(one.stat().st_size for one in kept if one.is_file())
+    until(lambda: held(server) >= size)
     (saved,) = client.fine_tuning.jobs.checkpoints.list(done.id).data
     before = held(server)
     client.models.delete(saved.fine_tuned_model_checkpoint)
