@@ -21,6 +21,7 @@ from typing import Any
 from pcg.errors import FinetuneError
 from pcg.files import is_file, read_json, sync_names
 from pcg.peft.reader import CONFIG, WEIGHTS
+from pcg.records.run_files import REPORT
 from pcg.serve.adapters.kept_models import MODEL
 from pcg.serve.errors import ApiError
 from pcg.serve.store.database import as_store_error
@@ -126,9 +127,12 @@ class JobFolder:
                 path.unlink(missing_ok=True)
 
     def held_bytes(self) -> int:
-        """Count the bytes of all that is in it but the data."""
-        data = (self.training, self.validation)
-        files = [one for one in self.path.glob("**/*") if one.is_file() and one not in data]
+        """Count the bytes of all that is in it but the data, and the record's page.
+
+        The page is made of the rest of the record, behind the job's end, when this was counted.
+        """
+        others = (self.training, self.validation, self.record / REPORT)
+        files = [one for one in self.path.glob("**/*") if one.is_file() and one not in others]
         return sum(one.lstat().st_size for one in files)
 
     def strip(self) -> None:

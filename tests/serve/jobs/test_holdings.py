@@ -103,7 +103,6 @@ def test_configurations_count_until_their_jobs_are_deleted(
     until(lambda: held(server) <= before)
 
 
-@pytest.mark.slow
 def test_adapters_count_until_they_are_deleted(
     server: serving.Served, client: openai.OpenAI, done: Any
 ) -> None:
