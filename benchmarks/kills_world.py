@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
@@ -84,7 +85,7 @@ class World:
         return openai.OpenAI(base_url=f"{self.url()}/v1", api_key=KEY, max_retries=0, timeout=60)
 
 
-class Load:
+class Load(ABC):
     """A client on a thread of its own, which goes on over the server's lives.
 
     Args:
@@ -98,13 +99,13 @@ class Load:
         self.drawn = random.Random(seed)
         self.thread = threading.Thread(target=self._run, name=self.name, daemon=True)
 
+    @abstractmethod
     def work(self) -> None:
         """Do something; what a server that is gone leaves undone is done by the next call."""
-        raise NotImplementedError
 
+    @abstractmethod
     def settle(self) -> bool:
         """Look at what was promised, once no server is killed; True once all of it is there."""
-        raise NotImplementedError
 
     def check(self, is_kept: bool, what: str) -> None:
         """Note a promise that was broken."""

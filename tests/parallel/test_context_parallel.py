@@ -26,7 +26,7 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.training.result import StepRecord
 from tests.support import ranked
 from tests.support.measured_memory import BATCH, SEQ, measured
-from tests.support.meshes import CASES, Trained, check_close, train, train_case
+from tests.support.meshes import Trained, check_close, train, train_case
 from tests.support.prompts import prompts
 from tests.support.ranked import SEQUENCES, USED, make_executor, make_program
 from tests.support.started_ranks import SCRIPT, start
@@ -230,21 +230,6 @@ def test_what_parts_do_not_share_is_refused() -> None:
             executor.training_runner("a")
 
     run_mesh(MeshSizes(cp=2), run)
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.timeout(1200)
-def test_families_and_methods_over_gloo(tmp_path: Path) -> None:
-    """Two parts over two shards, in four processes."""
-    words = ["launch", "train_over_mesh", f"output={tmp_path}", "sizes=cp2-tp2", "ranks=4"]
-    started = start(SCRIPT, *words)
-    expected = {case: train_case(*case) for case in CASES}
-    _, errors = started.communicate(timeout=1000)
-    assert started.returncode == 0, errors
-    for case, one in expected.items():
-        for rank in range(4):
-            check_close(torch.load(tmp_path / f"{'-'.join(case)}-{rank}.pt"), one)
 
 
 @pytest.mark.slow

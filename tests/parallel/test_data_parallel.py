@@ -19,9 +19,8 @@ from pcg.parallel.ranks.mesh import MeshSizes, RankMesh, members
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.training.result import StepRecord
 from tests.support import ranked
-from tests.support.meshes import CASES, Trained, check_close, train, train_case
+from tests.support.meshes import Trained, check_close, train
 from tests.support.ranked import SEQUENCES, make_executor, make_program
-from tests.support.started_ranks import SCRIPT, start
 from tests.support.threads import run_mesh
 
 METHODS = ("adalora", "dora", "houlsby", "ia3", "prefix", "vera")
@@ -158,18 +157,3 @@ def test_replicas_generate_alike_and_have_no_engine() -> None:
         return [c.token_ids for c in executor.generate(SEQUENCES, "a")]
 
     assert run_mesh(MeshSizes(dp=2), run) == [expected, expected]
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.timeout(1200)
-def test_families_and_methods_over_gloo(tmp_path: Path) -> None:
-    """Two replicas of two shards, in four processes."""
-    words = ["launch", "train_over_mesh", f"output={tmp_path}", "sizes=dp2-tp2", "ranks=4"]
-    started = start(SCRIPT, *words)
-    expected = {case: train_case(*case) for case in CASES}
-    _, errors = started.communicate(timeout=1000)
-    assert started.returncode == 0, errors
-    for case, one in expected.items():
-        for rank in range(4):
-            check_close(torch.load(tmp_path / f"{'-'.join(case)}-{rank}.pt"), one)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 
 from pcg.errors import AdapterError, ParallelError
@@ -11,7 +12,7 @@ from pcg.runtime.engine.ranks.orders import VersionName
 from pcg.runtime.model.state import ModelState
 
 
-class _NamedVersions:
+class _NamedVersions(ABC):
     """Is told of every version that is served from now on, and of those that are alive now."""
 
     def __init__(self, state: ModelState) -> None:
@@ -24,8 +25,9 @@ class _NamedVersions:
         if adapter is not None:
             self._begin(adapter)
 
+    @abstractmethod
     def _begin(self, adapter: Adapter) -> None:
-        raise NotImplementedError
+        """Take note of a version that is served, or alive."""
 
     def _named(self, adapter: Adapter) -> VersionName | None:
         version = self._versions.of(adapter)

@@ -8,6 +8,7 @@ is left to itself in this case, as nothing interrupts a message that it waits fo
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 from collections.abc import Callable
 from concurrent.futures import InvalidStateError
 from threading import Event, Thread, current_thread
@@ -101,9 +102,9 @@ class RankedEngine(AsyncEngine):
             self._line.leave_word(str(ended))
         self._finish()
 
+    @abstractmethod
     def _run_steps(self) -> None:
         """Run steps until the end, which `_end` notes."""
-        raise NotImplementedError
 
     def _finish(self) -> None:
         with self._lock:

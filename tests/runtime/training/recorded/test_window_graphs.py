@@ -5,7 +5,7 @@ See `tests/support/interpreter/tape.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -158,4 +158,26 @@ def test_recorded_evaluation_has_the_losses_of_an_eager_one(
     assert tape.recorded == 3 + 2 + 1 + 2
     assert losses == pytest.approx(expected, rel=1e-5)
     for ours, theirs in zip(found, tensors, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+
+
+class Refusing(Tape):
+    """A device that records nothing."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_a_job_whose_layers_cannot_be_recorded_trains_eagerly() -> None:
+    data = [Example(s, s) for s in prompts((21, 13))]
+    options: dict[str, Any] = {"batch_size": 2, "max_steps": 2}
+    expected = trained(data, **options)
+    with (
+        recording() as tapes,
+        patch.object(bound_training, "recorder_for", lambda device: Refusing()),
+        pytest.warns(UserWarning, match="could not be recorded as a CUDA graph.*not permitted"),
+    ):
+        found = trained(data, **options)
+    assert not tapes
+    for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
