@@ -8,19 +8,20 @@ import pytest
 
 import pcg
 from pcg.runtime.data.example import Example
-from tests.support import ranked
 from tests.support.families import BY_NAME
-from tests.support.ranked import make_executor, make_program, recipes
+from tests.support.ranked import LAYERS, make_executor, make_program, recipes
 from tests.support.threads import ThreadRanks, run_ranks
 
 SEQ = 48
 
 
-def counted_and_said(name: str, degree: int, **options: Any) -> tuple[list[int], dict[str, int]]:
+def counted_and_said(
+    name: str, degree: int, layers: int = LAYERS, **options: Any
+) -> tuple[list[int], dict[str, int]]:
     """Bytes and messages of a batch's forward and backward over ranks, and what the report says."""
     recipe = recipes(BY_NAME[name])["a"]
     options = {"batch": 1, "seq": SEQ, "dtype": "float32", **options}
-    program = make_program(name, degree, peft={"a": recipe}, **options)
+    program = make_program(name, degree, layers, peft={"a": recipe}, **options)
     report = pcg.explain(program.config, recipe, tp=degree, **options)
 
     def act(ranks: ThreadRanks) -> list[int]:
@@ -53,16 +54,13 @@ def test_a_batch_sends_what_the_report_says(
     assert bool(said["repeated_messages"]) == ("memory_budget" in options)
 
 
-def test_a_budget_below_one_input_a_layer_repeats_whole_layers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ranked, "LAYERS", 4)
-    name = "gpt2"
-    config = make_program(name, 2).config
+def test_a_budget_below_one_input_a_layer_repeats_whole_layers() -> None:
+    name, layers = "gpt2", 4
+    config = make_program(name, 2, layers).config
     recipe = recipes(BY_NAME[name])["a"]
     least = pcg.explain(config, recipe, tp=2, batch=1, seq=SEQ, dtype="float32").pareto[-1]
     assert least.restored
-    (sent, messages), said = counted_and_said(name, 2, memory_budget=f"{least.bytes}B")
+    (sent, messages), said = counted_and_said(name, 2, layers, memory_budget=f"{least.bytes}B")
     assert sent == pytest.approx(said["forward_bytes"] + said["backward_bytes"], rel=0.01)
     assert messages == said["forward_messages"] + said["backward_messages"]
     assert said["repeated_messages"] > said["forward_messages"] // 4
