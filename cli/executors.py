@@ -44,6 +44,8 @@ class PlaceOptions:
         device: the device, as torch names it; a GPU where there is one, else the CPU.
         weights: where the weights of a compiled program lie, if no longer where it found them.
         trust_edits: run a program whose emitted source was edited.
+        pp: pipeline stages: so many times the ranks, each group of which has some of the layers
+            (docs/parallel.md).
         rank_timeout_s: the longest time that a rank waits for the others, as while these load their
             weights, seconds; 300 by default.
     """
@@ -53,7 +55,12 @@ class PlaceOptions:
     device: str | None = None
     weights: str | None = None
     trust_edits: bool = False
+    pp: int = 1
     rank_timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.pp < 1:
+            raise ParallelError(f"pp={self.pp}; use at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +113,7 @@ def open_executor(
                 place.device,
                 trust_edits=place.trust_edits,
                 dp=over.dp,
+                pp=place.pp,
                 cp=over.cp,
                 shard_base=over.shard_base,
                 rank_timeout_s=place.rank_timeout_s,
@@ -123,6 +131,7 @@ def open_executor(
         own: dict[str, Any] = {
             "device": place.device,
             "dp": over.dp,
+            "pp": place.pp,
             "cp": over.cp,
             "shard_base": over.shard_base,
             "rank_timeout_s": place.rank_timeout_s,
@@ -201,10 +210,10 @@ def files_of(where: str, place: PlaceOptions) -> Path | None:
     return None if weights is None else resolve(weights, weights=True).directory
 
 
-def ranks_of(where: str, compiling: Mapping[str, Any], place: PlaceOptions) -> int:
-    """The number of ranks that a program's folder or a model runs on.
+def degree_of(where: str, compiling: Mapping[str, Any], place: PlaceOptions) -> int:
+    """The tensor-parallel degree at which a program's folder or a model runs.
 
-    It is the number of processes that torchrun has started, where it has.
+    It is that of the processes which torchrun has started, where it has.
 
     Raises:
         typer.BadParameter: an option for models alone, or for programs alone; or a program was
@@ -223,13 +232,13 @@ def shards_and_replicas(
         dp: the data-parallel degree; None for as many replicas as torchrun's processes make.
         cp: the context-parallel degree.
     Raises:
-        typer.BadParameter: as of `ranks_of`.
+        typer.BadParameter: as of `degree_of`.
     """
-    started = torchrun_ranks()
-    tp = _ranks_of(where, compiling, place, max(started // ((dp or 1) * cp), 1))
+    started, each = torchrun_ranks(), cp * place.pp
+    tp = _degree_of(where, compiling, place, max(started // ((dp or 1) * each), 1))
     if dp is None:
-        dp = max(started // (tp * cp), 1)
-    taken = tp * dp * cp
+        dp = max(started // (tp * each), 1)
+    taken = tp * dp * each
     if started not in (1, taken):
         copies = f", each of which would run all of it; give --tp {started}" if taken == 1 else ""
         raise typer.BadParameter(
@@ -262,7 +271,7 @@ def check_alone(command: str) -> None:
         )
 
 
-def _ranks_of(where: str, compiling: Mapping[str, Any], place: PlaceOptions, started: int) -> int:
+def _degree_of(where: str, compiling: Mapping[str, Any], place: PlaceOptions, started: int) -> int:
     if not is_program_folder(where):
         for name, is_given in (("weights", place.weights), ("trust_edits", place.trust_edits)):
             if is_given:
@@ -271,10 +280,10 @@ def _ranks_of(where: str, compiling: Mapping[str, Any], place: PlaceOptions, sta
                 )
         is_split = where.startswith(SPLIT)
         degree = int(compiling.get("tp", 1 if is_split else started))
-        if degree > 1 and is_split:
+        if (degree > 1 or place.pp > 1) and is_split:
             raise typer.BadParameter(
                 "a client of a base executor runs on one rank; the base may have several",
-                param_hint="--tp",
+                param_hint="--tp" if degree > 1 else "--pp",
             )
         return degree
     from pcg.ir.program.folder import options_of

@@ -23,7 +23,7 @@ from .completions import (
     wait_completions,
 )
 from .console import err, print_json
-from .executors import PlaceOptions, on_ranks, open_executor, ranks_of
+from .executors import PlaceOptions, degree_of, on_ranks, open_executor
 from .options.arguments import Json, Runnable
 from .options.fields import Given, Only, flags_of
 from .options.method import Method
@@ -97,7 +97,7 @@ def run_command(
                 "--json alone prints them; add it", param_hint=flags_of(name)[0]
             )
     prompts = asked.prompts(method.is_given)
-    degree = ranks_of(program, compiling.values, place)
+    degree = degree_of(program, compiling.values, place)
     arguments = {
         "program": program,
         "prompts": prompts,
@@ -108,7 +108,7 @@ def run_command(
         "place": place,
         "json": json,
     }
-    on_ranks(degree, complete, arguments)
+    on_ranks(degree * place.pp, complete, arguments)
 
 
 def complete(

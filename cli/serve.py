@@ -21,10 +21,10 @@ from .executors import (
     SPLIT,
     PlaceOptions,
     check_alone,
+    degree_of,
     files_of,
     on_ranks,
     open_executor,
-    ranks_of,
 )
 from .options.arguments import Runnable
 from .options.fields import Given, Only
@@ -39,19 +39,20 @@ def serve_command(
 ) -> None:
     """Serve a model and its adapters by OpenAI's API, until SIGTERM or Ctrl-C.
 
-    With --tp so many ranks of this machine serve it together.
+    With --tp and --pp so many ranks of this machine, their product, serve it together.
     """
     check_alone("pcg serve")
-    degree = ranks_of(model, compiling.values, place)
+    degree = degree_of(model, compiling.values, place)
+    ranks = degree * place.pp
     if options.split_port is not None and model.startswith(SPLIT):
         raise typer.BadParameter(
             f"the weights of {model} are at a base executor; split clients connect there",
             param_hint="--split-port",
         )
-    if options.split_port is not None and degree > 1:
+    if options.split_port is not None and ranks > 1:
         raise typer.BadParameter(
-            f"the {degree} ranks of a server have no split clients; use one rank, or pcg "
-            f"serve-base --tp {degree}",
+            f"the {ranks} ranks of a server have no split clients; use one rank, or pcg "
+            f"serve-base --tp {ranks}",
             param_hint="--split-port",
         )
     from pcg.serve.engine.process import process_client
@@ -63,7 +64,7 @@ def serve_command(
         err().print(text, soft_wrap=True)
 
     files = partial(files_of, model, place)
-    if not serve(options, partial(process_client, load, degree=degree), say, files=files):
+    if not serve(options, partial(process_client, load, degree=ranks), say, files=files):
         raise typer.Exit(1)
 
 
@@ -86,7 +87,12 @@ def serve_base_command(
         raise typer.BadParameter(
             f"{model} is a base executor already; give the model that it has", param_hint="MODEL"
         )
-    degree = ranks_of(model, compiling.values, place)
+    if place.pp > 1:
+        raise typer.BadParameter(
+            "a base's layers may be at several base executors (--layers); use --pp 1",
+            param_hint="--pp",
+        )
+    degree = degree_of(model, compiling.values, place)
     if options.layers is not None and (degree > 1 or is_program_folder(model)):
         raise typer.BadParameter("it is for a model on one rank", param_hint="--layers")
     if degree == 1:

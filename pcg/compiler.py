@@ -27,8 +27,9 @@ from pcg.options import Backend, CompileOptions, dtype_name
 from pcg.parallel.costs.catalog import costs_name, own_sheet
 from pcg.parallel.costs.kept_profiles import own_profile
 from pcg.parallel.ranks.agreement import agreed, check_same
-from pcg.parallel.ranks.join import check_started, join_mesh, own_device, sizes_of, started_ranks
+from pcg.parallel.ranks.join import check_started, join_mesh, own_device, started_ranks
 from pcg.parallel.ranks.mesh import MeshSizes, RankMesh
+from pcg.parallel.ranks.rank_options import RankOptions
 from pcg.parallel.ranks.same_program import check_same_program
 from pcg.passes.pipeline import pipeline
 from pcg.passes.placement.call_pieces import CallPieces
@@ -129,7 +130,7 @@ def _compiled(
 
 
 @dataclass(frozen=True)
-class CompileArguments(CompileOptions):
+class CompileArguments(RankOptions, CompileOptions):
     """Arguments of `compile`.
 
     Attributes:
@@ -138,28 +139,16 @@ class CompileArguments(CompileOptions):
             these, or the directory of an adapter}; named adapters are added to the executor.
         tp: tensor-parallel degree. Above 1, this is one of so many processes, as torchrun starts
             them, and all of them make the same calls.
-        dp: data-parallel degree: so many times `tp` processes, of which each group of `tp` takes
-            some sequences of every finetuning step. By default the number of processes over those
-            of `tp` and `cp`, if one of these is above 1.
-        cp: context-parallel degree: so many ranks share the tokens of each sequence that is
-            finetuned (docs/parallel.md); each has all weights, or a shard of `tp`.
-        shard_base: hold 1/dp of the layers' weights on each replica, which gathers every layer
-            before it runs and drops it after (docs/parallel.md): for bases that do not fit.
         device: the device of the weights; the GPU where there is one, else the CPU. Over ranks
             "cuda" is a GPU of each one's own, and a GPU that two of them name is refused.
         verify: compare the logits of a few tokens with those of a model given in memory; by
             default where it has at most 2e9 parameters.
-        rank_timeout_s: the longest time that a rank waits for the others, seconds; 300 by default.
     """
 
     model: Any
     peft: object = None
-    dp: int | None = field(default=None, kw_only=True)
-    cp: int = field(default=1, kw_only=True)
-    shard_base: bool = field(default=False, kw_only=True)
     device: str | torch.device | None = field(default=None, kw_only=True)
     verify: bool | None = field(default=None, kw_only=True)
-    rank_timeout_s: float | None = field(default=None, kw_only=True)
 
 
 @takes(CompileArguments)
@@ -173,7 +162,7 @@ def compile(given: CompileArguments) -> Executor:
         PcgError: what cannot be read, traced, attached or loaded is named.
     """
     device, module = given.device, given.model
-    sizes = sizes_of(given.tp, given.dp, given.cp)
+    sizes = given.sizes(given.tp)
     if sizes.world > 1:
         if started_ranks() == 1:
             check_started(sizes)
@@ -262,31 +251,33 @@ def compile_random(
     return make_executor(program, weights, None, source.directory, device)
 
 
-def load(
-    directory: str | os.PathLike[str],
-    weights: str | os.PathLike[str] | None = None,
-    device: str | torch.device | None = None,
-    *,
-    trust_edits: bool = False,
-    dp: int | None = None,
-    cp: int = 1,
-    shard_base: bool = False,
-    rank_timeout_s: float | None = None,
-) -> Executor:
-    """Load a compiled folder and its weights: an executor that generates and finetunes.
+@dataclass(frozen=True)
+class LoadArguments(RankOptions):
+    """Arguments of `load`.
 
-    Args:
+    Attributes:
         directory: the folder of a compiled program. Loading it runs its emitted source.
         weights: directory or hub id that holds the weights; where they lay at compile time by
             default.
         device: the device of the weights; the GPU where there is one, else the CPU.
         trust_edits: accept emitted source that was edited.
-        dp, cp, shard_base, rank_timeout_s: as in `compile`.
+    """
+
+    directory: str | os.PathLike[str]
+    weights: str | os.PathLike[str] | None = None
+    device: str | torch.device | None = None
+    trust_edits: bool = field(default=False, kw_only=True)
+
+
+@takes(LoadArguments)
+def load(given: LoadArguments) -> Executor:
+    """Load a compiled folder and its weights: an executor that generates and finetunes.
+
     Raises:
         PcgError: the folder or the weights are missing, damaged, or of another model.
     """
-    folder = expanded(directory)
-    program = load_program(folder, trust_edits=trust_edits)
+    folder, weights = expanded(given.directory), given.weights
+    program = load_program(folder, trust_edits=given.trust_edits)
     for name, fields in program.recipes.items():
         try:
             recipe_of_fields(fields)
@@ -314,9 +305,9 @@ def load(
     # A program compiled from a shipped config has no tokenizer; the weights come with one.
     has_tokenizer = (folder / "tokenizer.json").exists()
     tokenizer_directory = folder if has_tokenizer else source.directory
-    device = own_device(machine_device(device))
-    mesh = join_mesh(sizes_of(program.options.tp, dp, cp), device, rank_timeout_s)
-    mesh = mesh.sharing(shard_base)
+    device = own_device(machine_device(given.device))
+    mesh = join_mesh(given.sizes(program.options.tp), device, given.rank_timeout_s)
+    mesh = mesh.sharing(given.shard_base)
     return make_executor(program, checkpoint, None, tokenizer_directory, device, mesh)
 
 

@@ -16,7 +16,7 @@ from pcg.options import CompileOptions
 from pcg.units import counted
 
 from ..console import busy, err, out, print_json, table
-from ..executors import PlaceOptions, on_ranks, open_executor, ranks_of
+from ..executors import PlaceOptions, degree_of, on_ranks, open_executor
 from ..options.arguments import Json, Model
 from ..options.fields import Given, Only
 from .workload import WorkloadOptions, at_least
@@ -176,7 +176,7 @@ def serve_command(
     Prompts are random tokens, and every output has the length that the workload asks for. With --tp
     so many ranks of this machine serve it together.
     """
-    degree = ranks_of(model, compiling.values, PlaceOptions(device=how.device))
+    degree = degree_of(model, compiling.values, PlaceOptions(device=how.device))
     arguments = {
         "model": model,
         "requests": requests,

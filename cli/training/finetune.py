@@ -90,7 +90,7 @@ def finetune_command(
         "options": given,
         "json": json,
     }
-    on_ranks(tp * dp * over.cp, train, arguments)
+    on_ranks(tp * dp * over.cp * place.pp, train, arguments)
 
 
 def train(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import typer
 
-from cli.executors import PlaceOptions, check_alone, ranks_of, shards_and_replicas
+from cli.executors import PlaceOptions, check_alone, degree_of, shards_and_replicas
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(**compiling: Any) -> int:
-    return ranks_of("a/model", compiling, PlaceOptions())
+    return degree_of("a/model", compiling, PlaceOptions())
 
 
 @pytest.mark.usefixtures("torchrun")
@@ -34,7 +34,7 @@ def test_copies_are_refused() -> None:
     with pytest.raises(typer.BadParameter, match=r"started 4 processes, and this takes 2$"):
         asked(tp=2)
     with pytest.raises(typer.BadParameter, match=r"started 4 .* takes 1, each"):
-        ranks_of("split://host:8300", {}, PlaceOptions())
+        degree_of("split://host:8300", {}, PlaceOptions())
     with pytest.raises(typer.BadParameter, match="which would each run all of pcg train sft"):
         check_alone("pcg train sft")
 
@@ -89,4 +89,4 @@ def test_a_program_takes_the_ranks_that_it_was_compiled_for(tmp_path: Path) -> N
 
     save_program(compile_program(BY_NAME["llama3"].config(1), tp=2), tmp_path / "program")
     with pytest.raises(typer.BadParameter, match=r"started 4 processes, and this takes 2$"):
-        ranks_of(str(tmp_path / "program"), {}, PlaceOptions())
+        degree_of(str(tmp_path / "program"), {}, PlaceOptions())

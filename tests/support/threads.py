@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -24,12 +27,20 @@ class ThreadRanks:
         messages: in how many messages.
     """
 
-    def __init__(self, rank: int, size: int, barrier: threading.Barrier, slots: list[Any]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        barrier: threading.Barrier,
+        slots: list[Any],
+        sent: defaultdict[tuple[int, int], queue.Queue[Tensor]],
+    ) -> None:
         self.rank = rank
         self.size = size
         self.device = torch.device("cpu")
         self._barrier = barrier
         self._slots = slots
+        self._sent = sent
         self.moved_bytes = dict.fromkeys(COLLECTIVES, 0)
         self.messages = dict.fromkeys(COLLECTIVES, 0)
 
@@ -68,6 +79,18 @@ class ThreadRanks:
         self.messages["broadcast"] += 1
         return self._exchange(x)[0]
 
+    def begin_send(self, x: Tensor, to: int) -> Callable[[], Any]:
+        self.moved_bytes["send"] += x.nbytes
+        self.messages["send"] += 1
+        self._sent[self.rank, to].put(x.clone())
+        return lambda: None
+
+    def receive(self, out: Tensor, source: int) -> Tensor:
+        while not self._barrier.broken:
+            with contextlib.suppress(queue.Empty):
+                return out.copy_(self._sent[source, self.rank].get(timeout=0.1))
+        raise threading.BrokenBarrierError
+
     def tell(self, word: bytes) -> list[bytes]:
         own = torch.frombuffer(bytearray(word), dtype=torch.uint8)
         return [bytes(each.numpy()) for each in self._exchange(own)]
@@ -82,7 +105,7 @@ class ThreadRanks:
 
 def tp_mesh(ranks: Any) -> RankMesh:
     """The mesh of a tensor-parallel group alone."""
-    return RankMesh(MeshSizes(tp=ranks.size), world=ranks, tp=ranks)
+    return RankMesh(MeshSizes(tp=ranks.size), world=ranks, tp=ranks, model=ranks)
 
 
 def run_ranks(size: int, run: Callable[[ThreadRanks], Any]) -> list[Any]:
@@ -92,10 +115,11 @@ def run_ranks(size: int, run: Callable[[ThreadRanks], Any]) -> list[Any]:
 
 def run_mesh(sizes: MeshSizes, run: Callable[[RankMesh], Any]) -> list[Any]:
     """What `run` gives on each rank of a mesh; an error on one ends all."""
-    groups: dict[tuple[int, ...], tuple[threading.Barrier, list[Any]]] = {}
-    for axes in (*((axis,) for axis in AXES), ("dp", "cp"), AXES):
+    groups: dict[tuple[int, ...], tuple[threading.Barrier, list[Any], Any]] = {}
+    for axes in (*((axis,) for axis in AXES), ("dp", "cp"), ("pp", "tp"), AXES):
         for numbers in members(sizes, axes):
-            room = (threading.Barrier(len(numbers)), [None] * len(numbers))
+            sent: Any = defaultdict(queue.Queue)
+            room = (threading.Barrier(len(numbers)), [None] * len(numbers), sent)
             groups.setdefault(tuple(numbers), room)
 
     def group(number: int, *axes: str) -> Ranks:
@@ -107,11 +131,12 @@ def run_mesh(sizes: MeshSizes, run: Callable[[RankMesh], Any]) -> list[Any]:
 
     def one(number: int) -> Any:
         own = {axis: group(number, axis) for axis in AXES}
-        world, data = group(number, *AXES), group(number, "dp", "cp")
+        own |= {"world": group(number, *AXES), "data": group(number, "dp", "cp")}
+        own |= {"model": group(number, "pp", "tp"), "back": own["pp"]}
         try:
-            return run(RankMesh(sizes, world=world, data=data, **own))
+            return run(RankMesh(sizes, **own))
         except BaseException:
-            for barrier, _ in groups.values():
+            for barrier, *_ in groups.values():
                 barrier.abort()
             raise
 

@@ -58,7 +58,7 @@ def sum_gradients(ranks: Ranks, parameters: Mapping[str, Tensor]) -> list[str]:
     for parameter in parameters.values():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    if ranks.size > 1:
+    if ranks.size > 1 and parameters:
         gradients = [p.grad for p in parameters.values() if p.grad is not None]
         dtype = torch.promote_types(torch.float32, gradients[0].dtype)
         flat = [one.reshape(-1).to(ranks.device, dtype) for one in (*gradients, missing)]

@@ -21,7 +21,7 @@ from pcg.errors import ParallelError, RankLostError
 
 ROLL_CALL_S = 2.0
 """The time that a rank waits to hear which others are still there, once one is gone."""
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "gather", "broadcast")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "gather", "broadcast", "send")
 """The kinds of messages that ranks exchange."""
 
 PendingCollective: TypeAlias = Callable[[], Any]
@@ -68,6 +68,17 @@ class Ranks:
     def broadcast(self, x: Tensor) -> Tensor:
         """The first rank's tensor; the others give one of its shape and dtype to read it into."""
         return x
+
+    def begin_send(self, x: Tensor, to: int) -> PendingCollective:
+        """Begin to send a flat tensor to another rank; it stays as it is until that is waited for.
+
+        Those that one rank sends to another arrive in their order.
+        """
+        raise ParallelError("a group of one rank has no other to send to")
+
+    def receive(self, out: Tensor, source: int) -> Tensor:
+        """Receive what another rank sends next, into a flat tensor of its shape and dtype."""
+        raise ParallelError("a group of one rank has no other to receive from")
 
     def tell(self, word: bytes) -> list[bytes]:
         """The ranks' words, of one length, in their order; they do not count as sent."""
@@ -134,6 +145,18 @@ class ProcessRanks(Ranks):
         with self._naming_lost("a broadcast"):
             dist.broadcast(x, group_src=0, group=self._group)
         return x
+
+    def begin_send(self, x: Tensor, to: int) -> PendingCollective:
+        self.moved_bytes["send"] += x.nbytes
+        self.messages["send"] += 1
+        run = partial(dist.isend, x, group=self._group, group_dst=to)
+        with self._naming_lost("a message"):
+            return partial(self._ended, run, run(), x, "a message")
+
+    def receive(self, out: Tensor, source: int) -> Tensor:
+        with self._naming_lost("a message"):
+            dist.recv(out, group=self._group, group_src=source)
+        return out
 
     def tell(self, word: bytes) -> list[bytes]:
         own = torch.frombuffer(bytearray(word), dtype=torch.uint8).to(self.device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -64,17 +63,17 @@ def join_mesh(sizes: MeshSizes, device: torch.device, timeout_s: float | None = 
     return _mesh(sizes, device, store, timeout)
 
 
-def sizes_of(tp: int, dp: int | None, cp: int = 1) -> MeshSizes:
+def sizes_of(tp: int, dp: int | None, cp: int = 1, pp: int = 1) -> MeshSizes:
     """Return the sizes of a job: as many replicas as the processes make, unless `dp` is given.
 
-    With a `tp` and a `cp` of 1 and no `dp` a process is by itself, whatever others torchrun has
-    started.
+    With a `tp`, a `cp` and a `pp` of 1 and no `dp` a process is by itself, whatever others torchrun
+    has started.
     """
-    each = MeshSizes(cp=cp, tp=tp).world
+    each = MeshSizes(pp=pp, cp=cp, tp=tp).world
     present = present_ranks()
     if dp is None:
         dp = max(present // each, 1) if each > 1 and present % each == 0 else 1
-    return MeshSizes(dp=dp, cp=cp, tp=tp)
+    return MeshSizes(pp=pp, dp=dp, cp=cp, tp=tp)
 
 
 def _mesh(sizes: MeshSizes, device: torch.device, store: Any, timeout: timedelta) -> RankMesh:
@@ -94,8 +93,10 @@ def _mesh(sizes: MeshSizes, device: torch.device, store: Any, timeout: timedelta
                 found = made.get(key, SINGLE_RANK)
         return found
 
-    own: Mapping[str, Any] = {axis: group(axis) for axis in AXES}
-    return RankMesh(sizes, world=group(*AXES), data=group("dp", "cp"), **own)
+    own: dict[str, Any] = {axis: group(axis) for axis in AXES}
+    own |= {"world": group(*AXES), "data": group("dp", "cp"), "model": group("pp", "tp")}
+    made.clear()
+    return RankMesh(sizes, back=group("pp"), **own)
 
 
 def _check_timeout(world: int, timeout_s: float | None) -> None:

@@ -1,9 +1,11 @@
 """The mesh of a job's ranks: how many there are along each axis, and the groups of one of them.
 
     number of a rank = ((p · dp + d) · cp + c) · tp + t    at place (p, d, c, t) of the axes
+    stage of a rank  = pp - 1 - p
 
-so that ranks of one tensor-parallel group, which send the most, are next to each other. The ranks
-of an axis that differ in that place alone are a group. All groups of a job make the same calls.
+so that ranks of one tensor-parallel group, which send the most, are next to each other, and the
+first rank, which decides for all, has the last stage: losses and logits are there. The ranks of an
+axis that differ in that place alone are a group. All groups of a job make the same calls.
 """
 
 from __future__ import annotations
@@ -63,6 +65,9 @@ class RankMesh:
         sizes: the number of ranks along each axis.
         world: all ranks of the job, which agree on what they are asked for.
         pp, dp, cp, tp: the ranks that differ from this one along that axis alone.
+        back: those of `pp` again, for gradients, which go the other way than activations: messages
+            of one group go in one order.
+        model: those that differ along pp and tp: together they have all weights once.
         data: those that differ along dp and cp: they have the same shards of adapters, and other
             tokens of a finetuning step, so that gradients are summed over them.
         shards_base: True if these hold parts of the layers, which they gather as they run.
@@ -74,6 +79,8 @@ class RankMesh:
     dp: Ranks = SINGLE_RANK
     cp: Ranks = SINGLE_RANK
     tp: Ranks = SINGLE_RANK
+    back: Ranks = SINGLE_RANK
+    model: Ranks = SINGLE_RANK
     data: Ranks = SINGLE_RANK
     shards_base: bool = False
 
@@ -99,6 +106,11 @@ class RankMesh:
                 "by one engine for each, in processes of its own"
             )
 
+    def check_no_stages(self, what: str) -> None:
+        """Refuse what pipeline stages do not share. UnsupportedError: it names that."""
+        if self.sizes.pp > 1:
+            raise UnsupportedError(f"{what} over {self.sizes}; use pp=1")
+
     def sharing(self, shard_base: bool) -> RankMesh:
         """Return the mesh with replicas that have parts of the base, if asked for; all call this.
 
@@ -111,6 +123,11 @@ class RankMesh:
             raise ParallelError(
                 f"shard_base={shard_base!r} gives each of dp replicas 1/dp of the layers' weights, "
                 "and dp=1; give dp=2 or more (--dp 2), or leave it out"
+            )
+        if shard_base and self.sizes.pp > 1:
+            raise ParallelError(
+                f"shard_base={shard_base!r} over {self.sizes}: stages hold whole layers; use pp=1, "
+                "or leave shard_base out"
             )
         if shard_base and self.sizes.cp > 1:
             raise ParallelError(
@@ -127,7 +144,12 @@ class RankMesh:
     @property
     def alike(self) -> Ranks:
         """The ranks that run the same steps: they need each other's shards, or parts of layers."""
-        return self.world if self.shards_base else self.tp
+        return self.world if self.shards_base else self.model
+
+    @property
+    def stage(self) -> int:
+        """The place of this rank's stage, 0 for the one that tokens enter."""
+        return self.sizes.pp - 1 - self.pp.rank
 
 
 SINGLE_MESH = RankMesh()

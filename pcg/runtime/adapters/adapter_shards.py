@@ -11,7 +11,8 @@ once a step of the optimizer, and how the shards make the whole:
 |g|² = Σ_{-, =} |g|² + Σ_ranks Σ_{|d} |g|² / c
 
 A fused weight is the rows of several parameters, each partitioned by itself. With one rank the
-shards are the adapter's own tensors.
+shards are the adapter's own tensors. Over pipeline stages a rank has those of its stage's layers,
+and squares of norms are summed over the stages, too.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from pcg.errors import ParallelError
 from pcg.ir.graph import Parameter
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED
 from pcg.ir.program.program import ModelGraph, python_name
-from pcg.parallel.ranks.group import Ranks
+from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.parallel.ranks.shards import Ranges, part_of, ranges_of, shard_of
+from pcg.parallel.ranks.united import united
 from pcg.peft.adapter import Adapter
 from pcg.peft.weights import AdapterWeight
 
@@ -44,10 +46,23 @@ class AdapterShards:
     """
 
     def __init__(
-        self, model: ModelGraph, adapter: Adapter, device: torch.device, ranks: Ranks
+        self,
+        model: ModelGraph,
+        adapter: Adapter,
+        device: torch.device,
+        ranks: Ranks,
+        stages: Ranks = SINGLE_RANK,
     ) -> None:
+        """Cut this rank's shards.
+
+        Args:
+            model: this rank's stage of the model.
+            ranks: those that have the other shards of each tensor.
+            stages: those that have the tensors of other stages' layers.
+        """
         self._adapter = adapter
         self._ranks = ranks
+        self._stages = stages
         self._device = device
         self._weights: dict[str, AdapterWeight] = {}
         self._parameters: dict[str, tuple[str, Parameter]] = {}
@@ -68,8 +83,13 @@ class AdapterShards:
             if self._parameters[name][1].part == PRE_REDUCE:
                 raise ParallelError(f"{name} is held as summands, which no rank can train alone")
 
+    @property
+    def is_whole(self) -> bool:
+        """True if the shards are the adapter's own tensors, all of them."""
+        return self._ranks.size == 1 and self._stages.size == 1
+
     def _own(self, whole: Tensor, parameter: Parameter) -> Tensor:
-        if self._ranks.size == 1:
+        if self.is_whole:
             return whole
         shard = shard_of(whole, parameter, self._ranks)
         return shard.detach().clone().contiguous().to(self._device)
@@ -127,11 +147,11 @@ class AdapterShards:
             elif self.counts(name):
                 sharded.append(tensor.grad)
         norm = torch.nn.utils.get_total_norm(whole)
-        if self._ranks.size == 1:
+        if self.is_whole:
             return norm
         others = torch.nn.utils.get_total_norm(sharded).to(self._device, torch.float64)
-        squares = self._ranks.all_reduce(others.square().reshape(1))[0]
-        return (norm.to(squares) ** 2 + squares).sqrt()
+        squares = self._ranks.all_reduce(others.square().reshape(1))
+        return self._stages.all_reduce(norm.to(squares) ** 2 + squares)[0].sqrt()
 
     def summed(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Sum tensors over the ranks in one exchange, with the same bits on all of them."""
@@ -184,15 +204,15 @@ class AdapterShards:
 
     def gather(self) -> None:
         """Write the shards of all ranks into the adapter."""
-        if self._ranks.size > 1:
-            for path, tensor in self.joined(self.tensors).items():
+        if not self.is_whole:
+            for path, tensor in self.united(self.joined(self.tensors)).items():
                 weight = self._adapter.parameter(path)
                 assert weight is not None
                 weight.weight.copy_(tensor)
 
     def scatter(self) -> None:
         """Cut this rank's shards from the adapter again, after it has changed."""
-        if self._ranks.size > 1:
+        if not self.is_whole:
             for name, weight in self._weights.items():
                 path, parameter = self._parameters[name]
                 whole = self._adapter.parameter(path)
@@ -201,8 +221,6 @@ class AdapterShards:
 
     def joined(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Join every rank's tensors for its shards, by name, to whole tensors by path."""
-        if self._ranks.size == 1:
-            return dict(values)
         everywhere = self.gathered({n: v for n, v in values.items() if self._is_sharded(n)})
         by_path: dict[str, list[tuple[tuple[int, int], Tensor]]] = {}
         for name, value in values.items():
@@ -215,6 +233,10 @@ class AdapterShards:
             for path, parts in by_path.items()
         }
 
+    def united(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this stage's tensors, by name, and those of all others."""
+        return united(values, self._stages)
+
     def cut(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Cut this rank's shards, by name, out of whole tensors by path; some may be missing."""
         return {
@@ -222,6 +244,10 @@ class AdapterShards:
             for name, (path, parameter) in self._parameters.items()
             if name in self.tensors and path in wholes
         }
+
+    def has(self, path: str) -> bool:
+        """Return whether the adapter has a tensor of that path, on whatever stage."""
+        return self._adapter.parameter(path) is not None
 
     def path_of(self, name: str) -> str:
         return self._parameters[name][0]

@@ -24,7 +24,7 @@ from pcg.kernels.batch import Span
 from pcg.parallel.ranks.group import Ranks, broadcast_from_first
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.latency import Knee, Latencies, Latency
-from pcg.runtime.memory.kv_cache import KvCache, kv_types
+from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.model.batch import ANY_TOKEN, Batch
 from pcg.runtime.model.load import Load, keys_of
@@ -58,7 +58,7 @@ def calibrated(state: ModelState, clock: Clock, graphs: StepGraphs | None = None
     pages = pages_for(max(long, many))
     if graphs is not None and not (graphs.is_warm and graphs.cache.pool.free >= pages):
         graphs = None
-    cache = KvCache(kv_types(runner.model), pages, device) if graphs is None else graphs.cache
+    cache = KvCache(state.kv_types, pages, device) if graphs is None else graphs.cache
     table = cache.pool.open("calibration")
     cache.pool.extend(table, pages)
 

@@ -32,7 +32,7 @@ from pcg.runtime.engine.ranks.following_engine import FollowingEngine
 from pcg.runtime.engine.ranks.step_callback import StepCallback
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.step_runner import StepRunner
-from pcg.runtime.memory.kv_cache import KvCache, bytes_of_page, kv_types
+from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.memory.prefixes import Prefixes
 from pcg.runtime.metrics.events import EventLog, Kind
@@ -79,12 +79,12 @@ class Engine(EngineLoop):
         self.driver: Driver | None = None
         self._compares = state.world.size > 1 and not requests
         self._was_called = True
-        types = kv_types(state.serving.runner.model)
-        page_bytes = bytes_of_page(types)
+        page_bytes = state.page_bytes
         pages = max(1, given.kv_cache_bytes // page_bytes)
         # Triton kernels follow block tables, so adapters can lie in pages of the cache.
         in_pages = state.program.options.backend == "triton"
-        cache = KvCache(types, pages, state.device, in_pages=in_pages)
+        own = (state.kv_types, pages, state.device)
+        cache = KvCache(*own, in_pages=in_pages, page_bytes=page_bytes)
 
         def pages_of(adapter: ServedAdapter) -> int:
             return state.serving.tables.pages_of(cast(Adapter, adapter), page_bytes)
@@ -233,12 +233,12 @@ class Engine(EngineLoop):
         """
         state = self.state
         state.check_no_engine("a second thread", "use the AsyncEngine that start() gave")
-        if state.ranks.size == 1:
+        if state.world.size == 1:
             makers = (self.prepare_job, self.prepare_trainer)
             return AsyncEngine(self, state, *makers, self._data_limits)
-        check_same(state.ranks, "start", {"the adapters": described(sorted(state.adapters))})
-        line, self._compares = Line(state.ranks), False
-        if state.ranks.rank:
+        check_same(state.world, "start", {"the adapters": described(sorted(state.adapters))})
+        line, self._compares = Line(state.world), False
+        if state.world.rank:
             return FollowingEngine(self, state, self.prepare_job, line, self._free)
         self.driver = driver = Driver(line, state)
         limits, free = self._data_limits, self._free
@@ -264,7 +264,7 @@ class Engine(EngineLoop):
     def for_requests(cls, state: ModelState, requests: Sequence[Request]) -> Self:
         """Return an engine for some requests alone, with no more memory than they need."""
         tables = state.serving.tables
-        page_bytes = bytes_of_page(kv_types(state.serving.runner.model))
+        page_bytes = state.page_bytes
         needs = [pages_for(r.length + r.params.max_new_tokens) for r in requests]
         served = (cast(Adapter, r.adapter) for r in requests if r.adapter)
         adapters = {adapter.version: adapter for adapter in served}

@@ -19,17 +19,24 @@ import torch
 from torch import Tensor
 
 from pcg.ir.program.program import ModelGraph
-from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES, TensorType
+from pcg.ir.types import DTYPE_BYTES, TOKENS, TORCH_NAMES, TensorType, tensor
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.memory.pool import PagePool
 
 
 def kv_types(model: ModelGraph) -> tuple[tuple[TensorType, TensorType], ...]:
-    """Return the types of each layer's keys and values, [T, kv_heads, head_dim]."""
+    """Return the types of each layer's keys and values, [T, kv_heads, head_dim].
+
+    Layers of other pipeline stages have no heads.
+    """
+    none = tensor("f32", TOKENS, 0, 0)
     by_block = []
     for block in model.blocks:
-        node = next(node for node in block.nodes if node.op == "attention")
-        by_block.append((block.types[node.inputs[1]], block.types[node.inputs[2]]))
+        node = next((node for node in block.nodes if node.op == "attention"), None)
+        found = (none, none)
+        if node is not None:
+            found = (block.types[node.inputs[1]], block.types[node.inputs[2]])
+        by_block.append(found)
     return tuple(by_block[block] for block in model.layers)
 
 
@@ -59,13 +66,22 @@ class KvCache:
         device: torch.device,
         *,
         in_pages: bool = False,
+        page_bytes: int | None = None,
     ) -> None:
+        """Make a cache of so many free pages.
+
+        Args:
+            types: those of each layer's keys and values.
+            in_pages: have pages be runs of bytes.
+            page_bytes: the bytes of such a page; those that the types need by default.
+        """
         self.pool = PagePool(pages)
         self.pages: Tensor | None = None
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         if in_pages:
-            self.pages = _untouched((pages, bytes_of_page(types)), torch.uint8, device)
+            size = bytes_of_page(types) if page_bytes is None else page_bytes
+            self.pages = _untouched((pages, size), torch.uint8, device)
             offset = 0
             for pair in types:
                 for store, type_ in zip((self.keys, self.values), pair, strict=True):

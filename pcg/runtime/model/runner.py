@@ -16,6 +16,7 @@ from pcg.ir.program.program import ModelGraph, Serving
 from pcg.ir.types import TOKENS, TORCH_NAMES
 from pcg.kernels.torch.products import ProductRequest
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
+from pcg.parallel.ranks.stage_link import StageLink
 from pcg.parallel.ranks.token_shards import chosen_rows, rows_of_rank
 from pcg.runtime.adapters.padded_tables import BoundAdapters
 from pcg.runtime.memory.bound_weights import BaseWeights
@@ -84,17 +85,21 @@ class ModelRunner:
         weights: BaseWeights,
         ranks: Ranks = SINGLE_RANK,
         alike: Ranks | None = None,
+        link: StageLink | None = None,
     ) -> None:
         """Make a runner.
 
         Args:
             weights: the base's weights, bound to serve.
             alike: those of `ranks` by default.
+            link: this stage's link to those beside it; None where one has all layers.
         """
         self.model = serving.model
         self.ranks = ranks
         self.alike = ranks if alike is None else alike
         self.weights = weights
+        self._link = link
+        self._own = range(len(serving.model.layers)) if link is None else link.stage.layers
         self._functions = load_functions(serving.source, "serving")
         self.drawing = _drawing(self._functions)
         self._inputs = LayerInputs(serving.model)
@@ -110,7 +115,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, adapters: BoundAdapters) -> list[Tensor]:
-        """Return the inputs of the epilogue for all tokens; the cache is filled on the way."""
+        """Return the inputs of the epilogue for all tokens; the cache is filled on the way.
+
+        Of several pipeline stages the last one has them.
+        """
         return run_single(self.hidden_requests(batch, adapters))
 
     def hidden_requests(
@@ -119,22 +127,26 @@ class ModelRunner:
         """Do as `hidden` does, requesting the base's products from the caller."""
         batch.ranks = self.ranks
         batch.chosen = None
-        shared = _as_tuple(
-            self._functions["prologue"](
-                self.weights.prologue, adapters.outer, batch, batch.input_ids, batch.positions
-            )
-        )
-        carried: Sequence[Tensor] = shared[: self._inputs.carried]
+        shared = self._begun(batch, adapters)
+        carried: Sequence[Any] = shared[: self._inputs.carried]
         extra = [self._inputs.of(block, shared) for block in self.model.blocks]
-        self.weights.follow(range(len(self.model.layers)))
-        layers = zip(self.model.layers, adapters.layers, strict=True)
-        for layer, (block, adapter) in enumerate(layers):
-            batch.layer = layer
-            weights = self.weights.layer(layer)
+        self.weights.follow(self._own)
+        for layer in self._own:
+            batch.layer, block = layer, self.model.layers[layer]
+            weights, adapter = self.weights.layer(layer), adapters.layers[layer]
             carried = _as_tuple(
                 (yield from self._blocks[block](weights, adapter, batch, *carried, *extra[block]))
             )
+        if self._link is not None and not self._link.stage.is_last:
+            self._link.send(carried, shared)
         return [*carried, *self._inputs.of(self.model.epilogue, shared)]
+
+    def _begun(self, batch: Batch, adapters: BoundAdapters) -> Sequence[Any]:
+        """Return the prologue's outputs, which a later stage receives."""
+        if self._link is not None and not self._link.stage.is_first:
+            return self._link.receive(batch.tokens)
+        prologue, weights = self._functions["prologue"], self.weights.prologue
+        return _as_tuple(prologue(weights, adapters.outer, batch, batch.input_ids, batch.positions))
 
     @torch.inference_mode()
     def logits(
@@ -193,13 +205,17 @@ class ModelRunner:
     ) -> Tensor:
         if rows is not None:
             batch.chosen = rows
+        if self._link is not None and not self._link.stage.is_last:
+            return self._link.ended(batch.tokens, batch.logits_on_first)
+        if rows is not None:
             carried = self._inputs.carried
             inputs = [
                 self._chosen(x, rows) if index < carried else x[rows]
                 for index, x in enumerate(inputs)
             ]
         outer = (adapters if row_adapters is None else row_adapters).outer
-        return self._functions[function](self.weights.epilogue, outer, batch, *inputs)  # type: ignore[no-any-return]
+        found: Tensor = self._functions[function](self.weights.epilogue, outer, batch, *inputs)
+        return found if self._link is None else self._link.tell_end(found, batch.logits_on_first)
 
     def _chosen(self, x: Tensor, rows: Tensor) -> Tensor:
         """Return rows of a layer's output; this rank's part of them if it holds a part."""

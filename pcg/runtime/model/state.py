@@ -21,13 +21,15 @@ from pcg.errors import (
     UnsupportedError,
     as_pcg_error,
 )
-from pcg.ir.program.program import Program, Serving, Training
-from pcg.ir.types import TORCH_NAMES
+from pcg.ir.program.program import ModelGraph, Program, Serving, Training
+from pcg.ir.types import TORCH_NAMES, TensorType
 from pcg.kernels.uploads import downloaded
 from pcg.parallel.ranks.agreement import check_same
 from pcg.parallel.ranks.group import Ranks
 from pcg.parallel.ranks.mesh import SINGLE_MESH, RankMesh
 from pcg.parallel.ranks.same_program import serving_text
+from pcg.parallel.ranks.stage_link import StageLink
+from pcg.parallel.stages import cut_stages
 from pcg.peft.adapter import (
     Adapter,
     check_biases,
@@ -46,6 +48,7 @@ from pcg.runtime.adapters.sites import model_sources, served_sources
 from pcg.runtime.adapters.versions import AdapterVersion, Versions
 from pcg.runtime.adapters.weight_stacker import ServedWeights
 from pcg.runtime.guided.grammars import Grammars
+from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.memory.shape_caches import bound_shape_caches
 from pcg.runtime.model.base_weights import TensorSource, WeightStore
 from pcg.runtime.model.runner import ModelRunner
@@ -66,6 +69,8 @@ class ModelState:
 
     Attributes:
         mesh: this rank's groups of ranks.
+        stages: the layers of each pipeline stage; one has all of them.
+        stage: this rank's.
         grammars: compiles what requests' outputs have to follow.
         versions: those of the adapters.
         engine_thread: the thread that runs an engine over this state; None while there is none.
@@ -84,6 +89,8 @@ class ModelState:
         bound_shape_caches()
         self.program = program
         self.mesh = mesh
+        self.stages = cut_stages(program.base, mesh.sizes.pp)
+        self.stage = self.stages[mesh.stage]
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.grammars = Grammars(tokenizer, program.base.vocabulary, eos_ids)
@@ -103,13 +110,34 @@ class ModelState:
         self.serving = self._bind(program.serving)
 
     def _bind(self, serving: Serving) -> ServingProgram:
-        model = serving.model
-        weights = self.weight_store.bind(model, serves=True)
-        runner = ModelRunner(serving, weights, self.ranks, self.mesh.alike)
+        model, own = serving.model, self.stage.own(serving.model)
+        weights = self.weight_store.bind(own, serves=True)
+        link = self.link(model)
+        runner = ModelRunner(serving, weights, self.ranks, self.mesh.alike, link)
         kind = RaggedTables if self.program.options.backend == "triton" else PaddedTables
         dtype = self._copies_dtype
-        tables = kind(model, self._served, self.device, self.ranks, lora_dtype=dtype)
+        # Stages have to agree on the pages that an adapter takes.
+        sites = model if kind is RaggedTables else own
+        tables = kind(sites, self._served, self.device, self.ranks, lora_dtype=dtype)
         return ServingProgram(serving, model_sources(model), runner, tables)
+
+    def link(self, model: ModelGraph) -> StageLink | None:
+        """Return this stage's link to its neighbours for a model; None where it has all layers."""
+        if self.stages.count == 1:
+            return None
+        return StageLink(model, self.stages, self.mesh, self.device)
+
+    @property
+    def kv_types(self) -> Sequence[tuple[TensorType, TensorType]]:
+        """The types of keys and values of this rank's layers; those of others have no heads."""
+        return kv_types(self.stage.own(self.serving.serving.model))
+
+    @property
+    def page_bytes(self) -> int:
+        """The bytes of a page of the KV cache, of the stage that has the most of it."""
+        model = self.serving.serving.model
+        owns = (self.stages[i].own(model) for i in range(self.stages.count))
+        return max(bytes_of_page(kv_types(own)) for own in owns)
 
     def add_listener(self, listener: StateListener) -> None:
         """Tell a listener, as long as it lives, of other programs and changed adapters."""
@@ -329,7 +357,7 @@ class ModelState:
         Args:
             settle: over ranks, gathers the trained tensors; it is called when they are next read.
         """
-        if settle is not None and self.ranks.size > 1:
+        if settle is not None and self.mesh.model.size > 1:
             self._unsettled[name] = settle
         adapter = self._adapters[name]
         if name not in self._unsettled:
@@ -359,7 +387,8 @@ class ModelState:
 
     def for_training(self, adapter: Adapter) -> Adapter:
         """Return the adapter where it is trained: on the device; over ranks, in host memory."""
-        return self._moved(adapter, self.device) if self.ranks.size == 1 else self.on_host(adapter)
+        is_whole = self.mesh.model.size == 1
+        return self._moved(adapter, self.device) if is_whole else self.on_host(adapter)
 
     def _moved(self, adapter: Adapter, device: torch.device) -> Adapter:
         dtype = getattr(torch, TORCH_NAMES[self.adapter_dtype])

@@ -16,7 +16,9 @@ from torch import Tensor
 from pcg.ir.analysis.layer_order import layers_of_pass
 from pcg.ir.program.program import Training, python_name
 from pcg.kernels.torch.products import ProductRequest, Result
-from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
+from pcg.parallel.ranks.mesh import SINGLE_MESH, RankMesh
+from pcg.parallel.ranks.stage_link import StageLink
+from pcg.parallel.stages import Stages
 from pcg.peft.adapter import Adapter
 from pcg.peft.prompt_encoder import EncodedTraining
 from pcg.runtime.adapters.adapter_shards import AdapterShards
@@ -51,16 +53,16 @@ class BoundTraining:
         training: Training,
         weights: BaseWeights,
         adapter: Adapter,
-        ranks: Ranks = SINGLE_RANK,
-        cp: Ranks = SINGLE_RANK,
+        mesh: RankMesh = SINGLE_MESH,
+        link: StageLink | None = None,
         training_for: Callable[[tuple[int, int]], Training] | None = None,
         freed: FreedMemory | None = None,
     ) -> None:
         """Bind an adapter.
 
         Args:
-            ranks: those that have the other shards.
-            cp: those that have the other parts of each sequence.
+            mesh: the ranks that have other shards, stages, and parts of each sequence.
+            link: this rank's pipeline stage's link to the others; None where it has all layers.
             training_for: returns the program for a step of so many sequences of so many tokens;
                 None to train all steps by `training`.
             freed: gives what steps free back to the system; None if nothing has to.
@@ -70,17 +72,20 @@ class BoundTraining:
         self._training_for = training_for
         self.weights = weights
         self.adapter = adapter
-        self.ranks = ranks
-        self.cp = cp
+        self.mesh = mesh
+        self.ranks = mesh.tp
+        self.cp = mesh.cp
+        self.link = link
+        self.stage = Stages((0, len(training.layers)))[0] if link is None else link.stage
         self._functions = load_functions(training.source, "training")
         self._inputs = LayerInputs(training.model)
-        model = training.model
-        self.shards = shards = AdapterShards(model, adapter, self.device, ranks)
+        model = self.stage.own(training.model)
+        self.shards = shards = AdapterShards(model, adapter, self.device, mesh.tp, mesh.pp)
         self._layers = [
             shards.bind(model.blocks[block].parameters, layer)
             for layer, block in enumerate(model.layers)
         ]
-        self._is_sequence_parallel = is_sequence_parallel(model)
+        self._is_sequence_parallel = is_sequence_parallel(training.model)
         self._first = shards.bind(model.prologue.parameters, 0)
         self._outer = shards.bind(model.epilogue.parameters, 0)
         self.parameters: Mapping[str, Tensor] = shards.tensors
@@ -91,9 +96,9 @@ class BoundTraining:
             self.parameters = self._encoder.parameters
         # The fused operator cuts the tokens into chunks itself.
         is_fused = any(node.op == "linear_cross_entropy" for node in training.epilogue.nodes)
-        self.loss_chunk = _ALL_TOKENS if is_fused else model.loss_chunk
+        self.loss_chunk = _ALL_TOKENS if is_fused else training.model.loss_chunk
         self.head_rows = self._head_rows() if self.device.type == "cpu" else 0
-        self._drops_in_loss = drops_in(model.epilogue)
+        self._drops_in_loss = drops_in(training.model.epilogue)
         self._graphs: WindowGraphs | None = None
         self._graphs_of: KvCache | None = None
 
@@ -130,12 +135,16 @@ class BoundTraining:
     @property
     def layers_back(self) -> int:
         """The number of layers that have a backward: those from the first that trains on."""
-        plans = self.training.plans
-        return sum(plans[index].backward is not None for index in self.training.layers)
+        return sum(map(self.goes_back, range(len(self.training.layers))))
+
+    def goes_back(self, layer: int) -> bool:
+        """Return whether a layer has a backward."""
+        return self.training.plans[self.training.layers[layer]].backward is not None
 
     @property
     def device(self) -> torch.device:
-        return next(iter(vars(self.weights.prologue).values())).device  # type: ignore[no-any-return]
+        held = (self.weights.prologue, *self.weights.layers, self.weights.epilogue)
+        return next(tensor.device for one in held for tensor in vars(one).values())  # type: ignore[no-any-return]
 
     def targets_of(self, example: Example) -> list[int]:
         """Return what each token must predict, virtual tokens first; negative for nothing."""
@@ -172,13 +181,18 @@ class BoundTraining:
 
     # ------------------------------------------------------------------------------- functions
 
-    def prologue(self, batch: Batch) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-        """Run the prologue; returns the first layer's input, and what all layers read."""
-        function = self._functions["prologue"]
-        shared = function(
-            self.weights.prologue, self._first, batch, batch.input_ids, batch.positions
-        )
-        shared = shared if isinstance(shared, tuple) else (shared,)
+    def prologue(self, batch: Batch) -> tuple[Sequence[Any], Sequence[Tensor | None]]:
+        """Run the prologue; returns the first layer's input, and what all layers read.
+
+        A later pipeline stage receives both from the one before.
+        """
+        shared: Sequence[Any]
+        if self.link is not None and not self.stage.is_first:
+            shared = self.link.receive(batch.tokens)
+        else:
+            function, weights = self._functions["prologue"], self.weights.prologue
+            made = function(weights, self._first, batch, batch.input_ids, batch.positions)
+            shared = made if isinstance(made, tuple) else (made,)
         count = self._inputs.carried
         # The first layer alone reads these, and frees them unless backward needs them.
         return shared[:count], (*(None,) * count, *shared[count:])

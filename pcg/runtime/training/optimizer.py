@@ -42,9 +42,9 @@ def make_optimizer(
                 f"optimizer {optimizer.name!r} takes matrices alone, and {path} is "
                 f"{list(tensor.shape)}; use adamw, or leave it out of the recipe"
             )
-    groups: list[dict[str, Any]] = [
-        {"params": [tensor for path, tensor in parameters.items() if not _is_bias(path)]}
-    ]
+    weights = [tensor for path, tensor in parameters.items() if not _is_bias(path)]
+    # A pipeline stage may train nothing.
+    groups: list[dict[str, Any]] = [{"params": weights if parameters else [torch.zeros(0)]}]
     biases = [tensor for path, tensor in parameters.items() if _is_bias(path)]
     if biases:
         groups.append({"params": biases})
@@ -54,7 +54,7 @@ def make_optimizer(
     # The first step of a dampened momentum is unlike the others, and these kernels are recorded.
     is_fused = optimizer.name in _FUSED and not optimizer.options.get("dampening")
     is_fused = is_fused and _is_plain(parameters.values())
-    device = next(iter(parameters.values())).device
+    device = _device_of(parameters)
     # What such a step computes differs in rounding, so steps that are not recorded run alike.
     is_captured = optimizer.name in _CAPTURABLE and not optimizer.is_offloaded
     is_captured = is_captured and device.type in _CAPTURED_ON
@@ -70,6 +70,10 @@ def make_optimizer(
         for group in found.param_groups:
             group["lr"] = rate
     return found
+
+
+def _device_of(parameters: Parameters) -> torch.device:
+    return next((tensor.device for tensor in parameters.values()), torch.device("cpu"))
 
 
 def has_device_rate(optimizer: torch.optim.Optimizer) -> bool:
@@ -133,7 +137,7 @@ def optimizer_tensors(
         elif shards is not None:  # a scalar, which all shards of a parameter have alike
             values = {shards.path_of(name): value for name, value in values.items()}
         found |= {f"{path}/{key}": value for path, value in values.items()}
-    return found
+    return found if shards is None else shards.united(found)
 
 
 def load_optimizer(
@@ -149,8 +153,8 @@ def load_optimizer(
         FinetuneError: it is not the state of these parameters.
     """
     left = dict(saved) if shards is None else _cut(saved, shards, parameters, kind)
-    device = next(iter(parameters.values())).device
     on_device = has_device_rate(optimizer)
+    device = _device_of(parameters)
     shared = {key: left.pop(key).to(device) for key in SHARED_KEYS if key in left}
     fix = "use an older one, or start anew with resume=False"
     for path, tensor in parameters.items():
@@ -194,7 +198,7 @@ def _cut(
     for key, expected in kind.state((1, 1), torch.float32).items():
         ending = f"/{key}"
         wholes = {p.removesuffix(ending): v for p, v in saved.items() if p.endswith(ending)}
-        for path in wholes.keys() & {shards.path_of(name) for name in names}:
+        for path in filter(shards.has, wholes):
             del found[f"{path}{ending}"]
         if not torch.as_tensor(expected).ndim:
             own = {n: wholes[p].clone() for n in names if (p := shards.path_of(n)) in wholes}

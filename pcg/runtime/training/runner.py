@@ -14,6 +14,7 @@ from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.memory.host_allocator import SLACK, FreedMemory, return_freed_memory
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.bound_training import BoundTraining
+from pcg.runtime.training.stage_checks import check_stages
 from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Forward, Pages, Part, Release, Work, run_to_end
 
@@ -37,15 +38,14 @@ class TrainingRunner(BoundTraining):
             normaliser: the number of target tokens that the loss is a mean over.
             dropout_seed: the seed of dropout; None drops nothing.
         """
-        return run_to_end(pass_through(self, examples, normaliser, dropout_seed)).loss
+        loss = run_to_end(pass_through(self, examples, normaliser, dropout_seed)).loss_sum
+        return float(self.mesh.pp.broadcast(loss.to(self.device)))
 
     def evaluate(self, examples: Sequence[Example]) -> tuple[float, int]:
         """Return the sum of the target tokens' losses, of all parts of them, and their number."""
         done = run_to_end(pass_through(self, examples))
-        if self.cp.size == 1:
-            return done.loss, done.targets
         own = torch.tensor([done.loss, done.targets], dtype=torch.float64, device=self.device)
-        loss, targets = self.cp.all_reduce(own).tolist()
+        loss, targets = self.mesh.pp.broadcast(self.cp.all_reduce(own)).tolist()
         return loss, int(targets)
 
     def count_targets(self, examples: Sequence[Example]) -> int:
@@ -95,7 +95,8 @@ def training_runner(
     Args:
         slack: how much is too much; see `FreedMemory`.
     Raises:
-        UnsupportedError: the adapter's encoder was not saved with it.
+        UnsupportedError: the adapter's encoder was not saved with it; or pipeline stages cannot
+            train it.
     """
     budget = state.program.options.budget
     freed = None
@@ -104,11 +105,12 @@ def training_runner(
     elif state.device.type == "cpu":
         return_freed_memory()
     training = state.training(adapter, windows)
-    weights = state.weight_store.bind(training.model)
+    check_stages(state, training, adapter, windows)
+    weights = state.weight_store.bind(state.stage.own(training.model))
     is_promise = budget.size_bytes is not None
     training_for = partial(state.training, adapter, windows) if is_promise else None
     return TrainingRunner(
-        training, weights, adapter, state.ranks, state.mesh.cp, training_for, freed
+        training, weights, adapter, state.mesh, state.link(training.model), training_for, freed
     )
 
 

@@ -38,6 +38,7 @@ from pcg.runtime.training.optimizer import (
 from pcg.runtime.training.options import FinetuneOptions
 from pcg.runtime.training.recorded.update_graphs import UpdateGraphs
 from pcg.runtime.training.runner import TrainingRunner, pass_through
+from pcg.runtime.training.staged_passes import BatchPart, run_stages
 from pcg.runtime.training.training_data import places_of
 from pcg.runtime.training.work_units import Reading, Release, StepBeginsAgain, Work
 
@@ -81,6 +82,10 @@ class TrainingStep:
         self.parameters = dict(runner.parameters)
         self.beside = runner.adapter.recipe.training_beside(runner.shards, total_steps)
         self._runner = runner
+        if self.beside is not None:
+            mesh.check_no_stages(
+                f"{runner.adapter.recipe.method}, which ranks all layers' weights,"
+            )
         self._data = data
         self._batches = batches
         self._options = options
@@ -123,7 +128,7 @@ class TrainingStep:
         norm_here = self._clip()
         summed = self._mesh.data.all_reduce(torch.stack(losses).to(self._runner.device))
         numbers = torch.stack([x.to(self._runner.device).double() for x in (*summed, norm_here)])
-        reading = Reading(broadcast_from_first(self._runner.ranks, numbers))
+        reading = Reading(broadcast_from_first(self._mesh.model, numbers))
         yield reading
         *each, norm = reading.read()
         for index, (loss, batch) in enumerate(zip(each, group, strict=True)):
@@ -146,6 +151,16 @@ class TrainingStep:
         replicas = self._mesh.dp
         lengths = [[len(example.ids) for example in batch] for batch in group]
         own = shares(lengths, replicas.size)[replicas.rank]
+        if self._runner.link is not None:
+            parts = [
+                BatchPart(
+                    [batch[place] for place in places],
+                    mixed_seed(self._options.seed, step, index),
+                    places,
+                )
+                for index, (batch, places) in enumerate(zip(group, own, strict=True))
+            ]
+            return run_stages(self._runner, parts, targets)
         losses = []
         for index, (batch, places) in enumerate(zip(group, own, strict=True)):
             if not places:
@@ -187,7 +202,7 @@ class TrainingStep:
     def _shards(self) -> AdapterShards | None:
         """The shards that the parameters are; None if they are whole."""
         runner = self._runner
-        is_whole = runner.ranks.size == 1 or self.parameters.keys() != runner.shards.tensors.keys()
+        is_whole = runner.shards.is_whole or self.parameters.keys() != runner.shards.tensors.keys()
         return None if is_whole else runner.shards
 
     def _clip(self) -> Tensor:

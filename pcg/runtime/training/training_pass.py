@@ -61,7 +61,7 @@ class Window:
         end: number of tokens of the pass up to its last one.
         carried: the inputs of the next layer; after the last one, of the loss.
         shared: the prologue's outputs that all layers may read.
-        saved: the tensors that each layer has saved for backward.
+        saved: the tensors that each layer has saved for backward, by the layer.
         gradients: gradients of the outputs of the layer whose backward comes next.
         slot: the graphs that it runs by; None if it runs eagerly.
     """
@@ -71,7 +71,7 @@ class Window:
     end: int
     carried: Sequence[Tensor] = ()
     shared: Sequence[Tensor | None] = ()
-    saved: list[Any] = field(default_factory=list)
+    saved: dict[int, list[Any]] = field(default_factory=dict)
     gradients: list[Tensor] = field(default_factory=list)
     slot: WindowSlot | None = None
 
@@ -144,8 +144,9 @@ class TrainingPass(WindowedPass):
         self._loss: PassLoss | None = None
         self._has_loss = False
         self._count = len(runner.training.layers)
+        self._link, self._own = runner.link, runner.stage
         self.layers = runner.layers_back if self.trains else 0
-        self.layer = self._count - 1
+        self.layer = self._own.layers.stop - 1
         self._window = -1
         self._sums: KvGradients | None = None
 
@@ -200,7 +201,7 @@ class TrainingPass(WindowedPass):
     def forward_requests(self, tokens: int) -> ProductRequest[None]:
         """Do as `forward` does, requesting the base's products from the caller."""
         window = self.begin(tokens)
-        for layer in range(self._count):
+        for layer in self._own.layers:
             yield from self.layer_requests(layer, window)
         self.end(window)
 
@@ -210,10 +211,10 @@ class TrainingPass(WindowedPass):
     def _layer_forward(self) -> ProductRequest[None]:
         """Take the window that has begun through its next layer."""
         if self._open is None:
-            self._open = self.begin(self._begun)
+            self._open, self._next = self.begin(self._begun), self._own.layers.start
         yield from self.layer_requests(self._next, self._open)
         self._next += 1
-        if self._next == self._count:
+        if self._next == self._own.layers.stop:
             self.end(self._open)
             self._open, self._begun = None, 0
 
@@ -266,7 +267,7 @@ class TrainingPass(WindowedPass):
             layer, window.batch, window.carried, window.shared
         )
         if self.trains:
-            window.saved.append(list(saved))
+            window.saved[layer] = list(saved)
             if layer in self._restored:
                 self._put_inputs(layer, window, (None,) * len(window.carried))
         if self._graphs is not None:
@@ -279,6 +280,9 @@ class TrainingPass(WindowedPass):
             if not self.trains:  # the next window overwrites them
                 window.carried = [x.clone() for x in window.carried]
                 window.shared = [None if x is None else x.clone() for x in window.shared]
+        if self._link is not None and not self._own.is_last:
+            self._link.send(window.carried, window.shared)
+            window.carried = ()
         self._windows.append(window)
         self.forwarded = window.end
 
@@ -286,6 +290,11 @@ class TrainingPass(WindowedPass):
 
     def _run_loss(self, tokens: int) -> None:
         """Compute the loss of so many tokens, in the last window first."""
+        if not self._own.is_last:
+            self._begin_backward()
+            if self.trains and not self._runner.goes_back(self.layer):
+                self._end_backward()
+            return
         if self._loss is None:
             self._loss = PassLoss(self._runner, self.window_losses())
             if self.trains:
@@ -309,7 +318,12 @@ class TrainingPass(WindowedPass):
             window.gradients, window.carried = loss.gradients, ()
             if not self._restored:
                 window.shared = ()
-        self._loss, self._has_loss = None, True
+        self._loss = None
+        self._begin_backward()
+
+    def _begin_backward(self) -> None:
+        """Go on behind the loss: it is over here, or on the last stage."""
+        self._has_loss = True
         if not self.trains:
             self._windows.clear()
             self.is_done = True
@@ -324,15 +338,21 @@ class TrainingPass(WindowedPass):
         window.batch.gradients = self._sums
         if layer in self._restored and window.saved[layer][self._input_places(layer)[0]] is None:
             self._restore(layer, window)
+        if self._link is not None and layer == self._own.layers.stop - 1 and not self._own.is_last:
+            window.gradients = self._link.receive_back(window.batch.tokens)
         gradients, window.gradients = window.gradients, []
         if window.slot is not None:
             window.gradients = window.slot.back(layer, gradients)
         else:
             window.gradients = yield from self._runner.layer_backward(
-                layer, window.batch, window.saved.pop(), gradients
+                layer, window.batch, window.saved.pop(layer), gradients
             )
             if self._graphs is not None:
                 self._graphs.record_next()
+        if self._link is not None and layer == self._own.layers.start and not self._own.is_first:
+            if self._runner.goes_back(layer - 1):
+                self._link.send_back(window.gradients)
+            window.gradients = []
         self._window -= 1
         if -self._window > len(self._windows):
             self._window = -1
@@ -348,8 +368,9 @@ class TrainingPass(WindowedPass):
         return KvGradients(cache.keys[layer], cache.values[layer], self.tokens)
 
     def _end_backward(self) -> None:
-        for window in self._windows:
-            self._runner.prologue_backward(window.batch, window.gradients)
+        if self._own.is_first:
+            for window in self._windows:
+                self._runner.prologue_backward(window.batch, window.gradients)
         self._windows.clear()
         self._sums = None
         self._runner.encode_prompts_backward()

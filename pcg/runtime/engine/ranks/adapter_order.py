@@ -51,5 +51,5 @@ def put_adapter(state: ModelState, name: str, make: Callable[[], Adapter]) -> Ad
     Raises:
         PcgError: one of them could not make it, or made another.
     """
-    made = agreed(state.ranks, f"add_adapter({name!r})", make, adapter_facts)
+    made = agreed(state.world, f"add_adapter({name!r})", make, adapter_facts)
     return state.put_adapter(made, state.program_for(made))

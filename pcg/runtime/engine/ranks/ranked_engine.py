@@ -55,7 +55,7 @@ class RankedEngine(AsyncEngine):
         self._free = free
         self._over = Event()
         self._has_ended = False
-        self._ranks = state.ranks
+        self._ranks = state.world
         self._device = state.device
         super().__init__(engine, state, prepare_job, self._no_trainer, data_limits)
         if line.has_words:

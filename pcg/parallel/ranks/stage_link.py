@@ -1,0 +1,160 @@
+"""The link of a pipeline stage to its neighbours: activations go on, and gradients come back.
+
+A stage sends on what its last layer passes to the next one, and the prologue's outputs that later
+stages read, such as the rotations of positions, in one message. Each rank sends to the one at its
+place of the next stage, so that a shard goes where it is read. What is sent stays until it has
+arrived, while this rank goes on.
+
+    message = the tensors one behind the other, each from a multiple of 16 bytes on
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from pcg.ir.program.program import ModelGraph
+from pcg.ir.types import TOKENS, TORCH_NAMES, TensorType
+from pcg.parallel.ranks.group import PendingCollective, Ranks
+from pcg.parallel.ranks.mesh import RankMesh
+from pcg.parallel.stages import Stage, Stages
+
+_ALIGNMENT = 16
+_IN_FLIGHT = 4
+"""Messages for each stage that may be under way before the first of them is waited for."""
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class StageLink:
+    """What one rank of a stage sends to and receives from the stages beside it."""
+
+    def __init__(
+        self, model: ModelGraph, stages: Stages, mesh: RankMesh, device: torch.device
+    ) -> None:
+        """Make the link of this rank's stage of a model, whose graphs are what a rank runs."""
+        self.stage: Stage = stages[mesh.stage]
+        self._mesh = mesh
+        self._device = device
+        self._vocabulary = model.vocabulary
+        self._outputs = len(model.prologue.outputs)
+        self._carried = [value.type for value in model.epilogue.inputs[: _carried(model)]]
+        self._shared = [_shared_from(model, stages[i].layers.start) for i in range(stages.count)]
+        self._types = model.prologue.types
+        self._names = model.prologue.outputs
+        self._under_way: deque[tuple[Tensor, PendingCollective]] = deque()
+
+    def receive(self, tokens: int) -> list[Tensor | None]:
+        """Return the outputs of the prologue for so many tokens, with those of the stage before.
+
+        The first ones are what the stage's first layer is given; what no graph of this stage or of
+        a later one reads is None.
+        """
+        places = self._shared[self.stage.index]
+        types = [*self._carried, *(self._types[self._names[place]] for place in places)]
+        count = len(self._carried)
+        came = self._received(self._mesh.pp, self.stage.index - 1, types, tokens)
+        found: list[Tensor | None] = [None] * self._outputs
+        found[:count] = came[:count]
+        for place, tensor in zip(places, came[count:], strict=True):
+            found[place] = tensor
+        return found
+
+    def send(self, carried: Sequence[Tensor], shared: Sequence[Tensor | None]) -> None:
+        """Send the outputs of this stage's last layer on, and of the prologue what is read there.
+
+        Args:
+            shared: the prologue's outputs, by their places.
+        """
+        places = self._shared[self.stage.index + 1]
+        tensors = [*carried, *(one for place in places if (one := shared[place]) is not None)]
+        self._send(self._mesh.pp, self.stage.index + 1, tensors)
+
+    def receive_back(self, tokens: int) -> list[Tensor]:
+        """Return the gradients of the outputs of this stage's last layer, for so many tokens."""
+        return self._received(self._mesh.back, self.stage.index + 1, self._carried, tokens)
+
+    def send_back(self, gradients: Sequence[Tensor]) -> None:
+        """Send the gradients of the inputs of this stage's first layer to the stage before."""
+        self._send(self._mesh.back, self.stage.index - 1, gradients)
+
+    def settle(self) -> None:
+        """Wait until all that was sent has arrived."""
+        while self._under_way:
+            self._under_way.popleft()[1]()
+
+    def tell_end(self, found: Tensor, on_first: bool) -> Tensor:
+        """Give what the epilogue made, [rows, …], to all stages, unless the first rank wants it."""
+        if not on_first:
+            kind = [*found.shape, _DTYPES.index(found.dtype)]
+            self._mesh.pp.broadcast(torch.tensor(kind, device=self._device))
+            self._mesh.pp.broadcast(found.contiguous())
+        return found
+
+    def ended(self, rows: int, on_first: bool) -> Tensor:
+        """Return what the epilogue made on the last stage; zeros if the first rank alone has it."""
+        if on_first:
+            return torch.zeros((1, 1), device=self._device).expand(rows, self._vocabulary)
+        kind = torch.zeros(3, dtype=torch.int64, device=self._device)
+        *shape, dtype = self._mesh.pp.broadcast(kind).tolist()
+        found = torch.empty(shape, dtype=_DTYPES[dtype], device=self._device)
+        return self._mesh.pp.broadcast(found)
+
+    def _send(self, ranks: Ranks, stage: int, tensors: Sequence[Tensor]) -> None:
+        sizes = [_padded(one.nbytes) for one in tensors]
+        message = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
+        for part, one in zip(message.split(sizes), tensors, strict=True):
+            part[: one.nbytes] = one.contiguous().view(-1).view(torch.uint8)
+        while len(self._under_way) >= _IN_FLIGHT * self.stage.count:
+            self._under_way.popleft()[1]()
+        to = self.stage.count - 1 - stage
+        self._under_way.append((message, ranks.begin_send(message, to)))
+
+    def _received(
+        self, ranks: Ranks, stage: int, types: Sequence[TensorType], tokens: int
+    ) -> list[Tensor]:
+        shapes = [_shape(type_, tokens) for type_ in types]
+        dtypes = [getattr(torch, TORCH_NAMES[type_.dtype]) for type_ in types]
+        wanted = [prod(s) * dtype.itemsize for s, dtype in zip(shapes, dtypes, strict=True)]
+        sizes = [_padded(size) for size in wanted]
+        message = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        ranks.receive(message, self.stage.count - 1 - stage)
+        parts = zip(message.split(sizes), wanted, shapes, dtypes, strict=True)
+        return [part[:size].view(dtype).view(shape) for part, size, shape, dtype in parts]
+
+
+def link_bytes(model: ModelGraph, stages: Stages, stage: int, tokens: int) -> tuple[int, int]:
+    """Return the bytes that a rank sends on to a stage for so many tokens, and the gradients'."""
+    carried = [value.type for value in model.epilogue.inputs[: _carried(model)]]
+    names = model.prologue.outputs
+    places = _shared_from(model, stages[stage].layers.start)
+    shared = [model.prologue.types[names[place]] for place in places]
+    sizes = [
+        _padded(prod(_shape(type_, tokens)) * getattr(torch, TORCH_NAMES[type_.dtype]).itemsize)
+        for type_ in (*carried, *shared)
+    ]
+    return sum(sizes), sum(sizes[: len(carried)])
+
+
+def _carried(model: ModelGraph) -> int:
+    return len(model.blocks[0].outputs)
+
+
+def _shared_from(model: ModelGraph, layer: int) -> list[int]:
+    """Return the places of the prologue's outputs that graphs from a layer on read."""
+    blocks = {model.layers[i] for i in range(layer, len(model.layers))}
+    graphs = [*(model.blocks[block] for block in sorted(blocks)), model.epilogue]
+    names = {value.name for graph in graphs for value in graph.inputs[_carried(model) :]}
+    return [place for place, name in enumerate(model.prologue.outputs) if name in names]
+
+
+def _shape(type_: TensorType, tokens: int) -> tuple[int, ...]:
+    first, *rest = type_.shape
+    return (int(first.subs({TOKENS: tokens})), *map(int, rest))  # type: ignore[union-attr]
+
+
+def _padded(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,98 @@
+"""The passes of a step over pipeline stages: several micro-batches are under way at once.
+
+Each stage takes them in one order, forward and back in turn (PipeDream's 1F1B): stage i of S has at
+most S - i under way, whose activations it holds, and the last stage goes back through one as soon
+as its loss is there. With M micro-batches a stage waits for (S - 1) / (M + S - 1) of the time.
+
+    stage 0    f0 f1 f2 b0 f3 b1 …        3 stages
+    stage 1       f0 f1 b0 f2 b1 …
+    stage 2          f0 b0 f1 b1 …
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pcg.parallel.ranks.data_parallel import shares
+from pcg.runtime.data.example import Example
+from pcg.runtime.training.bound_training import BoundTraining
+from pcg.runtime.training.training_pass import TrainingPass
+
+_PER_STAGE = 4
+"""Micro-batches of a step for each stage, if it has so many sequences: a stage of S waits for about
+a fifth of the time."""
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """A replica's part of a batch.
+
+    Attributes:
+        examples: its sequences; empty if others have all.
+        seed: the seed of dropout.
+        numbers: the place of each of them in the batch.
+    """
+
+    examples: Sequence[Example]
+    seed: int
+    numbers: Sequence[int]
+
+
+def micro_batches(parts: Sequence[BatchPart], stages: int) -> list[tuple[int, BatchPart]]:
+    """Cut the parts of a step's batches for so many stages; each comes with its batch's index."""
+    found = []
+    each = max(1, _PER_STAGE * stages // max(len(parts), 1))
+    for index, part in enumerate(parts):
+        lengths = [len(example.ids) for example in part.examples]
+        for (places,) in shares([lengths], min(each, max(len(lengths), 1))):
+            if places:
+                some = [part.examples[i] for i in places]
+                numbers = [part.numbers[i] for i in places]
+                found.append((index, BatchPart(some, part.seed, numbers)))
+    return found
+
+
+def run_stages(
+    runner: BoundTraining, parts: Sequence[BatchPart], normaliser: float
+) -> list[Tensor]:
+    """Add the gradients of the parts of a step's batches.
+
+    Returns:
+        The sum of the losses of each part on the last stage, fp64; zeros on the others.
+    """
+    losses = [torch.zeros((), dtype=torch.float64, device=runner.device) for _ in parts]
+    stage, link = runner.stage, runner.link
+    assert link is not None
+    most = stage.count - stage.index
+    under_way: deque[tuple[int, TrainingPass]] = deque()
+
+    def back() -> None:
+        index, oldest = under_way.popleft()
+        while not oldest.is_done:
+            oldest.run_part(oldest.load.tokens)
+        losses[index] += oldest.loss_sum.to(runner.device)
+
+    for index, made in _passes(runner, parts, normaliser):
+        made.forward(made.remaining)
+        under_way.append((index, made))
+        if len(under_way) == most:
+            back()
+    while under_way:
+        back()
+    link.settle()
+    return losses
+
+
+def _passes(
+    runner: BoundTraining, parts: Sequence[BatchPart], normaliser: float
+) -> Iterator[tuple[int, TrainingPass]]:
+    for index, one in micro_batches(parts, runner.stage.count):
+        yield (
+            index,
+            TrainingPass(runner, one.examples, normaliser, one.seed, numbers=one.numbers),
+        )
