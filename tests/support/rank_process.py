@@ -48,15 +48,15 @@ def job(output: str, sequence_parallel: bool) -> None:
     )
 
 
-def train_over_mesh(output: str, sizes: str) -> None:
-    """Train an adapter of each of `CASES` over a mesh such as dp2-tp2."""
+def train_over_mesh(output: str, sizes: str, count: str) -> None:
+    """Train an adapter of each of the first ones of `CASES` over a mesh such as dp2-tp2."""
     from pcg.parallel.ranks.join import join_mesh
     from pcg.parallel.ranks.mesh import MeshSizes
     from tests.support.meshes import CASES, train_case
 
     own = {word[:2]: int(word[2:]) for word in sizes.split("-")}
     mesh = join_mesh(MeshSizes(**own), torch.device("cpu"))
-    for case in CASES:
+    for case in CASES[: int(count)]:
         trained = train_case(*case, mesh)
         torch.save(trained, Path(output) / f"{'-'.join(case)}-{mesh.world.rank}.pt")
 

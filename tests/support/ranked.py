@@ -112,7 +112,8 @@ def work(executor: Executor) -> Outcome:
     loss = sum(runner.forward_backward([example], targets) for example in EXAMPLES)
     runner.sum_gradients()
     gradients = {n: t.grad for n, t in runner.parameters.items() if t.grad is not None}
-    found = {n: g.clone() for n, g in runner.shards.joined(gradients).items()}
+    wholes = runner.shards.united(runner.shards.joined(gradients))
+    found = {n: g.clone() for n, g in wholes.items()}
     result = executor.finetune(EXAMPLES, "b", **JOB)
     return Outcome(
         logits,
