@@ -223,6 +223,7 @@ class ExplainOptions(OptimizerChoice, CompileOptions):
             link. Takes seconds.
         peers: report what torch's min-cut partitioner saves, too, on one rank; takes seconds.
         cp: ranks that share the tokens of each sequence of the step, of which this is one.
+        pp: pipeline stages that have some of the layers each; memory is of the largest one's rank.
     """
 
     gpus: Sequence[str] = ()
@@ -232,6 +233,7 @@ class ExplainOptions(OptimizerChoice, CompileOptions):
     find_region: bool = False
     peers: bool = False
     cp: int = 1
+    pp: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -240,7 +242,7 @@ class ExplainOptions(OptimizerChoice, CompileOptions):
         tokens = self.serve_tokens
         if tokens is not None and (type(tokens) is not int or tokens < 0):
             raise UnsupportedError(f"serve_tokens={tokens!r}; use an int of at least 0")
-        for name in ("cp", "shard_base"):
+        for name in ("cp", "pp", "shard_base"):
             if type(given := getattr(self, name)) is not int or given < 1:
                 raise ParallelError(f"{name}={given!r}; use an int of at least 1")
         if self.device not in ("cuda", "cpu"):

@@ -116,5 +116,5 @@ def _held_by(graph: Graph, layers: int, of_block: bool = False) -> Iterator[_Hel
             cut = parameter.rows, parameter.part, parameter.copies
             shard = cut if is_sharded(parameter) else None
             key = (home, parameter.source, parameter.transposed, shard)
-            count = layers if of_layers else 1
+            count = layers if of_layers else min(layers, 1)
             yield _Held(parameter, key, count, parameter.name in products, of_block)

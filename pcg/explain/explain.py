@@ -16,6 +16,7 @@ from pcg.explain.plan_validity import parallel_regions, with_formulas
 from pcg.explain.planned_model import ContextStep, Setup, plan_model
 from pcg.explain.report import Report
 from pcg.explain.report_builder import build_report
+from pcg.explain.stage_memory import pipeline_step, with_stages
 from pcg.given_module import source_of
 from pcg.ir.analysis.storages import TOKENS_OF_BATCH
 from pcg.keywords import takes
@@ -87,7 +88,11 @@ def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -
     optimizer.check_parted(options.tp)
     source, to_trace = source_of(model)
     costs = find_cost_model(costs_name(options.costs, options.gpus)) if options.tp > 1 else None
-    context, step = None, options
+    context, staged, step = None, None, options
+    if options.pp > 1:
+        staged = pipeline_step(options)
+        most = -(-options.batch * options.gradient_accumulation_steps // staged.micro_batches)
+        step = dataclasses.replace(options, batch=most)
     if MeshSizes(cp=options.cp).world > 1:
         _check_parts(options)
         context = ContextStep(options.cp, options.seq)
@@ -108,7 +113,7 @@ def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -
                 f"cp={context.cp} shares the tokens of sequences that are finetuned; give a recipe "
                 "(--peft lora), or leave cp out"
             )
-        place = (options.device, serves, context, options.shard_base)
+        place = (options.device, serves, context, options.shard_base, staged)
         setup = Setup(*model_setup, found, optimizer, served, *place)
         reports[name] = _explained(setup, devices, options.find_region)
         if options.peers:
@@ -143,6 +148,8 @@ def _explained(setup: Setup, devices: Sequence[Accelerator], find_region: bool) 
         report = dataclasses.replace(report, parallel=rows)
     if setup.context is not None:
         report = dataclasses.replace(report, context=context_rows(planned, setup.context))
+    if setup.pipeline is not None:
+        return with_stages(report, planned)
     return dataclasses.replace(
         report,
         fits=capacities(planned, devices),

@@ -39,6 +39,15 @@ class ContextStep:
 
 
 @dataclass(frozen=True)
+class PipelineStep:
+    """A step of `batch` sequences over `pp` stages, in so many micro-batches of at most one size."""
+
+    pp: int
+    batch: int
+    micro_batches: int
+
+
+@dataclass(frozen=True)
 class Setup:
     """A model, recipes and a step; `settings` and `folded` are without bypass networks.
 
@@ -50,6 +59,8 @@ class Setup:
         serves: options of the program that serves the adapters beside; None where none does.
         context: how ranks share the tokens of sequences, of which `options.seq` are then those of
             one rank; None where they do not.
+        pipeline: how pipeline stages divide a step, of which `options.batch` are then the sequences
+            of a micro-batch; None where one rank has all layers.
         parts: the replicas that have parts of the layers; 1 where they are whole.
     """
 
@@ -65,11 +76,17 @@ class Setup:
     serves: CompileOptions | None = None
     context: ContextStep | None = None
     parts: int = 1
+    pipeline: PipelineStep | None = None
 
     @property
     def cp(self) -> int:
         """The number of ranks that share the tokens of a sequence."""
         return 1 if self.context is None else self.context.cp
+
+    @property
+    def batch(self) -> int:
+        """The sequences of a step, of all micro-batches."""
+        return self.options.batch if self.pipeline is None else self.pipeline.batch
 
     @property
     def seq(self) -> int:

@@ -91,7 +91,7 @@ def build_report(planned: PlannedModel) -> Report:
         architecture=str((setup.config.get("architectures") or [setup.config["model_type"]])[0]),
         peft=recipes_text(setup.recipes),
         tp=setup.options.tp,
-        batch=setup.options.batch,
+        batch=setup.batch,
         cp=setup.cp,
         seq=seq,
         dtype=TORCH_NAMES[planned.base.dtype],

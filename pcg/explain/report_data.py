@@ -227,6 +227,10 @@ class ReportData:
     part, two gathered layers, and what is outside the layers. `gathered` has, of a step of one
     batch, the layers that a rank gathers, and the bytes that it sends for them.
 
+    Of `pp` pipeline stages, memory is that of the largest one's rank. `stages` says of each its
+    layers, the micro-batches that it has under way, its memory, and what it sends for one step:
+    activations on, and gradients back.
+
     `gpus` are all known GPUs that a rank fits, `fits` says more of those that were asked for.
     """
 
@@ -261,10 +265,17 @@ class ReportData:
     backend: str = ""
     cp: int = 1
     context: Mapping[str, Any] = field(default_factory=dict)
+    pp: int = 1
+    stages: tuple[Mapping[str, Any], ...] = ()
     timeline: tuple[Moment, ...] = ()
     graph: tuple[GraphNode, ...] = ()
     layer_groups: tuple[LayerGroup, ...] = ()
     peers: tuple[PeerPoint, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that a step is over."""
+        return self.tp * self.cp * self.pp
 
     @property
     def chosen_stage(self) -> Stage | None:

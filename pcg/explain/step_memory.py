@@ -74,9 +74,9 @@ def step_memory(
     if saved is None:
         activations, workspace = untrained, _serving_workspace(planned)
     else:
-        sizes = _timeline(planned, saved)
+        sizes = timeline(planned, saved)
         if states.update_bytes:
-            sizes.append(_MomentSizes("update", sympy.S.Zero, sympy.Integer(states.update_bytes)))
+            sizes.append(MomentSizes("update", sympy.S.Zero, sympy.Integer(states.update_bytes)))
         moments = [
             Moment(one.label, bytes_at(one.saved, at), bytes_at(one.workspace, at)) for one in sizes
         ]
@@ -85,7 +85,7 @@ def step_memory(
         activations = saved.total
         workspace = peak.saved + peak.workspace - activations
     size = DTYPE_BYTES[planned.unraised.adapter_dtype]
-    adapters = sympy.Integer(size * elements(_trained_shapes(planned)))
+    adapters = sympy.Integer(size * elements(trained_shapes(planned)))
     on_gpu = planned.setup.device == "cuda"
     kinds = (
         sympy.Integer(base_bytes(planned.base, planned.setup.parts) + packed_copies(planned)),
@@ -119,12 +119,13 @@ def packed_copies(planned: PlannedModel) -> int:
 def state_memory(planned: PlannedModel) -> StateMemory:
     """Return the bytes of the optimizer's states of one rank."""
     dtype: torch.dtype = getattr(torch, TORCH_NAMES[planned.unraised.adapter_dtype])
-    return planned.setup.optimizer.state_memory(_trained_shapes(planned), dtype)
+    return planned.setup.optimizer.state_memory(trained_shapes(planned), dtype)
 
 
-def _trained_shapes(planned: PlannedModel) -> Shapes:
+def trained_shapes(planned: PlannedModel) -> Shapes:
     """Return the shapes of the trained tensors of one rank."""
-    if planned.setup.options.tp == 1 or planned.attached is None:
+    is_whole = planned.setup.options.tp == 1 and planned.setup.pipeline is None
+    if is_whole or planned.attached is None:
         return planned.use.trained
     names = {name for graph in planned.attached.graphs for name in trained(graph)}
     found = {
@@ -136,7 +137,7 @@ def _trained_shapes(planned: PlannedModel) -> Shapes:
 
 
 @dataclass(frozen=True)
-class _MomentSizes:
+class MomentSizes:
     """The bytes of one moment of a step: formulas in B and S, as `Moment` has them in numbers."""
 
     label: str
@@ -144,10 +145,12 @@ class _MomentSizes:
     workspace: sympy.Expr
 
 
-def _timeline(planned: PlannedModel, saved: SavedMemory) -> list[_MomentSizes]:
+def timeline(
+    planned: PlannedModel, saved: SavedMemory, has_loss: bool = True
+) -> list[MomentSizes]:
     """Return the moments of a step: forward layer by layer, the loss, backward layer by layer.
 
-    A layer that trains nothing has no backward.
+    A layer that trains nothing has no backward, and the loss is the last pipeline stage's.
     """
     model, plan, setup = planned.training.model, planned.training.plan, planned.setup
     workspaces = [
@@ -161,10 +164,11 @@ def _timeline(planned: PlannedModel, saved: SavedMemory) -> list[_MomentSizes]:
     )
     until = list(accumulate(saved.layers, initial=shared))
     moments = [
-        _MomentSizes(f"forward {layer}", until[layer + 1], workspaces[index][0])
+        MomentSizes(f"forward {layer}", until[layer + 1], workspaces[index][0])
         for layer, index in enumerate(plan.layers)
     ]
-    moments.append(_MomentSizes("loss", saved.total, _loss_workspace(planned)))
+    if has_loss:
+        moments.append(MomentSizes("loss", saved.total, _loss_workspace(planned)))
     held = _recomputed_inputs(model, plan)
     for layer, index in reversed(list(enumerate(plan.layers))):
         if workspaces[index][1] is None:
@@ -172,8 +176,8 @@ def _timeline(planned: PlannedModel, saved: SavedMemory) -> list[_MomentSizes]:
         alive = until[layer] + held[layer]
         if layer in plan.restored and layer + 1 not in plan.restored:
             again = workspaces[plan.layers[layer - 1]][0] + _input_bytes(model, layer)
-            moments.append(_MomentSizes(f"again {layer}", alive, again))
-        moments.append(_MomentSizes(f"backward {layer}", alive, workspaces[index][1]))
+            moments.append(MomentSizes(f"again {layer}", alive, again))
+        moments.append(MomentSizes(f"backward {layer}", alive, workspaces[index][1]))
     return moments
 
 

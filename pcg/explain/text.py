@@ -22,6 +22,8 @@ def report_text(report: ReportData, tensors: bool, formulas: bool) -> str:
         lines += region_lines(report.parallel)
         return "\n".join(lines)
     parts = [_heading(report), _memory(report)]
+    if report.stages:
+        parts.append(_pipeline(report))
     if report.activations:
         parts.append(_stages(report))
     if len({group.trained for group in report.layer_groups}) > 1:
@@ -40,7 +42,8 @@ def report_text(report: ReportData, tensors: bool, formulas: bool) -> str:
     if report.gpus and not report.fits:
         parts.append([fill(f"fits  {', '.join(report.gpus)}", 98, subsequent_indent="      ")])
     names = ("activations", "kv_cache", "total")
-    parts.append(_formulas(report, [name for name in names if report.formulas[name] != "0"]))
+    if report.formulas:
+        parts.append(_formulas(report, [name for name in names if report.formulas[name] != "0"]))
     if report.notes:
         parts.append(
             [fill(note, 98, initial_indent="* ", subsequent_indent="  ") for note in report.notes]
@@ -51,7 +54,7 @@ def report_text(report: ReportData, tensors: bool, formulas: bool) -> str:
 def _heading(report: ReportData) -> list[str]:
     base, trainable = report.parameters["base"], report.parameters["trainable"]
     share = f" ({trainable / base:.2%} of the base)" if trainable else ""
-    ranks = "one rank" if report.tp * report.cp == 1 else f"{report.tp * report.cp} ranks"
+    ranks = "one rank" if report.ranks == 1 else f"{report.ranks} ranks"
     step = f"batch {report.batch} × {report.seq:,} tokens"
     return [
         f"{report.model}  ·  {report.architecture}  ·  {report.layers} layers  ·  {report.dtype}",
@@ -83,6 +86,24 @@ def _memory(report: ReportData) -> list[str]:
     if report.kept_bytes:
         kept = gib(report.kept_bytes)
         lines.append(f"  and beside other jobs: {kept} GiB that a job which has ended may keep")
+    return lines
+
+
+def _pipeline(report: ReportData) -> list[str]:
+    """The stages of a pipeline, and what a rank of each sends for one step."""
+    lines = ["pipeline stages        layers   weights   activations    total GiB   sends on and back"]
+    for row in report.stages:
+        first, last = row["layers"]
+        memory = row["memory_bytes"]
+        held = "".join(
+            f"{gib(memory[kind]):>{wide}}"
+            for kind, wide in (("weights", 10), ("activations", 14), ("total", 13))
+        )
+        sent = f"{gib(row['forward_bytes'])}, {gib(row['backward_bytes'])}"
+        lines.append(f"  {row['stage']:<14}{f'{first}-{last}':>13}{held}   {sent:>17}")
+    most = max(row["micro_batches"] for row in report.stages)
+    under_way = "1 micro-batch" if most == 1 else f"{most} micro-batches"
+    lines.append(f"  the first stage has up to {under_way} under way, each later one fewer")
     return lines
 
 

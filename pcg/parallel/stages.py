@@ -50,6 +50,8 @@ class Stage:
 
     def own(self, model: ModelGraph) -> ModelGraph:
         """Return a model whose graphs are empty where they are other stages'."""
+        if self.count == 1:
+            return model
         absent = len(model.blocks)
         layers = tuple(b if i in self.layers else absent for i, b in enumerate(model.layers))
         return ModelGraph(

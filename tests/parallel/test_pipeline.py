@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pcg.compiler import compile_program
 from pcg.errors import FinetuneInterrupted, ParallelError, UnsupportedError
+from pcg.explain import explain as explaining
 from pcg.ir.program.program import Program
 from pcg.parallel.ranks.group import Ranks
 from pcg.parallel.ranks.mesh import MeshSizes, RankMesh
@@ -25,6 +26,7 @@ from pcg.runtime.data.example import Example
 from pcg.runtime.training.result import StepRecord
 from pcg.runtime.training.staged_passes import BatchPart, micro_batches
 from pcg.runtime.training.training_pass import TrainingPass
+from tests.support.families import BY_NAME
 from tests.support.meshes import Trained, check_close, train
 from tests.support.prompts import prompts
 from tests.support.ranked import (
@@ -35,6 +37,8 @@ from tests.support.ranked import (
     make_executor,
     make_program,
     method_work,
+    rank_memory,
+    recipes,
     work,
     worst_error,
 )
@@ -227,6 +231,70 @@ def test_a_stage_holds_its_own_layers() -> None:
     assert [layer for _, _, layers in reversed(found) for layer in layers] == list(range(LAYERS))
     # The tables of positions, which every layer reads, are the first stage's.
     assert sum(size for size, _, _ in found) == whole
+
+
+@pytest.mark.parametrize("sizes", [MeshSizes(pp=3), MeshSizes(pp=2, tp=2)], ids=str)
+def test_a_rank_holds_what_explain_says(sizes: MeshSizes, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, batch, seq = "llama3", 8, 24
+    given: dict[str, Any] = {"batch": batch, "seq": seq, "dtype": "float32"}
+    recipe = recipes(BY_NAME[name])["a"]
+    options = {**given, "packed_weights": False, "tp": sizes.tp}
+    compiled = make_program(name, sizes.tp, LAYERS, **given, packed_weights=False)
+    said = explaining.explain(compiled.config, recipe, pp=sizes.pp, **options)
+    saved: dict[int, int] = {}
+    under_way: dict[int, list[TrainingPass]] = {}
+    forward, ended = TrainingPass.forward, TrainingPass._end_backward
+
+    def noted(own: TrainingPass, tokens: int) -> None:
+        forward(own, tokens)
+        rank = own._runner.mesh.world.rank
+        there = under_way.setdefault(rank, [])
+        there.append(own)
+        saved[rank] = max(saved.get(rank, 0), live_bytes(there))
+
+    def gone(own: TrainingPass) -> None:
+        ended(own)
+        under_way[own._runner.mesh.world.rank].remove(own)
+
+    monkeypatch.setattr(TrainingPass, "forward", noted)
+    monkeypatch.setattr(TrainingPass, "_end_backward", gone)
+    examples = [Example([3] * seq, [3] * seq)] * batch
+
+    def run(mesh: RankMesh) -> tuple[int, dict[str, int]]:
+        executor = make_executor(compiled, name, mesh)
+        job = {"batch_size": batch, "max_steps": 1, "progress": False}
+        executor.finetune(examples, "a", **job)
+        found = rank_memory(executor, "a", measures=False)
+        return mesh.stage, found | {"activations": saved[mesh.world.rank]}
+
+    for stage, found in run_mesh(sizes, run):
+        row = said.stages[stage]["memory_bytes"]
+        assert found == {kind: row[kind] for kind in found}
+    assert said.memory_bytes == max(
+        (row["memory_bytes"] for row in said.stages), key=lambda memory: memory["total"]
+    )
+
+
+def live_bytes(passes: list[TrainingPass]) -> int:
+    """Bytes that passes hold between their forward and their backward, beside weights."""
+    held = [
+        tensor
+        for one in passes
+        for window in one._windows
+        for tensor in (
+            *(kept for of_layer in window.saved.values() for kept in of_layer),
+            *window.shared,
+            *window.carried,
+            *((window.targets,) if one._own.is_last else ()),
+        )
+        if tensor is not None
+    ]
+    runner = passes[0]._runner
+    places = (runner.weights.prologue, *runner.weights.layers, runner.weights.epilogue)
+    weights = {one.untyped_storage().data_ptr() for of in places for one in vars(of).values()}
+    weights |= {one.untyped_storage().data_ptr() for one in runner.parameters.values()}
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in held}
+    return sum(one.nbytes() for place, one in storages.items() if place not in weights)
 
 
 def test_micro_batches_under_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def _heading(report: ReportData) -> dict[str, Any]:
         "dtype": report.dtype,
         "recipe": report.peft or "no adapters",
         "step": f"batch {report.batch:,} × {report.seq:,} tokens",
-        "ranks": f"{report.tp * report.cp}",
+        "ranks": f"{report.ranks}",
     }
     if report.pareto:
         number, _, unit = report.memory_budget.partition(" ")

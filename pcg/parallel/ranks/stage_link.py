@@ -10,7 +10,7 @@ arrived, while this rank goes on.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from math import prod
 
@@ -24,8 +24,10 @@ from pcg.parallel.ranks.mesh import RankMesh
 from pcg.parallel.stages import Stage, Stages
 
 _ALIGNMENT = 16
-_IN_FLIGHT = 4
-"""Messages for each stage that may be under way before the first of them is waited for."""
+UNDER_WAY = 2
+"""Messages of one direction that may be under way before the first of them is waited for: as a
+stage that is ahead of the next one by more has nothing to do anyway, none waits for another in
+circles."""
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -45,7 +47,7 @@ class StageLink:
         self._shared = [_shared_from(model, stages[i].layers.start) for i in range(stages.count)]
         self._types = model.prologue.types
         self._names = model.prologue.outputs
-        self._under_way: deque[tuple[Tensor, PendingCollective]] = deque()
+        self._under_way: dict[int, deque[tuple[Tensor, PendingCollective]]] = defaultdict(deque)
 
     def receive(self, tokens: int) -> list[Tensor | None]:
         """Return the outputs of the prologue for so many tokens, with those of the stage before.
@@ -83,8 +85,9 @@ class StageLink:
 
     def settle(self) -> None:
         """Wait until all that was sent has arrived."""
-        while self._under_way:
-            self._under_way.popleft()[1]()
+        for sent in self._under_way.values():
+            while sent:
+                sent.popleft()[1]()
 
     def tell_end(self, found: Tensor, on_first: bool) -> Tensor:
         """Give what the epilogue made, [rows, …], to all stages, unless the first rank wants it."""
@@ -108,10 +111,10 @@ class StageLink:
         message = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
         for part, one in zip(message.split(sizes), tensors, strict=True):
             part[: one.nbytes] = one.contiguous().view(-1).view(torch.uint8)
-        while len(self._under_way) >= _IN_FLIGHT * self.stage.count:
-            self._under_way.popleft()[1]()
-        to = self.stage.count - 1 - stage
-        self._under_way.append((message, ranks.begin_send(message, to)))
+        sent = self._under_way[stage]
+        while len(sent) >= UNDER_WAY:
+            sent.popleft()[1]()
+        sent.append((message, ranks.begin_send(message, self.stage.count - 1 - stage)))
 
     def _received(
         self, ranks: Ranks, stage: int, types: Sequence[TensorType], tokens: int
@@ -123,11 +126,12 @@ class StageLink:
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
         ranks.receive(message, self.stage.count - 1 - stage)
         parts = zip(message.split(sizes), wanted, shapes, dtypes, strict=True)
-        return [part[:size].view(dtype).view(shape) for part, size, shape, dtype in parts]
+        # Each has its own memory, as some of them are kept longer than others.
+        return [part[:size].clone().view(dtype).view(shape) for part, size, shape, dtype in parts]
 
 
 def link_bytes(model: ModelGraph, stages: Stages, stage: int, tokens: int) -> tuple[int, int]:
-    """Return the bytes that a rank sends on to a stage for so many tokens, and the gradients'."""
+    """Return the bytes that a rank sends on to a stage for some tokens, and gets back of it."""
     carried = [value.type for value in model.epilogue.inputs[: _carried(model)]]
     names = model.prologue.outputs
     places = _shared_from(model, stages[stage].layers.start)

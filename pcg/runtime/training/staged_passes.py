@@ -43,10 +43,15 @@ class BatchPart:
     numbers: Sequence[int]
 
 
+def parts_of_batch(batches: int, stages: int) -> int:
+    """Return into how many micro-batches each batch of a step is cut, if it has the sequences."""
+    return max(1, _PER_STAGE * stages // max(batches, 1))
+
+
 def micro_batches(parts: Sequence[BatchPart], stages: int) -> list[tuple[int, BatchPart]]:
     """Cut the parts of a step's batches for so many stages; each comes with its batch's index."""
     found = []
-    each = max(1, _PER_STAGE * stages // max(len(parts), 1))
+    each = parts_of_batch(len(parts), stages)
     for index, part in enumerate(parts):
         lengths = [len(example.ids) for example in part.examples]
         for (places,) in shares([lengths], min(each, max(len(lengths), 1))):
