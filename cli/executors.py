@@ -69,8 +69,8 @@ class TrainingRanks:
 
     Attributes:
         dp: data-parallel degree: so many times --tp processes, of which each group of --tp takes
-            some sequences of every step. Under torchrun the number of processes over --tp and --cp
-            by default, else 1.
+            some sequences of every step. Under torchrun the number of processes over those of --tp,
+            --cp and --pp by default, else 1.
         cp: context-parallel degree: so many ranks, or groups of --tp, share the tokens of each
             sequence (docs/parallel.md).
         shard_base: hold 1/dp of the layers' weights on each replica, which gathers every layer

@@ -86,11 +86,8 @@ class PlanOptions:
                 raise ParallelError(f"{name}={value!r}; use an int of at least 1")
         if self.tp > 1:
             return
-        for name, default in (
-            ("costs", None),
-            ("tp_plan", None),
-            ("gradient_accumulation_steps", 1),
-        ):
+        defaults = {"costs": None, "tp_plan": None, "gradient_accumulation_steps": 1}
+        for name, default in defaults.items():
             given = getattr(self, name)
             if given != default:
                 raise ParallelError(

@@ -11,12 +11,12 @@ import sympy
 
 from pcg.errors import UnsupportedError
 from pcg.explain.capacity import capacities, gpus_that_hold
-from pcg.explain.parallel_report import context_rows, parallel_rows, serving_rows
 from pcg.explain.plan_validity import parallel_regions, with_formulas
 from pcg.explain.planned_model import ContextStep, Setup, plan_model
+from pcg.explain.ranks.parallel_report import context_rows, parallel_rows, serving_rows
+from pcg.explain.ranks.stage_memory import pipeline_step, with_stages
 from pcg.explain.report import Report
 from pcg.explain.report_builder import build_report
-from pcg.explain.stage_memory import pipeline_step, with_stages
 from pcg.given_module import source_of
 from pcg.ir.analysis.storages import TOKENS_OF_BATCH
 from pcg.keywords import takes

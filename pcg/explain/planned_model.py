@@ -40,7 +40,7 @@ class ContextStep:
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """A step of `batch` sequences over `pp` stages, in so many micro-batches of at most one size."""
+    """A step of `batch` sequences over `pp` stages, in so many micro-batches."""
 
     pp: int
     batch: int

@@ -145,9 +145,7 @@ class MomentSizes:
     workspace: sympy.Expr
 
 
-def timeline(
-    planned: PlannedModel, saved: SavedMemory, has_loss: bool = True
-) -> list[MomentSizes]:
+def timeline(planned: PlannedModel, saved: SavedMemory, has_loss: bool = True) -> list[MomentSizes]:
     """Return the moments of a step: forward layer by layer, the loss, backward layer by layer.
 
     A layer that trains nothing has no backward, and the loss is the last pipeline stage's.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from textwrap import fill
 
-from pcg.explain.parallel_text import context_lines, parallel_lines, region_lines
+from pcg.explain.ranks.parallel_text import context_lines, parallel_lines, region_lines
 from pcg.explain.report_data import KINDS, STAGES, GpuCapacity, ReportData
 from pcg.units import gib, number_ranges, rounded
 
@@ -91,7 +91,7 @@ def _memory(report: ReportData) -> list[str]:
 
 def _pipeline(report: ReportData) -> list[str]:
     """The stages of a pipeline, and what a rank of each sends for one step."""
-    lines = ["pipeline stages        layers   weights   activations    total GiB   sends on and back"]
+    lines = ["pipeline stages       layers   weights   activations    total GiB  sends on and back"]
     for row in report.stages:
         first, last = row["layers"]
         memory = row["memory_bytes"]
@@ -100,7 +100,7 @@ def _pipeline(report: ReportData) -> list[str]:
             for kind, wide in (("weights", 10), ("activations", 14), ("total", 13))
         )
         sent = f"{gib(row['forward_bytes'])}, {gib(row['backward_bytes'])}"
-        lines.append(f"  {row['stage']:<14}{f'{first}-{last}':>13}{held}   {sent:>17}")
+        lines.append(f"  {row['stage']:<14}{f'{first}-{last}':>12}{held}  {sent:>17}")
     most = max(row["micro_batches"] for row in report.stages)
     under_way = "1 micro-batch" if most == 1 else f"{most} micro-batches"
     lines.append(f"  the first stage has up to {under_way} under way, each later one fewer")

@@ -16,15 +16,18 @@ from pcg.compiler import compile_program
 from pcg.errors import FinetuneInterrupted, ParallelError, UnsupportedError
 from pcg.explain import explain as explaining
 from pcg.ir.program.program import Program
+from pcg.parallel.ranks import stage_link
 from pcg.parallel.ranks.group import Ranks
 from pcg.parallel.ranks.mesh import MeshSizes, RankMesh
+from pcg.parallel.ranks.stages import Stages, cut_stages
 from pcg.parallel.ranks.united import united
-from pcg.parallel.stages import Stages, cut_stages
 from pcg.peft.lora import LoraConfig
-from pcg.peft.prompt import PromptEncoderConfig
+from pcg.peft.prompt import PromptEncoderConfig, PromptTuningConfig
 from pcg.runtime.data.example import Example
+from pcg.runtime.engine.served_batch import ServedBatch
+from pcg.runtime.memory.stage_pages import stage_kv_types
 from pcg.runtime.training.result import StepRecord
-from pcg.runtime.training.staged_passes import BatchPart, micro_batches
+from pcg.runtime.training.stages.micro_batches import BatchPart, micro_batches
 from pcg.runtime.training.training_pass import TrainingPass
 from tests.support.families import BY_NAME
 from tests.support.meshes import Trained, check_close, train
@@ -212,6 +215,39 @@ def test_an_engine_on_threads(sizes: MeshSizes) -> None:
     assert run_mesh(sizes, run)[0] == run(None)
 
 
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_prompts_in_parts(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's tokens go through the stages in parts, which cut sequences and prompts anywhere."""
+    monkeypatch.setattr(stage_link, "LEAST_TOKENS", tokens)
+    compiled = program("llama3")
+    options: dict[str, Any] = {"max_new_tokens": 4, "ignore_eos": True}
+    used = ("a", None, "soft", "b")
+
+    def run(mesh: RankMesh | None) -> Any:
+        executor = make_executor(compiled, "llama3", mesh)
+        executor.add_adapter("soft", PromptTuningConfig(num_virtual_tokens=6), seed=1)
+        done = executor.generate(SEQUENCES, used, prompt_logprobs=1, **options)
+        return done, executor.embed(SEQUENCES, used)
+
+    cut: set[int] = set()
+    put = ServedBatch.put
+
+    def noted(own: ServedBatch, *given: Any) -> None:
+        put(own, *given)
+        cut.add(len(own.parts))
+
+    expected, states = run(None)
+    monkeypatch.setattr(ServedBatch, "put", noted)
+    for completions, embedded in run_mesh(TWO, run):
+        assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
+        torch.testing.assert_close(embedded, states, rtol=1e-5, atol=1e-5)
+        for ours, theirs in zip(completions, expected, strict=True):
+            pairs = zip(ours.prompt_logprobs, theirs.prompt_logprobs, strict=True)
+            for a, b in [pair for pair in pairs if pair[1] is not None]:
+                assert a.logprob == pytest.approx(b.logprob, abs=1e-5)
+    assert cut == ({4} if tokens == 1 else {1, 4})
+
+
 # ------------------------------------------------------------------------------------ memory
 
 
@@ -222,7 +258,10 @@ def test_a_stage_holds_its_own_layers() -> None:
     def run(mesh: RankMesh) -> tuple[int, int, range]:
         state = make_executor(compiled, "llama3", mesh).state
         state.training(state.adapter("a"), windows=False)
-        heads = [types[0].features[0] for types in state.kv_types]
+        heads = [
+            keys.features[0]
+            for keys, _ in stage_kv_types(state.serving.serving.model, state.stages, mesh.stage)
+        ]
         assert [bool(one) for one in heads] == [i in state.stage.layers for i in range(LAYERS)]
         return state.weight_store.size_bytes, mesh.stage, state.stage.layers
 

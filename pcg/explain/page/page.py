@@ -14,7 +14,7 @@ from pcg.explain.page.figures import (
     step_plot,
 )
 from pcg.explain.page.layer_graph import graph_plot
-from pcg.explain.parallel_text import LAYOUTS
+from pcg.explain.ranks.parallel_text import LAYOUTS
 from pcg.explain.report_data import STAGES, ReportData, SavedTensor
 from pcg.pages.environment import page_environment
 from pcg.units import gib, rounded

@@ -10,7 +10,7 @@ from pcg.parallel.ranks.mesh import MeshSizes
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
-    """How ranks divide a model and its work (docs/parallel.md).
+    """The numbers of ranks that divide a model and its work (docs/parallel.md).
 
     Attributes:
         dp: data-parallel degree: so many times `tp` processes, of which each group of `tp` takes

@@ -21,18 +21,22 @@ from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TOKENS, TORCH_NAMES, TensorType
 from pcg.parallel.ranks.group import PendingCollective, Ranks
 from pcg.parallel.ranks.mesh import RankMesh
-from pcg.parallel.stages import Stage, Stages
+from pcg.parallel.ranks.stages import Stage, Stages
 
 _ALIGNMENT = 16
 UNDER_WAY = 2
 """Messages of one direction that may be under way before the first of them is waited for: as a
 stage that is ahead of the next one by more has nothing to do anyway, none waits for another in
 circles."""
+PARTS_PER_STAGE = 2
+"""Parts of a step that serves, for each stage, if it has so many tokens."""
+LEAST_TOKENS = 256
+"""The fewest tokens of such a part."""
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class StageLink:
-    """What one rank of a stage sends to and receives from the stages beside it."""
+    """The messages of one rank of a stage to and from the stages beside it."""
 
     def __init__(
         self, model: ModelGraph, stages: Stages, mesh: RankMesh, device: torch.device
@@ -48,6 +52,20 @@ class StageLink:
         self._types = model.prologue.types
         self._names = model.prologue.outputs
         self._under_way: dict[int, deque[tuple[Tensor, PendingCollective]]] = defaultdict(deque)
+
+    @classmethod
+    def of(
+        cls, model: ModelGraph, stages: Stages, mesh: RankMesh, device: torch.device
+    ) -> StageLink | None:
+        """Return the link of this rank's stage; None where one has all layers."""
+        return None if stages.count == 1 else cls(model, stages, mesh, device)
+
+    def parts_of(self, tokens: int) -> int:
+        """Return into how many parts a step that serves is cut, one behind the other.
+
+        Few tokens take as long as the weights take to be read, so that these are not cut.
+        """
+        return max(1, min(PARTS_PER_STAGE * self.stage.count, tokens // LEAST_TOKENS))
 
     def receive(self, tokens: int) -> list[Tensor | None]:
         """Return the outputs of the prologue for so many tokens, with those of the stage before.

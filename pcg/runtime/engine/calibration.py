@@ -26,6 +26,7 @@ from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.latency import Knee, Latencies, Latency
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import pages_for
+from pcg.runtime.memory.stage_pages import stage_kv_types
 from pcg.runtime.model.batch import ANY_TOKEN, Batch
 from pcg.runtime.model.load import Load, keys_of
 from pcg.runtime.model.state import ModelState
@@ -58,7 +59,8 @@ def calibrated(state: ModelState, clock: Clock, graphs: StepGraphs | None = None
     pages = pages_for(max(long, many))
     if graphs is not None and not (graphs.is_warm and graphs.cache.pool.free >= pages):
         graphs = None
-    cache = KvCache(state.kv_types, pages, device) if graphs is None else graphs.cache
+    types = stage_kv_types(runner.model, state.stages, state.mesh.stage)
+    cache = KvCache(types, pages, device) if graphs is None else graphs.cache
     table = cache.pool.open("calibration")
     cache.pool.extend(table, pages)
 

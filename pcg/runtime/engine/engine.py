@@ -35,6 +35,7 @@ from pcg.runtime.engine.step_runner import StepRunner
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.memory.prefixes import Prefixes
+from pcg.runtime.memory.stage_pages import page_bytes_of, stage_kv_types
 from pcg.runtime.metrics.events import EventLog, Kind
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
@@ -79,12 +80,12 @@ class Engine(EngineLoop):
         self.driver: Driver | None = None
         self._compares = state.world.size > 1 and not requests
         self._was_called = True
-        page_bytes = state.page_bytes
+        page_bytes = page_bytes_of(state.serving.serving.model, state.stages)
         pages = max(1, given.kv_cache_bytes // page_bytes)
         # Triton kernels follow block tables, so adapters can lie in pages of the cache.
         in_pages = state.program.options.backend == "triton"
-        own = (state.kv_types, pages, state.device)
-        cache = KvCache(*own, in_pages=in_pages, page_bytes=page_bytes)
+        types = stage_kv_types(state.serving.serving.model, state.stages, state.mesh.stage)
+        cache = KvCache(types, pages, state.device, in_pages=in_pages, page_bytes=page_bytes)
 
         def pages_of(adapter: ServedAdapter) -> int:
             return state.serving.tables.pages_of(cast(Adapter, adapter), page_bytes)
@@ -264,7 +265,7 @@ class Engine(EngineLoop):
     def for_requests(cls, state: ModelState, requests: Sequence[Request]) -> Self:
         """Return an engine for some requests alone, with no more memory than they need."""
         tables = state.serving.tables
-        page_bytes = state.page_bytes
+        page_bytes = page_bytes_of(state.serving.serving.model, state.stages)
         needs = [pages_for(r.length + r.params.max_new_tokens) for r in requests]
         served = (cast(Adapter, r.adapter) for r in requests if r.adapter)
         adapters = {adapter.version: adapter for adapter in served}

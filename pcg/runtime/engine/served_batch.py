@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as List
+from itertools import pairwise
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from pcg.kernels.batch import Span
+from pcg.kernels.torch.products import ProductRequest
 from pcg.kernels.uploads import uploaded_list
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables
@@ -16,6 +18,7 @@ from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.latest_tokens import LatestTokens
+from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.model.step_graphs import StepGraphs, StepOutputs
 from pcg.runtime.requests.sequence import Sequence
 
@@ -59,6 +62,8 @@ class ServedBatch:
         scored: rows of prompts whose logprobs are computed.
         pooled: rows of prompts whose last hidden states are.
         batch, bound: the batch and its adapters on the device, once they are `put` there.
+        parts: the same in parts that go through the layers one after the other; of several, later
+            ones read from the cache what earlier ones wrote there.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class ServedBatch:
         self.spans: list[Span] = []
         self.batch: Batch
         self.bound: BoundAdapters
+        self.parts: list[tuple[Batch, BoundAdapters]] = []
         ids = self.ids
         for place, (sequence, count) in enumerate(chunks):
             start, virtual, generated = sequence.cached, 0, sequence.generated
@@ -96,13 +102,48 @@ class ServedBatch:
                 virtual = max(0, min(end, sequence.request.virtual_tokens) - start)
             self.spans.append(Span(first, count, start, sequence.table, virtual))
 
-    def put(self, tables: PaddedTables, cache: KvCache, device: torch.device) -> None:
-        """Make the batch on the device, and bind the adapters."""
+    def put(
+        self, tables: PaddedTables, cache: KvCache, device: torch.device, parts: int = 1
+    ) -> None:
+        """Make the batch on the device, and bind the adapters.
+
+        Args:
+            parts: into how many parts of as many tokens it is cut.
+        """
         ids = uploaded_list(self.ids, torch.int64, device)
         if min(self.ids) < 0:
             ids = self._latest.resolved(ids)
         self.batch = Batch(ids, self.spans, cache)
         self.bound = tables.bind(self.adapters, [span.length for span in self.spans])
+        self.parts = [(self.batch, self.bound)]
+        if parts > 1:
+            bounds = [len(ids) * part // parts for part in range(parts + 1)]
+            self.parts = [self._part(ids, *places, tables, cache) for places in pairwise(bounds)]
+
+    def _part(
+        self, ids: Tensor, start: int, stop: int, tables: PaddedTables, cache: KvCache
+    ) -> tuple[Batch, BoundAdapters]:
+        """Return some tokens of the batch, and their adapters."""
+        spans, adapters = [], []
+        for span, adapter in zip(self.spans, self.adapters, strict=True):
+            first, end = max(span.start, start), min(span.start + span.length, stop)
+            if first < end:
+                skipped, count = first - span.start, end - first
+                virtual = min(max(span.virtual - skipped, 0), count)
+                context = span.context + skipped
+                spans.append(Span(first - start, count, context, span.table, virtual))
+                adapters.append(adapter)
+        bound = tables.bind(adapters, [span.length for span in spans])
+        return Batch(ids[start:stop], spans, cache), bound
+
+    def hidden_requests(self, runner: ModelRunner) -> ProductRequest[list[Tensor]]:
+        """Take the batch through the layers; see `ModelRunner.hidden_requests`."""
+        found = []
+        for part in self.parts:
+            found.append((yield from runner.hidden_requests(*part)))  # noqa: PERF401
+        if len(found) == 1:
+            return found[0]
+        return [torch.cat(each) for each in zip(*found, strict=True)]
 
     def run_recorded(self, graphs: StepGraphs) -> StepOutputs | None:
         """Replay the step; returns None, having done nothing, if no graph serves it."""

@@ -286,8 +286,9 @@ class StepRunner:
         """Run a step eagerly."""
         functions: list[ProductRequest[Any]] = []
         if served.chunks:
-            served.put(self._tables, self.cache, self._device)
-            functions.append(self._runner.hidden_requests(served.batch, served.bound))
+            parts = self._runner.parts_of(len(served.ids))
+            served.put(self._tables, self.cache, self._device, parts)
+            functions.append(served.hidden_requests(self._runner))
         found = self._run_forward(functions, windows)
         logits: Tensor | None = None
         others: list[Computed] = []

@@ -141,6 +141,15 @@ class ModelRunner:
             self._link.send(carried, shared)
         return [*carried, *self._inputs.of(self.model.epilogue, shared)]
 
+    def parts_of(self, tokens: int) -> int:
+        """Return into how many parts a step is cut, so that pipeline stages work at once.
+
+        Where ranks hold parts of the tokens between layers, a step stays whole.
+        """
+        if self._link is None or self._is_sequence_parallel:
+            return 1
+        return self._link.parts_of(tokens)
+
     def _begun(self, batch: Batch, adapters: BoundAdapters) -> Sequence[Any]:
         """Return the prologue's outputs, which a later stage receives."""
         if self._link is not None and not self._link.stage.is_first:

@@ -21,15 +21,15 @@ from pcg.errors import (
     UnsupportedError,
     as_pcg_error,
 )
-from pcg.ir.program.program import ModelGraph, Program, Serving, Training
-from pcg.ir.types import TORCH_NAMES, TensorType
+from pcg.ir.program.program import Program, Serving, Training
+from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.uploads import downloaded
 from pcg.parallel.ranks.agreement import check_same
 from pcg.parallel.ranks.group import Ranks
 from pcg.parallel.ranks.mesh import SINGLE_MESH, RankMesh
 from pcg.parallel.ranks.same_program import serving_text
 from pcg.parallel.ranks.stage_link import StageLink
-from pcg.parallel.stages import cut_stages
+from pcg.parallel.ranks.stages import cut_stages
 from pcg.peft.adapter import (
     Adapter,
     check_biases,
@@ -48,7 +48,6 @@ from pcg.runtime.adapters.sites import model_sources, served_sources
 from pcg.runtime.adapters.versions import AdapterVersion, Versions
 from pcg.runtime.adapters.weight_stacker import ServedWeights
 from pcg.runtime.guided.grammars import Grammars
-from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.memory.shape_caches import bound_shape_caches
 from pcg.runtime.model.base_weights import TensorSource, WeightStore
 from pcg.runtime.model.runner import ModelRunner
@@ -69,8 +68,8 @@ class ModelState:
 
     Attributes:
         mesh: this rank's groups of ranks.
-        stages: the layers of each pipeline stage; one has all of them.
-        stage: this rank's.
+        stages: the layers of each pipeline stage, of which `stage` is this rank's.
+        adapter_dtype: the dtype of adapters where they are trained.
         grammars: compiles what requests' outputs have to follow.
         versions: those of the adapters.
         engine_thread: the thread that runs an engine over this state; None while there is none.
@@ -105,39 +104,20 @@ class ModelState:
         self._listeners: WeakSet[StateListener] = WeakSet()
         self._linear = self.weight_store.linear()
         self._served = ServedWeights(self._linear, program.base.module_shapes())
+        self.adapter_dtype = program.base.adapter_dtype
         self._trainings = TrainingPrograms(program, specialiser, mesh.world)
         self._copies_dtype = served_dtype(program.options, program.base, device)
         self.serving = self._bind(program.serving)
 
     def _bind(self, serving: Serving) -> ServingProgram:
         model, own = serving.model, self.stage.own(serving.model)
+        link = StageLink.of(model, self.stages, self.mesh, self.device)
         weights = self.weight_store.bind(own, serves=True)
-        link = self.link(model)
         runner = ModelRunner(serving, weights, self.ranks, self.mesh.alike, link)
         kind = RaggedTables if self.program.options.backend == "triton" else PaddedTables
-        dtype = self._copies_dtype
-        # Stages have to agree on the pages that an adapter takes.
-        sites = model if kind is RaggedTables else own
-        tables = kind(sites, self._served, self.device, self.ranks, lora_dtype=dtype)
+        sites = model if kind is RaggedTables else own  # stages agree on an adapter's pages
+        tables = kind(sites, self._served, self.device, self.ranks, lora_dtype=self._copies_dtype)
         return ServingProgram(serving, model_sources(model), runner, tables)
-
-    def link(self, model: ModelGraph) -> StageLink | None:
-        """Return this stage's link to its neighbours for a model; None where it has all layers."""
-        if self.stages.count == 1:
-            return None
-        return StageLink(model, self.stages, self.mesh, self.device)
-
-    @property
-    def kv_types(self) -> Sequence[tuple[TensorType, TensorType]]:
-        """The types of keys and values of this rank's layers; those of others have no heads."""
-        return kv_types(self.stage.own(self.serving.serving.model))
-
-    @property
-    def page_bytes(self) -> int:
-        """The bytes of a page of the KV cache, of the stage that has the most of it."""
-        model = self.serving.serving.model
-        owns = (self.stages[i].own(model) for i in range(self.stages.count))
-        return max(bytes_of_page(kv_types(own)) for own in owns)
 
     def add_listener(self, listener: StateListener) -> None:
         """Tell a listener, as long as it lives, of other programs and changed adapters."""
@@ -175,10 +155,6 @@ class ModelState:
     def vocabulary(self) -> int:
         """The number of tokens that the model has logits of."""
         return self.program.base.vocabulary
-
-    @property
-    def adapter_dtype(self) -> str:
-        return self.program.base.adapter_dtype
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:

@@ -18,7 +18,7 @@ from pcg.ir.program.program import Training, python_name
 from pcg.kernels.torch.products import ProductRequest, Result
 from pcg.parallel.ranks.mesh import SINGLE_MESH, RankMesh
 from pcg.parallel.ranks.stage_link import StageLink
-from pcg.parallel.stages import Stages
+from pcg.parallel.ranks.stages import Stages
 from pcg.peft.adapter import Adapter
 from pcg.peft.prompt_encoder import EncodedTraining
 from pcg.runtime.adapters.adapter_shards import AdapterShards

@@ -9,12 +9,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from pcg.parallel.ranks.stage_link import StageLink
 from pcg.peft.adapter import Adapter
 from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.memory.host_allocator import SLACK, FreedMemory, return_freed_memory
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.bound_training import BoundTraining
-from pcg.runtime.training.stage_checks import check_stages
+from pcg.runtime.training.stages.checks import check_stages
 from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Forward, Pages, Part, Release, Work, run_to_end
 
@@ -109,9 +110,8 @@ def training_runner(
     weights = state.weight_store.bind(state.stage.own(training.model))
     is_promise = budget.size_bytes is not None
     training_for = partial(state.training, adapter, windows) if is_promise else None
-    return TrainingRunner(
-        training, weights, adapter, state.mesh, state.link(training.model), training_for, freed
-    )
+    link = StageLink.of(training.model, state.stages, state.mesh, state.device)
+    return TrainingRunner(training, weights, adapter, state.mesh, link, training_for, freed)
 
 
 def pass_through(

@@ -38,7 +38,7 @@ from pcg.runtime.training.optimizer import (
 from pcg.runtime.training.options import FinetuneOptions
 from pcg.runtime.training.recorded.update_graphs import UpdateGraphs
 from pcg.runtime.training.runner import TrainingRunner, pass_through
-from pcg.runtime.training.staged_passes import BatchPart, run_stages
+from pcg.runtime.training.stages.micro_batches import BatchPart, run_stages
 from pcg.runtime.training.training_data import places_of
 from pcg.runtime.training.work_units import Reading, Release, StepBeginsAgain, Work
 

@@ -4,14 +4,13 @@
     workspace   = the rest of the peak, and the messages to and from the stages beside
 
 A stage of S, from 0, has at most n = S - stage micro-batches under way
-(`pcg.runtime.training.staged_passes`).
+(`pcg.runtime.training.stages.micro_batches`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
-
 
 from pcg.errors import UnsupportedError
 from pcg.explain.planned_model import PipelineStep, PlannedModel
@@ -23,8 +22,8 @@ from pcg.ir.graph import Graph, Value
 from pcg.ir.program.program import ModelGraph
 from pcg.options import ExplainOptions
 from pcg.parallel.ranks.stage_link import UNDER_WAY, link_bytes
-from pcg.parallel.stages import Stage, Stages, cut_stages
-from pcg.runtime.training.staged_passes import parts_of_batch
+from pcg.parallel.ranks.stages import Stage, Stages, cut_stages
+from pcg.runtime.training.stages.micro_batches import parts_of_batch
 
 
 def pipeline_step(options: ExplainOptions) -> PipelineStep:
@@ -162,5 +161,3 @@ def _passing(graph: Graph, inputs: tuple[Value, ...]) -> Graph:
     """Return a graph that is given its outputs, beside its inputs."""
     made = tuple(Value(name, graph.types[name]) for name in graph.outputs)
     return graph.replace(inputs=(*inputs, *made), parameters=(), nodes=())
-
-

@@ -1,4 +1,4 @@
-"""What pipeline stages cannot train, each refused by its name."""
+"""Checks of what pipeline stages cannot train, each refused by its name."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pcg
-from pcg.explain.parallel_report import strategies, token_regions
+from pcg.explain.ranks.parallel_report import strategies, token_regions
 from pcg.parallel.base_plan import COLUMN
 from pcg.parallel.search import Search
 from tests.support.families import BY_NAME

@@ -1,0 +1,1 @@
+"""Training over pipeline stages: the order of micro-batches, and what is refused."""
