@@ -23,7 +23,7 @@ from pcg.runtime.data.example import Example
 from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.training_pass import TrainingPass
 
-_PER_STAGE = 4
+PARTS_PER_STAGE = 4
 """Micro-batches of a step for each stage, if it has so many sequences: a stage of S waits for about
 a fifth of the time."""
 
@@ -45,7 +45,7 @@ class BatchPart:
 
 def parts_of_batch(batches: int, stages: int) -> int:
     """Return into how many micro-batches each batch of a step is cut, if it has the sequences."""
-    return max(1, _PER_STAGE * stages // max(batches, 1))
+    return max(1, PARTS_PER_STAGE * stages // max(batches, 1))
 
 
 def micro_batches(parts: Sequence[BatchPart], stages: int) -> list[tuple[int, BatchPart]]:
