@@ -25,7 +25,7 @@ test test-clients test-cookbook test-trl test-gpu-versions bench: export OMP_NUM
 test test-clients test-cookbook test-trl test-gpu-versions: export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve-demo test test-clients test-cookbook test-trl test-gpu-versions lint check bench clean
+.PHONY: help setup demo serve-demo test test-slow test-clients test-cookbook test-trl test-gpu-versions lint check bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ serve-demo: $(STAMP) ## serve that model with its adapters, and talk to it by th
 
 test: $(STAMP) ## run the tests; neither GPU nor network is needed
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+test-slow: $(STAMP) ## what make test leaves out, as it takes long: hours on two cores
+	$(BIN)/python -m pytest -m slow --ignore tests/clients -n $(JOBS) --dist worksteal $(ARGS)
 
 test-clients: $(STAMP) $(CLIENTS:%=.venv-clients/%/.installed) ## other people's clients against `pcg serve`
 	$(BIN)/python -m pytest -m slow tests/clients $(ARGS)

@@ -13,8 +13,8 @@ from urllib.parse import unquote
 
 import typer
 
-from pcg.errors import ParallelError
-from pcg.files import expanded, is_file
+from pcg.errors import ParallelError, ProgramError
+from pcg.files import expanded, is_file, read_json
 from pcg.ir.program.manifest import is_program_folder, read_manifest
 from pcg.options import PlanOptions
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _CONNECTIONS = ExitStack()
 """Closes connections to base executors at the end of a command's work."""
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""Names that configurations have for the number of layers."""
 SPLIT = "split://"
 """A model's name begins so where base executors hold its weights: split://host:port."""
 CLIENT = (
@@ -239,13 +241,37 @@ def shards_and_replicas(
     if dp is None:
         dp = max(started // (tp * each), 1)
     taken = tp * dp * each
+    _check_layers(where, place.pp)
     if started not in (1, taken):
         copies = f", each of which would run all of it; give --tp {started}" if taken == 1 else ""
         raise typer.BadParameter(
             f"torchrun has started {started} processes, and this takes {taken}{copies}",
-            param_hint="--tp",
+            param_hint="--pp" if place.pp > 1 else "--tp",
         )
     return tp, dp
+
+
+def _check_layers(where: str, pp: int) -> None:
+    """Refuse more pipeline stages than layers, before ranks are started for them.
+
+    Raises:
+        typer.BadParameter: names both numbers.
+    """
+    if pp == 1:
+        return
+    if is_program_folder(where):
+        config = read_json(expanded(where) / "config.json", ProgramError)
+    else:
+        from pcg.source import resolve
+
+        config = dict(resolve(where).config)
+    known = (config[name] for name in LAYERS if isinstance(config.get(name), int))
+    layers = next(known, pp)
+    if layers < pp:
+        raise typer.BadParameter(
+            f"{pp} stages need a layer each, and {where} has {layers}; use at most {layers}",
+            param_hint="--pp",
+        )
 
 
 def torchrun_ranks() -> int:

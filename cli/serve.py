@@ -52,7 +52,7 @@ def serve_command(
     if options.split_port is not None and ranks > 1:
         raise typer.BadParameter(
             f"the {ranks} ranks of a server have no split clients; use one rank, or pcg "
-            f"serve-base --tp {ranks}",
+            f"serve-base --tp {degree}",
             param_hint="--split-port",
         )
     from pcg.serve.engine.process import process_client

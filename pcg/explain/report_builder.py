@@ -105,7 +105,7 @@ def build_report(planned: PlannedModel) -> Report:
         notes=tuple(notes),
         memory_budget=str(setup.options.budget),
         optimizer=setup.optimizer.name,
-        host_bytes=_host_bytes(planned),
+        host_bytes=host_bytes(planned),
         packed_bytes=packed_copies(planned),
         shard_base=setup.parts,
         gathered=_gathered(planned),
@@ -131,7 +131,7 @@ def _gathered(planned: PlannedModel) -> dict[str, int]:
     return {"layers": len(found), "sent_bytes": sent}
 
 
-def _host_bytes(planned: PlannedModel) -> dict[str, int]:
+def host_bytes(planned: PlannedModel) -> dict[str, int]:
     """Return the bytes in host memory by kind; none of a step on a CPU, which has no other."""
     if planned.setup.device != "cuda":
         return {}

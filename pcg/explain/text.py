@@ -144,7 +144,8 @@ def _budgets(report: ReportData) -> list[str]:
         if point.restored:
             line += f"   {point.restored} layers share the saved input of one before"
         lines.append(line)
-    lines.append("  between two, layers mix their plans: --memory-budget 0 to 1, or bytes")
+    bytes_too = "" if report.stages else ", or bytes"
+    lines.append(f"  between two, layers mix their plans: --memory-budget 0 to 1{bytes_too}")
     return lines
 
 

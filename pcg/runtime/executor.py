@@ -394,7 +394,7 @@ class Executor:
         self.state.check_no_engine("a training runner", "close it first")
         check_call(self.ranks, f"training_runner({name!r})")
         adapter = self.state.adapter(name)
-        here = self.device.type if self.state.ranks.size == 1 else "cpu"
+        here = self.device.type if self.state.mesh.model.size == 1 else "cpu"
         if any(tensor.device.type != here for tensor in adapter.tensors):
             adapter = self.state.put_adapter(self.state.for_training(adapter))
         return training_runner(self.state, adapter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,10 @@ def test_a_program_takes_the_ranks_that_it_was_compiled_for(tmp_path: Path) -> N
     save_program(compile_program(BY_NAME["llama3"].config(1), tp=2), tmp_path / "program")
     with pytest.raises(typer.BadParameter, match=r"started 4 processes, and this takes 2$"):
         degree_of(str(tmp_path / "program"), {}, PlaceOptions())
+
+
+def test_more_stages_than_layers_start_no_ranks(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 3}))
+    with pytest.raises(typer.BadParameter, match=r"4 stages need a layer each, and .* has 3"):
+        degree_of(str(tmp_path), {}, PlaceOptions(pp=4))
+    assert degree_of(str(tmp_path), {}, PlaceOptions(pp=3)) == 1

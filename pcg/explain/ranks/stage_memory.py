@@ -15,8 +15,9 @@ from typing import Any
 from pcg.errors import UnsupportedError
 from pcg.explain.planned_model import PipelineStep, PlannedModel
 from pcg.explain.report import Report
+from pcg.explain.report_builder import host_bytes
 from pcg.explain.report_data import KINDS
-from pcg.explain.step_memory import bytes_at, step_memory, timeline
+from pcg.explain.step_memory import bytes_at, state_memory, step_memory, timeline
 from pcg.ir.analysis.saved_memory import SavedMemory, saved_memory
 from pcg.ir.graph import Graph, Value
 from pcg.ir.program.program import ModelGraph
@@ -72,6 +73,7 @@ def with_stages(report: Report, planned: PlannedModel) -> Report:
     return dataclasses.replace(
         report,
         memory_bytes=largest["memory_bytes"],
+        host_bytes=host_bytes(_part(planned, stages[largest["stage"]])),
         formulas={},
         timeline=(),
         gpus=(),
@@ -123,8 +125,10 @@ def _memory(planned: PlannedModel, stage: Stage, under_way: int, messages: int) 
     moments = timeline(part, saved, has_loss=stage.is_last)
     one = bytes_at(saved.total, at)
     peak = max(bytes_at(moment.saved + moment.workspace, at) for moment in moments)
+    peak += (under_way - 1) * one + messages
     found["activations"] = under_way * one
-    found["workspace"] = peak - one + messages
+    # An optimizer in host memory has a parameter's states here in an update.
+    found["workspace"] = max(peak, state_memory(part).update_bytes) - under_way * one
     return found | {"total": sum(found.values())}
 
 

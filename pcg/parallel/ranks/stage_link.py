@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pcg.ir.program.program import ModelGraph
-from pcg.ir.types import TOKENS, TORCH_NAMES, TensorType
+from pcg.ir.types import TORCH_NAMES, TensorType, tokens_at
 from pcg.parallel.ranks.group import PendingCollective, Ranks
 from pcg.parallel.ranks.mesh import RankMesh
 from pcg.parallel.ranks.stages import Stage, Stages
@@ -175,7 +175,7 @@ def _shared_from(model: ModelGraph, layer: int) -> list[int]:
 
 def _shape(type_: TensorType, tokens: int) -> tuple[int, ...]:
     first, *rest = type_.shape
-    return (int(first.subs({TOKENS: tokens})), *map(int, rest))  # type: ignore[union-attr]
+    return (int(tokens_at(first, tokens)), *map(int, rest))
 
 
 def _padded(size_bytes: int) -> int:

@@ -103,7 +103,7 @@ def calibrated(state: ModelState, clock: Clock, graphs: StepGraphs | None = None
     if device.type == "cpu":  # the head is cut, and read as often for many parts as for few
         found.loss = Latency(0.0, found.loss.coefficients_s[1], 0.0)
     measured = (found.forward, found.backward, found.loss, found.layer)
-    return Latencies(*(_of_first(runner.ranks, one) for one in measured))
+    return Latencies(*(_of_first(runner.alike, one) for one in measured))
 
 
 def _of_first(ranks: Ranks, latency: Latency) -> Latency:

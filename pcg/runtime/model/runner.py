@@ -212,6 +212,7 @@ class ModelRunner:
         rows: Tensor | None,
         row_adapters: BoundAdapters | None,
     ) -> Tensor:
+        batch.ranks = self.ranks  # it may have gone through the layers in parts
         if rows is not None:
             batch.chosen = rows
         if self._link is not None and not self._link.stage.is_last:

@@ -35,16 +35,10 @@ def make_optimizer(
     Raises:
         FinetuneError: an option is out of its range, or it does not take a parameter.
     """
-    for path, tensor in parameters.items():
-        optimizer.check_dtype(tensor.dtype)
-        if optimizer.takes_matrices_alone and tensor.ndim != 2:
-            raise FinetuneError(
-                f"optimizer {optimizer.name!r} takes matrices alone, and {path} is "
-                f"{list(tensor.shape)}; use adamw, or leave it out of the recipe"
-            )
+    check_parameters(parameters, optimizer)
     weights = [tensor for path, tensor in parameters.items() if not _is_bias(path)]
     # A pipeline stage may train nothing.
-    groups: list[dict[str, Any]] = [{"params": weights if parameters else [torch.zeros(0)]}]
+    groups: list[dict[str, Any]] = [{"params": weights if parameters else [torch.zeros(0, 0)]}]
     biases = [tensor for path, tensor in parameters.items() if _is_bias(path)]
     if biases:
         groups.append({"params": biases})
@@ -70,6 +64,17 @@ def make_optimizer(
         for group in found.param_groups:
             group["lr"] = rate
     return found
+
+
+def check_parameters(parameters: Parameters, optimizer: Optimizer) -> None:
+    """Raise a FinetuneError for a parameter that an optimizer does not take."""
+    for path, tensor in parameters.items():
+        optimizer.check_dtype(tensor.dtype)
+        if optimizer.takes_matrices_alone and tensor.ndim != 2:
+            raise FinetuneError(
+                f"optimizer {optimizer.name!r} takes matrices alone, and {path} is "
+                f"{list(tensor.shape)}; use adamw, or leave it out of the recipe"
+            )
 
 
 def _device_of(parameters: Parameters) -> torch.device:
@@ -152,7 +157,7 @@ def load_optimizer(
     Raises:
         FinetuneError: it is not the state of these parameters.
     """
-    left = dict(saved) if shards is None else _cut(saved, shards, parameters, kind)
+    left = dict(saved) if shards is None else _cut(saved, shards, parameters)
     on_device = has_device_rate(optimizer)
     device = _device_of(parameters)
     shared = {key: left.pop(key).to(device) for key in SHARED_KEYS if key in left}
@@ -191,18 +196,26 @@ def _restored(
 
 
 def _cut(
-    saved: Mapping[str, Tensor], shards: AdapterShards, names: Iterable[str], kind: Optimizer
+    saved: Mapping[str, Tensor], shards: AdapterShards, names: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Cut the state of a rank's shards out of a whole adapter's; other entries stay."""
-    found = dict(saved)
-    for key, expected in kind.state((1, 1), torch.float32).items():
-        ending = f"/{key}"
-        wholes = {p.removesuffix(ending): v for p, v in saved.items() if p.endswith(ending)}
-        for path in filter(shards.has, wholes):
-            del found[f"{path}{ending}"]
-        if not torch.as_tensor(expected).ndim:
-            own = {n: wholes[p].clone() for n in names if (p := shards.path_of(n)) in wholes}
-        else:
-            own = shards.cut(wholes)
-        found |= {f"{name}{ending}": value for name, value in own.items()}
+    """Cut the state of a rank's shards out of a whole adapter's; other entries stay.
+
+    What has not the shape of its tensor, such as a number of steps, is the same for all shards.
+    """
+    found = {entry: value for entry, value in saved.items() if not shards.has(_parted(entry)[0])}
+    by_key: dict[str, dict[str, Tensor]] = {}
+    for entry in saved.keys() - found.keys():
+        path, key = _parted(entry)
+        by_key.setdefault(key, {})[path] = saved[entry]
+    for key, wholes in by_key.items():
+        alike = {p: v for p, v in wholes.items() if tuple(v.shape) != shards.whole_shape(p)}
+        own = shards.cut({path: wholes[path] for path in wholes.keys() - alike.keys()})
+        own |= {n: alike[p].clone() for n in names if (p := shards.path_of(n)) in alike}
+        found |= {f"{name}/{key}": value for name, value in own.items()}
     return found
+
+
+def _parted(entry: str) -> tuple[str, str]:
+    """Return the path and the key of an entry of saved states."""
+    path, _, key = entry.rpartition("/")
+    return path, key

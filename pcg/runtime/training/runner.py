@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -54,6 +54,15 @@ class TrainingRunner(BoundTraining):
         firsts = sum(example.labels[0] != IGNORED for example in examples)
         of_prompt = firsts if self.adapter.recipe.learns_first_token else 0
         return sum(example.targets for example in examples) + of_prompt
+
+    @property
+    def trained_everywhere(self) -> Mapping[str, Tensor]:
+        """The adapter's trained tensors by name, whole, of all pipeline stages."""
+        return {
+            f"{path}.{kind}": one.weight
+            for path, weights in self.adapter.weights.items()
+            for kind, one in weights.parameters.items()
+        }
 
     def sum_gradients(self) -> None:
         """Sum the gradients of replicated shards over the ranks, at the end of a step."""

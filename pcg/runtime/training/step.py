@@ -29,6 +29,7 @@ from pcg.runtime.data.order import Batches
 from pcg.runtime.model.batch import mixed_seed
 from pcg.runtime.training.host_states import HostStates
 from pcg.runtime.training.optimizer import (
+    check_parameters,
     has_device_rate,
     load_optimizer,
     make_optimizer,
@@ -93,6 +94,8 @@ class TrainingStep:
         self._kind = options.make_optimizer()
         if self._shards is not None:
             self._kind.check_parted(runner.ranks.size)
+        # Of other stages, too, so that all refuse the same.
+        check_parameters(runner.trained_everywhere, self._kind)
         self.optimizer = make_optimizer(self.parameters, self._kind, options.learning_rate)
         offloaded = HostStates(self.optimizer) if self._kind.is_offloaded else None
         self._take_step = self.optimizer.step if offloaded is None else offloaded.step

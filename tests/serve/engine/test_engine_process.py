@@ -87,6 +87,17 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
+def near(expected: Any) -> Any:
+    """The same value, whose numbers are compared as rounded: steps may batch prompts otherwise."""
+    if isinstance(expected, float):
+        return pytest.approx(expected, abs=1e-4)
+    if isinstance(expected, dict):
+        return {name: near(value) for name, value in expected.items()}
+    if isinstance(expected, list | tuple):
+        return type(expected)(map(near, expected))
+    return expected
+
+
 def test_replies_and_errors_are_those_of_one_process(served: Running, executor: Executor) -> None:
     """All that a reply has, but for its id, time and version, and the texts of errors."""
 
@@ -108,7 +119,8 @@ def test_replies_and_errors_are_those_of_one_process(served: Running, executor: 
     assert {status for status, _ in expected} == {200, 400, 404}
     with served.client() as client:
         for body, wanted in zip(asked, expected, strict=True):
-            assert comparable(client.post("/v1/completions", json=body)) == wanted, body
+            found = comparable(client.post("/v1/completions", json=body))
+            assert found == near(wanted), body
 
 
 def test_numbers_and_characters_that_no_message_has(served: Running) -> None:
