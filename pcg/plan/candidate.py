@@ -12,12 +12,17 @@ from pcg.plan.serving_load import Load
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs of one kind, and how a model lies on them: replicas of `tp` ranks each."""
+    """GPUs of one kind, and how a model lies on them: replicas of `tp` ranks each.
+
+    Attributes:
+        shard_base: True if each replica has a part of the layers' weights.
+    """
 
     gpu: str
     tp: int
     replicas: int
     dtype: str
+    shard_base: bool = False
 
     @property
     def gpus(self) -> int:
@@ -26,7 +31,8 @@ class Machine:
 
     def __str__(self) -> str:
         replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
-        return f"{self.gpus}×{self.gpu} tp={self.tp}{replicas}"
+        parts = " with parts of the base" if self.shard_base else ""
+        return f"{self.gpus}×{self.gpu} tp={self.tp}{replicas}{parts}"
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class Candidate:
         choice: how optimizer steps run; None where nothing is trained.
         memory_bytes: bytes of one rank by kind, and their total.
         usable_bytes: bytes of a GPU that are not left free.
-        step_s: seconds of an optimizer step of a replica; None where nothing is trained.
+        step_s: seconds of an optimizer step; None where nothing is trained.
         finetuning_tokens_per_s: tokens that all replicas train on.
         load: the steady state of a replica; None where nothing is served or it cannot be.
         sustained_per_s: the highest rate at which all replicas keep the promises, without
@@ -131,6 +137,7 @@ class Candidate:
             "gpus": machine.gpus,
             "tp": machine.tp,
             "replicas": machine.replicas,
+            "shard_base": machine.shard_base,
             "dtype": machine.dtype,
             "batch": None if choice is None else choice.batch,
             "gradient_accumulation_steps": None if choice is None else choice.accumulation,

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from pcg.errors import CostModelError
 from pcg.explain.report_data import KINDS
 from pcg.parallel.costs.cost_model import CostModel
 from pcg.parallel.costs.step_costs import GraphCosts
 from pcg.plan.candidate import Candidate, Machine, Promise
 from pcg.plan.rank_plan import RankPlan, TrainingChoice
 from pcg.plan.serving_load import Load, Served, ServingSteps
-from pcg.plan.training_load import CoServed, CoServing, step_seconds
+from pcg.plan.training_load import CoServed, CoServing, step_seconds, waiting_seconds
 from pcg.plan.workload import MachineWorkload, Serving, Training
 
 GIB = 2**30
@@ -53,32 +55,41 @@ class Replica:
     wanted: Wanted
 
     def candidates(self, max_gpus: int) -> Iterator[Candidate]:
-        """Yield machines of one replica, and of more where requests are shared by them."""
-        workload = self.wanted.workload
+        """Yield machines of one replica, and of more, which share requests or sequences."""
+        workload, most = self.wanted.workload, max_gpus // self.plan.tp
         if workload.serving is None:
             assert workload.training is not None
-            yield self._training_alone(workload.training)
+            yield self._training_alone(workload.training, 1)
+            for replicas in filter(self._has_link, sharing(workload.training, most)[1:]):
+                yield self._training_alone(workload.training, replicas)
+                in_parts = dataclasses.replace(self, plan=self.plan.in_parts(replicas))
+                yield in_parts._training_alone(workload.training, replicas)
             return
-        for replicas in range(1, max_gpus // self.plan.tp + 1):
+        for replicas in range(1, most + 1):
             yield self._serving(workload.serving, workload.training, replicas)
 
-    def _training_alone(self, training: Training) -> Candidate:
-        choice, fits = self._choice(training, 0)
+    def _training_alone(self, training: Training, replicas: int) -> Candidate:
+        own = dataclasses.replace(training, batch=training.batch // replicas)
+        choice, fits = self._choice(own, 0)
         step_s = tokens_per_s = None
+        memory = self.plan.memory(choice)
         if fits:
             costs = self.plan.costs(self.model, choice)
-            step_s = step_seconds(costs, training, choice, self.wanted.rank)
+            step_s = step_seconds(costs, own, choice, self.wanted.rank)
+            step_s += self.model.collective_seconds("all_reduce", memory["gradients"], replicas)
+            if self.plan.parts > 1:
+                gathers = self.plan.gathers(self.model, choice)
+                step_s += waiting_seconds(costs, own, choice, self.wanted.rank, gathers)
             tokens_per_s = training.tokens / step_s
-        memory = self.plan.memory(choice)
         return Candidate(
-            self._machine(1),
+            self._machine(replicas),
             choice,
             memory,
             self.usable_bytes,
             step_s=step_s,
             finetuning_tokens_per_s=tokens_per_s,
             promises=(self._memory_promise(memory), *self._finetuning(tokens_per_s)),
-            dollars_per_hour=self._dollars(1),
+            dollars_per_hour=self._dollars(replicas),
         )
 
     def _serving(self, serving: Serving, training: Training | None, replicas: int) -> Candidate:
@@ -193,8 +204,16 @@ class Replica:
     def _known_rates(self) -> dict[TrainingChoice | None, float]:
         return {}
 
+    def _has_link(self, replicas: int) -> bool:
+        """Return whether a cost is known of messages between so many replicas."""
+        try:
+            self.model.collective_seconds("all_gather", 1, replicas)
+        except CostModelError:
+            return False
+        return True
+
     def _machine(self, replicas: int) -> Machine:
-        return Machine(self.gpu, self.plan.tp, replicas, self.dtype)
+        return Machine(self.gpu, self.plan.tp, replicas, self.dtype, self.plan.parts > 1)
 
     def _dollars(self, replicas: int) -> float | None:
         price = self.wanted.price.get(self.gpu)
@@ -224,6 +243,12 @@ class Replica:
         # At a rate that cannot be served there is no steady state to promise anything of.
         most = min(sustained_per_s, serving.rate_per_s * (1 - 1e-9))
         return (Promise("rate", serving.rate_per_s, most),)
+
+
+def sharing(training: Training, most: int) -> list[int]:
+    """Return the numbers of replicas, up to `most`, that have as many of a step's sequences."""
+    powers = (2**power for power in range(most.bit_length()))
+    return [count for count in powers if training.batch % count == 0]
 
 
 def too_large(machine: Machine, weights: int, usable_bytes: int) -> Candidate:

@@ -51,5 +51,5 @@ def _order(one: Candidate) -> tuple[object, ...]:
     """Return a key that sorts by cost; those with a price first, and the better of equal costs."""
     machine, dollars = one.machine, one.dollars_per_hour
     cost = (1, machine.gpus) if dollars is None else (0, dollars)
-    place = (machine.gpu, machine.gpus, machine.tp, machine.dtype)
+    place = (machine.gpu, machine.gpus, machine.tp, machine.dtype, machine.shard_base)
     return (*cost, -one.throughput, one.latency_s, *place)

@@ -22,6 +22,10 @@ def front_columns(plan: PlanData) -> Mapping[str, Cell]:
     }
     if len({one.machine.dtype for one in front}) > 1:
         columns["dtype"] = lambda one: one.machine.dtype
+    if any(one.machine.shard_base for one in front):
+        columns["base"] = lambda one: (
+            f"{one.machine.replicas} parts" if one.machine.shard_base else "whole"
+        )
     columns["GiB/rank"] = lambda one: gib(one.memory_bytes["total"])
     if workload.training is not None:
         columns["batch"] = _batch

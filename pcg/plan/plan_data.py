@@ -70,10 +70,12 @@ class PlanData:
             words += ["--batch", str(choice.batch), "--seq", str(training.seq)]
             if choice.budget < 1:
                 words += ["--memory-budget", f"{choice.budget:g}"]
+        if trains_alone and machine.replicas > 1:
+            words += ["--dp", str(machine.replicas), *["--shard-base"] * machine.shard_base]
         if not trains_alone:
             return shlex.join([*words, "-o", "program"])
         assert choice is not None
-        words += [*self.optimizer_options, "--batch-size", str(choice.batch)]
+        words += [*self.optimizer_options, "--batch-size", str(choice.batch * machine.replicas)]
         if choice.accumulation > 1:
             words += ["--gradient-accumulation-steps", str(choice.accumulation)]
         return shlex.join([*words, "--data", "train.jsonl", "--adapter", "mine", "-o", "mine"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,17 +11,19 @@ from functools import cached_property, partial
 import torch
 
 from pcg.errors import UnsupportedError
+from pcg.explain.base_memory import layer_bytes
 from pcg.explain.graph_costs import graph_costs
 from pcg.explain.planned_model import PlannedModel, Setup, fused_serving, plan_model
 from pcg.explain.report_data import KINDS
 from pcg.explain.step_memory import memory_bytes
+from pcg.ir.analysis.layer_order import gathers_of_step, layers_of_pass
 from pcg.ir.graph import Graph, Parameter
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import DTYPE_BYTES
 from pcg.options import CompileOptions
 from pcg.parallel.costs.cost_model import CostModel
 from pcg.parallel.costs.step_costs import GraphCosts
-from pcg.passes.memory.plan import Frontiers
+from pcg.passes.memory.plan import Frontiers, MemoryPlan
 from pcg.peft.registry import parameter_kind
 from pcg.runtime.adapters.served_bytes import bytes_in_pages
 from pcg.runtime.memory.kv_cache import bytes_of_token
@@ -55,9 +58,33 @@ class RankPlan:
         if trains and self.planned.trained is None:
             raise UnsupportedError(f"pcg does not finetune it: {self.planned.refusal}")
         self._frontiers: dict[int, Frontiers] = {}
+        self._plans: dict[tuple[int, float], MemoryPlan] = {}
         self._memory: dict[TrainingChoice | None, Mapping[str, int]] = {}
         self._replanned: dict[TrainingChoice | None, PlannedModel] = {None: self.planned}
         self._costs: dict[tuple[object, float | None], GraphCosts] = {}
+
+    @property
+    def parts(self) -> int:
+        """The number of replicas that have parts of the layers; 1 where each has them whole."""
+        return self.planned.setup.parts
+
+    def in_parts(self, replicas: int) -> RankPlan:
+        """Return the plan of a rank of so many replicas that have parts of the layers."""
+        found = copy.copy(self)
+        setup = dataclasses.replace(self.planned.setup, parts=replicas)
+        found.planned = dataclasses.replace(self.planned, setup=setup)
+        found._memory, found._replanned = {}, {None: found.planned}
+        return found
+
+    def gathers(self, model: CostModel, choice: TrainingChoice) -> list[float]:
+        """Return the seconds of each gather of a layer in a batch's step, in their order."""
+        planned = self._at(choice)
+        sizes = layer_bytes(planned.base)
+        order = layers_of_pass(planned.training.plan, trains=True)
+        return [
+            model.collective_seconds("all_gather", sizes[layer], self.parts)
+            for layer in gathers_of_step([order])
+        ]
 
     @cached_property
     def kv_bytes(self) -> int:
@@ -121,8 +148,10 @@ class RankPlan:
             if setup.options.budget == self.planned.setup.options.budget:
                 return self.planned
             found = self._frontiers_at(choice.batch)
-            plan = found.plan(setup.options.budget)
-            self._replanned[choice] = self.planned.replanned(setup, found, plan)
+            key = (choice.batch, choice.budget)
+            if key not in self._plans:
+                self._plans[key] = found.plan(setup.options.budget)
+            self._replanned[choice] = self.planned.replanned(setup, found, self._plans[key])
         return self._replanned[choice]
 
     def _frontiers_at(self, batch: int) -> Frontiers:

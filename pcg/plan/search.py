@@ -22,7 +22,7 @@ from pcg.parallel.costs.cost_model import CostModel
 from pcg.passes.pipeline import Settings, pipeline
 from pcg.peft.recipe import Recipe
 from pcg.plan.candidate import Candidate, Machine
-from pcg.plan.evaluate import Replica, Wanted, too_large
+from pcg.plan.evaluate import Replica, Wanted, sharing, too_large
 from pcg.plan.options import MachineOptions
 from pcg.plan.rank_plan import RankPlan, check_trained, without_training
 from pcg.runtime.training.torch_optimizers import Optimizer
@@ -86,7 +86,7 @@ class Search:
             is_checked = self._wanted.workload.training is None
             for degree in self._options.degrees:
                 # A rank has its part of the weights at least.
-                least = -(-weights // degree)
+                least = -(-weights // (degree * self._most_parts(degree)))
                 holding = [device for device in self._devices if device.usable_bytes >= least]
                 if holding and not is_checked:
                     is_checked = True
@@ -97,6 +97,13 @@ class Search:
                         machine = Machine(device.gpu.name, degree, 1, name)
                         yield too_large(machine, least, device.usable_bytes)
                 yield from self._over_ranks(setup, degree, name, holding) if holding else ()
+
+    def _most_parts(self, degree: int) -> int:
+        """Return the most replicas of a degree that may have parts of the layers."""
+        workload = self._wanted.workload
+        if workload.serving is not None or workload.training is None:
+            return 1
+        return sharing(workload.training, self._options.max_gpus // degree)[-1]
 
     def _over_ranks(
         self, setup: Setup, degree: int, dtype: str, devices: Sequence[Device]

@@ -66,7 +66,8 @@ def _memory(chosen: Candidate) -> list[str]:
 
 
 def _start(plan: PlanData, chosen: Candidate) -> list[str]:
-    replicas = chosen.machine.replicas
+    # Replicas of a job alone are one job.
+    replicas = 1 if plan.workload.serving is None else chosen.machine.replicas
     each = f"each of {replicas} replicas" if replicas > 1 else "it"
     lines = [f"start {each}:", f"  {plan.command(chosen)}"]
     if plan.workload.serving is not None:

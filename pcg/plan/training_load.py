@@ -4,6 +4,9 @@ Alone, an optimizer step takes k batches forward and backward, and the update:
 
     step = k (forward + loss + backward of all layers) + update
 
+Replicas take a part of its sequences each, and sum the adapter's gradients once. With parts of the
+base, a layer is gathered while the one before runs, and waits for what takes longer than that.
+
 Beside requests (co-serving), each step of the engine has a window of w tokens after the requests'
 own, then backward units for as many; requests take the share ρ(τ) of a step of τ seconds, in which
 n = λ (O - 1) τ of them run:
@@ -16,7 +19,7 @@ the requests' pages the memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pcg.parallel.costs.step_costs import SequenceChunk, StepCosts, StepShape
@@ -40,16 +43,40 @@ class CoServed:
 
 def step_seconds(costs: StepCosts, training: Training, choice: TrainingChoice, rank: int) -> float:
     """Return the seconds of an optimizer step where nothing is served."""
-    chunks = [SequenceChunk(training.seq, 0, False, True, "trained", rank)] * choice.batch
-    shape = StepShape.of(chunks)
+    shape = _shape(training, choice, rank)
     batch_s = costs.step_seconds(shape) + behind_seconds(costs, shape)
     return choice.accumulation * batch_s + costs.update_seconds()
+
+
+def waiting_seconds(
+    costs: StepCosts,
+    training: Training,
+    choice: TrainingChoice,
+    rank: int,
+    gathers: Sequence[float],
+) -> float:
+    """Return the seconds for which the layers of a step wait until they are gathered.
+
+    Args:
+        gathers: the seconds of each gather of a batch, in the order of the layers.
+    """
+    shape = _shape(training, choice, rank)
+    layers = range(costs.layers)
+    times = [costs.layer_seconds(layer, shape) for layer in layers]
+    times += [costs.backward_seconds(layer, shape) for layer in reversed(layers)]
+    waits = (max(gather - time, 0.0) for gather, time in zip(gathers, times, strict=False))
+    return choice.accumulation * sum(waits)
 
 
 def behind_seconds(costs: StepCosts, shape: StepShape) -> float:
     """Return the seconds of the loss, and of backward through all layers."""
     backward_s = sum(costs.backward_seconds(layer, shape) for layer in range(costs.layers))
     return costs.loss_seconds(shape.tokens) + backward_s
+
+
+def _shape(training: Training, choice: TrainingChoice, rank: int) -> StepShape:
+    chunk = SequenceChunk(training.seq, 0, False, True, "trained", rank)
+    return StepShape.of([chunk] * choice.batch)
 
 
 class CoServing:

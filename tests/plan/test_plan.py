@@ -49,7 +49,7 @@ def explained(one: Candidate, **options: Any) -> dict[str, int]:
 
 
 def only(plan: MachinePlan, tp: int = 1) -> Candidate:
-    (found,) = [one for one in plan.front if one.machine.tp == tp]
+    (found,) = [one for one in plan.front if one.machine.tp == tp and one.machine.replicas == 1]
     return found
 
 
@@ -94,6 +94,37 @@ def test_budgets_are_the_largest_that_fit() -> None:
     assert total(one.choice.budget) == one.memory_bytes["total"] <= usable("A10G")
     assert total(one.choice.budget + 0.1) > usable("A10G")
     assert f"--memory-budget {one.choice.budget:g}" in plan.command(one)
+
+
+def test_a_base_in_parts_where_no_degree_fits() -> None:
+    """A rank's memory is what `explain --shard-base` says, and the command starts such a job."""
+    config = {**resolve(LLAMA).config, "num_hidden_layers": 80}
+    found = pcg.plan(config, workload="train:8x1024", gpus=["A10G"], tp=(1,), max_gpus=8)
+    assert {one.machine.shard_base for one in found.front} == {True}
+    chosen = found.chosen
+    assert chosen is not None
+    assert chosen.choice is not None
+    replicas = chosen.machine.replicas
+    given = {"batch": chosen.choice.batch, "seq": 1024, "memory_budget": chosen.choice.budget}
+    memory = pcg.explain(config, shard_base=replicas, **given).memory_bytes
+    assert {k: chosen.memory_bytes[k] for k in EXPLAINED} == {k: memory[k] for k in EXPLAINED}
+    assert chosen.memory_bytes["total"] <= usable("A10G")
+    command = found.command(chosen)
+    assert f"--dp {replicas} --shard-base --batch-size {chosen.choice.batch * replicas}" in command
+    assert "base" in found.to_text()
+
+
+def test_replicas_take_parts_of_a_step() -> None:
+    """Two take as long as one of half the sequences, and the sum of gradients."""
+    config = {**resolve(LLAMA).config, "num_hidden_layers": 4}
+    given: dict[str, Any] = {"gpus": ["H100"], "tp": (1,)}
+    two = pcg.plan(config, workload="train:8x1024", max_gpus=2, **given)
+    half = only(pcg.plan(config, workload="train:4x1024", max_gpus=1, **given))
+    (both,) = [one for one in two.front if one.machine.gpus == 2]
+    assert half.step_s is not None
+    assert both.step_s is not None
+    assert 0 <= both.step_s - half.step_s < 0.1 * half.step_s
+    assert both.finetuning_tokens_per_s == pytest.approx(8 * 1024 / both.step_s)
 
 
 def test_prices_are_those_of_all_gpus() -> None:
