@@ -47,7 +47,7 @@ def kept_bytes(executor: Executor, windows: bool) -> int:
     assert isinstance(window.batch, Batch)
     sizes = {
         x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
-        for kept in window.saved
+        for kept in window.saved.values()
         for x in kept
         if x is not None
     }
@@ -103,7 +103,7 @@ def held_bytes(executor: Executor, windows: tuple[int, ...]) -> int:
         x
         for window in found
         for x in (
-            *(x for kept in window.saved for x in kept),
+            *(x for kept in window.saved.values() for x in kept),
             *window.gradients,
             *window.carried,
             *window.shared,

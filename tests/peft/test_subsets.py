@@ -199,7 +199,7 @@ def test_below_the_lowest_trained_layer_nothing_is_saved_and_no_backward_runs(
     whole = TrainingPass(runner, [Example([3] * 9, [3] * 9)], normaliser=1.0)
     whole.forward(9)
     assert whole.layers == LAYERS - lowest
-    saved = [len(tensors) for tensors in whole._windows[0].saved]
+    saved = [len(tensors) for tensors in whole._windows[0].saved.values()]
     assert saved[:lowest] == [0] * lowest
     assert all(saved[lowest:])
     for _ in range(1 + LAYERS - lowest):  # the loss first

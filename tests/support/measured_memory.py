@@ -31,7 +31,7 @@ def measured(executor: Executor, batch: int = BATCH, seq: int = SEQ) -> int:
     with torch.no_grad():
         for layer in range(len(runner.training.layers)):
             run_single(whole.layer_requests(layer, window))
-    tensors = [x for saved in window.saved for x in saved if x is not None]
+    tensors = [x for saved in window.saved.values() for x in saved if x is not None]
     weights = executor.state.weight_store.bind(runner.training.model)
     resident = {
         value.untyped_storage().data_ptr()
