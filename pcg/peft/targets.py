@@ -9,6 +9,7 @@ matches nothing, is an error here.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
@@ -177,9 +178,11 @@ class TargetedRecipe(Recipe):
 
     def _layer(self, path: str) -> int | None:
         """Index of the layer that the module is in: the first number, not that of an expert."""
-        patterns = [rf"(?:^|.*?\.){pattern}" for pattern in self.layers_pattern or ()]
-        for pattern in patterns or [r".*?\.[^.]*"]:
-            if found := match_start(rf"{pattern}\.(?P<index>\d+)\.", path):
+        if not self.layers_pattern:
+            usual = re.match(r".*?\.[^.]*\.(\d+)\.", path)
+            return None if usual is None else int(usual[1])
+        for pattern in self.layers_pattern:
+            if found := match_start(rf"(?:^|.*?\.){pattern}\.(?P<index>\d+)\.", path):
                 return int(found["index"])
         return None
 
