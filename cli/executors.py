@@ -19,6 +19,7 @@ from pcg.ir.program.manifest import is_program_folder, read_manifest
 from pcg.options import PlanOptions
 
 from .console import busy
+from .models import FIELDS
 from .options.fields import flags_of
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 _CONNECTIONS = ExitStack()
 """Closes connections to base executors at the end of a command's work."""
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-"""Names that configurations have for the number of layers."""
 SPLIT = "split://"
 """A model's name begins so where base executors hold its weights: split://host:port."""
 CLIENT = (
@@ -265,7 +264,7 @@ def _check_layers(where: str, pp: int) -> None:
         from pcg.source import resolve
 
         config = dict(resolve(where).config)
-    known = (config[name] for name in LAYERS if isinstance(config.get(name), int))
+    known = (config[name] for name in FIELDS["layers"] if isinstance(config.get(name), int))
     layers = next(known, pp)
     if layers < pp:
         raise typer.BadParameter(

@@ -76,7 +76,7 @@ def step_memory(
     else:
         sizes = timeline(planned, saved)
         if states.update_bytes:
-            sizes.append(MomentSizes("update", sympy.S.Zero, sympy.Integer(states.update_bytes)))
+            sizes.append(_MomentSizes("update", sympy.S.Zero, sympy.Integer(states.update_bytes)))
         moments = [
             Moment(one.label, bytes_at(one.saved, at), bytes_at(one.workspace, at)) for one in sizes
         ]
@@ -85,7 +85,7 @@ def step_memory(
         activations = saved.total
         workspace = peak.saved + peak.workspace - activations
     size = DTYPE_BYTES[planned.unraised.adapter_dtype]
-    adapters = sympy.Integer(size * elements(trained_shapes(planned)))
+    adapters = sympy.Integer(size * elements(_trained_shapes(planned)))
     on_gpu = planned.setup.device == "cuda"
     kinds = (
         sympy.Integer(base_bytes(planned.base, planned.setup.parts) + packed_copies(planned)),
@@ -119,10 +119,10 @@ def packed_copies(planned: PlannedModel) -> int:
 def state_memory(planned: PlannedModel) -> StateMemory:
     """Return the bytes of the optimizer's states of one rank."""
     dtype: torch.dtype = getattr(torch, TORCH_NAMES[planned.unraised.adapter_dtype])
-    return planned.setup.optimizer.state_memory(trained_shapes(planned), dtype)
+    return planned.setup.optimizer.state_memory(_trained_shapes(planned), dtype)
 
 
-def trained_shapes(planned: PlannedModel) -> Shapes:
+def _trained_shapes(planned: PlannedModel) -> Shapes:
     """Return the shapes of the trained tensors of one rank."""
     is_whole = planned.setup.options.tp == 1 and planned.setup.pipeline is None
     if is_whole or planned.attached is None:
@@ -137,7 +137,7 @@ def trained_shapes(planned: PlannedModel) -> Shapes:
 
 
 @dataclass(frozen=True)
-class MomentSizes:
+class _MomentSizes:
     """The bytes of one moment of a step: formulas in B and S, as `Moment` has them in numbers."""
 
     label: str
@@ -145,7 +145,9 @@ class MomentSizes:
     workspace: sympy.Expr
 
 
-def timeline(planned: PlannedModel, saved: SavedMemory, has_loss: bool = True) -> list[MomentSizes]:
+def timeline(
+    planned: PlannedModel, saved: SavedMemory, has_loss: bool = True
+) -> list[_MomentSizes]:
     """Return the moments of a step: forward layer by layer, the loss, backward layer by layer.
 
     A layer that trains nothing has no backward, and the loss is the last pipeline stage's.
@@ -162,11 +164,11 @@ def timeline(planned: PlannedModel, saved: SavedMemory, has_loss: bool = True) -
     )
     until = list(accumulate(saved.layers, initial=shared))
     moments = [
-        MomentSizes(f"forward {layer}", until[layer + 1], workspaces[index][0])
+        _MomentSizes(f"forward {layer}", until[layer + 1], workspaces[index][0])
         for layer, index in enumerate(plan.layers)
     ]
     if has_loss:
-        moments.append(MomentSizes("loss", saved.total, _loss_workspace(planned)))
+        moments.append(_MomentSizes("loss", saved.total, _loss_workspace(planned)))
     held = _recomputed_inputs(model, plan)
     for layer, index in reversed(list(enumerate(plan.layers))):
         if workspaces[index][1] is None:
@@ -174,8 +176,8 @@ def timeline(planned: PlannedModel, saved: SavedMemory, has_loss: bool = True) -
         alive = until[layer] + held[layer]
         if layer in plan.restored and layer + 1 not in plan.restored:
             again = workspaces[plan.layers[layer - 1]][0] + _input_bytes(model, layer)
-            moments.append(MomentSizes(f"again {layer}", alive, again))
-        moments.append(MomentSizes(f"backward {layer}", alive, workspaces[index][1]))
+            moments.append(_MomentSizes(f"again {layer}", alive, again))
+        moments.append(_MomentSizes(f"backward {layer}", alive, workspaces[index][1]))
     return moments
 
 

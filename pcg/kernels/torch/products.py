@@ -57,7 +57,7 @@ class Product(ABC):
 
     def add_part(self, part: Self) -> None:
         """Add the outputs of a part that has run to its own."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} has no parts")
 
     @property
     def tokens(self) -> int:
@@ -66,7 +66,7 @@ class Product(ABC):
 
     def run_rows(self, start: int, stop: int) -> None:
         """Run it for the weight's rows from `start`, which `stop` was before, up to `stop`."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} does not run for some rows")
 
     def joined(self, others: Sequence[Self]) -> Self:
         """Return it and others of its key as one, to be run for some rows at a time."""

@@ -22,8 +22,8 @@ from pcg.ir.types import TORCH_NAMES, TensorType, tokens_at
 from pcg.parallel.ranks.group import PendingCollective, Ranks
 from pcg.parallel.ranks.mesh import RankMesh
 from pcg.parallel.ranks.stages import Stage, Stages
+from pcg.parallel.ranks.united import padded
 
-_ALIGNMENT = 16
 UNDER_WAY = 2
 """Messages of one direction that may be under way before the first of them is waited for: as a
 stage that is ahead of the next one by more has nothing to do anyway, none waits for another in
@@ -125,7 +125,7 @@ class StageLink:
         return self._mesh.pp.broadcast(found)
 
     def _send(self, ranks: Ranks, stage: int, tensors: Sequence[Tensor]) -> None:
-        sizes = [_padded(one.nbytes) for one in tensors]
+        sizes = [padded(one.nbytes) for one in tensors]
         message = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
         for part, one in zip(message.split(sizes), tensors, strict=True):
             part[: one.nbytes] = one.contiguous().view(-1).view(torch.uint8)
@@ -140,7 +140,7 @@ class StageLink:
         shapes = [_shape(type_, tokens) for type_ in types]
         dtypes = [getattr(torch, TORCH_NAMES[type_.dtype]) for type_ in types]
         wanted = [prod(s) * dtype.itemsize for s, dtype in zip(shapes, dtypes, strict=True)]
-        sizes = [_padded(size) for size in wanted]
+        sizes = [padded(size) for size in wanted]
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
         ranks.receive(message, self.stage.count - 1 - stage)
         parts = zip(message.split(sizes), wanted, shapes, dtypes, strict=True)
@@ -155,7 +155,7 @@ def link_bytes(model: ModelGraph, stages: Stages, stage: int, tokens: int) -> tu
     places = _shared_from(model, stages[stage].layers.start)
     shared = [model.prologue.types[names[place]] for place in places]
     sizes = [
-        _padded(prod(_shape(type_, tokens)) * getattr(torch, TORCH_NAMES[type_.dtype]).itemsize)
+        padded(prod(_shape(type_, tokens)) * getattr(torch, TORCH_NAMES[type_.dtype]).itemsize)
         for type_ in (*carried, *shared)
     ]
     return sum(sizes), sum(sizes[: len(carried)])
@@ -176,7 +176,3 @@ def _shared_from(model: ModelGraph, layer: int) -> list[int]:
 def _shape(type_: TensorType, tokens: int) -> tuple[int, ...]:
     first, *rest = type_.shape
     return (int(tokens_at(first, tokens)), *map(int, rest))
-
-
-def _padded(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -27,7 +27,7 @@ def united(own: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     head = json.dumps(facts).encode()
     parts = [torch.frombuffer(bytearray(head), dtype=torch.uint8)]
     parts += [one.detach().contiguous().view(-1).view(torch.uint8) for one in own.values()]
-    sizes = [_padded(part.nbytes) for part in parts]
+    sizes = [padded(part.nbytes) for part in parts]
     mine = torch.tensor([len(head), sum(sizes)], device=ranks.device)
     lengths = [one.tolist() for one in ranks.all_gather(mine)]
     sent = torch.zeros(max(size for _, size in lengths), dtype=torch.uint8, device=ranks.device)
@@ -37,14 +37,15 @@ def united(own: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     for rank, (came, (length, _)) in enumerate(zip(ranks.all_gather(sent), lengths, strict=True)):
         if rank == ranks.rank:
             continue
-        start = _padded(length)
+        start = padded(length)
         for name, kind, shape in json.loads(bytes(came[:length].cpu().numpy())):
             dtype: torch.dtype = getattr(torch, kind)
             size = prod(shape) * dtype.itemsize
             found[name] = came[start : start + size].view(dtype).view(shape)
-            start += _padded(size)
+            start += padded(size)
     return found
 
 
-def _padded(size_bytes: int) -> int:
+def padded(size_bytes: int) -> int:
+    """Return the bytes that a tensor takes in a message, so that the next one is aligned."""
     return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
