@@ -76,9 +76,10 @@ def test_a_client_that_leaves_is_logged_with_what_it_had(tmp_path: Path) -> None
     path = tmp_path / "log"
     with serving.on_a_port(access_log=str(path)) as served, served.client() as client:
         gate = StepGate(served.service.client.engine.engine)
-        gate.let(3)
-        body = {"model": serving.MODEL, "prompt": "a", "max_tokens": 100, "stream": True}
-        with client.stream("POST", "/v1/completions", json={**body, "ignore_eos": True}) as reply:
+        gate.let(8)  # the text of a first token may wait for the next
+        asked = {"prompt": "Hello", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+        body = {"model": serving.MODEL, "stream": True, **asked}
+        with client.stream("POST", "/v1/completions", json=body) as reply:
             next(reply.iter_lines())
     (line,) = [json.loads(line) for line in path.read_text().splitlines()]
     assert (line["status"], line["is_whole"]) == (200, False)
