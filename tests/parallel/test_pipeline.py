@@ -17,13 +17,14 @@ from pcg.parallel.ranks.mesh import MeshSizes, RankMesh
 from pcg.parallel.ranks.united import united
 from pcg.peft.lora import LoraConfig
 from pcg.peft.prompt import PromptEncoderConfig, PromptTuningConfig
-from pcg.runtime.data.example import Example
 from pcg.runtime.engine.calibration import calibrated
 from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.served_batch import ServedBatch
 from pcg.runtime.training.result import StepRecord
 from tests.support.meshes import Trained, check_close, train
 from tests.support.ranked import (
+    EXAMPLES,
+    JOB,
     METHODS,
     SEQUENCES,
     USED,
@@ -184,12 +185,15 @@ def test_an_engine_on_threads(sizes: MeshSizes) -> None:
                 return None
             done = executor.generate(SEQUENCES, USED, **options)
             sampled = executor.generate(SEQUENCES, USED, n=2, temperature=1.0, seed=5, **options)
-            if mesh is not None:
-                with pytest.raises(UnsupportedError, match="a job of an engine over pp=2"):
-                    running.finetune([Example([1, 2, 3], [1, 2, 3])], "a").wait(60)
-            return [one.token_ids for one in (*done, *sampled)]
+            running.finetune(EXAMPLES, "b", **{**JOB, "epochs": 1}).wait(120)
+            after = executor.generate(SEQUENCES, "b", **options)
+            trained = executor.adapters["b"].tensors
+            return [one.token_ids for one in (*done, *sampled, *after)], trained
 
-    assert run_mesh(sizes, run)[0] == run(None)
+    (found, ours), (expected, theirs) = run_mesh(sizes, run)[0], run(None)
+    assert found == expected
+    for a, b in zip(ours, theirs, strict=True):
+        assert float((a - b).norm() / b.norm()) < 1e-5
 
 
 @pytest.mark.parametrize(

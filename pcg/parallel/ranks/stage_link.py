@@ -42,6 +42,7 @@ class StageLink:
         self, model: ModelGraph, stages: Stages, mesh: RankMesh, device: torch.device
     ) -> None:
         """Make the link of this rank's stage of a model, whose graphs are what a rank runs."""
+        self.stages = stages
         self.stage: Stage = stages[mesh.stage]
         self._mesh = mesh
         self._device = device
@@ -106,6 +107,14 @@ class StageLink:
         for sent in self._under_way.values():
             while sent:
                 sent.popleft()[1]()
+
+    def meet(self) -> None:
+        """Wait until all stages have come here."""
+        self._mesh.pp.all_reduce(torch.zeros(1, device=self._device))
+
+    def told(self, number: int) -> int:
+        """Return the last stage's number."""
+        return int(self._mesh.pp.broadcast(torch.tensor([number], device=self._device)))
 
     def tell_end(self, found: Tensor, on_first: bool) -> Tensor:
         """Give what the epilogue made, [rows, …], to all stages, unless the first rank wants it."""

@@ -304,9 +304,8 @@ class StepRunner:
             others.append(self._pooled(served, found[0]))
         return running.computed(logits, None, others)
 
-    @staticmethod
     def _run_forward(
-        functions: list[ProductRequest[Any]], windows: List[tuple[Forward, int]]
+        self, functions: list[ProductRequest[Any]], windows: List[tuple[Forward, int]]
     ) -> list[Any]:
         """Run functions that serve, and windows behind them; returns what each gives."""
         for unit, count in windows:
@@ -317,7 +316,17 @@ class StepRunner:
                 return [run_single(function) for function in functions]
         # Backward reads what windows save, so they run outside inference mode.
         with torch.no_grad():
+            return self._run_beside_each_other(functions)
+
+    def _run_beside_each_other(self, functions: list[ProductRequest[Any]]) -> list[Any]:
+        """Run functions with the base's products merged; returns what each gives.
+
+        Over pipeline stages they run one behind the other, as each stage then has another of them,
+        and what they send comes in their order.
+        """
+        if self._runner.link is None:
             return run_merged(functions)
+        return [run_single(function) for function in functions]
 
     def _scored(self, served: ServedBatch, hidden: List[Tensor]) -> PromptLogprobs:
         """Return the logprobs of prompts' tokens, whose logits exist for some at a time."""
@@ -362,4 +371,6 @@ class StepRunner:
             assert isinstance(part.whole, TrainingPass)
             functions.append(part.whole.part_requests())
         with torch.no_grad():
-            run_merged(functions)
+            self._run_beside_each_other(functions)
+        if self._runner.link is not None:
+            self._runner.link.meet()  # so that the first rank's clock has the time of all

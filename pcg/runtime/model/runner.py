@@ -98,7 +98,7 @@ class ModelRunner:
         self.ranks = ranks
         self.alike = ranks if alike is None else alike
         self.weights = weights
-        self._link = link
+        self.link = link
         self._own = range(len(serving.model.layers)) if link is None else link.stage.layers
         self._functions = load_functions(serving.source, "serving")
         self.drawing = _drawing(self._functions)
@@ -137,8 +137,8 @@ class ModelRunner:
             carried = _as_tuple(
                 (yield from self._blocks[block](weights, adapter, batch, *carried, *extra[block]))
             )
-        if self._link is not None and not self._link.stage.is_last:
-            self._link.send(carried, shared)
+        if self.link is not None and not self.link.stage.is_last:
+            self.link.send(carried, shared)
         return [*carried, *self._inputs.of(self.model.epilogue, shared)]
 
     def parts_of(self, tokens: int) -> int:
@@ -146,14 +146,14 @@ class ModelRunner:
 
         Where ranks hold parts of the tokens between layers, a step stays whole.
         """
-        if self._link is None or self._is_sequence_parallel:
+        if self.link is None or self._is_sequence_parallel:
             return 1
-        return self._link.parts_of(tokens)
+        return self.link.parts_of(tokens)
 
     def _begun(self, batch: Batch, adapters: BoundAdapters) -> Sequence[Any]:
         """Return the prologue's outputs, which a later stage receives."""
-        if self._link is not None and not self._link.stage.is_first:
-            return self._link.receive(batch.tokens)
+        if self.link is not None and not self.link.stage.is_first:
+            return self.link.receive(batch.tokens)
         prologue, weights = self._functions["prologue"], self.weights.prologue
         return _as_tuple(prologue(weights, adapters.outer, batch, batch.input_ids, batch.positions))
 
@@ -215,8 +215,8 @@ class ModelRunner:
         batch.ranks = self.ranks  # it may have gone through the layers in parts
         if rows is not None:
             batch.chosen = rows
-        if self._link is not None and not self._link.stage.is_last:
-            return self._link.ended(batch.tokens, batch.logits_on_first)
+        if self.link is not None and not self.link.stage.is_last:
+            return self.link.ended(batch.tokens, batch.logits_on_first)
         if rows is not None:
             carried = self._inputs.carried
             inputs = [
@@ -225,7 +225,7 @@ class ModelRunner:
             ]
         outer = (adapters if row_adapters is None else row_adapters).outer
         found: Tensor = self._functions[function](self.weights.epilogue, outer, batch, *inputs)
-        return found if self._link is None else self._link.tell_end(found, batch.logits_on_first)
+        return found if self.link is None else self.link.tell_end(found, batch.logits_on_first)
 
     def _chosen(self, x: Tensor, rows: Tensor) -> Tensor:
         """Return rows of a layer's output; this rank's part of them if it holds a part."""

@@ -33,6 +33,7 @@ from pcg.runtime.training.loss_chunks import LossChunk, LossChunks, WindowLoss
 from pcg.runtime.training.recorded.obstacles import drops_in, why_not_recorded
 from pcg.runtime.training.recorded.update_graphs import UpdateGraphs
 from pcg.runtime.training.recorded.window_graphs import WindowGraphs
+from pcg.runtime.training.stages.backward_order import layers_back
 
 _ALL_TOKENS = 2**31
 
@@ -57,6 +58,7 @@ class BoundTraining:
         link: StageLink | None = None,
         training_for: Callable[[tuple[int, int]], Training] | None = None,
         freed: FreedMemory | None = None,
+        windows: bool = False,
     ) -> None:
         """Bind an adapter.
 
@@ -66,6 +68,7 @@ class BoundTraining:
             training_for: returns the program for a step of so many sequences of so many tokens;
                 None to train all steps by `training`.
             freed: gives what steps free back to the system; None if nothing has to.
+            windows: True if it trains beside what an engine serves, window by window.
         """
         self.training = training
         self._freed = freed
@@ -76,7 +79,9 @@ class BoundTraining:
         self.ranks = mesh.tp
         self.cp = mesh.cp
         self.link = link
-        self.stage = Stages((0, len(training.layers)))[0] if link is None else link.stage
+        self.windows = windows
+        self.stages = Stages((0, len(training.layers))) if link is None else link.stages
+        self.stage = self.stages[0] if link is None else link.stage
         self._functions = load_functions(training.source, "training")
         self._inputs = LayerInputs(training.model)
         model = self.stage.own(training.model)
@@ -133,13 +138,15 @@ class BoundTraining:
             self.weights.gathered.pass_by(layers_of_pass(self.training, trains))
 
     @property
-    def layers_back(self) -> int:
-        """The number of layers that have a backward: those from the first that trains on."""
-        return sum(map(self.goes_back, range(len(self.training.layers))))
+    def first_back(self) -> int:
+        """The first layer that has a backward: the first that trains; the end if none does."""
+        plans = self.training.plans
+        return sum(plans[plan].backward is None for plan in self.training.layers)
 
-    def goes_back(self, layer: int) -> bool:
-        """Return whether a layer has a backward."""
-        return self.training.plans[self.training.layers[layer]].backward is not None
+    @property
+    def layers_back(self) -> int:
+        """The layers that a window goes back through; of stages, which run at once, the most."""
+        return max(map(len, layers_back(self.stages, self.first_back)), default=0)
 
     @property
     def device(self) -> torch.device:
@@ -341,7 +348,7 @@ class BoundTraining:
         """Return the recorded windows of the adapter over a cache; None where none can be."""
         if self._graphs_of is not cache:
             recorder = None
-            if self.ranks.size == 1 and cache.pages is not None:
+            if self.ranks.size == 1 and self.link is None and cache.pages is not None:
                 recorder = recorder_for(self.device)
             model, restored = self.training.model, self.training.restored
             if why_not_recorded(model, restored, self.adapter.prompt_tokens) is not None:

@@ -1,17 +1,53 @@
-"""The sequences of a training pass, and which of their tokens this rank takes."""
+"""The sequences of a training pass, which of their tokens this rank takes, and its windows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from pcg.kernels.batch import Span
 from pcg.parallel.ranks.context_parallel import Piece, TokenParts
 from pcg.parallel.ranks.group import Ranks
 from pcg.runtime.data.example import IGNORED
 from pcg.runtime.memory.pool import PageTable
+from pcg.runtime.model.batch import Batch
+from pcg.runtime.training.recorded.window_graphs import WindowSlot
+
+
+class HasTokens(Protocol):
+    """A sequence to go through a pass, which knows what its tokens predict."""
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Its tokens, without virtual ones."""
+
+
+@dataclass
+class Window:
+    """Some tokens of a pass.
+
+    Attributes:
+        targets: the target of each token, [T], on the host.
+        end: number of tokens of the pass up to its last one.
+        carried: the inputs of the next layer; after the last one, of the loss.
+        shared: the prologue's outputs that all layers may read.
+        saved: the tensors that each layer has saved for backward, by the layer.
+        gradients: gradients of the outputs of the layer whose backward comes next.
+        slot: the graphs that it runs by; None if it runs eagerly.
+    """
+
+    batch: Batch
+    targets: Tensor
+    end: int
+    carried: Sequence[Tensor] = ()
+    shared: Sequence[Tensor | None] = ()
+    saved: dict[int, list[Any]] = field(default_factory=dict)
+    gradients: list[Tensor] = field(default_factory=list)
+    slot: WindowSlot | None = None
 
 
 @dataclass(frozen=True)

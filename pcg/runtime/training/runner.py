@@ -115,12 +115,13 @@ def training_runner(
     elif state.device.type == "cpu":
         return_freed_memory()
     training = state.training(adapter, windows)
-    check_stages(state, training, adapter, windows)
+    check_stages(state, training, adapter)
     weights = state.weight_store.bind(state.stage.own(training.model))
     is_promise = budget.size_bytes is not None
     training_for = partial(state.training, adapter, windows) if is_promise else None
     link = StageLink.of(training.model, state.stages, state.mesh, state.device)
-    return TrainingRunner(training, weights, adapter, state.mesh, link, training_for, freed)
+    own = (training, weights, adapter, state.mesh, link, training_for, freed, windows)
+    return TrainingRunner(*own)
 
 
 def pass_through(

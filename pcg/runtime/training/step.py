@@ -154,7 +154,7 @@ class TrainingStep:
         replicas = self._mesh.dp
         lengths = [[len(example.ids) for example in batch] for batch in group]
         own = shares(lengths, replicas.size)[replicas.rank]
-        if self._runner.link is not None:
+        if self._runner.link is not None and not self._runner.windows:
             parts = [
                 BatchPart(
                     [batch[place] for place in places],

@@ -10,6 +10,8 @@ from the KV cache:
                    add dK, dV of all tokens that j attended to, to the layer's sums; those of j's
                    own tokens are then final, as every later window has added its part
 
+Over pipeline stages windows go back stage by stage (`stages/backward_order.py`).
+
 Other work may run between any two (layer, window) pairs, forward and back, and within the loss:
 between any tokens or, on CPUs, rows of the head (`pcg/runtime/model/cut_execution.py`). Without a
 cache all sequences are one window, and attention saves keys and values itself.
@@ -18,8 +20,6 @@ cache all sequences are one window, and attention saves keys and values itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,45 +35,10 @@ from pcg.runtime.model.load import Load
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.loss_chunks import PassLoss, WindowLoss
-from pcg.runtime.training.pass_sequences import PassSequences
-from pcg.runtime.training.recorded.window_graphs import PassSizes, WindowSlot
-from pcg.runtime.training.work_units import (
-    Phase,
-    Stage,
-    WindowedPass,
-)
-
-
-class HasTokens(Protocol):
-    """A sequence to go through a pass, which knows what its tokens predict."""
-
-    @property
-    def ids(self) -> Sequence[int]:
-        """Its tokens, without virtual ones."""
-
-
-@dataclass
-class Window:
-    """Some tokens of a pass.
-
-    Attributes:
-        targets: the target of each token, [T], on the host.
-        end: number of tokens of the pass up to its last one.
-        carried: the inputs of the next layer; after the last one, of the loss.
-        shared: the prologue's outputs that all layers may read.
-        saved: the tensors that each layer has saved for backward, by the layer.
-        gradients: gradients of the outputs of the layer whose backward comes next.
-        slot: the graphs that it runs by; None if it runs eagerly.
-    """
-
-    batch: Batch
-    targets: Tensor
-    end: int
-    carried: Sequence[Tensor] = ()
-    shared: Sequence[Tensor | None] = ()
-    saved: dict[int, list[Any]] = field(default_factory=dict)
-    gradients: list[Tensor] = field(default_factory=list)
-    slot: WindowSlot | None = None
+from pcg.runtime.training.pass_sequences import HasTokens, PassSequences, Window
+from pcg.runtime.training.recorded.window_graphs import PassSizes
+from pcg.runtime.training.stages.backward_order import BackwardOrder
+from pcg.runtime.training.work_units import Phase, Stage, WindowedPass
 
 
 class TrainingPass(WindowedPass):
@@ -84,7 +49,6 @@ class TrainingPass(WindowedPass):
         targets: number of target tokens, of those that this rank has.
         forwarded: number of tokens that went forward.
         loss_sum: the sum of these target tokens' losses, fp64, on the device, once all are there.
-        layer: the layer whose backward comes next.
         trains: True if gradients are computed.
         is_done: True once the gradients are complete.
     """
@@ -142,13 +106,13 @@ class TrainingPass(WindowedPass):
         self._open: Window | None = None
         self.loss_sum = torch.zeros((), dtype=torch.float64)
         self._loss: PassLoss | None = None
-        self._has_loss = False
+        self._loss_left = self.targets
         self._count = len(runner.training.layers)
         self._link, self._own = runner.link, runner.stage
         self.layers = runner.layers_back if self.trains else 0
-        self.layer = self._own.layers.stop - 1
-        self._window = -1
-        self._sums: KvGradients | None = None
+        self._order: BackwardOrder | None = None
+        # The sums of the layers that windows are on their way back through.
+        self._sums: dict[int, KvGradients] = {}
 
     @property
     def loss(self) -> float:
@@ -166,24 +130,28 @@ class TrainingPass(WindowedPass):
             return Stage(Phase.FORWARD, self._count - self._next)
         if self.remaining:
             return None
-        if not self._has_loss:
+        if self._order is None:
             return Stage(Phase.LOSS, 0)
-        return Stage(Phase.BACKWARD, self.layer + 1)
+        return Stage(Phase.BACKWARD, self._order.left)
 
     @property
     def load(self) -> Load:
         if self._begun:
             end = min(self.forwarded + self._begun, self.tokens)
             return Load.of(end - self.forwarded, self.context)
-        if not self._has_loss:
-            return Load(max(self.targets if self._loss is None else self._loss.left, 1))
-        spans = self._windows[self._window].batch.spans
+        if self._order is None:
+            return Load(max(self._loss_left, 1))
+        # Of what stages run at once, the most.
+        spans = max(
+            (self._windows[place].batch.spans for place in self._order.under_way),
+            key=lambda spans: sum(span.length for span in spans),
+        )
         chunks = (Load.of(span.length, span.context) for span in spans)
-        return sum(chunks, Load(ends=int(self.layer == self._count - self.layers)))
+        return sum(chunks, Load(ends=int(self._order.ends_window)))
 
     def run_part(self, tokens: int) -> None:
         with torch.no_grad():
-            if not self._begun and not self._has_loss:
+            if not self._begun and self._order is None:
                 self._run_loss(tokens)
             else:
                 run_single(self.part_requests())
@@ -199,22 +167,37 @@ class TrainingPass(WindowedPass):
         run_single(self.forward_requests(tokens))
 
     def forward_requests(self, tokens: int) -> ProductRequest[None]:
-        """Do as `forward` does, requesting the base's products from the caller."""
-        window = self.begin(tokens)
-        for layer in self._own.layers:
-            yield from self.layer_requests(layer, window)
-        self.end(window)
+        """Do as `forward` does, requesting the base's products from the caller.
+
+        Over pipeline stages the tokens are several windows, of which each stage has another.
+        """
+        windows = 1 if self._link is None or self._cache is None else self._link.parts_of(tokens)
+        end = min(self.forwarded + tokens, self.tokens)
+        for left in range(windows, 0, -1):
+            window = self.begin(-(-(end - self.forwarded) // left))
+            for layer in self._own.layers:
+                yield from self.layer_requests(layer, window)
+            self._send(window)
+            self.end(window)
 
     def begin_window(self, tokens: int) -> None:
         self._begun, self._next = tokens, 0
 
     def _layer_forward(self) -> ProductRequest[None]:
-        """Take the window that has begun through its next layer."""
-        if self._open is None:
-            self._open, self._next = self.begin(self._begun), self._own.layers.start
-        yield from self.layer_requests(self._next, self._open)
+        """Take the window that has begun through its next layer, if that is of this stage."""
+        layer, own = self._next, self._own.layers
+        if layer == own.start == 0:
+            self._open = self.begin(self._begun)
+        if layer in own:
+            assert self._open is not None
+            yield from self.layer_requests(layer, self._open)
+            if layer == own[-1]:
+                self._send(self._open)
         self._next += 1
-        if self._next == self._own.layers.stop:
+        if self._next == own.start:
+            self._open = self.begin(self._begun)
+        if self._next == self._count:
+            assert self._open is not None
             self.end(self._open)
             self._open, self._begun = None, 0
 
@@ -274,34 +257,43 @@ class TrainingPass(WindowedPass):
             self._graphs.record_next(self.trains)
 
     def end(self, window: Window) -> None:
-        """Note that a window has gone through its last layer."""
+        """Note that a window has gone through all layers."""
         if window.slot is not None:
             window.carried = window.slot.outputs
             if not self.trains:  # the next window overwrites them
                 window.carried = [x.clone() for x in window.carried]
                 window.shared = [None if x is None else x.clone() for x in window.shared]
+        self._windows.append(window)
+        self.forwarded = window.end
+
+    def _send(self, window: Window) -> None:
+        """Send a window to the next stage, if there is one."""
         if self._link is not None and not self._own.is_last:
             self._link.send(window.carried, window.shared)
             window.carried = ()
-        self._windows.append(window)
-        self.forwarded = window.end
 
     # --------------------------------------------------------------------------------- loss
 
     def _run_loss(self, tokens: int) -> None:
-        """Compute the loss of so many tokens, in the last window first."""
-        if not self._own.is_last:
-            self._begin_backward()
-            if self.trains and not self._runner.goes_back(self.layer):
-                self._end_backward()
+        """Compute the loss of so many tokens, in the last window first; the last stage does."""
+        self._loss_left = 0
+        if self._own.is_last:
+            if self._loss is None:
+                self._loss = PassLoss(self._runner, self.window_losses())
+                if self.trains:
+                    self._runner.hold_gradients()
+            self._loss.run(tokens)
+            self._loss_left = self._loss.left
+        # Without a cache no parts run beside it, and stages go on with other passes.
+        if self._link is not None and self._cache is not None:
+            self._loss_left = self._link.told(self._loss_left)
+        if self._loss_left:
             return
         if self._loss is None:
-            self._loss = PassLoss(self._runner, self.window_losses())
-            if self.trains:
-                self._runner.hold_gradients()
-        self._loss.run(tokens)
-        if not self._loss.left:
+            self._begin_backward()
+        else:
             self.end_loss(self._loss)
+            self._loss_left = 0 if self._loss is None else self._loss.left
 
     def window_losses(self) -> list[WindowLoss]:
         """Return the windows as their losses are computed, the last one first."""
@@ -323,43 +315,55 @@ class TrainingPass(WindowedPass):
 
     def _begin_backward(self) -> None:
         """Go on behind the loss: it is over here, or on the last stage."""
-        self._has_loss = True
         if not self.trains:
             self._windows.clear()
             self.is_done = True
+            return
+        own = (self._runner.stages, self._own, self._runner.first_back, len(self._windows))
+        self._order = BackwardOrder(*own)
+        if self._order.is_over:
+            self._end_backward()
 
     # --------------------------------------------------------------------------------- backward
 
     def backward_requests(self) -> ProductRequest[None]:
-        """Take the next window back through the next layer."""
-        window, layer = self._windows[self._window], self.layer
-        if self._window == -1 and self._cache is not None:
-            self._sums = self._no_gradients(self._cache, layer)
-        window.batch.gradients = self._sums
+        """Take the next window back through the next layer, or wait where the other stages do."""
+        order = self._order
+        assert order is not None
+        turn, arriving = order.turn, order.arriving
+        if turn is not None:
+            window = self._windows[turn.window]
+            yield from self._layer_back(turn.layer, window)
+            if order.is_sent:
+                assert self._link is not None
+                self._link.send_back(window.gradients)
+                window.gradients = []
+            if not turn.window:
+                self._sums.pop(turn.layer, None)
+        if arriving is not None:
+            assert self._link is not None
+            window = self._windows[arriving]
+            window.gradients = self._link.receive_back(window.batch.tokens)
+        order.number += 1
+        if order.is_over:
+            self._end_backward()
+
+    def _layer_back(self, layer: int, window: Window) -> ProductRequest[None]:
+        """Take a window back through a layer."""
+        if self._cache is not None and layer not in self._sums:
+            self._sums[layer] = self._no_gradients(self._cache, layer)
+        window.batch.gradients = self._sums.get(layer)
         if layer in self._restored and window.saved[layer][self._input_places(layer)[0]] is None:
             self._restore(layer, window)
-        if self._link is not None and layer == self._own.layers.stop - 1 and not self._own.is_last:
-            window.gradients = self._link.receive_back(window.batch.tokens)
         gradients, window.gradients = window.gradients, []
         if window.slot is not None:
             window.gradients = window.slot.back(layer, gradients)
-        else:
-            window.gradients = yield from self._runner.layer_backward(
-                layer, window.batch, window.saved.pop(layer), gradients
-            )
-            if self._graphs is not None:
-                self._graphs.record_next()
-        if self._link is not None and layer == self._own.layers.start and not self._own.is_first:
-            if self._runner.goes_back(layer - 1):
-                self._link.send_back(window.gradients)
-            window.gradients = []
-        self._window -= 1
-        if -self._window > len(self._windows):
-            self._window = -1
-            self.layer -= 1
-            # Layers below all trained weights have no backward.
-            if self.layer < 0 or not any(window.gradients for window in self._windows):
-                self._end_backward()
+            return
+        window.gradients = yield from self._runner.layer_backward(
+            layer, window.batch, window.saved.pop(layer), gradients
+        )
+        if self._graphs is not None:
+            self._graphs.record_next()
 
     def _no_gradients(self, cache: KvCache, layer: int) -> KvGradients:
         """Return zeros for the gradients of a layer's keys and values."""
@@ -372,7 +376,6 @@ class TrainingPass(WindowedPass):
             for window in self._windows:
                 self._runner.prologue_backward(window.batch, window.gradients)
         self._windows.clear()
-        self._sums = None
         self._runner.encode_prompts_backward()
         self.is_done = True
 

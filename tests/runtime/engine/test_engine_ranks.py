@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -12,67 +11,31 @@ from torch import Tensor
 
 from pcg.kernels.torch import lora
 from pcg.kernels.torch import ops as torch_ops
-from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.events import Kind
 from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16
 from tests.support.ranked import (
-    EXAMPLES,
-    JOB,
     SEQUENCES,
     USED,
     make_executor,
     make_program,
     recipes,
 )
+from tests.support.served_jobs import CACHE_BYTES, FREE, PROMISES, Served, check_close, serve
 from tests.support.threads import ThreadRanks, run_ranks
 
 bf16.install()
-CACHE_BYTES = 2**20
-PROMISES = Limits(tokens=24, ttft_slo_s=30.0, tpot_slo_s=10.0)
-FREE = Limits(tokens=24)
-BUSY = 6
-"""Steps that requests are kept coming for."""
 
 
-@dataclass(frozen=True)
-class Served:
-    """What an engine made of requests and a job, and what happened on the way."""
-
-    tokens: dict[int, tuple[int, ...]]
-    trained: tuple[Tensor, ...]
-    events: tuple[tuple[float, Kind, str], ...]
-
-
-def serve(executor: Executor, name: str, limits: Limits, **changes: Any) -> Served:
-    """Requests of mixed adapters beside a job that makes another."""
-    engine = executor.engine(limits, kv_cache_bytes=CACHE_BYTES)
-    assert executor.ranks.size == 1 or engine.device.graphs is None  # collectives are in none
-    recipe = recipes(BY_NAME[name])["b"]
-    job = engine.finetune(EXAMPLES, "new", peft=recipe, publish_every=1, **{**JOB, **changes})
-    tokens: dict[int, tuple[int, ...]] = {}
-    steps = 0
-    while steps < BUSY or not engine.is_idle:
-        if steps < BUSY:
-            place = steps % len(SEQUENCES)
-            options: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos": True}
-            engine.submit(executor.request(SEQUENCES[place], USED[place], **options))
-        for chunk in engine.step():
-            if chunk.completion is not None:
-                tokens[chunk.index] = tuple(chunk.completion.token_ids)
-        engine.check_integrity()
-        steps += 1
-        assert steps < 1000
-    assert job.state is JobState.SUCCEEDED
-    events = tuple((event.time_s, event.kind, event.subject) for event in engine.log)
-    return Served(tokens, executor.adapters["new"].tensors, events)
+def serve_one(executor: Executor, name: str, limits: Limits, **changes: Any) -> Served:
+    return serve(executor, limits, {"new": recipes(BY_NAME[name])["b"]}, **changes)
 
 
 @cache
 def on_one(name: str, **changes: Any) -> Served:
-    return serve(make_executor(make_program(name, 1), name), name, FREE, **changes)
+    return serve_one(make_executor(make_program(name, 1), name), name, FREE, **changes)
 
 
 @pytest.mark.parametrize("limits", [FREE, PROMISES], ids=["free", "promises"])
@@ -81,14 +44,11 @@ def test_an_engine_over_ranks(name: str, degree: int, limits: Limits) -> None:
     """Tokens and the adapter are those of one rank; times and all that is decided are one."""
     program = make_program(name, degree)
     found = run_ranks(
-        degree, lambda ranks: serve(make_executor(program, name, ranks), name, limits)
+        degree, lambda ranks: serve_one(make_executor(program, name, ranks), name, limits)
     )
     expected = on_one(name)
     for served in found:
-        assert served.tokens == expected.tokens
-        assert len(served.tokens) == BUSY
-        for ours, theirs in zip(served.trained, expected.trained, strict=True):
-            assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
+        check_close(served, expected)
         assert served.events == found[0].events
     kinds = [kind for _, kind, _ in found[0].events]
     assert kinds.count(Kind.PUBLISHED) == kinds.count(Kind.STEPPED) + 1
@@ -102,12 +62,10 @@ def test_programs_for_triton_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None
     program = make_program("llama3", 2, backend="triton")
     monkeypatch.delattr(lora, "_add_joined")
     monkeypatch.delattr(torch_ops, "outer")
-    run = lambda ranks: serve(make_executor(program, "llama3", ranks), "llama3", FREE, **job)  # noqa: E731
+    run = lambda ranks: serve_one(make_executor(program, "llama3", ranks), "llama3", FREE, **job)  # noqa: E731
     found = run_ranks(2, run)
     for served in found:
-        assert served.tokens == expected.tokens
-        for ours, theirs in zip(served.trained, expected.trained, strict=True):
-            assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
+        check_close(served, expected)
         assert served.events == found[0].events
 
 

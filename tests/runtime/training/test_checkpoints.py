@@ -21,8 +21,9 @@ from safetensors.torch import load_file, save_file
 import pcg.compiler
 from pcg.errors import FinetuneError, FinetuneInterrupted
 from pcg.runtime.executor import Executor
+from pcg.runtime.training.pass_sequences import Window
 from pcg.runtime.training.result import FinetuneResult, StepRecord
-from pcg.runtime.training.training_pass import TrainingPass, Window
+from pcg.runtime.training.training_pass import TrainingPass
 from tests.support.small_job import DATA, LORA, STEPS, examples, job, make_model
 
 Bits = tuple[dict[str, torch.Tensor], tuple[float, ...], tuple[tuple[int, float], ...]]

@@ -8,22 +8,15 @@ from pcg.peft.adapter import Adapter
 from pcg.runtime.model.state import ModelState
 
 
-def check_stages(state: ModelState, training: Training, adapter: Adapter, windows: bool) -> None:
+def check_stages(state: ModelState, training: Training, adapter: Adapter) -> None:
     """Refuse an adapter that the state's pipeline stages cannot train.
 
-    Args:
-        windows: True if it is trained beside what an engine serves.
     Raises:
         UnsupportedError: says what they cannot train.
     """
     if state.stages.count == 1:
         return
     over = f"over {state.mesh.sizes}"
-    if windows:
-        raise UnsupportedError(
-            f"a job of an engine {over}: stages finetune by Executor.finetune (pcg finetune --pp) "
-            "alone; use pp=1"
-        )
     if adapter.recipe.encoder is not None:
         raise UnsupportedError(
             f"{adapter.recipe.method} {over}: its encoder trains what all stages read; leave the "

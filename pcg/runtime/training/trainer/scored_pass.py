@@ -22,9 +22,10 @@ from torch import Tensor
 from pcg.runtime.data.example import IGNORED
 from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.loss_chunks import PassLoss, WindowLoss
+from pcg.runtime.training.pass_sequences import HasTokens
 from pcg.runtime.training.trainer.batches import ScoredBatch
 from pcg.runtime.training.trainer.datum import CheckedDatum
-from pcg.runtime.training.training_pass import HasTokens, TrainingPass
+from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Pages
 
 
