@@ -75,7 +75,7 @@ def over(
     ("name", "sizes"),
     [
         ("llama3", TWO),
-        ("gpt2", MeshSizes(pp=2, tp=2)),
+        pytest.param("gpt2", MeshSizes(pp=2, tp=2), marks=pytest.mark.slow),
         pytest.param("mixtral", MeshSizes(pp=3), marks=pytest.mark.slow),
         pytest.param("qwen3", MeshSizes(pp=4), marks=pytest.mark.slow),
         pytest.param("bloom", TWO, marks=pytest.mark.slow),
@@ -92,11 +92,22 @@ def test_a_job_beside_requests(
         check_close(served, of_one(name))
 
 
-@pytest.mark.parametrize("jobs", JOBS.values(), ids=JOBS)
-def test_what_jobs_train(jobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("two that begin at other layers", MeshSizes(pp=2, tp=2)),
+        ("virtual tokens", TWO),
+        ("the head alone", TWO),
+        pytest.param("keys and values beside DoRA", MeshSizes(pp=3), marks=pytest.mark.slow),
+        pytest.param("dropout", MeshSizes(pp=4), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_what_jobs_train(name: str, sizes: MeshSizes, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = JOBS[name]
     expected = on_one("llama3", jobs)
     monkeypatch.setattr(stage_link, "LEAST_TOKENS", 4)
-    for served in over("llama3", MeshSizes(pp=3), FREE, jobs):
+    for served in over("llama3", sizes, FREE, jobs):
         check_close(served, expected)
 
 

@@ -247,6 +247,11 @@ class Training:
     prologue_trained: tuple[str, ...] = ()
     restored: tuple[int, ...] = ()
 
+    @property
+    def first_back(self) -> int:
+        """The first layer that has a backward: the first that trains; the end if none does."""
+        return sum(self.plans[plan].backward is None for plan in self.layers)
+
 
 @dataclass(frozen=True)
 class Serving:

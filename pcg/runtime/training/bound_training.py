@@ -138,15 +138,9 @@ class BoundTraining:
             self.weights.gathered.pass_by(layers_of_pass(self.training, trains))
 
     @property
-    def first_back(self) -> int:
-        """The first layer that has a backward: the first that trains; the end if none does."""
-        plans = self.training.plans
-        return sum(plans[plan].backward is None for plan in self.training.layers)
-
-    @property
     def layers_back(self) -> int:
-        """The layers that a window goes back through; of stages, which run at once, the most."""
-        return max(map(len, layers_back(self.stages, self.first_back)), default=0)
+        """The layers that a window goes back through; of stages at once, the most of one."""
+        return max(map(len, layers_back(self.stages, self.training.first_back)), default=0)
 
     @property
     def device(self) -> torch.device:

@@ -111,8 +111,7 @@ class TrainingPass(WindowedPass):
         self._link, self._own = runner.link, runner.stage
         self.layers = runner.layers_back if self.trains else 0
         self._order: BackwardOrder | None = None
-        # The sums of the layers that windows are on their way back through.
-        self._sums: dict[int, KvGradients] = {}
+        self._sums: dict[int, KvGradients] = {}  # of layers that windows are on their way through
 
     @property
     def loss(self) -> float:
@@ -142,10 +141,8 @@ class TrainingPass(WindowedPass):
         if self._order is None:
             return Load(max(self._loss_left, 1))
         # Of what stages run at once, the most.
-        spans = max(
-            (self._windows[place].batch.spans for place in self._order.under_way),
-            key=lambda spans: sum(span.length for span in spans),
-        )
+        batches = [self._windows[place].batch for place in self._order.under_way]
+        spans = max(batches, key=lambda batch: batch.tokens).spans
         chunks = (Load.of(span.length, span.context) for span in spans)
         return sum(chunks, Load(ends=int(self._order.ends_window)))
 
@@ -319,7 +316,7 @@ class TrainingPass(WindowedPass):
             self._windows.clear()
             self.is_done = True
             return
-        own = (self._runner.stages, self._own, self._runner.first_back, len(self._windows))
+        own = (self._runner.stages, self._own, self._runner.training.first_back, len(self._windows))
         self._order = BackwardOrder(*own)
         if self._order.is_over:
             self._end_backward()

@@ -85,7 +85,7 @@ class BackwardOrder:
 
     @property
     def turn(self) -> Turn | None:
-        """What this stage runs next; None if it waits."""
+        """The stage's next layer and window; None if it waits."""
         return self._turn(self._depth)
 
     @property
