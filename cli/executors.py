@@ -47,6 +47,8 @@ class PlaceOptions:
         trust_edits: run a program whose emitted source was edited.
         pp: pipeline stages: so many times the ranks, each group of which has some of the layers
             (docs/parallel.md).
+        cp: context-parallel degree: so many ranks, or groups of --tp, share the tokens of each
+            sequence, or of prompts (docs/parallel.md).
         rank_timeout_s: the longest time that a rank waits for the others, as while these load their
             weights, seconds; 300 by default.
     """
@@ -57,11 +59,18 @@ class PlaceOptions:
     weights: str | None = None
     trust_edits: bool = False
     pp: int = 1
+    cp: int = 1
     rank_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        if self.pp < 1:
-            raise ParallelError(f"pp={self.pp}; use at least 1")
+        for name, given in (("pp", self.pp), ("cp", self.cp)):
+            if given < 1:
+                raise ParallelError(f"{name}={given}; use at least 1")
+
+    @property
+    def groups(self) -> int:
+        """The number of groups of --tp ranks of one replica."""
+        return self.pp * self.cp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +81,6 @@ class TrainingRanks:
         dp: data-parallel degree: so many times --tp processes, of which each group of --tp takes
             some sequences of every step. Under torchrun the number of processes over those of --tp,
             --cp and --pp by default, else 1.
-        cp: context-parallel degree: so many ranks, or groups of --tp, share the tokens of each
-            sequence (docs/parallel.md).
         shard_base: hold 1/dp of the layers' weights on each replica, which gathers every layer
             before it runs and drops it after: for bases that do not fit otherwise.
     """
@@ -81,13 +88,11 @@ class TrainingRanks:
     title: ClassVar[str] = PlanOptions.title
 
     dp: int | None = None
-    cp: int = 1
     shard_base: bool = False
 
     def __post_init__(self) -> None:
-        for name, given in (("dp", self.dp), ("cp", self.cp)):
-            if given is not None and given < 1:
-                raise ParallelError(f"{name}={given}; use at least 1")
+        if self.dp is not None and self.dp < 1:
+            raise ParallelError(f"dp={self.dp}; use at least 1")
 
 
 def open_executor(
@@ -115,7 +120,7 @@ def open_executor(
                 trust_edits=place.trust_edits,
                 dp=over.dp,
                 pp=place.pp,
-                cp=over.cp,
+                cp=place.cp,
                 shard_base=over.shard_base,
                 rank_timeout_s=place.rank_timeout_s,
             )
@@ -133,7 +138,7 @@ def open_executor(
             "device": place.device,
             "dp": over.dp,
             "pp": place.pp,
-            "cp": over.cp,
+            "cp": place.cp,
             "shard_base": over.shard_base,
             "rank_timeout_s": place.rank_timeout_s,
         }
@@ -225,17 +230,16 @@ def degree_of(where: str, compiling: Mapping[str, Any], place: PlaceOptions) -> 
 
 
 def shards_and_replicas(
-    where: str, compiling: Mapping[str, Any], place: PlaceOptions, dp: int | None, cp: int = 1
+    where: str, compiling: Mapping[str, Any], place: PlaceOptions, dp: int | None
 ) -> tuple[int, int]:
     """The tensor- and the data-parallel degree that a program's folder or a model runs on.
 
     Args:
         dp: the data-parallel degree; None for as many replicas as torchrun's processes make.
-        cp: the context-parallel degree.
     Raises:
         typer.BadParameter: as of `degree_of`.
     """
-    started, each = torchrun_ranks(), cp * place.pp
+    started, each = torchrun_ranks(), place.groups
     tp = _degree_of(where, compiling, place, max(started // ((dp or 1) * each), 1))
     if dp is None:
         dp = max(started // (tp * each), 1)
@@ -305,10 +309,10 @@ def _degree_of(where: str, compiling: Mapping[str, Any], place: PlaceOptions, st
                 )
         is_split = where.startswith(SPLIT)
         degree = int(compiling.get("tp", 1 if is_split else started))
-        if (degree > 1 or place.pp > 1) and is_split:
+        if (degree > 1 or place.groups > 1) and is_split:
             raise typer.BadParameter(
                 "a client of a base executor runs on one rank; the base may have several",
-                param_hint="--tp" if degree > 1 else "--pp",
+                param_hint="--tp" if degree > 1 else "--pp" if place.pp > 1 else "--cp",
             )
         return degree
     from pcg.ir.program.folder import options_of

@@ -108,7 +108,7 @@ def run_command(
         "place": place,
         "json": json,
     }
-    on_ranks(degree * place.pp, complete, arguments)
+    on_ranks(degree * place.groups, complete, arguments)
 
 
 def complete(

@@ -39,11 +39,11 @@ def serve_command(
 ) -> None:
     """Serve a model and its adapters by OpenAI's API, until SIGTERM or Ctrl-C.
 
-    With --tp and --pp so many ranks of this machine, their product, serve it together.
+    With --tp, --pp and --cp so many ranks of this machine, their product, serve it together.
     """
     check_alone("pcg serve")
     degree = degree_of(model, compiling.values, place)
-    ranks = degree * place.pp
+    ranks = degree * place.groups
     if options.split_port is not None and model.startswith(SPLIT):
         raise typer.BadParameter(
             f"the weights of {model} are at a base executor; split clients connect there",
@@ -91,6 +91,10 @@ def serve_base_command(
         raise typer.BadParameter(
             "a base's layers may be at several base executors (--layers); use --pp 1",
             param_hint="--pp",
+        )
+    if place.cp > 1:
+        raise typer.BadParameter(
+            "a base runs the rows of all clients on each rank; use --tp", param_hint="--cp"
         )
     degree = degree_of(model, compiling.values, place)
     if options.layers is not None and (degree > 1 or is_program_folder(model)):

@@ -74,9 +74,9 @@ def finetune_command(
     job = FinetuneOptions(**given)  # says what is wrong before the model is loaded
     peft = _configuration(method, files)
     compiled = dict(compiling.values)
-    tp, dp = shards_and_replicas(program, compiled, place, over.dp, over.cp)
+    tp, dp = shards_and_replicas(program, compiled, place, over.dp)
     if tp > 1 and not is_program_folder(program):
-        compiled |= own_step(job, compiled, dp, over.cp)
+        compiled |= own_step(job, compiled, dp, place.cp)
     if tp == 1:
         # Which spreads sums over ranks; of the job it is, too.
         compiled.pop("gradient_accumulation_steps", None)
@@ -90,7 +90,7 @@ def finetune_command(
         "options": given,
         "json": json,
     }
-    on_ranks(tp * dp * over.cp * place.pp, train, arguments)
+    on_ranks(tp * dp * place.groups, train, arguments)
 
 
 def train(

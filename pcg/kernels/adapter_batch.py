@@ -160,9 +160,14 @@ NO_SLOT = AdapterSlot(-1, 0, 0)
 
 @dataclass(frozen=True)
 class TokenSpans:
-    """First token, tokens and slot of neighbours with one adapter; `known` holds tables."""
+    """First token, tokens and slot of neighbours with one adapter; `known` holds tables.
+
+    Attributes:
+        defers: True if LoRA may be left to the kernel that reads a product's sum.
+    """
 
     spans: tuple[tuple[int, int, AdapterSlot], ...]
+    defers: bool = True
     known: dict[str, Any] = field(default_factory=dict)
 
 

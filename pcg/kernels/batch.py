@@ -162,6 +162,8 @@ class ProgramBatch(Protocol):
             whole sequences are trained on, without a cache.
         rows: the cache's row of each token, [T]; negative for tokens that are not written; None
             without a cache.
+        rows_of_all: the cache's row of each token of all ranks that share them; None where they
+            share none, or keep no cache.
         virtual_rows: indices of the virtual tokens, [v]; None where there are none.
         virtual_places: index of each of them in its adapter's prompt, [v]; None likewise.
         chosen: the tokens that the epilogue gets; None for all.
@@ -179,6 +181,7 @@ class ProgramBatch(Protocol):
     keeps: bool
     gradients: KvGradients | None
     rows: Tensor | None
+    rows_of_all: Tensor | None
     virtual_rows: Tensor | None
     virtual_places: Tensor | None
     chosen: Tensor | None
@@ -194,7 +197,10 @@ class ProgramBatch(Protocol):
         """The layer's cache: keys and values of all rows, [K, rows, D], or in pages; or None."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Write the tokens' keys and values into the layer's cache; returns `cached`."""
+        """Write keys and values into the layer's cache, those of other ranks' tokens, too.
+
+        Returns `cached`.
+        """
 
     def seen(self, span: Span) -> slice | Tensor:
         """The rows of the cache that hold a sequence up to the end of its span."""

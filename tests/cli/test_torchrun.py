@@ -65,9 +65,9 @@ def test_replicas_are_the_processes_that_shards_leave(
 def test_parts_of_sequences_take_processes(
     dp: int | None, cp: int, compiling: dict[str, int], expected: tuple[int, int]
 ) -> None:
-    assert shards_and_replicas("a/model", compiling, PlaceOptions(), dp, cp) == expected
+    assert shards_and_replicas("a/model", compiling, PlaceOptions(cp=cp), dp) == expected
     with pytest.raises(typer.BadParameter, match=r"started 4 processes, and this takes 3"):
-        shards_and_replicas("a/model", {"tp": 1}, PlaceOptions(), 1, 3)
+        shards_and_replicas("a/model", {"tp": 1}, PlaceOptions(cp=3), 1)
 
 
 @pytest.mark.usefixtures("torchrun")

@@ -224,8 +224,6 @@ def test_what_parts_do_not_share_is_refused() -> None:
 
     def run(mesh: RankMesh) -> None:
         executor = make_executor(program, "llama3", mesh)
-        with pytest.raises(UnsupportedError, match="an engine over cp=2"):
-            executor.engine()
         with pytest.raises(UnsupportedError, match="a training runner over cp=2"):
             executor.training_runner("a")
 

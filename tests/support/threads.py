@@ -116,7 +116,7 @@ def run_ranks(size: int, run: Callable[[ThreadRanks], Any]) -> list[Any]:
 def run_mesh(sizes: MeshSizes, run: Callable[[RankMesh], Any]) -> list[Any]:
     """What `run` gives on each rank of a mesh; an error on one ends all."""
     groups: dict[tuple[int, ...], tuple[threading.Barrier, list[Any], Any]] = {}
-    for axes in (*((axis,) for axis in AXES), ("dp", "cp"), ("pp", "tp"), AXES):
+    for axes in (*((axis,) for axis in AXES), ("dp", "cp"), ("pp", "tp"), ("pp", "cp", "tp"), AXES):
         for numbers in members(sizes, axes):
             sent: Any = defaultdict(queue.Queue)
             room = (threading.Barrier(len(numbers)), [None] * len(numbers), sent)
@@ -133,6 +133,7 @@ def run_mesh(sizes: MeshSizes, run: Callable[[RankMesh], Any]) -> list[Any]:
         own = {axis: group(number, axis) for axis in AXES}
         own |= {"world": group(number, *AXES), "data": group(number, "dp", "cp")}
         own |= {"model": group(number, "pp", "tp"), "back": own["pp"]}
+        own["replica"] = group(number, "pp", "cp", "tp")
         try:
             return run(RankMesh(sizes, **own))
         except BaseException:

@@ -50,7 +50,7 @@ def attention(
     [T, H, Dv], and the log-sum-exp [T, H] in fp32 of a batch that is trained on.
     """
     scoring = Scoring(**scores)
-    if batch.parts is not None:
+    if batch.parts is not None and batch.cached is None:
         return _attend_parts(batch, batch.parts, q, k, v, scoring)
     cache = batch.append(k, v)
     is_plain, length = scoring.is_plain(q, v), batch.uniform_length

@@ -10,6 +10,10 @@ of all ranks' (P rows of each, the most that a rank has; shorter parts are padde
 
     forward     K, V = all-gather(k, v)
     backward    K, V = all-gather(k, v) again;  dk, dv = reduce-scatter(dK, dV)
+
+Of a step that serves, what runs of each prompt is cut likewise. Each rank then writes all keys and
+values into its own KV cache, so that steps of few tokens, as those that decode, run on all of them
+without a message.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ import torch
 from torch import Tensor
 
 from pcg.parallel.ranks.group import Ranks
+
+LEAST_TOKENS = 128
+"""The fewest tokens of a step that serves which ranks share."""
 
 
 class Piece(NamedTuple):

@@ -95,6 +95,7 @@ def _mesh(sizes: MeshSizes, device: torch.device, store: Any, timeout: timedelta
 
     own: dict[str, Any] = {axis: group(axis) for axis in AXES}
     own |= {"world": group(*AXES), "data": group("dp", "cp"), "model": group("pp", "tp")}
+    own["replica"] = group("pp", "cp", "tp")
     made.clear()
     return RankMesh(sizes, back=group("pp"), **own)
 

@@ -68,6 +68,7 @@ class RankMesh:
         back: those of `pp` again, for gradients, which go the other way than activations: messages
             of one group go in one order.
         model: those that differ along pp and tp: together they have all weights once.
+        replica: those that differ along pp, cp and tp: they serve the same requests.
         data: those that differ along dp and cp: they have the same shards of adapters, and other
             tokens of a finetuning step, so that gradients are summed over them.
         shards_base: True if these hold parts of the layers, which they gather as they run.
@@ -81,6 +82,7 @@ class RankMesh:
     tp: Ranks = SINGLE_RANK
     back: Ranks = SINGLE_RANK
     model: Ranks = SINGLE_RANK
+    replica: Ranks = SINGLE_RANK
     data: Ranks = SINGLE_RANK
     shards_base: bool = False
 
@@ -93,13 +95,12 @@ class RankMesh:
         """Refuse what ranks with parts of sequences do not share. UnsupportedError: it names it."""
         if self.sizes.cp > 1:
             raise UnsupportedError(
-                f"{what} over {self.sizes}: ranks share the tokens of sequences in "
-                "Executor.finetune and Executor.logits alone; use cp=1"
+                f"{what} over {self.sizes}: ranks share the tokens of what is served, and of "
+                "Executor.finetune and Executor.logits, alone; use cp=1"
             )
 
     def check_no_replicas(self, what: str) -> None:
-        """Refuse what neither replicas nor ranks with parts of sequences share, likewise."""
-        self.check_no_parts(what)
+        """Refuse what replicas do not share, likewise."""
         if self.sizes.dp > 1:
             raise UnsupportedError(
                 f"{what} over {self.sizes}: replicas take parts of finetuning steps alone; serve "
@@ -143,8 +144,8 @@ class RankMesh:
 
     @property
     def alike(self) -> Ranks:
-        """The ranks that run the same steps: they need each other's shards, or parts of layers."""
-        return self.world if self.shards_base else self.model
+        """The ranks that run the same steps: they need each other's shards, tokens, or layers."""
+        return self.world if self.shards_base else self.replica
 
     @property
     def stage(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,8 @@ class StageLink:
         self._device = device
         self._vocabulary = model.vocabulary
         self._outputs = len(model.prologue.outputs)
-        self._carried = [value.type for value in model.epilogue.inputs[: _carried(model)]]
+        self._places = _sent(model)
+        self._carried = [model.epilogue.inputs[place].type for place in self._places]
         self._shared = [_shared_from(model, stages[i].layers.start) for i in range(stages.count)]
         self._types = model.prologue.types
         self._names = model.prologue.outputs
@@ -71,27 +73,27 @@ class StageLink:
     def receive(self, tokens: int) -> list[Tensor | None]:
         """Return the outputs of the prologue for so many tokens, with those of the stage before.
 
-        The first ones are what the stage's first layer is given; what no graph of this stage or of
-        a later one reads is None.
+        The first ones are what the stage's first layer is given, but for LoRA's summands, of which
+        there are none between stages. Those are None, and what no graph of this stage or of a
+        later one reads.
         """
         places = self._shared[self.stage.index]
         types = [*self._carried, *(self._types[self._names[place]] for place in places)]
-        count = len(self._carried)
         came = self._received(self._mesh.pp, self.stage.index - 1, types, tokens)
         found: list[Tensor | None] = [None] * self._outputs
-        found[:count] = came[:count]
-        for place, tensor in zip(places, came[count:], strict=True):
+        for place, tensor in zip((*self._places, *places), came, strict=True):
             found[place] = tensor
         return found
 
-    def send(self, carried: Sequence[Tensor], shared: Sequence[Tensor | None]) -> None:
+    def send(self, carried: Sequence[Any], shared: Sequence[Tensor | None]) -> None:
         """Send the outputs of this stage's last layer on, and of the prologue what is read there.
 
         Args:
             shared: the prologue's outputs, by their places.
         """
         places = self._shared[self.stage.index + 1]
-        tensors = [*carried, *(one for place in places if (one := shared[place]) is not None)]
+        sent = [carried[place] for place in self._places]
+        tensors = [*sent, *(one for place in places if (one := shared[place]) is not None)]
         self._send(self._mesh.pp, self.stage.index + 1, tensors)
 
     def receive_back(self, tokens: int) -> list[Tensor]:
@@ -159,7 +161,7 @@ class StageLink:
 
 def link_bytes(model: ModelGraph, stages: Stages, stage: int, tokens: int) -> tuple[int, int]:
     """Return the bytes that a rank sends on to a stage for some tokens, and gets back of it."""
-    carried = [value.type for value in model.epilogue.inputs[: _carried(model)]]
+    carried = [model.epilogue.inputs[place].type for place in _sent(model)]
     names = model.prologue.outputs
     places = _shared_from(model, stages[stage].layers.start)
     shared = [model.prologue.types[names[place]] for place in places]
@@ -172,6 +174,19 @@ def link_bytes(model: ModelGraph, stages: Stages, stage: int, tokens: int) -> tu
 
 def _carried(model: ModelGraph) -> int:
     return len(model.blocks[0].outputs)
+
+
+def deferred_places(model: ModelGraph) -> list[int]:
+    """Return the places of LoRA's summands among what one layer passes on to the next."""
+    made = {node.outputs[0].name: node.op for node in model.prologue.nodes if node.outputs}
+    first = model.prologue.outputs[: _carried(model)]
+    return [place for place, name in enumerate(first) if made.get(name) == "nothing_deferred"]
+
+
+def _sent(model: ModelGraph) -> list[int]:
+    """Return the places of what is sent of what one layer passes on to the next."""
+    deferred = deferred_places(model)
+    return [place for place in range(_carried(model)) if place not in deferred]
 
 
 def _shared_from(model: ModelGraph, layer: int) -> list[int]:

@@ -55,8 +55,14 @@ class RaggedTables(PaddedTables):
         allocator: Callable[[torch.dtype], RowAllocator] | None = None,
         *,
         lora_dtype: torch.dtype | None = None,
+        defers: bool = True,
     ) -> None:
-        """Keep none; rows will be of `lora_dtype`, or of the adapters' own dtype."""
+        """Keep none.
+
+        Args:
+            lora_dtype: that of rows; by default the adapters' own.
+            defers: False where layers of other ranks read what a layer passes on: LoRA is in it.
+        """
         super().__init__(model, weights, device, ranks)
         graphs = [(model.blocks[block], layer) for layer, block in enumerate(model.layers)]
         graphs += [(model.prologue, 0), (model.epilogue, 0)]
@@ -71,6 +77,7 @@ class RaggedTables(PaddedTables):
             self.lora = RowMemory(sites, self._stacker, own)
         self._model = model
         self._lora_dtype = lora_dtype
+        self._defers = defers
         self._in_pages: WeakSet[RaggedTables] = WeakSet()
         in_rows = {
             parameter.source.format(layer=site.layer)
@@ -85,8 +92,15 @@ class RaggedTables(PaddedTables):
         if pages is None:
             return self
         stacker, allocator = self._stacker, partial(PagedRowAllocator, pages, table)
-        place, dtype = (stacker.weights, stacker.device, stacker.ranks), self._lora_dtype
-        made = RaggedTables(self._model, *place, allocator, lora_dtype=dtype)
+        made = RaggedTables(
+            self._model,
+            stacker.weights,
+            stacker.device,
+            stacker.ranks,
+            allocator,
+            lora_dtype=self._lora_dtype,
+            defers=self._defers,
+        )
         self._in_pages.add(made)
         return made
 
@@ -159,7 +173,7 @@ class RaggedTables(PaddedTables):
         for adapter, size in zip(chosen, merged, strict=True):
             spans.append((start, size, self.lora.slot(adapter)))
             start += size
-        self._put_rows(bound, self.lora, TokenSpans(tuple(spans)))
+        self._put_rows(bound, self.lora, TokenSpans(tuple(spans), self._defers))
         return bound
 
     @staticmethod
@@ -210,7 +224,7 @@ class RaggedTables(PaddedTables):
         if self.lora is None or tiles is None:
             return self._none
         bound = BoundAdapters(Namespace(), [Namespace() for _ in self._model.layers])
-        self._put_rows(bound, self.lora, TokenSpans((), {"tiles": tiles}))
+        self._put_rows(bound, self.lora, TokenSpans((), self._defers, {"tiles": tiles}))
         return bound
 
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from pcg.kernels.batch import Span
 from pcg.kernels.torch.products import ProductRequest
 from pcg.kernels.uploads import uploaded_list
+from pcg.parallel.ranks.context_parallel import TokenParts
+from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables
 from pcg.runtime.memory.kv_cache import KvCache
@@ -62,8 +64,8 @@ class ServedBatch:
         scored: rows of prompts whose logprobs are computed.
         pooled: rows of prompts whose last hidden states are.
         batch, bound: the batch and its adapters on the device, once they are `put` there.
-        parts: the same in parts that go through the layers one after the other; of several, later
-            ones read from the cache what earlier ones wrote there.
+        parts: what goes through the layers, one after the other: parts of the batch, or what this
+            rank has of them. Later ones read from the cache what earlier ones wrote there.
     """
 
     def __init__(
@@ -103,12 +105,18 @@ class ServedBatch:
             self.spans.append(Span(first, count, start, sequence.table, virtual))
 
     def put(
-        self, tables: PaddedTables, cache: KvCache, device: torch.device, parts: int = 1
+        self,
+        tables: PaddedTables,
+        cache: KvCache,
+        device: torch.device,
+        parts: int = 1,
+        cp: Ranks = SINGLE_RANK,
     ) -> None:
         """Make the batch on the device, and bind the adapters.
 
         Args:
             parts: into how many parts of as many tokens it is cut.
+            cp: ranks that share the tokens of each part.
         """
         ids = uploaded_list(self.ids, torch.int64, device)
         if min(self.ids) < 0:
@@ -116,34 +124,48 @@ class ServedBatch:
         self.batch = Batch(ids, self.spans, cache)
         self.bound = tables.bind(self.adapters, [span.length for span in self.spans])
         self.parts = [(self.batch, self.bound)]
+        whole = [(self.batch, self.adapters)]
         if parts > 1:
             bounds = [len(ids) * part // parts for part in range(parts + 1)]
-            self.parts = [self._part(ids, *places, tables, cache) for places in pairwise(bounds)]
+            whole = [self._part(ids, *places, cache) for places in pairwise(bounds)]
+        if cp.size > 1:
+            whole = [_shared(batch, adapters, cache, cp) for batch, adapters in whole]
+        if whole[0][0] is not self.batch:
+            self.parts = [
+                (batch, tables.bind(adapters, [span.length for span in batch.spans]))
+                for batch, adapters in whole
+            ]
 
     def _part(
-        self, ids: Tensor, start: int, stop: int, tables: PaddedTables, cache: KvCache
-    ) -> tuple[Batch, BoundAdapters]:
-        """Return some tokens of the batch, and their adapters."""
-        spans, adapters = [], []
+        self, ids: Tensor, start: int, stop: int, cache: KvCache
+    ) -> tuple[Batch, List[Adapter | None]]:
+        """Return some tokens of the batch, and the adapters of their spans."""
+        spans, adapters = list[Span](), list[Adapter | None]()
         for span, adapter in zip(self.spans, self.adapters, strict=True):
             first, end = max(span.start, start), min(span.start + span.length, stop)
             if first < end:
-                skipped, count = first - span.start, end - first
-                virtual = min(max(span.virtual - skipped, 0), count)
-                context = span.context + skipped
-                spans.append(Span(first - start, count, context, span.table, virtual))
+                spans.append(_part_of(span, first - span.start, end - span.start, first - start))
                 adapters.append(adapter)
-        bound = tables.bind(adapters, [span.length for span in spans])
-        return Batch(ids[start:stop], spans, cache), bound
+        return Batch(ids[start:stop], spans, cache), adapters
 
     def hidden_requests(self, runner: ModelRunner) -> ProductRequest[list[Tensor]]:
         """Take the batch through the layers; see `ModelRunner.hidden_requests`."""
         found = []
-        for part in self.parts:
-            found.append((yield from runner.hidden_requests(*part)))  # noqa: PERF401
-        if len(found) == 1:
+        for batch, bound in self.parts:
+            hidden = yield from runner.hidden_requests(batch, bound)
+            found.append(hidden)
+        if not runner.is_last or self.parts[0][0] is self.batch:
             return found[0]
-        return [torch.cat(each) for each in zip(*found, strict=True)]
+        # Of what is cut no LoRA is left to be added.
+        of_tensors = [i for i, one in enumerate(found[0]) if isinstance(one, Tensor)]
+        whole = list(found[0])
+        each = []
+        for (batch, _), hidden in zip(self.parts, found, strict=True):
+            own = [hidden[i] for i in of_tensors]
+            each.append(own if batch.parts is None else batch.parts.gathered(*own))
+        for i, parts in zip(of_tensors, zip(*each, strict=True), strict=True):
+            whole[i] = torch.cat(parts)
+        return whole
 
     def run_recorded(self, graphs: StepGraphs) -> StepOutputs | None:
         """Replay the step; returns None, having done nothing, if no graph serves it."""
@@ -173,6 +195,29 @@ class ServedBatch:
             return None, None
         adapters = [self.adapters[i] for i in self.ready]
         return self.batch.last_tokens(self.ready), tables.bind_epilogue(adapters)
+
+
+def _part_of(span: Span, start: int, stop: int, place: int) -> Span:
+    """Return a span's tokens from one to before another, which are at a place of another batch."""
+    virtual = min(max(span.virtual - start, 0), stop - start)
+    return Span(place, stop - start, span.context + start, span.table, virtual)
+
+
+def _shared(
+    batch: Batch, adapters: List[Adapter | None], cache: KvCache, cp: Ranks
+) -> tuple[Batch, List[Adapter | None]]:
+    """Return what this rank has of a batch whose tokens ranks share, and the adapters."""
+    device = batch.input_ids.device
+    parts = TokenParts([span.length for span in batch.spans], cp, device)
+    spans, chosen = list[Span](), list[int]()
+    for piece in parts.own:
+        span = batch.spans[piece.sequence]
+        spans.append(_part_of(span, piece.start, piece.stop, len(chosen)))
+        chosen += range(span.start + piece.start, span.start + piece.stop)
+    ids = batch.input_ids[uploaded_list(chosen, torch.int64, device)]
+    own = Batch(ids, spans, cache)
+    own.parts, own.rows_of_all = parts, batch.rows
+    return own, [adapters[piece.sequence] for piece in parts.own]
 
 
 def rows_of(read: List[ReadRows]) -> tuple[list[int], list[Adapter | None]]:

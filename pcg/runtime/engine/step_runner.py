@@ -14,6 +14,7 @@ from pcg.errors import GenerationError
 from pcg.kernels.torch.products import ProductRequest
 from pcg.kernels.triton.compilations import compiled
 from pcg.kernels.uploads import uploaded_list
+from pcg.parallel.ranks.group import SINGLE_RANK
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
@@ -286,8 +287,10 @@ class StepRunner:
         """Run a step eagerly."""
         functions: list[ProductRequest[Any]] = []
         if served.chunks:
-            parts = self._runner.parts_of(len(served.ids))
-            served.put(self._tables, self.cache, self._device, parts)
+            tokens = len(served.ids)
+            cp = self._state.mesh.cp if self._runner.shares(tokens) else SINGLE_RANK
+            parts = self._runner.parts_of(tokens)
+            served.put(self._tables, self.cache, self._device, parts, cp)
             functions.append(served.hidden_requests(self._runner))
         found = self._run_forward(functions, windows)
         logits: Tensor | None = None

@@ -60,6 +60,7 @@ class Batch(ProgramBatch):
         self.keeps = keeps
         self.gradients: KvGradients | None = None
         self.rows: Tensor | None = None
+        self.rows_of_all: Tensor | None = None
         self.known: dict[object, Any] = {}
         self._cache = cache
         self._groups: dict[int, list[DecodeGroup]] = {}
@@ -179,13 +180,20 @@ class Batch(ProgramBatch):
         return self._cache.keys[self.layer], self._cache.values[self.layer]
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Write this layer's keys and values of the tokens; returns all rows, or None uncached."""
+        """Write this layer's keys and values of the tokens; returns all rows, or None uncached.
+
+        Tokens that ranks share are written by all of them.
+        """
         if self.cached is None:
             return None
         keys, values = self.cached
-        assert self.rows is not None
-        keys.index_copy_(1, self.rows, k.transpose(0, 1))
-        values.index_copy_(1, self.rows, v.transpose(0, 1))
+        rows = self.rows
+        if self.parts is not None:
+            k, v = self.parts.gathered(k, v)
+            rows = self.rows_of_all
+        assert rows is not None
+        keys.index_copy_(1, rows, k.transpose(0, 1))
+        values.index_copy_(1, rows, v.transpose(0, 1))
         return keys, values
 
 

@@ -15,8 +15,9 @@ from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph, Serving
 from pcg.ir.types import TOKENS, TORCH_NAMES
 from pcg.kernels.torch.products import ProductRequest
+from pcg.parallel.ranks.context_parallel import LEAST_TOKENS
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
-from pcg.parallel.ranks.stage_link import StageLink
+from pcg.parallel.ranks.stage_link import StageLink, deferred_places
 from pcg.parallel.ranks.token_shards import chosen_rows, rows_of_rank
 from pcg.runtime.adapters.padded_tables import BoundAdapters
 from pcg.runtime.memory.bound_weights import BaseWeights
@@ -137,9 +138,14 @@ class ModelRunner:
             carried = _as_tuple(
                 (yield from self._blocks[block](weights, adapter, batch, *carried, *extra[block]))
             )
-        if self.link is not None and not self.link.stage.is_last:
+        if self.link is not None and not self.is_last:
             self.link.send(carried, shared)
         return [*carried, *self._inputs.of(self.model.epilogue, shared)]
+
+    @property
+    def is_last(self) -> bool:
+        """True if it has the last layers, as of several pipeline stages one has."""
+        return self.link is None or self.link.stage.is_last
 
     def parts_of(self, tokens: int) -> int:
         """Return into how many parts a step is cut, so that pipeline stages work at once.
@@ -150,10 +156,18 @@ class ModelRunner:
             return 1
         return self.link.parts_of(tokens)
 
+    def shares(self, tokens: int) -> bool:
+        """Return whether ranks of context parallelism share a step of so many tokens."""
+        return tokens >= LEAST_TOKENS and not self._is_sequence_parallel
+
     def _begun(self, batch: Batch, adapters: BoundAdapters) -> Sequence[Any]:
         """Return the prologue's outputs, which a later stage receives."""
         if self.link is not None and not self.link.stage.is_first:
-            return self.link.receive(batch.tokens)
+            received: list[Any] = list(self.link.receive(batch.tokens))
+            kernels: Any = self._functions["K"]
+            for place in deferred_places(self.model):
+                received[place] = kernels.nothing_deferred()
+            return received
         prologue, weights = self._functions["prologue"], self.weights.prologue
         return _as_tuple(prologue(weights, adapters.outer, batch, batch.input_ids, batch.positions))
 
@@ -215,7 +229,7 @@ class ModelRunner:
         batch.ranks = self.ranks  # it may have gone through the layers in parts
         if rows is not None:
             batch.chosen = rows
-        if self.link is not None and not self.link.stage.is_last:
+        if self.link is not None and not self.is_last:
             return self.link.ended(batch.tokens, batch.logits_on_first)
         if rows is not None:
             carried = self._inputs.carried

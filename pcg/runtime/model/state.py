@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 from weakref import WeakSet
@@ -114,9 +115,11 @@ class ModelState:
         link = StageLink.of(model, self.stages, self.mesh, self.device)
         weights = self.weight_store.bind(own, serves=True)
         runner = ModelRunner(serving, weights, self.ranks, self.mesh.alike, link)
-        kind = RaggedTables if self.program.options.backend == "triton" else PaddedTables
-        sites = model if kind is RaggedTables else own  # stages agree on an adapter's pages
-        tables = kind(sites, self._served, self.device, self.ranks, lora_dtype=self._copies_dtype)
+        kind: Callable[..., PaddedTables] = PaddedTables
+        if self.program.options.backend == "triton":
+            own = model  # stages agree on an adapter's pages
+            kind = partial(RaggedTables, defers=self.mesh.sizes.pp == self.mesh.sizes.cp == 1)
+        tables = kind(own, self._served, self.device, self.ranks, lora_dtype=self._copies_dtype)
         return ServingProgram(serving, model_sources(model), runner, tables)
 
     def add_listener(self, listener: StateListener) -> None:
@@ -145,11 +148,10 @@ class ModelState:
 
     @property
     def max_positions(self) -> int | None:
-        config = self.program.config
-        for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-            if isinstance(config.get(name), int):
-                return int(config[name])
-        return None
+        found = map(
+            self.program.config.get, ("max_position_embeddings", "n_positions", "max_seq_len")
+        )
+        return next((size for size in found if isinstance(size, int)), None)
 
     @property
     def vocabulary(self) -> int:

@@ -62,7 +62,7 @@ class RecordedBatch(Batch):
         self.layer = 0
         self.ranks = SINGLE_RANK
         self.dropout_seed = self.chosen = self.gradients = None
-        self.virtual_rows = self.virtual_places = self.parts = None
+        self.virtual_rows = self.virtual_places = self.parts = self.rows_of_all = None
         self.keeps = False
         self._cache = cache
 

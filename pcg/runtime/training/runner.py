@@ -105,8 +105,8 @@ def training_runner(
     Args:
         slack: how much is too much; see `FreedMemory`.
     Raises:
-        UnsupportedError: the adapter's encoder was not saved with it; or pipeline stages cannot
-            train it.
+        UnsupportedError: the adapter's encoder was not saved with it; or pipeline stages, or ranks
+            that share tokens, cannot train it.
     """
     budget = state.program.options.budget
     freed = None
@@ -114,6 +114,8 @@ def training_runner(
         freed = FreedMemory(slack)
     elif state.device.type == "cpu":
         return_freed_memory()
+    if windows:
+        state.mesh.check_no_parts("a job of an engine")
     training = state.training(adapter, windows)
     check_stages(state, training, adapter)
     weights = state.weight_store.bind(state.stage.own(training.model))

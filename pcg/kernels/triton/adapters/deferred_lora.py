@@ -109,7 +109,7 @@ def begun_lora(x: Tensor, a: Sequence[Any], b: Sequence[Any]) -> BegunLora:
     elif isinstance(lora, LoraRows):
         tiles = dispatch.tiles_of(lora, x)
         is_decode = tiles.block == DECODE_BLOCK and tiles.capacity.tokens >= len(x)
-        if is_decode and tiles.width <= MOST_WIDTH:
+        if lora.tokens.defers and is_decode and tiles.width <= MOST_WIDTH:
             down, up = dispatch.matrices_of(lora)
             s, begun.beside = _shrunk(x, down, tiles)
             left = (DeferredLora(number, tiles.by_token, s, up) for number in range(len(a)))

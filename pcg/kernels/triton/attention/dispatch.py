@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pcg.errors import UnsupportedError
 from pcg.kernels.batch import ProgramBatch
-from pcg.kernels.sizes import HEAD_SIZES
+from pcg.kernels.sizes import HEAD_SIZES, PAGE_TOKENS
 from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.torch.attention_math import Scores, Scoring
 from pcg.kernels.triton.attention.cache_rows import CacheRows, KvRows, append
@@ -22,6 +22,7 @@ from pcg.kernels.triton.attention.library_attention import (
 )
 from pcg.kernels.triton.attention.paged_attention import paged_attention, paged_attention_backward
 from pcg.kernels.triton.attention.work import AttentionWork
+from pcg.parallel.ranks.context_parallel import TokenParts
 
 
 def attention(
@@ -43,12 +44,15 @@ def attention(
     else:
         assert isinstance(k, Tensor)
         assert isinstance(v, Tensor)
-        if batch.parts is not None or not _has_kernels(batch, q, v.shape[-1]):
+        is_cut = batch.parts is not None and batch.cached is None
+        if is_cut or not _has_kernels(batch, q, v.shape[-1]):
             return torch_ops.attention(batch, q, k, v, **scores)
         kv = _seen(batch, k, v)
         if kv.keys.paged:
             assert batch.rows is not None
             append(k, v, batch.rows, kv)
+    if batch.parts is not None:
+        _share_rows(batch, batch.parts, kv)
     scoring, group = Scoring(**scores), q.shape[1] // kv.keys.heads
     if library in WHOLE and not kv.keys.paged:
         return attend_whole(library, batch, q, kv.keys.base, kv.values.base, scoring)
@@ -84,6 +88,15 @@ def attention_backward(
         return attend_whole_backward(library, batch, *saved, scoring=scoring)
     work = _work(batch, q.shape[1] // kv.keys.heads, backward=True)
     return paged_attention_backward(dout, out, lse, q, kv, work, scoring, batch.gradients)
+
+
+def _share_rows(batch: ProgramBatch, parts: TokenParts, kv: KvRows) -> None:
+    """Write the keys and values of the tokens that other ranks have, too."""
+    assert batch.rows is not None
+    assert batch.rows_of_all is not None
+    page, place = batch.rows // PAGE_TOKENS, batch.rows % PAGE_TOKENS
+    k, v = parts.gathered(*(rows.base[page, :, place] for rows in kv))
+    append(k, v, batch.rows_of_all, kv)
 
 
 def _has_kernels(batch: ProgramBatch, q: Tensor, value_size: int) -> bool:
