@@ -292,6 +292,13 @@ class Program:
     dtype: str
     choices: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def max_positions(self) -> int | None:
+        """The most tokens of a sequence; None if the configuration names no number."""
+        names = "max_position_embeddings", "n_positions", "max_seq_len"
+        found = map(self.config.get, names)
+        return next((size for size in found if isinstance(size, int)), None)
+
 
 def python_name(name: str) -> str:
     """A value's or parameter's name as a Python identifier of the emitted source."""

@@ -148,10 +148,7 @@ class ModelState:
 
     @property
     def max_positions(self) -> int | None:
-        found = map(
-            self.program.config.get, ("max_position_embeddings", "n_positions", "max_seq_len")
-        )
-        return next((size for size in found if isinstance(size, int)), None)
+        return self.program.max_positions
 
     @property
     def vocabulary(self) -> int:
