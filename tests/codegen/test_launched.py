@@ -7,6 +7,7 @@ import pytest
 from tests.support.interpreter.gpu_code import Code
 from tests.support.interpreter.launched import launched
 
+pytestmark = pytest.mark.timeout(1800)  # minutes each: kernels of real sizes are compiled
 LLAMA = "meta-llama/Llama-3.1-8B"
 OTHERS = (
     "Qwen/Qwen3-8B",
