@@ -103,23 +103,24 @@ def rank_main(output: str, rounds: int, sequences: int, tokens: int) -> None:
         found[kind] = {name: [] for name in contenders}
         for round_ in range(rounds + 1):
             for name, act in contenders.items():
-                taken = _seconds(mesh, act)
+                taken = seconds_of(mesh, act)
                 if round_:
                     found[kind][name].append(taken)
     if mesh.world.rank == 0:
         Path(output).write_text(json.dumps(found))
 
 
-def _seconds(mesh: RankMesh, act: Callable[[], None]) -> float:
+def seconds_of(mesh: RankMesh, act: Callable[[], None]) -> float:
     """Return the seconds until all ranks have done it."""
-    _meet(mesh)
+    meet(mesh)
     started = time.perf_counter()
     act()
-    _meet(mesh)
+    meet(mesh)
     return time.perf_counter() - started
 
 
-def _meet(mesh: RankMesh) -> None:
+def meet(mesh: RankMesh) -> None:
+    """Wait for all ranks."""
     mesh.world.all_reduce(torch.zeros(1))
 
 
