@@ -249,7 +249,7 @@ def shards_and_replicas(
         copies = f", each of which would run all of it; give --tp {started}" if taken == 1 else ""
         raise typer.BadParameter(
             f"torchrun has started {started} processes, and this takes {taken}{copies}",
-            param_hint="--pp" if place.pp > 1 else "--tp",
+            param_hint="--pp" if place.pp > 1 else "--cp" if place.cp > 1 else "--tp",
         )
     return tp, dp
 

@@ -54,11 +54,16 @@ def serve(executor: Executor) -> Any:
 
 
 def noted_parts(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
-    """Counts the steps by their tokens, and by those that a rank has of them."""
+    """Counts the steps by their tokens, and by those that a rank has of them.
+
+    Steps that decode alone are whole on each.
+    """
     put, found = ServedBatch.put, Counter[tuple[int, int]]()
 
     def noted(own: ServedBatch, *given: Any) -> None:
         put(own, *given)
+        if all(span.length == 1 for span in own.spans):
+            assert own.parts[0][0] is own.batch
         found[len(own.ids), sum(len(batch.input_ids) for batch, _ in own.parts)] += 1
 
     monkeypatch.setattr(ServedBatch, "put", noted)
@@ -99,10 +104,7 @@ def test_requests_are_those_of_one_rank(
 
 @pytest.mark.parametrize("sizes", [TWO, MeshSizes(pp=2)], ids=str)
 def test_programs_for_triton(sizes: MeshSizes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels write a rank's own rows, and then those of the others; no LoRA is left to be added.
-
-    Where ranks share nothing, decoding leaves it to the next layer's kernel.
-    """
+    """Kernels write a rank's own rows, and then those of others; no LoRA is left to be added."""
     monkeypatch.setattr(runner, "LEAST_TOKENS", 16)
     monkeypatch.setattr(stage_link, "LEAST_TOKENS", 8)
     options: dict[str, Any] = {"max_new_tokens": 3, "ignore_eos": True}

@@ -127,10 +127,34 @@ def test_steps_that_begin_again_and_pauses(monkeypatch: pytest.MonkeyPatch) -> N
                 engine.resume_job(name)
 
     # Without promises idle steps run all of a pass; here each part of one is a step.
-    limits = Limits(tokens=24, idle_step_s=1e-9)
+    limits = Limits(tokens=24, idle_step_s=1e-3)
     for served in over("llama3", TWO, limits, of_family("llama3"), each=disturb):
         check_close(served, of_one("llama3"))
     assert len(again) > 4
+
+
+@pytest.mark.parametrize("sizes", [None, TWO], ids=str)
+def test_an_evaluation_that_begins_again(sizes: MeshSizes | None) -> None:
+    """As where no step has room for its windows, which then are others."""
+    again: list[int] = []
+
+    def disturb(engine: Engine, step: int) -> None:
+        for job in engine.jobs:
+            unit = job.unit
+            is_evaluation = isinstance(unit, Part) and not unit.whole.layers
+            if is_evaluation and len(again) < 4:
+                job.begin_step_again()
+                again.append(step)
+
+    limits = Limits(tokens=24, idle_step_s=1e-3)
+    jobs = of_family("llama3")
+    if sizes is None:
+        executor = make_executor(make_program("llama3", 1, LAYERS), "llama3")
+        check_close(serve(executor, limits, jobs, each=disturb), of_one("llama3"))
+    else:
+        for served in over("llama3", sizes, limits, jobs, each=disturb):
+            check_close(served, of_one("llama3"))
+    assert len(again) > 2
 
 
 def test_stages_go_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,8 @@ class ThreadRanks:
 
 def tp_mesh(ranks: Any) -> RankMesh:
     """The mesh of a tensor-parallel group alone."""
-    return RankMesh(MeshSizes(tp=ranks.size), world=ranks, tp=ranks, model=ranks)
+    groups = dict.fromkeys(("world", "tp", "model", "replica"), ranks)
+    return RankMesh(MeshSizes(tp=ranks.size), **groups)
 
 
 def run_ranks(size: int, run: Callable[[ThreadRanks], Any]) -> list[Any]:

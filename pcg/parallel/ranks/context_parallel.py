@@ -4,7 +4,8 @@
     rank i has chunks i and 2 n - 1 - i
 
 A token attends to those before it, so that later chunks are more work: dealt in this zigzag, each
-rank has as much of it as any other (Llama 3, arXiv:2407.21783, §3.3.2). All but attention treats
+rank has as much of it as any other (Llama 3, arXiv:2407.21783, §3.3.2). Of a sequence of fewer
+tokens than chunks other ranks have the chunks than of the one before it. All but attention treats
 tokens one by one. Attention has the queries of a rank's own tokens, and gathers the keys and values
 of all ranks' (P rows of each, the most that a rank has; shorter parts are padded):
 
@@ -28,7 +29,7 @@ from torch import Tensor
 from pcg.parallel.ranks.group import Ranks
 
 LEAST_TOKENS = 128
-"""The fewest tokens of a step that serves which ranks share."""
+"""The fewest tokens of prompts in a step for which ranks share it."""
 
 
 class Piece(NamedTuple):
@@ -50,11 +51,13 @@ def dealt(lengths: Sequence[int], degree: int) -> list[list[Piece]]:
     parts: list[list[Piece]] = [[] for _ in range(degree)]
     for number, length in enumerate(lengths):
         bounds = [j * length // chunks for j in range(chunks + 1)]
+        turn = number if length < chunks else 0
         for rank, part in enumerate(parts):
-            last = chunks - 1 - rank
-            places = [(bounds[j], bounds[j + 1]) for j in (rank, last)]
-            if rank + 1 == last:  # one behind the other
-                places = [(bounds[rank], bounds[last + 1])]
+            first = (rank + turn) % degree
+            last = chunks - 1 - first
+            places = [(bounds[j], bounds[j + 1]) for j in (first, last)]
+            if first + 1 == last:  # one behind the other
+                places = [(bounds[first], bounds[last + 1])]
             part += [Piece(number, *place) for place in places if place[0] < place[1]]
     return parts
 

@@ -199,7 +199,7 @@ def own_device(device: torch.device) -> torch.device:
 
 def _not_so_many(sizes: MeshSizes, size: int) -> str:
     flags = " ".join(f"--{axis} {n}" for axis, n in sizes.sizes.items() if n > 1)
-    run = f"pcg run {flags} or " if sizes.world == sizes.tp else ""
+    run = f"pcg run {flags} or " if sizes.dp == 1 else ""
     return (
         f"{sizes} takes {sizes.world} processes, and this is one of {size}; run it under torchrun "
         f"--nproc-per-node {sizes.world}, or by {run}pcg finetune {flags}"

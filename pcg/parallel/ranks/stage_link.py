@@ -111,8 +111,8 @@ class StageLink:
                 sent.popleft()[1]()
 
     def meet(self) -> None:
-        """Wait until all stages have come here."""
-        self._mesh.pp.all_reduce(torch.zeros(1, device=self._device))
+        """Wait until all stages have come here, and have done what they were given before."""
+        self._mesh.pp.all_reduce(torch.zeros(1, device=self._device)).item()
 
     def told(self, number: int) -> int:
         """Return the last stage's number."""

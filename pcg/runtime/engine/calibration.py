@@ -24,11 +24,13 @@ from pcg.kernels.batch import Span
 from pcg.parallel.ranks.group import Ranks, broadcast_from_first
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.latency import Knee, Latencies, Latency
+from pcg.runtime.engine.served_batch import cut, hidden_requests
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.memory.stage_pages import stage_kv_types
 from pcg.runtime.model.batch import ANY_TOKEN, Batch
 from pcg.runtime.model.load import Load, keys_of
+from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.model.step_graphs import StepGraphs
 
@@ -80,7 +82,9 @@ def calibrated(state: ModelState, clock: Clock, graphs: StepGraphs | None = None
         def run() -> None:
             batch = Batch(ids, [Span(0, tokens, context, table)], cache)
             bound = tables.bind([None], [tokens])
-            hidden = runner.hidden(batch, bound)
+            parts = cut(batch, [None], tables, cache, runner, state.mesh.cp)
+            with torch.inference_mode():
+                hidden = run_single(hidden_requests(parts, runner))
             if rows:
                 last = torch.arange(tokens - rows, tokens, device=device)
                 runner.logits_of(hidden, batch, bound, last, tables.bind([None], [rows]))

@@ -109,63 +109,24 @@ class ServedBatch:
         tables: PaddedTables,
         cache: KvCache,
         device: torch.device,
-        parts: int = 1,
+        runner: ModelRunner,
         cp: Ranks = SINGLE_RANK,
     ) -> None:
         """Make the batch on the device, and bind the adapters.
 
         Args:
-            parts: into how many parts of as many tokens it is cut.
-            cp: ranks that share the tokens of each part.
+            cp: the ranks that may share its tokens.
         """
         ids = uploaded_list(self.ids, torch.int64, device)
         if min(self.ids) < 0:
             ids = self._latest.resolved(ids)
         self.batch = Batch(ids, self.spans, cache)
         self.bound = tables.bind(self.adapters, [span.length for span in self.spans])
-        self.parts = [(self.batch, self.bound)]
-        whole = [(self.batch, self.adapters)]
-        if parts > 1:
-            bounds = [len(ids) * part // parts for part in range(parts + 1)]
-            whole = [self._part(ids, *places, cache) for places in pairwise(bounds)]
-        if cp.size > 1:
-            whole = [_shared(batch, adapters, cache, cp) for batch, adapters in whole]
-        if whole[0][0] is not self.batch:
-            self.parts = [
-                (batch, tables.bind(adapters, [span.length for span in batch.spans]))
-                for batch, adapters in whole
-            ]
-
-    def _part(
-        self, ids: Tensor, start: int, stop: int, cache: KvCache
-    ) -> tuple[Batch, List[Adapter | None]]:
-        """Return some tokens of the batch, and the adapters of their spans."""
-        spans, adapters = list[Span](), list[Adapter | None]()
-        for span, adapter in zip(self.spans, self.adapters, strict=True):
-            first, end = max(span.start, start), min(span.start + span.length, stop)
-            if first < end:
-                spans.append(_part_of(span, first - span.start, end - span.start, first - start))
-                adapters.append(adapter)
-        return Batch(ids[start:stop], spans, cache), adapters
+        self.parts = cut(self.batch, self.adapters, tables, cache, runner, cp)
 
     def hidden_requests(self, runner: ModelRunner) -> ProductRequest[list[Tensor]]:
         """Take the batch through the layers; see `ModelRunner.hidden_requests`."""
-        found = []
-        for batch, bound in self.parts:
-            hidden = yield from runner.hidden_requests(batch, bound)
-            found.append(hidden)
-        if not runner.is_last or self.parts[0][0] is self.batch:
-            return found[0]
-        # Of what is cut no LoRA is left to be added.
-        of_tensors = [i for i, one in enumerate(found[0]) if isinstance(one, Tensor)]
-        whole = list(found[0])
-        each = []
-        for (batch, _), hidden in zip(self.parts, found, strict=True):
-            own = [hidden[i] for i in of_tensors]
-            each.append(own if batch.parts is None else batch.parts.gathered(*own))
-        for i, parts in zip(of_tensors, zip(*each, strict=True), strict=True):
-            whole[i] = torch.cat(parts)
-        return whole
+        return hidden_requests(self.parts, runner)
 
     def run_recorded(self, graphs: StepGraphs) -> StepOutputs | None:
         """Replay the step; returns None, having done nothing, if no graph serves it."""
@@ -195,6 +156,66 @@ class ServedBatch:
             return None, None
         adapters = [self.adapters[i] for i in self.ready]
         return self.batch.last_tokens(self.ready), tables.bind_epilogue(adapters)
+
+
+def cut(
+    batch: Batch,
+    adapters: List[Adapter | None],
+    tables: PaddedTables,
+    cache: KvCache,
+    runner: ModelRunner,
+    cp: Ranks = SINGLE_RANK,
+) -> list[tuple[Batch, BoundAdapters]]:
+    """Return what this rank takes through the layers of a batch, and the adapters of each part.
+
+    Args:
+        adapters: those of the batch's spans.
+        cp: the ranks that may share its tokens.
+    """
+    tokens, whole = batch.tokens, [(batch, adapters)]
+    if (parts := runner.parts_of(tokens)) > 1:
+        bounds = [tokens * part // parts for part in range(parts + 1)]
+        whole = [_part(batch, adapters, *places, cache) for places in pairwise(bounds)]
+    if cp.size > 1 and runner.shares(batch):
+        whole = [_shared(part, of_part, cache, cp) for part, of_part in whole]
+    return [
+        (part, tables.bind(of_part, [span.length for span in part.spans]))
+        for part, of_part in whole
+    ]
+
+
+def hidden_requests(
+    parts: List[tuple[Batch, BoundAdapters]], runner: ModelRunner
+) -> ProductRequest[list[Tensor]]:
+    """Take what `cut` gave through the layers; returns the epilogue's inputs for all tokens."""
+    found = []
+    for part in parts:
+        found.append((yield from runner.hidden_requests(*part)))  # noqa: PERF401
+    whole = found[0]
+    if not runner.is_last or (len(parts) == 1 and parts[0][0].parts is None):
+        return whole
+    for place, one in enumerate(whole):
+        if isinstance(one, Tensor):  # of what is cut no LoRA is left to be added
+            whole[place] = torch.cat(
+                [
+                    hidden[place] if of is None else of.gathered(hidden[place])[0]
+                    for hidden, of in zip(found, (batch.parts for batch, _ in parts), strict=True)
+                ]
+            )
+    return whole
+
+
+def _part(
+    batch: Batch, adapters: List[Adapter | None], start: int, stop: int, cache: KvCache
+) -> tuple[Batch, List[Adapter | None]]:
+    """Return some tokens of a batch, and the adapters of their spans."""
+    spans, chosen = list[Span](), list[Adapter | None]()
+    for span, adapter in zip(batch.spans, adapters, strict=True):
+        first, end = max(span.start, start), min(span.start + span.length, stop)
+        if first < end:
+            spans.append(_part_of(span, first - span.start, end - span.start, first - start))
+            chosen.append(adapter)
+    return Batch(batch.input_ids[start:stop], spans, cache), chosen
 
 
 def _part_of(span: Span, start: int, stop: int, place: int) -> Span:

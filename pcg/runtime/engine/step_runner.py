@@ -14,7 +14,6 @@ from pcg.errors import GenerationError
 from pcg.kernels.torch.products import ProductRequest
 from pcg.kernels.triton.compilations import compiled
 from pcg.kernels.uploads import uploaded_list
-from pcg.parallel.ranks.group import SINGLE_RANK
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
@@ -287,10 +286,8 @@ class StepRunner:
         """Run a step eagerly."""
         functions: list[ProductRequest[Any]] = []
         if served.chunks:
-            tokens = len(served.ids)
-            cp = self._state.mesh.cp if self._runner.shares(tokens) else SINGLE_RANK
-            parts = self._runner.parts_of(tokens)
-            served.put(self._tables, self.cache, self._device, parts, cp)
+            cp = self._state.mesh.cp
+            served.put(self._tables, self.cache, self._device, self._runner, cp)
             functions.append(served.hidden_requests(self._runner))
         found = self._run_forward(functions, windows)
         logits: Tensor | None = None

@@ -156,9 +156,13 @@ class ModelRunner:
             return 1
         return self.link.parts_of(tokens)
 
-    def shares(self, tokens: int) -> bool:
-        """Return whether ranks of context parallelism share a step of so many tokens."""
-        return tokens >= LEAST_TOKENS and not self._is_sequence_parallel
+    def shares(self, batch: Batch) -> bool:
+        """Return whether ranks of context parallelism share a batch, which decoding alone is not.
+
+        Where ranks hold parts of the tokens between layers, they do not.
+        """
+        of_prompts = sum(span.length for span in batch.longer_spans)
+        return of_prompts >= LEAST_TOKENS and not self._is_sequence_parallel
 
     def _begun(self, batch: Batch, adapters: BoundAdapters) -> Sequence[Any]:
         """Return the prologue's outputs, which a later stage receives."""

@@ -32,7 +32,7 @@ from pcg.runtime.training.publishers import InPlacePublisher, Publisher
 from pcg.runtime.training.reports.job_record import JobRecord, job_config
 from pcg.runtime.training.reports.reports import Reports
 from pcg.runtime.training.result import FinetuneResult, LossChange, OnStep, StepRecord
-from pcg.runtime.training.runner import pass_through
+from pcg.runtime.training.runner import evaluation_pass
 from pcg.runtime.training.step import TrainingStep
 from pcg.runtime.training.training_copy import (
     overwrite,
@@ -325,7 +325,7 @@ class FinetuneJob:
         replicas, sums = self._model.mesh.dp, torch.zeros(2, dtype=torch.float64)
         sums = sums.to(self._runner.device)
         for indexes in plan[replicas.rank :: replicas.size]:
-            done = yield from pass_through(self._runner, [data.examples[i] for i in indexes])
+            done = yield from evaluation_pass(self._runner, [data.examples[i] for i in indexes])
             sums += torch.stack([done.loss_sum.to(sums), torch.full_like(sums[0], done.targets)])
         if replicas.rank >= len(plan) % replicas.size > 0:
             self._runner.pass_by(trains=False)

@@ -17,7 +17,15 @@ from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.stages.checks import check_stages
 from pcg.runtime.training.training_pass import TrainingPass
-from pcg.runtime.training.work_units import Forward, Pages, Part, Release, Work, run_to_end
+from pcg.runtime.training.work_units import (
+    Forward,
+    Pages,
+    Part,
+    Release,
+    StepBeginsAgain,
+    Work,
+    run_to_end,
+)
 
 Pass = TypeVar("Pass", bound=TrainingPass)
 
@@ -140,6 +148,15 @@ def pass_through(
         return TrainingPass(runner, examples, normaliser, dropout_seed, *own)
 
     return run_pass(runner, [len(example.ids) for example in examples], begin)
+
+
+def evaluation_pass(runner: BoundTraining, examples: Sequence[Example]) -> Work[TrainingPass]:
+    """Yield the units of a pass without gradients, and return it, done; it may begin again."""
+    while True:
+        try:
+            return (yield from pass_through(runner, examples))
+        except StepBeginsAgain:
+            yield Release()
 
 
 def run_pass(

@@ -187,6 +187,8 @@ class TrainingStep:
             self.beside.after_step(step + 1)
         self.drop_gradients()
         self._runner.publish()
+        if self._runner.link is not None and self._runner.windows:
+            self._runner.link.meet()  # so that the first rank's clock has the time of all
 
     def drop_gradients(self) -> None:
         """Remove the gradients of the adapter's tensors."""

@@ -111,7 +111,7 @@ class TrainingPass(WindowedPass):
         self._link, self._own = runner.link, runner.stage
         self.layers = runner.layers_back if self.trains else 0
         self._order: BackwardOrder | None = None
-        self._sums: dict[int, KvGradients] = {}  # of layers that windows are on their way through
+        self._sums: dict[int, KvGradients] = {}  # by layer, while windows go back through it
 
     @property
     def loss(self) -> float:
@@ -305,8 +305,6 @@ class TrainingPass(WindowedPass):
         losses = [loss for loss in computed.windows if loss.first is None]
         for window, loss in zip(reversed(self._windows), losses, strict=True):
             window.gradients, window.carried = loss.gradients, ()
-            if not self._restored:
-                window.shared = ()
         self._loss = None
         self._begin_backward()
 
@@ -316,8 +314,10 @@ class TrainingPass(WindowedPass):
             self._windows.clear()
             self.is_done = True
             return
-        own = (self._runner.stages, self._own, self._runner.training.first_back, len(self._windows))
-        self._order = BackwardOrder(*own)
+        for window in () if self._restored else self._windows:
+            window.shared = ()
+        stages, first = self._runner.stages, self._runner.training.first_back
+        self._order = BackwardOrder(stages, self._own, first, len(self._windows))
         if self._order.is_over:
             self._end_backward()
 
