@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from signal import SIGINT
-from typing import Self, cast
+from types import ModuleType
+from typing import TYPE_CHECKING, Self, cast
 
 from pcg.errors import FinetuneError
 from pcg.keywords import takes
@@ -25,10 +26,6 @@ from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.options import KV_CACHE_BYTES, EngineArguments
-from pcg.runtime.engine.ranks import orders
-from pcg.runtime.engine.ranks.driver import Driver
-from pcg.runtime.engine.ranks.driving_engine import DrivingEngine
-from pcg.runtime.engine.ranks.following_engine import FollowingEngine
 from pcg.runtime.engine.ranks.step_callback import StepCallback
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.step_runner import StepRunner
@@ -51,6 +48,17 @@ from pcg.runtime.training.runner import TrainingRunner
 from pcg.runtime.training.trainer.options import TrainerArguments
 from pcg.runtime.training.trainer.results import Stepped
 from pcg.runtime.training.trainer.trained_adapter import TrainedAdapter
+
+if TYPE_CHECKING:
+    from pcg.runtime.engine.ranks import orders
+    from pcg.runtime.engine.ranks.driver import Driver
+
+
+def _orders() -> ModuleType:
+    """Return the orders of an engine over ranks, whose messages alone need msgspec."""
+    from pcg.runtime.engine.ranks import orders
+
+    return orders
 
 
 class Engine(EngineLoop):
@@ -120,36 +128,36 @@ class Engine(EngineLoop):
         return super().submit(request, submitted_s)
 
     def cancel(self, request: str, kind: Kind = Kind.CANCELLED) -> None:
-        with self._asked(orders.Cancel(request, kind.value), at_once=False):
+        with self._asked(lambda: _orders().Cancel(request, kind.value), at_once=False):
             super().cancel(request, kind)
 
     def add_job(self, job: Job) -> Job:
-        with self._asked(orders.Add(job.name)):
+        with self._asked(lambda: _orders().Add(job.name)):
             return super().add_job(job)
 
     def drop_job(self, job: Job) -> None:
-        with self._asked(orders.Drop(job.name)):
+        with self._asked(lambda: _orders().Drop(job.name)):
             super().drop_job(job)
 
     def interrupt_job(self, name: str) -> None:
-        with self._asked(orders.Change("interrupt_job", name)):
+        with self._asked(lambda: _orders().Change("interrupt_job", name)):
             super().interrupt_job(name)
 
     def pause_job(self, name: str) -> None:
-        with self._asked(orders.Change("pause_job", name)):
+        with self._asked(lambda: _orders().Change("pause_job", name)):
             super().pause_job(name)
 
     def resume_job(self, name: str) -> None:
-        with self._asked(orders.Change("resume_job", name)):
+        with self._asked(lambda: _orders().Change("resume_job", name)):
             super().resume_job(name)
 
     def cancel_job(self, name: str) -> None:
-        with self._asked(orders.Change("cancel_job", name)):
+        with self._asked(lambda: _orders().Change("cancel_job", name)):
             super().cancel_job(name)
 
     def step(self) -> list[Chunk]:
         if self.driver is not None:
-            with self.driver.asked(orders.Step()):
+            with self.driver.asked(_orders().Step()):
                 return super().step()
         # Steps that follow each other go on with what all ranks have agreed on.
         if self._compares and (self._was_called or self.is_idle):
@@ -157,12 +165,14 @@ class Engine(EngineLoop):
             self._was_called = False
         return super().step()
 
-    def _asked(self, order: orders.Call, at_once: bool = True) -> AbstractContextManager[None]:
+    def _asked(
+        self, order: Callable[[], orders.Call], at_once: bool = True
+    ) -> AbstractContextManager[None]:
         """Have all ranks do an order, or compare that all of them are asked for it."""
         if self.driver is not None:
-            return self.driver.asked(order, at_once=at_once)
+            return self.driver.asked(order(), at_once=at_once)
         if self._compares:
-            check_call(self.state.world, order.call)
+            check_call(self.state.world, order().call)
             self._was_called = True
         return nullcontext()
 
@@ -237,6 +247,10 @@ class Engine(EngineLoop):
         if state.world.size == 1:
             makers = (self.prepare_job, self.prepare_trainer)
             return AsyncEngine(self, state, *makers, self._data_limits)
+        from pcg.runtime.engine.ranks.driver import Driver
+        from pcg.runtime.engine.ranks.driving_engine import DrivingEngine
+        from pcg.runtime.engine.ranks.following_engine import FollowingEngine
+
         check_same(state.world, "start", {"the adapters": described(sorted(state.adapters))})
         line, self._compares = Line(state.world), False
         if state.world.rank:
