@@ -468,9 +468,10 @@ def test_machine_code_of_sites_with_tensors_of_their_own() -> None:
     ]
     summed = _of_sites(_expand(1, 3, "fp32"), "")
     kernels = (_of_sites(shrink, ""), summed, _of_sites(_outer("bf16"), "x"), *turned)
+    wide = 4 if IS_NEW_TRITON else 2  # Triton 3.6 reads a turned B of sm_80 by narrower loads
     for code in compiled(kernels):
         code.check_in_registers(184)
-        assert code.count("LDG", "128") + code.count("LDGSTS", "128") >= 4, code.kernel
+        assert code.count("LDG", "128") + code.count("LDGSTS", "128") >= wide, code.kernel
         assert not code.count("LDG", "U16"), code.kernel
         assert not code.count("STG", "U16"), code.kernel
 
