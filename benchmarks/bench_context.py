@@ -60,14 +60,7 @@ def rank_main(output: str, rounds: int, tokens: int) -> None:
         "prompt": {ALONE: prefill(alone, 1), SHARED: prefill(shared, 1)},
         "prompts": {ALONE: prefill(alone, PROMPTS), SHARED: prefill(shared, PROMPTS)},
     }
-    found: dict[str, dict[str, list[float]]] = {}
-    for kind, contenders in works.items():
-        found[kind] = {name: [] for name in contenders}
-        for round_ in range(rounds + 1):
-            for name, act in contenders.items():
-                taken = seconds_of(mesh, act)
-                if round_:
-                    found[kind][name].append(taken)
+    found = seconds_of(mesh, works, rounds)
     if mesh.world.rank == 0:
         Path(output).write_text(json.dumps(found))
 

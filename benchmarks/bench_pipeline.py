@@ -18,7 +18,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,25 +98,31 @@ def rank_main(output: str, rounds: int, sequences: int, tokens: int) -> None:
             WHOLE: lambda: prefill(staged, whole),
         },
     }
+    found = seconds_of(mesh, work, rounds)
+    if mesh.world.rank == 0:
+        Path(output).write_text(json.dumps(found))
+
+
+def seconds_of(
+    mesh: RankMesh, work: Mapping[str, Mapping[str, Callable[[], None]]], rounds: int
+) -> dict[str, dict[str, list[float]]]:
+    """Return the seconds until all ranks are done, of each round but the first, which warms up.
+
+    Args:
+        work: by its kind, what contenders do, who run in turn in every round.
+    """
     found: dict[str, dict[str, list[float]]] = {}
     for kind, contenders in work.items():
         found[kind] = {name: [] for name in contenders}
         for round_ in range(rounds + 1):
             for name, act in contenders.items():
-                taken = seconds_of(mesh, act)
+                meet(mesh)
+                started = time.perf_counter()
+                act()
+                meet(mesh)
                 if round_:
-                    found[kind][name].append(taken)
-    if mesh.world.rank == 0:
-        Path(output).write_text(json.dumps(found))
-
-
-def seconds_of(mesh: RankMesh, act: Callable[[], None]) -> float:
-    """Return the seconds until all ranks have done it."""
-    meet(mesh)
-    started = time.perf_counter()
-    act()
-    meet(mesh)
-    return time.perf_counter() - started
+                    found[kind][name].append(time.perf_counter() - started)
+    return found
 
 
 def meet(mesh: RankMesh) -> None:
@@ -146,7 +152,7 @@ def main() -> None:
             "seconds": {n: round(sorted(s)[len(s) // 2], 3) for n, s in values.items()},
         }
     most = stage_link.PARTS_PER_STAGE * STAGES
-    of_prompts = min(most, given["sequences"] * given["tokens"] // LEAST_TOKENS)
+    of_prompts = max(1, min(most, given["sequences"] * given["tokens"] // LEAST_TOKENS))
     parts = {"train": given["sequences"], "prefill": of_prompts}
     result["ideal"] = {kind: round((m + STAGES - 1) / (STAGES * m), 3) for kind, m in parts.items()}
     write("pipeline", result)
