@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(path for folder in ("pcg", "cli") for path in (ROOT / folder).rglob("*.py"))
-LINES_OF_A_FILE = 400
+LINES_OF_A_FILE = 700
 FILES_OF_A_ROOM = 20
 WITHOUT_A_NOUN = {"How", "Of", "That", "Those", "What", "Where", "Whether", "Which", "Who"}
 """Words that a docstring does not begin with: they say of whom or how, and not what."""
