@@ -1,4 +1,4 @@
-"""Chat templates that show tools, in the manner of three families of models."""
+"""Chat templates that show tools or reasoning, in the manner of families of models."""
 
 from __future__ import annotations
 
@@ -20,3 +20,68 @@ MISTRAL_BY_NAME = _SHOWN + _TURNS.replace(
 )
 XML = _SHOWN + _TURNS.replace("CALL", "<tool_call><function={{ c.function.name }}></tool_call>")
 """Shows calls in a form that is not known."""
+
+GLM4 = (
+    "{% for m in messages %}{% if m.role == 'tool' %}<|observation|>\n{{ m.content }}"
+    "{% elif m.role == 'assistant' %}<|assistant|>\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }})"
+    "{% endfor %}{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""A turn ends where the next role's token stands."""
+
+_SPLIT = (
+    "{% set ns = namespace(LAST=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.LAST = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% set content = m.content %}{% set reasoning_content = '' %}"
+    "{% if m.reasoning_content is string %}{% set reasoning_content = m.reasoning_content %}"
+    "{% elif '</think>' in content %}"
+    "{% set reasoning_content = content.split('</think>')[0].split('<think>')[-1].strip() %}"
+    "{% set content = content.split('</think>')[-1].lstrip() %}{% endif %}"
+)
+_CHATML_REST = (
+    "{{ content }}<|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\nPROMPT{% endif %}"
+)
+_THOUGHT = "<think>\n{{ reasoning_content }}\n</think>\n\n"
+_QWEN3 = (
+    _SPLIT.replace("LAST", "last_query_index")
+    + "<|im_start|>assistant\n{% if loop.index0 > ns.last_query_index %}"
+    "{% if loop.last or (not loop.last and reasoning_content) %}"
+    + _THOUGHT
+    + "{% endif %}{% endif %}"
+    + _CHATML_REST
+)
+_NEMOTRON = (
+    _SPLIT.replace("LAST", "last_user_idx")
+    + "<|im_start|>assistant\n{% if not (loop.index0 < ns.last_user_idx) %}"
+    + _THOUGHT
+    + "{% else %}<think></think>{% endif %}"
+    + _CHATML_REST
+)
+_GLM45 = (
+    _SPLIT.replace("LAST", "last_user_index")
+    + "<|assistant|>\n{% if loop.index0 > ns.last_user_index and reasoning_content %}"
+    "<think>{{ reasoning_content }}</think>{% else %}<think></think>{% endif %}\n{{ content }}"
+    "{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_DISTILLED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% set content = m.content %}"
+    "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
+    "<|assistant|>{{ content }}<|im_end|>{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+)
+REASONING: dict[str, tuple[str, tuple[str | None, ...]]] = {
+    "Qwen3": (_QWEN3.replace("PROMPT", ""), (None, "reasoning_content")),
+    "Qwen3.5": (_QWEN3.replace("PROMPT", "<think>\n"), (None, "reasoning_content")),
+    "no thinking": (
+        _QWEN3.replace("PROMPT", "<think>\n\n</think>\n\n"),
+        (None, "reasoning_content"),
+    ),
+    "Nemotron 3": (_NEMOTRON.replace("PROMPT", "<think>\n"), (None, "reasoning_content")),
+    "GLM-4.5": (_GLM45, (None, "reasoning_content")),
+    "DeepSeek-R1-Distill": (_DISTILLED, (None,)),
+}
+"""Templates that drop reasoning, and the keys that they read it from, None in the content."""

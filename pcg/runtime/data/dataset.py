@@ -11,9 +11,10 @@ characters are followed through the tokenizer's offsets, so a label never depend
 the text would have been tokenized alone.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, overload
+from functools import partial
+from typing import Any, Literal, overload
 
 from pcg.errors import DataError, GenerationError
 from pcg.runtime.data.example import IGNORED, Example, ModelSizes
@@ -31,8 +32,8 @@ from pcg.runtime.data.limits import UNLIMITED, DataLimits, check_tokens
 from pcg.runtime.data.pairs import parse_pair
 from pcg.runtime.data.rows import Row, holds_documents, read_rows
 from pcg.runtime.data.sources import Gathered, Source, gather
-from pcg.runtime.text.chat import Span
-from pcg.runtime.text.chat_spans import assistant_spans
+from pcg.runtime.text.chat import Message, Span
+from pcg.runtime.text.chat_spans import assistant_spans, check_context
 from pcg.runtime.text.tokenizer import Encoding, Tokenizer
 
 
@@ -258,17 +259,29 @@ def _tokenize_text(sample: TextSample, tokenizer: Tokenizer, append_eos: bool) -
 
 
 def _tokenize_chat(sample: ChatSample, tokenizer: Tokenizer) -> Example:
-    variables = tokenizer.special_tokens
-    template = tokenizer.template()
+    variables = {**tokenizer.special_tokens, **sample.variables}
+    template = tokenizer.template().training
+
+    def render(
+        messages: Sequence[Message], prompt: bool, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        return template.render(messages, add_generation_prompt=prompt, tools=tools, **variables)
+
+    with_tools = partial(render, tools=sample.tools)
     text, spans = assistant_spans(
         sample.messages,
         sample.learn,
-        lambda messages, prompt: template.render(
-            messages, add_generation_prompt=prompt, tools=sample.tools, **variables
-        ),
+        with_tools,
         template.marked_spans(sample.messages, tools=sample.tools, **variables),
         tokenizer.end_texts(),
+        tokenizer.stop_texts(),
     )
+    check_context(text, sample.messages, with_tools)
+    if sample.tools and render(sample.messages, False) == with_tools(sample.messages, False):
+        raise DataError(
+            "the chat template shows no tools, so the model would not learn to call those of "
+            "'tools'; give a chat template that shows them, or leave 'tools' out"
+        )
     encoding = tokenizer.encode_with_offsets(text, add_special_tokens=False)
     return Example(list(encoding.ids), _labels(encoding, spans))
 

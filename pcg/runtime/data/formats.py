@@ -50,11 +50,17 @@ class TextSample:
 
 @dataclass(frozen=True)
 class ChatSample:
-    """Messages, of which those at the indexes `learn` are learned."""
+    """Messages, of which those at the indexes `learn` are learned.
+
+    Attributes:
+        tools: JSON schemas of functions, for the chat template.
+        variables: other variables that the template reads, as enable_thinking.
+    """
 
     messages: Sequence[Message]
     learn: tuple[int, ...]
     tools: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

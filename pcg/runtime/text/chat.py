@@ -6,8 +6,10 @@ templates store private attributes in a namespace, and says nothing of the text'
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -24,6 +26,17 @@ Span = tuple[int, int]
 # Private-use characters: the ends of a generation block.
 _OPEN, _CLOSE = "\U000f0100", "\U000f0101"
 _MARKS = "pcg_marks"
+_CUTS = (
+    # Turns before the last question: Qwen3 and 3.5, GLM-4.5, LFM2.5, Gemma 4; Nemotron 3.
+    (re.compile(r"loop\.index0 > \w+\.last_(?:query|user)_(?:index|idx)\b"), "true"),
+    (re.compile(r"loop\.index0 < \w+\.last_(?:query|user)_(?:index|idx)\b"), "false"),
+    # Qwen3: turns without reasoning between the calls of tools.
+    (re.compile(r"loop\.last or \(not loop\.last and reasoning_content\)"), "true"),
+)
+"""Conditions of known families that drop the reasoning of some turns, and what keeps it."""
+_REASONING = re.compile(r"\.split\((['\"])</think>\1\)\[0\]")
+_ANSWER = re.compile(r"\.split\((['\"])</think>\1\)\[-1\]")
+"""Expressions that take the reasoning, or the answer, out of a content."""
 
 
 class ChatTemplate:
@@ -55,6 +68,20 @@ class ChatTemplate:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.sources,)
+
+    @cached_property
+    def training(self) -> "ChatTemplate":
+        """The template without what drops the reasoning of earlier turns, to learn all of them.
+
+        Known are conditions of Qwen3, Qwen3.5, GLM-4.5, Nemotron 3, LFM2.5 and Gemma 4, and
+        templates that keep the answer alone, as those of DeepSeek-R1's distilled models and QwQ.
+        """
+        sources = dict(self.sources)
+        for name, source in sources.items():
+            for cut, kept in _CUTS:
+                source = cut.sub(kept, source)
+            sources[name] = source if _REASONING.search(source) else _ANSWER.sub("", source)
+        return self if sources == self.sources else ChatTemplate(sources)
 
     def render(
         self,

@@ -7,18 +7,27 @@
               every text with the assistant's header, as Llama 3's first ones, has no such prefixes:
               the text with another content in message i differs in that content alone.
 
-A span includes the special token that ends the turn, so that the model learns to stop, but not the
-line break that many templates add, which the model never writes.
+A span includes the token that ends the turn, so that the model learns to stop, but not the line
+break that many templates add, which the model never writes. GLM-4 ends a turn with the token of the
+next role: it belongs to the turn, and is appended to the last one.
+
+A template that drops what is to be learned, or what it is learned from, is refused.
 """
 
-from collections.abc import Callable, Collection, Sequence
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from os.path import commonprefix
 
 from pcg.errors import DataError, GenerationError
 from pcg.runtime.text.chat import Message, Span
+from pcg.units import shown
 
 Render = Callable[[Sequence[Message], bool], str]
 """Renders messages; the flag is add_generation_prompt."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message that hold the reasoning before its content."""
+_MARK = re.compile("</?think>")
 _OTHER = "\U000f0102"
 """A private-use character, as a content that no message has."""
 
@@ -29,6 +38,7 @@ def assistant_spans(
     render: Render,
     marked: tuple[str, list[Span]] | None,
     ends: Sequence[str],
+    stops: Sequence[str] = (),
 ) -> tuple[str, list[Span]]:
     """Render a chat, and find the assistant's messages in its text.
 
@@ -36,21 +46,114 @@ def assistant_spans(
         learn: indexes of the assistant messages to find.
         marked: the result of `ChatTemplate.marked_spans`.
         ends: texts of special tokens that may end a turn.
+        stops: texts of tokens that end the model's output, of which a turn is to end with one; the
+            first ends a last turn that nothing ends.
     Returns:
         The text, and the spans to learn, in order.
     Raises:
-        DataError: a message cannot be found in the text.
+        DataError: a message cannot be found in the text, or a part of it is not there.
         GenerationError: the template refuses the messages.
     """
     assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if marked is not None:
-        text, spans = marked
-        if len(spans) == len(assistants):
-            return text, [span for i, span in zip(assistants, spans, strict=True) if i in learn]
-        if len(learn) == len(assistants):
-            return text, spans
-    text = render(messages, False)
-    return text, [_span(text, messages, i, render, ends) for i in sorted(learn)]
+    text, found = marked if marked is not None else (render(messages, False), [])
+    if len(found) == len(assistants):
+        spans = {i: span for i, span in zip(assistants, found, strict=True) if i in learn}
+    elif marked is not None and found and len(learn) == len(assistants):
+        said = "".join(text[slice(*span)] for span in found)
+        for index in assistants:
+            _check_said(said, messages, index)
+        return text, found
+    else:
+        spans = {i: _span(text, messages, i, render, ends) for i in sorted(learn)}
+    for index, (start, end) in spans.items():
+        _check_said(text[start:end], messages, index)
+        text, end = _ended(text, (start, end), messages, index, render, ends, stops)
+        spans[index] = start, end
+    return text, list(spans.values())
+
+
+def check_context(text: str, messages: Sequence[Message], render: Render) -> None:
+    """Refuse a chat whose text lacks a message of the system or of a user.
+
+    Raises:
+        DataError: names the message.
+    """
+    joined = _joined(text)
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        if message["role"] == "assistant" or not content or _joined(content) in joined:
+            continue
+        other = [*messages[:index], {**message, "content": _OTHER}, *messages[index + 1 :]]
+        if render(other, False) == text:
+            raise DataError(
+                f"the chat template drops message {index}, of role {message['role']!r}; put its "
+                "content into a message that the template shows, or give another chat template"
+            )
+
+
+def _check_said(said: str, messages: Sequence[Message], index: int) -> None:
+    """Refuse a message of which a part does not come back in the text to learn."""
+    joined = _joined(said)
+    for part, name, fix in _parts(messages[index]):
+        if _joined(part) not in joined:
+            raise DataError(
+                f"the chat template drops {name} of message {index}, {shown(part.strip())}, which "
+                f"would not be learned; {fix}, give the message \"weight\": 0, or give a chat "
+                "template that shows it"
+            )
+
+
+def _parts(message: Message) -> Iterator[tuple[str, str, str]]:
+    """Yield the texts of a message that are to be learned, each with its name and what to do."""
+    *thoughts, answer = _MARK.split(message.get("content") or "")
+    for thought in thoughts:
+        yield thought, "the reasoning", "make it the last message of a row of its own"
+    yield answer, "the content", "leave the message out"
+    for key in REASONING:
+        if isinstance(message.get(key), str):
+            fix = "write it into the content as <think>…</think>, or make it the last message"
+            yield message[key], repr(key), fix
+    for call in message.get("tool_calls") or ():
+        yield call["function"]["name"], "a call", "write the call into the content"
+        arguments = call["function"].get("arguments")
+        for key in arguments if isinstance(arguments, dict) else ():
+            quoted = json.dumps(key, ensure_ascii=False)[1:-1]
+            yield quoted, "an argument of a call", "write the call into the content"
+
+
+def _joined(text: str) -> str:
+    """Return a text without white space, which templates trim."""
+    return "".join(text.split())
+
+
+def _ended(
+    text: str,
+    span: Span,
+    messages: Sequence[Message],
+    index: int,
+    render: Render,
+    ends: Sequence[str],
+    stops: Sequence[str],
+) -> tuple[str, int]:
+    """Return the text and the end of a turn with the token that ends it."""
+    start, end = span
+    said = text[start:end].rstrip()
+    if said.endswith(tuple(stops)):
+        return text, end
+    behind = _with_end_of_turn(text, end, stops)
+    if behind > end or index < len(messages) - 1 or text[end:].strip():
+        return text, behind
+    for role in ("tool", "user") if messages[index].get("tool_calls") else ("user",):
+        try:
+            longer = render([*messages, {"role": role, "content": _OTHER}], False)
+        except GenerationError:  # a template may refuse what comes next
+            continue
+        behind = _with_end_of_turn(longer, end, stops)
+        if longer.startswith(text[:end]) and behind > end:
+            return text[:end] + longer[end:behind], behind
+    if said.endswith(tuple(ends)) or not stops:
+        return text, end
+    return text[:end] + stops[0], end + len(stops[0])
 
 
 def _span(
@@ -97,12 +200,12 @@ def _is_always_prompted(messages: Sequence[Message], render: Render) -> bool:
 
 
 def _contrast(text: str, messages: Sequence[Message], index: int, render: Render) -> Span:
-    """Find the content of a message by changing it."""
+    """Find the reasoning and the content of a message by changing them."""
     message = messages[index]
     other = ""
     if message.get("content") and not message.get("tool_calls"):
-        changed = [*messages[:index], {**message, "content": _OTHER}, *messages[index + 1 :]]
-        other = render(changed, False)
+        spoken = {key: _OTHER for key in ("content", *REASONING) if key in message}
+        other = render([*messages[:index], {**message, **spoken}, *messages[index + 1 :]], False)
     if _OTHER not in other:
         raise DataError(
             "the chat template rewrites earlier turns, or ends every text with the assistant's "

@@ -147,6 +147,11 @@ class Tokenizer:
         texts = (token.content for index, token in added.items() if token.special and index != bos)
         return tuple(sorted(texts, key=lambda text: (-len(text), text)))
 
+    def stop_texts(self) -> tuple[str, ...]:
+        """Return the texts of the tokens that end a model's output, the eos first."""
+        ids = sorted(self.eos_ids, key=lambda index: (index != self.eos_id, index))
+        return tuple(filter(None, map(self.backend.id_to_token, ids)))
+
     def template(self) -> ChatTemplate:
         """Return the chat template; GenerationError if the model has none."""
         if self.chat_template is None:

@@ -126,7 +126,8 @@ def test_text_parts_and_tool_arguments(chatml):
     assert one([{"messages": messages}], chatml) == one([{"messages": plain}], chatml)
     template = (
         "{{ tools | tojson }}{% for m in messages %}{{ m.role }}"
-        "{% for call in m.tool_calls %}{{ call.function.arguments.a }}!{% endfor %}"
+        "{% for call in m.tool_calls %}{{ call.function.name }}(a={{ call.function.arguments.a }})!"
+        "{% endfor %}"
         "{{ m.content }}{% endfor %}"
     )
     tokenizer = chatml.with_template(template)
@@ -137,7 +138,7 @@ def test_text_parts_and_tool_arguments(chatml):
     ]
     example = one([{"messages": messages, "tools": [{"name": "f"}]}], tokenizer)
     assert tokenizer.decode(example.ids).startswith('[{"name": "f"}]user')
-    assert "7!" in learned(example, tokenizer)
+    assert "f(a=7)!" in learned(example, tokenizer)
 
 
 # ------------------------------------------------------------------------------- text

@@ -1,8 +1,11 @@
+import re
+
 import pytest
 
 from pcg.errors import DataError
 from pcg.runtime.text.chat import ChatTemplate
 from pcg.runtime.text.chat_spans import assistant_spans
+from tests.support import chat_templates as families
 from tests.support import toy_tokenizers as toys
 
 ENDS = ("<|im_start|>", "<|im_end|>", "</s>")
@@ -20,8 +23,8 @@ SHORT = [
 ]
 
 
-def learned(template, messages, learn, marks=True, ends=ENDS):
-    template = ChatTemplate({"default": template})
+def learned(template, messages, learn, marks=True, ends=ENDS, stops=()):
+    template = ChatTemplate({"default": template}).training
     names = {"bos_token": "<s>", "eos_token": "</s>"}
     text, spans = assistant_spans(
         messages,
@@ -29,8 +32,10 @@ def learned(template, messages, learn, marks=True, ends=ENDS):
         lambda part, prompt: template.render(part, add_generation_prompt=prompt, **names),
         template.marked_spans(messages, **names) if marks else None,
         ends,
+        stops,
     )
-    assert text == template.render(messages, **names)
+    rendered = template.render(messages, **names)
+    assert text.removeprefix(rendered) in ("", *stops)
     return [text[slice(*span)] for span in spans]
 
 
@@ -51,20 +56,96 @@ def test_a_template_without_a_generation_prompt():
 
 
 def test_a_template_that_rewrites_earlier_turns():
-    assert learned(toys.REWRITING, CHAT, (1, 3)) == [
-        "first answer<|im_end|>",
-        "<think>\nhow\n</think>\n\nsecond answer<|im_end|>",
-    ]
+    last = "<think>\nhow\n</think>\n\nsecond answer<|im_end|>"
+    plain = [CHAT[0], {"role": "assistant", "content": "first answer"}, *CHAT[2:]]
+    assert learned(toys.REWRITING, plain, (1, 3)) == ["first answer<|im_end|>", last]
+    assert learned(toys.REWRITING, CHAT, (3,)) == [last]
+    with pytest.raises(DataError, match=r"drops the reasoning of message 1, 'why', .*a row of its"):
+        learned(toys.REWRITING, CHAT, (1, 3))
 
 
 def test_a_generation_prompt_that_begins_the_answer():
     template = toys.REWRITING.replace(
         "assistant\\n' }}{% endif", "assistant\\n<think>\\n' }}{% endif"
     )
-    assert learned(template, CHAT, (1, 3)) == [
-        "first answer<|im_end|>",
-        "how\n</think>\n\nsecond answer<|im_end|>",
+    assert learned(template, CHAT, (3,)) == ["how\n</think>\n\nsecond answer<|im_end|>"]
+
+
+def spoken(reasoning, content, key):
+    """Return an assistant's message, with its reasoning by key, or in the content for None."""
+    if key is None:
+        return {"role": "assistant", "content": f"<think>\n{reasoning}\n</think>\n\n{content}"}
+    return {"role": "assistant", "content": content, key: reasoning}
+
+
+@pytest.mark.parametrize("name", families.REASONING)
+def test_all_reasoning_of_a_known_family_is_learned(name):
+    template, keys = families.REASONING[name]
+    for key in keys:
+        chat = [CHAT[0], spoken("why", "first", key), CHAT[2], spoken("how", "second", key)]
+        first, second = learned(template, chat, (1, 3), stops=("<|im_end|>", "<|user|>"))
+        assert re.fullmatch(r"\s*(<think>)?\s*why\s*</think>\s*first(<.*>)", first)
+        assert re.fullmatch(r"\s*(<think>)?\s*how\s*</think>\s*second(<.*>)", second)
+        # A turn is learned as it is written where it is the last.
+        assert learned(template, chat[:2], (1,), stops=("<|im_end|>", "<|user|>")) == [first]
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_that_a_template_does_not_know_is_refused(key):
+    chat = [CHAT[0], spoken("why", "first", key)]
+    with pytest.raises(DataError, match=f"drops '{key}' of message 1, 'why', .*<think>"):
+        learned(toys.CHATML, chat, (1,))
+    assert learned(toys.CHATML, [*chat, CHAT[2], SHORT[1]], (3,)) == ["first<|im_end|>"]
+
+
+def test_the_next_roles_token_ends_a_turn():
+    stops = ("<|endoftext|>", "<|user|>", "<|observation|>")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+    messages = [*SHORT[:3], calls, {"role": "tool", "content": "1"}, SHORT[1]]
+    ends = [*stops, "<|assistant|>", "<|system|>"]
+    template = families.GLM4
+    assert learned(template, messages, (1, 3, 5), ends=ends, stops=stops) == [
+        "\nfirst<|user|>",
+        '\nadd({"a": 1})<|observation|>',
+        "\nfirst<|user|>",
     ]
+    assert learned(template, messages[:4], (3,), ends=ends, stops=stops) == [
+        '\nadd({"a": 1})<|observation|>'
+    ]
+    # A turn that is not learned is not continued.
+    assert learned(template, messages[:4], (1,), ends=ends, stops=stops) == ["\nfirst<|user|>"]
+
+
+def test_a_template_without_an_end_of_turn_ends_with_the_eos():
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    assert learned(template, CHAT[2:], (1,), stops=("</s>",)) == [CHAT[3]["content"] + "\n</s>"]
+    assert learned(template, [*CHAT[:2], CHAT[0]], (1,), stops=("</s>",)) == [
+        CHAT[1]["content"] + "\n"
+    ]
+
+
+def test_marks_without_the_end_of_turn_are_extended_by_it():
+    template = toys.CHATML_MARKED.replace(
+        "message['content'] + '<|im_end|>' }}{% endgeneration %}",
+        "message['content'] }}{% endgeneration %}{{ '<|im_end|>' }}",
+    )
+    assert template != toys.CHATML_MARKED
+    assert learned(template, SHORT, (1, 3)) == ["first", ""]
+    assert learned(template, SHORT, (1, 3), stops=("<|im_end|>",)) == [
+        "first<|im_end|>",
+        "<|im_end|>",
+    ]
+
+
+def test_calls_that_a_template_does_not_know_are_refused():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [SHORT[0], {"role": "assistant", "content": "now", "tool_calls": [call]}]
+    with pytest.raises(DataError, match="drops a call of message 1, 'add'"):
+        learned(toys.CHATML, messages, (1,))
 
 
 def test_a_header_that_always_follows_is_not_learned():
