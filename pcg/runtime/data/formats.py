@@ -1,15 +1,17 @@
 """The formats of finetuning rows, and what each of them learns.
 
-    chat               {"messages": [{"role", "content"}, …], "tools"?}     assistant messages,
-                                                                            but those of "weight": 0
+    chat               {"messages": [{"role", "content"}, …], "tools"?}     assistant messages
     sharegpt           {"conversations": [{"from", "value"}, …]}            messages from gpt
     prompt-completion  {"prompt", "completion"}: texts or message lists     the completion
     alpaca             {"instruction", "input"?, "output"}                  the output
     text               {"text"}, or a string                                all of it
     tokens             {"input_ids", "labels"?}                             labels but -100, or all
 
-The first row has the first of these formats whose keys it has; other keys are ignored, and all rows
-must have that format.
+The first row has the first of these formats whose keys it has, and all rows must have that format.
+Of messages those are not learned that have "weight": 0, "train": false or "mask": true.
+
+`COLUMNS` has the other columns that change what a row means to the libraries that name them. A
+format reads such a column or refuses it; all else, such as an id, is ignored.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,26 +19,32 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pcg.errors import DataError
+from pcg.files import json_value
 from pcg.runtime.text.chat import Message
 from pcg.runtime.text.chat_messages import check_messages, kind_of, require_list, require_string
+from pcg.units import shown
 
+_CALL = "function_call"
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
     "gpt": "assistant",
     "assistant": "assistant",
+    _CALL: "assistant",
+    "observation": "tool",
+    "tool": "tool",
     "system": "system",
 }
 
-# The two prompts of Stanford Alpaca's training.
-ALPACA = (
+# The two prompts of Stanford Alpaca's training; a row's own system takes their first sentences'
+# place, as in LLaMA-Factory and axolotl.
+_ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
-    "the request.\n\n### Instruction:\n{instruction}\n\n### Response:\n"
+    "the request."
 )
-ALPACA_WITH_INPUT = (
+_ALPACA_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further "
-    "context. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+    "context. Write a response that appropriately completes the request."
 )
 
 
@@ -76,11 +84,76 @@ Sample = TextSample | ChatSample | TokenSample
 
 @dataclass(frozen=True)
 class Format:
-    """A format of rows: a row with all `keys` is `parse`d, given its place for messages."""
+    """A format of rows: a row with all `keys` is `parse`d, given its place for messages.
+
+    Attributes:
+        reads: names of `COLUMNS` that it reads.
+    """
 
     name: str
     keys: tuple[str, ...]
     parse: Callable[[Mapping[str, Any], str], Sample] = field(repr=False)
+    reads: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column that changes what a row means.
+
+    Attributes:
+        fix: what to do about it in a format that does not read it.
+        is_neutral: returns True for a value that changes nothing, as an empty one.
+    """
+
+    fix: str
+    is_neutral: Callable[[Any], bool] = lambda value: False
+
+
+def _listed(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _each(value: Any) -> list[Any]:
+    listed = _listed(value)
+    return listed if isinstance(listed, list) else [listed]
+
+
+_OF_CHATS = Column("give the row as 'messages', or write it into the text")
+_MEDIA = Column("only text is learned; leave such rows out")
+_PACKED = "the row has several examples; give each a row of its own"
+_WEIGHT = Column(
+    "rows have no weights: leave a row out, or give it several times",
+    lambda value: isinstance(value, int | float) and value == 1,
+)
+_DESIRED = "KTO is not there: keep the desired rows without it, or make pairs for DPO"
+_PREFERENCE = Column("train on preferences (pcg train dpo), or leave it out")
+_MASK = Column("give 'labels', -100 where it is 0")
+_SOFT = Column("distributions are not learned; leave it out to learn the tokens")
+COLUMNS: Mapping[str, Column] = {
+    "system": _OF_CHATS,
+    "system_prompt": _OF_CHATS,
+    "history": _OF_CHATS,
+    "tools": _OF_CHATS,
+    "functions": Column('give them as \'tools\': [{"type": "function", "function": …}]'),
+    "chat_template_kwargs": _OF_CHATS,
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _MEDIA),
+    "position_ids": Column(_PACKED, lambda ids: [*_each(ids)] == [*range(len(_each(ids)))]),
+    "seq_lengths": Column(_PACKED, lambda lengths: len(_each(lengths)) == 1),
+    "token_type_ids": Column("only text is learned", lambda ids: not any(_each(ids))),
+    **dict.fromkeys(("weight", "weights", "sample_weight", "loss_weight"), _WEIGHT),
+    # One of KTO is true or false; others are classes.
+    "label": Column(_DESIRED, lambda label: _listed(label) not in (0, 1)),
+    "kto_tag": Column(_DESIRED),
+    **dict.fromkeys(
+        ("chosen", "rejected", "preferred_output", "non_preferred_output"), _PREFERENCE
+    ),
+    **dict.fromkeys(("completion_mask", "assistant_masks", "loss_mask"), _MASK),
+    **dict.fromkeys(("target_logprobs", "target_token_ids", "target_mask"), _SOFT),
+    **dict.fromkeys(
+        ("ref_chosen_logps", "ref_rejected_logps"), Column("the reference is computed here")
+    ),
+}
+"""Columns that change what a row means to TRL, axolotl, LLaMA-Factory, transformers or OpenAI."""
 
 
 def detect(value: Any, where: str) -> Format:
@@ -111,7 +184,23 @@ def parse(format: Format, value: Any, where: str) -> Sample:
         if key not in value:
             have = ", ".join(map(repr, value)) or "no keys"
             raise DataError(f"{where}: missing key {key!r} (has {have}); {_described(format)}")
+    if value.get("chosen") is not None and value["chosen"] == value.get("messages"):
+        # A preference as data for finetuning, as of UltraFeedback.
+        value = {key: item for key, item in value.items() if key not in ("chosen", "rejected")}
+    check_columns(value, (*format.keys, *format.reads), where, format.name)
     return format.parse(value, where)
+
+
+def check_columns(row: Mapping[str, Any], reads: Sequence[str], where: str, format: str) -> None:
+    """Refuse a row with a column that changes its meaning, and is not read. DataError: names it."""
+    for name, column in COLUMNS.items():
+        value = row.get(name)
+        is_empty = value is None or (hasattr(value, "__len__") and not len(value))
+        if not is_empty and name not in reads and not column.is_neutral(value):
+            raise DataError(
+                f"{where} has {name!r} ({shown(value)}), which the {format} format does not read; "
+                f"{column.fix}"
+            )
 
 
 def _described(format: Format) -> str:
@@ -126,16 +215,27 @@ def _parse_alpaca(row: Mapping[str, Any], where: str) -> Sample:
     instruction = require_string(row["instruction"], "'instruction'", where)
     given = row.get("input")
     given = "" if given is None else require_string(given, "'input'", where)
-    prompt = ALPACA_WITH_INPUT if given else ALPACA
+    system = _system(row, where) or (_ALPACA_WITH_INPUT if given else _ALPACA)
+    question = f"{instruction}\n\n### Input:\n{given}" if given else instruction
+    rounds = []
+    for index, pair in enumerate(_listed(row.get("history")) or ()):
+        place = f"'history'[{index}]"
+        if len(require_list(_listed(pair), place, where)) != 2:
+            raise DataError(
+                f"{where}: {place} has {len(pair)} values; give a question and an answer"
+            )
+        rounds.append([require_string(one, f"{place}[{at}]", where) for at, one in enumerate(pair)])
+    rounds.append([question, ""])
+    turns = [f"### Instruction:\n{asked}\n\n### Response:\n{answer}" for asked, answer in rounds]
     return TextSample(
-        prompt.format(instruction=instruction, input=given),
-        require_string(row["output"], "'output'", where),
+        "\n\n".join([system, *turns]), require_string(row["output"], "'output'", where)
     )
 
 
 def _parse_prompt_completion(row: Mapping[str, Any], where: str) -> Sample:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
+        check_columns(row, (), where, "prompt-completion")
         return TextSample(prompt, require_string(completion, "'completion'", where))
     if isinstance(prompt, list) and isinstance(completion, list):
         before = check_messages(prompt, "'prompt'", where)
@@ -155,21 +255,26 @@ def _parse_sharegpt(row: Mapping[str, Any], where: str) -> Sample:
     turns = require_list(row["conversations"], "'conversations'", where)
     messages = []
     for index, turn in enumerate(turns):
-        place = f"{where}: 'conversations'[{index}]"
+        name = f"'conversations'[{index}]"
         if not isinstance(turn, Mapping):
-            raise DataError(f"{place} is {kind_of(turn)}; expected an object")
+            raise DataError(f"{where}: {name} is {kind_of(turn)}; expected an object")
         speaker = turn.get("from")
         if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
-            raise DataError(f"{place} is from {speaker!r}; use one of {', '.join(SHAREGPT_ROLES)}")
-        content = require_string(turn.get("value"), f"'conversations'[{index}] 'value'", where)
-        messages.append({"role": SHAREGPT_ROLES[speaker], "content": content})
-    return chat_sample(messages, 0, {}, where)
+            roles = ", ".join(SHAREGPT_ROLES)
+            raise DataError(f"{where}: {name} is from {speaker!r}; use one of {roles}")
+        content = require_string(turn.get("value"), f"{name} 'value'", where)
+        message = {key: item for key, item in turn.items() if key not in ("from", "value")}
+        message |= {"role": SHAREGPT_ROLES[speaker], "content": content}
+        if speaker == _CALL:
+            calls = json_value(content, f"{where}: the JSON of {name} 'value'", DataError)
+            calls = calls if isinstance(calls, list) else [calls]
+            message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+            message["content"] = ""
+        messages.append(message)
+    return chat_sample(check_messages(messages, "'conversations'", where), 0, row, where)
 
 
 def _parse_tokens(row: Mapping[str, Any], where: str) -> Sample:
-    for name in _MASKS:
-        if row.get(name) is not None:
-            raise DataError(f"{where} has {name!r}; give 'labels', -100 where it is 0")
     attended = row.get("attention_mask")
     if attended is not None and not all(_numbers(attended, "'attention_mask'", where)):
         raise DataError(f"{where} is padded, by its 'attention_mask'; leave the padding out")
@@ -185,7 +290,7 @@ def _parse_tokens(row: Mapping[str, Any], where: str) -> Sample:
 
 
 def _numbers(value: Any, name: str, where: str) -> list[int]:
-    listed = value.tolist() if hasattr(value, "tolist") else value
+    listed = _listed(value)
     for one in require_list(listed, name, where):
         if type(one) is not int:
             raise DataError(f"{where}: {name} has {kind_of(one)} among its tokens; use ints")
@@ -194,39 +299,114 @@ def _numbers(value: Any, name: str, where: str) -> list[int]:
 
 def chat_sample(
     messages: list[dict[str, Any]], first: int, row: Mapping[str, Any], where: str
-) -> Sample:
-    """Return a chat whose assistant messages from `first` on are learned."""
-    learn = tuple(
+) -> ChatSample:
+    """Return a chat whose assistant messages from `first` on are learned.
+
+    Args:
+        messages: from them is taken what is for us and not for a template.
+        row: has the columns `OF_CHATS`.
+    """
+    learn = [
         index
         for index, message in enumerate(messages)
-        # The weight is for us and not for a template.
-        if message.pop("weight", 1) and message["role"] == "assistant" and index >= first
-    )
+        if _is_learned(message, f"{where}: message {index}") and index >= first
+    ]
+    system = _system(row, where)
+    if system:
+        begins = messages[0]["role"] == "system"
+        if begins and messages[0]["content"] != system:
+            raise DataError(
+                f"{where} has the system {shown(system)}, and a message of the system, "
+                f"{shown(messages[0]['content'])}; give one of them"
+            )
+        if not begins:
+            messages = [{"role": "system", "content": system}, *messages]
+            learn = [index + 1 for index in learn]
     tools = row.get("tools")
-    if tools is not None and not isinstance(tools, list):
+    if isinstance(tools, str) and tools.strip():
+        tools = json_value(tools, f"{where}: the JSON of 'tools'", DataError)
+    tools = _listed(tools)
+    if tools not in (None, "") and not isinstance(tools, list):
         raise DataError(f"{where}: 'tools' is {kind_of(tools)}; expected a list of JSON schemas")
-    return ChatSample(messages, learn, tools or None)
+    variables = row.get("chat_template_kwargs") or {}
+    if not isinstance(variables, Mapping) or _RESERVED.intersection(variables):
+        raise DataError(
+            f"{where}: 'chat_template_kwargs' is {shown(variables)}; expected an object without "
+            f"{', '.join(sorted(_RESERVED))}"
+        )
+    variables = {name: value for name, value in variables.items() if value is not None}
+    return ChatSample(messages, tuple(learn), tools or None, variables)
 
 
+def _is_learned(message: dict[str, Any], place: str) -> bool:
+    """Return whether a message is learned; takes what says so out of it."""
+    for name, fix in UNREAD.items():
+        if message.get(name):
+            raise DataError(f"{place} has {name!r}; {fix}")
+    of_assistant: bool = message["role"] == "assistant"
+    is_learned = of_assistant
+    for name, (no, yes) in LEARNS.items():
+        value = message.pop(name, None)
+        if value is None:
+            continue
+        if isinstance(value, bool) != isinstance(no, bool) or value not in (no, yes):
+            raise DataError(f"{place} has {name} {value!r}; use {no!r} or {yes!r}")
+        if value == yes and not of_assistant:
+            raise DataError(
+                f"{place} has {name} {value!r}, and role {message['role']!r}; only assistant may "
+                "be learned"
+            )
+        is_learned = is_learned and value == yes
+    return is_learned
+
+
+def _system(row: Mapping[str, Any], where: str) -> str:
+    """Return the text of the columns of the system; empty without."""
+    given = {name: row[name] for name in _SYSTEM if row.get(name)}
+    for name, value in given.items():
+        require_string(value, repr(name), where)
+    if len(set(given.values())) > 1:
+        raise DataError(f"{where} has {' and '.join(map(repr, given))}, which differ; give one")
+    return next(iter(given.values()), "")
+
+
+LEARNS: Mapping[str, tuple[Any, Any]] = {
+    "weight": (0, 1),
+    "train": (False, True),
+    "training": (False, True),
+    "mask": (True, False),
+}
+"""Keys of a message that say whether it is learned: the value for no, and that for yes.
+
+Source: OpenAI and ShareGPT; axolotl's message_field_training.
+"""
+UNREAD = {
+    "function_call": "give it as 'tool_calls'",
+    "refusal": "give it as its content",
+    **dict.fromkeys(
+        ("train_detail", "training_detail"), "parts of a message are not learned by themselves"
+    ),
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _MEDIA.fix),
+}
+"""Keys of a message that change what it means and are not read."""
+_SYSTEM = ("system", "system_prompt")
+_RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "chat_template"))
+OF_CHATS = (*_SYSTEM, "tools", "chat_template_kwargs")
+"""Columns that a chat reads."""
 FORMATS: Mapping[str, Format] = {
     format.name: format
     for format in (
-        Format("chat", ("messages",), _parse_chat),
-        Format("sharegpt", ("conversations",), _parse_sharegpt),
-        Format("prompt-completion", ("prompt", "completion"), _parse_prompt_completion),
-        Format("alpaca", ("instruction", "output"), _parse_alpaca),
-        Format("text", ("text",), _parse_text),
-        Format("tokens", ("input_ids",), _parse_tokens),
+        Format("chat", ("messages",), _parse_chat, OF_CHATS),
+        Format("sharegpt", ("conversations",), _parse_sharegpt, OF_CHATS),
+        Format("prompt-completion", ("prompt", "completion"), _parse_prompt_completion, OF_CHATS),
+        Format("alpaca", ("instruction", "output"), _parse_alpaca, (*_SYSTEM, "history")),
+        # A label beside text or tokens is their class.
+        Format("text", ("text",), _parse_text, ("label",)),
+        Format("tokens", ("input_ids",), _parse_tokens, ("label",)),
     )
 }
 
-PAIR_KEYS = ("chosen", "rejected", "preferred_output", "non_preferred_output")
-"""Keys of rows with two outputs, of which one is preferred (`pairs`)."""
-_MASKS = ("completion_mask", "assistant_masks")
-"""Columns of TRL's tokenized rows that labels stand for here."""
-READ_KEYS = frozenset(
-    {"input", "tools", "labels", "attention_mask", *_MASKS, *PAIR_KEYS}.union(
-        *(format.keys for format in FORMATS.values())
-    )
+READ_KEYS = frozenset({"input", "labels", "attention_mask", *COLUMNS}).union(
+    *(format.keys for format in FORMATS.values())
 )
-"""Keys of rows that some format reads; values of others may be anything."""
+"""Keys of rows that some format reads or refuses; values of others may be anything."""

@@ -4,8 +4,8 @@
              {"chosen", "rejected"}: what both begin with is the prompt
     OpenAI   {"input": {"messages", "tools"?}, "preferred_output", "non_preferred_output"}
 
-Of chats the assistant's messages behind the prompt are compared, of texts all of it. Other keys are
-ignored, as in other formats.
+Of chats the assistant's messages behind the prompt are compared, of texts all of it. Other columns
+are read, refused or ignored as in other formats.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from pcg.errors import DataError
-from pcg.runtime.data.formats import Sample, TextSample, chat_sample
+from pcg.runtime.data.formats import OF_CHATS, Sample, TextSample, chat_sample, check_columns
 from pcg.runtime.text.chat_messages import check_messages, kind_of
 
 Pair = tuple[Sample, Sample]
 """The preferred sample, and the other one."""
+_OPENAI = ("preferred_output", "non_preferred_output")
+_TRL = ("chosen", "rejected")
 
 _KNOWN = (
     "'chosen' and 'rejected' with or without 'prompt', or 'input', 'preferred_output' and "
@@ -34,9 +36,10 @@ def parse_pair(value: Any, where: str) -> Pair:
     """
     if not isinstance(value, Mapping):
         raise DataError(f"{where}: the row is {kind_of(value)}; expected an object with {_KNOWN}")
-    if "preferred_output" in value or "non_preferred_output" in value:
+    by_openai = any(value.get(key) is not None for key in _OPENAI)
+    if by_openai and value.get("chosen") is None:
         return _openai(value, where)
-    for key in ("chosen", "rejected"):
+    for key in _TRL:
         if key not in value:
             have = ", ".join(map(repr, value)) or "no keys"
             raise DataError(f"{where}: missing key {key!r} (has {have}); use {_KNOWN}")
@@ -44,7 +47,8 @@ def parse_pair(value: Any, where: str) -> Pair:
 
 
 def _openai(row: Mapping[str, Any], where: str) -> Pair:
-    for key in ("input", "preferred_output", "non_preferred_output"):
+    check_columns(row, _OPENAI, where, "preference")
+    for key in ("input", *_OPENAI):
         if key not in row:
             raise DataError(f"{where}: missing key {key!r}; use {_KNOWN}")
     given = row["input"]
@@ -52,7 +56,7 @@ def _openai(row: Mapping[str, Any], where: str) -> Pair:
         raise DataError(f"{where}: 'input' is {kind_of(given)}; expected an object with 'messages'")
     before = _messages(given["messages"], "'input.messages'", where)
     outputs = []
-    for key in ("preferred_output", "non_preferred_output"):
+    for key in _OPENAI:
         output = _messages(row[key], repr(key), where)
         for index, message in enumerate(output):
             if message["role"] not in ("assistant", "tool"):
@@ -74,6 +78,8 @@ def _trl(row: Mapping[str, Any], where: str) -> Pair:
             if row.get(key) is not None
         )  # fmt: skip
         raise DataError(f"{where}: {named}; give texts, or lists of messages")
+    of_chats = () if isinstance(chosen, str) else OF_CHATS
+    check_columns(row, (*_TRL, *of_chats), where, "preference")
     if isinstance(chosen, str):
         if prompt is None:
             start = _alike(chosen, rejected)
@@ -83,8 +89,7 @@ def _trl(row: Mapping[str, Any], where: str) -> Pair:
         return TextSample(prompt, chosen), TextSample(prompt, rejected)
     before = [] if prompt is None else _messages(prompt, "'prompt'", where)
     outputs = [
-        _messages(one, repr(key), where)
-        for key, one in (("chosen", chosen), ("rejected", rejected))
+        _messages(one, repr(key), where) for key, one in zip(_TRL, (chosen, rejected), strict=True)
     ]
     if prompt is None:
         start = _alike(*outputs)
@@ -105,10 +110,9 @@ def _chats(
     where: str,
 ) -> Pair:
     _check_differ(outputs[0], outputs[1], where)
-    tools = {"tools": row.get("tools")}
     # Each has messages of its own, as a sample takes weights out of them.
     made = [
-        chat_sample([dict(one) for one in (*before, *output)], len(before), tools, where)
+        chat_sample([dict(one) for one in (*before, *output)], len(before), row, where)
         for output in outputs
     ]
     return made[0], made[1]

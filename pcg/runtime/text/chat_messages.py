@@ -32,12 +32,6 @@ def check_messages(value: Any, name: str, where: str) -> list[dict[str, Any]]:
         role = message.get("role")
         if not isinstance(role, str) or role not in ROLES:
             raise DataError(f"{place} has role {role!r}; use one of {', '.join(ROLES)}")
-        weight = message.get("weight")
-        if weight is not None:
-            if role != "assistant":
-                raise DataError(f"{place} has a weight, and role {role!r}; only assistant may")
-            if isinstance(weight, bool) or weight not in (0, 1):
-                raise DataError(f"{place} has weight {weight!r}; use 0 or 1")
         clean = {key: item for key, item in message.items() if item is not None}
         if "tool_calls" in clean:
             clean["tool_calls"] = _tool_calls(clean["tool_calls"], f"{label} 'tool_calls'", where)

@@ -98,7 +98,7 @@ def _check_said(said: str, messages: Sequence[Message], index: int) -> None:
         if _joined(part) not in joined:
             raise DataError(
                 f"the chat template drops {name} of message {index}, {shown(part.strip())}, which "
-                f"would not be learned; {fix}, give the message \"weight\": 0, or give a chat "
+                f'would not be learned; {fix}, give the message "weight": 0, or give a chat '
                 "template that shows it"
             )
 

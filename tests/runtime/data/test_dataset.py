@@ -1,3 +1,5 @@
+import copy
+import itertools
 import json
 
 import pytest
@@ -6,8 +8,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from pcg.errors import DataError
-from pcg.runtime.data.dataset import load_examples
+from pcg.runtime.data import formats
+from pcg.runtime.data.dataset import ExampleReader, ReadOptions, load_examples
 from pcg.runtime.data.example import IGNORED, Example
+from pcg.runtime.data.formats import COLUMNS
 from pcg.runtime.text.tokenizer import Tokenizer
 from tests.support import toy_tokenizers as toys
 
@@ -216,6 +220,164 @@ def test_a_document_is_cut_into_pieces(tmp_path, chatml):
         load_examples(path, chatml)
 
 
+# ------------------------------------------------------------------------------- columns
+
+SHOWING = "{{ tools | tojson if tools else '' }}{{ mood | default('') }}" + toys.CHATML.replace(
+    "message['content'] +", "message['content'] + message.tool_calls | default('') | string +"
+)
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+TURNS = [{"from": "human", "value": "add"}, {"from": "gpt", "value": "3"}]
+TALK = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "3"}]
+ROWS = {
+    "chat": {"messages": TALK},
+    "sharegpt": {"conversations": TURNS},
+    "prompt-completion": {"prompt": "add", "completion": "3"},
+    "message lists": {"prompt": TALK[:1], "completion": TALK[1:]},
+    "alpaca": {"instruction": "add", "output": "3"},
+    "text": {"text": "add 3"},
+    "tokens": {"input_ids": [5, 6, 7]},
+}
+PAIRS = {
+    "texts": {"prompt": "add", "chosen": "3", "rejected": "4"},
+    "messages": {
+        "prompt": TALK[:1],
+        "chosen": TALK[1:],
+        "rejected": [{"role": "assistant", "content": "4"}],
+    },
+    "OpenAI": {
+        "input": {"messages": TALK[:1]},
+        "preferred_output": TALK[1:],
+        "non_preferred_output": [{"role": "assistant", "content": "4"}],
+    },
+}
+VALUES = {
+    "system": ("Hello", "think"),
+    "system_prompt": ("Hello", "think"),
+    "history": ([["one", "two"]], [["one", "three"]]),
+    "tools": ([{"name": "f"}], '[{"name": "g"}]'),
+    "functions": ([{"name": "f"}], [{"name": "g"}]),
+    "chat_template_kwargs": ({"mood": "glad"}, {"mood": "sad"}),
+    "weight": (0.5, 0),
+    "label": (True, False),
+    "kto_tag": (True, False),
+    "seq_lengths": ([1, 2], [2, 1]),
+    "position_ids": ([0, 0, 1], [0, 1, 0]),
+}
+
+
+def outcome(row, tokenizer, **options):
+    """Return the examples of a row, or the error that refuses it."""
+    try:
+        reader = ExampleReader([row], tokenizer, ReadOptions(**options))
+        return [example for example, _ in reader]
+    except DataError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("is_pair", [False, True])
+@pytest.mark.parametrize("column", COLUMNS)
+def test_a_column_with_a_meaning_changes_what_is_learned_or_is_refused(chatml, column, is_pair):
+    """Whatever a row has that changes its meaning: no value of it goes without a trace."""
+    tokenizer = chatml.with_template(SHOWING)
+    for name, row in (PAIRS if is_pair else ROWS).items():
+        if column in row or (column == "label" and name in ("text", "tokens")):
+            continue  # is what the row is learned from; is a class
+        found = []
+        for value in (None, *VALUES.get(column, ([1, 0, 1], [0, 1, 1]))):
+            read = outcome({**row, column: value}, tokenizer, pairs=is_pair)
+            if isinstance(read, str):
+                assert f"'{column}'" in read, (name, value)
+                assert value is not None
+            else:
+                found.append(read)
+        assert all(one != other for one, other in itertools.combinations(found, 2)), name
+
+
+@pytest.mark.parametrize("name", ["chat", "sharegpt", "message lists"])
+@pytest.mark.parametrize("key", [*formats.LEARNS, *formats.UNREAD, "reasoning", "tool_calls"])
+def test_a_key_of_a_message_changes_what_is_learned_or_is_refused(chatml, key, name):
+    tokenizer = chatml.with_template(SHOWING)
+    values = {"tool_calls": [CALL], "weight": 0, "mask": True}
+    value = values.get(key, False if key in formats.LEARNS else "why")
+    plain, changed = ROWS[name], copy.deepcopy(ROWS[name])
+    (changed.get("completion") or next(iter(changed.values())))[-1][key] = value
+    found = outcome(changed, tokenizer, empty="drop")
+    if key in formats.LEARNS:
+        assert "all 1 rows were dropped" in found
+    elif isinstance(found, str):
+        assert f"'{key}'" in found
+    else:
+        assert found != outcome(plain, tokenizer)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_columns_without_a_meaning_are_ignored(chatml, name):
+    row = ROWS[name]
+    other = {"id": 7, "source": "web", "score": 0.3, "meta": {"a": object()}, "weight": 1.0}
+    empty = dict.fromkeys(COLUMNS.keys() - row.keys() - other.keys(), None) | {"images": []}
+    assert one([{**row, **other, **empty}], chatml) == one([row], chatml)
+
+
+def test_the_system_of_a_row_is_its_first_message(chatml):
+    expected = one([{"messages": [{"role": "system", "content": "think"}, *TALK]}], chatml)
+    for name in ("chat", "sharegpt", "message lists"):
+        assert one([{**ROWS[name], "system": "think"}], chatml) == expected
+    begun = {"messages": [{"role": "system", "content": "think"}, *TALK]}
+    assert one([{**begun, "system": "think", "system_prompt": "think"}], chatml) == expected
+    for row in ({**begun, "system": "else"}, {**ROWS["chat"], "system": "a", "system_prompt": "b"}):
+        with pytest.raises(DataError, match="give one"):
+            one([row], chatml)
+
+
+def test_the_system_and_the_history_of_alpaca(chatml):
+    row = {**ROWS["alpaca"], "system": "think", "history": [["one", "two"]]}
+    example = one([row], chatml)
+    assert chatml.decode(example.ids) == (
+        "think\n\n### Instruction:\none\n\n### Response:\ntwo\n\n"
+        "### Instruction:\nadd\n\n### Response:\n3"
+    )
+    assert learned(example, chatml) == "3<|im_end|>"
+    for history in (["one"], [["one"]], [["one", 2]], "one"):
+        with pytest.raises(DataError, match="'history'"):
+            one([{**row, "history": history}], chatml)
+
+
+def test_sharegpt_with_tools(chatml):
+    tokenizer = chatml.with_template(SHOWING)
+    call = '{"name": "f", "arguments": {"a": 1}}'
+    turns = [
+        TURNS[0],
+        {"from": "function_call", "value": call},
+        {"from": "observation", "value": "3"},
+        {**TURNS[1], "weight": 0.0},
+    ]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    messages = [
+        TALK[0],
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "3"},
+        {**TALK[1], "weight": 0},
+    ]
+    found = one([{"conversations": turns, "tools": json.dumps(tools)}], tokenizer)
+    assert found == one([{"messages": messages, "tools": tools}], tokenizer)
+    assert learned(found, tokenizer) == "[" + str(CALL) + "]<|im_end|>"
+    with pytest.raises(DataError, match=r"the JSON of 'conversations'.* is damaged"):
+        one([{"conversations": [TURNS[0], {"from": "function_call", "value": "{"}]}], tokenizer)
+
+
+def test_tools_and_messages_that_a_template_does_not_show_are_refused(chatml):
+    with pytest.raises(DataError, match="shows no tools"):
+        one([{**ROWS["chat"], "tools": [{"name": "f"}]}], chatml)
+    deaf = toys.CHATML.replace("for message in messages", "for message in messages[1:]")
+    with pytest.raises(DataError, match="drops message 0, of role 'system'"):
+        one([{**ROWS["chat"], "system": "think"}], chatml.with_template(deaf))
+
+
+def test_a_preference_that_is_a_chat_too_is_learned(chatml):
+    row = {**ROWS["chat"], "prompt": "add", "chosen": TALK, "rejected": TALK[:1]}
+    assert one([row], chatml) == one([ROWS["chat"]], chatml)
+
+
 # ------------------------------------------------------------------------------- truncation
 
 
@@ -323,7 +485,7 @@ LINE_ERRORS = [
     ('{"input_ids": [1, true]}', "'input_ids' has a boolean among its tokens; use ints"),
     ('{"input_ids": [1, 2], "labels": [1]}', "has 2 input_ids and 1 labels"),
     ('{"input_ids": [1, 2], "attention_mask": [0, 1]}', "is padded, by its 'attention_mask'"),
-    ('{"input_ids": [1, 2], "completion_mask": [0, 1]}', "has 'completion_mask'; give 'labels'"),
+    ('{"input_ids": [1, 2], "completion_mask": [0, 1]}', "has 'completion_mask' .*give 'labels'"),
 ]
 
 
