@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def train(executor: Executor, rows: list[Any], **options: Any) -> Any:
 def test_a_run_is_that_of_trl_with_peft(
     executor: Executor, model: Path, start: Path, tmp_path: Path, rows: list[dict[str, Any]]
 ) -> None:
-    result = train(executor, rows, peft=start)
+    result = train(executor, rows, peft=start, reference="base")
     wrapped = oracle.with_adapter(model, start)
     batches = [rows[:2], rows[2:4], rows[4:], rows[:2]]
     expected = oracle.train(wrapped, model, batches, [2e-3 * (1 - i / 4) for i in range(4)])
@@ -179,11 +180,21 @@ def test_references(executor: Executor, start: Path) -> None:
         result = train(executor, TEXTS, peft=start, max_steps=2, reference=reference)
         assert result.history[0]["rewards/chosen"] == pytest.approx(0, abs=1e-5)
         assert result.history[1]["rewards/margins"] > 0
-    by_base = train(executor, TEXTS, peft=start, max_steps=1)
+    by_base = train(executor, TEXTS, peft=start, max_steps=1, reference="base")
     assert abs(by_base.history[0]["rewards/chosen"]) > 1e-4
     executor.remove_adapter("other")
     with pytest.raises(AdapterNotFoundError, match="reference='other'"):
         train(executor, TEXTS, reference="other")
+
+
+def test_an_adapter_is_held_to_its_start_by_default(executor: Executor, start: Path) -> None:
+    """A new adapter, a saved one, and one that is there: the first loss is ln 2, as TRL's."""
+    fresh = train(executor, TEXTS, max_steps=2)
+    further = dpo(executor, DpoArguments(TEXTS, adapter="a", batch_size=2, max_steps=1))
+    saved = train(executor, TEXTS, peft=start, max_steps=1)
+    for result in (fresh, further, saved):
+        assert result.history[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+        assert result.history[0]["rewards/chosen"] == pytest.approx(0, abs=1e-5)
 
 
 def test_a_run_is_cancelled_from_another_thread(executor: Executor) -> None:

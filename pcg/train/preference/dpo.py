@@ -72,7 +72,7 @@ def train_dpo(config: ConfigFile) -> PreferenceResult:
     own = {"checkpoint_dir": checkpoints, "record": files.output / RECORD}
     given = {**own, **config.given(DpoFileOptions, "reference_adapter")}
     if options.reference_adapter is not None:
-        if options.reference != "base":
+        if options.reference is not None:
             raise FinetuneError("reference and reference_adapter are both given; use one of them")
         given["reference"] = f"{files.adapter}-reference"
         executor.add_adapter(given["reference"], options.reference_adapter)

@@ -31,7 +31,8 @@ class DpoOptions(FinetuneOptions):
         label_smoothing: the probability that a preference is the wrong way round, of sigmoid and
             robust.
         reference: what the adapter is held to: base, the model without an adapter; start, the
-            adapter as it is before the first step; or the name of an adapter.
+            adapter as it is before the first step; or the name of an adapter. By default the start
+            where the adapter was trained before, and else the base.
         learning_rate: the learning rate at the schedule's peak.
     """
 
@@ -41,7 +42,7 @@ class DpoOptions(FinetuneOptions):
     loss_type: tuple[LossType, ...] = ("sigmoid",)
     loss_weights: tuple[float, ...] | None = None
     label_smoothing: float = 0.0
-    reference: str = "base"
+    reference: str | None = None
     learning_rate: float = LEARNING_RATE
 
     def __post_init__(self) -> None:
@@ -57,7 +58,9 @@ class DpoOptions(FinetuneOptions):
         if not is_finite(self.beta) or self.beta <= 0:
             raise FinetuneError(f"beta={shown(self.beta)}; use a number above 0, such as 0.1")
         self._check_terms()
-        if not isinstance(self.reference, str) or not self.reference:
+        if self.reference is not None and (
+            not isinstance(self.reference, str) or not self.reference
+        ):
             raise FinetuneError(
                 f"reference={shown(self.reference)}; use 'base', 'start' or an adapter's name"
             )

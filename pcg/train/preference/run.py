@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -19,6 +20,7 @@ from typing import Any, NoReturn
 
 from pcg.errors import FinetuneError, FinetuneInterrupted
 from pcg.files import damage_of
+from pcg.peft.registry import is_shorthand
 from pcg.runtime.data.limits import UNLIMITED, DataLimits
 from pcg.runtime.data.order import Batches
 from pcg.runtime.data.sources import choose_splits
@@ -72,6 +74,11 @@ class PreferenceRun:
             )
         self._batches = Batches(pairs, **given.batch_bounds, seed=given.seed, shuffle=given.shuffle)
         self._total = _total_steps(self._batches, given)
+        self._reference = given.reference
+        if given.reference is None:
+            is_saved = isinstance(given.peft, str | os.PathLike) and not is_shorthand(given.peft)
+            is_trained = is_saved or given.adapter in executor.adapters
+            self._reference = "start" if is_trained else "base"
         self._schedule = given.make_schedule(self._total)
         self._trajectory = self._make_trajectory()
         self._step = 0
@@ -122,7 +129,7 @@ class PreferenceRun:
         )
 
     def _make_references(self, pairs: Sequence[Pair]) -> References:
-        name = self._given.reference
+        name = self._reference
         if name == "start":
             return StartReferences(self._trainer, pairs)
         return ServedReferences(self._executor, None if name == "base" else name, self._check)
@@ -328,6 +335,7 @@ class PreferenceRun:
         found = self._given.trajectory(self._total)
         for key in ("batch_size", "max_tokens", "seed", "shuffle", "examples"):
             found[key] = position[key]
+        found["reference"] = self._reference
         found["data_checksum"] = position["fingerprint"]
         found["base_dtype"] = model.program.dtype
         found["base_weights_checksum"] = weights_checksum(model.weight_store)
