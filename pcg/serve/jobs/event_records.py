@@ -110,13 +110,13 @@ def add_checkpoint(
 def checkpoints(
     connection: sqlite3.Connection, job: str, page: Page | None = None
 ) -> list[CheckpointRecord]:
-    """Return a page of a job's checkpoints, or all, the newest first."""
+    """Return a page of a job's checkpoints, or all, that of the last step first."""
     page = Page(None, 2**31, is_rising=False) if page is None else page
-    behind, values = page.condition()
     rows = connection.execute(
-        "SELECT id, job, created_s, step, model, metrics FROM job_checkpoints "
-        f"WHERE job = ? AND {behind} {page.order}",
-        (job, *values),
+        "SELECT id, job, created_s, step, model, metrics FROM job_checkpoints WHERE job = ?1 AND "
+        "(?2 IS NULL OR step < (SELECT step FROM job_checkpoints WHERE id = ?2)) "
+        "ORDER BY step DESC LIMIT ?3",
+        (job, page.after, page.limit + 1),
     )
     return [CheckpointRecord(*row) for row in rows]
 

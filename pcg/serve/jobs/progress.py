@@ -53,7 +53,7 @@ def add_step(
 
 
 def catch_up(connection: sqlite3.Connection, job: JobRecord, folder: JobFolder) -> Changes:
-    """Add what a job did before a crash, and no event says."""
+    """Add what a job did before a crash or a pause, and no event says."""
     changes, state = Changes(), folder.state()
     total = job.resolved["total_steps"]
     evaluated = dict(state.get("eval_losses", ()))
@@ -68,7 +68,7 @@ def catch_up(connection: sqlite3.Connection, job: JobRecord, folder: JobFolder) 
     for one in state.get("told", ()):
         _add_metrics(connection, job.id, _told(msgspec.convert(one, JobStep)))
     by_step = {one["step"]: one for one in event_records.metrics(connection, job.id)}
-    for step in sorted(folder.saved()):
+    for step in sorted(folder.saved())[-KEPT_CHECKPOINTS:]:
         if step in by_step:
             _add_checkpoint(connection, job, folder, by_step[step], changes)
     return changes

@@ -83,6 +83,7 @@ class JobRunner:
         self._keep_days = options.keep_jobs_days
         self._queued: dict[str, JobRecord] = {}
         self._running: dict[str, JobRecord] = {}
+        self._pauses: dict[str, asyncio.Future[None]] = {}
         self._turns: Counter[str] = Counter()
         self._locks: dict[str, asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -184,12 +185,22 @@ class JobRunner:
         return changed
 
     async def pause(self, job: JobRecord) -> JobRecord:
-        """Pause a job behind its step. ApiError: it does not go on now."""
-        changed = await self._change(job, ACTIVE, PAUSED, "The job was paused")
-        self._queued.pop(job.id, None)
-        if job.id in self._running:
-            await self._end_on_engine(job, interrupts=True)
-        return changed
+        """Pause a job, once its step is done. ApiError: it does not go on now, or has ended."""
+        if job.id not in self._running:
+            changed = await self._change(job, ACTIVE, PAUSED, "The job was paused")
+            self._queued.pop(job.id, None)
+            if job.id in self._running:  # it began meanwhile
+                await self._end_on_engine(job, interrupts=True)
+            return changed
+        if job.status not in ACTIVE:
+            raise in_status(job.id, job.status, ACTIVE)
+        paused = self._pauses.setdefault(job.id, asyncio.get_running_loop().create_future())
+        await self._end_on_engine(job, interrupts=True)
+        await asyncio.shield(paused)
+        found = await self.files.read(lambda one: records.find(one, job.id))
+        if found is None or found.status != PAUSED:
+            raise in_status(job.id, "gone" if found is None else found.status, ACTIVE)
+        return found
 
     async def resume(self, job: JobRecord) -> JobRecord:
         """Queue a paused job. ApiError: it is not paused."""
@@ -260,6 +271,7 @@ class JobRunner:
             await self._order(job)
         except EngineError:  # it goes on when the server is started again
             self._running.pop(job.id, None)
+            self._end_pause(job)
         except Exception as error:
             kind = text = None
             if isinstance(error, PcgError):
@@ -288,8 +300,10 @@ class JobRunner:
         tell = partial(self._tell, asyncio.get_running_loop(), job)
         await asyncio.wrap_future(self._client.begin_job(order, tell))
         found = await self.files.read(lambda one: records.find(one, job.id))
-        if found is not None and found.status not in ACTIVE:  # changed before it began
-            await self._end_on_engine(job, interrupts=found.status == PAUSED)
+        changed = found is not None and found.status not in ACTIVE  # before it began
+        if job.id in self._pauses or changed:
+            interrupts = found is None or found.status in (*ACTIVE, PAUSED)
+            await self._end_on_engine(job, interrupts=interrupts)
 
     def _tell(self, loop: asyncio.AbstractEventLoop, job: JobRecord, news: JobNews) -> None:
         """Take news on the event loop; what comes behind its end is in the job's checkpoint."""
@@ -347,10 +361,15 @@ class JobRunner:
     def _leave(self, job: JobRecord) -> None:
         """Note that the engine does not run a job any more, and grade nothing of it further."""
         self._running.pop(job.id, None)
+        self._end_pause(job)
         self._locks.pop(job.id, None)
         if (grading := self._gradings.pop(job.id, None)) is not None:
             grading.cancel()
         self._fill()
+
+    def _end_pause(self, job: JobRecord) -> None:
+        if (pause := self._pauses.pop(job.id, None)) is not None:
+            pause.set_result(None)
 
     async def _settle(self, job: JobRecord, end: JobEnd) -> None:
         """Keep how a job ended, once there is room to, and have others begin."""
@@ -365,6 +384,8 @@ class JobRunner:
                     await self._succeed(job, end)
                 elif end.is_final:
                     await self._fail(job, failure_of(end, self.folder(job)))
+                elif job.id in self._pauses:
+                    await self._paused(job)
                 await tidy_job(self.files, job, self.folder(job))
                 break
             except StoreFullError as error:
@@ -373,6 +394,14 @@ class JobRunner:
             except Exception as error:  # the next start goes on with it; its place is free
                 LOG.error("the end of job %s cannot be kept", job.id, exc_info=error)
                 break
+
+    async def _paused(self, job: JobRecord) -> None:
+        """Keep that a job is paused, with the checkpoint behind its step."""
+        folder = self.folder(job)
+        await self._apply(job, await self.files.write(partial(catch_up, job=job, folder=folder)))
+        step = max(folder.saved(), default=0)
+        with suppress(ApiError):  # it was cancelled meanwhile
+            await self._change(job, ACTIVE, PAUSED, f"The job was paused behind step {step}")
 
     async def _fail(self, job: JobRecord, error: Failure) -> None:
         def act(connection: sqlite3.Connection) -> None:

@@ -222,6 +222,25 @@ def test_cancel_pause_and_resume(client: openai.OpenAI) -> None:
     assert len(list(jobs.checkpoints.list(long.id))) <= 3
 
 
+def test_a_pause_is_told_behind_its_step_and_its_checkpoint_has_its_place(
+    client: openai.OpenAI,
+) -> None:
+    jobs = client.fine_tuning.jobs
+    job = begin(client, epochs=40, own={"save_every": 2}).id
+    until(lambda: len(steps(client, job)) > 2)
+    assert jobs.pause(job).status == "paused"
+    told = events(client, job)
+    last = steps(client, job)[-1]
+    assert told[-1].message == f"The job was paused behind step {last}"
+    assert next(iter(jobs.checkpoints.list(job))).step_number == last
+    assert [one.id for one in events(client, job)] == [one.id for one in told]
+    jobs.resume(job)
+    assert ended(client, job).status == "succeeded"
+    saved = sorted({last, *range(2, 121, 2)})[:-4:-1]
+    assert [one.step_number for one in jobs.checkpoints.list(job)] == saved
+    assert [one.step_number for one in jobs.checkpoints.list(job, limit=1)] == saved  # by pages
+
+
 def test_a_tenants_turn_comes_before_another_ones_second(
     server: serving.Served, client: openai.OpenAI
 ) -> None:
