@@ -103,6 +103,13 @@ class GrpoLoop:
         """Run to the end; what fails or is interrupted leaves nothing running."""
         began = time.monotonic()
         try:
+            recipe = self._published().adapter.recipe
+            if recipe.dropout:
+                _LOG.warning(
+                    "%s: %s=%g is not applied, as updates compare log-probabilities with those of "
+                    "sampling, which drops nothing",
+                    *(self._trainer.name, recipe.dropout_field, recipe.dropout),
+                )
             while self._updates < self.total:
                 self._submit()
                 self._train(self._waiting.popleft())

@@ -70,6 +70,7 @@ def train_grpo(
             peft=peft,
             seed=options.seed,
             batch_size=options.batch_size,
+            dropout=False,
             max_tokens=options.max_tokens_per_pass,
         )
         with trainer:

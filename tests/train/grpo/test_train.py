@@ -67,6 +67,20 @@ def test_completions_that_nothing_scores_are_told_of(
     executor.remove_adapter("policy")
 
 
+@pytest.mark.parametrize("fields", [{}, {"delta": 4.0}])
+def test_an_adapter_with_dropout_is_on_its_own_policy(
+    executor: Executor, caplog: pytest.LogCaptureFixture, fields: dict[str, Any]
+) -> None:
+    options = GrpoOptions(**SMALL, **fields, epsilon=1e-3, max_steps=3)
+    peft = {**LORA, "lora_dropout": 0.3}
+    done = train_grpo(executor, PROMPTS, is_low, options, peft=peft)
+    for numbers in done.history:
+        assert numbers["clip_ratio/region_mean"] == 0
+        assert numbers["sampling/sampling_logp_difference/max"] < 1e-4
+    assert "policy: lora_dropout=0.3 is not applied" in caplog.text
+    executor.remove_adapter("policy")
+
+
 @pytest.mark.parametrize(
     ("staleness", "expected"), [(0, [0, 0, 0, 0]), (1, [0, 1, 1, 1]), (2, [0, 1, 2, 2])]
 )

@@ -21,12 +21,15 @@ class TrainerOptions(OptimizerChoice):
         batch_size: sequences that go through the model together; gradients do not depend on it.
         max_tokens: tokens that go through the model together; both bounds may be given.
         total_steps: the updates that there will be, which AdaLoRA's schedule needs.
+        dropout: drop what the recipe says in forward_backward. Without, its log-probabilities are
+            those that the adapter samples by.
     """
 
     seed: int = 0
     batch_size: int = DEFAULT_BATCH_SIZE
     max_tokens: int | None = None
     total_steps: int | None = None
+    dropout: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
@@ -37,6 +40,8 @@ class TrainerOptions(OptimizerChoice):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise FinetuneError(f"{name}={shown(value)}; use an int of at least 1")
+        if type(self.dropout) is not bool:
+            raise FinetuneError(f"dropout={shown(self.dropout)}; use True or False")
         if self.optimizer_options is not None and not isinstance(self.optimizer_options, Mapping):
             raise FinetuneError(
                 f"optimizer_options={shown(self.optimizer_options)}; use a dict, such as "

@@ -171,7 +171,7 @@ class TrainedAdapter:
             seed = mixed_seed(self._given.seed, self.steps, self._passes + index)
 
             def begin(pages: Pages, batch: ScoredBatch = batch, seed: int = seed) -> ScoredPass:
-                dropout_seed = seed if trains else None
+                dropout_seed = seed if trains and self._given.dropout else None
                 return ScoredPass(
                     self._runner, batch, pages, trains=trains, dropout_seed=dropout_seed
                 )

@@ -143,6 +143,7 @@ class ReinforcementRun:
             peft=None if is_there else start_of(order),
             seed=options.seed,
             batch_size=options.batch_size,
+            dropout=False,
         )
         with trainer:
             trainer.created.wait()
