@@ -52,10 +52,9 @@ def train_sft(config: ConfigFile) -> FinetuneResult:
         FinetuneInterrupted: Ctrl-C; the same call goes on from the checkpoint.
     """
     files = config.make(OutputOptions)
-    checkpoints = files.output / CHECKPOINTS
-    options = config.make(SftOptions, checkpoint_dir=checkpoints)
+    own = {"checkpoint_dir": files.output / CHECKPOINTS, "record": files.output / RECORD}
+    options = config.make(SftOptions, **own)
     files.check(resumes=options.resume is True)
-    own = {"checkpoint_dir": checkpoints, "record": files.output / RECORD}
     given = {**own, **config.given(SftOptions, "data")}
     executor = open_model(config)
     peft = files.configuration(executor)

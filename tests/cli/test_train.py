@@ -83,6 +83,17 @@ def test_preferences_are_trained_by_a_file(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_options_need_nothing_that_a_run_by_a_file_has(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run by a file keeps checkpoints and a record, so their options are no error without them."""
+    monkeypatch.setattr("pcg.runtime.training.options.check_sinks", lambda names: None)
+    config = write(tmp_path, tmp_path / "no-model", Path("rows.jsonl"), "output: out")
+    for option in ("report_to=[tensorboard]", "save_every=2"):
+        assert_one_error(run("train", name, config, "--set", option), "no-model")
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
 def test_examples_run(tmp_path: Path, name: str) -> None:
     options = ("--set", f"output={tmp_path / 'out'}", "--set", "max_steps=2", "--json")
     config = EXAMPLES / f"{name}.yaml"

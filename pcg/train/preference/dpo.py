@@ -66,10 +66,10 @@ def train_dpo(config: ConfigFile) -> PreferenceResult:
     """
     files = config.make(OutputOptions)
     checkpoints = files.output / CHECKPOINTS
-    options = config.make(DpoFileOptions, checkpoint_dir=checkpoints)
+    own = {"checkpoint_dir": checkpoints, "record": files.output / RECORD}
+    options = config.make(DpoFileOptions, **own)
     files.check(resumes=options.resume is True)
     executor = open_model(config)
-    own = {"checkpoint_dir": checkpoints, "record": files.output / RECORD}
     given = {**own, **config.given(DpoFileOptions, "reference_adapter")}
     if options.reference_adapter is not None:
         if options.reference is not None:
