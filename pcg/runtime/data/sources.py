@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -197,12 +198,14 @@ def has_validation(source: object) -> bool:
     return has_splits(source) and "validation" in source  # type: ignore[operator]
 
 
-def choose_splits(data: Any, eval_data: Any) -> Splits:
+def choose_splits(data: Any, eval_data: Any, most_rows: int | None = None) -> Splits:
     """Choose `train` and `validation` where data comes in splits.
 
     Args:
         data: the source of the training data; its `validation` evaluates unless `eval_data` does.
         eval_data: the source of the evaluation data, or None.
+        most_rows: the rows that are read of training data without a length, which may be endless;
+            None for all.
     Raises:
         DataError: there is no such split.
     """
@@ -220,6 +223,8 @@ def choose_splits(data: Any, eval_data: Any) -> Splits:
     if has_splits(eval_data):
         evaluation = _split(eval_data, "validation", "eval_data")
         words.append(f"'validation' ({_size(evaluation)}) of eval_data evaluates")
+    if most_rows is not None and hasattr(train, "__iter__") and not hasattr(train, "__len__"):
+        train = islice(train, most_rows)
     return Splits(train, evaluation, "; ".join(words))
 
 

@@ -27,7 +27,7 @@ from pcg.runtime.data.sources import gather
 from pcg.runtime.data.tokenizing import load_apart
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.options import JobArguments
-from pcg.runtime.training.training_data import splits_of, training_data
+from pcg.runtime.training.training_data import splits_of, training_data, with_planned_batch
 
 _LOADS = 4
 """Adapters that are read at once."""
@@ -100,7 +100,7 @@ class Preparation:
     ) -> None:
         """List the rows of a job, on a thread of its own, which is left alone if it is stuck."""
         with _failing(read, given):
-            splits = splits_of(given, is_first=True)
+            splits = splits_of(with_planned_batch(given, self._state), is_first=True)
             take = functools.partial(_take, cancelling, self._limits)
             gathered = [
                 source if source is None or isinstance(source, Dataset) else gather(source, take)

@@ -7,7 +7,6 @@ seed, step and batch, are random. So a resumed run ends with the same bits as an
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
@@ -41,7 +40,12 @@ from pcg.runtime.training.training_copy import (
     start_facts,
     weights_checksum,
 )
-from pcg.runtime.training.training_data import check_with_prompt, job_data, total_steps
+from pcg.runtime.training.training_data import (
+    check_with_prompt,
+    job_data,
+    total_steps,
+    with_planned_batch,
+)
 from pcg.runtime.training.work_units import Reading, Work, run_to_end
 
 _LOG = logging.getLogger("pcg.finetuning")
@@ -69,10 +73,7 @@ class FinetuneJob:
         self._model = publisher.state
         self._ranks = publisher.state.world
         self._name = options.adapter
-        planned = self._model.program.options
-        if planned.names_step and not (options.batch_size or options.max_tokens):
-            options = dataclasses.replace(options, batch_size=planned.batch)
-        self._options = options
+        self._options = options = with_planned_batch(options, self._model)
         self._data, self._eval = job_data(options, self._model)
         self._batches = Batches(
             self._data.examples, **options.batch_bounds, seed=options.seed, shuffle=options.shuffle

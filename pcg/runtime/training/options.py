@@ -232,6 +232,15 @@ class FinetuneOptions(
         return {"batch_size": self.batch_size or default, "max_tokens": self.max_tokens}
 
     @property
+    def most_rows(self) -> int | None:
+        """The most rows that `max_steps` need; None without."""
+        if self.max_steps is None:
+            return None
+        bounds = self.batch_bounds
+        size = bounds["batch_size"] or max(1, (bounds["max_tokens"] or 2) // 2)
+        return self.max_steps * self.gradient_accumulation_steps * size
+
+    @property
     def evaluates(self) -> bool:
         """True if there is data to evaluate on."""
         return self.eval_data is not None
@@ -329,6 +338,15 @@ class FinetuneArguments(FinetuneOptions):
     adapter: str = "default"
     peft: object = field(default=None, kw_only=True)
     on_step: OnStep | None = field(default=None, kw_only=True, repr=False, compare=False)
+
+    @property
+    def most_rows(self) -> int | None:
+        """The most rows that `max_steps` need; None without."""
+        if self.max_steps is None:
+            return None
+        bounds = self.batch_bounds
+        size = bounds["batch_size"] or max(1, (bounds["max_tokens"] or 2) // 2)
+        return self.max_steps * self.gradient_accumulation_steps * size
 
     @property
     def evaluates(self) -> bool:

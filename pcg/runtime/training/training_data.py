@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from pcg.errors import DataError, FinetuneError
 from pcg.parallel.ranks.agreement import agreed
@@ -29,13 +30,24 @@ Load = Callable[[Gathered, ReadOptions, ModelSizes], Dataset]
 """Makes examples of files or rows, and checks them."""
 
 
+Given = TypeVar("Given", bound=FinetuneOptions)
+
+
+def with_planned_batch(given: Given, model: ModelState) -> Given:
+    """Return options with the batch that the program was compiled for, unless they have bounds."""
+    planned = model.program.options
+    if planned.names_step and not (given.batch_size or given.max_tokens):
+        return dataclasses.replace(given, batch_size=planned.batch)
+    return given
+
+
 def splits_of(given: FinetuneArguments, is_first: bool) -> Splits:
     """Choose the data to learn and that to evaluate on; the first rank says what was chosen.
 
     Raises:
         DataError: there is no such split.
     """
-    splits = choose_splits(given.data, given.eval_data)
+    splits = choose_splits(given.data, given.eval_data, given.most_rows)
     if splits.chosen and is_first:
         _LOG.warning("%s: %s", given.adapter, splits.chosen)
     return splits

@@ -61,7 +61,7 @@ class PreferenceRun:
             PcgError: as of `dpo`.
         """
         self._executor, self._given = executor, given
-        splits = choose_splits(given.data, given.eval_data)
+        splits = choose_splits(given.data, given.eval_data, given.most_rows)
         if splits.chosen:
             _LOG.warning("%s: %s", given.adapter, splits.chosen)
         state = executor.state

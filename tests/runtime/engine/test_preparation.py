@@ -148,6 +148,11 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+def test_an_endless_iterable_ends_with_the_steps(model: Path) -> None:
+    with started(compiler.compile(model)) as running:
+        assert running.finetune(itertools.repeat("dog"), "mine", **OPTIONS).wait(60).steps == 2
+
+
 def test_a_name_is_free_once_its_job_is_over(model: Path) -> None:
     executor, data = compiler.compile(model), Blocked()
     with started(executor) as running:
@@ -166,9 +171,10 @@ def test_data_that_is_refused(model: Path) -> None:
     executor = compiler.compile(model)
     limits = DataLimits(rows=50, row_bytes=1000, waiting=3)
     with started(executor, limits) as running:
+        epoch = {**OPTIONS, "max_steps": None, "epochs": 1}
         for make, message in BAD.values():
             with pytest.raises(PcgError, match=message):
-                running.finetune(make(), "bad", **OPTIONS).wait(60)
+                running.finetune(make(), "bad", **epoch).wait(60)
         blocked = [Blocked() for _ in range(3)]
         waiting = [running.finetune(data, f"w{i}", **OPTIONS) for i, data in enumerate(blocked)]
         with pytest.raises(FinetuneError, match="3 jobs are being prepared, as many as"):
