@@ -62,7 +62,7 @@ test-slow: $(STAMP) ## what make test leaves out, as it takes long: hours on two
 test-clients: $(STAMP) $(CLIENTS:%=.venv-clients/%/.installed) ## other people's clients against `pcg serve`
 	$(BIN)/python -m pytest -m slow tests/clients $(ARGS)
 
-test-trl: $(STAMP) .venv-clients/trl/.installed ## TRL's AsyncGRPO with `pcg serve` as its sampler
+test-trl: $(STAMP) .venv-clients/trl/.installed ## TRL's AsyncGRPO with `pcg serve`, and its training templates
 	$(BIN)/python -m pytest -m slow tests/clients/test_trl.py $(ARGS)
 
 test-gpu-versions: .venv-gpu-versions/.installed ## tests under the versions of a GPU's image, on the CPU

@@ -86,7 +86,7 @@ def test_preferences_are_trained_by_a_file(model: Path, tmp_path: Path) -> None:
 def test_options_need_nothing_that_a_run_by_a_file_has(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run by a file keeps checkpoints and a record, so their options are no error without them."""
+    """Options of checkpoints and of a record are no error, as a run by a file has both."""
     monkeypatch.setattr("pcg.runtime.training.options.check_sinks", lambda names: None)
     config = write(tmp_path, tmp_path / "no-model", Path("rows.jsonl"), "output: out")
     for option in ("report_to=[tensorboard]", "save_every=2"):
