@@ -17,6 +17,7 @@ A template that drops what is to be learned, or what it is learned from, is refu
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from os.path import commonprefix
 
 from pcg.errors import DataError, GenerationError
@@ -84,7 +85,10 @@ def check_context(text: str, messages: Sequence[Message], render: Render) -> Non
         if message["role"] == "assistant" or not content or _joined(content) in joined:
             continue
         other = [*messages[:index], {**message, "content": _OTHER}, *messages[index + 1 :]]
-        if render(other, False) == text:
+        is_dropped = False
+        with suppress(GenerationError):
+            is_dropped = render(other, False) == render(messages, False)
+        if is_dropped:
             raise DataError(
                 f"the chat template drops message {index}, of role {message['role']!r}; put its "
                 "content into a message that the template shows, or give another chat template"
@@ -96,29 +100,28 @@ def _check_said(said: str, messages: Sequence[Message], index: int) -> None:
     joined = _joined(said)
     for part, name, fix in _parts(messages[index]):
         if _joined(part) not in joined:
+            alone = "" if index == len(messages) - 1 else ", end a row of its own with it"
             raise DataError(
                 f"the chat template drops {name} of message {index}, {shown(part.strip())}, which "
-                f'would not be learned; {fix}, give the message "weight": 0, or give a chat '
-                "template that shows it"
+                f'would not be learned; {fix}{alone}, give the message "weight": 0, or give a '
+                "chat template that shows it"
             )
 
 
 def _parts(message: Message) -> Iterator[tuple[str, str, str]]:
-    """Yield the texts of a message that are to be learned, each with its name and what to do."""
+    """Yield the texts of a message that are to be learned, each with its name and a fix."""
     *thoughts, answer = _MARK.split(message.get("content") or "")
-    for thought in thoughts:
-        yield thought, "the reasoning", "make it the last message of a row of its own"
+    yield from ((thought, "the reasoning", "leave it out") for thought in thoughts)
     yield answer, "the content", "leave the message out"
     for key in REASONING:
         if isinstance(message.get(key), str):
-            fix = "write it into the content as <think>…</think>, or make it the last message"
-            yield message[key], repr(key), fix
+            yield message[key], repr(key), "write it into the content as <think>…</think>"
     for call in message.get("tool_calls") or ():
-        yield call["function"]["name"], "a call", "write the call into the content"
+        fix = "write the call into the content"
+        yield call["function"]["name"], "a call", fix
         arguments = call["function"].get("arguments")
         for key in arguments if isinstance(arguments, dict) else ():
-            quoted = json.dumps(key, ensure_ascii=False)[1:-1]
-            yield quoted, "an argument of a call", "write the call into the content"
+            yield json.dumps(key, ensure_ascii=False)[1:-1], "an argument of a call", fix
 
 
 def _joined(text: str) -> str:

@@ -340,15 +340,6 @@ class FinetuneArguments(FinetuneOptions):
     on_step: OnStep | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     @property
-    def most_rows(self) -> int | None:
-        """The most rows that `max_steps` need; None without."""
-        if self.max_steps is None:
-            return None
-        bounds = self.batch_bounds
-        size = bounds["batch_size"] or max(1, (bounds["max_tokens"] or 2) // 2)
-        return self.max_steps * self.gradient_accumulation_steps * size
-
-    @property
     def evaluates(self) -> bool:
         return self.eval_data is not None or has_validation(self.data)
 
