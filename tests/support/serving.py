@@ -125,6 +125,14 @@ def post(
     return ask(service, "POST", path, sent, content=json.dumps(body))
 
 
+def white_space(service: Service) -> dict[str, int]:
+    """Biases of a model that goes on with white space wherever it may."""
+    tokenizer = service.client.tokenizer
+    assert tokenizer is not None
+    texts = ((index, tokenizer.decode([index])) for index in range(tokenizer.vocab_size))
+    return {str(index): 100 for index, text in texts if text.isspace()}
+
+
 @dataclass(frozen=True)
 class Served:
     """A server on a port.

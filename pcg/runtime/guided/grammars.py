@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from pcg.errors import GenerationError
 from pcg.runtime.guided.compile_queue import CompileQueue
 from pcg.runtime.guided.grammar import Grammar, guide_error
-from pcg.runtime.guided.guide import Guide
+from pcg.runtime.guided.guide import Guide, json_options
 from pcg.runtime.text.tokenizer import Tokenizer
 
 Masks = NDArray[np.bool_]
@@ -192,8 +192,8 @@ def _grammar_text(library: Any, guide: Guide) -> str:
     """Return a guide in the library's own notation."""
     matcher = library.LLMatcher
     if guide.kind == "guided_json":
-        # Keywords that the library does not know are refused, whatever the schema asks for.
-        return str(matcher.grammar_from_json_schema(guide.text, overrides={"lenient": False}))
+        options = json_options(json.loads(guide.text))
+        return str(matcher.grammar_from_json_schema(guide.text, overrides=options))
     if guide.kind == "guided_regex":
         return str(matcher.grammar_from_regex(guide.text))
     if guide.kind == "guided_choice":

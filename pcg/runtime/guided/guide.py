@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,18 @@ LONGEST_GUIDE = 32_768
 LONGEST_REGEX = 4_096
 MOST_CHOICES = 1_024
 LONGEST_CHOICE = 1_024
+
+OPTIONS = "x-guidance"
+"""llguidance's keyword of options, which holds at the top of a schema alone."""
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""At most one space, behind a comma or a colon: a model can go on with white space for ever."""
+_SPACING = ("whitespace_flexible", "whitespace_pattern")
+_OF_SCHEMAS = frozenset({"$defs", "definitions", "dependencies", "dependentSchemas"}) | {
+    "patternProperties",
+    "properties",
+}
+"""Keywords whose value has a schema under each name."""
+_VALUES = frozenset({"const", "default", "enum", "examples"})
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,53 @@ def guide_of(
     if grammar is not None:
         return Guide("guided_grammar", _checked("guided_grammar", grammar, LONGEST_GUIDE))
     return None
+
+
+def each_schema(schema: Any, act: Callable[[dict[str, Any]], Any]) -> Any:
+    """Return a schema with `act` applied to every schema in it, the innermost first.
+
+    Values, as of `const` and `enum`, and what is no schema stay as they are.
+
+    RecursionError: it is nested too deeply.
+    """
+    if isinstance(schema, list):
+        return [each_schema(one, act) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _OF_SCHEMAS and isinstance(value, Mapping):
+            found[key] = {name: each_schema(one, act) for name, one in value.items()}
+        else:
+            found[key] = value if key in _VALUES else each_schema(value, act)
+    return act(found)
+
+
+def json_options(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return llguidance's options of a schema: its own `x-guidance` over compact JSON.
+
+    A schema that says which white space it allows gets the library's separators, too.
+
+    ValueError: the options are not at the top, are no object, or drop keywords.
+    """
+    given = schema.get(OPTIONS, {})
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{OPTIONS}={shown(given)}; use an object of options")
+    if given.get("lenient"):
+        raise ValueError(
+            f"{OPTIONS} has lenient={shown(given['lenient'])}, with which outputs would not follow "
+            "keywords that the library does not know; leave it out, and those keywords"
+        )
+    each_schema({key: one for key, one in schema.items() if key != OPTIONS}, _refuse_options)
+    has_own = any(given.get(name) is not None for name in _SPACING)
+    return {**({} if has_own else _COMPACT), **given}
+
+
+def _refuse_options(schema: dict[str, Any]) -> None:
+    if OPTIONS in schema:
+        raise ValueError(
+            f"{OPTIONS} is within the schema, and holds at its top alone; move it there"
+        )
 
 
 def _checked(name: str, text: object, longest: int) -> str:

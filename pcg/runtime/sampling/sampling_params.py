@@ -116,7 +116,8 @@ class SamplingParams:
             returned, the best first; None for n.
         echo: begin the text with the prompt's; with `logprobs`, prompt_logprobs is as many by
             default.
-        guided_json: a JSON schema that the output is valid under, a mapping or JSON text.
+        guided_json: a JSON schema that the output is valid under, a mapping or JSON text. It is
+            compact JSON unless the schema's `x-guidance` has other options.
         guided_json_object: the output is a JSON object.
         guided_regex: a regular expression that matches the output as a whole.
         guided_choice: the output is one of these texts.

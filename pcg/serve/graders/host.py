@@ -30,8 +30,6 @@ MOST_BYTES = 2**18
 """The most bytes of a grader with all that it is made of: jobs keep it, and read it each step."""
 _AGAIN_S = 0.2
 """Time after which an engine that has too much waiting is asked again, seconds."""
-_ON_ONE_LINE = {"whitespace_flexible": False}
-"""Spaces in a judge's JSON: a small model would go on with them for ever."""
 
 
 class ServedHost:
@@ -101,7 +99,7 @@ class ServedHost:
         fields: dict[str, Any] = {**question.sampling}
         fields["max_new_tokens"] = max(1, min(fields["max_new_tokens"], room))
         if question.schema is not None:
-            fields["guided_json"] = {**question.schema, "x-guidance": _ON_ONE_LINE}
+            fields["guided_json"] = question.schema
         if question.choices is not None:
             fields["guided_choice"] = list(question.choices)
         asked: RequestFields = fields  # type: ignore[assignment]

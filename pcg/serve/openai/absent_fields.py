@@ -61,7 +61,6 @@ class AbsentFields(WireModel):
     ec_transfer_params: Nothing = None
     early_stopping: Off = None
     guided_decoding_backend: Nothing = None
-    guided_whitespace_pattern: Nothing = None
     kv_transfer_params: Nothing = None
     length_penalty: One = None
     logits_processors: Empty = None

@@ -167,6 +167,56 @@ def test_an_output_ends_where_its_guide_does(executor: Executor) -> None:
     assert len(longer.token_ids) == 4
 
 
+SPACED: dict[str, Any] = {"x-guidance": {"whitespace_pattern": "[ \n]{2}"}}
+FREE: dict[str, Any] = {"x-guidance": {"whitespace_flexible": True}}
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed", "refused"),
+    [
+        ({}, ('{"a":1,"b":[]}', '{"a": 1, "b": []}'), ('{"a":  1', '{ "', "{\n", '{"a" :', "[")),
+        ({"x-guidance": {"item_separator": ";"}}, ('{"a": 1;"b":[]}',), ('{"a":1,', "{ ")),
+        (SPACED, ('{"a":1,"b":[]}', '{ \n"a":1,  "b":[]}'), ('{ "', '{   "')),
+        (FREE, ('{\n\n\n "a"  :1\t,"b":[ ]}',), ()),
+    ],
+)
+def test_json_is_compact_unless_its_schema_says_which_white_space_may_come(
+    executor: Executor, options: dict[str, Any], allowed: Sequence[str], refused: Sequence[str]
+) -> None:
+    schema = {"type": "object", "required": ["a", "b"], "additionalProperties": False}
+    schema["properties"] = {"a": {"type": "integer"}, "b": {"type": "array"}}
+    grammars, tokenizer = executor.state.grammars, executor.tokenizer
+    assert tokenizer is not None
+    guide = SamplingParams(guided_json={**schema, **options}).guide
+    assert guide is not None
+    for text in (*allowed, *refused):
+        matcher = grammars.begin(guide).matcher
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        taken = matcher.validate_tokens(ids)
+        assert (taken == len(ids)) is (text in allowed), text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_json": PERSON},
+        {"guided_json": {**PERSON, "x-guidance": {}}},
+        {"guided_json": {"type": "array", "items": PERSON, "minItems": 1, "maxItems": 2}},
+    ],
+)
+def test_a_model_that_prefers_white_space_ends_its_json(
+    executor: Executor, fields: dict[str, Any]
+) -> None:
+    """The bias is that of a small chat model, which goes on with spaces and line breaks."""
+    tokenizer = executor.tokenizer
+    assert tokenizer is not None
+    texts = ((index, tokenizer.decode([index])) for index in range(tokenizer.vocab_size))
+    bias = {index: 50.0 for index, text in texts if text.isspace()}
+    found = executor.generate(PROMPTS, max_new_tokens=200, logit_bias=bias, **fields)
+    assert {one.finish_reason for one in found} == {"stop"}
+    assert all("\n" not in one.text for one in found)
+
+
 def test_continuations_follow_the_guide_each_for_itself(executor: Executor) -> None:
     engine = make_engine(executor, 100)
     fields: dict[str, Any] = {"guided_regex": "[a-f]{6}", "temperature": 3.0, "seed": 4}
@@ -218,8 +268,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": {"not": {"type": "string"}}}, r"Unimplemented keys: \[\"not\"\]"),
     (
         {"guided_json": {"not": {}, "x-guidance": {"lenient": True}}},
-        r"Unimplemented keys: \[\"not\"\]",
+        "guided_json cannot be followed: x-guidance has lenient=True",
     ),
+    ({"guided_json": {"x-guidance": 3}}, "cannot be followed: x-guidance=3; use an object"),
+    ({"guided_json": {"x-guidance": {"a": 1}}}, "cannot be followed: .*unknown field `a`"),
+    ({"guided_json": {"items": {"x-guidance": {}}}}, "cannot be followed: .*at its top alone"),
     ({"guided_json": {"$ref": "https://example.org/a"}}, "guided_json cannot be followed"),
     ({"guided_regex": "(a"}, "guided_regex cannot be followed: .*unclosed group"),
     ({"guided_grammar": "start: missing"}, "guided_grammar cannot be followed: .*missing"),

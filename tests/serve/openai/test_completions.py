@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -233,22 +234,58 @@ def test_a_prompt_gets_what_there_is_room_for_beside_the_output(service: Service
 
 
 def test_a_response_format_is_a_guide(service: Service) -> None:
+    """Of a model that goes on with white space wherever it may."""
     schema = {"type": "object", "properties": {"kind": {"enum": ["dog", "fox"]}}}
     schema = {**schema, "required": ["kind"], "additionalProperties": False}
     given = {"type": "json_schema", "json_schema": {"name": "animal", "schema": schema}}
-    body = {"prompt": "{", "max_tokens": 60, "temperature": 0, "logit_bias": no_spaces(service)}
+    spaces = serving.white_space(service)
+    body = {"prompt": "{", "max_tokens": 60, "temperature": 0, "logit_bias": spaces}
     (choice,) = ask(service, {**body, "response_format": given})["choices"]
-    assert json.loads(choice["text"])["kind"] in ("dog", "fox")
-    guided = ask(service, {**body, "structured_outputs": {"json": schema}})["choices"]
-    assert guided == [choice]
+    assert re.fullmatch('{"kind": "(dog|fox)"}', choice["text"])
+    for guide in (
+        {"structured_outputs": {"json": schema}},
+        {"structured_outputs": {"json": json.dumps(schema)}},
+        {"guided_json": schema},
+    ):
+        assert ask(service, {**body, **guide})["choices"] == [choice]
 
 
-def no_spaces(service: Service) -> dict[str, int]:
-    """Biases without white space, which JSON could go on with for ever."""
-    tokenizer = service.client.executor.tokenizer
+OPEN = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"json": OPEN, "disable_any_whitespace": True}, '{"a":1,"'),
+        ({"json": json.dumps(OPEN), "disable_any_whitespace": True}, '{"a":1,"'),
+        ({"json": OPEN, "disable_additional_properties": True}, '{"a": 1}'),
+        ({"json": OPEN, "whitespace_pattern": " {2}"}, '{  "a"  :  1  ,  "'),
+        ({"json": {**OPEN, "x-guidance": {"key_separator": "::"}}}, '{"a"::1, "'),
+        ({"json_object": True, "whitespace_pattern": " {3}"}, '{   "'),
+    ],
+)
+def test_options_of_json_are_heeded(
+    service: Service, options: dict[str, Any], expected: str
+) -> None:
+    """A model that goes on with white space, and with properties, wherever it may."""
+    bias = {**serving.white_space(service), **dict.fromkeys(ids_of(service, '{"a:1,'), 50)}
+    body = {"prompt": "{", "max_tokens": 30, "temperature": 0, "logit_bias": bias}
+    (choice,) = ask(service, {**body, "structured_outputs": options})["choices"]
+    assert choice["text"].startswith(expected)
+    if "whitespace_pattern" in options:
+        old = {"guided_whitespace_pattern": options["whitespace_pattern"]}
+        old["guided_json"] = options.get("json", {"type": "object"})
+        assert ask(service, {**body, **old})["choices"] == [choice]
+
+
+def of_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
+def ids_of(service: Service, texts: str) -> list[str]:
+    tokenizer = service.client.tokenizer
     assert tokenizer is not None
-    texts = ((index, tokenizer.decode([index])) for index in range(tokenizer.vocab_size))
-    return {str(index): -100 for index, text in texts if text.isspace()}
+    return [str(tokenizer.encode(text, add_special_tokens=False)[0]) for text in texts]
 
 
 def test_a_prompt_that_has_its_special_tokens_gets_no_further_ones(tmp_path: Path) -> None:
@@ -295,6 +332,38 @@ def test_a_prompt_that_has_its_special_tokens_gets_no_further_ones(tmp_path: Pat
         ({"logit_bias": {"1": 101}}, "logit_bias", "100"),
         ({"structured_outputs": {"json": {"type": "nothing"}}}, "structured_outputs.json", ""),
         ({"structured_outputs": {}}, "structured_outputs", "no constraint"),
+        (
+            {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+            "structured_outputs.whitespace_pattern",
+            "option of JSON",
+        ),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": "( "}},
+            "structured_outputs.json",
+            "unclosed group",
+        ),
+        (
+            {"structured_outputs": {"json": {}, "disable_any_whitespace": True}}
+            | {"guided_whitespace_pattern": " "},
+            "guided_whitespace_pattern",
+            "together",
+        ),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "option of JSON"),
+        (
+            {"structured_outputs": {"json": {"x-guidance": 5}, "disable_any_whitespace": True}},
+            "structured_outputs.json",
+            "x-guidance=5; use an object",
+        ),
+        (
+            {"response_format": of_schema({"items": {"x-guidance": {}}})},
+            "response_format",
+            "x-guidance is within the schema",
+        ),
+        (
+            {"response_format": of_schema({"x-guidance": {"lenient": True}})},
+            "response_format",
+            "x-guidance has lenient=True",
+        ),
         ({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "guided_regex", "together"),
         ({"tpot_slo_ms": 0}, "tpot_slo_ms", "greater than"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", ""),

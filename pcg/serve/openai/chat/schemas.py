@@ -1,45 +1,48 @@
-"""JSON schemas as guides: without what says nothing of an output, so that more of them fit."""
+"""JSON schemas as bodies have them, on their way to guides."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from pcg.runtime.guided.guide import each_schema
 from pcg.serve.errors import ApiError
 
 _NOTES = frozenset(
     {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title"}
-    | {"writeOnly", "x-guidance"}
+    | {"writeOnly"}
 )
-_OF_SCHEMAS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties"}) | {
-    "properties"
-}
-"""Keywords whose value has a schema under each name."""
-_VALUES = frozenset({"const", "enum"})
+_NAMING = ("patternProperties", "properties")
+"""Keywords that name the properties of an object."""
 
 
 def bare(schema: Any, param: str) -> Any:
-    """Return a schema without descriptions and the like; what is no schema stays as it is.
+    """Return a schema without descriptions and the like, so that longer ones fit a guide.
 
     ApiError: it is nested too deeply.
     """
+    return _each(schema, _without_notes, param)
+
+
+def closed(schema: Any, param: str) -> Any:
+    """Return a schema whose objects have no properties but those that they name.
+
+    ApiError: it is nested too deeply.
+    """
+    return _each(schema, _without_additions, param)
+
+
+def _each(schema: Any, act: Callable[[dict[str, Any]], Any], param: str) -> Any:
     try:
-        return _bare(schema)
+        return each_schema(schema, act)
     except RecursionError as error:
         raise ApiError(400, "The schema is nested too deeply.", param=param) from error
 
 
-def _bare(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_bare(one) for one in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    return {key: _bare_value(key, value) for key, value in schema.items() if key not in _NOTES}
+def _without_notes(schema: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in schema.items() if key not in _NOTES}
 
 
-def _bare_value(key: str, value: Any) -> Any:
-    if key in _VALUES:
-        return value
-    if key in _OF_SCHEMAS and isinstance(value, Mapping):
-        return {name: _bare(one) for name, one in value.items()}
-    return _bare(value)
+def _without_additions(schema: dict[str, Any]) -> dict[str, Any]:
+    names_some = any(isinstance(schema.get(key), Mapping) for key in _NAMING)
+    return {"additionalProperties": False, **schema} if names_some else schema

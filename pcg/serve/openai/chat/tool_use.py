@@ -135,7 +135,13 @@ class AskedTools:
             guided = [GuidedTool(t.function.name, t.function.schema_of_arguments) for t in allowed]
             content = None if is_forced else self.content
             guide = CallGuide(guided, is_forced, several, content)
-            fields["guided_grammar"] = guide.grammar(found, support.notation)
+            try:
+                fields["guided_grammar"] = guide.grammar(found, support.notation)
+            except ValueError as error:
+                where = "The schemas of the tools" + (
+                    "" if content is None else f" and of {self.content_field}"
+                )
+                raise ApiError(400, f"{where} cannot be: {error}", param="tools") from error
         if support.has_special(found):
             fields["skip_special_tokens"] = False
         names = tuple(tool.function.name for tool in allowed)

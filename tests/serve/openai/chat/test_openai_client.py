@@ -53,12 +53,8 @@ def client_of(server: serving.Served, key: str = serving.KEY) -> openai.OpenAI:
 
 
 @pytest.fixture(scope="module")
-def no_spaces(server: serving.Served) -> dict[str, int]:
-    """Biases without white space, which JSON could go on with for ever."""
-    tokenizer = server.service.client.executor.tokenizer
-    assert tokenizer is not None
-    texts = ((index, tokenizer.decode([index])) for index in range(tokenizer.vocab_size))
-    return {str(index): -100 for index, text in texts if text.isspace()}
+def spaces(server: serving.Served) -> dict[str, int]:
+    return serving.white_space(server.service)
 
 
 def ask(client: openai.OpenAI, **fields: Any) -> Any:
@@ -173,14 +169,14 @@ def test_usage_in_streams(client: openai.OpenAI) -> None:
     assert [chunk.usage.completion_tokens for chunk in chunks] == [0, 1, 2, 3, 3]
 
 
-def test_json_of_a_schema_is_parsed(client: openai.OpenAI, no_spaces: dict[str, int]) -> None:
+def test_json_of_a_schema_is_parsed(client: openai.OpenAI, spaces: dict[str, int]) -> None:
     for seed in range(3):
         fields: dict[str, Any] = {
             "model": serving.MODEL,
             "messages": USER,
             "temperature": 1.0,
             "seed": seed,
-            "logit_bias": no_spaces,
+            "logit_bias": spaces,
             "max_tokens": 80,
         }
         parsed = client.chat.completions.parse(response_format=Animal, **fields)
@@ -192,12 +188,11 @@ def test_json_of_a_schema_is_parsed(client: openai.OpenAI, no_spaces: dict[str, 
         assert final.choices[0].message.parsed == animal
 
 
-def test_json_objects(client: openai.OpenAI, no_spaces: dict[str, int]) -> None:
-    quotes = {**no_spaces}
+def test_json_objects(client: openai.OpenAI, spaces: dict[str, int]) -> None:
     reply = ask(
         client,
         response_format={"type": "json_object"},
-        logit_bias=quotes,
+        logit_bias=spaces,
         max_tokens=40,
         extra_body={"bad_words": ['"']},
     )
@@ -209,8 +204,10 @@ def test_json_objects(client: openai.OpenAI, no_spaces: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_forced_tools_are_called(client: openai.OpenAI, stream: bool) -> None:
-    create = streamed if stream else ask
+def test_forced_tools_are_called(
+    client: openai.OpenAI, spaces: dict[str, int], stream: bool
+) -> None:
+    create = partial(streamed if stream else ask, logit_bias=spaces)
     named = {"type": "function", "function": {"name": "weather"}}
     reply = create(client, tools=TOOLS, tool_choice=named).choices[0]
     (call,) = reply.message.tool_calls

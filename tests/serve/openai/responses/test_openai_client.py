@@ -49,12 +49,8 @@ def client(server: serving.Served) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def no_spaces(server: serving.Served) -> dict[str, Any]:
-    """A body's biases without white space, which JSON could go on with for ever."""
-    tokenizer = server.service.client.executor.tokenizer
-    assert tokenizer is not None
-    texts = ((index, tokenizer.decode([index])) for index in range(tokenizer.vocab_size))
-    return {"logit_bias": {str(index): -100 for index, text in texts if text.isspace()}}
+def spaces(server: serving.Served) -> dict[str, Any]:
+    return {"logit_bias": serving.white_space(server.service)}
 
 
 def ask(client: openai.OpenAI, **fields: Any) -> Any:
@@ -160,14 +156,14 @@ def test_functions_are_called(client: openai.OpenAI, stream: bool) -> None:
     assert call.status == "completed"
 
 
-def test_a_pydantic_model_is_parsed(client: openai.OpenAI, no_spaces: dict[str, Any]) -> None:
+def test_a_pydantic_model_is_parsed(client: openai.OpenAI, spaces: dict[str, Any]) -> None:
     asked: dict[str, Any] = {
         "model": serving.MODEL,
         "input": "what is it?",
         "temperature": 0,
         "text_format": Animal,
         "max_output_tokens": 80,
-        "extra_body": no_spaces,
+        "extra_body": spaces,
     }
     parsed = client.responses.parse(**asked)
     assert isinstance(parsed.output_parsed, Animal)

@@ -17,11 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pcg.runtime.guided.guide import OPTIONS, json_options
 from pcg.serve.openai.chat.tool_calls.notation import Notation
 from pcg.serve.openai.chat.tool_calls.tool_format import ToolFormat
-
-_ON_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Arguments are written as templates show them; and no output goes on with white space for ever."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,10 @@ class CallGuide:
     content: Mapping[str, Any] | None = None
 
     def grammar(self, format: ToolFormat, notation: Notation) -> str:
-        """Return the grammar for the outputs of a model that writes this format."""
+        """Return the grammar for the outputs of a model that writes this format.
+
+        ValueError: the options of a schema cannot be.
+        """
         lines = ["%llguidance {}"]
         if self.is_forced or self.content is not None:
             lines += self._calls(format, notation)
@@ -63,8 +64,7 @@ class CallGuide:
         lines += [f"call: {' | '.join(f'call_{i}' for i in range(len(self.tools)))}"]
         for i, tool in enumerate(self.tools):
             lines += [f"call_{i}: {format.call(tool.name, f'arguments_{i}', notation)}"]
-            schema = {**tool.parameters, "x-guidance": _ON_ONE_LINE}
-            lines += [f"arguments_{i}: %json {json.dumps(schema)}"]
+            lines += [f"arguments_{i}: {_json(tool.parameters)}"]
         return "\n".join(lines)
 
     def _calls(self, format: ToolFormat, notation: Notation) -> list[str]:
@@ -76,7 +76,7 @@ class CallGuide:
             unit += f" ({notation.text(between) if between else ''} {unit})*"
         if self.content is None:
             return [f"start: {unit}"]
-        return [f"start: content | {unit}", f"content: %json {json.dumps(self.content)}"]
+        return [f"start: content | {unit}", f"content: {_json(self.content)}"]
 
     def _text_and_calls(self, format: ToolFormat, notation: Notation) -> list[str]:
         """Return the rules of an output that is free until a call begins."""
@@ -93,3 +93,8 @@ class CallGuide:
             rules += [f"head[lazy]: TEXT {notation.text(format.opening)}", "led: head group"]
         repeats = self.several and format.between_units is not None
         return [*rules, "start: led* text" if repeats else "start: text | led"]
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    """Return the rule of JSON of a schema."""
+    return f"%json {json.dumps({**schema, OPTIONS: json_options(schema)})}"
