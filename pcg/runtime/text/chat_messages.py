@@ -12,14 +12,19 @@ from pcg.files import json_value
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def check_messages(value: Any, name: str, where: str) -> list[dict[str, Any]]:
+def check_messages(
+    value: Any, name: str, where: str, *, keep_parts: bool = False
+) -> list[dict[str, Any]]:
     """Check a list of messages; contents become text, and the arguments of tool calls objects.
 
     Args:
         name: the value's name in errors, as "'messages'".
         where: the value's place in errors, as "train.jsonl line 7".
+        keep_parts: leave contents that are lists of text parts as they are; otherwise the parts
+            are joined by line breaks, as vLLM does.
     Returns:
-        New messages, without keys whose value is null.
+        New messages, without keys whose value is null. The content of an assistant's message that
+        has tool calls alone is "".
     Raises:
         DataError: it is not a list of messages, or a message has no text.
     """
@@ -35,14 +40,15 @@ def check_messages(value: Any, name: str, where: str) -> list[dict[str, Any]]:
         clean = {key: item for key, item in message.items() if item is not None}
         if "tool_calls" in clean:
             clean["tool_calls"] = _tool_calls(clean["tool_calls"], f"{label} 'tool_calls'", where)
-        if "content" in clean or not ("tool_calls" in clean and role == "assistant"):
-            clean["content"] = _content(message.get("content"), f"{label} 'content'", where)
+        if "content" not in clean and "tool_calls" in clean and role == "assistant":
+            clean["content"] = ""
+        clean["content"] = _content(clean.get("content"), f"{label} 'content'", where, keep_parts)
         checked.append(clean)
     return checked
 
 
-def _content(value: Any, name: str, where: str) -> str:
-    """Return a message's text, from a string or from OpenAI's list of text parts."""
+def _content(value: Any, name: str, where: str, keep_parts: bool) -> str | list[dict[str, str]]:
+    """Return a message's content, from a string or from OpenAI's list of text parts."""
     if not isinstance(value, list):
         return require_string(value, name, where)
     texts = []
@@ -51,7 +57,9 @@ def _content(value: Any, name: str, where: str) -> str:
         if kind != "text":
             raise DataError(f"{where}: {name}[{index}] is of type {kind!r}; only text is supported")
         texts.append(require_string(part.get("text"), f"{name}[{index}] 'text'", where))
-    return "".join(texts)
+    if keep_parts:
+        return [{"type": "text", "text": text} for text in texts]
+    return "\n".join(texts)
 
 
 def _tool_calls(value: Any, name: str, where: str) -> list[Any]:

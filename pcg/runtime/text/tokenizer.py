@@ -182,6 +182,17 @@ class Tokenizer:
             messages, add_generation_prompt=add_generation_prompt, **variables
         )
 
+    def reads_parts(self) -> bool:
+        """Return True if the chat template writes contents that are lists of text parts."""
+        texts = ("the first part", "the second part")
+        message = {"role": "user", "content": [{"type": "text", "text": text} for text in texts]}
+        try:
+            found = self.render_chat([message], add_generation_prompt=False)
+        except GenerationError:
+            return False
+        # A template that reads texts alone writes the list as Python does.
+        return all(text in found for text in texts) and "'type'" not in found
+
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Encode the text of `render_chat`; the template writes the special tokens itself."""
         return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)

@@ -51,6 +51,7 @@ class TokenizeChat(WireModel):
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool = False
+    documents: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
     tools: Tools | None = None
 
@@ -71,6 +72,7 @@ class TokenizeChat(WireModel):
             and self.add_generation_prompt is not False,
             "add_special_tokens": self.add_special_tokens,
             "continue_final_message": self.continue_final_message,
+            "documents": self.documents,
             "variables": self.chat_template_kwargs or {},
         }
         return Chat(self.messages, AskedTools(self.tools or [], None, True, None), {}, template)

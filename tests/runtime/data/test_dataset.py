@@ -126,7 +126,7 @@ def test_sharegpt_is_a_chat(chatml):
 def test_text_parts_and_tool_arguments(chatml):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "c"}]
-    plain = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
+    plain = [{"role": "user", "content": "a\nb"}, {"role": "assistant", "content": "c"}]
     assert one([{"messages": messages}], chatml) == one([{"messages": plain}], chatml)
     template = (
         "{{ tools | tojson }}{% for m in messages %}{{ m.role }}"

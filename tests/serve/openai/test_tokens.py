@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +63,18 @@ def test_a_message_is_continued(service: Service, tokenizer: Any) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     status, found = ask(service, "/tokenize", {"messages": CHAT, "continue_final_message": True})
     assert (status, found["tokens"]) == (200, ids)
+
+
+def test_documents_are_a_variable_of_the_template(tmp_path: Path) -> None:
+    template = tmp_path / "documents.jinja"
+    template.write_text(
+        "{% for one in documents or [] %}{{ one.text }}\n{% endfor %}{{ messages[0].content }}"
+    )
+    with serving.service_of(chat_template=template) as service:
+        body = {"messages": CHAT[:1], "documents": [{"title": "t", "text": "a fox"}]}
+        _, found = ask(service, "/tokenize", body)
+        _, text = ask(service, "/detokenize", {"tokens": found["tokens"]})
+        assert text == {"prompt": "a fox\nwhat is it?"}
 
 
 def test_the_configuration_is_the_tokenizers(service: Service, tokenizer: Any) -> None:

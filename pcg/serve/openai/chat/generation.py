@@ -11,7 +11,7 @@ from pcg.serve.errors import ApiError
 from pcg.serve.openai.call import Call
 from pcg.serve.openai.chat.messages import Message, template_messages
 from pcg.serve.openai.chat.template import ChatRequest, prompt_of
-from pcg.serve.openai.chat.tool_use import AskedTools, ToolUse
+from pcg.serve.openai.chat.tool_use import AskedTools, ToolUse, shown_to
 from pcg.serve.service import Service, Submitted
 
 _GUIDES = (
@@ -86,8 +86,13 @@ def prepared(service: Service, chat: Chat) -> tuple[list[int], ToolUse]:
             "allow it by --trust-request-chat-template.",
             param="chat_template",
         )
-    messages = template_messages(chat.messages, knows_developer=support.knows_developer)
+    messages = template_messages(
+        chat.messages, knows_developer=support.knows_developer, reads_parts=support.reads_parts
+    )
     use = chat.tools.use(support.tools)
+    shown = use.shown
+    if chat.template.get("chat_template") is None:
+        messages, shown = shown_to(support.tools, messages, use)
     bound = service.max_model_len
-    request = ChatRequest(messages, use.shown, max_model_len=bound, **chat.template)
+    request = ChatRequest(messages, shown, max_model_len=bound, **chat.template)
     return prompt_of(support.tokenizer, request), use

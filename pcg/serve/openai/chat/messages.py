@@ -101,19 +101,21 @@ Messages = Annotated[
 
 
 def template_messages(
-    messages: Sequence[Message], *, knows_developer: bool
+    messages: Sequence[Message], *, knows_developer: bool, reads_parts: bool
 ) -> list[dict[str, Any]]:
     """Return messages as a chat template reads them.
 
     Args:
         knows_developer: False for a template without the role, where a developer's messages are a
             system's.
+        reads_parts: False for a template that writes texts alone, where parts are joined by line
+            breaks.
     Raises:
         ApiError: a message has no text, or has what is no text.
     """
     plain = [_plain(message, index) for index, message in enumerate(messages)]
     try:
-        checked = check_messages(plain, "'messages'", "the request")
+        checked = check_messages(plain, "'messages'", "the request", keep_parts=reads_parts)
     except DataError as error:
         raise ApiError(400, str(error), param="messages") from error
     if not knows_developer:
@@ -148,7 +150,7 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
             call.model_dump(exclude_none=True, exclude={"function": {"parsed_arguments"}})
             for call in message.tool_calls
         ]
-    elif message.role == "assistant" and found["content"] is None:
+    if message.role == "assistant" and found["content"] is None:
         found["content"] = ""
     return found
 

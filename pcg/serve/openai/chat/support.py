@@ -44,3 +44,8 @@ class ChatSupport:
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             return False
         return any("developer" in one for one in self.tokenizer.chat_template.sources.values())
+
+    @cached_property
+    def reads_parts(self) -> bool:
+        """True if the template writes contents that are lists of parts."""
+        return self.tokenizer is not None and self.tokenizer.reads_parts()

@@ -29,8 +29,8 @@ _RESERVED = frozenset(
     }
 )
 """Variables of a template that have fields of their own, or none."""
-_END = "\U000f0103"
-"""A private-use character, behind the content of a message that is continued."""
+_END = "\U000f0103 "
+"""A private-use character and a space, behind the content of a message that is continued."""
 
 
 @dataclass(frozen=True)
@@ -108,15 +108,27 @@ def _with_template(tokenizer: Tokenizer | None, chat_template: str | None) -> To
 
 
 def _open_ended(tokenizer: Tokenizer, chat: ChatRequest, variables: Mapping[str, Any]) -> str:
-    """Render messages up to the end of the last one's content."""
+    """Render messages up to the end of the last one's content.
+
+    Where the template trims contents, the text ends without white space, as in transformers: the
+    space behind the mark is there only if the template left it.
+    """
     *before, last = chat.messages
-    marked = [*before, {**last, "content": f"{last.get('content') or ''}{_END}"}]
-    text = tokenizer.render_chat(marked, add_generation_prompt=False, **variables)
-    said, found, _ = text.rpartition(_END)
+    content = last.get("content") or ""
+    if isinstance(content, list):
+        *parts, part = content
+        marked: Any = [*parts, {**part, "text": f"{part['text']}{_END}"}]
+    else:
+        marked = f"{content}{_END}"
+    text = tokenizer.render_chat(
+        [*before, {**last, "content": marked}], add_generation_prompt=False, **variables
+    )
+    said, found, behind = text.rpartition(_END.strip())
     if not found:
         raise ApiError(
             400,
             "continue_final_message needs a chat template that writes the last message's content",
             param="continue_final_message",
         )
-    return said.replace(_END, "")
+    said = said.replace(_END, "").replace(_END.strip(), "")
+    return said if behind.startswith(" ") else said.rstrip()

@@ -10,11 +10,17 @@ from typing import Any
 from pcg.runtime.requests.request import RequestFields
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.errors import ApiError
-from pcg.serve.openai.chat.tool_calls.formats import FORMATS, format_of, reads_tools
+from pcg.serve.openai.chat.tool_calls.formats import (
+    FORMATS,
+    format_of,
+    reads_tools,
+    writes_calls,
+)
 from pcg.serve.openai.chat.tool_calls.guide import CallGuide, GuidedTool
 from pcg.serve.openai.chat.tool_calls.notation import Notation
 from pcg.serve.openai.chat.tool_calls.pieces import ToolParser
 from pcg.serve.openai.chat.tool_calls.tool_format import ToolFormat
+from pcg.serve.openai.chat.tool_prompt import with_calls, with_tools
 from pcg.serve.openai.chat.tools import AllowedToolsChoice, NamedTool, Tool, ToolChoice
 
 _FALLBACK = FORMATS["hermes"]
@@ -41,6 +47,11 @@ class ToolSupport:
     def reads_tools(self) -> bool:
         """True if the template writes tools into the prompt."""
         return self.tokenizer is not None and reads_tools(self.tokenizer)
+
+    @cached_property
+    def writes_calls(self) -> bool:
+        """True if the template writes the calls of assistants' messages."""
+        return self.tokenizer is not None and writes_calls(self.tokenizer)
 
     @cached_property
     def notation(self) -> Notation:
@@ -73,6 +84,21 @@ class ToolUse:
     def parser(self) -> ToolParser | None:
         """Return a parser of one output; None where no tool may be called."""
         return None if self.format is None else self.format.parser(self.names)
+
+
+def shown_to(
+    support: ToolSupport, messages: list[dict[str, Any]], use: ToolUse
+) -> tuple[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None]:
+    """Return the messages and the tools that the template is given.
+
+    What it does not write of tools is in the messages' contents.
+    """
+    format = use.format or support.format or _FALLBACK
+    if not support.writes_calls:
+        messages = with_calls(messages, format)
+    if use.shown is None or use.format is None or support.reads_tools:
+        return messages, use.shown
+    return with_tools(messages, use.shown, format), None
 
 
 @dataclass(frozen=True)

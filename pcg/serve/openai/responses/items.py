@@ -118,12 +118,13 @@ def _given(value: str | None, place: str) -> str:
     return value
 
 
-def _text(content: str | list[ContentPart] | None, place: str) -> str:
+def _text(content: str | list[ContentPart] | None, place: str) -> str | list[ContentPart]:
+    """Return a content as chats have it."""
     if isinstance(content, str):
         return content
     if content is None:
         raise ApiError(400, f"Missing required parameter: '{place}'.", param=place)
-    texts = []
+    parts = []
     for index, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in (*_TEXTS, "refusal") or text is None:
@@ -134,8 +135,8 @@ def _text(content: str | list[ContentPart] | None, place: str) -> str:
                 param=f"{place}[{index}]",
                 code="unsupported_content",
             )
-        texts.append(text)
-    return "".join(texts)
+        parts.append(ContentPart(type="text", text=text))
+    return parts
 
 
 def memory_of(items: Sequence[InputItem]) -> int:

@@ -106,9 +106,10 @@ def test_greedy_text_is_the_librarys(server: serving.Served, client: openai.Open
 
 def test_parts_and_developers_say_the_same(client: openai.OpenAI) -> None:
     system = {"role": "system", "content": "Be brief."}
-    parts = [{"type": "text", "text": "what is"}, {"type": "text", "text": " it?"}]
+    parts = [{"type": "text", "text": "what is"}, {"type": "text", "text": "it?"}]
+    lines = {"role": "user", "content": "what is\nit?"}
     developer = {"role": "developer", "content": "Be brief."}
-    expected = ask(client, messages=[system, *USER], max_completion_tokens=8, max_tokens=None)
+    expected = ask(client, messages=[system, lines], max_completion_tokens=8, max_tokens=None)
     found = ask(client, messages=[developer, {"role": "user", "content": parts}], max_tokens=8)
     assert found.choices == expected.choices
     assert found.usage.prompt_tokens == expected.usage.prompt_tokens
@@ -399,7 +400,9 @@ def test_other_errors_have_their_classes(server: serving.Served, client: openai.
 
 
 def test_without_a_template_or_its_tools(tmp_path: Path) -> None:
-    with serving.on_a_port() as server, client_of(server) as client:
+    model = tiny_llama.save(tmp_path, max_position_embeddings=1024)
+    load = partial(serving.make_executor, directory=model)
+    with serving.on_a_port(load) as server, client_of(server) as client:
         with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
             ask(client, tools=TOOLS)
         reply = ask(

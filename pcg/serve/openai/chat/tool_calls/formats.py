@@ -69,6 +69,11 @@ def reads_tools(tokenizer: Tokenizer) -> bool:
     return any(_NAME in text for text in _rendered(tokenizer, _PROBE[:1]))
 
 
+def writes_calls(tokenizer: Tokenizer) -> bool:
+    """Return True if the chat template writes the calls of an assistant's message."""
+    return any(_VALUE in text for text in _rendered(tokenizer, _PROBE))
+
+
 def _shown(tokenizer: Tokenizer) -> ToolFormat | None:
     for text in _rendered(tokenizer, _PROBE):
         for pattern, found in _SHOWN:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -36,6 +37,11 @@ class Hermes:
     def parser(self, names: Collection[str]) -> HermesParser:
         """Return a parser of one output; what stands between tags may call any name."""
         return HermesParser()
+
+    def written(self, name: str, arguments: str) -> str:
+        """Return the text of one call between its tags."""
+        quoted = json.dumps(name, ensure_ascii=False)
+        return f'{_OPEN}\n{{"name": {quoted}, "arguments": {arguments}}}\n{_CLOSE}'
 
     def call(self, name: str, arguments: str, notation: Notation) -> str:
         """Return the rule of one call, behind its opening tag."""

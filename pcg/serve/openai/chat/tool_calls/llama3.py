@@ -8,6 +8,7 @@ none of the tools is content.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -37,6 +38,10 @@ class Llama3:
     def parser(self, names: Collection[str]) -> Llama3Parser:
         """Return a parser of one output."""
         return Llama3Parser(names)
+
+    def written(self, name: str, arguments: str) -> str:
+        """Return the text of one call."""
+        return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters": {arguments}}}'
 
     def call(self, name: str, arguments: str, notation: Notation) -> str:
         """Return the rule of one call."""

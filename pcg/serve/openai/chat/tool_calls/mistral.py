@@ -52,6 +52,14 @@ class Mistral:
         """Return a parser of one output."""
         return MistralParser()
 
+    def written(self, name: str, arguments: str) -> str:
+        """Return the text of one call behind the marker."""
+        if self.by_name:
+            return f"{_OPEN}{name}{_ARGS}{arguments}"
+        return (
+            f'{_OPEN}[{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}]'
+        )
+
     def call(self, name: str, arguments: str, notation: Notation) -> str:
         """Return the rule of one call."""
         if self.by_name:

@@ -43,6 +43,10 @@ class ToolFormat(Protocol):
         """Return a parser of one output with tools of these names."""
         ...
 
+    def written(self, name: str, arguments: str) -> str:
+        """Return the text of one call with its opening; the arguments are JSON."""
+        ...
+
     def call(self, name: str, arguments: str, notation: Notation) -> str:
         """Return the rule of one call, behind the opening.
 
