@@ -11,7 +11,7 @@ With --debug the first two are raised, with their tracebacks.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -60,11 +60,29 @@ class DefaultGroup(LazyGroup):
         return super().parse_args(ctx, args)
 
 
+MODULES = "--lora-modules"
+
+
+def _repeated_modules(args: Sequence[str]) -> list[str]:
+    """Return arguments with an option for each module: vLLM's takes NAME=PATH several times."""
+    found: list[str] = []
+    is_list = False
+    for arg in args:
+        is_module = not arg.startswith("-") and ("=" in arg or arg.lstrip().startswith("{"))
+        is_list = is_list and is_module
+        if is_list and found[-1] != MODULES:
+            found.append(MODULES)
+        found.append(arg)
+        is_list = is_list or arg.partition("=")[0] == MODULES
+    return found
+
+
 class Group(LazyGroup):
     """The commands, with --debug anywhere on the line, and errors as one line each."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Move --debug to the front, where the application takes it."""
+        args = _repeated_modules(args)
         end = args.index("--") if "--" in args else len(args)
         if "--debug" in args[:end]:
             rest = [arg for arg in args[:end] if arg != "--debug"] + args[end:]

@@ -13,7 +13,7 @@ import pcg
 from cli.doctor import REQUIREMENTS
 from pcg.source import shipped
 from tests.support import oracle
-from tests.support.command_line import output_of, python, run
+from tests.support.command_line import assert_one_error, output_of, python, run
 from tests.support.families import BY_NAME
 
 ROOT = Path(__file__).parents[2]
@@ -165,3 +165,22 @@ def test_doctor_wants_what_the_distribution_wants() -> None:
     extras = project["optional-dependencies"]
     named = (*extras["peft"], *extras["bitsandbytes"], *extras["split"])
     assert wanted == {*listed, *named}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--lora-modules", "a=x", "a=y"),
+        ("--lora-modules=a=x", "a=y"),
+        ("--lora-modules", "a=x", '{"name": "a", "path": "y"}', "--port", "0"),
+        ("--lora-modules", "a=x", "--port", "0", "--lora-modules", "b=x", "a=y"),
+    ],
+)
+def test_modules_are_listed_as_for_vllm(arguments: tuple[str, ...]) -> None:
+    result = run("serve", "examples/checkpoint", *arguments)
+    assert_one_error(result, "--lora-modules has 'a' twice")
+
+
+def test_what_follows_modules_is_no_module() -> None:
+    result = run("serve", "--lora-modules", "a=x", "examples/checkpoint")
+    assert_one_error(result, "--lora-modules a=x: no adapter_config.json is there")

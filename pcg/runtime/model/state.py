@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,7 @@ from pcg.runtime.model.state_users import EngineThread, StateListener
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.units import shown
 
+_LOG = logging.getLogger("pcg.adapters")
 NamedAdapter: TypeAlias = str | Adapter | None
 """An adapter by its name, or one that was served; None for the base."""
 
@@ -237,6 +239,23 @@ class ModelState:
         except Exception as error:  # which, a stranger's recipe or file decides
             raise as_pcg_error(error, f"making adapter {name!r}", AdapterError) from error
 
+    def _warn_of_other_base(self, adapter: Adapter) -> None:
+        """Warn of an adapter that fits and names another base, whose outputs may mean nothing.
+
+        The last parts of names are compared, as a model may lie in a folder of its name.
+        """
+        config = self.program.config
+        bases = {self.program.name, str(config.get("_name_or_path") or "")}
+        given = adapter.base_model_name
+        if given and _last_part(given) not in set(map(_last_part, bases)):
+            _LOG.warning(
+                "adapter %r was trained on the base %r, and this one is %r; its outputs mean "
+                "something only if both have the same weights",
+                adapter.name,
+                given,
+                self.program.name,
+            )
+
     def _made_adapter(self, name: str, path_or_config: object, seed: int) -> Adapter:
         base = self.program.base
         modules = base.module_shapes()
@@ -249,6 +268,7 @@ class ModelState:
             check_biases(adapter, self._base_biases(adapter))
             check_finite(self.on_host(adapter), path_or_config)
             self.check_copies(adapter)
+            self._warn_of_other_base(adapter)
         else:
             fresh = new_adapter(
                 name,
@@ -397,3 +417,7 @@ class ModelState:
                 "train a fresh one, or go on from a checkpoint"
             )
         return self._trainings.get(adapter, windows, step)
+
+
+def _last_part(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2].lower()

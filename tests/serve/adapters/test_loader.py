@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from pcg.errors import AdapterError
 from pcg.files import read_bytes
 from pcg.peft.reader import CONFIG
 from pcg.serve.adapters.loader import as_asked
+from tests.support import serving
 
 
 @pytest.mark.parametrize("length", [10, 280, 290, 298, 299, 300, 301, 400])
@@ -22,3 +25,22 @@ def test_a_message_has_nothing_of_the_servers_folders(length: int) -> None:
     assert "server" not in said
     assert said.startswith("sql")
     assert said.endswith("; sql has none")
+
+
+def test_an_adapter_of_another_base_is_loaded_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor = serving.make_executor()
+    executor.save_adapter("lora-0", tmp_path / "sql")
+    file = tmp_path / "sql" / CONFIG
+    config = json.loads(file.read_text())
+    name = config["base_model_name_or_path"]
+    with caplog.at_level(logging.WARNING, "pcg.adapters"):
+        for same in (name, f"somebody/{name.upper()}", f"/models/{name}/", "", None):
+            file.write_text(json.dumps({**config, "base_model_name_or_path": same}))
+            executor.add_adapter("sql", tmp_path / "sql", replace=True)
+        assert caplog.messages == []
+        file.write_text(json.dumps({**config, "base_model_name_or_path": "meta-llama/Other-1B"}))
+        executor.add_adapter("sql", tmp_path / "sql", replace=True)
+    (said,) = caplog.messages
+    assert "'sql' was trained on the base 'meta-llama/Other-1B', and this one is" in said
