@@ -12,6 +12,7 @@ from pcg.errors import ServeError
 from pcg.serve import health, status
 from pcg.serve.adapters import control, sglang
 from pcg.serve.adapters import routes as adapters
+from pcg.serve.anthropic import routes as anthropic
 from pcg.serve.direct_send import DirectSend
 from pcg.serve.errors import ERRORS, add_handlers
 from pcg.serve.files import routes as files
@@ -42,6 +43,7 @@ from pcg.version import __version__
 
 ROUTERS: tuple[APIRouter, ...] = (
     adapters.router,
+    anthropic.router,
     chat_completions.router,
     completions.router,
     control.router,

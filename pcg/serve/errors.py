@@ -1,5 +1,7 @@
 """Errors of the API, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
 
+Those of /v1/messages are in Anthropic's: {"type": "error", "error": {"type", "message"}}.
+
 A PcgError becomes one by the table `_STATUS`: a caller's mistake is a 4xx with its message. What is
 not in the table, and every other exception, is a fault of ours: a 500 that says nothing of it, and
 a traceback in the log.
@@ -39,6 +41,8 @@ from pcg.serve.json_bytes import json_bytes
 LOG = logging.getLogger("pcg.serve")
 
 INVALID = "invalid_request_error"
+MESSAGES = "/v1/messages"
+"""The path of Anthropic's API, whose errors have another shape."""
 UNSUPPORTED = "unsupported"
 """The code of an error of what this server does not have."""
 _TYPES = {
@@ -50,6 +54,16 @@ _TYPES = {
     507: "server_error",
 }
 """The type of an error by its status; that of all others is `INVALID`."""
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+"""Those of Anthropic's errors; that of all others is `INVALID`."""
 
 _STATUS: tuple[tuple[type[PcgError], int, str | None], ...] = (
     (DrainingError, 503, "shutting_down"),
@@ -130,9 +144,18 @@ class ApiError(HTTPException):
         }
         return {"error": error}
 
-    def response(self) -> Response:
+    def content_for(self, path: str) -> dict[str, Any]:
+        """Return the reply's body in the shape of a path's API."""
+        if path != MESSAGES and not path.startswith(f"{MESSAGES}/"):
+            return self.content
+        message = self.content["error"]["message"]
+        kind = _ANTHROPIC_TYPES.get(self.status_code, INVALID)
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+    def response(self, path: str = "") -> Response:
+        """Return the reply to a request for a path."""
         return Response(
-            json_bytes(self.content),
+            json_bytes(self.content_for(path)),
             self.status_code,
             headers=self.headers,
             media_type="application/json",
@@ -230,19 +253,19 @@ def add_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
             have.
     """
 
-    async def refused(_: Request, error: Exception) -> Response:
-        return as_api_error(error).response()
+    async def refused(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response(request.url.path)
 
-    async def invalid(_: Request, error: Exception) -> Response:
+    async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return of_validation(error).response()
+        return of_validation(error).response(request.url.path)
 
     async def missing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         found = _of_http(error)
         if found.status_code == 405:
             found.headers = {"allow": ", ".join(_methods(routes, request.url.path))}
-        return found.response()
+        return found.response(request.url.path)
 
     app.add_exception_handler(ApiError, refused)
     app.add_exception_handler(PcgError, refused)

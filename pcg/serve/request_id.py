@@ -12,7 +12,7 @@ from collections.abc import Awaitable
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pcg.serve.errors import LOG, as_api_error
+from pcg.serve.errors import LOG, MESSAGES, as_api_error
 from pcg.serve.service import new_id
 
 _PROPER = re.compile(r"[\x21-\x7e]{1,128}")
@@ -37,7 +37,10 @@ class RequestId:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if scope["path"].startswith(MESSAGES):
+                    headers["request-id"] = request_id  # where Anthropic's client looks
             return send(message)
 
         try:
@@ -46,4 +49,4 @@ class RequestId:
             if has_begun:
                 LOG.log(logging.ERROR, "a reply broke off", exc_info=error)
                 raise
-            await as_api_error(error).response()(scope, receive, with_id)
+            await as_api_error(error).response(scope["path"])(scope, receive, with_id)

@@ -89,7 +89,7 @@ class Authentication:
         given = _given(Headers(scope=scope))
         key = None if given is None else self._keys.find(given)
         if key is None:
-            await _refusal(given).response()(scope, receive, send)
+            await _refusal(given).response(path)(scope, receive, send)
             return
         caller = Caller(key.name, key.tenant, key.scopes)
         scope.setdefault("state", {})["caller"] = caller

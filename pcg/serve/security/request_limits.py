@@ -44,7 +44,7 @@ class RequestLimits:
         has_file = _FILES.fullmatch(scope["path"]) is not None
         refusal = self._refusal(key, 0 if has_file else _said_bytes(scope))
         if refusal is not None:
-            await refusal.response()(scope, receive, send)
+            await refusal.response(scope["path"])(scope, receive, send)
             return
         body = _Body(self, tenant, receive, is_kept=not has_file, is_text=not _is_protobuf(scope))
         self._requests[key] += 1

@@ -1,0 +1,1 @@
+"""Anthropic's API: messages with tools, whole and as events."""
