@@ -23,7 +23,7 @@ from pcg.serve.jobs import permissions
 from pcg.serve.jobs import report as job_report
 from pcg.serve.jobs import routes as jobs
 from pcg.serve.metrics import routes as metrics
-from pcg.serve.openai import completions, embeddings, models, tokens
+from pcg.serve.openai import completions, embeddings, models, scores, tokens
 from pcg.serve.openai.chat import completions as chat_completions
 from pcg.serve.openai.responses import routes as responses
 from pcg.serve.page import routes as page
@@ -58,6 +58,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     page.router,
     permissions.router,
     responses.router,
+    scores.router,
     status.router,
     sglang.router,
     tinker_copies.router,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Annotated
+
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
@@ -10,7 +13,7 @@ from pcg.keys import Scope
 from pcg.runtime.metrics.status import EngineState
 from pcg.serve.errors import ApiError
 from pcg.serve.schema import schema_of
-from pcg.serve.security.caller import requires
+from pcg.serve.security.caller import Caller, requires
 from pcg.serve.service import ServiceDependency
 from pcg.version import __version__
 
@@ -27,6 +30,12 @@ class Version(BaseModel):
     """The version of pcg."""
 
     version: str
+
+
+class Load(BaseModel):
+    """The load of the server, as vLLM has it: requests that run or wait."""
+
+    server_load: int
 
 
 @router.get("/health")
@@ -50,6 +59,21 @@ async def ping(service: ServiceDependency) -> Status:
 async def version() -> Version:
     """Return the version of pcg."""
     return Version(version=__version__)
+
+
+@router.get("/load")
+async def load(
+    service: ServiceDependency, caller: Annotated[Caller, Depends(requires(Scope.INFER))]
+) -> Load:
+    """Return how many requests are in the engine, for keys that may know of others'."""
+    if not service.shows_engine(caller):
+        raise ApiError(
+            403,
+            f"The key {caller.key!r} lacks the scope 'metrics'.",
+            code="insufficient_permissions",
+        )
+    numbers = await asyncio.wrap_future(service.client.numbers())
+    return Load(server_load=numbers.running + numbers.queued)
 
 
 @router.get("/openapi.json", dependencies=[Depends(requires(Scope.INFER))])
