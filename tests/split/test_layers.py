@@ -21,10 +21,10 @@ from pcg.split.base.options import BaseOptions
 from pcg.split.client.connect import connect
 from pcg.split.client.privacy import Privacy
 from tests.support import oracle
-from tests.support.families import BY_NAME
+from tests.support.families import BY_NAME, FAMILIES, Family
 from tests.support.in_process import InProcessEndpoint
 from tests.support.prompts import TOLERANCE, prompts
-from tests.support.split_base import KEY, Base, running_base
+from tests.support.split_base import KEY, Base, results, running_base
 
 ROWS = [Example(one, one) for one in prompts([9, 5])]
 DORA = pcg.LoraConfig(r=4, target_modules="all-linear", use_dora=True)
@@ -100,6 +100,33 @@ def test_a_client_of_two_bases_computes_the_same() -> None:
         own = bases[1].loop.base
         fetched = sum(one.nbytes for one in own.fetched.values())
         assert own.size_bytes < held[1] + fetched + 100  # constants of positions
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        one if one.name in ("mixtral", "llama3.2") else pytest.param(one, marks=pytest.mark.slow)
+        for one in FAMILIES
+    ],
+    ids=str,
+)
+def test_clients_of_every_family_connect_to_one_base_and_to_bases_of_layers(
+    family: Family,
+) -> None:
+    model = oracle.random_model(family.config(2))
+    whole = compiler.compile(model, verify=False)
+    lora = pcg.LoraConfig(r=4, target_modules=list(family.usual_targets))
+    tokens, numbers = results(whole, lora)
+    with ExitStack() as stack:
+        alone = stack.enter_context(running_base(whole))
+        bases = [stack.enter_context(running_layers(model, one)) for one in ("0", "1")]
+        places = [base.endpoint.transport() for base in bases]
+        for split in (alone.connect(), connect(places, api_key=KEY)):
+            found, own = results(stack.enter_context(split), lora)
+            assert found == tokens
+            assert own.keys() == numbers.keys()
+            for name, expected in numbers.items():
+                assert oracle.relative_error(own[name], expected) < TOLERANCE, name
 
 
 def test_bases_of_other_weights_are_no_one_model() -> None:

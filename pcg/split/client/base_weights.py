@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from pcg.errors import SplitError
+from pcg.errors import SplitError, WeightsError
 from pcg.ir.operators.linear import piece_of
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.torch.remote_weights import remote_tensor
@@ -113,7 +113,6 @@ class CalledBase(Weights):
     def __init__(self, caller: Caller, base_prefix: str, noise: Noise | None = None) -> None:
         facts = caller.facts
         dtype = DTYPES[facts["dtype"]]
-        self._kept: Mapping[str, Sequence[int]] = facts["pieces"]
         index = {
             name: TensorInfo(DTYPE_NAMES[dtype], tuple(shape))
             for name, shape in facts["fetched"].items()
@@ -125,18 +124,38 @@ class CalledBase(Weights):
         self._squares: dict[str, Tensor] = {}
 
     def remote(self, name: str, shape: Sequence[int], serves: bool = False) -> Tensor | None:
-        kept = self._kept.get(name)
-        if kept is None:
+        if name not in self._caller.facts["pieces"]:
             return None
-        if list(kept) != list(shape):
-            raise SplitError(
-                f"{name} is {list(kept)} at the base executor, and {list(shape)} here; install the "
-                "same versions of pcg and transformers on both"
-            )
+        self._check_shape("pieces", name, shape)
         weight = CalledWeight((name,), serves, self._caller, self._squares, self._noise)
         return remote_tensor(shape, self._dtype, weight)
+
+    def load(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        transposed: bool = False,
+        device: torch.device | str = "cpu",
+        ranges: Ranges | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Fetch a tensor, which the base has as graphs read it; see `Weights.load`."""
+        if name not in self.index:
+            raise WeightsError(self._missing(name))
+        self._check_shape("fetched", name, shape)
+        tensor = self._take(name, ranges)
+        return tensor.to(device, dtype).contiguous() if out is None else out.copy_(tensor)
 
     def _read(self, name: str, ranges: Ranges | None) -> Tensor:
         wanted = [(self._caller.facts["fetched"][name], self._dtype)]
         (tensor,) = self._caller.tensors("fetch", wanted, name=name)
         return tensor if ranges is None else tensor[slices_of(ranges)]
+
+    def _check_shape(self, kind: str, name: str, shape: Sequence[int]) -> None:
+        there = self._caller.facts[kind][name]
+        if list(there) != list(shape):
+            raise SplitError(
+                f"{name} is {list(there)} at the base executor, and {list(shape)} here; install "
+                "the same versions of pcg and transformers on both"
+            )

@@ -32,9 +32,11 @@ class LayeredCaller(Caller):
                     f"{first['name']} and {one.facts['name']}; connect to bases of one model"
                 )
         self.callers = callers
-        self._of: dict[str, Caller] = {}
-        for one in reversed(callers):
-            self._of |= dict.fromkeys((*one.facts["fetched"], *one.facts["pieces"]), one)
+        # A tied embedding is fetched from any base; only the base of the last layer multiplies it.
+        self._holders = {
+            kind: {name: one for one in reversed(callers) for name in one.facts[kind]}
+            for kind in ("fetched", "pieces")
+        }
         pieces = {name: shape for one in callers for name, shape in one.facts["pieces"].items()}
         absent = {name for one in callers for name in one.facts.get("absent", ())}
         self.facts: Mapping[str, Any] = {
@@ -63,9 +65,10 @@ class LayeredCaller(Caller):
 
     def call(self, op: str, tensors: Sequence[Tensor] = (), **fields: bool | int | str) -> Message:
         if op != "run":
-            return self._at(str(fields.get("name"))).call(op, tensors, **fields)
+            kind = "fetched" if op == "fetch" else "pieces"
+            return self._at(kind, str(fields.get("name"))).call(op, tensors, **fields)
         piece = Piece.parse(str(fields["piece"]))
-        where = [self._at(name) for name in piece.weights]
+        where = [self._at("pieces", name) for name in piece.weights]
         if all(one is where[0] for one in where):
             return where[0].call(op, tensors, **fields)
         if piece.kind != LINEAR:
@@ -81,8 +84,8 @@ class LayeredCaller(Caller):
         for one in self.callers:
             one.close()
 
-    def _at(self, name: str) -> Caller:
-        found = self._of.get(name)
+    def _at(self, kind: str, name: str) -> Caller:
+        found = self._holders[kind].get(name)
         if found is None:
             raise SplitError(f"none of the base executors at {self.where} has {name[:200]!r}")
         return found
