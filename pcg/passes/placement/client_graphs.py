@@ -17,7 +17,7 @@ from pcg.ir.operators.linear import BasePiece
 from pcg.passes.placement.exact_cut import Cut, RoundTrip
 from pcg.passes.placement.piece_graph import piece_graph
 from pcg.passes.placement.piece_text import piece_text
-from pcg.passes.placement.split_graph import SplitGraph
+from pcg.passes.placement.split_graph import LINEAR, SplitGraph
 from pcg.passes.placement.split_problem import bits, mask_of
 
 
@@ -113,11 +113,7 @@ class _Writer:
         returned = [names[value].name for value in bits(trip.returned)]
         graph = piece_graph("piece", self.split.graphs, nodes, sent, returned)
         piece = piece_text(graph)
-        matrices = [
-            parameter.name
-            for parameter in graph.parameters
-            if parameter.role == "frozen" and len(parameter.type.dims) == 2
-        ]
+        matrices = [node.inputs[1] for node in graph.nodes if node.op in LINEAR]
         if not matrices:
             raise UnsupportedError(f"the piece of {', '.join(nodes)} has no matrix of the base")
         for name in piece.inputs:

@@ -106,13 +106,15 @@ class _Builder:
         for value in graph.inputs:
             if value.name not in self.numbers:
                 self._value(value.name, value.type)
+        norms = [node for node in graph.nodes if node.op.startswith(("layer_norm", "rms_norm"))]
+        of_norms = {name for node in norms for name in node.inputs}  # of heads, two dims
         for parameter in graph.parameters:
             name = parameter.name
             if parameter.role == "adapter":
                 self.hidden.add(name)
                 continue
             self.weights.add(name)
-            if parameter.role == "frozen" and len(parameter.type.dims) > 1:
+            if parameter.role == "frozen" and len(parameter.type.dims) > 1 and name not in of_norms:
                 self.matrices.add(name)
         for node in graph.nodes:
             self._node(graph, node)
