@@ -1,6 +1,6 @@
 """Measure split execution: a base and its clients as processes, on one machine.
 
-    python benchmarks/bench_split.py [finetuning] [policies] [memory] [--rounds 2]
+    python benchmarks/bench_split.py [finetuning] [policies] [memory] [loading] [--rounds 2]
 
 The model is a random Llama of hidden size 1,024 and 16 layers, 222 M parameters, that runs in fp32:
 weights are most of the memory. Its checkpoint is in bf16, as most are, so that each peer has a copy
@@ -19,6 +19,10 @@ over. Latency is the time of one token of each of a client's prompts, in the mea
 base is killed and started again with the next policy; clients find it again.
 
 memory: the base's own memory with 1 to 8 clients that finetune, and with sequences that grow.
+
+loading: processor time of a base, all of the model or half of its layers: loading the weights, and
+hashing them, those of the other layers, too. What is only mapped when it is loaded is read when it
+is hashed.
 """
 
 from __future__ import annotations
@@ -34,11 +38,19 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from measure import write
 from split_processes import Memory, Process, Work, serving_base, started
+
+from pcg.compiler import compile_program
+from pcg.runtime.model.weights import Checkpoint
+from pcg.source import resolve
+from pcg.split.base.base_executor import BaseExecutor
+from pcg.split.base.held_layers import executor_of
 
 MIB = 2**20
 SIZES = ((1, 16), (1, 32))
@@ -295,6 +307,26 @@ def memory(setting: Setting) -> dict[str, Any]:
     return found
 
 
+def loading(setting: Setting) -> dict[str, Any]:
+    """Return the processor seconds of loading and of hashing, by a base's dtype and layers."""
+    found: dict[str, Any] = {}
+    source = resolve(str(setting.directory), weights=True)
+    torch.set_num_threads(1)
+    for dtype in ("float32", "bfloat16"):
+        for layers in ("0-15", "0-7"):
+            program = compile_program(source.config, None, dtype=dtype, packed_weights=False)
+            times = [time.process_time()]
+            weights = Checkpoint.open(source, program.base_prefix)
+            base = BaseExecutor(executor_of(program, weights, layers, "cpu"))
+            times.append(time.process_time())
+            hashed = len(base.digests)
+            times.append(time.process_time())
+            load_s, hash_s = (round(end - begin, 3) for begin, end in pairwise(times))
+            sizes = {"held_mib": base.size_bytes // MIB, "hashed_tensors": hashed}
+            found[f"{dtype}, layers {layers}"] = {**sizes, "load_s": load_s, "hash_s": hash_s}
+    return found
+
+
 def own_mib(base: Process) -> dict[str, int]:
     """Return a base's memory beside the files that it maps: its own, and shared with clients."""
     sizes = base.memory()
@@ -325,7 +357,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--stored", default="bfloat16", help="the dtype of the checkpoint")
     given = parser.parse_args()
-    parts = given.parts or ["finetuning", "policies", "memory"]
+    parts = given.parts or ["finetuning", "policies", "memory", "loading"]
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         setting = Setting(Path(folder), given.transport, given.threads)
@@ -339,6 +371,8 @@ def main() -> None:
             write("split-policies", {**common, "window_s": given.window, "policies": found})
         if "memory" in parts:
             write("split-memory", {**common, **memory(setting)})
+        if "loading" in parts:
+            write("split-loading", {**common, **loading(setting)})
 
 
 if __name__ == "__main__":

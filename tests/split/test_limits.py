@@ -122,7 +122,7 @@ FACTS: dict[str, Any] = {
     "device": "CPU",
     "rates": None,
     "most_bytes": 2**20,
-    **{name: {} for name in ("config", "fetched", "samples", "files")},
+    **{name: {} for name in ("config", "fetched", "digests", "files")},
     "pieces": {"x": [2, 3]},
     "dtype": "float32",
     "graphs": True,

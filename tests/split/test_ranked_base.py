@@ -75,6 +75,7 @@ def test_what_clients_compute_is_the_same(size: int) -> None:
         executor = compiler.make_executor(program, weights, None, None, "cpu", SINGLE_MESH)
         with shards.driving():
             base = RankedBase(executor, shards)
+            assert base.digests == alone.digests
             assert base.digest == alone.digest  # so that a client may go on with either
             name = next(iter(base.multiplied))
             for message in (

@@ -35,6 +35,9 @@ class RemoteWeight(Protocol):
     def samples(self, count: int) -> Tensor:
         """Return `count` entries at equal distances, in fp64."""
 
+    def digest(self) -> str:
+        """Return the SHA-256 of the SHA-256 of all rows."""
+
 
 def remote_tensor(shape: Sequence[int], dtype: torch.dtype, weight: RemoteWeight) -> Tensor:
     """Return a tensor without memory that stands for a remote weight."""

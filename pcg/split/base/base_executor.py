@@ -27,10 +27,9 @@ from pcg.parallel.costs.catalog import own_sheet
 from pcg.parallel.costs.own_rates import own_rates
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.product_weights import joined, lie_side_by_side, multiplied
-from pcg.runtime.training.training_copy import weights_checksum
 from pcg.split.base.graph_pieces import GraphPieces
 from pcg.split.messages import VERSION, Message
-from pcg.split.model_facts import TOKENIZER_FILES, config_text, weight_samples
+from pcg.split.model_facts import TOKENIZER_FILES, config_text, weight_digests
 from pcg.split.pieces import GRADIENT, GRAPH, LINEAR, Piece
 from pcg.split.transports.published_tensors import LEAST_BYTES
 
@@ -100,9 +99,14 @@ class BaseExecutor:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of the configuration and of samples of every weight."""
-        text = f"{config_text(self.config)} {self.dtype} {weights_checksum(self._store)}"
+        """A digest of the configuration and of all weights."""
+        text = f"{config_text(self.config)} {self.dtype} {config_text(self.digests)}"
         return hashlib.sha256(text.encode()).hexdigest()
+
+    @cached_property
+    def digests(self) -> Mapping[str, str]:
+        """A digest of each weight, those that other bases hold among them."""
+        return weight_digests(self._store)
 
     @property
     def size_bytes(self) -> int:
@@ -132,7 +136,7 @@ class BaseExecutor:
             "pieces": {name: list(one.shape) for name, one in self.multiplied.items()},
             "fetched": {name: list(one.shape) for name, one in self.fetched.items()},
             "absent": self.absent,
-            "samples": weight_samples(self._store),
+            "digests": self.digests,
             "files": dict(directory_files),
         }
 

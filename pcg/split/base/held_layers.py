@@ -6,6 +6,7 @@ where the last layer is. Embeddings, norms and biases, which clients fetch, are 
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.model.product_weights import multiplied
 from pcg.runtime.model.weights import Checkpoint, Weights
 from pcg.source import resolve
+from pcg.split.model_facts import row_digests
 
 
 def held_layers(text: str, count: int) -> range:
@@ -117,10 +119,16 @@ class _Absent:
         found = []
         for at in range(0, rows * width, max(1, rows * width // count))[:count]:
             row, column = divmod(at, width)
-            ranges = ((row, row + 1), (column, column + 1))
-            place = (rows, width), self.dtype, self.parameter.transposed
-            found.append(self.source.load(self.name, *place, "cpu", ranges).reshape(1))
+            found.append(self._load(((row, row + 1), (column, column + 1))).reshape(1))
         return torch.cat(found).to(torch.float64)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the SHA-256 of all rows, read of the files."""
+        return hashlib.sha256(row_digests(self._load())).hexdigest()
+
+    def _load(self, ranges: Ranges | None = None) -> Tensor:
+        place = self.parameter.type.features, self.dtype, self.parameter.transposed
+        return self.source.load(self.name, *place, "cpu", ranges)
 
     def _refuse(self) -> NoReturn:
         raise SplitError(f"this base executor does not hold {self.name}")

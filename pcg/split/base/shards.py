@@ -11,8 +11,9 @@ for W's rows in parts W₀, W₁, … of the ranks, whose sizes differ by one at
 
 from __future__ import annotations
 
+import hashlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -33,6 +34,7 @@ from pcg.parallel.ranks.shards import Ranges
 from pcg.runtime.model.product_weights import multiplied
 from pcg.runtime.model.weights import Weights
 from pcg.split.messages import DTYPES
+from pcg.split.model_facts import hashing_threads, row_digests
 
 _NUMBERS = 16
 """Numbers of a command: what, dtype, rows, two numbers, a count, and so many matrices."""
@@ -58,6 +60,7 @@ class Shards:
     Attributes:
         ranks: the group.
         shapes: of whole matrices, by name.
+        digests: the SHA-256 of the SHA-256 of all rows of each.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Shards:
                 self._rows[source_name] = source.load(
                     source_name, shape, self.dtype, parameter.transposed, device, ranges
                 ).clone()  # a part of a file's map would keep all of it
+        self.digests = self._digests()
         self._names = list(self._rows)
         self._numbers = {name: number for number, name in enumerate(self._names)}
 
@@ -92,6 +96,22 @@ class Shards:
     def _range(self, rows: int, rank: int) -> tuple[int, int]:
         size = self.ranks.size
         return rows * rank // size, rows * (rank + 1) // size
+
+    def _digests(self) -> Mapping[str, str]:
+        """Hash this rank's rows, and return the digests of whole matrices."""
+        found = {}
+        with hashing_threads() as pool:
+            own = zip(self._rows, pool.map(row_digests, self._rows.values()), strict=True)
+            for name, digests in own:
+                rows = self.shapes[name][0]
+                words = self.ranks.tell(digests.ljust(-(-rows // self.ranks.size) * 32, b"\0"))
+                ends = [self._range(rows, rank) for rank in range(self.ranks.size)]
+                parts = [
+                    word[: (end - begin) * 32]
+                    for word, (begin, end) in zip(words, ends, strict=True)
+                ]
+                found[name] = hashlib.sha256(b"".join(parts)).hexdigest()
+        return found
 
     # ------------------------------------------------------------------------------- the driver
 
@@ -261,6 +281,11 @@ class ShardedWeight:
         """Return `count` entries at equal distances, in fp64."""
         (name,) = self.names
         return self.shards.samples(name, count)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the SHA-256 of all rows."""
+        (name,) = self.names
+        return self.shards.digests[name]
 
 
 class ShardedSource(Weights):

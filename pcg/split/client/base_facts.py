@@ -110,7 +110,7 @@ _FACTS: Mapping[str, Callable[[object], bool]] = {
     "pieces": _are_matrices,
     "fetched": _are_shapes,
     "absent": _are_names,
-    "samples": _are_texts,
+    "digests": _are_texts,
     "files": _are_texts,
     "rows": _is_flag,
     "most_bytes": _is_size,

@@ -34,7 +34,7 @@ from pcg.split.client.noise import Noise
 from pcg.split.client.privacy import BASE, DOWNLOAD, Place, Privacy, privacy_of
 from pcg.split.client.saved_program import check_given, load_for
 from pcg.split.messages import DTYPES
-from pcg.split.model_facts import TOKENIZER_FILES, weight_samples, weights_difference
+from pcg.split.model_facts import TOKENIZER_FILES, weight_digests, weights_difference
 from pcg.split.transports.curve import ClientCurve, is_loopback
 from pcg.split.transports.transport import Transport
 from pcg.split.transports.zeromq_client import address_of, transport_to
@@ -309,7 +309,8 @@ def _check_weights(program: Program, model: ModelSource, facts: Mapping[str, Any
     """Compare the client's own files with the base's weights. SplitError: they differ."""
     own = Checkpoint.open(model, program.base_prefix)
     store = WeightStore(program, own, torch.device("cpu"))
-    difference = weights_difference(weight_samples(store), facts["samples"])
+    difference = weights_difference(weight_digests(store), facts["digests"])
+    own.release()
     if difference:
         raise SplitError(
             f"the weights of {model.name} are not those of the base {facts['name']}: they differ "
