@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import random
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +25,10 @@ from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import TOLERANCE
 from tests.support.split_base import KEY, Base, results, running_base
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import bench_privacy as attacks
 
 METHODS = {
     "lora": pcg.LoraConfig(r=4, target_modules="all-linear"),
@@ -122,9 +130,9 @@ def test_clients_with_and_without_noise_train_at_once(whole: Executor) -> None:
 @pytest.mark.parametrize(
     ("dtype", "precision", "scale", "bound"),
     [
-        ("float32", "float64", 2.0**14, 1e-5),
-        ("float32", "float32", 16.0, 3e-4),
-        ("bfloat16", "float64", 1024.0, 4e-2),
+        ("float32", "float64", 2.0**20, 1e-5),
+        ("float32", "float32", 16.0, 2e-3),
+        ("bfloat16", "float64", 2.0**20, 4e-2),
         pytest.param("bfloat16", "float32", 16.0, 4e-2, marks=pytest.mark.slow),
     ],
 )
@@ -195,7 +203,7 @@ def hidden_rows(noise: Noise, rows: list[int], weight: Tensor) -> Tensor:
 def test_rows_have_noise_of_their_own_and_pools_are_drawn_anew() -> None:
     weight = torch.randn(5, 40, dtype=torch.float64)
     effects = _Products(weight)
-    noise = Noise(Privacy("base", pool=8, uses=3), effects)
+    noise = Noise(Privacy("base", 1024, pool=8, uses=3), effects)
     rows = hidden_rows(noise, [1, 5, 20, 24], weight)
     assert effects.asked == [8, 8, 8]
     first = rows[:24]
@@ -213,7 +221,7 @@ def test_rows_have_noise_of_their_own_and_pools_are_drawn_anew() -> None:
 def test_noise_that_is_used_once_is_drawn_for_all_rows_of_a_request() -> None:
     weight = torch.randn(5, 40, dtype=torch.float64)
     effects = _Products(weight)
-    noise = Noise(Privacy("base", pool=4), effects)
+    noise = Noise(Privacy("base", 1024, pool=4), effects)
     rows = hidden_rows(noise, [3, 30, 2], weight)
     assert effects.asked == [4, 29, 4]
     assert torch.linalg.matrix_rank(rows) == 35
@@ -223,7 +231,7 @@ def test_noise_that_is_used_once_is_drawn_for_all_rows_of_a_request() -> None:
 def test_noise_is_normal_and_two_clients_have_different() -> None:
     weight = torch.randn(1, 400, dtype=torch.float64)
     one, other = (
-        hidden_rows(Noise(Privacy("base"), _Products(weight)), [64], weight) for _ in range(2)
+        hidden_rows(Noise(Privacy("base", 1024), _Products(weight)), [64], weight) for _ in range(2)
     )
     scaled = one / 1024
     assert abs(float(scaled.mean())) < 0.05
@@ -235,7 +243,7 @@ def test_noise_is_normal_and_two_clients_have_different() -> None:
 def test_the_size_of_noise_tells_the_largest_row_alone() -> None:
     weight = torch.eye(4, dtype=torch.float64)
     sent: list[Tensor] = []
-    noise = Noise(Privacy("base", pool=4), _Products(weight))
+    noise = Noise(Privacy("base", 1024, pool=4), _Products(weight))
     x = torch.tensor([[1e-9] * 4, [3.0] * 4, [0.0] * 4])
     found = noise.run(PIECE, x, lambda rows: sent.append(rows) or rows @ weight.t())
     assert torch.allclose(found, x, atol=1e-9)
@@ -244,12 +252,97 @@ def test_the_size_of_noise_tells_the_largest_row_alone() -> None:
         noise.run(PIECE, torch.tensor([[torch.nan] * 4]), lambda rows: rows)
 
 
+@pytest.fixture
+def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise of a seed, so that what an attack finds is the same in each run."""
+    monkeypatch.setattr(os, "urandom", random.Random(5).randbytes)
+
+
+def sent_rows(x: Tensor, privacy: Privacy) -> Tensor:
+    """What a base is sent of rows."""
+    weight = torch.randn(3, x.shape[1], dtype=privacy.dtype)
+    sent: list[Tensor] = []
+    noise = Noise(privacy, _Products(weight))
+    noise.run(PIECE, x, lambda rows: sent.append(rows) or rows @ weight.t())
+    return sent[0]
+
+
+SETTINGS: Any = [("float32", 16.0), ("float64", 2.0**10), ("float64", 2.0**20)]
+
+
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(("precision", "scale"), SETTINGS)
+def test_digits_of_what_is_sent_tell_no_row(
+    dtype: torch.dtype, precision: Any, scale: float
+) -> None:
+    """The attacker knows the 64 rows that may have been sent, to the last bit."""
+    known = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
+    sent = sent_rows(known, Privacy("base", scale, precision=precision))
+    size = float(attacks.sizes_of(sent.double(), len(sent))[0])
+    for name, scores in attacks.digit_scores(sent, known, size).items():
+        found = int((scores.argmax(1) == torch.arange(len(known))).sum())
+        assert found <= 6, name  # 1 by chance
+
+
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.parametrize(("precision", "scale"), SETTINGS)
+def test_every_multiple_of_the_step_is_sent_and_nothing_between(
+    precision: Any, scale: float
+) -> None:
+    privacy = Privacy("base", scale, precision=precision)
+    sent = sent_rows(torch.randn(256, 128), privacy).double()
+    size = float(attacks.sizes_of(sent, len(sent))[0])
+    multiples = sent / (size * privacy.step)
+    assert torch.equal(multiples, multiples.round())
+    for bit in range(8):  # 5 deviations
+        share = float((multiples.long() >> bit & 1).double().mean())
+        assert abs(share - 0.5) < 0.014, bit
+    for begin in (0.0, 2.0, 3.0):  # where a uniform number of few bits would leave gaps
+        far = multiples[(sent / size).abs() > begin].long()
+        assert abs(float((far & 1).double().mean()) - 0.5) < 2.5 / len(far) ** 0.5
+
+
+@pytest.mark.usefixtures("seeded")
+def test_noise_has_the_normal_distribution() -> None:
+    numbers = sent_rows(torch.zeros(256, 512), Privacy("base", 1.0)).reshape(-1).sort().values
+    expected = torch.special.ndtr(numbers)
+    steps = torch.arange(len(numbers), dtype=torch.float64) / len(numbers)
+    distance = float((expected - steps).abs().max())
+    assert distance < 1.63 / len(numbers) ** 0.5  # Kolmogorov and Smirnov, 1 in 100
+    for bound in (3.0, 4.0):
+        count = float((numbers.abs() > bound).sum())
+        mean = 2 * float(torch.special.ndtr(torch.tensor(-bound))) * len(numbers)
+        assert abs(count - mean) < 3 * mean**0.5
+
+
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.parametrize("times", [1, 16])
+def test_attacks_find_as_much_as_the_bound_says_and_no_more(times: int) -> None:
+    """The likelihood ratio reaches the bound, and the nearest row stays below it."""
+    generator = torch.Generator().manual_seed(1)
+    known = torch.nn.functional.normalize(torch.randn(64, 64, generator=generator)) * 8
+    ids = torch.arange(64).repeat(32)
+    privacy = Privacy("base", 32, precision="float32")
+    sent = sent_rows(known[ids].repeat(times, 1), privacy).double()
+    size = float(attacks.sizes_of(sent, len(sent))[0])
+    mean = sent.view(times, len(ids), -1).mean(0)
+    right, wrong = known[ids], known[ids.roll(1)]
+    chosen = attacks.told_apart(mean, right, wrong)
+    bound = attacks.choice_bound((right - wrong).norm(dim=1) * times**0.5 / size)
+    assert abs(chosen - bound) < 0.035  # 3 deviations of 2,048 choices
+    found = float((attacks.nearest(mean, known) == ids).double().mean())
+    most = attacks.guess_bound(1 / 64, 8 * times**0.5 / size)
+    assert 0.5 * most < found < most + 3 * (most / len(ids)) ** 0.5
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"effects": "elsewhere"}, "host:port of a second"),
         ({"effects": "base", "scale": 0}, "more than 0"),
         ({"effects": "base", "scale": 1e5, "precision": "float32"}, "no digits"),
+        ({"effects": "base", "precision": "float32"}, "1024 at most"),
         ({"effects": "base", "precision": "bfloat16"}, "use float32 or float64"),
         ({"effects": "base", "pool": 0}, "pool=0"),
         ({"effects": "base", "uses": True}, "uses=True"),

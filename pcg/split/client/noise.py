@@ -10,6 +10,17 @@ in a space of K dimensions, though; who has more than K of them can find it.
 The size s is a power of two from `scale` times the largest row of a request on, as a size by row
 would tell the rows' own, and zero gradients would go unhidden. It is made with the system's random
 numbers: torch's generator has a seed of 32 bits, which can be tried.
+
+Floating-point noise has gaps, and x + s n for a real x tells by its last digits which gap x is in
+(Mironov, CCS 2012). So with a grid of g = 2⁻⁴⁹, or 2⁻²⁰ in float32,
+
+    y = s g (round(x / (s g)) + k),    n = g k,    k an integer,  P(k) ∝ exp(-(g k)² / 2)
+
+and every y can come from every x. `_gaussian` draws k with these probabilities, to a factor of
+1 ± 2⁻⁴⁸, but for events of probability 2⁻⁵⁸; the normal distribution rounded to g = 2⁻⁴⁹ has them,
+too, to 2⁻⁹⁰. So y is a Gaussian mechanism's output, rounded, and has its bounds: what is sent of
+rows x₁ … xₙ is μ-GDP beside what is sent of x'₁ … x'ₙ, for μ² = Σ |xᵢ - x'ᵢ|² / sᵢ² (Dong, Roth,
+Su, "Gaussian differential privacy", 2022, §2.3 and §3.1).
 """
 
 from __future__ import annotations
@@ -18,6 +29,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from threading import Lock
 
 import torch
@@ -81,14 +93,17 @@ class Noise:
         """
         if piece.kind not in (LINEAR, GRADIENT):
             raise SplitError(f"noise hides linear operators' inputs, and {piece} is none")
-        rows = x.detach().to("cpu", self._privacy.dtype)
+        rows = x.detach().to("cpu", torch.float64)
         largest = float(rows.square().mean(1).amax().sqrt())
         if not math.isfinite(largest):
             raise SplitError(f"noise cannot hide inputs of {piece} that are not finite")
         size = 2.0 ** math.ceil(math.log2(self._privacy.scale * (largest or 1.0)))
         with self._lock:
             noise, effects = self._take(piece, *rows.shape)
-        found = ask(torch.add(rows, noise, alpha=size))
+        # Both are multiples of one step, so that their sum, however it is rounded, tells of the
+        # row nothing but its own multiple.
+        hidden = self._on_grid(rows / size).add_(noise).mul_(size)
+        found = ask(hidden.to(self._privacy.dtype))
         return torch.sub(found.cpu(), effects, alpha=size).to(x.dtype)
 
     def close(self) -> None:
@@ -109,7 +124,7 @@ class Noise:
                 parts.append((pool.noise[taken], pool.effects[taken]))
             else:
                 rows = pool.mixing[taken]
-                parts.append((rows @ pool.noise, rows @ pool.effects))
+                parts.append((self._on_grid(rows @ pool.noise), rows @ pool.effects))
             count -= taken.stop - taken.start
             pool.at = taken.stop
             if pool.at == size:
@@ -124,20 +139,62 @@ class Noise:
     def _draw(self, piece: Piece, count: int, width: int) -> _Pool:
         # Noise that hides one row only is best drawn for all rows at once.
         size = max(self._privacy.pool, count) if self._privacy.uses == 1 else self._privacy.pool
-        noise = _gaussian(size, width).to(self._privacy.dtype)
+        noise = self._on_grid(_gaussian(size, width)).to(self._privacy.dtype)
         self.drawn += size
         return _Pool(noise, self._effects.of(piece, noise))
 
+    def _on_grid(self, tensor: Tensor) -> Tensor:
+        step = self._privacy.step
+        return tensor.div(step).round_().mul_(step)
+
+
+_CELLS = 4
+"""Cells of the table below for a standard deviation."""
+_CELL_BITS = 47
+"""Bits of a place within a cell, so that numbers are multiples of 2⁻⁴⁹, which is 8 eps of fp64."""
+_DRAWN_AT_ONCE = 2**15
+
+
+def _cell_thresholds() -> Tensor:
+    """Return P(cell ≤ a) for a = 0, 1, … in units of 2⁻⁶³, with P(a) ∝ exp(-(a / cells)² / 2).
+
+    The last cell begins 9 deviations from 0, where 2⁻⁶³ is the least that there is.
+    """
+    weights = [math.exp(-0.5 * (a / _CELLS) ** 2) for a in range(9 * _CELLS + 1)]
+    counts = [round(one / math.fsum(weights) * 2.0**63) for one in weights]
+    counts[0] += 2**63 - sum(counts)
+    return torch.tensor(list(accumulate(counts))[:-1])
+
+
+_THRESHOLDS = _cell_thresholds()
+
 
 def _gaussian(rows: int, width: int) -> Tensor:
-    """Return independent normal numbers [rows, width], fp64, of the system's randomness."""
-    if not rows * width:
-        return torch.empty(rows, width, dtype=torch.float64)
-    bits = torch.frombuffer(bytearray(os.urandom(8 * rows * width)), dtype=torch.int64)
-    # 52 bits, halfway between two numbers, so that neither 0 nor 1 is among them.
-    uniform = ((bits >> 12) & (2**52 - 1)).double().add_(0.5).mul_(2.0**-52)
-    numbers: Tensor = torch.special.ndtri(uniform)
-    return numbers.view(rows, width)
+    """Return independent normal numbers [rows, width], fp64, of the system's randomness.
+
+    They are multiples of g = 2⁻⁴⁹, with probabilities in proportion to exp(-x² / 2): a cell by a
+    table, a place t in the cell, uniform, which is kept with probability exp(-t (t + 2 a) / 2 c²)
+    for cell a of c a deviation, and a sign.
+
+    Source: Ducas, Durmus, Lepoint, Lyubashevsky, "Lattice signatures and bimodal Gaussians" (BLISS,
+    CRYPTO 2013), Algorithm 11.
+    """
+    found, done = torch.empty(rows * width, dtype=torch.float64), 0
+    while done < len(found):
+        # 9 in 10 are kept.
+        count = min((len(found) - done) * 9 // 8 + 64, _DRAWN_AT_ONCE)
+        bits = torch.frombuffer(bytearray(os.urandom(24 * count)), dtype=torch.int64)
+        of_cell, of_place, of_choice = bits.view(3, count)
+        cell = torch.searchsorted(_THRESHOLDS, of_cell & (2**63 - 1), right=True).double()
+        place = (of_place & (2**_CELL_BITS - 1)).double().mul_(2.0**-_CELL_BITS)
+        chance = torch.exp(place * (place + 2 * cell) / (-2 * _CELLS**2))
+        is_kept = (of_choice & (2**53 - 1)).double().mul_(2.0**-53) < chance
+        numbers, is_negative = (cell + place) / _CELLS, of_place < 0
+        is_kept &= (numbers != 0) | ~is_negative  # 0 is drawn with either sign, and counts once
+        kept = torch.where(is_negative, -numbers, numbers)[is_kept][: len(found) - done]
+        found[done : done + len(kept)] = kept
+        done += len(kept)
+    return found.view(rows, width)
 
 
 def _orthogonal(size: int) -> Tensor:
