@@ -125,6 +125,9 @@ class StubDevice:
     def evict(self, adapter: Any) -> None:
         """Do nothing: adapters have no tensors."""
 
+    def reset(self) -> None:
+        """Do nothing: nothing fails."""
+
     def start(self, chunks: Any, windows: Any) -> FinishedStep:
         ready = [sequence for sequence, count in chunks if count == sequence.pending]
         return FinishedStep(lambda: StepResults(dict.fromkeys(ready, 1)))

@@ -84,7 +84,7 @@ class ProfiledDevice:
         self.side: SideStream | None = None
         self.shape: StepShape | None = None
         self.behind_s = 0.0
-        self.open, self.evict = device.open, device.evict
+        self.open, self.evict, self.reset = device.open, device.evict, device.reset
         self.prefetch, self.is_copying = device.prefetch, device.is_copying
         self.copy_page = device.copy_page
         self.fails_alike, self.check_alive = device.fails_alike, device.check_alive

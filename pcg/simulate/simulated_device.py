@@ -128,6 +128,10 @@ class SimulatedDevice:
         """Forget the copy of an adapter that gave its pages up."""
         self._copied_s.pop(adapter.version, None)
 
+    def reset(self) -> None:
+        """Forget the copies of all adapters."""
+        self._copied_s.clear()
+
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
     ) -> FinishedStep:

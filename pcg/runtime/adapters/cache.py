@@ -151,6 +151,12 @@ class AdapterCache:
         if adapter is not None and adapter.version in self._idle and adapter in self._gone:
             self._evict(adapter.version)
 
+    def reset(self) -> None:
+        """Have no adapter on the device, in a pool whose pages nobody holds any more."""
+        self._residents.clear()
+        self._idle.clear()
+        self.idle_pages = 0
+
     def check_integrity(self) -> None:
         """Raise an AssertionError if a resident has wrong pages, or is idle and used."""
         idle = {key: found for key, found in self._residents.items() if not found.users}

@@ -32,11 +32,21 @@ class AdapterCopies:
         return copy is not None and not copy.done()
 
     def take(self, key: int) -> bool:
-        """Wait for a copy and forget it; returns True if the adapter fits, or raises its error."""
-        return self._under_way.pop(key).result()
+        """Wait for a copy and forget it; returns True if it was made.
+
+        Where the adapter does not fit, or the copy failed, it is copied again when it runs: then an
+        error belongs to those who asked for it, and not to whoever waits for the copy.
+        """
+        copy = self._under_way.pop(key)
+        return copy.exception() is None and copy.result()
 
     def wait(self) -> None:
         wait(self._under_way.values())
+
+    def reset(self) -> None:
+        """Wait for all copies, and forget them."""
+        self.wait()
+        self._under_way.clear()
 
     def _make(self, copy: Callable[[], bool], before: torch.cuda.Event | None) -> bool:
         # Gradient mode and inference mode are set per thread.

@@ -200,6 +200,12 @@ class PaddedTables:
         """Wait for copies, and write nothing from now on: another program serves."""
         self._copies.wait()
 
+    def reset(self) -> None:
+        """Have no adapter in a slot, whatever a failed call left half changed."""
+        self._copies.reset()
+        self._by_width = {}
+        self._update_places()
+
     def evict(self, adapter: Adapter) -> None:
         """Note that an adapter has given its pages up."""
 

@@ -142,6 +142,11 @@ class RaggedTables(PaddedTables):
         if self.lora is not None:
             self.lora.close()
 
+    def reset(self) -> None:
+        super().reset()
+        if self.lora is not None:
+            self.lora.reset()
+
     @torch.inference_mode(False)
     def evict(self, adapter: Adapter) -> None:
         if self.lora is not None:

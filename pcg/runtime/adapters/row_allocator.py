@@ -52,6 +52,9 @@ class RowAllocator(Protocol):
     def drop(self, key: int) -> None:
         """Free an adapter's memory, by the adapter's id."""
 
+    def reset(self) -> None:
+        """Free the memory of all adapters, and leave it where it is."""
+
     def trim(self) -> None:
         """Give up memory that adapters which left do not use; nothing reads or writes it meanwhile.
 
@@ -107,6 +110,11 @@ class OwnRowAllocator:
         if run is not None:
             self._free.add(*run)
 
+    def reset(self) -> None:
+        self._runs, self._free = {}, FreeRuns()
+        if units := len(self.memory) // _UNIT:
+            self._free.add(0, units)
+
     def trim(self) -> None:
         held = len(self.memory) // _UNIT
         kept = trimmed(self._free, held, _LEAST_UNITS)
@@ -159,6 +167,9 @@ class PagedRowAllocator:
 
     def drop(self, key: int) -> None:
         self._tables.pop(key, None)
+
+    def reset(self) -> None:
+        self._tables.clear()
 
     def trim(self) -> None:
         """Do nothing: the pages are the cache's."""

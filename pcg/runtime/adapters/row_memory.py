@@ -108,6 +108,13 @@ class RowMemory:
         """Wait for copies, and write nothing from now on."""
         self._copies.wait()
 
+    def reset(self) -> None:
+        """Have no adapter in memory, which stays where it is."""
+        self._copies.reset()
+        self._slots, self._copying, self._running = {}, {}, set()
+        self._table.reset()
+        self._allocator.reset()
+
     def admit(self, wanted: Sequence[Adapter]) -> bool:
         """Have adapters in memory; returns True if any came.
 
@@ -246,8 +253,11 @@ class RowMemory:
         for key, slot in list(self._copying.items()):
             if wait or key in self._running or not self._copies.is_under_way(key):
                 del self._copying[key]
-                self._copies.take(key)
-                self._slots[key] = slot
+                if self._copies.take(key):
+                    self._slots[key] = slot
+                else:
+                    self._allocator.drop(key)
+                    self._table.give_back(slot)
                 came = True
         return came
 

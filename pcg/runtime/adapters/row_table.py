@@ -80,6 +80,13 @@ class RowTable:
             self.rows = torch.nn.functional.pad(self.rows, (0, more * self._unit))
             self._free.add(held, more)
 
+    def reset(self) -> None:
+        """Free all entries, and leave the tables where they are."""
+        self._free = FreeRuns()
+        if units := len(self.rows) // self._unit:
+            self._free.add(0, units)
+        self._free_numbers = [*reversed(range(self.ranks.shape[1]))]
+
     def give_back(self, slot: AdapterSlot) -> None:
         """Free an adapter's entries."""
         self._free.add(slot.first // self._unit, slot.width // RANK_STEP)

@@ -113,8 +113,10 @@ class AdapterSlots:
         if not fit:
             # The new stacks hold all slots, those of adapters that are being copied included.
             for key, place in self._copying.items():
-                self._copies.take(key)
-                self.places[key] = place
+                if self._copies.take(key):
+                    self.places[key] = place
+                else:
+                    self._slots[place] = None
             self._copying.clear()
             self._stacks = [
                 stack_sites(sites, self._slots, layer, self._stacker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -50,26 +51,23 @@ class ServedWeights:
             kept[kind] = make(around)
         return kept[kind]
 
-    def check_range(self, adapter: Adapter, dtype: torch.dtype) -> None:
-        """Refuse an adapter whose copies in a dtype of 16 bits would be infinite.
+    def check_range(self, adapter: Adapter, dtype: torch.dtype | None) -> None:
+        """Refuse an adapter whose weights, with its scale, are NaN or infinite as they are served.
 
+        Args:
+            dtype: that of copies of matrices; None for the adapter's own.
         Raises:
             AdapterError: the matrix, its largest number and the dtype's.
         """
-        most = torch.finfo(dtype).max
         for module, weights in adapter.weights.items():
             for kind in weights.served:
-                if parameter_kind(kind).is_factor:
-                    part = self.part(adapter, f"{module}.{kind}")
-                    largest = 0.0 if part is None or not part.numel() else _largest(part)
-                    if largest > most:
-                        name = str(dtype).removeprefix("torch.")
-                        raise AdapterError(
-                            f"{kind} of {module} in adapter {adapter.name!r} reaches {largest:.3g} "
-                            f"with its scale, and adapters are served in {name}, up to {most:.3g}; "
-                            "serve them in float32: adapter_copies='float32', --adapter-copies "
-                            "float32"
-                        )
+                if parameter_kind(kind).is_costly:  # made by the base, of matrices that are checked
+                    continue
+                part = self.part(adapter, f"{module}.{kind}")
+                if part is None or not part.numel():
+                    continue
+                copied = dtype if parameter_kind(kind).is_factor else None
+                _check_range(part, copied, f"{kind} of {module} in adapter {adapter.name!r}")
 
     def changed(self, adapter: Adapter) -> None:
         """Forget what was computed of an adapter, after its tensors were changed in place."""
@@ -77,8 +75,23 @@ class ServedWeights:
             self._kept.pop(weights, None)
 
 
-def _largest(part: Tensor) -> float:
-    return max(abs(extreme.item()) for extreme in part.aminmax())
+def _check_range(part: Tensor, copied: torch.dtype | None, which: str) -> None:
+    largest = max(abs(extreme.item()) for extreme in part.aminmax())  # both NaN if any entry is
+    served = part.dtype if copied is None else copied
+    most = torch.finfo(served).max
+    if largest <= most:
+        return
+    name = str(served).removeprefix("torch.")
+    if copied is not None and math.isfinite(largest):
+        raise AdapterError(
+            f"{which} reaches {largest:.3g} with its scale, and adapters are served in {name}, up "
+            f"to {most:.3g}; serve them in float32: adapter_copies='float32', --adapter-copies "
+            "float32"
+        )
+    raise AdapterError(
+        f"{which} reaches {largest:.3g} with its scale, and {name} holds up to {most:.3g}; the "
+        "scale of adapter_config.json, such as lora_alpha, is not that of its weights"
+    )
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,11 @@ class AdapterClustering(Policy):
     def waiting(self) -> set[Sequence]:
         return set(self._line)
 
+    def restart(self, waiting: Iterable[Sequence]) -> None:
+        self._line, self._of_adapter, self._turns = Line(), {}, {}
+        for sequence in waiting:
+            self.add(sequence)
+
     def _clustered(self, there: set[str | None]) -> Iterator[Sequence]:
         lines = [self._of_adapter[name] for name in there if name in self._of_adapter]
         yield from heapq.merge(*lines, key=self._turns.__getitem__)

@@ -72,6 +72,12 @@ class Backlog:
         """Count a request that waits no more."""
         self._count(sequence, -1)
 
+    def clear(self) -> None:
+        """Count no request."""
+        self.requests = self.tokens = 0
+        self._requests.clear()
+        self._tokens.clear()
+
     def _count(self, sequence: Sequence, sign: int) -> None:
         if not (came := new_requests(sequence)):
             return

@@ -71,6 +71,13 @@ class EarlyAbort(Fcfs):
             return list(islice(self._line.newest_first(), count))
         return super().first(count, now_s, running)
 
+    def restart(self, waiting: Iterable[Sequence]) -> None:
+        ordered = list(waiting)
+        super().restart(ordered)
+        self._admitted, self._waiting, self._due = {}, set(), []
+        for sequence in ordered:
+            self._await(sequence)
+
     def hopeless(self, now_s: float) -> Iterable[Sequence]:
         found: dict[Sequence, None] = {}
         while self._due and now_s + self.prefill_s > self._due[0][0]:

@@ -134,6 +134,17 @@ class FairShare(Policy):
     def waiting(self) -> set[Sequence]:
         return {sequence for line in self._lines.values() for sequence in line}
 
+    def restart(self, waiting: Iterable[Sequence]) -> None:
+        ordered = list(waiting)
+        self._requests = Counter(one.request.tenant for one in ordered)
+        self._asked, self._running, self._lines, self._heap = Counter(), Counter(), {}, []
+        self._bound, self.heavy = None, set()
+        for sequence in ordered:
+            tenant = sequence.request.tenant
+            self._served.setdefault(tenant, 0)
+            self._asked[tenant] += _asked(sequence)
+            self._line(tenant).add(sequence)
+
     @property
     def is_shared(self) -> bool:  # type: ignore[override]
         return len(self._requests) > 1

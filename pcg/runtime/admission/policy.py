@@ -65,6 +65,10 @@ class Policy(ABC):
     def waiting(self) -> set[Sequence]:
         """Return all requests that it keeps as waiting."""
 
+    @abstractmethod
+    def restart(self, waiting: Iterable[Sequence]) -> None:
+        """Keep these requests as waiting, in this order, and no others as waiting or admitted."""
+
     def in_order(self, running: Iterable[Sequence]) -> list[Sequence]:
         """Return the running requests, those last that give up their pages first.
 
@@ -128,3 +132,8 @@ class Fcfs(Policy):
 
     def waiting(self) -> set[Sequence]:
         return set(self._line)
+
+    def restart(self, waiting: Iterable[Sequence]) -> None:
+        self._line = Line()
+        for sequence in waiting:
+            self._line.add(sequence)

@@ -101,6 +101,9 @@ class Device(Protocol):
     def evict(self, adapter: ServedAdapter) -> None:
         """Note that an adapter gives its pages up."""
 
+    def reset(self) -> None:
+        """Have no adapter in memory, whatever a failed call left half changed."""
+
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
     ) -> StartedStep:

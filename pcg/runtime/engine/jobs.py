@@ -59,6 +59,10 @@ _SHORTER = 0.75
 """How long a window may be at most, relative to the last for which it was done, to do so again."""
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 class Job:
     """A finetuning job.
 
@@ -76,7 +80,7 @@ class Job:
         self,
         name: str,
         work: Work[Any],
-        on_end: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] = _nothing,
         on_interrupt: Callable[[], None] | None = None,
     ) -> None:
         """Make a job of its units.
@@ -106,10 +110,14 @@ class Job:
 
     def advance(self) -> None:
         """Go on after a unit was done: to the next one, or to the end."""
+        self._resume(lambda: next(self._work))
+
+    def _resume(self, resume: Callable[[], Unit]) -> None:
         try:
-            self.unit = next(self._work)
+            self.unit = resume()
         except StopIteration as end:
-            self.result = end.value
+            if self.result is None:  # else its end is what failed before
+                self.unit, self.result = None, end.value
             self._end(JobState.SUCCEEDED)
         except Exception as error:  # also of a callback
             self.fail(error)
@@ -117,7 +125,8 @@ class Job:
     def begin_step_again(self) -> None:
         """Begin the step under way again, with other windows."""
         self.held = 0
-        self.unit = self._work.throw(StepBeginsAgain())
+        if self.result is None:
+            self._resume(lambda: self._work.throw(StepBeginsAgain()))
 
     def cancel(self) -> None:
         self._end(JobState.CANCELLED)
@@ -130,14 +139,22 @@ class Job:
             self._on_interrupt()
 
     def fail(self, error: Exception) -> None:
+        if self.is_over:  # its end is what failed
+            self.conclude()
+            return
         self.error = as_pcg_error(error, f"job {self.name!r}", FinetuneError)
         is_interrupted = isinstance(error, FinetuneInterrupted)
         self._end(JobState.CANCELLED if is_interrupted else JobState.FAILED)
 
     def _end(self, state: JobState) -> None:
         self.unit, self.state = None, state
+        self.conclude()
+
+    def conclude(self) -> None:
+        """Free what only a job that goes on needs; again, if that failed before."""
         self._work.close()
         self._on_end()
+        self._on_end = _nothing
 
 
 @dataclass
@@ -165,6 +182,7 @@ class Jobs:
     Attributes:
         pages: the pages of the pool that they hold.
         readings: which of their readings wait.
+        only: the jobs that may go on in this step; None for all.
     """
 
     def __init__(
@@ -174,6 +192,7 @@ class Jobs:
         self._cache = cache
         self._note = note
         self._jobs: list[Job] = []
+        self.only: Collection[Job] | None = None
         self.readings = LateReadings()
 
     def __iter__(self) -> Iterator[Job]:
@@ -188,8 +207,8 @@ class Jobs:
     def add(self, job: Job) -> Job:
         """Add a job. PcgError: there is one of that name."""
         self.check_free(job.name)
-        self._jobs.append(job)
         self._note(Kind.QUEUED, job.name)
+        self._jobs.append(job)
         return job
 
     def check_free(self, name: str) -> None:
@@ -236,7 +255,8 @@ class Jobs:
 
     @property
     def unpaused(self) -> list[Job]:
-        return [job for job in self._jobs if job.state is not JobState.PAUSED]
+        going = self._jobs if self.only is None else self.only
+        return [job for job in going if job.state is not JobState.PAUSED]
 
     @property
     def have_work(self) -> bool:
@@ -328,13 +348,19 @@ class Jobs:
 
     def failed(self, group: PartGroup, error: Exception) -> None:
         """Drop the one job of a group that failed; have each of several run alone."""
+        if len(group.jobs) == 1:
+            group.jobs[0].fail(error)
+        else:
+            self.begin_again(group)
         for job in group.jobs:
-            if len(group.jobs) == 1:
-                job.fail(error)
-            else:
-                job.runs_alone = True
-                job.begin_step_again()
+            job.runs_alone = True
             self.settle(job)
+
+    def begin_again(self, group: PartGroup) -> None:
+        """Have jobs begin the step again of which a part may be half done."""
+        for job in group.jobs:
+            if isinstance(job.unit, Forward | Part | Pages):
+                job.begin_step_again()
 
     def hold(self, job: Job, part: Part, patience: int) -> None:
         """Note that a step had no room for a job's part; its window may be too long for any.
@@ -358,6 +384,8 @@ class Jobs:
 
     def _open(self, job: Job, unit: Pages) -> bool:
         """Give a job pages; returns False while there is no room."""
+        if job.tables:
+            return True
         try:
             tables = self.pages.open(job.name, unit)
         except OutOfMemoryError as error:
@@ -376,10 +404,27 @@ class Jobs:
     def _end(self, job: Job) -> None:
         if job in self._jobs:
             self._jobs.remove(job)
+            self._note_end(job)
             self._close(job)
-            reason = {} if job.error is None else {"reason": str(job.error)}
-            self._note(_ENDS[job.state], job.name, job=True, **reason)
+
+    def _note_end(self, job: Job) -> None:
+        reason = {} if job.error is None else {"reason": str(job.error)}
+        self._note(_ENDS[job.state], job.name, job=True, **reason)
+
+    @property
+    def tables(self) -> list[PageTable]:
+        """The pages of all jobs."""
+        return [table for job in self._jobs for table in job.tables]
+
+    def restart(self) -> None:
+        """Go on with the jobs that are not over, after a call that failed."""
+        self.readings.give_up()
+        for job in [job for job in self._jobs if job.is_over]:
+            self._jobs.remove(job)
+            job.conclude()
+            self._note_end(job)
+        self.pages.restart(self.tables)
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page of a job is lost."""
-        self.pages.check_integrity(table for job in self._jobs for table in job.tables)
+        self.pages.check_integrity(self.tables)

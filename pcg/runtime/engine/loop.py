@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Sequence as List
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
-from pcg.errors import GenerationError
+from pcg.errors import GenerationError, PcgError
+from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.device import Device
@@ -29,7 +29,7 @@ from pcg.runtime.engine.sharing import CoServing, Sharing, Step
 from pcg.runtime.engine.steps.flight import AHEAD, Flight
 from pcg.runtime.engine.steps.job_parts import JobParts
 from pcg.runtime.engine.steps.open_requests import OpenRequests
-from pcg.runtime.engine.suspects import Suspects
+from pcg.runtime.engine.suspects import Owner, Suspects, owner_of
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.metrics.events import KEPT_EVENTS, Event, EventLog, Kind
 from pcg.runtime.metrics.totals import Totals
@@ -38,6 +38,9 @@ from pcg.runtime.requests.sequence import Sequence, State
 from pcg.runtime.requests.step_plan import StepPlan
 from pcg.runtime.training.work_units import Forward
 
+_RETRIES = 3
+"""Steps in a row that may fail before anything ran, also none of the suspects."""
+
 
 class EngineLoop:
     """Serves and trains on a device, real or simulated; called by one thread.
@@ -45,6 +48,7 @@ class EngineLoop:
     Attributes:
         submitted: number of requests so far, which is the index of the next one's chunks.
         worked: True if the last step ran anything.
+        is_broken: True if an error came out of a step, after which nothing can be relied on.
         parts: what runs the parts of jobs in a step, and the work of guests.
         awaited: tells if somebody waits; a step that serves nothing then ends between two parts.
         requests: those that are here.
@@ -83,6 +87,10 @@ class EngineLoop:
         self._note = note
         self.jobs = Jobs(scheduler, device.cache, pages, note)
         self._suspects = Suspects()
+        self._alone: Sequence | Job | None = None
+        self._ran: list[Sequence | Job] = []
+        self._failures = 0
+        self._is_half_changed = self.is_broken = False
         self.parts = JobParts(self.jobs, clock)
         self._flight: Flight | None = None
         self._read_s = -math.inf
@@ -146,25 +154,36 @@ class EngineLoop:
                     f"there is a request {one.id!r} already; give each its own request_id, or none"
                 )
         self.log.add(Event(now, Kind.SUBMITTED, sequence.id, sequence.described()))
-        error = self.scheduler.refusal(sequence, self.jobs.pages.most if self.jobs else 0)
+        error: GenerationError | None = self._suspects.why_broken(request)
+        if error is None:
+            error = self.scheduler.refusal(sequence, self.jobs.pages.most if self.jobs else 0)
         if error is not None:
             sequence.state = State.REFUSED
             self._note(Kind.REFUSED, sequence.id, reason=str(error))
             raise error
         self.log.add(*(Event(now, Kind.SUBMITTED, f.id, f.described()) for f in sequence.followers))
-        self.requests.add(sequence, None if request.timeout_s is None else now + request.timeout_s)
-        self.scheduler.add(sequence)
+        with self._whole():
+            due_s = None if request.timeout_s is None else now + request.timeout_s
+            try:
+                self.requests.add(sequence, due_s)
+                self.scheduler.add(sequence)
+            except BaseException:
+                self.requests.remove(sequence)
+                raise
         return sequence.id
 
     def cancel(self, request: str, kind: Kind = Kind.CANCELLED) -> None:
         """End a request by its id, if there is one; `kind` may be TIMED_OUT."""
-        self.requests.end(self.requests.of(request), State(kind.value), kind)
+        with self._whole():
+            self.requests.end(self.requests.of(request), State(kind.value), kind)
 
     def forget(self, adapter: ServedAdapter, *, is_gone: bool = True) -> None:
         """Drop what is cached of an adapter that changed; running requests go on with it alone."""
-        self.scheduler.forget(adapter, is_gone=is_gone)
-        if is_gone and not self.scheduler.adapters.has(adapter):
-            self.device.evict(adapter)
+        self._suspects.forgive(adapter)
+        with self._whole():
+            self.scheduler.forget(adapter, is_gone=is_gone)
+            if is_gone and not self.scheduler.adapters.has(adapter):
+                self.device.evict(adapter)
 
     # ------------------------------------------------------------------------------- jobs
 
@@ -178,12 +197,14 @@ class EngineLoop:
 
     def interrupt_job(self, name: str) -> None:
         """End a job after the step under way, with a checkpoint where these are kept."""
-        self.jobs.interrupt(name)
+        with self._whole():
+            self.jobs.interrupt(name)
 
     def pause_job(self, name: str) -> None:
         """Pause a job after its latest unit; it keeps its pages."""
         self.land()
-        self.jobs.pause(name)
+        with self._whole():
+            self.jobs.pause(name)
 
     def resume_job(self, name: str) -> None:
         """Resume a paused job."""
@@ -192,7 +213,8 @@ class EngineLoop:
     def cancel_job(self, name: str) -> None:
         """End a job now; its adapter is as after the last complete step."""
         self.land()
-        self.jobs.cancel(name)
+        with self._whole():
+            self.jobs.cancel(name)
 
     # ------------------------------------------------------------------------------- a step
 
@@ -201,14 +223,28 @@ class EngineLoop:
 
         Where the device runs ahead, the chunks are those of the step before.
         """
-        if self._acts:
-            self.land()
-        self._is_stepping = True
-        try:
+        with self._isolating():
+            if self._acts:
+                self.land()
+            self._is_stepping = True
             self._step()
-        finally:
-            self._is_stepping = False
         return self.requests.take_chunks()
+
+    @contextmanager
+    def _isolating(self) -> Iterator[None]:
+        """Have an error end what it belongs to, and nothing else."""
+        self._alone, self._ran = None, []
+        try:
+            yield
+            if self._is_half_changed:
+                self._restart()
+            self._failures = 0 if self._alone is None else min(self._failures, 1)
+        except BaseException as error:
+            self.is_broken = True
+            self._isolate(error)
+            self.is_broken = False
+        finally:
+            self._is_stepping, self.jobs.only = False, None
 
     def _step(self) -> None:
         is_ahead, before = self.is_ahead, self._flight
@@ -232,8 +268,8 @@ class EngineLoop:
         if not step.load.tokens:
             self._land("nothing served")
             self._suspects.ran(suspect, has_tokens=False)
-        elif not self._run(step, plan, suspect, windows, begins_s, is_beside):
-            return
+        else:
+            self._run(step, plan, suspect, windows, begins_s, is_beside)
         if not step.is_served:
             self.parts.run(self.device, self.sharing, step, now)
         self.worked = bool(step.load.tokens or step.units or is_ahead)
@@ -256,52 +292,41 @@ class EngineLoop:
         windows: list[tuple[Job, Forward, int]],
         begins_s: float,
         is_beside: bool,
-    ) -> bool:
-        """Start a step, and read the one before; read this one, too, if the device is not ahead.
-
-        Returns:
-            False if one of them failed.
-        """
+    ) -> None:
+        """Start a step, and read the one before; read this one, too, if the device is not ahead."""
         jobs, now = [job for job, _, _ in windows], self.clock.latest_s()
         why = self._why_first(None, step.is_served) if self.device.is_ahead else "never ahead"
         is_read_now = bool(why)
         readings = self.jobs.readings
-        flight: Flight | None = None
-        try:
-            if self.meanwhile is not None and self.device.side is None:
+        self._ran = [*(one for one, _ in plan.chunks), *jobs]
+        if self.meanwhile is not None and self.device.side is None:
+            self.meanwhile()
+        running = self.device.start(plan.chunks, [(unit, count) for _, unit, count in windows])
+        takes_s = 0.0 if self._latencies is None else self._latencies.forward.seconds(step.load)
+        if not is_read_now:
+            readings.begin()
+        due_s, number = begins_s + takes_s, readings.begun
+        flight = Flight(plan, step, running, suspect, jobs, now, due_s, number)
+        self.scheduler.policy.served(plan.chunks)
+        if self.meanwhile is not None and self.device.side is not None:
+            self.meanwhile()
+        if is_after_read := self._flight is not None:
+            self._read(self._flight, AHEAD)
+            self._flight = None
+            step.elapsed_s = max(step.elapsed_s, self.clock.latest_s() - self._read_s)
+        running.draw()
+        if is_beside:
+            if self.meanwhile is not None and is_after_read:
                 self.meanwhile()
-            running = self.device.start(plan.chunks, [(unit, count) for _, unit, count in windows])
-            takes_s = 0.0 if self._latencies is None else self._latencies.forward.seconds(step.load)
-            if not is_read_now:
-                readings.begin()
-            due_s, number = begins_s + takes_s, readings.begun
-            flight = Flight(plan, step, running, suspect, jobs, now, due_s, number)
-            self.scheduler.policy.served(plan.chunks)
-            if self.meanwhile is not None and self.device.side is not None:
-                self.meanwhile()
-            if is_after_read := self._flight is not None:
-                self._read(self._flight, AHEAD)
-                self._flight = None
-                step.elapsed_s = max(step.elapsed_s, self.clock.latest_s() - self._read_s)
-            running.draw()
-            if is_beside:
-                if self.meanwhile is not None and is_after_read:
-                    self.meanwhile()
-                run = partial(self.parts.run_beside, self.device, self.sharing, step)
-                with self.jobs.pages.shut() if is_after_read else nullcontext():
-                    beside_s = run(self._latencies, jobs)
-                flight.expect((self._read_s if is_after_read else begins_s) + takes_s + beside_s)
-            if is_read_now:
-                self._read(flight, why)
-            else:
-                self._flight, step.is_under_way = flight, True
-        except BaseException as error:
-            ran: list[Sequence | Job] = [*(one for one, _ in plan.chunks), *jobs]
-            if self._flight is not None and flight is None:
-                self._land("an error")
-            self._give_up([*([] if self._flight is None else self._flight.ran), *ran], now, error)
-            return False
-        return True
+            run = partial(self.parts.run_beside, self.device, self.sharing, step)
+            with self.jobs.pages.shut() if is_after_read else nullcontext():
+                beside_s = run(self._latencies, jobs)
+            flight.expect((self._read_s if is_after_read else begins_s) + takes_s + beside_s)
+        if is_read_now:
+            self._read(flight, why)
+        else:
+            self._flight, step.is_under_way = flight, True
+        self._ran = []
 
     def land(self) -> None:
         """Read the step that is under way, if one is; `step` then returns its chunks.
@@ -310,10 +335,12 @@ class EngineLoop:
         """
         if self._is_stepping:
             return
-        self._land("a call")
-        acts, self._acts = self._acts, []
-        for act in acts:
-            act()
+        if self._flight is not None:
+            with self._isolating():
+                self._land("a call")
+        while self._acts:
+            self._acts[0]()
+            self._acts.pop(0)  # once it is done: an error leaves it to the next step
 
     def when_landed(self, act: Callable[[], None]) -> None:
         """Act while no step is under way: now, or before the next if this is called in a step."""
@@ -321,25 +348,9 @@ class EngineLoop:
         self.land()
 
     def _land(self, why: str) -> None:
-        flight = self._flight
-        if flight is None:
-            return
-        try:
-            self._read(flight, why)
-        except BaseException as error:
-            self._give_up(flight.ran, flight.started_s, error)
-        self._flight = None
-
-    def _give_up(self, ran: List[Sequence | Job], started_s: float, error: BaseException) -> None:
-        """Put back what runs, as a step failed; what ran in it runs alone next."""
-        self._flight = None
-        self.jobs.readings.give_up()
-        # Not the present time, for which all ranks would have to ask: some did not fail.
-        for one in self.scheduler.abandon():
-            self.log.add(Event(started_s, Kind.PREEMPTED, one.id))
-        if not (self.device.fails_alike and isinstance(error, Exception)):
-            raise error
-        self._isolate(list(dict.fromkeys(ran)), error)
+        if self._flight is not None:
+            self._read(self._flight, why)
+            self._flight = None
 
     def _read(self, flight: Flight, why: str) -> None:
         """Wait for a step, and give everyone what it computed."""
@@ -363,33 +374,100 @@ class EngineLoop:
     def _plan(self, now: float) -> tuple[Sequence | Job | None, StepPlan]:
         """Return what has to run alone, if anything, and what is served."""
         suspect, plan = self._suspects.current, StepPlan()
+        self._alone = suspect
+        if suspect is not None:
+            self.jobs.only = () if isinstance(suspect, Sequence) else (suspect,)
         if isinstance(suspect, Sequence):
             plan = self.scheduler.plan_alone(suspect, now)
             if not plan.chunks:  # there is no room for it now
                 self._suspects.ran(suspect, has_tokens=False)
-                suspect = None
+                suspect = self._alone = self.jobs.only = None
         if suspect is None and self.sharing.serves(self.jobs.have_work):
             plan = self.scheduler.plan(now)
         return suspect, plan
 
-    def _isolate(self, ran: List[Sequence | Job], error: Exception) -> None:
-        """Drop what failed alone, or run everything alone that ran in a failed step.
+    def _isolate(self, error: BaseException) -> None:
+        """Drop what failed alone; else find what has to run alone next.
 
-        The error is raised again where the device runs nothing any more.
+        What was planned, and ran nothing yet, is planned again: the error may be nobody's. Then
+        those are suspects for which the failed function worked, and if the next step fails, too,
+        all that were in it.
+
+        The error is raised again where only this rank may have it, where steps fail one after the
+        other for nobody, and where the device runs nothing any more.
         """
+        scheduler, flight = self.scheduler, self._flight
+        ran = list(dict.fromkeys([*([] if flight is None else flight.ran), *self._ran]))
+        running = list(scheduler.running)
+        self._restart()
+        if not (self.device.fails_alike and isinstance(error, Exception)):
+            raise error
         self.worked = True
-        if len(ran) > 1:
-            self._suspects.add(ran)
+        owner = owner_of(error)
+        if self._alone is not None:
+            self._drop(self._alone, owner, error)
             return
+        self._failures += 1
+        suspects: list[Sequence | Job]
+        if isinstance(owner, Adapter):
+            suspects = [one for one in scheduler.waiting if one.request.adapter is owner][:1]
+        else:
+            suspects = [] if owner is None else [owner]
+        if self._failures > _RETRIES:  # not even a suspect has run since
+            if not suspects:
+                raise error
+            self._drop(suspects[0], owner, error)
+            self._failures = 0
+            return
+        if self._failures > 1 or (ran and not suspects):
+            suspects += ran or running or list(scheduler.waiting) or list(self.jobs)
+        self._suspects.add(suspects)
+
+    def _drop(self, one: Sequence | Job, owner: Owner | None, error: Exception) -> None:
+        """Fail what failed alone, or all requests of the adapter that failed."""
         try:
             self.device.check_alive()
         except Exception:
             raise error from None
-        if isinstance(ran[0], Sequence):
-            self.requests.fail(ran[0], error)
-        else:
-            ran[0].fail(error)
-            self.jobs.settle(ran[0])
+        if not isinstance(one, Sequence):
+            one.fail(error)
+            self.jobs.settle(one)
+            return
+        of_adapter = [one]
+        if owner is not None and owner is one.request.adapter:
+            self._suspects.condemn(owner, error)
+            of_adapter = [each for each in self.scheduler.everyone if each.request.adapter is owner]
+        for each in of_adapter:
+            self.requests.fail(each, error)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Leave no call half done, whose error is its caller's."""
+        try:
+            yield
+        except PcgError:
+            raise
+        except BaseException:
+            self._is_half_changed = True
+            if not self._is_stepping:
+                self._restart()
+            raise
+
+    def _restart(self) -> None:
+        """Make again all that can be computed again, of which a failed call may have done half.
+
+        Requests keep their tokens, and jobs their units and pages; nothing else is kept.
+        """
+        self._is_half_changed, self._flight = False, None
+        # Not the present time, for which all ranks would have to ask: some did not fail.
+        now_s = self.clock.latest_s()
+        running = [one for one in self.requests.by_id.values() if one.state is State.RUNNING]
+        self.parts.restart()
+        self.jobs.restart()
+        self.device.reset()
+        self.requests.restart(self.jobs.tables)
+        for one in running:
+            self.log.add(Event(now_s, Kind.PREEMPTED, one.id))
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page, a sequence or a job is lost, or in two places."""

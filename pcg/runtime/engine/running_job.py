@@ -112,8 +112,8 @@ class RunningJob:
         """Pass the result on if the job is over; returns True then."""
         job = self._job
         assert job is not None
-        if not job.is_over:
-            return False
+        if not job.is_over or self._end.done():
+            return job.is_over
         if job.error is not None:
             self._end.set_exception(job.error)
         elif job.state is JobState.CANCELLED:

@@ -14,7 +14,7 @@ is computed again later.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 
 from pcg.errors import GenerationError, OutOfMemoryError, PcgError
@@ -112,24 +112,26 @@ class Scheduler:
         return self._needs.most
 
     def add(self, sequence: Sequence) -> None:
+        self._add(sequence)
+        if sequence in self.waiting:
+            self.policy.add(sequence)
+
+    def _add(self, sequence: Sequence) -> None:
         self.backlog.add(sequence)
         self._needs.add(self._room.most_of(sequence))
         grammar = sequence.grammar
         if grammar is None or (grammar.is_ready and grammar.error is None):
-            self._queue(sequence)
+            self.waiting[sequence] = None
         else:
             self.preparing[sequence] = grammar
-
-    def _queue(self, sequence: Sequence) -> None:
-        self.waiting[sequence] = None
-        self.policy.add(sequence)
 
     def queue_prepared(self) -> list[tuple[Sequence, PcgError]]:
         """Queue requests whose guides are compiled; returns those whose guides cannot be."""
         failed = []
         for sequence, grammar in [one for one in self.preparing.items() if one[1].is_ready]:
             del self.preparing[sequence]
-            self._queue(sequence)
+            self.waiting[sequence] = None
+            self.policy.add(sequence)
             if grammar.error is not None:
                 failed.append((sequence, grammar.error))
         return failed
@@ -156,17 +158,26 @@ class Scheduler:
         if self.prefixes is not None:
             self.prefixes.forget(adapter)
 
-    def abandon(self) -> list[Sequence]:
-        """Put all running sequences back after a failed step; returns them.
+    def restart(self, sequences: Iterable[Sequence], kept: Iterable[PageTable]) -> None:
+        """Have these sequences wait, and nothing run, whatever a failed call left half changed.
 
-        What the step wrote is unknown, so shared blocks are dropped, too.
+        Nothing is cached: what a failed step wrote is unknown. Those that were admitted come first.
+
+        Args:
+            kept: tables of the pool that are not the sequences' and stay.
         """
-        abandoned = list(reversed(self.running))
-        for sequence in abandoned:
-            self._put_back(sequence)
+        self.pool.reset(kept)
+        self.adapters.reset()
         if self.prefixes is not None:
-            self.prefixes.clear()
-        return abandoned
+            self.prefixes.reset()
+        self.backlog.clear()
+        self.waiting, self.preparing, self.running = {}, {}, {}
+        self._needs, self._blocked, self._bound = Needs(), None, None
+        for sequence in sorted(sequences, key=_admitted_first):
+            sequence.table, sequence.version, sequence.state = None, None, State.WAITING
+            sequence.forget_cached()
+            self._add(sequence)
+        self.policy.restart(self.waiting)
 
     def fork(self, first: Sequence, follower: Sequence, now_s: float) -> None:
         """Begin a continuation where the prompt of the first one ends.
@@ -391,6 +402,11 @@ class Scheduler:
             assert table.capacity >= sequence.cached
             assert table.shared * PAGE_TOKENS <= sequence.cached
             assert sequence.told == sequence.request.length + len(sequence.generated)
+
+
+def _admitted_first(sequence: Sequence) -> tuple[float, int, int]:
+    admitted_s = math.inf if sequence.admitted_s is None else sequence.admitted_s
+    return admitted_s, sequence.number, sequence.choice
 
 
 def _table(sequence: Sequence) -> PageTable:

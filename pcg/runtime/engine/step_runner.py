@@ -258,6 +258,11 @@ class StepRunner:
         is_gone = self._adapters.is_gone(adapter)
         (self._tables.forget if is_gone else self._tables.evict)(cast("Adapter", adapter))
 
+    def reset(self) -> None:
+        if self.side is not None:
+            self.side.join()
+        self._tables.reset()
+
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
     ) -> RunningStep:

@@ -17,20 +17,23 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import functools
+import logging
 import math
 import os
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from threading import RLock, Thread, current_thread
 from typing import Self, TypeAlias, TypeVar
 from weakref import WeakSet
 
-from pcg.errors import EngineError
+from pcg.errors import EngineError, as_pcg_error
 from pcg.runtime.admission.arrivals import Arrivals
 from pcg.runtime.engine.calls import Call
 from pcg.runtime.engine.loop import EngineLoop
@@ -40,6 +43,10 @@ from pcg.runtime.requests.stream import Stream, Wakes
 Result = TypeVar("Result")
 StreamMaker: TypeAlias = Callable[[Callable[[Stream], None], str | None], Stream]
 
+_LOG = logging.getLogger("pcg.engine")
+
+_RETRIES = 3
+"""Rounds in a row that may fail."""
 _BLOCKED_S = 0.01
 """Time between two steps that find nothing to run, as when a paused job holds the pages."""
 _CALLS_S = 1e-3
@@ -80,7 +87,8 @@ class StepThread(ABC):
         self._step_began: float | None = None
         self._latest_step_s = 0.0
         self._paused_until = -math.inf
-        self._undelivered: Sequence[Chunk] = ()
+        self._undelivered: deque[Chunk] = deque()
+        self._failures = 0
         self._thread = Thread(target=self._run, name="pcg engine", daemon=True)
         _MADE.add(self)
 
@@ -256,12 +264,7 @@ class StepThread(ABC):
         self.engine.meanwhile = self._deliver
         try:
             while not self._closing:
-                self._run_calls()
-                if self._closing or self._rests:
-                    self._deliver()
-                else:
-                    self._step()
-                self._settle()
+                self._go_round()
             for stream in self._streams.values():
                 assert stream.request_id is not None
                 self.engine.cancel(stream.request_id)
@@ -272,9 +275,31 @@ class StepThread(ABC):
             ended = EngineError(f"the engine's thread ended by {type(error).__name__}: {error}")
             ended.__cause__ = error
         self.engine.meanwhile = None
-        self._deliver()
+        with contextlib.suppress(Exception):
+            self._deliver()
         sys.setswitchinterval(interval_s)
         self._end(ended)
+
+    def _go_round(self) -> None:
+        """Run calls and a step, and deliver what it gave.
+
+        An error of a step or of a call ends there what it belongs to. Any other is of nobody, so
+        that what is left is done in the next round, unless several fail in a row.
+        """
+        try:
+            self._run_calls()
+            if self._closing or self._rests:
+                self._deliver()
+            else:
+                self._step()
+            self._settle()
+            self._failures = 0
+        except Exception:
+            self._failures += 1
+            is_lone = self.engine.device.fails_alike  # ranks go on alike, or not at all
+            if self._failures > _RETRIES or self.engine.is_broken or not is_lone:
+                raise
+            _LOG.exception("a round of the engine's thread failed; it goes on with the next")
 
     def _run_calls(self) -> None:
         engine = self.engine
@@ -326,7 +351,7 @@ class StepThread(ABC):
         self._step_began = None
         if self._undelivered or not chunks:  # the step ran nothing, or gave nothing
             self._deliver()
-        self._undelivered = chunks
+        self._undelivered += chunks
         if not self._runs_ahead:
             self._deliver()
 
@@ -343,13 +368,20 @@ class StepThread(ABC):
     def _deliver(self) -> None:
         if self.watcher is not None:
             self.watcher(self._wakes)
-        chunks, self._undelivered = [*self._undelivered, *self.engine.requests.take_chunks()], ()
-        for chunk in chunks:
+        self._undelivered += self.engine.requests.take_chunks()
+        while self._undelivered:
+            chunk = self._undelivered.popleft()
             stream = self._streams.get(chunk.index)
-            if stream is not None:
+            if stream is None:
+                continue
+            try:
                 stream.put(chunk, self._wakes)
-                if chunk.is_last:
-                    del self._streams[chunk.index]
+            except Exception as error:  # the request's own, which goes on for nobody
+                assert stream.request_id is not None
+                stream.fail(as_pcg_error(error, stream.request_id, EngineError))
+                self.engine.cancel(stream.request_id)
+            if chunk.is_last or stream.is_over:
+                del self._streams[chunk.index]
         self._wakes.send()
 
     def _end(self, error: EngineError) -> None:

@@ -8,10 +8,31 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
+from pcg.errors import GenerationError
+from pcg.peft.adapter import Adapter
+from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.jobs import Job, JobState
+from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
-from pcg.runtime.training.work_units import Forward
+
+Owner: TypeAlias = Sequence | Job | Adapter
+
+
+def owner_of(error: BaseException) -> Owner | None:
+    """Return for whom the functions worked in which an error was raised, by their local variables.
+
+    That is a guess, as a loop leaves its variable behind: the owner runs alone before it fails.
+    """
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        local = trace.tb_frame.f_locals
+        own = [one for one in local.values() if isinstance(one, Sequence | Job | Adapter)]
+        found = own[-1] if own else found
+        trace = trace.tb_next
+    return found
 
 
 class Suspects:
@@ -19,11 +40,12 @@ class Suspects:
 
     def __init__(self) -> None:
         self._waiting: deque[Sequence | Job] = deque()
+        self._broken: WeakKeyDictionary[ServedAdapter, str] = WeakKeyDictionary()
 
     @property
     def current(self) -> Sequence | Job | None:
-        """The one that runs alone now; those that have nothing to run forward are left out."""
-        while self._waiting and not _goes_forward(self._waiting[0]):
+        """The one that runs alone now; those that are over or paused are left out."""
+        while self._waiting and not _goes_on(self._waiting[0]):
             self._waiting.popleft()
         return self._waiting[0] if self._waiting else None
 
@@ -44,7 +66,22 @@ class Suspects:
             self._waiting.popleft()
 
 
-def _goes_forward(one: Sequence | Job) -> bool:
-    if isinstance(one, Sequence):
-        return not one.is_over
-    return isinstance(one.unit, Forward) and one.state is JobState.RUNNING
+    def condemn(self, adapter: Adapter, error: Exception) -> None:
+        """Refuse an adapter's requests from now on, as its weights cannot be served."""
+        self._broken[adapter] = (
+            f"adapter {adapter.name!r} cannot be served, as it failed by {type(error).__name__}: "
+            f"{error}; load it again once its files are mended"
+        )
+
+    def forgive(self, adapter: ServedAdapter) -> None:
+        """Take an adapter's requests again, as its weights have changed."""
+        self._broken.pop(adapter, None)
+
+    def why_broken(self, request: Request) -> GenerationError | None:
+        """Return the error that refuses a request whose adapter failed."""
+        why = None if request.adapter is None else self._broken.get(request.adapter)
+        return None if why is None else GenerationError(why)
+
+
+def _goes_on(one: Sequence | Job) -> bool:
+    return not (one.is_over or one.state is JobState.PAUSED)

@@ -19,17 +19,18 @@ class Taken:
 
     Attributes:
         before_s: when the last step before this one ended that gave tokens.
-        ended: sequences that ended, and why.
-        failed: sequences that could not take what was computed, and why.
+        chunks: where their chunks go.
+        ended: where sequences go that ended, and why.
+        failed: where sequences go that could not take what was computed, and why.
     """
 
     now_s: float
     groups: Groups
     scheduler: Scheduler
     totals: Totals
-    chunks: list[Chunk] = field(default_factory=list)
-    ended: list[tuple[Sequence, str]] = field(default_factory=list)
-    failed: dict[Sequence, Exception] = field(default_factory=dict)
+    chunks: list[Chunk]
+    ended: list[tuple[Sequence, str]]
+    failed: dict[Sequence, Exception]
     _events: list[Event] = field(default_factory=list)
     _others: list[str] = field(default_factory=list)
     _longer_s: list[float] = field(default_factory=list)
@@ -54,19 +55,19 @@ class Taken:
     def _give(self, sequence: Sequence, results: StepResults) -> None:
         try:
             chunk = results.give(sequence)
-        except Exception as error:
+            if chunk is None:
+                return
+            if chunk.token_id is not None:
+                self._note_token(sequence)
+            handed_out = self.groups.handed_out(sequence, chunk) if self.groups else (chunk,)
+        except Exception as error:  # the sequence may be half changed
             self.failed[sequence] = error
             return
-        if chunk is None:
-            return
-        if self.groups:
-            self.chunks += self.groups.handed_out(sequence, chunk)
-        else:
-            self.chunks.append(chunk)
+        self.chunks += handed_out
         if chunk.completion is not None:
             self.ended.append((sequence, chunk.completion.finish_reason))
-        if chunk.token_id is None:
-            return
+
+    def _note_token(self, sequence: Sequence) -> None:
         if sequence.first_token_s is None:
             sequence.first_token_s = self.now_s
             details = {"count": 1, "cached_tokens": sequence.found}

@@ -24,6 +24,11 @@ class FreeRuns:
     def longest(self) -> int:
         return self._by_length[-1][0] if self._by_length else 0
 
+    @property
+    def free_pages(self) -> set[int]:
+        """The pages of all runs, by the one index that never names a page that was taken."""
+        return {page for start, n in self._lengths.items() for page in range(start, start + n)}
+
     def begins(self, page: int) -> bool:
         """Return True if a run begins with a page."""
         return page in self._lengths

@@ -17,7 +17,7 @@ Source: S-LoRA §5.1 (one pool for both), vLLM (block tables). Runs are our own.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -175,6 +175,23 @@ class PagePool:
             self._take_back(self.shared.reclaim())
         table.pages.clear()
         table.shared = table._breaks = 0
+
+    def reset(self, kept: Iterable[PageTable]) -> None:
+        """Free all pages but those of some tables, whatever a failed call left half changed."""
+        tables = list(kept)
+        held = {page for table in tables for page in table.pages}
+        used = sorted(set(range(self.size)) - self._free.free_pages - held)
+        self.shared.clear()
+        self._free, self._spare = FreeRuns(), 0
+        self._keeping.clear()
+        self._tables = {id(table): table for table in tables}
+        for table in tables:
+            table.shared = table.spare = 0
+            table._breaks = _breaks(table.pages)
+        for start, count in _runs(used):
+            self.on_free(start, count)
+        for start, count in _runs(sorted(set(range(self.size)) - held)):
+            self._free.add(start, count)
 
     # ------------------------------------------------------------------------------------- sharing
 

@@ -127,9 +127,11 @@ class Prefixes:
         if version is not None:
             self._drop(version)
 
-    def clear(self) -> None:
+    def reset(self) -> None:
+        """Know no blocks, in a pool that shares no page any more."""
         for version in (self._base, *self._versions.values()):
-            self._drop(version)
+            version.is_current = False
+        self._blocks.clear()
         self._versions.clear()
         self._base = Version()
 

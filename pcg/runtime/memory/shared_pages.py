@@ -67,6 +67,12 @@ class SharedPages:
         self.on_reclaim(page)
         return page
 
+    def clear(self) -> None:
+        """Share no page, and tell nobody of those that were shared."""
+        self._readers.clear()
+        self._unread.clear()
+        self._forgotten.clear()
+
     def check_integrity(self, read: Iterable[int]) -> None:
         """AssertionError: the counts differ from the pages that all tables read."""
         counts = dict.fromkeys(self._readers, 0)

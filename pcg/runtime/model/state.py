@@ -267,7 +267,7 @@ class ModelState:
             adapter = with_shared(adapter, modules)
             check_biases(adapter, self._base_biases(adapter))
             check_finite(self.on_host(adapter), path_or_config)
-            self.check_copies(adapter)
+            self._served.check_range(adapter, self._copies_dtype)
             self._warn_of_other_base(adapter)
         else:
             fresh = new_adapter(

@@ -32,4 +32,5 @@ class Deadlines:
     def passed(self, now_s: float) -> Iterator[List[Sequence]]:
         """Yield the requests whose time is out, among them some that are over."""
         while self._due and self._due[0][0] < now_s:
-            yield heapq.heappop(self._due)[2]
+            yield self._due[0][2]
+            heapq.heappop(self._due)  # once it is ended, so that an error leaves it here

@@ -184,7 +184,8 @@ class Sequence:
 
     def forget_cached(self) -> None:
         """Have none of its tokens cached, and none ahead: what runs of them is not read."""
-        self.cached, self.length, self.ahead = 0, self.told, 0
+        self.cached, self.ahead = 0, 0
+        self.length = self.request.length + len(self.generated)
 
     def ids(self, start: int, stop: int) -> list[int]:
         """Return some of its tokens; virtual ones have any id."""

@@ -96,6 +96,33 @@ def test_numbers_of_one_request_reach_no_other(value: float, pages: int) -> None
     assert all("adapter 'bad'" in str(end.error) for end in bad_ends)
 
 
+def test_an_adapter_that_cannot_be_copied_fails_its_requests_alone() -> None:
+    """While it is copied ahead, and when it runs; it is refused from then on, until it changes."""
+    executor = make_executor()
+    bad = executor.add_adapter("bad", LORA | {"use_dora": True})
+    for weights in bad.weights.values():
+        object.__setattr__(weights, "scale", 1e300)
+    executor.refresh_adapter("bad")
+    asked = requests(executor, LENGTHS)
+    engine = make_engine(executor, 64, Limits(running=3))
+    params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+    mine, theirs = [], []
+    for request in asked:
+        mine.append(engine.submitted)
+        engine.submit(request)
+        theirs.append(engine.submitted)
+        engine.submit(Request(request.prompt_ids, params, bad))
+    ends = run(engine)
+    assert [list(ends[number].completion.token_ids) for number in mine] == expected(asked)
+    assert all(isinstance(ends[number].error, GenerationError) for number in theirs)
+    with pytest.raises(GenerationError, match="adapter 'bad' cannot be served, as it failed by"):
+        engine.submit(Request((1, 2), params, bad))
+    executor.remove_adapter("bad")
+    good = executor.add_adapter("bad", LORA)
+    engine.submit(Request((1, 2), params, good))
+    assert all(end.error is None for end in run(engine).values())
+
+
 def test_numbers_of_one_request_reach_no_other_by_kernels() -> None:
     """Triton's kernels follow block tables, and read no row of another sequence."""
     executor = make_executor("triton")

@@ -107,8 +107,11 @@ class Machine(RuleBasedStateMachine):
         self.versions[place] += 1
 
     @rule()
-    def clear(self) -> None:
-        self.prefixes.clear()
+    def reset(self) -> None:
+        self.running.clear()
+        self.pool.reset(())
+        self.prefixes.reset()
+        self.filled.clear()
         for place in range(len(self.versions)):
             self.versions[place] += 1
 

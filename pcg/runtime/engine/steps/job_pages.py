@@ -64,6 +64,11 @@ class JobPages:
             self._held -= len(table.pages)
             self._scheduler.pool.close(table)
 
+    def restart(self, tables: Iterable[PageTable]) -> None:
+        """Know what jobs hold, after a call that failed."""
+        self._is_shut = False
+        self._held = sum(len(table.pages) for table in tables)
+
     def check_integrity(self, tables: Iterable[PageTable]) -> None:
         """Raise an AssertionError if these are not all pages that jobs hold."""
         assert self._held == sum(len(table.pages) for table in tables)

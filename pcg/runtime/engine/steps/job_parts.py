@@ -5,9 +5,9 @@ Parts beside it run on a stream of their own. The work of guests runs before tho
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as List
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.device import Device
@@ -56,7 +56,7 @@ class JobParts:
         """Run parts before the forward of what the step serves, if it does."""
         ahead_s = step.ahead_s() if step.is_served else 0.0
         step.elapsed_s = self._clock.latest_s() - started_s
-        if self.guests is not None:
+        if self.guests is not None and self._jobs.only is None:
             self.guests.run(step, ahead_s)
         while not step.is_over and (group := self._jobs.next_group(sharing, step, ahead_s)):
             try:
@@ -65,11 +65,12 @@ class JobParts:
                 self._fail(device, group, error)
                 return
             before_s = step.elapsed_s
-            self._advance(step, group)
-            step.elapsed_s = self._clock.now_s() - started_s
-            with_update_s = step.elapsed_s - before_s
-            step.ran_parts(group.phase, group.load, took, with_update_s)
-            sharing.ran(step, with_update_s)
+            with self._advancing(group):
+                self._advance(step, group)
+                step.elapsed_s = self._clock.now_s() - started_s
+                with_update_s = step.elapsed_s - before_s
+                step.ran_parts(group.phase, group.load, took, with_update_s)
+                sharing.ran(step, with_update_s)
 
     def _run(self, device: Device, parts: List[Part], now_s: float) -> float:
         side = device.side
@@ -109,12 +110,13 @@ class JobParts:
                 except Exception as error:
                     self._fail(device, group, error)
                     break
-                spent_s += latencies.of(group.phase).bound_s(group.load)
-                foretold_s = latencies.of(group.phase).seconds(group.load)
-                self._beside.append((group, foretold_s))
-                sharing.ran(step, foretold_s)
-                beside_s += foretold_s
-                self._advance(step, group)
+                with self._advancing(group):
+                    spent_s += latencies.of(group.phase).bound_s(group.load)
+                    foretold_s = latencies.of(group.phase).seconds(group.load)
+                    self._beside.append((group, foretold_s))
+                    sharing.ran(step, foretold_s)
+                    beside_s += foretold_s
+                    self._advance(step, group)
         side.rejoin()
         return beside_s
 
@@ -144,10 +146,23 @@ class JobParts:
             sharing.corrected(step, took_s - foretold_s)
         return True
 
+    def restart(self) -> None:
+        """Expect no part of a step that failed."""
+        self._beside = []
+
     def _fail(self, device: Device, group: PartGroup, error: Exception) -> None:
         if not device.fails_alike:
             raise error
         self._jobs.failed(group, error)
+
+    @contextmanager
+    def _advancing(self, group: PartGroup) -> Iterator[None]:
+        """Have jobs begin their step again where an error leaves parts that ran uncounted."""
+        try:
+            yield
+        except Exception:
+            self._jobs.begin_again(group)
+            raise
 
     def _advance(self, step: Step, group: PartGroup) -> None:
         step.units += len(group.parts)

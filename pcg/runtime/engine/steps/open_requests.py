@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 
 from pcg.errors import GenerationError, PcgError, as_pcg_error
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.steps.flight import Flight
 from pcg.runtime.engine.taken import Taken
+from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.metrics.events import EventLog, Kind
 from pcg.runtime.metrics.totals import Totals
 from pcg.runtime.requests.deadlines import Deadlines
@@ -33,6 +34,9 @@ class OpenRequests:
         self.by_id: dict[str, Sequence] = {}
         self.deadlines = Deadlines()
         self.chunks: list[Chunk] = []
+        # What a step ended and what failed in it, until the scheduler has let go of it.
+        self._ended: list[tuple[Sequence, str]] = []
+        self._failed: dict[Sequence, Exception] = {}
         self._groups = Groups()
         self._scheduler = scheduler
         self._log = log
@@ -47,6 +51,11 @@ class OpenRequests:
         if due_s is not None:
             self.deadlines.add(due_s, opened)
 
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a request that could not be added."""
+        for one in (sequence, *sequence.followers):
+            self.by_id.pop(one.id, None)
+
     def of(self, request: str) -> List[Sequence]:
         """Return a request's continuations; none if it is not here any more."""
         sequence = self.by_id.get(request) or self._groups.first(request)
@@ -59,13 +68,17 @@ class OpenRequests:
         reason = {} if error is None else {"reason": str(error)}
         not_begun = [other for one in request for other in one.followers]
         for one in request:
-            if one.is_over:
+            if one.id not in self.by_id:
                 continue
+            chunks = self._groups.handed_out(one, one.end(state, error))
+            self._leave(one, chunks)
+            self._note(kind, one.id, tokens=len(one.generated), **reason)
             if one not in not_begun:
                 self._scheduler.drop(one)
-            del self.by_id[one.id]
-            self.chunks += self._groups.handed_out(one, one.end(state, error))
-            self._note(kind, one.id, tokens=len(one.generated), **reason)
+
+    def _leave(self, one: Sequence, chunks: List[Chunk] = ()) -> None:
+        del self.by_id[one.id]
+        self.chunks += chunks
 
     def fail(self, one: Sequence, error: Exception) -> None:
         """End the request of a sequence by an error."""
@@ -83,17 +96,46 @@ class OpenRequests:
 
     def accept(self, flight: Flight, results: StepResults, now_s: float) -> None:
         """Give the sequences of a step what it computed."""
-        taken = Taken(now_s, self._groups, self._scheduler, self._totals)
+        own = (self.chunks, self._ended, self._failed)
+        taken = Taken(now_s, self._groups, self._scheduler, self._totals, *own)
         for sequence in flight.left:
             taken.give(sequence, results)
-        self.chunks += taken.chunks
         taken.log(self._log, flight.plan.tokens, flight.trained)
-        for sequence, reason in taken.ended:
-            self._scheduler.drop(sequence)
-            del self.by_id[sequence.id]
-            self._note(Kind.FINISHED, sequence.id, reason=reason, tokens=len(sequence.generated))
-        for sequence, cause in taken.failed.items():
+        while self._ended:
+            self._scheduler.drop(self._finish())
+        self._fail_all()
+
+    def _finish(self) -> Sequence:
+        """Let go of a sequence that has had its last chunk; returns it."""
+        sequence, reason = self._ended[0]
+        self._leave(sequence)
+        del self._ended[0]
+        self._note(Kind.FINISHED, sequence.id, reason=reason, tokens=len(sequence.generated))
+        return sequence
+
+    def _fail_all(self) -> None:
+        for sequence, cause in list(self._failed.items()):
             self.fail(sequence, cause)
+            del self._failed[sequence]
+
+    def restart(self, kept: Iterable[PageTable]) -> None:
+        """Have all requests wait, with the tokens that they have, after a call that failed.
+
+        Args:
+            kept: pages that are not theirs.
+        """
+        while self._ended:
+            self._finish()
+        for one in [one for one in self.by_id.values() if one.is_over]:
+            if one not in self._failed:  # its end was not handed out
+                self._leave(one, [one.end(one.state)])
+        for one in self.by_id.values():
+            if one.generated:  # its prompt ended, and they can share it no more
+                one.followers = []
+        following = {other for one in self.by_id.values() for other in one.followers}
+        here = [one for one in self.by_id.values() if one not in following]
+        self._scheduler.restart(here, kept)
+        self._fail_all()
 
     def take_chunks(self) -> list[Chunk]:
         """Return the chunks that nobody has taken."""

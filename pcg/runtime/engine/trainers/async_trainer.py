@@ -242,6 +242,14 @@ class AsyncTrainer:
         except Exception as error:
             self._end(call, as_pcg_error(error, f"trainer {self.name!r}", FinetuneError))
             return
+        try:
+            self._begin_stage(call, stage)
+        except Exception as error:
+            self._job = None
+            stages.close()
+            self._end(call, as_pcg_error(error, f"trainer {self.name!r}", FinetuneError))
+
+    def _begin_stage(self, call: TrainerCall[Any], stage: Aside | Any) -> None:
         if isinstance(stage, Aside):
             self._run_aside(call, stage)
             return
@@ -249,8 +257,8 @@ class AsyncTrainer:
         self._job = Job(self.name, stage)
         # Turns go by tokens, and a trainer has had those of its calls before.
         self._job.tokens = max(self._tokens, min((job.tokens for job in jobs), default=0))
-        jobs.add(self._job)
         self._thread.runs_trainer(self)
+        jobs.add(self._job)
 
     def _end(self, call: TrainerCall[Any], error: Exception | None) -> None:
         self._current = self._stages = None
