@@ -6,42 +6,58 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import pcg
 
-ROOT = str(Path(pcg.__file__).parent)
+_ROOT = str(Path(pcg.__file__).parent)
 
 
 class Fault(Exception):
     """An error that nobody expects."""
 
 
-def name_of(code: CodeType) -> str:
-    """Return a function's file within the package, and its name there."""
-    return f"{code.co_filename.removeprefix(ROOT)}:{code.co_qualname}"
+def is_fault(error: BaseException | None) -> bool:
+    """Return True for a `Fault`, and for an error that it caused."""
+    while error is not None and not isinstance(error, Fault):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
-@contextmanager
-def entered(found: dict[str, int]) -> Iterator[None]:
-    """Count how often each function of the package is entered."""
+def name_of(frame: FrameType) -> str | None:
+    """Return the function of a frame by its file in the package; None for any other function.
 
-    def trace(frame: FrameType, event: str, arg: object) -> None:
-        if frame.f_code.co_filename.startswith(ROOT):
-            name = name_of(frame.f_code)
-            found[name] = found.get(name, 0) + 1
+    Generator expressions are entered again where they are collected, and so are left out.
+    """
+    code = frame.f_code
+    if not code.co_filename.startswith(_ROOT) or code.co_name == "<genexpr>":
+        return None
+    return f"{code.co_filename.removeprefix(_ROOT)}:{code.co_qualname}"
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
+
+class Entered:
+    """Notes which functions are entered.
+
+    Args:
+        is_hit: tells of a frame, which has its arguments by now, whether it is noted.
+    """
+
+    def __init__(self, is_hit: Callable[[FrameType], bool] = lambda frame: True) -> None:
+        self.names: set[str] = set()
+        self._is_hit = is_hit
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        name = name_of(frame)
+        if name is not None and self._is_hit(frame):
+            self.names.add(name)
 
 
 class Raising:
-    """Raises a `Fault` where a function is entered for the nth time, once, or each time.
+    """Raises a `Fault` where a function is entered for the nth time.
+
+    Python ends the tracing of a thread with what a trace function raises. With `ever` it raises
+    again whenever tracing begins again.
 
     Attributes:
         fired: how often it raised.
@@ -58,23 +74,24 @@ class Raising:
         self.fired = 0
         self._name, self._left, self._is_hit, self._ever = name, nth, is_hit, ever
 
-    def trace(self, frame: FrameType, event: str, arg: Any) -> None:
-        code = frame.f_code
-        if not code.co_filename.startswith(ROOT) or name_of(code) != self._name:
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        if (self.fired and not self._ever) or name_of(frame) != self._name:
             return
-        if (self.fired and not self._ever) or not self._is_hit(frame):
+        if not self._is_hit(frame):
             return
         self._left -= 1
         if self._left <= 0:
             self.fired += 1
             raise Fault(f"in {self._name}")
 
-    @contextmanager
-    def armed(self) -> Iterator[None]:
-        """Raise meanwhile; what raises ends the tracing of a thread, so enter it for each step."""
-        before = sys.gettrace()
-        sys.settrace(self.trace)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
+
+@contextmanager
+def traced(trace: Entered | Raising | None) -> Iterator[None]:
+    """Have a function called wherever another one is entered on this thread."""
+    before = sys.gettrace()
+    if trace is not None:
+        sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

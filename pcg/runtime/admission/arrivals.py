@@ -57,8 +57,10 @@ class Arrivals(Generic[Call]):
         return is_sent
 
     def taken(self, tenant: str, stream: Stream) -> Call | None:
-        """Note that the engine has one; returns the next one that may be sent, if any."""
-        coming = self._coming[tenant]
+        """Note that one is not on its way any more; returns the next one that may be sent, if any."""
+        coming = self._coming.get(tenant, {})
+        if stream not in coming:
+            return None
         del coming[stream]
         self._all -= 1
         if not coming:

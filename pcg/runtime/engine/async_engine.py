@@ -22,7 +22,14 @@ from concurrent.futures import Future
 from threading import current_thread
 from typing import Any, TypeVar, Unpack
 
-from pcg.errors import AdapterConflictError, DrainingError, EngineError, FinetuneError, PcgError
+from pcg.errors import (
+    AdapterConflictError,
+    DrainingError,
+    EngineError,
+    FinetuneError,
+    PcgError,
+    as_pcg_error,
+)
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
@@ -113,9 +120,14 @@ class AsyncEngine(TrainerThread):
         reserved = self.call(functools.partial(self._reserve, running))
 
         def read(reserved: Future[None]) -> None:
-            if not _pass_error(running, reserved):
+            if _pass_error(running, reserved):
+                return
+            try:
                 examples = self._preparation.read(given, running.cancelling)
                 examples.add_done_callback(functools.partial(self._compile, running))
+            except Exception as error:  # which a future would keep to itself
+                self.call(functools.partial(self._release, running))
+                running.fail(as_pcg_error(error, f"job {running.name!r}", FinetuneError))
 
         reserved.add_done_callback(read)
         return running

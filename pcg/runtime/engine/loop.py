@@ -416,6 +416,7 @@ class EngineLoop:
         if self._failures > _RETRIES:  # not even a suspect has run since
             if not suspects:
                 raise error
+            self._suspects.clear()
             self._drop(suspects[0], owner, error)
             self._failures = 0
             return

@@ -108,7 +108,7 @@ class StepThread(ABC):
             return refused
         stream = make(self._cancel, request.request_id or None)
         call = Call(functools.partial(self._begin, request, stream, self.engine.clock.here_s()))
-        call.future.add_done_callback(functools.partial(_pass_error, stream))
+        call.future.add_done_callback(functools.partial(self._begun, request.tenant, stream))
         with self._lock:
             if self.ended is None:
                 if self._arrivals.add(request.tenant, stream, call):
@@ -331,11 +331,21 @@ class StepThread(ABC):
         is_shared = self.engine.scheduler.policy.is_shared
         return min(_CALLS_S, _CALLS_SHARE * self._latest_step_s) if is_shared else _CALLS_S
 
-    def _begin(self, request: Request, stream: Stream, submitted_s: float) -> None:
+    def _arrived(self, tenant: str, stream: Stream) -> None:
         with self._lock:
-            following = self._arrivals.taken(request.tenant, stream)
+            following = self._arrivals.taken(tenant, stream)
             if following is not None:
                 self._calls.put(following)
+
+    def _begun(self, tenant: str, stream: Stream, done: Future[None]) -> None:
+        """Fail a stream that could not begin."""
+        error = done.exception()
+        if error is not None:
+            stream.fail(error)
+            self._arrived(tenant, stream)
+
+    def _begin(self, request: Request, stream: Stream, submitted_s: float) -> None:
+        self._arrived(request.tenant, stream)
         number = self.engine.submitted
         stream.request_id = self.engine.submit(request, submitted_s)
         self._streams[number] = stream
@@ -412,10 +422,3 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
-
-
-def _pass_error(stream: Stream, done: Future[None]) -> None:
-    """Fail a stream that could not begin."""
-    error = done.exception()
-    if error is not None:
-        stream.fail(error)

@@ -53,6 +53,10 @@ class Suspects:
         """Add what ran in a step that failed."""
         self._waiting.extend(one for one in ran if one not in self._waiting)
 
+    def clear(self) -> None:
+        """Have nothing run alone."""
+        self._waiting.clear()
+
     def ran(self, suspect: Sequence | Job | None, has_tokens: bool) -> None:
         """Note that a suspect ran alone without an error, or could not run now.
 
@@ -64,7 +68,6 @@ class Suspects:
         is_within_prompt = isinstance(suspect, Sequence) and has_tokens and suspect.pending > 1
         if not is_within_prompt:
             self._waiting.popleft()
-
 
     def condemn(self, adapter: Adapter, error: Exception) -> None:
         """Refuse an adapter's requests from now on, as its weights cannot be served."""

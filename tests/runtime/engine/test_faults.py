@@ -3,35 +3,49 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeAlias
 
 import pytest
 
 import pcg.compiler as compiler
-from pcg.errors import PcgError
+from pcg.errors import GenerationError
+from pcg.peft.adapter import Adapter
 from pcg.runtime.data.example import Example
+from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import EventLog
-from pcg.runtime.requests.request import Chunk, Request
-from tests.support.faults import Fault, Raising, entered
+from pcg.runtime.requests.request import Request
+from pcg.runtime.requests.sequence import Sequence
+from tests.support.faults import Entered, Raising, is_fault, traced
 from tests.support.small_engine import LORA
 from tests.support.text_model import VOCABULARY, save_text_model
+from tests.support.waiting import until
 
 PAGES = 40
+FEW = 40
+STEPS = 1000
+DATA = [Example(ids, ids) for ids in ([5, 6, 7, 8, 9, 10, 11], [9, 8, 7, 6, 5], [4] * 12)]
 OPTIONS: dict[str, Any] = {"max_steps": 2, "batch_size": 2, "learning_rate": 0.01}
-WRAPPERS = ("EngineLoop.step", "Engine.step", "._isolating", "OpenRequests.take_chunks")
-"""What an error leaves by, or the caller's own call."""
+CALLED = ("Engine.step", "EngineLoop.step", "EngineLoop._isolating", "OpenRequests.take_chunks")
+"""What a caller of steps enters itself, whose errors are the caller's."""
+OF_THREAD = ("StepThread._go_round", "Call.run")
+"""What the thread enters before anything is tried."""
+Trace: TypeAlias = Entered | Raising
 
 
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
-    found = compiler.compile(str(save_text_model(tmp_path_factory.mktemp("model"))), dtype="float32")
+    directory = save_text_model(tmp_path_factory.mktemp("model"))
+    found = compiler.compile(str(directory), dtype="float32")
     for seed, (name, rank) in enumerate({"a": 4, "b": 16, "c": 8}.items()):
         adapter = found.add_adapter(name, LORA | {"r": rank}, seed=seed)
         for tensor in adapter.tensors:
@@ -47,7 +61,7 @@ def make_engine(executor: Executor) -> Engine:
 
 
 def workload(executor: Executor) -> list[Request]:
-    """Return requests of every kind: greedy, sampled, scored, several, guided and pooled."""
+    """Return requests that are greedy, sampled, scored, of several continuations, and stopped."""
     drawn = random.Random(0)
 
     def request(tokens: int, adapter: str | None, **fields: Any) -> Request:
@@ -66,18 +80,15 @@ def workload(executor: Executor) -> list[Request]:
     ]
 
 
-DATA = [Example(ids, ids) for ids in ([5, 6, 7, 8, 9, 10, 11], [9, 8, 7, 6, 5], [4] * 12)]
-
-
-def is_fault(error: BaseException | None) -> bool:
-    while error is not None and not isinstance(error, Fault):
-        error = error.__cause__ or error.__context__
-    return error is not None
-
-
 @dataclass
 class Session:
-    """An engine that goes on, through one fault after the other."""
+    """An engine that goes on through one fault after the other.
+
+    Attributes:
+        expected: the tokens of each request, of each continuation.
+        losses: those of the job.
+        first: the number of the first request of the latest run.
+    """
 
     executor: Executor
     engine: Engine
@@ -85,89 +96,200 @@ class Session:
     expected: list[list[tuple[int, ...]]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     steps: int = 0
+    first: int = 0
 
-    def job(self) -> Job:
-        return self.engine.finetune(DATA, "trained", peft=LORA, **OPTIONS)
-
-    def run(self, fault: Raising | None = None, *, trains: bool = True) -> set[str]:
-        """Serve all requests, and train; returns those that failed: adapters, numbers, the job."""
-        job = self.job() if trains else None
-        numbers: dict[int, int] = {}
-        done: dict[int, dict[int, tuple[int, ...]]] = {}
-        texts: dict[int, list[int]] = {}
+    def run(self, trace: Trace | None = None) -> set[str]:
+        """Serve all requests, and train beside them; returns what failed: requests, the job."""
+        job = self.engine.finetune(DATA, "trained", peft=LORA, **OPTIONS)
+        done: list[dict[int, tuple[int, ...]]] = [{} for _ in self.asked]
+        streamed: list[list[int]] = [[] for _ in self.asked]
         failed: set[str] = set()
-        for _ in range(400):
-            if len(numbers) < len(self.asked):
-                place = len(numbers)
-                numbers[self.engine.submitted] = place
-                self.engine.submit(self.asked[place])
-            for chunk in self.step(fault):
-                place = numbers[chunk.index]
-                if chunk.error is not None:
-                    assert is_fault(chunk.error), chunk.error
-                    failed.add(f"request {place}")
-                    continue
-                if chunk.token_id is not None and self.asked[place].params.width == 1:
-                    texts.setdefault(place, []).append(chunk.token_id)
-                if chunk.completion is not None:
-                    assert chunk.completion.finish_reason in ("stop", "length")
-                    done.setdefault(place, {})[chunk.choice] = chunk.completion.token_ids
-            if self.engine.is_idle and len(numbers) == len(self.asked):
+        self.first = self.engine.submitted
+        for step in range(400):
+            if step < len(self.asked):
+                try:
+                    self.engine.submit(self.asked[step])
+                except GenerationError as error:  # its adapter failed
+                    assert "failed by Fault" in str(error)
+                    failed.add(f"request {step}")
+            elif self.engine.is_idle:
                 break
+            self.steps += 1
+            with traced(trace):
+                chunks = self.engine.step()
+            for chunk in chunks:
+                place = chunk.index - self.first
+                if chunk.error is not None:
+                    assert is_fault(chunk.error) or "failed by Fault" in str(chunk.error)
+                    failed.add(f"request {place}")
+                elif chunk.completion is not None:
+                    assert chunk.completion.finish_reason == "length"
+                    done[place][chunk.choice] = chunk.completion.token_ids
+                if chunk.token_id is not None:
+                    streamed[place].append(chunk.token_id)
         else:
             raise AssertionError("the engine goes on for ever")
-        for place in range(len(self.asked)):
-            found = [tokens for _, tokens in sorted(done.get(place, {}).items())]
-            if f"request {place}" in failed:
-                continue
-            if not self.expected or place >= len(self.expected):
-                self.expected.append(found)
-            assert found == self.expected[place], place
-            if place in texts:
-                assert [tuple(texts[place])] == found, "a chunk is lost, or came twice"
-        if job is not None:
-            if job.error is not None:
-                assert is_fault(job.error), job.error
-                failed.add("job")
-            else:
-                self.losses = self.losses or job.result.losses
-                assert job.result.losses == pytest.approx(self.losses, rel=1e-3)
-        if "trained" in self.executor.adapters:
-            self.executor.remove_adapter("trained")
+        found = [[one[choice] for choice in sorted(one)] for one in done]
+        self.expected = self.expected or found
+        for place, request in enumerate(self.asked):
+            if f"request {place}" not in failed:
+                assert found[place] == self.expected[place]
+                if request.params.width == 1:  # no token is lost, none comes twice
+                    assert [tuple(streamed[place])] == found[place]
+        if job.error is not None:
+            assert is_fault(job.error)
+            failed.add("job")
+        else:
+            self.losses = self.losses or job.result.losses
+            assert job.result.losses == pytest.approx(self.losses, rel=1e-3)
         self.check()
         return failed
 
-    def step(self, fault: Raising | None) -> list[Chunk]:
-        self.steps += 1
-        if fault is None:
-            return self.engine.step()
-        with fault.armed():
-            return self.engine.step()
-
     def check(self) -> None:
         """No page is lost, and nothing is left but what may be found again."""
-        engine, scheduler = self.engine, self.engine.scheduler
-        engine.check_integrity()
-        assert engine.pool.free + scheduler.adapters.idle_pages == PAGES
-        assert not scheduler.backlog.requests
-        assert not engine.requests.by_id
-        assert "trained" not in engine.state._trained
+        if "trained" in self.executor.adapters:
+            self.executor.remove_adapter("trained")
+        check_empty(self.engine)
+
+    def functions(self, is_hit: Callable[[FrameType], bool] = lambda frame: True) -> list[str]:
+        """Return the functions that steps of a mixed run enter."""
+        entered = Entered(is_hit)
+        assert not self.run(entered)
+        return sorted(name for name in entered.names if not name.endswith(CALLED))
+
+
+def check_empty(engine: Engine) -> None:
+    engine.check_integrity()
+    assert engine.is_idle
+    assert engine.pool.free + engine.scheduler.adapters.idle_pages == PAGES
+    assert not engine.scheduler.backlog.requests
+    assert not engine.requests.by_id
+    assert not engine.state.is_trained("trained")
 
 
 @pytest.fixture(scope="module")
-def session(executor: Executor) -> Iterator[Session]:
+def session(executor: Executor) -> Session:
     session = Session(executor, make_engine(executor), workload(executor))
-    session.run()
-    session.run()
-    yield session
+    for _ in range(2):  # the second has tokens in the cache
+        assert not session.run()
+    return session
 
 
-def functions(session: Session) -> list[str]:
-    """Return the functions that steps of a mixed run enter, wrappers aside."""
-    found: dict[str, int] = {}
-    step = session.engine.step
-    fault = Raising("")
-    fault.armed = lambda: entered(found)  # type: ignore[method-assign]
-    assert not session.run(fault)
-    assert session.engine.step == step
-    return sorted(name for name in found if not name.endswith(WRAPPERS))
+def faults(names: list[str]) -> list[tuple[str, int]]:
+    """Return some of the functions, and which time each is entered, in any order."""
+    found = [(name, nth) for nth in (1, 2, 5) for name in names]
+    random.Random(0).shuffle(found)
+    return found
+
+
+@pytest.mark.parametrize("count", [FEW, pytest.param(None, marks=pytest.mark.slow)])
+def test_anywhere_once(session: Session, count: int | None) -> None:
+    """Nobody fails but one request or the job for which the function worked, if it did for any."""
+    names = session.functions()
+    assert len(names) > 500
+    fired = 0
+    for name, nth in faults(names)[:count]:
+        raising = Raising(name, nth)
+        assert len(session.run(raising)) <= raising.fired, name
+        fired += raising.fired
+    assert fired > len(faults(names)[:count]) / 2
+    steps = session.steps
+    while count is None and session.steps < steps + STEPS:
+        assert not session.run()
+
+
+OWNERS: list[tuple[type, str, set[str]]] = [
+    (Sequence, "request 1", {"request 1"}),
+    (Adapter, "b", {"request 1", "request 6"}),
+    (Job, "trained", {"job"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "own"), OWNERS)
+@pytest.mark.parametrize("count", [8, pytest.param(None, marks=pytest.mark.slow)])
+def test_for_one_owner_in_every_step(
+    session: Session, kind: type, name: str, own: set[str], count: int | None
+) -> None:
+    """Where a function fails in each step that enters it for one owner, nobody else fails."""
+
+    def is_hit(frame: FrameType) -> bool:
+        owners = (one for one in frame.f_locals.values() if isinstance(one, kind))
+        return any(is_owner(one) for one in owners)
+
+    def is_owner(one: Any) -> bool:
+        return (
+            f"request {one.number - session.first}" == name
+            if kind is Sequence
+            else (one.name == name)
+        )
+
+    names = session.functions(is_hit)
+    random.Random(1).shuffle(names)
+    failed = []
+    for function in names[:count]:
+        found = session.run(Raising(function, 1, is_hit, ever=True))
+        assert found <= own, function
+        failed += found
+        session.engine._suspects.forgive(session.executor.adapters["b"])
+    assert failed or kind is Adapter
+
+
+class ThreadSession:
+    """The engine on its thread, asked by another one."""
+
+    def __init__(self, executor: Executor, expected: list[list[tuple[int, ...]]]) -> None:
+        self.executor, self.asked, self.expected = executor, workload(executor), expected
+        self.running: AsyncEngine = make_engine(executor).start()
+
+    def run(self, trace: Trace | None = None) -> set[str]:
+        running = self.running
+        running.run(lambda: sys.settrace(trace))
+        streams = {f"request {i}": running.submit_request(r) for i, r in enumerate(self.asked)}
+        left = running.submit_request(self.asked[0])
+        left.cancel()
+        job = running.finetune(DATA, "trained", peft=LORA, **OPTIONS)
+        failed: set[str] = set()
+        waits: dict[str, Callable[[], Any]] = {
+            name: lambda stream=stream: stream.wait_all(60) for name, stream in streams.items()
+        }
+        for name, wait in {
+            **waits,
+            "left": lambda: left.wait(60),
+            "job": lambda: job.wait(60),
+        }.items():
+            try:
+                found = wait()
+            except TimeoutError:
+                raise
+            except Exception as error:
+                assert is_fault(error), error
+                failed.add(name)
+            else:
+                if name in streams:
+                    place = list(streams).index(name)
+                    assert [one.token_ids for one in found] == self.expected[place]
+        running.run(lambda: sys.settrace(None))
+        until(lambda: running.run(lambda: running.engine.is_idle) and not running._streams)
+        if "trained" in self.executor.adapters:
+            running.remove_adapter("trained").result(60)
+        running.run(lambda: check_empty(running.engine))  # type: ignore[arg-type]
+        assert not len(running._arrivals)
+        return failed
+
+
+@pytest.mark.parametrize("count", [16, pytest.param(None, marks=pytest.mark.slow)])
+def test_anywhere_on_the_thread(executor: Executor, session: Session, count: int | None) -> None:
+    """Calls, deliveries and what is settled between steps: the thread goes on, nobody waits."""
+    in_steps = set(session.functions())
+    threads = ThreadSession(executor, session.expected)
+    with threads.running:
+        entered = Entered()
+        assert not threads.run() | threads.run(entered)
+        names = [name for name in entered.names - in_steps if not name.endswith(OF_THREAD)]
+        fired = 0
+        for name, nth in faults(sorted(names))[:count]:
+            raising = Raising(name, nth)
+            assert len(threads.run(raising)) <= 1, name
+            fired += raising.fired
+        assert fired
+        assert not threads.run()
