@@ -57,7 +57,7 @@ class Arrivals(Generic[Call]):
         return is_sent
 
     def taken(self, tenant: str, stream: Stream) -> Call | None:
-        """Note that one is not on its way any more; returns the next one that may be sent, if any."""
+        """Note that one is on its way no more; returns the next that may be sent, if any."""
         coming = self._coming.get(tenant, {})
         if stream not in coming:
             return None

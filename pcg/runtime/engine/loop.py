@@ -408,11 +408,11 @@ class EngineLoop:
             self._drop(self._alone, owner, error)
             return
         self._failures += 1
-        suspects: list[Sequence | Job]
+        suspects: list[Sequence | Job] = []
         if isinstance(owner, Adapter):
-            suspects = [one for one in scheduler.waiting if one.request.adapter is owner][:1]
-        else:
-            suspects = [] if owner is None else [owner]
+            suspects += [one for one in scheduler.waiting if one.request.adapter is owner][:1]
+        elif owner is not None:
+            suspects.append(owner)
         if self._failures > _RETRIES:  # not even a suspect has run since
             if not suspects:
                 raise error
@@ -421,7 +421,7 @@ class EngineLoop:
             self._failures = 0
             return
         if self._failures > 1 or (ran and not suspects):
-            suspects += ran or running or list(scheduler.waiting) or list(self.jobs)
+            suspects += ran or [*(running or scheduler.waiting)] or [*self.jobs]
         self._suspects.add(suspects)
 
     def _drop(self, one: Sequence | Job, owner: Owner | None, error: Exception) -> None:

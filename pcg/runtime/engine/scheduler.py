@@ -244,9 +244,9 @@ class Scheduler:
     def plan_alone(self, sequence: Sequence, now_s: float) -> StepPlan:
         """Plan a step of one sequence; it is empty where there is no room for it now."""
         plan, self._bound = StepPlan(), None
-        if sequence not in self.running:
+        if sequence in self.waiting:
             self._admit(plan, [sequence], now_s)
-        elif self._has_pages(sequence, sequence.pending, [sequence]):
+        elif sequence in self.running and self._has_pages(sequence, sequence.pending, [sequence]):
             self._run(plan, sequence, sequence.pending)
         return plan
 
