@@ -129,7 +129,7 @@ class Catalog:
         if adapter is None and self.kept is not None:
             adapter = await self.kept.resolve(caller.tenant, name)
         if adapter is None:
-            adapter = await self._resolver.resolve(name)
+            adapter = await self._resolver.resolve(name, caller.tenant)
         if adapter is None:
             raise not_found(name)
         self.loader.used(adapter.name)

@@ -72,6 +72,7 @@ async def load(service: Service, asked: Load) -> AdapterVersion:
             of_engine,
             directory,
             origin,
+            tenant=asked.owner,
             is_replacing=asked.is_replacing,
             expected_version=asked.expected_version,
         )

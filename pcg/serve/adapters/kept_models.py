@@ -112,21 +112,21 @@ class KeptModels:
         owner = tenant if self.has(tenant, name) else self._owners.get((tenant, name))
         if owner is None:
             return None
-        tenant, model = owner, self._models[owner, name]
+        asking, tenant, model = tenant, owner, self._models[owner, name]
         there = self._loader.adapters.get(engine_name(owner, name))
         if there is not None:
             return there
         task = self._loading.get((tenant, name))
         if task is None:
-            task = self._loading[tenant, name] = asyncio.create_task(self._load(model))
+            task = self._loading[tenant, name] = asyncio.create_task(self._load(model, asking))
             task.add_done_callback(lambda _: self._loading.pop((tenant, name)))
         return await asyncio.shield(task)
 
-    async def _load(self, model: KeptModel) -> ServedAdapter:
+    async def _load(self, model: KeptModel, tenant: str) -> ServedAdapter:
         of_engine = engine_name(model.tenant, model.name)
         try:
             path = self._store.folder / model.folder
-            return await self._loader.load(of_engine, path, _origin(model))
+            return await self._loader.load(of_engine, path, _origin(model), tenant=tenant)
         except AdapterConflictError:  # its job has published it meanwhile
             there = self._loader.adapters.get(of_engine)
             if there is None:

@@ -2,7 +2,8 @@
 
 All adapters are in the host's memory, so their number is bounded. Those that were found under a
 root are unloaded for others, the least recently used first, unless they are pinned: who names one
-has it loaded again. What somebody loaded by name stays until somebody unloads it.
+has it loaded again. What somebody loaded by name stays until somebody unloads it. Where all places
+are taken by adapters that come just now, the next ones wait in turn.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ class Loader:
         self._origins: dict[str, Origin] = {}
         self._used: OrderedDict[str, None] = OrderedDict()
         self._coming: set[str] = set()
+        # By tenant, whose turn it is first; of each the places in the order of asking.
+        self._waiting: dict[str, dict[asyncio.Future[None], str]] = {}
+        self._handing_out: asyncio.Task[None] | None = None
 
     @property
     def adapters(self) -> Mapping[str, ServedAdapter]:
@@ -84,17 +88,20 @@ class Loader:
         directory: Path,
         origin: Origin,
         *,
+        tenant: str = "",
         is_replacing: bool = False,
         expected_version: int | None = None,
     ) -> ServedAdapter:
-        """Load an adapter while steps go on.
+        """Load an adapter while steps go on; where as many are there as may be, it waits in turn.
 
+        Args:
+            tenant: who asks for it.
         Raises:
             AdapterConflictError: as `Executor.add_adapter`.
-            ApiError: 400, it cannot be read, or is for another base; 503, there are too many.
+            ApiError: 400, it cannot be read, or is for another base; 503, there are too many, and
+                none of them may go.
         """
-        await self._make_room(name)
-        self._coming.add(name)
+        await self._make_room(name, tenant)
         try:
             end = self._client.add_adapter(
                 name, directory, replace=is_replacing, expected_version=expected_version
@@ -105,25 +112,26 @@ class Loader:
         except (AdapterError, UnsupportedError) as error:
             raise refusal(as_asked(str(error), directory, origin.path)) from None
         finally:
-            self._coming.discard(name)
+            self._arrived(name)
         self._origins[name] = origin
         self.used(name)
         return adapter
 
-    async def take(self, name: str, origin: Origin, come: Callable[[], Awaitable[object]]) -> None:
+    async def take(
+        self, name: str, origin: Origin, come: Callable[[], Awaitable[object]], *, tenant: str = ""
+    ) -> None:
         """Take an adapter that the engine makes itself, and that its origin has, too.
 
         Args:
             come: has the engine serve it.
         Raises:
-            ApiError: 503, there are too many.
+            ApiError: 503, there are too many, and none of them may go.
         """
-        await self._make_room(name)
-        self._coming.add(name)
+        await self._make_room(name, tenant)
         try:
             await come()
         finally:
-            self._coming.discard(name)
+            self._arrived(name)
         self.adopt(name, origin)
 
     async def unload(self, name: str) -> None:
@@ -135,21 +143,64 @@ class Loader:
         self._used.pop(name, None)
         if name not in self.adapters:
             self._origins.pop(name, None)
+        self._hand_out()
 
-    async def _make_room(self, name: str) -> None:
-        """Unload adapters until there is a place for one more, unless it has one."""
-        while True:
+    async def _make_room(self, name: str, tenant: str) -> None:
+        """Wait for a place for one more adapter, unless it has one.
+
+        Places go to tenants in turn, and to the adapters of each as they came. While somebody
+        waits, those that may go are unloaded one by one, and each that is loaded meanwhile is one
+        of them.
+        """
+        there = self.adapters.keys() | self._coming
+        if name in there or (len(there) < self._most and not any(self._waiting.values())):
+            self._coming.add(name)
+            return
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.setdefault(tenant, {})
+        waiting[place] = name
+        self._hand_out()
+        try:
+            await place
+        except asyncio.CancelledError:
+            waiting.pop(place, None)
+            if not place.cancelled():  # it was handed out
+                self._arrived(name)
+            raise
+
+    def _arrived(self, name: str) -> None:
+        """Note that an adapter has come, or does not come."""
+        self._coming.discard(name)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Have places handed out to those that wait, if that is not under way."""
+        if self._handing_out is None and any(self._waiting.values()):
+            self._handing_out = asyncio.create_task(self._hand_out_all())
+
+    async def _hand_out_all(self) -> None:
+        try:
+            await self._hand_out_places()
+        except Exception as error:  # such as the engine's end: theirs
+            while (turn := self._next_turn()) is not None:
+                self._take_turn(turn[0], error)
+        finally:
+            self._handing_out = None
+
+    async def _hand_out_places(self) -> None:
+        while (turn := self._next_turn()) is not None:
+            place, name = turn
             there = self.adapters.keys() | self._coming
             if name in there or len(there) < self._most:
-                return
+                self._coming.add(name)
+                self._take_turn(place, None)
+                continue
             last = next((one for one in self._used if self._may_go(one)), None)
+            if last is None and self._coming:
+                return  # goes on when these have come
             if last is None:
-                raise ApiError(
-                    503,
-                    f"{len(there)} adapters are loaded, and --max-cpu-loras is {self._most}; "
-                    "unload one, or raise it",
-                    code="too_many_adapters",
-                )
+                self._take_turn(place, self._too_many(len(there)))
+                continue
             del self._used[last]
             try:
                 await self.unload(last)
@@ -157,6 +208,31 @@ class Loader:
                 continue
             except AdapterConflictError:  # a job trains it
                 self._origins[last] = replace(self._origins[last], is_found=False)
+
+    def _next_turn(self) -> tuple[asyncio.Future[None], str] | None:
+        """Return the first of the tenant whose turn it is; None if nobody waits."""
+        for tenant in [tenant for tenant, waiting in self._waiting.items() if not waiting]:
+            del self._waiting[tenant]
+        return next((next(iter(one.items())) for one in self._waiting.values()), None)
+
+    def _take_turn(self, place: asyncio.Future[None], error: Exception | None) -> None:
+        """Hand a place out, or refuse it; the other tenants come first from now on."""
+        tenant = next(tenant for tenant, waiting in self._waiting.items() if place in waiting)
+        waiting = self._waiting.pop(tenant)
+        del waiting[place]
+        self._waiting[tenant] = waiting
+        if error is None:
+            place.set_result(None)
+        else:
+            place.set_exception(error)
+
+    def _too_many(self, count: int) -> ApiError:
+        return ApiError(
+            503,
+            f"{count} adapters are loaded by name or trained, and --max-cpu-loras is {self._most}; "
+            "unload one, or raise it",
+            code="too_many_adapters",
+        )
 
     def _may_go(self, name: str) -> bool:
         origin = self._origins.get(name)

@@ -30,8 +30,8 @@ class Resolver:
         self._loading: dict[str, asyncio.Task[ServedAdapter | None]] = {}
         self._failed: dict[str, tuple[float, str]] = {}
 
-    async def resolve(self, name: str) -> ServedAdapter | None:
-        """Return the adapter of that name; None if no root has one.
+    async def resolve(self, name: str, tenant: str) -> ServedAdapter | None:
+        """Return the adapter of that name, for a tenant that asks; None if no root has one.
 
         Raises:
             ApiError: 400, it is there and cannot be loaded; 503, there is no room for it.
@@ -43,17 +43,17 @@ class Resolver:
             raise refusal(message)
         task = self._loading.get(name)
         if task is None:
-            task = self._loading[name] = asyncio.create_task(self._load(name))
+            task = self._loading[name] = asyncio.create_task(self._load(name, tenant))
             task.add_done_callback(lambda done: self._end(name, done))
         return await asyncio.shield(task)
 
-    async def _load(self, name: str) -> ServedAdapter | None:
+    async def _load(self, name: str, tenant: str) -> ServedAdapter | None:
         directory = await asyncio.to_thread(self._roots.named, name)
         if directory is None:
             return None
         origin = Origin(name, int(time.time()), is_found=True)
         try:
-            return await self._loader.load(name, directory, origin)
+            return await self._loader.load(name, directory, origin, tenant=tenant)
         except AdapterConflictError:  # somebody loaded it by hand meanwhile
             return self._loader.adapters.get(name)
 
