@@ -59,6 +59,11 @@ class Adapter:
         return self.recipe.prompt_tokens
 
     @cached_property
+    def rank(self) -> int:
+        """The greatest rank of its modules; 0 where none has LoRA."""
+        return max((weights.rank for weights in self.weights.values()), default=0)
+
+    @cached_property
     def size_bytes(self) -> int:
         """The size of all tensors; they change in place alone."""
         return sum(tensor.nbytes for tensor in (*self.tensors, *self.shared.values()))

@@ -39,6 +39,7 @@ class ServeOptions:
         lora_modules: an adapter that everyone may use, as NAME=PATH or as JSON. Repeatable.
         lora_roots: a folder of adapters, each in a folder of its own. One is loaded when somebody
             names it, and those loaded over HTTP come from there. Repeatable.
+        max_lora_rank: the greatest rank of an adapter; one of a greater rank is refused.
         max_cpu_loras: the most adapters in the host's memory at once.
         data_dir: a folder for what is kept beyond the server's end, as files; it is made if need
             be. Without one, what needs it is refused.
@@ -114,6 +115,7 @@ class ServeOptions:
     served_model_name: Sequence[str] = ()
     lora_modules: Sequence[str] = ()
     lora_roots: Sequence[str] = ()
+    max_lora_rank: int = 256
     max_cpu_loras: int = 256
     data_dir: Path | None = None
     max_model_len: int | None = None
@@ -172,6 +174,7 @@ class ServeOptions:
             "tenant_seqs",
             "tenant_queue",
             "max_queue",
+            "max_lora_rank",
             "max_cpu_loras",
             "key_requests",
             "tenant_files",
@@ -241,6 +244,7 @@ class ServeOptions:
                 running=self.max_num_seqs,
                 tokens=self.max_num_batched_tokens,
                 logprobs=self.max_logprobs,
+                lora_rank=self.max_lora_rank,
                 ttft_slo_s=_seconds(self.ttft_slo_ms),
                 tpot_slo_s=_seconds(self.tpot_slo_ms),
             ),

@@ -103,6 +103,7 @@ class Engine(EngineLoop):
         self._data_limits = given.data_limits or DataLimits()
         state.add_listener(self)
         limits = given.limits or Limits()
+        state.most_rank = limits.lora_rank
         prefixes = None
         if given.prefix_caching:
             prefixes = Prefixes(cache.pool, between_tenants=given.prefixes_between_tenants)

@@ -33,6 +33,8 @@ class Limits:
             long, or for one window of `least_chunk` tokens if that is predicted to take longer.
         logprobs: the most likeliest tokens that a request may ask for in each place, as in OpenAI's
             API and vLLM.
+        lora_rank: the greatest rank of an adapter that is loaded or trained from then on; None for
+            any. A copy of rank r has r · (inputs + outputs) numbers for each module.
         prefetched: the number of requests behind those that could begin whose adapters are copied
             ahead, too.
     Raises:
@@ -49,12 +51,14 @@ class Limits:
     least_tpot_slo_s: float | None = None
     idle_step_s: float = 0.2
     logprobs: int = 20
+    lora_rank: int | None = None
     prefetched: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("running", "tokens", "least_chunk"):
-            if getattr(self, name) < 1:
-                raise GenerationError(f"{name}={getattr(self, name)}; use at least 1")
+        for name in ("running", "tokens", "least_chunk", "lora_rank"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise GenerationError(f"{name}={value}; use at least 1")
         for name in ("ttft_slo_s", "tpot_slo_s", "least_tpot_slo_s", "idle_step_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -75,6 +75,7 @@ class ModelState:
         adapter_dtype: the dtype of adapters where they are trained.
         grammars: compiles what requests' outputs have to follow.
         versions: those of the adapters.
+        most_rank: the greatest rank of adapters that are made or read; None for any.
         engine_thread: the thread that runs an engine over this state; None while there is none.
     """
 
@@ -109,6 +110,7 @@ class ModelState:
         self._served = ServedWeights(self._linear, program.base.module_shapes())
         self.adapter_dtype = program.base.adapter_dtype
         self._trainings = TrainingPrograms(program, specialiser, mesh.world)
+        self.most_rank: int | None = None
         self._copies_dtype = served_dtype(program.options, program.base, device)
         self.serving = self._bind(program.serving)
 
@@ -233,7 +235,13 @@ class ModelState:
         """Load or make an adapter without serving it; see `Executor.add_adapter`."""
         check_name(name)
         try:
-            return self._made_adapter(name, path_or_config, seed)
+            made = self._made_adapter(name, path_or_config, seed)
+            if self.most_rank is not None and made.rank > self.most_rank:
+                raise AdapterError(
+                    f"adapter {name!r} has rank {made.rank}, and the engine serves up to "
+                    f"{self.most_rank}; raise --max-lora-rank, or Limits(lora_rank=…) of the engine"
+                )
+            return made
         except PcgError:
             raise
         except Exception as error:  # which, a stranger's recipe or file decides

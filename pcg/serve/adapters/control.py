@@ -20,8 +20,6 @@ router = APIRouter(tags=["server"])
 
 PAUSE_S = 600.0
 """The longest pause: a client that never comes back stops nobody for longer."""
-ANY_RANK = 2**16
-"""In place of a bound of ranks, as there is none."""
 
 
 class ModelConfig(BaseModel):
@@ -76,7 +74,7 @@ async def server_info(
 ) -> ServerInfo:
     """Return the configuration as vLLM's trainers read it."""
     facts, options = service.client.facts, service.options
-    loads = LoraConfig(max_lora_rank=ANY_RANK, max_loras=options.max_cpu_loras)
+    loads = LoraConfig(max_lora_rank=options.max_lora_rank, max_loras=options.max_cpu_loras)
     base = ModelConfig(
         model=service.catalog.base.name,
         dtype=facts.dtype,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from pcg.options import CompileOptions
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.adapters.stacked_weights import _StackedLora
 from pcg.runtime.data.example import Example
+from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from tests.support import oracle
 from tests.support.families import BY_NAME
@@ -175,6 +177,28 @@ def test_a_weight_that_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=refused):
         halves.refresh_adapter("a")
     assert torch.equal(halves.logits([[3, 4, 5]], ["a"])[0], before)
+
+
+def test_a_scale_that_makes_weights_infinite_is_refused(tmp_path: Path) -> None:
+    """Where they are served in fp32, too; a rank above the engine's is refused as well."""
+    recipe = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    executor = pcg.compile(small_llama(), device="cpu")
+    adapter = executor.add_adapter("a", recipe)
+    for tensor in adapter.tensors:
+        tensor.add_(0.01)
+    executor.save_adapter("a", tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    for fields in ({"lora_alpha": 1e300}, {"lora_alpha": 1e300, "use_rslora": True}):
+        (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config | fields))
+        with pytest.raises(AdapterError, match="the scale of adapter_config.json"):
+            executor.add_adapter("b", str(tmp_path / "a"))
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config))
+    executor.engine(Limits(lora_rank=3), kv_cache_bytes=2**20)
+    for wide in (str(tmp_path / "a"), recipe):
+        with pytest.raises(AdapterError, match="has rank 4, and the engine serves up to 3; raise"):
+            executor.add_adapter("b", wide)
+    executor.engine(Limits(lora_rank=4), kv_cache_bytes=2**20)
+    executor.add_adapter("b", str(tmp_path / "a"))
 
 
 def test_a_job_fails_alone_whose_result_float16_cannot_hold() -> None:
