@@ -109,6 +109,7 @@ class StubDevice:
     fails_alike = True
     is_ahead = False
     late: Mapping[str, int] = {}
+    copies_bytes = 0
 
     def open(self, request: Request, number: int) -> Running:
         return Running(request.named(number), number, request, request.params.max_new_tokens, 0.0)

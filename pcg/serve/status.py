@@ -158,7 +158,7 @@ def _status(service: Service, found: EngineStatus, caller: Caller) -> ServerStat
         started_s=service.created_s,
         time_s=time.monotonic(),
         engine=_engine_wide(service, found.numbers) if seen.sees_all else None,
-        memory_bytes=service.memory.bytes,
+        memory_bytes={**service.memory.bytes, "adapter_copies": found.numbers.copies_bytes},
         adapters=seen.adapters(),
         running=seen.running(),
         jobs=seen.jobs(),

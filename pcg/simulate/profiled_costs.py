@@ -97,6 +97,10 @@ class ProfiledDevice:
     def late(self) -> Mapping[str, int]:
         return self._device.late
 
+    @property
+    def copies_bytes(self) -> int:
+        return self._device.copies_bytes
+
     def step(self, engine: EngineLoop) -> int:
         """Run and measure a step of the engine; returns how many requests ended."""
         self.shape, self.behind_s = None, 0.0

@@ -109,6 +109,11 @@ class SimulatedDevice:
         """Nothing: a simulated device compiles nothing."""
         return {}
 
+    @property
+    def copies_bytes(self) -> int:
+        """Nothing: adapters have no tensors."""
+        return 0
+
     def copy_page(self, page: int, to: int) -> None:
         """Do nothing: there are no keys and values."""
 

@@ -55,6 +55,7 @@ def test_it_has_what_the_engine_did(service: Service) -> None:
     assert len(ttft["counts"]) == len(ttft["bounds"]) + 1
     assert sum(whole["latencies"]["itl"]["counts"]) == 8
     assert found["memory_bytes"]["weights"] > 0
+    assert "adapter_copies" in found["memory_bytes"]
     (first, *_) = found["adapters"]
     assert (first["name"], first["method"], first["is_resident"]) == ("lora-0", "LoRA", True)
 

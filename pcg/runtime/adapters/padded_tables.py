@@ -1,7 +1,8 @@
 """Padded tables: the adapters of one batch in stacks, as the emitted program reads them.
 
 An adapter that runs has a slot: its weights at a site lie in one stack with those of the others of
-its width (`slots.py`). Ranks above 8 are padded to at most twice their own. Sequences are ordered
+its width (`slots.py`). Ranks above 8 are padded to at most twice their own; those above 64 are not
+padded, and have stacks of their own, as long as they have pages. Sequences are ordered
 by width and slot, those without an adapter first, so each adapter's tokens are one segment, and the
 product runs segment by segment (SGMV: Punica §4). Adapters of the next requests are copied to slots
 beside the steps.
@@ -77,11 +78,17 @@ class PaddedTables:
         self._places: dict[int, tuple[int, int]] = {}
         self._bound: dict[object, BoundAdapters] = {}
         self._ordered: tuple[_Versions, list[int]] = (), []
+        self._stacks_bytes = 0
 
     @property
     def size_bytes(self) -> int:
         """Bytes of what serving reads of adapters, and of the tables that say where it lies."""
-        return sum(slots.size_bytes for slots in self._by_width.values())
+        return self._stacks_bytes
+
+    @property
+    def beside_pool_bytes(self) -> int:
+        """Bytes outside the pages of an engine's cache; on any thread."""
+        return self.size_bytes
 
     def _sites_of(self, graph: Graph) -> GraphSites:
         """Return the sites of a graph whose adapters lie in stacks."""
@@ -96,7 +103,11 @@ class PaddedTables:
 
     def pages_of(self, adapter: Adapter, page_bytes: int) -> int:
         """Count the pages of a cache that an adapter takes."""
-        return -(-adapter.size_bytes // page_bytes)
+        size_bytes = adapter.size_bytes
+        dtype = self._stacker.lora_dtype
+        if dtype is not None and adapter.rank > _MOST_WIDTH:  # its copy is all that it has
+            size_bytes = sum(t.numel() * max(t.itemsize, dtype.itemsize) for t in adapter.tensors)
+        return -(-size_bytes // page_bytes)
 
     @torch.inference_mode(False)
     def prefetch(self, adapters: Sequence[Adapter]) -> None:
@@ -110,12 +121,15 @@ class PaddedTables:
         for adapter in adapters:
             by_width.setdefault(self._width(adapter), []).append(adapter)
         for width, some in by_width.items():
-            if width in self._by_width and self._by_width[width].prefetch(some):
+            if self._slots_of(width).prefetch(some):
                 self._update_places()
 
     def is_copying(self, adapter: Adapter) -> bool:
         """Return True while an adapter is being copied, so that a step that runs it would wait."""
-        return self._copies.is_under_way(adapter.version)
+        if adapter.version in self._places or self._copies.is_under_way(adapter.version):
+            return self._copies.is_under_way(adapter.version)
+        slots = self._by_width.get(self._width(adapter))
+        return slots is not None and slots.is_growing
 
     @torch.inference_mode(False)
     def order(self, adapters: Sequence[Adapter | None]) -> list[int]:
@@ -137,9 +151,7 @@ class PaddedTables:
             width = self._width(adapter) if place is None else place[0]
             by_width.setdefault(width, []).append(adapter)
         for width, some in by_width.items():
-            if width not in self._by_width:
-                self._by_width[width] = AdapterSlots(self._sites, self._stacker, self._copies)
-            if self._by_width[width].admit(some):
+            if self._slots_of(width).admit(some):
                 self._update_places()
         # Comparing one int per sequence is faster than comparing its adapter's pair.
         in_order = sorted(wanted, key=self._places.__getitem__)
@@ -147,10 +159,17 @@ class PaddedTables:
         found = [-1 if one is None else turns[one.version] for one in adapters]
         return sorted(range(len(adapters)), key=found.__getitem__)
 
+    def _slots_of(self, width: int) -> AdapterSlots:
+        if width not in self._by_width:
+            own = (self._sites, self._stacker, self._copies)
+            self._by_width[width] = AdapterSlots(*own, is_lone=width < 0)
+        return self._by_width[width]
+
     def _update_places(self) -> None:
         """Forget bound stacks, and look up the width and the slot of each adapter again."""
         self._bound.clear()
         self._ordered = (), []
+        self._stacks_bytes = sum(slots.size_bytes for slots in self._by_width.values())
         self._places = {
             key: (width, place)
             for width, slots in self._by_width.items()
@@ -158,9 +177,16 @@ class PaddedTables:
         }
 
     def _width(self, adapter: Adapter) -> int:
-        """Return the width of an adapter's slots: its rank, rounded up to a power of two."""
-        rank = max((weights.rank for weights in adapter.weights.values()), default=0)
-        return max(1 << (rank - 1).bit_length(), _LEAST_WIDTH) if rank and self._has_widths else 0
+        """Return the width of an adapter's slots: its rank, rounded up to a power of two.
+
+        A wide adapter has a slot of its own, whose width is a negative number that no other has.
+        """
+        rank = adapter.rank
+        if not rank or not self._has_widths:
+            return 0
+        if rank > _MOST_WIDTH:
+            return -adapter.version
+        return max(1 << (rank - 1).bit_length(), _LEAST_WIDTH)
 
     def bind(self, adapters: Sequence[Adapter | None], sizes: Sequence[int]) -> BoundAdapters:
         """Bind the adapters of sequences of these sizes in tokens, in the order of `order`."""
@@ -207,14 +233,21 @@ class PaddedTables:
         self._update_places()
 
     def evict(self, adapter: Adapter) -> None:
-        """Note that an adapter has given its pages up."""
+        """Note that an adapter has given its pages up; the slot of a wide one goes with them."""
+        slots = self._by_width.pop(-adapter.version, None)
+        if slots is not None:
+            slots.forget(adapter)
+            self._update_places()
 
     def forget(self, adapter: Adapter) -> None:
         """Read an adapter's weights again when it next runs: it has changed, or is gone."""
         if any(slots.forget(adapter) for slots in self._by_width.values()):
             self._update_places()
+        PaddedTables.evict(self, adapter)
 
 
+_MOST_WIDTH = 64
+"""The greatest rank that shares stacks: a product of more is no faster for several adapters."""
 _LEAST_WIDTH = 8
 """The least width: padding lower ranks to it costs less than more products."""
 

@@ -120,6 +120,10 @@ class RaggedTables(PaddedTables):
         rows = 0 if self.lora is None else self.lora.size_bytes
         return super().size_bytes + rows
 
+    @property
+    def beside_pool_bytes(self) -> int:
+        return self.size_bytes - (0 if self.lora is None else self.lora.pool_bytes)
+
     def _sites_of(self, graph: Graph) -> GraphSites:
         rows = {name for site in _rows(graph, 0, 0) for name in site.names}
         every = GraphSites.of(graph)
@@ -149,6 +153,7 @@ class RaggedTables(PaddedTables):
 
     @torch.inference_mode(False)
     def evict(self, adapter: Adapter) -> None:
+        super().evict(adapter)
         if self.lora is not None:
             self.lora.forget(adapter)
             self._bound.clear()

@@ -25,9 +25,14 @@ Shapes: TypeAlias = Sequence[Sequence[int]]
 
 
 class RowAllocator(Protocol):
-    """Memory for rows, flat and in the adapters' dtype, given out to adapters."""
+    """Memory for rows, flat and in the adapters' dtype, given out to adapters.
+
+    Attributes:
+        is_in_pool: True if it is that of an engine's pool.
+    """
 
     memory: Tensor
+    is_in_pool: bool
 
     @property
     def used_bytes(self) -> int:
@@ -64,6 +69,8 @@ class RowAllocator(Protocol):
 
 class OwnRowAllocator:
     """A memory of its own, which grows as adapters come."""
+
+    is_in_pool = False
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.memory = torch.empty(0, dtype=dtype, device=device)
@@ -127,6 +134,8 @@ class PagedRowAllocator:
 
     Another `table` of an adapter means that it was evicted in between.
     """
+
+    is_in_pool = True
 
     def __init__(
         self, pages: Tensor, table: Callable[[Adapter], PageTable], dtype: torch.dtype

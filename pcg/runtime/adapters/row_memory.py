@@ -70,6 +70,11 @@ class RowMemory:
         return self._allocator.used_bytes + self._table.rows.nbytes + self._table.ranks.nbytes
 
     @property
+    def pool_bytes(self) -> int:
+        """Bytes of the rows in pages of a cache."""
+        return self._allocator.used_bytes if self._allocator.is_in_pool else 0
+
+    @property
     def element_bytes(self) -> int:
         return self._allocator.memory.itemsize
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from pcg.kernels.adapter_batch import Segments
@@ -17,17 +18,40 @@ _SPARE_SLOTS = 2
 """Slots for adapters that run next, and the most free slots between those that run."""
 
 
+@dataclass
+class _Growth:
+    """Larger stacks that are being made: for whom, and the adapters of their slots."""
+
+    adapter: Adapter
+    slots: list[Adapter | None]
+    stacks: list[dict[str, StackedWeight]] = field(default_factory=list)
+
+
 class AdapterSlots:
     """Keeps adapters that run in slots of stacked weights.
 
     Adapters that run together lie side by side from the first slot on, because a product reads
     whatever lies between them. A newcomer replaces an adapter that does not run; where some have
     left and nobody came, the last ones move up.
+
+    Stacks grow beside the steps, too: larger ones are made of the adapters that are there and of
+    one more, and take the place of the others once they are done.
     """
 
     def __init__(
-        self, sites: Sequence[tuple[GraphSites, int]], stacker: WeightStacker, copies: AdapterCopies
+        self,
+        sites: Sequence[tuple[GraphSites, int]],
+        stacker: WeightStacker,
+        copies: AdapterCopies,
+        *,
+        is_lone: bool = False,
     ) -> None:
+        """Have no slots; `is_lone` makes one alone, for one adapter."""
+        self._least, self._spare = (1, 0) if is_lone else (_LEAST_SLOTS, _SPARE_SLOTS)
+        self._growth: _Growth | None = None
+        # Those that fit into no slot as it is, and those that fit into no larger stacks either.
+        self._unfit: set[int] = set()
+        self._failed: set[int] = set()
         self._sites = sites
         self._stacker = stacker
         self._copies = copies
@@ -36,6 +60,12 @@ class AdapterSlots:
         self._copying: dict[int, int] = {}
         self._running: set[int] = set()
         self._stacks: list[dict[str, StackedWeight]] = []
+
+    @property
+    def is_growing(self) -> bool:
+        """True while larger stacks are being made."""
+        growth = self._growth
+        return growth is not None and self._copies.is_under_way(growth.adapter.version)
 
     @property
     def size_bytes(self) -> int:
@@ -49,16 +79,23 @@ class AdapterSlots:
         """
         moved = self._finish_copies()
         kept = self._running | self._copying.keys() | {one.version for one in wanted}
-        room = min(len(self._slots), len(self._running) + _SPARE_SLOTS)
+        room = min(len(self._slots), len(self._running) + self._spare)
         for adapter in wanted:
             key = adapter.version
-            if key in self.places or key in self._copying:
+            if key in self.places or key in self._copying or key in self._failed:
                 continue
+            if self._growth is not None:
+                break
+            if key in self._unfit:
+                self._grow(adapter)
+                break
             free = (
                 p for p in range(room) if (one := self._slots[p]) is None or one.version not in kept
             )
             place = next(free, None)
             if place is None:
+                if room == len(self._slots):
+                    self._grow(adapter)
                 break
             moved |= self._clear(place)
             self._slots[place], self._copying[key] = adapter, place
@@ -87,6 +124,10 @@ class AdapterSlots:
     def _finish_copies(self) -> bool:
         """Take in finished copies, and wait for running adapters'; returns True if any came."""
         came = False
+        if self._growth is not None:
+            key = self._growth.adapter.version
+            if key in self._running or not self._copies.is_under_way(key):
+                came = self._finish_growth()
         for key, place in list(self._copying.items()):
             if key in self._running or not self._copies.is_under_way(key):
                 del self._copying[key]
@@ -95,14 +136,50 @@ class AdapterSlots:
                     came = True
                 else:
                     self._slots[place] = None
+                    self._unfit.add(key)
         return came
 
+    def _grow(self, adapter: Adapter) -> None:
+        """Begin to make larger stacks, with the adapter in the first slot behind the others."""
+        known = len(self._slots)
+        more = self._larger(known + 1) - known
+        slots = [*self._slots, adapter, *[None] * (more - 1)]
+        growth = self._growth = _Growth(adapter, slots)
+
+        def make() -> bool:
+            growth.stacks = self._stacked(slots)
+            return True
+
+        self._copies.begin(adapter.version, make)
+
+    def _larger(self, most: int) -> int:
+        return max(most + self._spare, 2 * len(self._slots), self._least)
+
+    def _finish_growth(self) -> bool:
+        """Go on with the larger stacks; returns True if they could be made."""
+        growth, self._growth = self._growth, None
+        assert growth is not None
+        self._unfit.discard(growth.adapter.version)
+        if not self._copies.take(growth.adapter.version):
+            self._failed.add(growth.adapter.version)  # the step that runs it will say why
+            return False
+        known = len(self._slots)  # of which some may have been freed meanwhile
+        self.places[growth.adapter.version] = known
+        self._slots += growth.slots[known:]
+        self._stacks = growth.stacks
+        return True
+
+    def _stacked(self, slots: Sequence[Adapter | None]) -> list[dict[str, StackedWeight]]:
+        return [stack_sites(sites, slots, layer, self._stacker) for sites, layer in self._sites]
+
     def _move(self, moves: Sequence[tuple[Adapter, int]]) -> None:
+        if self._growth is not None:  # what moves would not be in the larger stacks
+            self._copies.take(self._growth.adapter.version)
+            self._growth = None
         known = len(self._slots)
         most = 1 + max(place for _, place in moves)
         if most > known:
-            more = max(most + _SPARE_SLOTS, 2 * known, _LEAST_SLOTS) - known
-            self._slots += [None] * more
+            self._slots += [None] * (self._larger(most) - known)
         for adapter, place in moves:
             self.forget(adapter)
             self._clear(place)
@@ -118,10 +195,7 @@ class AdapterSlots:
                 else:
                     self._slots[place] = None
             self._copying.clear()
-            self._stacks = [
-                stack_sites(sites, self._slots, layer, self._stacker)
-                for sites, layer in self._sites
-            ]
+            self._stacks = self._stacked(self._slots)
 
     def _put(self, adapter: Adapter, place: int) -> bool:
         """Write an adapter's weights into a slot of all stacks; False if they do not fit."""
@@ -137,6 +211,11 @@ class AdapterSlots:
 
     def forget(self, adapter: Adapter) -> bool:
         """Free an adapter's slot; returns True if it had one."""
+        if self._growth is not None and self._growth.adapter is adapter:
+            self._copies.take(adapter.version)
+            self._growth = None
+        self._unfit.discard(adapter.version)
+        self._failed.discard(adapter.version)
         coming = self._copying.pop(adapter.version, None)
         if coming is not None:
             self._copies.take(adapter.version)

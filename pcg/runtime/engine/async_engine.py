@@ -255,6 +255,7 @@ class AsyncEngine(TrainerThread):
             late=self.engine.device.late,
             reads=dict(self.engine.reads),
             totals=self.engine.totals,
+            copies_bytes=self.engine.device.copies_bytes,
         )
 
     def health(self) -> Health:

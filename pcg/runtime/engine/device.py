@@ -83,6 +83,10 @@ class Device(Protocol):
     @property
     def late(self) -> Mapping[str, int]: ...
 
+    @property
+    def copies_bytes(self) -> int:
+        """Bytes of the copies that adapters are served from, beside the pool; on any thread."""
+
     def open(self, request: Request, number: int) -> Sequence:
         """Return the state of a new request, with other continuations as its followers.
 

@@ -115,6 +115,10 @@ class StepRunner:
         made = self._made
         return {kind: made[kind] - self._ready[kind] for kind in made}
 
+    @property
+    def copies_bytes(self) -> int:
+        return self._tables.beside_pool_bytes
+
     def warm_up(
         self,
         adapters: List[Adapter],

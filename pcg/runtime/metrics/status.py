@@ -51,6 +51,7 @@ class EngineNumbers:
             kind; none on devices that record nothing.
         reads: steps that were read once the next one had begun, as "ahead", and others by why they
             were read first.
+        copies_bytes: bytes of the copies that adapters are served from, beside the pool.
     """
 
     waiting: int
@@ -65,6 +66,7 @@ class EngineNumbers:
     late: Mapping[str, int]
     totals: Totals
     reads: Mapping[str, int] = field(default_factory=dict)
+    copies_bytes: int = 0
 
     @property
     def queued(self) -> int:

@@ -114,7 +114,8 @@ def write_promises(to: Exposition, totals: Totals) -> None:
 
 def write_memory(to: Exposition, numbers: EngineNumbers, kinds: Mapping[str, int]) -> None:
     """Write where the memory goes, and what is in the pool."""
-    sizes = [({"kind": kind}, size) for kind, size in kinds.items()]
+    every = {**kinds, "adapter_copies": numbers.copies_bytes}
+    sizes = [({"kind": kind}, size) for kind, size in every.items()]
     to.gauges("pcg:memory_bytes", "Bytes of the device by what has them.", sizes)
     to.gauge("pcg:waiting_prompt_tokens", "Tokens of prompts that wait.", numbers.waiting_tokens)
 

@@ -14,7 +14,10 @@ from pcg.kernels.torch.ops import expand_add, shrink
 from pcg.passes.pipeline import Settings, pipeline
 from pcg.passes.stages import Base
 from pcg.runtime.adapters import stacked_weights as adapter_stack
+from pcg.runtime.adapters.slots import AdapterSlots
 from pcg.runtime.executor import Executor
+from pcg.runtime.requests.request import Completion, Request
+from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support.bypasses import lora
 from tests.support.lora_pair import lora_pair, small_llama
 
@@ -24,6 +27,7 @@ RECIPES = {
     "head": {"r": 2, "lora_alpha": 8, "target_modules": ["down_proj", "lm_head"]},
     "mlp": {"r": 5, "target_modules": ["gate_proj", "up_proj", "down_proj"]},
     "thin": {"r": 1, "target_modules": "all-linear"},
+    "wide": {"r": 80, "target_modules": "all-linear"},
     "first": {"r": 11, "target_modules": ["k_proj", "up_proj"], "layers_to_transform": [0]},
 }
 
@@ -51,8 +55,9 @@ def logits(peft: PeftModel, tokens: list[int], name: str | None) -> torch.Tensor
         ["head", "first"],
         [None, None, "all"],
         ["all", "first"] * 4,
+        ["wide", "all", None, "wide", "first"],
     ],
-    ids=["mixed", "one", "two", "mostly-base", "two-of-each"],
+    ids=["mixed", "one", "two", "mostly-base", "two-of-each", "wide"],
 )
 @pytest.mark.parametrize("lengths", [(5, 9, 1, 14, 3, 7, 30, 2), (4,) * 8], ids=["ragged", "equal"])
 @pytest.mark.parametrize("few", [0, 8, sgmv.FEW_TOKENS])
@@ -228,3 +233,46 @@ def test_where_some_of_the_joined_outputs_can_have_lora(
         for prompt, name, ours in zip(prompts, names, executor.logits(prompts, names), strict=True):
             expected = logits(peft, prompt, name)
             assert (ours - expected).abs().max() < tolerance * expected.abs().max(), name
+
+
+def test_a_wide_adapter_takes_what_it_needs_as_long_as_it_has_pages(
+    pair: tuple[Executor, PeftModel],
+) -> None:
+    """Nothing is padded, no other slot is as wide, and its memory goes with its pages."""
+    executor, _ = pair
+    tables, wide = executor.serving.tables, executor.adapters["wide"]
+    tables.reset()
+    executor.logits([3, 1, 4], "wide")
+    size = tables.beside_pool_bytes
+    assert size < 1.5 * wide.size_bytes  # joined outputs have zeros between them
+    executor.logits([3, 1, 4], "thin")
+    assert tables.beside_pool_bytes - size < wide.size_bytes / 4
+    tables.evict(wide)
+    assert tables.beside_pool_bytes < wide.size_bytes / 4
+
+
+def test_no_step_of_others_copies_an_adapter(
+    pair: tuple[Executor, PeftModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of a width, a wide one, and those for whom stacks grow are copied beside steps."""
+    executor, peft = pair
+    executor.serving.tables.reset()
+    engine = executor.engine(kv_cache_bytes=2**24)
+    monkeypatch.setattr(AdapterSlots, "_move", None)
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    engine.submit(Request((3, 1, 4), params))
+    names = [name for name in RECIPES if name != "thin"] + ["thin"]
+    done: dict[int, Completion] = {}
+    for name in names:
+        engine.submit(Request((1, 5, 9), params, executor.adapters[name]))
+        while len(engine.scheduler.running) + len(done) < engine.submitted:
+            for chunk in engine.step():
+                assert chunk.error is None
+                if chunk.completion is not None:
+                    done[chunk.index] = chunk.completion
+    while not engine.is_idle:
+        done |= {c.index: c.completion for c in engine.step() if c.completion is not None}
+    for place, name in enumerate([None, *names]):
+        tokens = [3, 1, 4] if name is None else [1, 5, 9]
+        first = int(logits(peft, tokens, name)[-1].argmax())
+        assert done[place].token_ids[0] == first
