@@ -24,6 +24,9 @@ from pcg.serve.security.caller import Caller
 QUIET = ("/", "/health", "/metrics", "/ping", "/status")
 """Routes that are asked again and again: observers are told of their errors alone."""
 
+LEFT = 499
+"""The status of a request whose client left before the end of its reply, as nginx has it."""
+
 _END_S = 5.0
 """The most time that a record waits for requests that a client left, seconds."""
 
@@ -37,7 +40,7 @@ class Record:
         came_s: when it came, Unix seconds; `began_s`, of the monotonic clock.
         model: the name of the model that it asked for; None if it did not come so far.
         requests: the engine's requests, with their outputs.
-        status: the status of the reply; 0 if there was none.
+        status: the status of the reply; `LEFT` if the client left before its end.
         first_byte_s, ended_s: when the reply's body began and ended, of the monotonic clock.
         has_left: True if the client left, or its reply was sent.
         is_whole: True if the reply was sent to its end before the client left.
@@ -138,6 +141,8 @@ class Recording:
         finally:
             _CURRENT.reset(token)
             record.ended_s = time.monotonic()
+            if record.has_left and not record.is_whole:
+                record.status = LEFT
             if record.route not in QUIET or record.status >= 400:
                 self._end(record)
 

@@ -23,7 +23,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.stream import Stream
-from pcg.serve.record import Record
+from pcg.serve.record import LEFT, Record
 from pcg.version import __version__
 
 _OPERATIONS = {
@@ -94,10 +94,10 @@ def _attributes(record: Record) -> dict[str, Any]:
     }
     if record.route is not None:
         found["http.route"] = record.route
-    if record.status >= 400:
-        found["error.type"] = str(record.status)
-    elif not record.is_whole:
+    if record.status == LEFT:
         found["error.type"] = "client_left"
+    elif record.status >= 400:
+        found["error.type"] = str(record.status)
     if record.caller is not None:
         found |= {"pcg.key": record.caller.key, "pcg.tenant": record.caller.tenant}
     if record.model is not None:

@@ -72,17 +72,23 @@ def test_a_line_says_who_asked_what_and_which_version_answered(tmp_path: Path) -
     assert "model" not in models
 
 
-def test_a_client_that_leaves_is_logged_with_what_it_had(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_is_logged_with_what_it_had(tmp_path: Path, stream: bool) -> None:
     path = tmp_path / "log"
     with serving.on_a_port(access_log=str(path)) as served, served.client() as client:
         gate = StepGate(served.service.client.engine.engine)
         gate.let(8)  # the text of a first token may wait for the next
         asked = {"prompt": "Hello", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
-        body = {"model": serving.MODEL, "stream": True, **asked}
-        with client.stream("POST", "/v1/completions", json=body) as reply:
-            next(reply.iter_lines())
+        body = {"model": serving.MODEL, "stream": stream, **asked}
+        if stream:
+            with client.stream("POST", "/v1/completions", json=body) as reply:
+                next(reply.iter_lines())
+        else:
+            with pytest.raises(httpx2.ReadTimeout):
+                client.post("/v1/completions", json=body, timeout=0.1)
+        until(lambda: not served.server.server_state.tasks)
     (line,) = [json.loads(line) for line in path.read_text().splitlines()]
-    assert (line["status"], line["is_whole"]) == (200, False)
+    assert (line["status"], line["is_whole"]) == (499, False)
     assert line["finish_reasons"] == ["cancelled"]
     assert line["output_tokens"] < 100
 

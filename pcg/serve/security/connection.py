@@ -1,12 +1,17 @@
 """Connections of strangers: how long the head of a request may be, and take.
 
 uvicorn's protocol bounds neither, and goes on to read a body that nobody wants. Here a head beyond
-`HEAD_BYTES`, or one that is not there after `HEAD_S`, ends its connection, and so does a reply that
-ends before its request. Headers behind a body are dropped: what a request may do is decided by its
-head. A request that offers another protocol is served in this one, with its body, as Java's client
-expects of every server that has no HTTP/2.
+`HEAD_BYTES`, or one that is not there after `HEAD_S`, ends its connection. A reply that begins
+before its request has ended announces that the connection ends, unless the rest of the body is
+short: then that is read and dropped, and the connection goes on. Headers behind a body are dropped:
+what a request may do is decided by its head. A request that offers another protocol is served in
+this one, with its body, as Java's client expects of every server that has no HTTP/2.
 
-Source: RFC 9110, §7.8.
+A client that ends its side of the connection behind a request is answered. Whether it has left
+altogether, the system says once something was sent to it: after `LEFT_S` that is an interim reply
+100, which clients skip.
+
+Source: RFC 9110, §7.8 and §15.2; RFC 9112, §9.6.
 """
 
 from __future__ import annotations
@@ -14,21 +19,45 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+import socket
 import sys
+from collections.abc import Coroutine
 from typing import Any, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pcg.serve.security.lingering import LingeringTransport
 
 HEAD_BYTES = 64 * 2**10
 HEAD_S = 30.0
+LEFT_S = 1.0
+"""The time after which a client that ended its side is looked for, seconds."""
+_LOOKS_S = 0.25
+"""The time between two looks, seconds."""
+_SHORT_BODY = 64 * 2**10
+"""The bytes of a body that is read to its end though its reply has ended."""
 _FILES = 2**16
 
 
 _OFFERS = (b"upgrade", b"http2-settings")
 """Headers of a request that offers another protocol."""
+
+
+class _Cycle(RequestResponseCycle):
+    """uvicorn's request and its reply, which announces the end of a connection."""
+
+    def send(self, message: ASGISendEvent) -> Coroutine[Any, Any, None]:
+        if self.more_body and not self.response_started and not self._has_short_body():
+            self.keep_alive = False  # so that the head says it
+        return super().send(message)  # and no coroutine around it for each part of a stream
+
+    def _has_short_body(self) -> bool:
+        """Return True if a body is sent that is read to its end though its reply comes first."""
+        lengths = [value for name, value in self.scope["headers"] if name == b"content-length"]
+        is_coming = bool(lengths) and not self.waiting_for_100_continue
+        return is_coming and int(lengths[0]) <= _SHORT_BODY
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -40,6 +69,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._headers_bytes = 0
         self._in_head = True
         self._timer: asyncio.TimerHandle | None = None
+        self._look: asyncio.TimerHandle | None = None
         self._lingering: LingeringTransport
         self._fed = self._left = memoryview(b"")
 
@@ -51,14 +81,51 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_timer()
+        if self._look is not None:
+            self._look.cancel()
         self._lingering.lost()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return True if the client is answered before the connection ends, where TLS lets it."""
+        is_asked = self.cycle is not None and not self.cycle.response_complete
+        if not is_asked or self._awaits_body() or self.scheme == "https":
+            return False
+        self.cycle.keep_alive = False
+        self._look = self.loop.call_later(LEFT_S, self._find_left, True)
+        return True
+
+    def _find_left(self, sends: bool) -> None:
+        """End the connection of a client that has left.
+
+        Args:
+            sends: send something, which tells: the system answers what nobody can read by a reset.
+        """
+        if self.transport.is_closing():
+            return
+        end: socket.socket = self.transport.get_extra_info("socket")
+        if end.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._lingering.abort()
+            return
+        cycle = self.cycle
+        if sends and not (self.pipeline or cycle.response_started or self._is_old):
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if not cycle.response_complete:
+            self._look = self.loop.call_later(_LOOKS_S, self._find_left, False)
+
+    @property
+    def _is_old(self) -> bool:
+        """True for a request by HTTP/1.0, which has no interim replies."""
+        return bool(self.scope["http_version"] == "1.0")
+
+    @property
+    def _is_answered(self) -> bool:
+        return self.cycle is not None and self.cycle.response_complete
 
     @property
     def _is_idle(self) -> bool:
         """True between two requests, before anything of the next one has come."""
-        is_answered = self.cycle is not None and self.cycle.response_complete
-        return is_answered and not self._in_head
+        return self._is_answered and not self._in_head and not self._awaits_body()
 
     def _awaits_body(self) -> bool:
         return self.cycle is not None and self.cycle.more_body
@@ -80,12 +147,14 @@ class BoundedConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._lingering.forgets(data):
             return
-        left = memoryview(data)
+        had_reply, left = self._is_answered and self._awaits_body(), memoryview(data)
         while left:
             self._fed, self._left = left, left[:0]
             super().data_received(cast(bytes, left))
             left = self._left
-        if self._is_idle:  # what came begins no request, as empty lines and an upgrade do not
+        if self._is_idle and had_reply:  # and all of its body has come
+            self._await_request()
+        elif self._is_idle:  # what came begins no request, as empty lines and an upgrade do not
             self._begin_head()
         if self._in_head:
             self._head_bytes += len(data)
@@ -106,10 +175,12 @@ class BoundedConnection(HttpToolsProtocol):
         self._in_head = False
         self._end_timer()
         super().on_headers_complete()
+        self.cycle.__class__ = _Cycle  # uvicorn makes it of a class that it names
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
             super().on_message_complete()
+            self.cycle.more_body = False  # also where the reply came first
 
     def _unsupported_upgrade_warning(self) -> None:
         """Parse a request's head anew without what offers another protocol; its body is left."""
@@ -129,9 +200,17 @@ class BoundedConnection(HttpToolsProtocol):
         super().data_received(b"\r\n".join([*lines, b"", b""]))
 
     def on_response_complete(self) -> None:
-        if self._awaits_body():
-            self.transport.close()
         super().on_response_complete()
+        if self._is_answered and self._awaits_body() and not self.transport.is_closing():
+            self._timer = self.loop.call_later(HEAD_S, self.transport.close)
+
+    def _await_request(self) -> None:
+        """Keep the connection for a next request, as uvicorn does behind a reply."""
+        self._end_timer()
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
 
 
 def _without_upgrade(connection: bytes) -> bytes:

@@ -51,6 +51,10 @@ class LingeringTransport(asyncio.Transport):
                 self._transport.write_eof()
             self._resume()
 
+    def abort(self) -> None:
+        """End the connection at once: its client has left."""
+        self._transport.abort()
+
     def forgets(self, data: bytes) -> bool:
         """Return True if what came is forgotten, as the connection ends."""
         if self._timer is None:
