@@ -15,7 +15,7 @@ import hmac
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -78,10 +78,17 @@ class Keys:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._keys)
+
     @property
     def tenants(self) -> int:
         """The number of tenants."""
         return len({key.tenant for key in self._keys})
+
+    def become(self, others: Keys) -> None:
+        """Be other keys from now on, for everyone who has these."""
+        self._keys = others._keys
 
     def find(self, given: str) -> Key | None:
         """Return the key that a client sent; None if it is none.

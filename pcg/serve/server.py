@@ -1,7 +1,9 @@
 """The server: an engine and uvicorn around it, from the first request to the last.
 
 SIGTERM or Ctrl-C drains: new requests are refused by a 503, running ones end or are given up after
-`shutdown_timeout_s`, jobs end with a checkpoint. A second one ends at once.
+`shutdown_timeout_s`, jobs end with a checkpoint. A second one ends at once. A terminal that is
+closed drains, too. SIGHUP otherwise reads keys, the certificate and the defaults of sampling again;
+nothing that runs ends, and where one of the files is damaged everything stays as it was.
 """
 
 from __future__ import annotations
@@ -9,27 +11,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias
 
 import uvicorn
 
-from pcg.errors import ConfigError
-from pcg.files import read_text
-from pcg.keys import open_keys
+from pcg.errors import ConfigError, PcgError
+from pcg.files import read_text, shown_path
+from pcg.keys import Keys, open_keys
 from pcg.serve.adapters.modules import check_modules
 from pcg.serve.adapters.roots import Roots
 from pcg.serve.app import create_app
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.engine.split_base import SplitAccess
 from pcg.serve.errors import LOG
-from pcg.serve.generation_config import read_generation_config
+from pcg.serve.generation_config import GenerationConfig, read_generation_config
 from pcg.serve.jobs.bases import check_base
 from pcg.serve.jobs.warm_jobs import parse_warm_jobs
 from pcg.serve.listening import check_certificate, listen, url_of
@@ -38,6 +43,7 @@ from pcg.serve.security.connection import BoundedConnection, allow_connections
 from pcg.serve.service import Service
 from pcg.serve.startup import announcement
 from pcg.serve.store.store import open_store
+from pcg.units import counted
 
 Engine: TypeAlias = Callable[
     [ServeOptions, int, SplitAccess | None], contextlib.AbstractContextManager[EngineClient]
@@ -80,6 +86,7 @@ def serve(
     data_dir = options.data_dir
     opened = contextlib.nullcontext() if data_dir is None else open_store(data_dir)
     with (
+        _hangups_held(),
         contextlib.closing(listen(options.host, options.port, options.stream_timeout_s)) as bound,
         opened as store,
     ):
@@ -93,7 +100,8 @@ def serve(
             service = Service(client, keys, options, generation, store)
             url = url_of(bound, is_secure=options.ssl_certfile is not None)
             text = announcement(service, url, made_key)
-            server = Server(service, lambda: say(text), ready)
+            reread = partial(_reread, options, directory, reads_keys=made_key is None)
+            server = Server(service, text, reread, say, ready)
             # What is loaded stays: full collections need not go through it.
             gc.collect()
             gc.freeze()
@@ -103,6 +111,51 @@ def serve(
                 gc.unfreeze()
                 service.close()
             return not server.force_exit and client.ended is None
+
+
+@dataclass(frozen=True)
+class Reread:
+    """What a server's files say now; None for keys of which there is no file."""
+
+    keys: Keys | None
+    generation: GenerationConfig
+
+
+def _reread(options: ServeOptions, directory: Path | None, *, reads_keys: bool) -> Reread:
+    """Read what may change while a server runs.
+
+    Args:
+        directory: that of the model; None where it has none.
+        reads_keys: False where the key was made for this run.
+    Raises:
+        PcgError: a file is not there, or damaged.
+    """
+    if options.ssl_certfile is not None:
+        check_certificate(options.ssl_certfile, options.ssl_keyfile)
+    keys = open_keys(options.api_key, options.api_keys)[0] if reads_keys else None
+    return Reread(keys, read_generation_config(options.generation_config, directory))
+
+
+@contextlib.contextmanager
+def _hangups_held() -> Iterator[None]:
+    """Keep a SIGHUP for `Server.capture_signals` while the model loads: it would end the process.
+
+    Processes that are started meanwhile inherit this.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _has_terminal() -> bool:
+    """Return True if this process has a terminal that is open."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return True
 
 
 def _check_given_files(options: ServeOptions) -> None:
@@ -120,14 +173,18 @@ class Server(uvicorn.Server):
     """uvicorn with a drain before its end, which signals begin.
 
     Args:
-        say: is called when requests are taken, and then `ready`.
+        text: is said when requests are taken; then `ready` is called.
+        reread: reads what SIGHUP changes.
+        say: takes texts for the operator.
     """
 
     def __init__(
         self,
         service: Service,
-        say: Callable[[], None] = lambda: None,
-        ready: Callable[[Server], None] = lambda _: None,
+        text: str,
+        reread: Callable[[], Reread],
+        say: Callable[[str], None],
+        ready: Callable[[Server], None],
     ) -> None:
         options = service.options
         config = uvicorn.Config(
@@ -146,8 +203,12 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self.service = service
+        self._text = text
+        self._reread = reread
         self._say = say
         self._ready = ready
+        self._reloading = asyncio.Lock()
+        self._reloads: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drained: Future[None] | None = None
 
@@ -159,7 +220,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
         self.service.begin()
-        self._say()
+        self._say(self._text)
         self._ready(self)
 
     def drain(self) -> None:
@@ -178,6 +239,41 @@ class Server(uvicorn.Server):
     def _end(self, _: Future[None]) -> None:
         self.should_exit = True
 
+    def reload(self) -> None:
+        """Take keys, the certificate and the defaults of sampling anew, from any thread."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._begin_reload)
+
+    def _begin_reload(self) -> None:
+        task = asyncio.create_task(self._reload())
+        self._reloads.add(task)
+        task.add_done_callback(self._reloads.discard)
+
+    async def _reload(self) -> None:
+        service, options = self.service, self.service.options
+        async with self._reloading:  # each reads what the files say once it was asked for
+            try:
+                found = await asyncio.to_thread(self._reread)
+                if self.config.ssl is not None:  # connections that are open keep what they have
+                    assert options.ssl_certfile is not None
+                    self.config.ssl.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+            except (PcgError, OSError) as error:
+                LOG.error("nothing was reloaded: %s", error)
+                return
+            lines = ["reloaded"]
+            if found.keys is not None:
+                was_alone = service.keys.tenants == 1
+                service.keys.become(found.keys)
+                await asyncio.wrap_future(service.client.set_keys(found.keys))
+                lines.append(f"API keys: {counted(len(found.keys), 'key')}")
+                if was_alone is not (found.keys.tenants == 1):
+                    lines.append("shares of tenants in the engine: those of the start")
+            service.generation = found.generation
+            lines.append(f"defaults of sampling: {found.generation}")
+            if options.ssl_certfile is not None:
+                lines.append(f"certificate: {shown_path(options.ssl_certfile)}")
+            self._say("\n".join(lines))
+
     async def on_tick(self, counter: int) -> bool:
         """Return True to end: also when the engine has, as nothing is served then."""
         ended = self.service.client.ended
@@ -189,19 +285,26 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Have signals drain, in the main thread; uvicorn's own would end by the signal."""
+        """Have signals drain or reload, in the main thread; uvicorn's own end by the signal."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
+        # Under nohup a terminal that is closed is nothing to end for.
+        heeds_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
 
-        def handle(_: int, __: FrameType | None) -> None:
+        def handle(number: int, _: FrameType | None) -> None:
             if self._loop is None:
                 raise KeyboardInterrupt
-            self.drain()
+            if number != signal.SIGHUP:
+                self.drain()
+            elif not heeds_terminal or _has_terminal():
+                self.reload()
+            elif self._drained is None:  # the system and the shell both tell of a closed terminal
+                self.drain()
 
-        before: dict[int, Any] = {
-            number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before: dict[int, Any] = {number: signal.signal(number, handle) for number in numbers}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
         try:
             yield
         finally:

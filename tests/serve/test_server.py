@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
+import httpx2
 import pytest
 
 from pcg.errors import PcgError, ServeError
+from pcg.keys import digest_of
 from pcg.serve.listening import check_certificate, listen, url_of
 from pcg.serve.options import ServeOptions
 from pcg.serve.server import serve
@@ -57,6 +60,101 @@ def test_a_drain_gives_up_what_does_not_end_in_time() -> None:
         assert done == "data: [DONE]"
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == "timed_out"
         assert whole.result(60).status_code == 503
+
+
+CERTIFICATES = (
+    """\
+-----BEGIN CERTIFICATE-----
+MIIBeDCCAR2gAwIBAgIUXhRuubbPDoiLOHLwS+mN4354tXswCgYIKoZIzj0EAwIw
+EDEOMAwGA1UEAwwFdGVzdDEwIBcNMjYxMTI4MDMwMzQ4WhgPMjEyNjExMDQwMzAz
+NDhaMBAxDjAMBgNVBAMMBXRlc3QxMFkwEwYHKoZIzj0CAQYIKoZIzj0DAQcDQgAE
+/jZY8W6ynujGo2gJbrZRQNPUnH5hc9ZA/80EcOB60jC2jlrw6iYWXM4nsP9aZElX
+W8WP7CNn38hzHNPWhXU2vqNTMFEwHQYDVR0OBBYEFF2ypb14Pd/pP2Jj5Pj4z3Q5
+TvtkMB8GA1UdIwQYMBaAFF2ypb14Pd/pP2Jj5Pj4z3Q5TvtkMA8GA1UdEwEB/wQF
+MAMBAf8wCgYIKoZIzj0EAwIDSQAwRgIhALOch0GQM8pK4TkKZFWHBvmTnkGFzASK
+HX7wd6awXDUDAiEA8/d1E3Pv3kKUopQg5KTNN1wyjMH91QU4bvI1CNxup30=
+-----END CERTIFICATE-----
+-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgZBinKHJTkULO3Qi6
+SBTbJsAUmYb89nsmSD4CD2vjrNGhRANCAAT+NljxbrKe6MajaAlutlFA09ScfmFz
+1kD/zQRw4HrSMLaOWvDqJhZcziew/1pkSVdbxY/sI2ffyHMc09aFdTa+
+-----END PRIVATE KEY-----
+""",
+    """\
+-----BEGIN CERTIFICATE-----
+MIIBdjCCAR2gAwIBAgIUDvbghG5b3Q2JfWklAeX/UBK2hIwwCgYIKoZIzj0EAwIw
+EDEOMAwGA1UEAwwFdGVzdDIwIBcNMjYxMTI4MDMwMzQ4WhgPMjEyNjExMDQwMzAz
+NDhaMBAxDjAMBgNVBAMMBXRlc3QyMFkwEwYHKoZIzj0CAQYIKoZIzj0DAQcDQgAE
+ZKeCe54/sg+kTnt9I+oA+4rtMW+7wwb4/q7iQDOzqa96+9Q4ltU5KM8alBFnuCR1
+k6XM4aZG4qUmi0OrkUIx1KNTMFEwHQYDVR0OBBYEFNbAwYhDLxiIggTDyWERJO1I
+hUpEMB8GA1UdIwQYMBaAFNbAwYhDLxiIggTDyWERJO1IhUpEMA8GA1UdEwEB/wQF
+MAMBAf8wCgYIKoZIzj0EAwIDRwAwRAIgAulYtt9rKHdzWMOD6Ia8FSGzeZsihyDa
+4ojEZWjGDxoCIF3Sf6fLLoUY2+adnbBgy/WujOIcqDg/Zm9q3y7pg38D
+-----END CERTIFICATE-----
+-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgNSXAHS5rXf/mt8sP
+hiav+R/vsS/jtRNTmQwzpIM4TzGhRANCAARkp4J7nj+yD6ROe30j6gD7iu0xb7vD
+Bvj+ruJAM7Opr3r71DiW1TkozxqUEWe4JHWTpczhpkbipSaLQ6uRQjHU
+-----END PRIVATE KEY-----
+""",
+)
+"""Two certificates of a curve, each with its key; nobody else has them."""
+
+
+def keys_of(*names: str) -> str:
+    """A file of keys."""
+    digests = {name: digest_of(f"key-of-{name}").hex() for name in names}
+    return json.dumps(
+        [{"name": name, "sha256": one, "scopes": ["infer"]} for name, one in digests.items()]
+    )
+
+
+def test_keys_certificates_and_defaults_are_read_again_while_streams_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, pem, generation = (tmp_path / name for name in ("keys", "pem", "generation_config.json"))
+    keys.write_text(keys_of("a"))
+    pem.write_text(CERTIFICATES[0])
+    generation.write_text('{"temperature": 0.5}')
+    options = {"api_keys": keys, "ssl_certfile": pem, "generation_config": str(tmp_path)}
+    with serving.on_a_port(**options) as served:
+        address = ("127.0.0.1", int(served.url.rpartition(":")[2]))
+
+        def served_pem() -> str:
+            return ssl.get_server_certificate(address)
+
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        base = {"base_url": served.url, "verify": context, "timeout": 60}
+        with (
+            httpx2.Client(**base, headers=serving.headers_of("a")) as client,
+            httpx2.Client(**base, headers=serving.headers_of("b")) as other,
+        ):
+
+            def statuses() -> tuple[int, int]:
+                return tuple(one.get("/v1/models").status_code for one in (client, other))
+
+            assert statuses() == (200, 401)
+            gate = StepGate(served.service.client.engine.engine)
+            gate.let(8)
+            body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}
+            with client.stream("POST", "/v1/completions", json=body) as reply:
+                lines = reply.iter_lines()
+                next(lines)
+                keys.write_text("[]")
+                served.server.reload()
+                until(lambda: "nothing was reloaded" in caplog.text)
+                assert "at least one" in caplog.text
+                assert statuses() == (200, 401)
+                keys.write_text(keys_of("b"))
+                pem.write_text(CERTIFICATES[1])
+                generation.write_text('{"temperature": 0.25}')
+                served.server.reload()
+                until(lambda: served.service.generation.defaults.temperature == 0.25)
+                gate.open()
+                assert list(lines)[-2:] == ["data: [DONE]", ""]
+            assert statuses() == (401, 200)
+            assert CERTIFICATES[1].startswith(served_pem())
 
 
 def test_a_certificate_that_cannot_be(tmp_path: Path) -> None:

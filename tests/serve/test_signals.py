@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,10 +25,10 @@ def test_sigterm_under_load_loses_nothing_that_was_begun() -> None:
     with running() as server:
         load = Load()
         load.begin(server, 2)
+        os.killpg(server.process.pid, signal.SIGHUP)  # all processes, as a service manager does
+        until(lambda: "reloaded\nAPI keys: 1 key" in server.errors())
         with held(server) as client:
-            os.killpg(
-                server.process.pid, signal.SIGTERM
-            )  # all processes, as a service manager does
+            os.killpg(server.process.pid, signal.SIGTERM)
             until(lambda: client.get("/health").status_code == 503)
             refused = client.post("/v1/completions", json=LONG)
         assert refused.status_code == 503
@@ -33,6 +36,36 @@ def test_sigterm_under_load_loses_nothing_that_was_begun() -> None:
         assert int(refused.headers["retry-after"]) > 0
         load.join()
         assert server.process.wait(60) == 0
+    load.assert_whole()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_terminal_that_is_closed_drains_but_under_nohup(ignored: bool) -> None:
+    """It tells the shell alone, as that does its jobs."""
+    terminal, other = pty.openpty()
+
+    def take_terminal() -> None:
+        fcntl.ioctl(other, termios.TIOCSCTTY, 0)
+        if ignored:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    with running(preexec_fn=take_terminal) as server:
+        os.close(other)
+        load = Load()
+        load.begin(server, 2)
+        os.kill(server.process.pid, signal.SIGHUP)
+        until(lambda: "reloaded" in server.errors())
+        with held(server) as client:
+            os.close(terminal)
+            os.killpg(server.process.pid, signal.SIGHUP)
+            if ignored:
+                until(lambda: server.errors().count("reloaded") > 1)
+            else:
+                until(lambda: client.get("/health").status_code == 503)
+        load.join()
+        if not ignored:
+            assert server.process.wait(60) == 0
     load.assert_whole()
 
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,20 +84,28 @@ def load_broken() -> Executor:
 
 
 @contextmanager
-def running(*options: str, port: str = "0") -> Iterator[Running]:
-    """`pcg serve` with the small model."""
+def running(
+    *options: str, port: str = "0", preexec_fn: Callable[[], None] | None = None
+) -> Iterator[Running]:
+    """`pcg serve` with the small model; `preexec_fn` is subprocess's."""
     serve = ["-m", "pcg_cli", "serve", str(serving.model_directory()), "--port", port]
     given = ["--api-key", serving.KEY, "--served-model-name", serving.MODEL]
-    with started([*serve, *given, "--kv-cache-gib", "0.1", *options]) as process:
+    with started([*serve, *given, "--kv-cache-gib", "0.1", *options], preexec_fn) as process:
         yield process
 
 
 @contextmanager
-def started(arguments: Sequence[str]) -> Iterator[Running]:
+def started(
+    arguments: Sequence[str], preexec_fn: Callable[[], None] | None = None
+) -> Iterator[Running]:
     """A Python program that serves, and says where; it is killed in the end."""
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
-            [sys.executable, *arguments], stderr=said, text=True, start_new_session=True
+            [sys.executable, *arguments],
+            stderr=said,
+            text=True,
+            start_new_session=True,
+            preexec_fn=preexec_fn,
         )
         try:
             server = Running(process, _address(process, said), said)

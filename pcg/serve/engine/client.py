@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from pcg.errors import EngineError
+from pcg.keys import Keys
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.metrics.status import (
@@ -151,6 +152,9 @@ class EngineClient(Protocol):
 
     def go_on(self) -> Future[None]:
         """Run steps again."""
+
+    def set_keys(self, keys: Keys) -> Future[None]:
+        """Let clients of its base, if it has a port for them, come with these keys alone."""
 
     def drain(self, timeout_s: float) -> Future[None]:
         """End the work that is there, and take nothing new, as `AsyncEngine.drain`."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from pcg.errors import EngineError
+from pcg.keys import Keys
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
@@ -174,6 +175,11 @@ class LocalClient:
 
     def go_on(self) -> Future[None]:
         return self.engine.go_on()
+
+    def set_keys(self, keys: Keys) -> Future[None]:
+        if self._base is not None:
+            self._base.keys.become(keys)
+        return _done(None)
 
     def drain(self, timeout_s: float) -> Future[None]:
         drained = self.engine.drain(timeout_s)

@@ -22,6 +22,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from pcg.errors import DrainingError, EngineError, PcgError
+from pcg.keys import Keys
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.executor import Executor
@@ -255,6 +256,9 @@ class ProcessClient:
 
     def go_on(self) -> Future[None]:
         return self._call("go_on", type(None), _same)
+
+    def set_keys(self, keys: Keys) -> Future[None]:
+        return self._call("set_keys", type(None), _same, keys=list(keys))
 
     def drain(self, timeout_s: float) -> Future[None]:
         self._refusal = DrainingError("the engine ends its work and takes nothing new")

@@ -44,11 +44,13 @@ class ServedBase:
 
     Attributes:
         where: its address.
+        keys: the keys that clients come with.
         ended: is done once it has ended.
     """
 
-    def __init__(self, loop: BaseLoop) -> None:
+    def __init__(self, loop: BaseLoop, keys: Keys) -> None:
         self.where = loop.endpoint.where
+        self.keys = keys
         self.ended: Future[None] = Future()
         self._loop = loop
         self._thread = Thread(target=self._run, name="pcg base", daemon=True)
@@ -95,7 +97,8 @@ def served_base(
     """Serve split clients by an engine's weights, within a `with`."""
     base = SharedBase(executor, engine)
     files = tokenizer_files(access.directory)
-    found = ServedBase(BaseLoop(base, endpoint, _base_options(options), files, access.keys))
+    loop = BaseLoop(base, endpoint, _base_options(options), files, access.keys)
+    found = ServedBase(loop, access.keys)
     try:
         yield found
     finally:

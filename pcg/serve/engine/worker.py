@@ -25,6 +25,7 @@ import msgspec
 import torch
 
 from pcg.errors import AdapterNotFoundError, PcgError
+from pcg.keys import Key, Keys
 from pcg.parent_process import end_with_parent
 from pcg.peft.adapter import Adapter
 from pcg.runtime.executor import Executor
@@ -63,7 +64,7 @@ from pcg.serve.engine.trainer_orders import LoraOrder, TrainerOrder, TrainerRepl
 from pcg.serve.engine.translation import fault_of, name_of, request_of, tokenizer_data
 from pcg.serve.options import ServeOptions
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that the server obeys, and this process does not."""
 
 
@@ -309,6 +310,9 @@ class Worker:
     def go_on(self) -> Future[None]:
         return self._local.go_on()
 
+    def set_keys(self, keys: list[dict[str, Any]]) -> Future[None]:
+        return self._local.set_keys(Keys(msgspec.convert(keys, list[Key])))
+
     def drain(self, timeout_s: float) -> Future[None]:
         return self._local.drain(timeout_s)
 
@@ -333,6 +337,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
         Worker.numbers,
         Worker.jobs,
         Worker.status,
+        Worker.set_keys,
         Worker.drain,
         Worker.go_on,
         Worker.pause,
