@@ -1,6 +1,7 @@
 """Measure what HTTP costs: 32 streaming clients of `pcg serve` against the engine alone.
 
     python benchmarks/bench_http.py [--rounds 7] [--streams 32] [--tokens 64]
+    python benchmarks/bench_http.py --bodies
 
 The model is the random Llama of 8 layers of `bench_generation.py`, with a tokenizer of as many
 words. Both contenders get the same prompts of 16 tokens each round, new ones every round, greedy:
@@ -15,14 +16,20 @@ requests then run in other batches; wherever one does, transformers in fp64 has 
 Each has one thread for tensors. Reported beside tokens a second: processor time of all serving
 processes a token, which other programs of the machine do not change as much;
 and the time to the first token, of all requests at once, and of one request at a time.
+
+With --bodies it measures what long bodies of one client do to the stream of another instead: the
+longest gap between two tokens of one stream while bodies of each kind come over another connection,
+beside that of a stream alone. All are the median over the rounds of the longest gap of a stream.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import re
+import socket
 import statistics
 import subprocess
 import sys
@@ -32,6 +39,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,7 +47,7 @@ from random import Random
 from typing import Any, TypeAlias
 
 import torch
-from http_load import Heard, client, scraper
+from http_load import Heard, arrivals, client, scraper
 from measure import interleave, medians, ratio, write
 
 import pcg
@@ -212,13 +220,100 @@ def measured(ask: Ask, pid: int, streams: int, tokens: int) -> Round:
     )
 
 
+# --------------------------------------------------------------------------------- long bodies
+
+
+def long_bodies() -> dict[str, tuple[str, bytes]]:
+    """Return bodies of nearly 4 MiB, or of as many elements as are taken, each with its path."""
+    text = {"model": MODEL, "max_tokens": 1}
+    some = {
+        "nothing": ("/health", {}),
+        "token ids, 1,000,000": ("completions", {"prompt": [1] * 10**6}),
+        "token ids, 262,000": ("completions", {"prompt": [12345] * 262_000}),
+        "logit_bias, 122,000": ("completions", {"logit_bias": {str(i): 1 for i in range(122_000)}}),
+        "names, 100,000": ("completions", {f"field{i}": None for i in range(100_000)}),
+        "names, 65,000": ("completions", {"x": {f"field{i}": None for i in range(65_000)}}),
+        "texts, 130,000": ("completions", {"prompt": "a", "stop": ["a"] * 130_000}),
+        "objects, 65,000": ("completions", {"x": [{"a": 1}] * 65_000}),
+        "lists, 1,000,000": ("completions", {"x": [[]] * 10**6}),
+        "a text of 4 MB": ("completions", {"prompt": "word " * 800_000}),
+        "a text of 1 MB": ("completions", {"prompt": "word " * 200_000}),
+        "escapes": ("completions", {"prompt": "\u4e2d" * 600_000}),
+        "brackets in a text": ("completions", {"prompt": '"[{,:' * 500_000}),
+        "a job of 100,000 names": ("fine_tuning/jobs", {f"field{i}": None for i in range(100_000)}),
+        "messages, 8,000": (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "a"}] * 8_000},
+        ),
+    }
+    return {
+        name: (path if path[0] == "/" else f"/v1/{path}", json.dumps({**text, **body}).encode())
+        for name, (path, body) in some.items()
+    }
+
+
+def sender(pipe: Connection, port: int, key: str) -> None:
+    """Send the body that comes over the pipe again and again until the next message; then None."""
+    pipe.send("ready")
+    while (asked := pipe.recv()) is not None:
+        path, content = asked
+        head = f"{'GET' if path == '/health' else 'POST'} {path} HTTP/1.1\r\nHost: a\r\n"
+        head += f"Authorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+        request = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+        count = 0
+        while not pipe.poll(0.05):
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                connection.sendall(request)
+                count += bool(connection.recv(2**16))
+        pipe.recv()
+        pipe.send(count)
+
+
+def gaps_beside_bodies(rounds: int, tokens: int) -> dict[str, Any]:
+    """Return the longest gaps of a stream beside bodies of each kind, ms."""
+    kinds = long_bodies()
+    found: dict[str, list[float]] = {name: [] for name in kinds}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        saved_model(Path(folder)),
+        server(Path(folder)) as (port, _),
+        process_of(arrivals, port, KEY) as (stream, _),
+        process_of(sender, port, KEY) as (bodies, _),
+    ):
+
+        def run(name: str) -> float:
+            bodies.send(kinds[name])
+            stream.send([body(prompts_of(len(found[name]), 1)[0], tokens)])
+            times = [time_s for time_s, _ in stream.recv()]
+            bodies.send("end")
+            print(f"  {bodies.recv()} times {name}", file=sys.stderr)
+            # The first gap is that of the prompt, and the last has the end of the reply.
+            found[name].append(max(b - a for a, b in pairwise(times[1:-1])) * 1e3)
+            return found[name][-1]
+
+        interleave({name: partial(run, name) for name in kinds}, rounds)
+    middle = {name: round(statistics.median(gaps[1:]), 1) for name, gaps in found.items()}
+    quiet = middle["nothing"]
+    return {
+        "tokens of the stream": tokens,
+        "longest gap of the stream, ms": middle,
+        "more than beside nothing, ms (at most 25)": {
+            name: round(gap - quiet, 1) for name, gap in middle.items()
+        },
+    }
+
+
 def main() -> None:
     """Run the contenders in turn and write the result file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--bodies", action="store_true", help="measure long bodies instead")
     given = parser.parse_args()
+    if given.bodies:
+        write("http_bodies", gaps_beside_bodies(given.rounds, given.tokens))
+        return
     with (
         tempfile.TemporaryDirectory() as folder,
         saved_model(Path(folder)),

@@ -22,6 +22,7 @@ from pcg.serve.graders.job_grading import JobGrading
 from pcg.serve.jobs import permissions
 from pcg.serve.jobs import report as job_report
 from pcg.serve.jobs import routes as jobs
+from pcg.serve.long_body import LongBodyRoute
 from pcg.serve.metrics import routes as metrics
 from pcg.serve.openai import completions, embeddings, models, scores, tokens
 from pcg.serve.openai.chat import completions as chat_completions
@@ -82,7 +83,7 @@ def create_app(service: Service) -> FastAPI:
     """Return the application of a service.
 
     Raises:
-        ServeError: a route declares no scope, and is not public.
+        ServeError: a route declares no scope and is not public, or may hold up the event loop.
     """
     app = FastAPI(
         title="pcg",
@@ -97,11 +98,12 @@ def create_app(service: Service) -> FastAPI:
     service.grading = JobGrading(service)
     app.state.public = PUBLIC
     for router in ROUTERS:
-        check_scopes(router)
+        check_routes(router)
         app.include_router(router, responses=ERRORS)
     add_handlers(app, [route for router in ROUTERS for route in router.routes])
     # The last one added is the first to see a request.
-    app.add_middleware(RequestLimits, options=service.options)
+    most_values = 2 * (service.max_model_len or 0)
+    app.add_middleware(RequestLimits, options=service.options, most_values=most_values)
     app.add_middleware(metrics.Scrapes, service=service)
     public = (*PUBLIC, metrics.PATH) if service.options.metrics_without_key else PUBLIC
     app.add_middleware(
@@ -114,13 +116,19 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
-def check_scopes(router: APIRouter) -> None:
-    """Raise a ServeError for a route that everyone could use by an oversight."""
+def check_routes(router: APIRouter) -> None:
+    """Raise a ServeError for a route by which everyone could do something, or hold others up."""
     for route in router.routes:
         path = getattr(route, "path", str(route))
         has_scope = isinstance(route, APIRoute) and any(_scopes(route.dependant))
         if not has_scope and path not in (*PUBLIC, *LINKED):
             raise ServeError(f"the route {path} requires no scope; declare one by requires(…)")
+        has_body = isinstance(route, APIRoute) and route.body_field is not None
+        if has_body and not isinstance(route, LongBodyRoute):
+            raise ServeError(
+                f"the route {path} reads long bodies on the event loop; give its router "
+                "route_class=LongBodyRoute"
+            )
 
 
 def _scopes(dependant: Dependant) -> Iterator[RequiredScope]:

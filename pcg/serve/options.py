@@ -77,8 +77,8 @@ class ServeOptions:
             texts of requests.
         otlp_traces_endpoint: an OpenTelemetry collector's address for traces by HTTP, as
             http://127.0.0.1:4318/v1/traces; none are made by default.
-        max_body_mib: the most bytes of a request, MiB. While one is read as JSON, which takes some
-            10 ms a MiB, nobody else's goes on; it is validated beside the others.
+        max_body_mib: the most bytes of a request, MiB. The elements of a body are bounded, too
+            (docs/serving.md).
         stream_timeout_s: time after which a stream that its client does not read is ended, s.
         shutdown_timeout_s: time that running requests have to end after SIGTERM, s.
         max_file_mib: the most bytes of a file that is kept, MiB.

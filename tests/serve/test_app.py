@@ -8,13 +8,14 @@ from typing import Any
 
 import httpx2
 import pytest
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from fastapi.routing import APIRoute
 
 from pcg.errors import EngineError, ServeError
-from pcg.keys import Keys
-from pcg.serve.app import PUBLIC, ROUTERS, check_scopes
+from pcg.keys import Keys, Scope
+from pcg.serve.app import PUBLIC, ROUTERS, check_routes
 from pcg.serve.errors import as_api_error
+from pcg.serve.security.caller import requires
 from pcg.serve.service import Service
 from pcg.version import __version__
 from tests.support import serving
@@ -66,7 +67,17 @@ def test_a_route_without_a_scope_is_refused() -> None:
     router = APIRouter()
     router.get("/open")(lambda: None)
     with pytest.raises(ServeError, match="/open requires no scope"):
-        check_scopes(router)
+        check_routes(router)
+
+
+def test_a_route_that_reads_long_bodies_on_the_event_loop_is_refused() -> None:
+    def act(body: dict[str, str]) -> None:
+        pass
+
+    router = APIRouter(dependencies=[Depends(requires(Scope.INFER))])
+    router.post("/slow")(act)
+    with pytest.raises(ServeError, match="/slow reads long bodies"):
+        check_routes(router)
 
 
 def test_keys_come_in_either_header_and_have_scopes(service: Service) -> None:

@@ -15,11 +15,12 @@ from starlette.responses import PlainTextResponse
 from pcg.keys import Scope
 from pcg.serve.adapters.catalog import version_headers
 from pcg.serve.adapters.changes import Load, invalid, load, owner_of, unload
+from pcg.serve.long_body import LongBodyRoute
 from pcg.serve.openai.wire import WireModel
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.service import Service, ServiceDependency
 
-router = APIRouter(prefix="/v1", tags=["adapters"])
+router = APIRouter(prefix="/v1", tags=["adapters"], route_class=LongBodyRoute)
 
 Admin = Annotated[Caller, Depends(requires(Scope.ADMIN))]
 LongText = Annotated[str, Field(max_length=4096)]

@@ -11,11 +11,12 @@ from starlette.responses import Response
 from pcg.serve.adapters.changes import Load, load, owner_of, unload
 from pcg.serve.adapters.routes import Admin, LongText
 from pcg.serve.errors import ApiError, ErrorBody
+from pcg.serve.long_body import LongBodyRoute
 from pcg.serve.openai.wire import WireModel
 from pcg.serve.security.caller import Caller
 from pcg.serve.service import Service, ServiceDependency
 
-router = APIRouter(tags=["adapters"])
+router = APIRouter(tags=["adapters"], route_class=LongBodyRoute)
 
 
 class SglangLoad(WireModel):

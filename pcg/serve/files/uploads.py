@@ -32,13 +32,14 @@ from pcg.serve.files.wire import (
     missing,
     now,
 )
+from pcg.serve.long_body import LongBodyRoute
 from pcg.serve.openai.wire import WireModel
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.service import Service, ServiceDependency
 from pcg.serve.store.contents import Incoming
 from pcg.serve.store.ids import new_key
 
-router = APIRouter(prefix="/v1/uploads", tags=["files"])
+router = APIRouter(prefix="/v1/uploads", tags=["files"], route_class=LongBodyRoute)
 
 Trainer = Annotated[Caller, Depends(requires(Scope.TRAIN))]
 MOST_PART_BYTES = 64 * 2**20

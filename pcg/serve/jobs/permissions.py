@@ -14,12 +14,15 @@ from pcg.serve.files.records import Page
 from pcg.serve.files.wire import ListPage, missing, now
 from pcg.serve.jobs import permission_records
 from pcg.serve.jobs.permission_records import PermissionRecord
+from pcg.serve.long_body import LongBodyRoute
 from pcg.serve.openai.wire import WireModel
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.service import Service, ServiceDependency
 from pcg.serve.store.ids import new_key
 
-router = APIRouter(prefix="/v1/fine_tuning/checkpoints", tags=["fine-tuning"])
+router = APIRouter(
+    prefix="/v1/fine_tuning/checkpoints", tags=["fine-tuning"], route_class=LongBodyRoute
+)
 
 Admin = Annotated[Caller, Depends(requires(Scope.ADMIN))]
 Project = Annotated[str, Field(min_length=1, max_length=128)]

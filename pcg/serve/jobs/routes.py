@@ -36,11 +36,12 @@ from pcg.serve.jobs.wire import (
     event_of,
     job_of,
 )
+from pcg.serve.long_body import LongBodyRoute
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.service import Service, ServiceDependency
 from pcg.serve.store.ids import new_key
 
-router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"])
+router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"], route_class=LongBodyRoute)
 
 Trainer = Annotated[Caller, Depends(requires(Scope.TRAIN))]
 After = Annotated[str | None, Query(max_length=128)]

@@ -16,8 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pcg.serve.errors import ApiError
 from pcg.serve.options import ServeOptions
-from pcg.serve.security.json_containers import MOST_CONTAINERS, has_too_many
+from pcg.serve.security.json_elements import check_elements
 
+LONG_BYTES = 2**16
+"""Bodies from here on are long; a shorter one takes less than handing it to a thread is worth."""
 _BODIES = 8
 """The bodies of the largest size that a tenant may have in the server at once, by their bytes."""
 
@@ -27,11 +29,16 @@ _FILES = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts")
 
 
 class RequestLimits:
-    """ASGI middleware behind the authentication, which bounds requests and bodies."""
+    """ASGI middleware behind the authentication, which bounds requests and bodies.
 
-    def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
+    Args:
+        most_values: the most numbers of a body, if more than `MOST_VALUES`.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServeOptions, most_values: int) -> None:
         self.app = app
         self._options = options
+        self.most_values = most_values
         self._requests: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
 
@@ -162,14 +169,9 @@ class _Body:
             return message
         self.size_bytes += len(part)
         self._limits.take(self._tenant, len(part), self.size_bytes)
-        self._parts.append(part)
-        if self._is_whole:
+        if self._is_text:
+            self._parts.append(part)
+        if self._is_whole and self.size_bytes > LONG_BYTES:  # a shorter one has too few bytes
             parts, self._parts = self._parts, []
-            is_long = self._is_text and self.size_bytes > MOST_CONTAINERS
-            if is_long and has_too_many(parts):
-                raise ApiError(
-                    400,
-                    f"The body has more than {MOST_CONTAINERS} lists and objects; send fewer.",
-                    code="body_too_large",
-                )
+            await asyncio.to_thread(check_elements, b"".join(parts), self._limits.most_values)
         return message

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Response
 
 from pcg.serve.errors import ApiError
 from pcg.serve.json_bytes import json_bytes
+from pcg.serve.long_body import LongBodyRoute
 from pcg.serve.service import ServiceDependency
 from pcg.serve.tinker.future_records import FAILED, JSON, PENDING
 from pcg.serve.tinker.session_routes import PREFIX, Trainer
@@ -14,7 +15,7 @@ from pcg.serve.tinker.wire import RequestFailed, RetrieveBody, TryAgain
 POLL_S = 25.0
 """The longest time that a client waits in one request; its own bound is 45 s."""
 
-router = APIRouter(prefix=PREFIX, tags=["tinker"])
+router = APIRouter(prefix=PREFIX, tags=["tinker"], route_class=LongBodyRoute)
 
 
 @router.post("/retrieve_future")

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 from pcg.errors import DataError
 from pcg.runtime.training.losses.loss_graph import LossGraph
 from pcg.serve.engine.trainer_orders import ArrayData, DatumData, TrainerReply, TrainPass
+from pcg.serve.security.json_elements import check_elements
 from pcg.serve.tinker.proto import (
     ForwardBackwardCall,
     ForwardBackwardResult,
@@ -83,6 +84,7 @@ def call_of(body: bytes, *, is_json: bool) -> ForwardBackwardCall:
     """Return what a body asks for, in protobuf or in JSON. DataError: it is no such body."""
     if not is_json:
         return decode_forward_backward(body)
+    check_elements(body)
     try:
         read = JsonPass.model_validate_json(body)
     except ValidationError as error:

@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request, Response
 
 from pcg.keys import Scope
+from pcg.serve.long_body import LongBodyRoute
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.service import ServiceDependency
 from pcg.serve.tinker.wire import (
@@ -30,7 +31,7 @@ MOST_DATUMS = 1024
 _BODY_SHARE = 0.9
 """The share of the largest body that the client's estimate of one may have."""
 
-router = APIRouter(prefix=PREFIX, tags=["tinker"])
+router = APIRouter(prefix=PREFIX, tags=["tinker"], route_class=LongBodyRoute)
 
 Trainer = Annotated[Caller, Depends(requires(Scope.TRAIN))]
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from pcg.keys import Keys
-from pcg.serve.security.json_containers import MOST_CONTAINERS
-from pcg.serve.service import Service
+from pcg.serve import long_body
+from pcg.serve.security.json_elements import MOST_CONTAINERS, _counts, _without_texts
 from tests.support import serving
 
 
@@ -50,26 +56,70 @@ def test_bodies_are_counted_by_tenant_whatever_keys_they_come_with() -> None:
     assert other == 400
 
 
-def test_lists_and_objects_in_a_body_have_a_bound() -> None:
-    """Those that are parsed, and not brackets within texts."""
-    many = MOST_CONTAINERS + 1
+MANY: dict[str, tuple[str, Any]] = {
+    "lists and objects": ("x", [[]] * (MOST_CONTAINERS + 1)),
+    "objects": ("x", [{}] * (MOST_CONTAINERS + 1)),
+    "token ids": ("prompt", [1] * 10**6),
+    "names": ("logit_bias", {str(token): 1 for token in range(122_000)}),
+    "fields": ("x", {f"field{index}": None for index in range(100_000)}),
+    "texts": ("stop", ["a"] * (2**17 + 1)),
+}
 
-    async def ask(client: httpx2.AsyncClient, body: dict[str, Any]) -> httpx2.Response:
-        return await client.post("/tokenize", json=body)
 
-    async def ask_all(service: Service) -> list[httpx2.Response]:
-        async with serving.client_of(service) as client:
-            bodies: list[dict[str, Any]] = [
-                {"prompt": "a", "x": [[]] * many},
-                {"prompt": "a", "x": [{}] * many, "y": '"' * 101},
-                {"prompt": "a", "x": "\\", "y": [[]] * many, "z": "\\"},
-                {"prompt": "[" * many},
-                {"prompt": '\\"[{' * many},
-            ]
-            return [await ask(client, body) for body in bodies]
+@pytest.mark.parametrize("kind", MANY)
+@pytest.mark.parametrize("beside", ["", '"' * 101, "\\", '\\"[{,:'])
+def test_bodies_of_too_many_elements_are_refused_before_objects_are_made(
+    monkeypatch: pytest.MonkeyPatch, kind: str, beside: str
+) -> None:
+    """Whatever stands in texts beside them."""
 
+    def read(*_: Any) -> Any:
+        raise AssertionError("the body was read")
+
+    monkeypatch.setattr(long_body, "validated", read)
+    name, value = MANY[kind]
     with serving.service_of() as service:
-        *refused, first, second = asyncio.run(ask_all(service))
-    assert [one.status_code for one in refused] == [400] * 3
-    assert {one.json()["error"]["code"] for one in refused} == {"body_too_large"}
-    assert [first.status_code, second.status_code] == [200, 200]
+        reply = serving.post(service, "/v1/completions", {"a": beside, name: value, "z": beside})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["code"] == "body_too_large"
+    assert "more than" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("text", ["[", "{", ",", ":", '\\"', '"[{,:', "\\"])
+def test_texts_may_have_any_characters(text: str) -> None:
+    with serving.service_of() as service:
+        reply = serving.post(service, "/tokenize", {"prompt": text * (900_000 // len(text))})
+    assert reply.status_code == 200
+
+
+LEAVES = st.none() | st.booleans() | st.integers(-99, 99) | st.text('a"\\[]{},:\n\x00é', max_size=9)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('ab"\\,:{'), inner),
+    max_leaves=40,
+)
+
+
+@given(VALUES, st.booleans(), st.integers(1, 40))
+@example(["\\", '"', "\\" * 9 + '",'], True, 1)
+def test_elements_are_counted_exactly(value: Any, is_ascii: bool, size: int) -> None:
+    """As Python's reader finds them; entries are counted with the brackets around them."""
+    text = np.frombuffer(json.dumps(value, ensure_ascii=is_ascii).encode(), np.uint8)
+    parts = [text[place : place + size] for place in range(0, len(text), size)]
+    counts = sum((_counts(*part) for part in _without_texts(parts)), Counter[str]())
+    found = Counter[str]()
+
+    def walk(one: Any) -> None:
+        if isinstance(one, str):
+            found["quotation marks"] += 2
+        elif isinstance(one, dict | list):
+            found["lists and objects"] += 1
+            found["values"] += 1 + max(len(one) - 1, 0)
+            if isinstance(one, dict):
+                found["names"] += len(one)
+                found["quotation marks"] += 2 * len(one)
+            for part in one.values() if isinstance(one, dict) else one:
+                walk(part)
+
+    walk(value)
+    assert counts == found

@@ -7,13 +7,14 @@ import hashlib
 from fastapi import APIRouter, Request
 
 from pcg.serve.errors import UNSUPPORTED, ApiError
+from pcg.serve.long_body import LongBodyRoute
 from pcg.serve.service import ServiceDependency
 from pcg.serve.store.ids import new_key
 from pcg.serve.tinker.model_records import COPIES
 from pcg.serve.tinker.rest.wire import CopiedWeights, CopyBody
 from pcg.serve.tinker.session_routes import PREFIX, Trainer
 
-router = APIRouter(prefix=PREFIX, tags=["tinker"])
+router = APIRouter(prefix=PREFIX, tags=["tinker"], route_class=LongBodyRoute)
 
 
 @router.post("/copy_weights")

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from starlette.responses import FileResponse
 
 from pcg.serve.errors import ApiError
+from pcg.serve.long_body import LongBodyRoute
 from pcg.serve.security.caller import Caller
 from pcg.serve.service import Service, ServiceDependency
 from pcg.serve.tinker import session_records
@@ -34,7 +35,7 @@ from pcg.serve.tinker.rest.wire import (
 from pcg.serve.tinker.sampling import records as sampler_records
 from pcg.serve.tinker.session_routes import PREFIX, Trainer
 
-router = APIRouter(prefix=PREFIX, tags=["tinker"])
+router = APIRouter(prefix=PREFIX, tags=["tinker"], route_class=LongBodyRoute)
 
 LINK = f"{LINKS}/{{token}}/{{name}}"
 """The path of files that need no key, but an address that nobody can guess."""

@@ -7,15 +7,13 @@ its place, and what comes behind does not wait for it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 
 from pcg.errors import PcgError
 from pcg.serve.errors import ApiError, as_api_error
+from pcg.serve.long_body import Handler, LongBodyRoute
 from pcg.serve.security.caller import Caller
 from pcg.serve.service import Service
 from pcg.serve.tinker.future_records import PROTOBUF
@@ -26,24 +24,19 @@ _REFUSALS = (400, 404, 415, 422)
 """The statuses of requests that clients do not send again."""
 
 
-class PlacedRoute(APIRoute):
+class PlacedRoute(LongBodyRoute):
     """A route that notes the places of requests which it refuses."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def handle_request(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except RequestValidationError:
+    async def answer(self, handle: Handler, request: Request) -> Response:
+        try:
+            return await handle(request)
+        except RequestValidationError:
+            await _note(request)
+            raise
+        except (ApiError, PcgError) as error:
+            if as_api_error(error).status_code in _REFUSALS:
                 await _note(request)
-                raise
-            except (ApiError, PcgError) as error:
-                if as_api_error(error).status_code in _REFUSALS:
-                    await _note(request)
-                raise
-
-        return handle_request
+            raise
 
 
 async def _note(request: Request) -> None:
