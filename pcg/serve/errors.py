@@ -9,6 +9,7 @@ a traceback in the log.
 
 from __future__ import annotations
 
+import ast
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -79,6 +80,25 @@ _STATUS: tuple[tuple[type[PcgError], int, str | None], ...] = (
 
 _RETRY_S = {429: 1, 503: 5}
 _LONGEST_MESSAGE = 4000
+_QUOTED = r"(?<!\w)'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+_LITERAL = re.compile(rf"`[^`]*`|[(\[{{](?:[^()\[\]{{}}'\"]|{_QUOTED})*[)\]}}]")
+"""A value in brackets, as Python writes it; what stands between backticks is a client's."""
+_WORDS = {
+    "True": "true", "False": "false", "None": "null", "tuple": "list", "dict": "object",
+    "dictionary": "object", "str": "string", "int": "integer", "float": "number", "bool": "boolean",
+}  # fmt: skip
+_WORD = re.compile(rf"{_QUOTED}|`[^`]*`|\b({'|'.join(_WORDS)})\b")
+"""A text, which stays, or a word of Python for what JSON has another one for."""
+_SAID = {
+    "dict_type": "Input should be an object",
+    "model_type": "Input should be an object",
+    "model_attributes_type": "Input should be an object",
+    "list_type": "Input should be a list",
+    "none_required": "Input should be null",
+    "string_unicode": "Input has half of a character, which is no text",
+    "int_parsing_size": "Input should be an integer of 64 bits",
+}
+"""The words for types of pydantic's errors whose own are Python's."""
 _LONG_NUMBER = re.compile(r"(\d{20})\d{12,}")
 """A number of 32 digits or more, which is cut: 64 bits have 20 at most."""
 
@@ -137,7 +157,7 @@ class ApiError(HTTPException):
     def content(self) -> dict[str, Any]:
         """The reply's body."""
         error = {
-            "message": _sendable(_LONG_NUMBER.sub(r"\1…", self.detail)[:_LONGEST_MESSAGE]),
+            "message": _sendable(in_json(_LONG_NUMBER.sub(r"\1…", self.detail)[:_LONGEST_MESSAGE])),
             "type": self.type,
             "param": None if self.param is None else _sendable(self.param),
             "code": self.code,
@@ -165,6 +185,23 @@ class ApiError(HTTPException):
 def _sendable(text: str) -> str:
     """Return a text that UTF-8 can hold: half a character, which JSON can send, becomes a "?"."""
     return text.encode(errors="replace").decode()
+
+
+def in_json(message: str) -> str:
+    """Return a message of the library with values and types as JSON has them."""
+    written = _LITERAL.sub(_as_json, message)
+    return _WORD.sub(lambda found: _WORDS.get(found[1], found[0]), written)
+
+
+def _as_json(found: re.Match[str]) -> str:
+    text = found[0]
+    if "'" not in text and ",)" not in text:  # Python and JSON write it alike, or it is no value
+        return text
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return json_bytes(value).decode() if isinstance(value, tuple | list | dict) else text
 
 
 def not_found(model: str) -> ApiError:
@@ -203,26 +240,51 @@ def as_api_error(error: BaseException) -> ApiError:
 def of_validation(error: RequestValidationError) -> ApiError:
     """Return the error of a body or a parameter that is not as the schema says; the first of it."""
     first = error.errors()[0]
-    place = [str(part) for part in first["loc"][1:] if not _is_branch(part)]
+    kind, context = first["type"], first.get("ctx", {})
+    place = _place(first["loc"], error.body, is_missing=kind == "missing")
+    if kind in ("union_tag_not_found", "union_tag_invalid"):
+        place.append(str(context["discriminator"]).strip("'"))
     param = ".".join(place) or None
-    if first["type"] == "extra_forbidden":
+    if kind == "extra_forbidden":
         return ApiError(400, f"Unrecognized request argument supplied: {param}", param=param)
-    if first["type"] == "json_invalid":
+    if kind == "json_invalid":
         return _no_json()
     if param is None and isinstance(error.body, bytes):
         return ApiError(400, "Send the body as content-type: application/json.")
-    if first["type"] == UNSUPPORTED:
+    if kind == UNSUPPORTED:
         said = f"{param} is not supported; {first['msg']}."
         return ApiError(400, said, param=param, code=UNSUPPORTED)
-    if first["type"] == "missing" and param is not None:
+    if kind in ("missing", "union_tag_not_found") and param is not None:
         return ApiError(400, f"Missing required parameter: '{param}'.", param=param)
+    said = _SAID.get(kind, first["msg"]).removeprefix("Value error, ")
+    said = said.replace(" after validation", "")
+    if kind == "union_tag_invalid":
+        said = f"Input should be one of {context['expected_tags']}"
     where = f"Invalid value for '{param}': " if param else "Invalid body: "
-    return ApiError(400, f"{where}{first['msg']}.", param=param)
+    return ApiError(400, f"{where}{said}.", param=param)
 
 
-def _is_branch(part: object) -> bool:
-    """Return True for the name of a union's branch in a place, which no client knows."""
-    return isinstance(part, str) and ("[" in part or "-" in part)
+def _place(parts: Sequence[int | str], body: Any, *, is_missing: bool) -> list[str]:
+    """Return the names and numbers by which a client knows a place that pydantic tells of.
+
+    The branches of unions, which are among the parts, are no parts of a body.
+
+    Args:
+        is_missing: True if the last part is not there.
+    """
+    where, *names = parts
+    if where != "body" or not isinstance(body, dict | list):
+        return [str(name) for name in names]
+    found: list[str] = []
+    value: Any = body
+    for index, name in enumerate(names):
+        is_item = isinstance(value, list) and isinstance(name, int) and name < len(value)
+        if is_item or (isinstance(value, dict) and name in value):
+            value = value[name]
+            found.append(str(name))
+        elif is_missing and index == len(names) - 1:
+            found.append(str(name))
+    return found
 
 
 def _no_json() -> ApiError:

@@ -22,6 +22,7 @@ from pcg.serve.openai.chat.generation import Chat, prepared
 from pcg.serve.openai.chat.messages import Messages
 from pcg.serve.openai.chat.tool_use import AskedTools
 from pcg.serve.openai.chat.tools import Tools
+from pcg.serve.openai.field_names import FieldNames
 from pcg.serve.openai.text_bound import check_count, check_length
 from pcg.serve.openai.wire import WireModel
 from pcg.serve.security.caller import Caller, requires
@@ -128,7 +129,9 @@ class TokenizerInfo(BaseModel):
 async def tokenize(body: TokenizeBody, service: ServiceDependency, caller: Infers) -> Response:
     """Return the tokens of a text or of a chat."""
     tokenizer = await _tokenizer(service, caller, body.model)
-    return _json(await service.beside(caller, _tokens, service, tokenizer, body))
+    names = FieldNames("prompt" if isinstance(body, TokenizeText) else "messages")
+    with names.naming():
+        return _json(await service.beside(caller, _tokens, service, tokenizer, body))
 
 
 @router.post("/detokenize", response_model=DetokenizeReply)

@@ -121,7 +121,7 @@ def test_loaded_replaced_and_unloaded(service: Service, texts: Any, root: Path) 
     error = error_of(ask.load("sql", root / "one"), 400)
     assert error["message"] == (
         "The lora adapter 'sql' has already been loaded. If you want to load the adapter in "
-        "place, set 'load_inplace' to True."
+        "place, set 'load_inplace' to true."
     )
     assert (error["type"], error["code"]) == ("InvalidUserInput", 400)
     again = ask.load("sql", root / "one", load_inplace=True)

@@ -329,7 +329,7 @@ NAMED: Any = {"type": "function", "function": {"name": "other"}}
         (
             {"messages": [{"role": "user", "content": [5]}]},
             "messages.0.content.0",
-            "valid dictionary",
+            "be an object",
         ),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role", "'system'"),
         ({"extra_body": {"functions": [{"name": "f"}]}}, "functions", "functions is not supported"),

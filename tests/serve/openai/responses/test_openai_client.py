@@ -267,7 +267,7 @@ def test_logprobs_of_a_response(client: openai.OpenAI) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
         ({"input": []}, "input", "at least 1"),
         ({"input": 5}, "input", "valid string"),
-        ({"input": [5]}, "input.0", "valid dictionary"),
+        ({"input": [5]}, "input.0", "be an object"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0", "'item_reference'"),
         ({"input": [{"role": "user"}]}, "input[0].content", "Missing"),
         ({"input": [{"role": "user", "content": "a", "color": 1}]}, None, "input[0].color"),
