@@ -1,4 +1,4 @@
-"""Measure start-up: explain of a 70B model and `pcg --help` as processes; reading an adapter.
+"""Measure start-up: explain of a 70B model, `pcg --help` and a server as processes; an adapter.
 
     python benchmarks/bench_startup.py [--rounds 3]
 
@@ -12,6 +12,9 @@ Contenders, in seconds of wall time, in turn in every round:
     safetensors     `safetensors.torch.load_file` of the same file
     passes          all passes over Llama-3.1-70B except tracing, in this process
     search          the search over a layer of it, 4 ranks, LoRA on all seven linears
+    serve           pcg serve of the shipped checkpoint, until it takes requests and ends by
+                    SIGTERM: seconds of processor time of all its processes; and of wall time until
+                    it answers at all (`first answer`)
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import socket
 import subprocess
 import sys
 import tempfile
@@ -46,6 +50,7 @@ from pcg.peft.reader import read_adapter
 from pcg.peft.registry import SHORTHANDS
 from pcg.peft.writer import write_adapter
 
+CHECKPOINT = Path(__file__).parent.parent / "examples" / "checkpoint"
 CONFIG = Path(__file__).parent.parent / "pcg" / "configs" / "meta-llama--Llama-3.1-70B.json"
 IMPORT = "import torch; from transformers import LlamaForCausalLM"
 
@@ -54,6 +59,45 @@ def process(*command: str) -> Callable[[], float]:
     """Return a call that runs a Python process and returns its wall time."""
     run = partial(subprocess.run, check=True, stdout=subprocess.DEVNULL)
     return lambda: seconds(partial(run, [sys.executable, *command]))
+
+
+def serving() -> dict[str, Callable[[], float]]:
+    """Return calls that start a server: its processor time, and the time to its first answer."""
+    answered: list[float] = []
+
+    def start() -> float:
+        before, port = processor_s(), free_port()
+        command = [sys.executable, "-m", "pcg_cli", "serve", str(CHECKPOINT), "--port", str(port)]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        began = time.perf_counter()
+        while True:
+            try:
+                with socket.create_connection(("127.0.0.1", port)) as connection:
+                    connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+                    assert connection.recv(99).startswith(b"HTTP/1.1 503")
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.01)
+        answered.append(time.perf_counter() - began)
+        assert process.stderr is not None
+        assert any(line.startswith("listening at") for line in process.stderr)
+        process.terminate()
+        process.communicate(timeout=60)
+        return processor_s() - before
+
+    return {"serve": start, "first answer": lambda: answered[-1]}
+
+
+def processor_s() -> float:
+    """Return the processor time of all processes that were started here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def free_port() -> int:
+    """Return a port of loopback that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
 
 
 def reading(folder: Path) -> dict[str, Callable[[], float]]:
@@ -118,6 +162,7 @@ def main() -> None:
                 "explain": process(*command, "meta-llama/Llama-3.1-70B"),
                 "explain 4": process(*command, str(shallow)),
                 "help": process("-m", "pcg_cli", "--help"),
+                **serving(),
             },
             arguments.rounds,
         )
@@ -133,6 +178,8 @@ def main() -> None:
             "passes over 70B beyond tracing, seconds (at most 3)": found["passes"],
             "search over a 70B layer, seconds (at most 1)": found["search"],
             "help, seconds (at most 0.5)": found["help"],
+            "serve, processor seconds": found["serve"],
+            "first answer of a server, seconds (at most 1)": found["first answer"],
             "largest peak memory of them, MiB (at most 1024)": round(peak_kib / 1024),
         },
     )

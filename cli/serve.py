@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Mapping
@@ -55,6 +56,10 @@ def serve_command(
             f"serve-base --tp {degree}",
             param_hint="--split-port",
         )
+    from pcg.serve.listening import Listener
+
+    listener = Listener(options)  # which answers while what follows is imported
+    gc.disable()  # nothing of it becomes garbage; `serve` lets it collect again
     from pcg.serve.engine.process import process_client
     from pcg.serve.server import serve
 
@@ -64,7 +69,8 @@ def serve_command(
         err().print(text, soft_wrap=True)
 
     files = partial(files_of, model, place)
-    if not serve(options, partial(process_client, load, degree=ranks), say, files=files):
+    engine = partial(process_client, load, degree=ranks)
+    if not serve(options, engine, say, files=files, listener=listener):
         raise typer.Exit(1)
 
 

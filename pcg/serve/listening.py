@@ -1,17 +1,121 @@
-"""The socket of a server, bound before the model is loaded: a taken port is known at once."""
+"""The socket of a server, bound before the model is loaded: a taken port is known at once.
+
+Until the server takes requests, a thread answers each by a 503. This module imports nothing that
+takes long, so that this begins in the first second.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
+import json
+import signal
 import socket
 import ssl
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Thread
 
 from pcg.errors import ServeError
 from pcg.files import shown_path
+from pcg.serve.options import ServeOptions
 
 _BACKLOG = 2048
+_HEAD_S = 10.0
+"""The most time that the head of a request takes that is answered by a 503, seconds."""
+_LINGER_S, _LINGER_BYTES = 2.0, 2**24
+"""How long, and how much of its body is read then, so that the client reads the reply."""
+_STARTING = json.dumps(
+    {
+        "error": {
+            "message": "The server is starting; ask again later.",
+            "type": "server_error",
+            "param": None,
+            "code": "starting",
+        }
+    }
+).encode()
+
+
+class Listener:
+    """The socket of a server, where every request is answered by a 503 until `take`.
+
+    Raises:
+        ServeError: the address cannot be listened at, or the certificate cannot be used.
+    """
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._context = None
+        if options.ssl_certfile is not None:
+            self._context = check_certificate(options.ssl_certfile, options.ssl_keyfile)
+        self.socket = listen(options.host, options.port, options.stream_timeout_s)
+        self._loop = asyncio.new_event_loop()
+        self._is_taken = asyncio.Event()
+        self._handed = Future[None]()
+        self._thread = Thread(target=self._run, name="pcg starting", daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return url_of(self.socket, is_secure=self._context is not None)
+
+    def take(self) -> socket.socket:
+        """Return the socket, at which nobody else takes connections from now on."""
+        if not self._handed.done():
+            with contextlib.suppress(RuntimeError):  # another call came first
+                self._loop.call_soon_threadsafe(self._is_taken.set)
+            self._handed.result()
+        return self.socket
+
+    def close(self) -> None:
+        self.take().close()
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the server's
+        with contextlib.closing(self._loop):
+            self._loop.run_until_complete(self._answer())
+
+    async def _answer(self) -> None:
+        replies: set[asyncio.Task[None]] = set()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            replies.add(task)
+            task.add_done_callback(replies.discard)
+            with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
+                await _refuse(reader, writer)
+            writer.close()
+
+        shared = self.socket.dup()
+        server = await asyncio.start_server(
+            answer, sock=shared, ssl=self._context, backlog=_BACKLOG, limit=2**16
+        )
+        await self._is_taken.wait()
+        server.close()
+        self._handed.set_result(None)
+        if replies:
+            await asyncio.wait(replies, timeout=_LINGER_S)
+
+
+async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer a request by a 503."""
+    async with asyncio.timeout(_HEAD_S):
+        head = await reader.readuntil(b"\r\n\r\n")
+    content = b"" if head.startswith(b"HEAD ") else _STARTING
+    writer.write(
+        b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\nretry-after: 5\r\nconnection: close\r\n\r\n%s"
+        % (len(_STARTING), content)
+    )
+    if writer.can_write_eof():
+        writer.write_eof()
+    await writer.drain()
+    left = _LINGER_BYTES
+    async with asyncio.timeout(_LINGER_S):
+        while left > 0 and (part := await reader.read(2**16)):
+            left -= len(part)
 
 
 def listen(host: str, port: int, unread_s: float = 60.0) -> socket.socket:
@@ -51,13 +155,15 @@ def listen(host: str, port: int, unread_s: float = 60.0) -> socket.socket:
     return bound
 
 
-def check_certificate(certificate: Path, key: Path | None) -> None:
-    """Raise a ServeError if a server cannot use a certificate with a key."""
+def check_certificate(certificate: Path, key: Path | None) -> ssl.SSLContext:
+    """Return the context of a server with a certificate. ServeError: it cannot use it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+        context.load_cert_chain(certificate, key)
     except (OSError, ValueError) as error:
         files = shown_path(certificate) if key is None else f"{certificate} with {key}"
         raise ServeError(f"{files} cannot be used for https: {error}") from error
+    return context
 
 
 def url_of(bound: socket.socket, *, is_secure: bool) -> str:

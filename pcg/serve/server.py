@@ -37,7 +37,7 @@ from pcg.serve.errors import LOG
 from pcg.serve.generation_config import GenerationConfig, read_generation_config
 from pcg.serve.jobs.bases import check_base
 from pcg.serve.jobs.warm_jobs import parse_warm_jobs
-from pcg.serve.listening import check_certificate, listen, url_of
+from pcg.serve.listening import Listener, check_certificate
 from pcg.serve.options import ServeOptions
 from pcg.serve.security.connection import BoundedConnection, allow_connections
 from pcg.serve.service import Service
@@ -66,14 +66,16 @@ def serve(
     say: Callable[[str], None],
     ready: Callable[[Server], None] = lambda _: None,
     files: Callable[[], Path | None] = lambda: None,
+    listener: Listener | None = None,
 ) -> bool:
-    """Serve until a signal, and end in order.
+    """Serve until a signal, and end in order; the garbage collector may rest until it serves.
 
     Args:
         engine: opens the engine, once it is sure that the server can listen.
         say: takes the text that is printed when requests are taken.
         ready: is called with the server when it takes requests.
         files: finds the directory of the model's files; None where it has none.
+        listener: the socket; it is closed in the end. By default it is made of the options.
     Returns:
         True if all that was begun ended, or was given up in time.
     Raises:
@@ -81,15 +83,16 @@ def serve(
             folder cannot be used.
         PcgError: the engine cannot be made.
     """
-    keys, made_key = open_keys(options.api_key, options.api_keys)
-    _check_given_files(options)
-    data_dir = options.data_dir
-    opened = contextlib.nullcontext() if data_dir is None else open_store(data_dir)
-    with (
-        _hangups_held(),
-        contextlib.closing(listen(options.host, options.port, options.stream_timeout_s)) as bound,
-        opened as store,
-    ):
+    with contextlib.ExitStack() as stack:
+        hangups = stack.enter_context(_hangups())
+        if listener is not None:
+            stack.callback(listener.close)
+        keys, made_key = open_keys(options.api_key, options.api_keys)
+        _check_given_files(options)
+        if listener is None:
+            listener = stack.enter_context(contextlib.closing(Listener(options)))
+        data_dir = options.data_dir
+        store = None if data_dir is None else stack.enter_context(open_store(data_dir))
         allow_connections()
         directory = files()
         generation = read_generation_config(options.generation_config, directory)
@@ -98,15 +101,21 @@ def serve(
             if store is not None:
                 check_base(store, client.facts)
             service = Service(client, keys, options, generation, store)
-            url = url_of(bound, is_secure=options.ssl_certfile is not None)
-            text = announcement(service, url, made_key)
+            text = announcement(service, listener.url, made_key)
             reread = partial(_reread, options, directory, reads_keys=made_key is None)
-            server = Server(service, text, reread, say, ready)
+
+            def begun(server: Server) -> None:
+                ready(server)
+                if hangups:
+                    server.reload()
+
+            server = Server(service, text, reread, say, begun)
             # What is loaded stays: full collections need not go through it.
             gc.collect()
             gc.freeze()
+            gc.enable()
             try:
-                server.run([bound])
+                server.run([listener.take()])
             finally:
                 gc.unfreeze()
                 service.close()
@@ -115,7 +124,7 @@ def serve(
 
 @dataclass(frozen=True)
 class Reread:
-    """What a server's files say now; None for keys of which there is no file."""
+    """The contents of a server's files as they are now; no keys where one was made for the run."""
 
     keys: Keys | None
     generation: GenerationConfig
@@ -137,16 +146,25 @@ def _reread(options: ServeOptions, directory: Path | None, *, reads_keys: bool) 
 
 
 @contextlib.contextmanager
-def _hangups_held() -> Iterator[None]:
-    """Keep a SIGHUP for `Server.capture_signals` while the model loads: it would end the process.
+def _hangups() -> Iterator[list[int]]:
+    """Note each SIGHUP that comes while the model loads, which would end the process."""
+    found: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
+        yield found
+        return
+    had_terminal = _has_terminal()
 
-    Processes that are started meanwhile inherit this.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    def note(number: int, _: FrameType | None) -> None:
+        if had_terminal and not _has_terminal():
+            raise KeyboardInterrupt
+        found.append(number)
+
+    before = signal.signal(signal.SIGHUP, note)
     try:
-        yield
+        yield found
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGHUP, before)
 
 
 def _has_terminal() -> bool:
@@ -304,7 +322,6 @@ class Server(uvicorn.Server):
 
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before: dict[int, Any] = {number: signal.signal(number, handle) for number in numbers}
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
         try:
             yield
         finally:

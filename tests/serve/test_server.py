@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import socket
 import ssl
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any, NoReturn
 
 import httpx2
@@ -14,9 +18,11 @@ import pytest
 
 from pcg.errors import PcgError, ServeError
 from pcg.keys import digest_of
-from pcg.serve.listening import check_certificate, listen, url_of
+from pcg.runtime.executor import Executor
+from pcg.serve.engine.local import local_client
+from pcg.serve.listening import Listener, check_certificate, listen, url_of
 from pcg.serve.options import ServeOptions
-from pcg.serve.server import serve
+from pcg.serve.server import Server, serve
 from tests.support import serving
 from tests.support.step_gate import StepGate
 from tests.support.waiting import until
@@ -29,6 +35,47 @@ def test_a_server_over_loopback() -> None:
         with client.stream("POST", "/v1/completions", json=body) as reply:
             lines = list(reply.iter_lines())
         assert lines[-2:] == ["data: [DONE]", ""]
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_who_asks_while_the_model_loads_is_told(tmp_path: Path, secure: bool) -> None:
+    """Everywhere, with a body that nobody reads; then the server takes requests at the port."""
+    (tmp_path / "pem").write_text(CERTIFICATES[0])
+    further = {"ssl_certfile": tmp_path / "pem"} if secure else {}
+    options = ServeOptions(**{**serving.OPTIONS, **further})
+    found: list[Server] = []
+    gate, listener = Event(), Listener(options)
+
+    def load() -> Executor:
+        assert gate.wait(60)
+        return serving.make_executor()
+
+    engine = partial(local_client, load)
+    with (
+        ThreadPoolExecutor(1) as thread,
+        httpx2.Client(base_url=listener.url, verify=False, timeout=60) as client,
+    ):
+        ended = thread.submit(
+            serve, options, engine, lambda _: None, found.append, listener=listener
+        )
+        try:
+            for method, path in (("GET", "/health"), ("HEAD", "/health"), ("POST", "/v1/x")):
+                reply = client.request(method, path, content=b" " * 2**20)
+                assert reply.status_code == 503
+                assert int(reply.headers["retry-after"]) > 0
+            assert reply.json()["error"]["code"] == "starting"
+        finally:
+            gate.set()
+        until(lambda: bool(found) or ended.done())
+        assert client.get("/health").json() == {"status": "running"}
+        client.close()
+        found[0].drain()
+        assert ended.result(60)
+
+
+def test_it_listens_before_torch_is_imported() -> None:
+    code = "import sys, pcg_cli.application, pcg.serve.listening; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_drain_gives_up_what_does_not_end_in_time() -> None:

@@ -55,6 +55,7 @@ from pcg.serve.engine.messages import (
 from pcg.serve.engine.numbers import numbers_of
 from pcg.serve.engine.remote_adapters import RemoteAdapter, RemoteAdapters
 from pcg.serve.engine.split_base import SplitAccess
+from pcg.serve.engine.start import start
 from pcg.serve.engine.trainer_orders import LoraOrder, TrainerOrder, TrainerReply
 from pcg.serve.engine.translation import (
     PromptLogprobs,
@@ -66,7 +67,7 @@ from pcg.serve.engine.translation import (
     tokenizer_of,
 )
 from pcg.serve.engine.watched_numbers import WatchedNumbers
-from pcg.serve.engine.worker import SIGNALS, run
+from pcg.serve.engine.worker import SIGNALS
 from pcg.serve.options import ServeOptions
 
 Result = TypeVar("Result")
@@ -355,7 +356,7 @@ def process_client(
     """
     ours, theirs = socket.socketpair()
     arguments = (theirs, load, options, tenants, torch.get_num_threads(), split, degree)
-    process = get_context("spawn").Process(target=run, args=arguments, name="pcg engine")
+    process = get_context("spawn").Process(target=start, args=arguments, name="pcg engine")
     # It is born without the signals that it will ignore.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:

@@ -6,9 +6,9 @@ arrays as bytes; what they name are folders of the server's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -31,7 +31,9 @@ from pcg.runtime.training.trainer.commands import (
 )
 from pcg.runtime.training.trainer.datum import Datum
 from pcg.runtime.training.trainer.results import Scored, Stepped
-from pcg.serve.engine.later import then
+
+Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 ALPHA = 32
 """LoRA's alpha, which Tinker's protocol does not have."""
@@ -277,3 +279,17 @@ def _stepped(stepped: Stepped) -> TrainerReply:
         "tokens": float(stepped.tokens),
     }
     return TrainerReply(metrics, numbers=numbers)
+
+
+def then(future: Future[Found], act: Callable[[Found], Result]) -> Future[Result]:
+    """Return the future of what a function makes of another one's result."""
+    made: Future[Result] = Future()
+
+    def go_on(done: Future[Found]) -> None:
+        try:
+            made.set_result(act(done.result()))
+        except Exception as error:
+            made.set_exception(error)
+
+    future.add_done_callback(go_on)
+    return made

@@ -32,7 +32,6 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.status import JobStatus
 from pcg.serve.engine.channel import Channel
 from pcg.serve.engine.jobs.news import JobNews, JobOrder
-from pcg.serve.engine.later import then
 from pcg.serve.engine.local import LocalClient, local_client
 from pcg.serve.engine.messages import (
     AdapterData,
@@ -60,7 +59,7 @@ from pcg.serve.engine.outbox import Outbox
 from pcg.serve.engine.ranks import Ranks
 from pcg.serve.engine.reports import Reports
 from pcg.serve.engine.split_base import SplitAccess
-from pcg.serve.engine.trainer_orders import LoraOrder, TrainerOrder, TrainerReply
+from pcg.serve.engine.trainer_orders import LoraOrder, TrainerOrder, TrainerReply, then
 from pcg.serve.engine.translation import fault_of, name_of, request_of, tokenizer_data
 from pcg.serve.options import ServeOptions
 
@@ -146,6 +145,7 @@ class Worker:
         # What is loaded stays: full collections need not go through it.
         gc.collect()
         gc.freeze()
+        gc.enable()
         self._channel.send(encode(Ready(client.facts, data)))
 
     def _tell(self, name: str, adapter: Adapter | None) -> None:
