@@ -66,9 +66,9 @@ def running_base(executor: Executor, **options: Any) -> Iterator[Base]:
 
 @contextmanager
 def listening_base(executor: Executor, **options: Any) -> Iterator[str]:
-    """A base that real transports reach; yields its address."""
-    given = BaseOptions(api_key=(KEY,), **options)
-    endpoint = ZeroMqEndpoint("127.0.0.1", 0, 2**26, given.curve)
+    """A base that real transports reach, at any port by default; yields its address."""
+    given = BaseOptions(**{"api_key": (KEY,), "port": 0, **options})
+    endpoint = ZeroMqEndpoint("127.0.0.1", given.port, 2**26, given.curve)
     try:
         with _running(BaseLoop(BaseExecutor(executor), endpoint, given)):
             yield endpoint.where

@@ -77,6 +77,7 @@ class Caller:
         """The base's address."""
         return self._transport.where
 
+    @torch.inference_mode(False)  # training goes on with what it maps and keeps
     def call(self, op: str, tensors: Sequence[Tensor] = (), **fields: bool | int | str) -> Message:
         """Make a call and return its reply.
 
@@ -105,8 +106,9 @@ class Caller:
                             f"the base executor at {where} was gone each of {lost} times that "
                             f"{op} was called ({error}); its log may say why"
                         ) from None
+                    # A record that holds the error would hold all that is in the step's frames.
                     _LOG.warning(
-                        "the base executor at %s is gone (%s); looking for it", where, error
+                        "the base executor at %s is gone (%s); looking for it", where, str(error)
                     )
                     self._open(self._lost_s, "the base executor is gone, and none answers at")
                     _LOG.warning("the base executor at %s is back", where)

@@ -111,6 +111,7 @@ class Noise:
         self._pools.clear()
         self._effects.close()
 
+    @torch.inference_mode(False)  # a pool that serving has drawn is used by training, too
     def _take(self, piece: Piece, count: int, width: int) -> tuple[Tensor, Tensor]:
         """Return noise [count, in] and its effects [count, outs], that no row has had."""
         parts: list[tuple[Tensor, Tensor]] = []
