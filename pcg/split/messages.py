@@ -16,7 +16,8 @@ Nothing is pickled, and what a header says is checked before it is believed.
     stats    → counts of what the base has run
     bye      the client ends
 
-A reply has the request's `seq`, and "op": "reply", or "error" with the error's text.
+A reply has the request's `seq`, and "op": "reply", or "error" with the error's text. Before it
+there may come any number of the same `seq` with "op": "busy", while it waits or is computed.
 """
 
 from __future__ import annotations

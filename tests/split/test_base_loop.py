@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import pcg.compiler as compiler
 from pcg.errors import SplitError
 from pcg.runtime.executor import Executor
+from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.options import BaseOptions
 from pcg.split.client.caller import Caller
 from pcg.split.messages import VERSION, Message
+from pcg.split.pieces import Piece
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.split_base import KEY, Base, make_base, running_base
+from tests.support.waiting import until
 
 CONFIG = BY_NAME["llama3"].config(1)
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -109,6 +115,44 @@ def test_requests_of_clients_run_as_one_and_each_gets_its_own_rows(whole: Execut
     for (_, replies), x in zip(clients, inputs, strict=True):
         (y,) = replies.get_nowait().tensors
         assert torch.allclose(y, x @ weight.t(), atol=1e-5)
+
+
+def test_a_base_that_computes_greets_others_and_says_that_it_is_busy(
+    whole: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over, run = threading.Event(), BaseExecutor.run
+
+    def slow(base: BaseExecutor, piece: Piece, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        assert is_over.wait(60)
+        return run(base, piece, inputs)
+
+    monkeypatch.setattr(BaseExecutor, "run", slow)
+    call = Message("run", 2, {"piece": f"linear:{O}"}, (torch.ones(1, 64),))
+    with running_base(whole, policy="none") as base:
+        first, second, third = (base.endpoint.join() for _ in range(3))
+        for name, replies in (first, second, third):
+            base.endpoint.ask(name, Message("hello", 1, HELLO))
+            assert replies.get(timeout=60).op == "reply"
+            base.endpoint.ask(name, call)
+            if name == first[0]:
+                until(lambda: not base.loop.waiting)
+        for _, replies in (first, second):  # one of which runs, and the other waits for it
+            for _ in range(3):
+                busy = replies.get(timeout=60)
+                assert (busy.op, busy.seq) == ("busy", 2)
+                assert 0 < busy.fields["requests"] <= 3
+        base.endpoint.ask(first[0], Message("stats", 3))
+        base.endpoint.ask(first[0], Message("lengths", 4, {"name": O}))
+        base.endpoint.leave(third[0])
+        until(lambda: base.loop.clients == 2)
+        is_over.set()
+        for (_, replies), last in ((first, {2, 3, 4}), (second, {2})):
+            found = iter(lambda: replies.get(timeout=60), None)  # noqa: B023
+            answers: set[int] = set()
+            while answers < last:
+                answers |= {one.seq for one in (next(found),) if one.op == "reply"}
+    assert base.loop.counts.requests == 2
+    assert base.loop.counts.dropped == 1
 
 
 def test_a_result_of_other_rows_is_an_error_and_ends_nothing(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from pcg.runtime.executor import Executor
 from pcg.split.client.caller import Caller
 from pcg.split.messages import Message, frames_of
 from pcg.split.pieces import LINEAR, Piece
+from pcg.split.transports import zeromq_client
 from pcg.split.transports.transport import Disconnected, Transport
 from pcg.split.transports.zeromq_client import SharedMemoryTransport, transport_to
 from tests.support import oracle
@@ -119,7 +123,9 @@ def test_what_is_larger_than_a_base_takes_is_not_sent(whole: Executor, kind: str
             caller.close()
 
 
-def test_a_base_that_sends_other_replies_without_end_is_left() -> None:
+@contextmanager
+def talker(answer: Callable[[Sequence[bytes]], Iterator[Message]]) -> Iterator[str]:
+    """A base that says what `answer` yields after a first message; yields its address."""
     import zmq
 
     context, is_over = zmq.Context(), threading.Event()
@@ -127,22 +133,51 @@ def test_a_base_that_sends_other_replies_without_end_is_left() -> None:
     socket.set(zmq.LINGER, 0)
     port = socket.bind_to_random_port("tcp://127.0.0.1")
 
-    def flood() -> None:
-        client = socket.recv_multipart()[0]
-        other = [client, *frames_of(Message("reply", 7))]
-        while not is_over.is_set():
-            if socket.poll(20, zmq.POLLOUT):
-                socket.send_multipart(other)
+    def talk() -> None:
+        client, *frames = socket.recv_multipart()
+        for message in answer(frames):
+            while not is_over.is_set() and not socket.poll(20, zmq.POLLOUT):
+                pass
+            if is_over.is_set():
+                return
+            socket.send_multipart([client, *frames_of(message)])
 
-    thread = threading.Thread(target=flood)
+    thread = threading.Thread(target=talk)
     thread.start()
-    transport = transport_to(f"127.0.0.1:{port}", "tcp")
     try:
-        transport.open()
-        with pytest.raises(Disconnected, match=r"no answer in 0\.3 s"):
-            transport.exchange(Message("hello", 1), 0.3)
+        yield f"127.0.0.1:{port}"
     finally:
         is_over.set()
         thread.join(60)
-        transport.close()
         context.destroy(0)
+
+
+def test_a_base_that_sends_other_replies_without_end_is_left() -> None:
+    with talker(lambda _: itertools.repeat(Message("reply", 7))) as where:
+        transport = transport_to(where, "tcp")
+        transport.open()
+        with pytest.raises(Disconnected, match=r"no answer in 0\.3 s"):
+            transport.exchange(Message("hello", 1), 0.3)
+        transport.close()
+
+
+def test_a_base_that_says_that_it_is_busy_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a clock that moves a second each time that somebody looks; nobody answers for 60 s."""
+    seconds = itertools.count()
+    monkeypatch.setattr(zeromq_client.time, "monotonic", lambda: float(next(seconds)))
+
+    def answer(frames: Sequence[bytes]) -> Iterator[Message]:
+        yield from itertools.repeat(Message("busy", 1, {"requests": 3}), 200)
+        yield Message("reply", 1, {"found": True})
+
+    with talker(answer) as where:
+        transport = transport_to(where, "tcp")
+        transport.open()
+        assert transport.exchange(Message("run", 1), 60.0).fields["found"]
+        transport.close()
+    assert next(seconds) > 400
+    said = [one.message for one in caplog.records if "is busy" in one.message]
+    assert 3 <= len(said) <= 8
+    assert "3 requests of its clients wait, this one for 1" in said[0]

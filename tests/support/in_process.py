@@ -51,6 +51,9 @@ class InProcessEndpoint(Endpoint):
         except queue.Empty:
             return found
 
+    def wake(self) -> None:
+        self._asked.put(None)
+
     def send(self, client: bytes, message: Message) -> bool:
         replies = self._replies.get(client)
         if replies is not None:
@@ -85,7 +88,7 @@ class InProcessTransport(Transport):
         try:
             while True:
                 reply = self._replies.get(timeout=timeout_s)
-                if reply.seq == message.seq:
+                if reply.seq == message.seq and reply.op != "busy":
                     return reply
         except queue.Empty:
             raise Disconnected(f"no answer in {timeout_s:g} s") from None

@@ -1,14 +1,22 @@
-"""The loop of a base executor: takes messages, batches requests, runs them, and replies."""
+"""The loop of a base executor: takes messages, batches requests, runs them, and replies.
+
+What computes by the weights runs on a second thread, one thing at a time. The loop's own thread
+goes on reading meanwhile: it greets clients, notes when requests come, and tells those that wait
+that the base is busy, and not gone.
+"""
 
 from __future__ import annotations
 
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from pcg.errors import BaseBusyError, PcgError, RankLostError, SplitError
 from pcg.keys import Key, Keys, Scope, open_keys
@@ -24,7 +32,11 @@ from pcg.split.model_facts import config_difference
 from pcg.split.pieces import GRADIENT, GRAPH, Piece
 from pcg.split.transports.transport import Endpoint
 
+Result = TypeVar("Result")
+Answer = TypeVar("Answer", Message, Message | None)
 _LOG = logging.getLogger("pcg.split")
+_BUSY_S = 0.25
+"""A client whose request waits is told so again after this time."""
 _ACTIVE_S = 1.0
 """A client that asked nothing for so long is not waited for."""
 _MOST_WAITING = 64
@@ -99,6 +111,10 @@ class BaseLoop:
         self._wrong_keys, self._refused_graphs = Setbacks(), Setbacks()
         self._log = LimitedLog(_LOG)
         self._held: dict[bytes, Message] = {}
+        self._asked: list[tuple[bytes, Message]] = []
+        self._told_s: dict[tuple[bytes, int], float] = {}
+        self._next_told_s = 0.0
+        self._worker = ThreadPoolExecutor(1, "pcg base products")
         self._is_stopped = False
         self.counts = Counts()
         self.is_draining = False
@@ -117,13 +133,14 @@ class BaseLoop:
         """Serve until `stop`, or until a drain has ended."""
         drained_s = None
         wait_s = 0.0
-        while not self._is_stopped:
-            wait_s = self.step(wait_s)
-            if self.is_draining:
-                now_s = time.monotonic()
-                drained_s = drained_s or now_s + self._options.drain_s
-                if not self._clients or now_s > drained_s:
-                    break
+        with self._worker:
+            while not self._is_stopped:
+                wait_s = self.step(wait_s)
+                if self.is_draining:
+                    now_s = time.monotonic()
+                    drained_s = drained_s or now_s + self._options.drain_s
+                    if not self._clients or now_s > drained_s:
+                        break
         left = len(self._clients)
         if left:
             _LOG.warning("%d clients are left behind", left)
@@ -138,13 +155,10 @@ class BaseLoop:
 
     def step(self, wait_s: float) -> float:
         """Take what has come, and run one batch; returns how long to wait for more."""
-        for client, message in self.endpoint.receive(min(wait_s, 0.2)):
-            self._take(client, message)
-        held, self._held = self._held, {}
-        for client, message in held.items():
-            self._take(client, message)
-        for client in self.endpoint.gone(list(self._clients)):
-            self._drop(client, "is gone")
+        self._receive(min(wait_s, 0.2))
+        asked, self._asked = self._asked, []
+        for client, message in asked:
+            self._reply(client, self._guarded(client, message, self._computed))
         if not len(self._queues):
             return 1.0
         now_s = time.monotonic()
@@ -159,25 +173,65 @@ class BaseLoop:
         self._run(choice.batch)
         return 0.0
 
+    def _receive(self, wait_s: float) -> None:
+        """Take what has come, forget who is gone, and tell those that wait that they do."""
+        for client, message in self.endpoint.receive(wait_s):
+            self._take(client, message)
+        held, self._held = self._held, {}
+        for client, message in held.items():
+            self._take(client, message)
+        for client in self.endpoint.gone(list(self._clients)):
+            self._drop(client, "is gone")
+        now_s = time.monotonic()
+        if now_s < self._next_told_s:
+            return
+        self._next_told_s = now_s + _BUSY_S / 2
+        for (client, seq), told_s in list(self._told_s.items()):
+            if told_s + _BUSY_S < now_s and client in self._clients:
+                self._told_s[client, seq] = now_s
+                facts = {"requests": len(self._told_s)}
+                self._send(client, Message("busy", seq, facts))
+
+    def _aside(self, act: Callable[[], Result]) -> Result:
+        """Have the second thread do something, and go on reading until it is done."""
+        done = self._worker.submit(act)
+        done.add_done_callback(lambda _: self.endpoint.wake())
+        try:
+            while not done.done():
+                self._receive(_BUSY_S)
+        finally:
+            wait([done])  # also where reading fails: it wakes an endpoint that has to be there
+        return done.result()
+
     # ------------------------------------------------------------------------------- messages
 
     def _take(self, client: bytes, message: Message | Exception) -> None:
         if isinstance(message, Exception):
             self._reply(client, failure(0, message))
             return
+        reply = self._guarded(client, message, self._answered)
+        if reply is not None:
+            self._reply(client, reply)
+
+    def _guarded(
+        self, client: bytes, message: Message, answer: Callable[[bytes, Message], Answer]
+    ) -> Answer | Message:
+        """Answer a message, by an error where that fails."""
         try:
-            reply = self._answered(client, message)
+            return answer(client, message)
         except RankLostError:
             raise
         except PcgError as error:
             self.counts.refused += 1
-            reply = failure(message.seq, error)
+            return failure(message.seq, error)
         except Exception as error:
             what = message.op[:40]
             self._log.say(logging.ERROR, "%s of client %s failed", what, client.hex(), error=True)
-            reply = failure(message.seq, SplitError(f"the base failed: {type(error).__name__}"))
-        if reply is not None:
-            self._reply(client, reply)
+            return failure(message.seq, SplitError(f"the base failed: {type(error).__name__}"))
+
+    def _computed(self, client: bytes, message: Message) -> Message:
+        """Answer a message by the weights."""
+        return self._aside(lambda: self.base.answer(message))
 
     def _answered(self, client: bytes, message: Message) -> Message | None:
         """Answer a message, or None if its answer comes later."""
@@ -209,7 +263,11 @@ class BaseLoop:
             return Message("reply", message.seq, shared.fields)
         if message.op == "rows" and not self._options.downloads:
             raise SplitError("this base does not let its weights be downloaded (--downloads)")
-        return self.base.answer(message)
+        if sum(one == client for one, _ in self._asked) >= _MOST_WAITING:
+            raise BaseBusyError(f"{_MOST_WAITING} requests of yours wait already")
+        self._asked.append((client, message))
+        self._told_s[client, message.seq] = known.seen_s
+        return None
 
     def _is_heard(self, client: bytes, hello: Message) -> bool:
         """Return whether a client's key is looked at now; it is held if wrong ones came from it."""
@@ -300,6 +358,7 @@ class BaseLoop:
         self._check_load(client, message, key)
         request = (client, message.seq, piece, message.tensors, serves, time.monotonic())
         self._queues.add(Waiting(*request, key.name, most_tokens))
+        self._told_s[client, message.seq] = request[-1]
 
     def _check_load(self, client: bytes, message: Message, key: Key) -> None:
         """Bound what waits. BaseBusyError: it is too much now. SplitError: it always will be."""
@@ -335,14 +394,18 @@ class BaseLoop:
     def _run(self, batch: Sequence[Waiting]) -> None:
         """Run requests of one piece as one, and answer each."""
         self._queues.take(batch)
-        try:
+
+        def run() -> Sequence[Sequence[Tensor]]:
             inputs = batch[0].tensors
             if len(batch) > 1:
                 every = zip(*(one.tensors for one in batch), strict=True)
                 inputs = [torch.cat(parts) for parts in every]
             outputs = self.base.run(batch[0].piece, inputs)
             counts = [one.tokens for one in batch]
-            parts = list(zip(*(output.split(counts) for output in outputs), strict=True))
+            return list(zip(*(output.split(counts) for output in outputs), strict=True))
+
+        try:
+            parts = self._aside(run)
         except RankLostError:
             raise  # nothing runs without it
         except Exception as error:
@@ -353,14 +416,18 @@ class BaseLoop:
             return
         self.counts.batches += 1
         self.counts.requests += len(batch)
-        self.counts.tokens += sum(counts)
+        self.counts.tokens += sum(one.tokens for one in batch)
         for one, own in zip(batch, parts, strict=True):
             self._reply(one.client, Message("reply", one.seq, tensors=own))
 
     def _reply(self, client: bytes, message: Message) -> None:
+        self._told_s.pop((client, message.seq), None)
         known = self._clients.get(client)
         if known is not None:
             known.seen_s = time.monotonic()
+        self._send(client, message)
+
+    def _send(self, client: bytes, message: Message) -> None:
         try:
             is_sent = self.endpoint.send(client, message)
         except Exception:
@@ -373,6 +440,7 @@ class BaseLoop:
         """Forget a client, and all that waits for it."""
         known = self._clients.pop(client, None)
         dropped = self._queues.drop(client)
+        self._told_s = {key: at for key, at in self._told_s.items() if key[0] != client}
         self.counts.dropped += dropped
         self.endpoint.forget(client)
         self.base.graphs.forget(client)

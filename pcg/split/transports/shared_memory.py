@@ -99,8 +99,8 @@ class SharedMemory:
                 return None
             places.append(at)
             if tensor.nbytes:
-                own = self._bytes[at : at + tensor.nbytes]
-                own.copy_(torch.frombuffer(bytes_of(tensor), dtype=torch.uint8))
+                # By one thread: torch would start those of another pool beside the products'.
+                bytes_of(self._bytes[at : at + tensor.nbytes])[:] = bytes_of(tensor)
             at += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
         return places
 

@@ -47,8 +47,10 @@ class Transport(ABC):
     def exchange(self, message: Message, timeout_s: float) -> Message:
         """Send a message and return the reply of the same `seq`.
 
+        A base that computes says `busy` again and again, each of which begins the time anew.
+
         Raises:
-            Disconnected: the base is gone, or has not answered in time.
+            Disconnected: the base is gone, or has said nothing for so long.
         """
 
     def welcomed(self, ask: Message) -> None:  # noqa: B027  # most have nothing to do
@@ -76,6 +78,10 @@ class Endpoint(ABC):
 
         An exception stands for a message that could not be read.
         """
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Have `receive` return now; any thread may call."""
 
     @abstractmethod
     def send(self, client: bytes, message: Message) -> bool:

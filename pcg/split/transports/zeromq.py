@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -87,6 +88,9 @@ class ZeroMqEndpoint(Endpoint):
         self._poller = self._zmq.Poller()
         self._poller.register(self._socket, self._zmq.POLLIN)
         self._poller.register(self._events, self._zmq.POLLIN)
+        self._woken, self._waker = os.pipe()
+        os.set_blocking(self._waker, False)
+        self._poller.register(self._woken, self._zmq.POLLIN)
         if self._client_keys is not None:
             self._poller.register(self._client_keys.socket, self._zmq.POLLIN)
         self._probes: list[float] = []
@@ -96,6 +100,8 @@ class ZeroMqEndpoint(Endpoint):
 
     def receive(self, timeout_s: float) -> Sequence[tuple[bytes, Message | Exception]]:
         there = dict(self._poller.poll(max(0, timeout_s) * 1000))
+        if self._woken in there:
+            os.read(self._woken, 4096)
         if self._client_keys is not None:
             for address in self._client_keys.answer():
                 # Once each: such a client comes again and again.
@@ -123,6 +129,10 @@ class ZeroMqEndpoint(Endpoint):
                 _LOG.debug("no message of client %s: %s", client.hex(), error)
                 found.append((client, SplitError("this is no message that a base can read")))
         return found
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it is full of calls that nobody has read yet
+            os.write(self._waker, b"\0")
 
     def _sender(self, frame: Any) -> str:
         """Return the name of a client's certificate, if it was asked for, or its address."""
@@ -211,4 +221,6 @@ class ZeroMqEndpoint(Endpoint):
         self._socket.disable_monitor()
         if self._client_keys is not None:
             self._client_keys.socket.close()
+        os.close(self._woken)
+        os.close(self._waker)
         self._context.destroy(1000)

@@ -24,6 +24,8 @@ from pcg.split.transports.zeromq_library import zmq
 _LOG = logging.getLogger("pcg.split")
 _SLICE_MS = 200
 """A base that ends is noticed so much later at most."""
+_PATIENCE_S = 10.0
+"""A call that waits so long says that the base is busy, and again each time that this doubles."""
 _FIRST_BYTES = 2**22
 _ADDRESS = re.compile(
     r"(?P<host>\[[0-9a-f:.]+(?:%\w+)?\]|[0-9a-f:.]+|[\w.-]+):(?P<port>\d{1,5})", re.ASCII | re.I
@@ -95,7 +97,8 @@ class TcpTransport(Transport):
             self._socket.send_multipart(self._frames(message), copy=False)
         except self._zmq.ZMQError as error:
             raise Disconnected(str(error)) from None
-        end_s = time.monotonic() + timeout_s
+        begun_s = time.monotonic()
+        end_s, said_s = begun_s + timeout_s, begun_s + _PATIENCE_S
         while time.monotonic() <= end_s:  # also where something else comes again and again
             try:
                 reply = self._read(self._socket.recv_multipart(copy=False))
@@ -105,8 +108,17 @@ class TcpTransport(Transport):
             if reply.op == "error":  # perhaps of a base that has come since, and knows nobody
                 self._look()
             # Replies that nobody waited for, after an interruption, and probes of the base.
-            if reply.seq == message.seq:
+            if reply.seq == message.seq and reply.op != "busy":
                 return reply
+            if reply.seq == message.seq:
+                now_s = time.monotonic()
+                end_s = now_s + timeout_s
+                if now_s > said_s:
+                    waited_s, said_s = now_s - begun_s, now_s + (now_s - begun_s)
+                    _LOG.warning(
+                        "the base executor at %s is busy: %s requests of its clients wait, this "
+                        "one for %.0f s", self.where, reply.fields.get("requests"), waited_s,
+                    )  # fmt: skip
             if reply.op == "error" and reply.seq == 0:
                 raise SplitError(f"the base executor refuses: {reply.fields.get('error')}")
         raise Disconnected(f"no answer in {timeout_s:g} s")

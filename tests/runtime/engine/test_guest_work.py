@@ -11,7 +11,13 @@ import pytest
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.sharing.step import Step
 from pcg.runtime.engine.steps import guest_work
-from pcg.runtime.engine.steps.guest_work import LEAST_ROWS, GuestWork, RowTimes, RowWork
+from pcg.runtime.engine.steps.guest_work import (
+    LEAST_ROWS,
+    LEAST_SHARE,
+    GuestWork,
+    RowTimes,
+    RowWork,
+)
 
 ROW_S = 1e-3
 
@@ -21,6 +27,7 @@ class Engine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
+        self.row_s = ROW_S
         self.calls: list[Callable[[], Any]] = []
         self.is_idle = True
         self.is_awaited = False
@@ -40,7 +47,7 @@ class Engine:
     def work(self, rows: int) -> RowWork:
         def act(begin: int, end: int) -> None:
             self.slices.append((begin, end))
-            self.now_s += ROW_S * (end - begin)
+            self.now_s += self.row_s * (end - begin)
 
         return RowWork("piece", rows, act)
 
@@ -96,6 +103,30 @@ def test_work_has_its_share_where_nothing_is_promised(monkeypatch: pytest.Monkey
         step.ran_forward(served_s, is_replayed=False)
     share = engine.now_s / (engine.now_s + steps * served_s)
     assert 0.15 < share <= 0.25
+
+
+@pytest.mark.parametrize("slo_s", [None, 0.01, 0.1])
+@pytest.mark.parametrize("served_s", [0.02, 0.1, 5.0])
+@pytest.mark.parametrize("row_s", [1e-5, 1e-3, 0.1])
+def test_work_that_waits_has_a_least_share_whatever_was_promised(
+    monkeypatch: pytest.MonkeyPatch, slo_s: float | None, served_s: float, row_s: float
+) -> None:
+    """Steps that miss their SLO, prompts that take longer than a step may, and slow rows."""
+    engine, limits = Engine(monkeypatch), Limits(tpot_slo_s=slo_s, finetuning_share=0.0)
+    engine.is_idle, engine.row_s = False, row_s
+    engine.guests.times.observe("piece", LEAST_ROWS, LEAST_ROWS * row_s)
+    engine.guests.submit(engine.work(10**7))
+    all_s, longest_s, steps = 0.0, 0.0, 200 + int(200 * LEAST_ROWS * row_s / served_s)
+    for _ in range(steps):
+        step, before_s = served(limits, slo_s), engine.now_s
+        engine.guests.run(step, ahead_s=served_s)
+        longest_s = max(longest_s, engine.now_s - before_s)
+        step.ran_forward(served_s, is_replayed=False)
+        all_s += engine.now_s - before_s + served_s
+    assert engine.now_s >= 0.9 * LEAST_SHARE * all_s
+    if slo_s is not None and served_s >= slo_s:  # and not more than that, nor at once
+        assert engine.now_s <= 1.1 * LEAST_SHARE * all_s + longest_s
+        assert longest_s <= LEAST_SHARE / (1 - LEAST_SHARE) * served_s + 2 * LEAST_ROWS * row_s
 
 
 def test_idle_work_lets_others_in_between_slices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,36 @@ def test_http_and_split_clients_are_served_by_one_engine() -> None:
             assert oracle.relative_error(one, other) < TOLERANCE
 
 
+def test_a_split_client_is_served_beside_requests_that_miss_their_slo() -> None:
+    """They leave no time at all, for as long as the client runs."""
+    is_over = threading.Event()
+    with (
+        serving.on_a_port(split_port=0, tpot_slo_ms=0.01, max_num_seqs=2) as served,
+        served.client() as http,
+        pcg.connect(where_of(served), api_key=serving.KEY, lost_s=2) as split,
+    ):
+        body = {**BODY, "max_tokens": 100, "stream": True}
+
+        def stream() -> None:
+            while not is_over.is_set():
+                with http.stream("POST", "/v1/completions", json=body) as reply:
+                    for _ in reply.iter_lines():
+                        begun.set()
+
+        begun = threading.Event()
+        threads = [threading.Thread(target=stream) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            assert begun.wait(60)
+            assert len(split.generate([PROMPT], max_new_tokens=2)[0].token_ids) == 2
+            split.finetune(ROWS, adapter="x", **TRAINING)
+        finally:
+            is_over.set()
+            for thread in threads:
+                thread.join(60)
+
+
 def test_the_weights_are_held_once() -> None:
     executor = serving.make_executor(adapters=0)
     store, model = executor.state.weight_store, executor.program.base

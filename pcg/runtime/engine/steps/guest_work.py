@@ -7,7 +7,8 @@ it is cut where the time of a step ends, and goes on in the next one:
     a step that serves, and promises none      earned: share / (1 - share) of what serving takes
     a step that serves nothing, or no step     all, in slices between which a request may come
 
-Requests come first: what does not fit waits, also for long.
+Requests come first: what does not fit waits. Yet guests' work that waits has LEAST_SHARE of the
+time whatever was promised, so that who waits for it sees it end.
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ class GuestWork:
         self._before: Step | None = None
         self._served_s = 0.0
         self._earned_s = 0.0
+        self._owed_s = 0.0
 
     def submit(self, work: RowWork) -> Future[None]:
         """Have work done; for any thread. Its future fails with what `act` raised."""
@@ -138,16 +140,18 @@ class GuestWork:
             step.elapsed_s += took_s
             step.units += 1
             self._earned_s -= took_s
+            self._owed_s = max(0.0, self._owed_s - took_s)
         if self._works and not self._is_called:
             self._is_called = True
             self.wake()
 
     def _account(self, step: Step) -> None:
-        """Earn by what the step before served, where nothing is promised."""
+        """Earn by what the step before served, the least share also where much is promised."""
         before, self._before = self._before, step
         if before is None or not before.is_served or not before.spent_s:
             return
         self._served_s = before.spent_s
+        self._owed_s += LEAST_SHARE / (1 - LEAST_SHARE) * before.spent_s if self._works else 0.0
         share = step.limits.finetuning_share
         earned_s = self._earned_s + share / (1 - share) * before.spent_s
         self._earned_s = min(earned_s, step.limits.idle_step_s)
@@ -156,7 +160,9 @@ class GuestWork:
         if not step.is_served:
             return _SLICE_S
         left_s = step.left_s() - ahead_s
-        return left_s if step.tpot_slo_s is not None else min(left_s, self._earned_s)
+        if step.tpot_slo_s is None:
+            left_s = min(left_s, self._earned_s)
+        return max(left_s, self._owed_s)
 
     def _while_idle(self) -> None:
         """Run work while there are no steps; steps run it themselves."""
@@ -200,6 +206,8 @@ def _size(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
+LEAST_SHARE = 0.05
+"""The least share of the time that work has which waits, also where an SLO is missed for it."""
 LEAST_ROWS = 16
 """Rows that are not cut further: as many take hardly longer than one."""
 _MOST_KINDS = 4096
