@@ -8,11 +8,11 @@ of its own in fp32; with --stored float32 transformers maps the file, and its pr
 pages. Adapters are LoRA of rank 8 on q, k, v and o (the paper's LoRA 3), with AdamW. Every process
 has one thread for tensors but the base, which has --threads.
 
-finetuning: four clients against four processes of transformers + peft, on the same tokens, for each
-of some sizes of a step. The rate is all tokens by the time until the last has ended; beside it
-stand tokens by a second of processor time of all processes together, which other programs of the
-machine do not change as much. Memory is the largest sum of proportional set sizes (Pss): what
-several processes map counts once in all.
+finetuning: four clients, and an undivided engine with four jobs, against four processes of
+transformers + peft, on the same tokens, for each of some sizes of a step. The rate is all tokens by
+the time until the last has ended; beside it stand tokens by a second of processor time of all
+processes together, which other programs of the machine do not change as much. Memory is the largest
+sum of proportional set sizes (Pss): what several processes map counts once in all.
 
 policies: eight clients of mixed sizes, of which six generate and two finetune, until a time is
 over. Latency is the time of one token of each of a client's prompts, in the mean over clients. The
@@ -128,6 +128,11 @@ class Setting:
         arguments = str(self.directory), json.dumps({"work": asdict(work)})
         return stack.enter_context(started("peer", f"peer {work.seed}", *arguments))
 
+    def engine(self, stack: ExitStack, work: Work, count: int) -> Process:
+        """Start an undivided engine, which trains that many adapters at once."""
+        given = json.dumps({"work": asdict(work), "count": count})
+        return stack.enter_context(started("whole", "engine", str(self.directory), given))
+
     def base(self, stack: ExitStack, *options: str) -> tuple[Process, str]:
         """Start a base."""
         given = ("--drain-s", "0", *options)
@@ -162,16 +167,17 @@ def finetuning(setting: Setting, rounds: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for batch, sequence in SIZES:
         steps = max(3, 256 // (batch * sequence))
-        series: dict[str, list[dict[str, Any]]] = {"peers": [], "clients": []}
+        series: dict[str, list[dict[str, Any]]] = {"peers": [], "clients": [], "engine": []}
         for _ in range(rounds):
             for side in series:
                 with ExitStack() as stack:
                     series[side].append(one_side(setting, stack, side, batch, sequence, steps))
         numbers: dict[str, Any] = {side: middle(many) for side, many in series.items()}
         for name in ("tokens_per_s", "tokens_per_cpu_s", "memory_mib"):
-            pairs = zip(series["clients"], series["peers"], strict=True)
-            ratio = statistics.median(ours[name] / theirs[name] for ours, theirs in pairs)
-            numbers[f"{name}, clients / peers"] = round(ratio, 3)
+            for side in ("clients", "engine"):
+                pairs = zip(series[side], series["peers"], strict=True)
+                ratio = statistics.median(ours[name] / theirs[name] for ours, theirs in pairs)
+                numbers[f"{name}, {side} / peers"] = round(ratio, 3)
         found[f"{batch} x {sequence}, {steps} steps"] = numbers
     return found
 
@@ -179,21 +185,23 @@ def finetuning(setting: Setting, rounds: int) -> dict[str, Any]:
 def one_side(
     setting: Setting, stack: ExitStack, side: str, batch: int, sequence: int, steps: int
 ) -> dict[str, Any]:
-    """Return the numbers of four clients and their base, or of four peers."""
+    """Return the numbers of four clients and their base, of four peers, or of one engine."""
     works = [Work("train", batch, sequence, seed=seed) for seed in range(4)]
     base = None
     if side == "peers":
         four = [setting.peer(stack, work) for work in works]
+    elif side == "engine":
+        four = [setting.engine(stack, works[0], len(works))]
     else:
-        # They ask for the same pieces at about the same time, and each can wait for all.
-        base, where = setting.base(stack, "--port", "0", "--wait-ms", "20", "--wait-tokens", "1")
+        base, where = setting.base(stack, "--port", "0")
         four = [setting.client(stack, where, work) for work in works]
     every = [*four, base] if base else four
     for one in four:
         one.answer()
     for one in four:
         one.order({"steps": 2})
-    losses = [one.answer()["first_loss"] for one in four]
+    answers = [one.answer() for one in four]
+    losses = [loss for one in answers for loss in one.get("first_losses", [one.get("first_loss")])]
     before = [one.cpu_s() for one in every]
     begun = time.monotonic()
     with Memory(every) as memory:

@@ -1,4 +1,4 @@
-"""The processes of `bench_split.py`: bases, clients and peers, and what each takes.
+"""The processes of `bench_split.py`: bases, clients, peers and engines, and what each takes.
 
 A process is this file with a role. It prints a line once it is ready, and then does what it reads,
 one line of JSON at a time, and prints a line for each:
@@ -11,6 +11,7 @@ one line of JSON at a time, and prints a line for each:
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -156,6 +157,36 @@ def peer(directory: str, work: Work) -> None:
         return float(loss.detach())
 
     obey(step, work.batch * work.sequence, dict)
+
+
+def whole(directory: str, work: Work, count: int) -> None:
+    """Be an undivided engine, whose jobs train as many adapters in the same steps."""
+    import torch
+
+    import pcg
+    from pcg.runtime.data.example import Example
+
+    torch.set_num_threads(1)
+    executor = pcg.compile(directory, dtype="float32")
+    works = [dataclasses.replace(work, seed=seed) for seed in range(count)]
+    examples = [[Example(row, row) for row in one.rows()] for one in works]
+    options = {"batch_size": work.batch, "learning_rate": 1e-4, "weight_decay": 0.01}
+    with executor.engine(kv_cache_bytes=2**20).start() as engine:
+        say({"ready": True})
+        for round_, line in enumerate(sys.stdin):
+            order = json.loads(line)
+            if "end" in order:
+                return
+            given = {**options, "peft": pcg.LoraConfig(**RECIPE), "max_steps": order["steps"]}
+            begun = time.monotonic()
+            jobs = [
+                engine.finetune(rows, f"mine-{round_}-{at}", **given)
+                for at, rows in enumerate(examples)
+            ]
+            losses = [job.wait().losses[0] for job in jobs]
+            tokens = count * work.batch * work.sequence * order["steps"]
+            seconds = [time.monotonic() - begun]
+            say({"seconds": seconds, "tokens": tokens, "first_losses": losses})
 
 
 def obey(step: Callable[[], float], tokens: int, stats: Callable[[], object]) -> None:
@@ -310,10 +341,7 @@ def main() -> None:
     role, directory, rest = sys.argv[1:]
     given = json.loads(rest)
     work = Work(**given.pop("work"))
-    if role == "client":
-        client(directory, work=work, **given)
-    else:
-        peer(directory, work)
+    {"client": client, "peer": peer, "whole": whole}[role](directory, work=work, **given)
 
 
 if __name__ == "__main__":

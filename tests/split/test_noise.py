@@ -104,7 +104,7 @@ def test_clients_with_and_without_noise_train_at_once(whole: Executor) -> None:
     names = ["lora", "ia3"]
     expected = {name: results(whole, METHODS[name], JOB) for name in names}
     found: dict[str, Any] = {}
-    with running_base(whole, wait_ms=20, wait_tokens=1) as base:
+    with running_base(whole) as base:
         barrier = threading.Barrier(len(names))
 
         def act(name: str, privacy: Privacy | None) -> None:

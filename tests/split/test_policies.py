@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
 import torch
 
 from pcg.split.base.policies import Choice, Policy, make_policy
@@ -28,21 +34,13 @@ def clients(choice: Choice) -> str:
     return b"".join(one.client for one in choice.batch).decode()
 
 
-def opportunistic(wait_ms: float = 100, scale: int = 4, most: int = 100) -> Policy:
-    return make_policy("opportunistic", most, wait_ms, scale)
+def opportunistic(wait_ms: float = 100, most: int = 100) -> Policy:
+    return make_policy("opportunistic", most, wait_ms)
 
 
 def test_none_runs_the_oldest_alone() -> None:
-    policy = make_policy("none", 100, 0, 1)
+    policy = make_policy("none", 100, 0)
     assert clients(choose(policy, waiting("a", SECOND, at=2), waiting("b", at=1), now=3)) == "b"
-
-
-def test_opportunistic_waits_for_others_and_then_runs_them_together() -> None:
-    there = [waiting("a", at=0), waiting("b", at=0.05)]
-    early = choose(opportunistic(), *there, now=0.06)
-    assert not early.batch
-    assert abs(early.wait_s - 0.04) < 1e-9
-    assert clients(choose(opportunistic(), *there, now=0.1)) == "ab"
 
 
 def test_nothing_waits_when_nobody_else_can_come() -> None:
@@ -51,33 +49,112 @@ def test_nothing_waits_when_nobody_else_can_come() -> None:
     assert len(choose(opportunistic(), waiting("a"), other, now=0, active="ab").batch) == 1
 
 
+WAY = "pqrstu"
+"""The pieces of a program, in their order."""
+TOOK_S = 0.01
+"""The time of each batch, whatever its tokens."""
+
+
+def ran(queues: Queues, *batch: Waiting, now: float) -> None:
+    """Have requests run as one, and be answered at a time."""
+    for one in batch:
+        queues.add(one)
+    queues.take(batch)
+    queues.ran(batch, TOOK_S, now)
+
+
+def known(think_s: float, serves: bool = False) -> Queues:
+    """Queues that know both clients' way: `b` takes so long from a reply on, and `a` a moment.
+
+    Either has been answered at its last piece, at 0 s.
+    """
+    queues = Queues()
+    pieces = 8 * WAY + "pqrs"
+    for client, pause_s in (("b", think_s), ("a", 1e-4)):
+        now_s = -len(pieces) * (pause_s + TOOK_S)
+        for name in pieces:
+            one = waiting(client, piece(name), at=now_s + pause_s, serves=serves)
+            now_s += pause_s + TOOK_S
+            ran(queues, one, now=now_s)
+    return queues
+
+
+def piece(name: str) -> Piece:
+    return Piece("linear", (name,))
+
+
+def wait_for_b(queues: Queues, now: float = 0.001, wait_ms: float = 100, **given: bool) -> Choice:
+    """The choice where `a` has asked for the next piece."""
+    queues.add(waiting("a", piece("t"), at=0.001, **given))
+    return opportunistic(wait_ms).choose(queues, [b"a", b"b"], now)
+
+
+def test_a_request_waits_for_a_client_that_is_expected_and_no_longer() -> None:
+    queues = known(think_s=0.004)
+    choice = wait_for_b(queues)
+    assert not choice.batch
+    assert 0.003 <= choice.wait_s < 0.005  # it always came after 4 ms
+    queues.add(waiting("b", piece("t"), at=0.004))
+    assert clients(opportunistic().choose(queues, [b"a", b"b"], 0.004)) == "ab"
+    late = known(think_s=0.004)
+    assert clients(wait_for_b(late, now=0.006)) == "a"
+
+
+def test_what_a_batch_fewer_saves_is_the_time_that_does_not_depend_on_tokens() -> None:
+    queues = Queues()
+    assert queues.saved_s(FIRST) == 0
+    for _ in range(2):
+        queues.ran([waiting("a", tokens=16)], 0.003, 0.0)
+        assert queues.saved_s(FIRST) == pytest.approx(0.0015)  # as little is known
+    queues.ran([waiting("a", tokens=16)] * 4, 0.006, 0.0)
+    assert queues.saved_s(FIRST) == pytest.approx(0.002)
+    queues.ran([waiting("a", tokens=64)] * 4, 0.0001, 0.0)
+    assert 0 < queues.saved_s(FIRST) <= 0.003
+
+
+def test_nothing_waits_longer_than_that_saves() -> None:
+    """A batch fewer saves half of its 10 ms; training waits twice as long, and a user no more."""
+    assert not wait_for_b(known(0.009)).batch
+    assert clients(wait_for_b(known(0.011))) == "a"
+    assert not wait_for_b(known(0.004, serves=True), serves=True).batch
+    assert clients(wait_for_b(known(0.006, serves=True), serves=True)) == "a"
+
+
+def test_nothing_waits_longer_than_it_may() -> None:
+    assert wait_for_b(known(0.004), wait_ms=1).wait_s == pytest.approx(0.001)
+    assert clients(wait_for_b(known(0.004), wait_ms=0)) == "a"
+
+
+def test_a_client_whose_times_are_unknown_is_waited_for_as_long_as_that_saves() -> None:
+    queues = Queues()
+    for client, name in (("b", "x"), ("c", "t")):
+        ran(queues, waiting(client, piece(name), at=-0.5), now=-0.5)
+    queues.add(waiting("a", piece("t"), at=0.0))
+    assert not opportunistic().choose(queues, [b"a", b"b"], 0.009).batch
+    assert opportunistic().choose(queues, [b"a", b"b"], 0.011).batch
+
+
 def came_from(queues: Queues, client: str, pieces: str) -> None:
     """Have a client ask for pieces, one after the other, each of which runs."""
-    for name in pieces:
-        one = waiting(client, Piece("linear", (name,)), serves=True)
-        queues.add(one)
-        queues.take([one])
-
-
-WAY = "pqrstupqrstu"
-"""Six pieces, twice: from then on it is known."""
+    for at, name in enumerate(pieces, -len(pieces)):
+        now_s = 1.001 * TOOK_S * at
+        ran(queues, waiting(client, piece(name), at=now_s, serves=True), now=now_s + TOOK_S)
 
 
 def test_a_request_waits_only_for_clients_that_are_near_its_piece() -> None:
     queues, policy = Queues(), opportunistic()
-    came_from(queues, "b", WAY + "p")
-    queues.add(waiting("a", Piece("linear", ("t",))))
+    came_from(queues, "b", 2 * WAY + "p")
+    queues.add(waiting("a", piece("t")))
     assert clients(policy.choose(queues, [b"a", b"b"], 0.0)) == "a"  # q, r and s are before it
     came_from(queues, "b", "q")
     assert not policy.choose(queues, [b"a", b"b"], 0.0).batch
-    assert policy.choose(queues, [b"a", b"b"], 0.1).batch  # it was waited for long enough
     queues.drop(b"b")
     assert clients(policy.choose(queues, [b"a"], 0.0)) == "a"
 
 
 def test_what_others_may_join_runs_behind_what_nobody_can() -> None:
     queues, policy = Queues(), opportunistic()
-    came_from(queues, "c", WAY)
+    came_from(queues, "c", 2 * WAY)
     queues.add(waiting("a", Piece("linear", ("q",))))  # c may come
     active = [b"a", b"b", b"c"]
     for _ in range(7):
@@ -101,13 +178,6 @@ def test_training_waits_for_inference_a_bounded_time() -> None:
     assert clients(policy.choose(queues, [b"a", b"b"], 9.0)) == "a"
 
 
-def test_a_small_request_waits_less_and_one_that_serves_half_as_long() -> None:
-    assert not choose(opportunistic(), waiting("a", tokens=2), now=0.049).batch
-    assert choose(opportunistic(), waiting("a", tokens=2), now=0.05).batch
-    assert choose(opportunistic(), waiting("a", tokens=2, serves=True), now=0.025).batch
-    assert not choose(opportunistic(), waiting("a", tokens=40), now=0.099).batch
-
-
 def test_inference_is_before_training() -> None:
     there = [waiting("a", at=0), waiting("b", SECOND, at=0.05, serves=True)]
     assert clients(choose(opportunistic(), *there, now=1)) == "b"
@@ -126,7 +196,7 @@ def test_requests_of_different_dtypes_are_not_one() -> None:
 
 
 def test_lockstep_begins_when_all_are_there_and_runs_each_before_anyone_s_next() -> None:
-    policy = make_policy("lockstep", 100, 0, 1)
+    policy = make_policy("lockstep", 100, 0)
     first, other, last = waiting("a"), waiting("b", SECOND), waiting("c")
     assert not choose(policy, first, other, now=9).batch
     assert clients(choose(policy, first, other, last, now=9)) == "ac"
@@ -140,3 +210,77 @@ def test_what_a_client_had_waiting_is_dropped_with_it() -> None:
         queues.add(one)
     assert queues.drop(b"a") == 2
     assert queues.clients == {b"b"}
+
+
+@dataclass
+class Client:
+    """A client of a simulated base.
+
+    Attributes:
+        think_s: draws the time from a reply to its next request, s.
+    """
+
+    name: str
+    think_s: Callable[[], float]
+    tokens: int = 16
+    serves: bool = False
+
+
+def simulated(
+    policy: Policy, clients: Sequence[Client], seconds: float = 4.0
+) -> tuple[float, dict[str, float]]:
+    """Requests a batch, and a second of each client, in the second half of a time.
+
+    All run one program of 60 pieces; a batch takes 2 ms, and 60 us for each token.
+    """
+    queues, now_s, counts = Queues(), 0.0, dict.fromkeys((one.name for one in clients), 0)
+    batches, program = 0, [piece(str(at)) for at in range(60)]
+    events = [(at * 1e-3, one.name, 0) for at, one in enumerate(clients)]
+    of = {one.name: one for one in clients}
+    while now_s < seconds:
+        while events and events[0][0] <= now_s:
+            at_s, name, place = heapq.heappop(events)
+            one = of[name]
+            tensors = (torch.zeros(one.tokens, 1),)
+            wanted = program[place % len(program)]
+            queues.add(Waiting(name.encode(), place, wanted, tensors, one.serves, at_s))
+        wait_s = 1.0
+        if len(queues):
+            choice = policy.choose(queues, [name.encode() for name in of], now_s)
+            wait_s = max(choice.wait_s, 1e-6)
+            if choice.batch:
+                queues.take(choice.batch)
+                took_s = 2e-3 + 6e-5 * sum(one.tokens for one in choice.batch)
+                now_s += took_s
+                queues.ran(choice.batch, took_s, now_s)
+                batches += now_s > seconds / 2
+                for each in choice.batch:
+                    name = each.client.decode()
+                    counts[name] += now_s > seconds / 2
+                    heapq.heappush(events, (now_s + of[name].think_s(), name, each.seq + 1))
+                continue
+        now_s = min(now_s + wait_s, events[0][0]) if events else now_s + wait_s
+    return sum(counts.values()) / batches, {n: 2 * c / seconds for n, c in counts.items()}
+
+
+def around(seconds: float, spread: float, seed: int = 1) -> Callable[[], float]:
+    draw = random.Random(seed)
+    return lambda: seconds * draw.lognormvariate(0, spread)
+
+
+@pytest.mark.parametrize(("count", "tokens", "serves"), [(4, 16, False), (6, 1, True)])
+def test_clients_of_one_pace_run_together(count: int, tokens: int, serves: bool) -> None:
+    """Also those that start a few pieces apart; nobody waits longer than for all the others."""
+    every = [Client(n, around(1e-3, 0.3, ord(n)), tokens, serves) for n in "abcdef"[:count]]
+    together, rates = simulated(opportunistic(most=8192), every)
+    _, alone = simulated(make_policy("none", 8192, 0), every)
+    assert together > 0.85 * count
+    assert min(rates.values()) > 1.5 * max(alone.values())
+
+
+def test_a_fast_client_does_not_wait_for_a_slow_one() -> None:
+    every = [Client("f", around(1e-3, 0.3)), Client("s", around(2e-2, 0.3, 2))]
+    _, rates = simulated(opportunistic(most=8192), every)
+    _, alone = simulated(make_policy("none", 8192, 0), every)
+    assert rates["f"] > 0.95 * alone["f"]
+    assert rates["s"] > 0.9 * alone["s"]

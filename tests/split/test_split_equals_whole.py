@@ -101,7 +101,7 @@ def test_clients_at_once_train_as_if_each_were_alone() -> None:
         whole.finetune(rows, adapter=name, max_steps=3, batch_size=2, learning_rate=1e-2)
         expected[name] = whole.adapters[name].tensors
     trained: dict[str, Any] = {}
-    with running_base(whole, wait_ms=20, wait_tokens=1) as base:
+    with running_base(whole, policy="lockstep") as base:
         barrier = threading.Barrier(len(methods))
 
         def train(name: str) -> None:

@@ -96,9 +96,7 @@ class BaseLoop:
         self.endpoint = endpoint
         self._options = options
         self._keys = open_keys(options.api_key, options.api_keys)[0] if keys is None else keys
-        self._policy = make_policy(
-            options.policy, options.max_batch_tokens, options.wait_ms, options.wait_tokens
-        )
+        self._policy = make_policy(options.policy, options.max_batch_tokens, options.wait_ms)
         facts = {
             "rows": options.downloads,
             "instance": secrets.token_hex(16),
@@ -404,6 +402,7 @@ class BaseLoop:
             counts = [one.tokens for one in batch]
             return list(zip(*(output.split(counts) for output in outputs), strict=True))
 
+        begun_s = time.monotonic()
         try:
             parts = self._aside(run)
         except RankLostError:
@@ -414,11 +413,13 @@ class BaseLoop:
                 text = f"the base failed at {one.piece}: {type(error).__name__}: {error}"
                 self._reply(one.client, failure(one.seq, SplitError(text)))
             return
+        took_s = time.monotonic() - begun_s
         self.counts.batches += 1
         self.counts.requests += len(batch)
         self.counts.tokens += sum(one.tokens for one in batch)
         for one, own in zip(batch, parts, strict=True):
             self._reply(one.client, Message("reply", one.seq, tensors=own))
+        self._queues.ran(batch, took_s, time.monotonic())
 
     def _reply(self, client: bytes, message: Message) -> None:
         self._told_s.pop((client, message.seq), None)

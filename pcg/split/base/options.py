@@ -31,9 +31,8 @@ class BaseOptions:
         layers: the layers that this base holds, as 0-15; by default all. Others are at other bases,
             all of which clients name (docs/split.md).
         policy: how requests of several clients are batched: none, lockstep or opportunistic.
-        wait_ms: the longest that a request of `wait_tokens` tokens waits for others, with the
-            opportunistic policy, ms; a smaller one waits less.
-        wait_tokens: the tokens of a request that waits longest.
+        wait_ms: the longest that a request waits for others, with the opportunistic policy, ms; it
+            waits less where they are not expected, or where that saves less than it takes.
         max_batch_tokens: the most tokens that run as one; a larger request runs alone.
         max_request_mib: the most bytes of a request, MiB.
         key_mib: the most bytes of all requests of one key that wait at once, MiB.
@@ -57,8 +56,7 @@ class BaseOptions:
     api_keys: Path | None = None
     layers: str | None = None
     policy: PolicyName = "opportunistic"
-    wait_ms: float = 10.0
-    wait_tokens: int = 64
+    wait_ms: float = 100.0
     max_batch_tokens: int = 8192
     max_request_mib: int = 512
     key_mib: int = 4096
@@ -72,7 +70,6 @@ class BaseOptions:
         bounds = {
             "port": (0, 65535),
             "wait_ms": (0, 10_000),
-            "wait_tokens": (1, 2**20),
             "max_batch_tokens": (1, 2**20),
             "max_request_mib": (1, 2**16),
             "max_piece_mib": (1, 2**20),

@@ -2,12 +2,13 @@
 
 none           each request runs alone, the oldest first
 lockstep       a round begins once every active client has a request here, and runs them all
-opportunistic  a request waits at most w = wait · min(1, tokens / scale) for others of its piece
-               (Symbiosis §3.7): less the smaller it is, and half of that where a user waits for
-               tokens. It waits only while an active client may come to its piece soon, and longer
-               than w only while the base has something to run that nobody may join: for 2 n batches
-               of n active clients at most. Inference is before training that has waited for n
-               batches or less; else the request that came first is.
+opportunistic  a request waits for others of its piece (Symbiosis §3.7) that are expected, by when
+               they came the times before, as long as the batches that are saved take longer than
+               the wait: half of them where a user waits for tokens. It waits only while an active
+               client may come to its piece soon, and longer than that only while the base has
+               something to run that nobody may join: for 2 n batches of n active clients at most.
+               Inference is before training that has waited for n batches or less; else the request
+               that came first is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from pcg.split.base.options import PolicyName
-from pcg.split.base.queues import Queues, Waiting
+from pcg.split.base.queues import Coming, Queues, Waiting
 
 
 @dataclass(frozen=True)
@@ -89,36 +90,34 @@ class Lockstep(Policy):
 
 
 class Opportunistic(Policy):
-    """Requests wait for others a bounded time, by their size.
+    """Requests wait for others as long as that saves time.
 
     Args:
-        wait_s: the longest wait, of a request of `scale` tokens or more.
+        wait_s: the longest wait.
     """
 
-    def __init__(self, max_tokens: int, wait_s: float, scale: int) -> None:
+    def __init__(self, max_tokens: int, wait_s: float) -> None:
         super().__init__(max_tokens)
         self._wait_s = wait_s
-        self._scale = scale
-
-    def due_s(self, one: Waiting) -> float:
-        """Return when a request waits no longer."""
-        share = min(1.0, one.tokens / self._scale) * (0.5 if one.serves else 1.0)
-        return one.arrived_s + self._wait_s * share
 
     def choose(self, queues: Queues, active: Collection[bytes], now_s: float) -> Choice:
-        may_join = queues.may_come(active)
+        coming, lost = queues.coming(active, now_s)
         whole: list[tuple[int, int, list[Waiting]]] = []  # nobody may join them, or not in time
         due: list[tuple[int, int, list[Waiting]]] = []
         next_s = now_s + 1.0
         for place, queue in enumerate(queues):
-            due_s = min(map(self.due_s, queue))
             first = min(one.turn for one in queue)
             trains = not any(one.serves for one in queue)
             entry = (first + len(active) * trains, place, queue)
+            near = {**dict.fromkeys(lost), **coming.get(queue[0].piece, {})}
+            for one in queue:
+                near.pop(one.client, None)
             is_late = queues.turn - first > 2 * len(active)
-            if is_late or self._is_full(queue) or not may_join(queue):
+            if is_late or self._is_full(queue) or not near:
                 whole.append(entry)
-            elif due_s <= now_s:
+                continue
+            due_s = self._due_s(queue, near.values(), queues.saved_s(queue[0].piece), now_s)
+            if due_s <= now_s:
                 due.append(entry)
             next_s = min(next_s, due_s)
         if not whole and not due:
@@ -127,14 +126,43 @@ class Opportunistic(Policy):
         queue = sorted(min(whole or due)[-1], key=lambda one: (not one.serves, one.arrived_s))
         return Choice(self._fitting(queue))
 
+    def _due_s(
+        self,
+        queue: Sequence[Waiting],
+        coming: Collection[Coming | None],
+        saved_s: float,
+        now_s: float,
+    ) -> float:
+        """Return until when requests wait for others.
+
+        Who is waited for once is at the same piece from then on, and so what counts is how much
+        longer it usually takes from a reply to the next request than who is first here. With k such
+        clients k batches are saved, each time, for a wait for the slowest of them. Of a client
+        whose times are not known, as much as is saved may be waited.
+        """
+        arrived_s = min(one.arrived_s for one in queue)
+        if not any(one.serves for one in queue):
+            saved_s *= 2
+        paces = [one.think_s for one in queue if one.think_s is not None]
+        first_s = min(paces, default=0.0)
+        times = [Coming(arrived_s + saved_s, first_s) if one is None else one for one in coming]
+        times = [one for one in times if now_s < one.latest_s]
+        best_s, most_s, latest_s = now_s, 0.0, now_s
+        for count, one in enumerate(sorted(times, key=lambda one: one.think_s), 1):
+            latest_s = max(latest_s, one.latest_s)
+            gained_s = count * saved_s - (one.think_s - first_s)
+            if gained_s > most_s:
+                best_s, most_s = latest_s, gained_s
+        return min(best_s, max(now_s, arrived_s + self._wait_s))
+
     def _is_full(self, queue: Sequence[Waiting]) -> bool:
         return sum(one.tokens for one in queue) >= self.max_tokens
 
 
-def make_policy(name: PolicyName, max_tokens: int, wait_ms: float, wait_tokens: int) -> Policy:
+def make_policy(name: PolicyName, max_tokens: int, wait_ms: float) -> Policy:
     """Return a policy by its name; see `BaseOptions`."""
     if name == "none":
         return Alone(max_tokens)
     if name == "lockstep":
         return Lockstep(max_tokens)
-    return Opportunistic(max_tokens, wait_ms / 1000, wait_tokens)
+    return Opportunistic(max_tokens, wait_ms / 1000)

@@ -1,12 +1,12 @@
-"""Requests that wait at a base, by the piece that they are for, and where clients go from there.
+"""Requests that wait at a base, by the piece that they are for, and when clients come from there.
 
 A client runs one program again and again, so it asks for what it asked for after the same piece the
-time before. That says who may come to a piece next.
+time before, and about as long after the reply. That says who comes to a piece next, and when.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -28,6 +28,7 @@ class Waiting:
         most_tokens: the most tokens of a batch with it, if not the policy's.
         tokens: the number of its tokens.
         turn: the number of batches that had run when it came.
+        think_s: how long after a reply the client usually comes to this piece; None if unknown.
     """
 
     client: bytes
@@ -40,6 +41,7 @@ class Waiting:
     most_tokens: int | None = None
     tokens: int = field(init=False)
     turn: int = field(init=False, default=0)
+    think_s: float | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.tokens = len(self.tensors[0])
@@ -49,6 +51,77 @@ _MOST_REMEMBERED = 4096
 """Pieces of a client whose successors are remembered; more than its program has."""
 NEAR = 3
 """Pieces between a client and the one that it is waited for at, at most."""
+_LONGEST_S = 1.0
+"""A longer time until a client comes again counts as so long: its user did something else."""
+_WEIGHT = 0.25
+"""The weight of the last measurement in a mean."""
+
+
+@dataclass
+class _Step:
+    """A client's way from one piece to the next one.
+
+    Attributes:
+        piece: the next one.
+        mean_s: the time from a piece's reply until the client asks for the next one; None at first.
+        deviation_s: the mean of that time's distances from its mean.
+    """
+
+    piece: Piece
+    mean_s: float | None = None
+    deviation_s: float = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Learn from a time, as TCP does from a round trip's (RFC 6298)."""
+        seconds = min(seconds, _LONGEST_S)
+        if self.mean_s is None:
+            self.mean_s, self.deviation_s = seconds, seconds / 2
+            return
+        self.deviation_s += _WEIGHT * (abs(seconds - self.mean_s) - self.deviation_s)
+        self.mean_s += _WEIGHT * (seconds - self.mean_s)
+
+
+@dataclass(frozen=True)
+class Coming:
+    """A client that comes to a piece.
+
+    Attributes:
+        latest_s: when it has come, nearly always.
+        think_s: how long after a reply it usually comes, at the later end.
+    """
+
+    latest_s: float
+    think_s: float
+
+
+class _Times:
+    """The times of a piece's batches, by the number of their tokens."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Learn from a batch."""
+        size = tokens.bit_length()
+        before = self._seconds.get(size, seconds)
+        self._seconds[size] = before + _WEIGHT * (seconds - before)
+
+    @property
+    def usual_s(self) -> float:
+        """The time of a batch of the fewest tokens; 0 where nothing is known."""
+        return self._seconds[min(self._seconds)] if self._seconds else 0.0
+
+    @property
+    def fixed_s(self) -> float:
+        """The part that does not depend on the tokens: what a batch fewer saves.
+
+        Of the fewest tokens and the most, times at c + v · tokens; half of a time that is alone.
+        """
+        if len(self._seconds) < 2:
+            return self.usual_s / 2
+        few, many = min(self._seconds), max(self._seconds)
+        rise_s = (self._seconds[many] - self._seconds[few]) / (2**many - 2**few)
+        return min(max(0.0, self._seconds[few] - rise_s * 2**few), self._seconds[few])
 
 
 class Queues:
@@ -62,7 +135,10 @@ class Queues:
         self.turn = 0
         self._queues: dict[tuple[Piece, object], list[Waiting]] = {}
         self._last: dict[bytes, tuple[Piece, bool]] = {}
-        self._next: dict[bytes, dict[tuple[Piece, bool], Piece]] = {}
+        self._replied_s: dict[bytes, float] = {}
+        self._next: dict[bytes, dict[tuple[Piece, bool], _Step]] = {}
+        self._usual: dict[tuple[Piece, bool], _Step] = {}
+        self._times: dict[Piece, _Times] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
@@ -74,39 +150,73 @@ class Queues:
         """Add a request behind those of its piece and dtype."""
         request.turn = self.turn
         self._queues.setdefault((request.piece, request.tensors[0].dtype), []).append(request)
-        followed = self._next.setdefault(request.client, {})
-        if len(followed) >= _MOST_REMEMBERED:
-            followed.clear()
+        steps = self._next.setdefault(request.client, {})
+        for known in (steps, self._usual):
+            if len(known) >= _MOST_REMEMBERED:
+                known.clear()
         before = self._last.get(request.client)
         if before is not None:
-            followed[before] = request.piece
+            if before not in steps or steps[before].piece != request.piece:
+                steps[before] = _Step(request.piece)
+            replied_s = self._replied_s.pop(request.client, None)
+            if replied_s is not None:
+                steps[before].observe(request.arrived_s - replied_s)
+            request.think_s = steps[before].mean_s
+            self._usual[before] = steps[before]
         self._last[request.client] = (request.piece, request.serves)
 
-    def may_come(self, clients: Collection[bytes]) -> Callable[[Sequence[Waiting]], bool]:
-        """Return what says whether one of some clients may soon join the requests of a queue.
+    def ran(self, batch: Sequence[Waiting], took_s: float, now_s: float) -> None:
+        """Learn from a batch that was answered just now."""
+        for one in batch:
+            if one.client in self._last:  # it may have left meanwhile
+                self._replied_s[one.client] = now_s
+        piece = batch[0].piece
+        if piece not in self._times and len(self._times) >= _MOST_REMEMBERED:
+            self._times.clear()
+        tokens = sum(one.tokens for one in batch)
+        self._times.setdefault(piece, _Times()).observe(tokens, took_s)
 
-        That is a client whose way leads to their piece in NEAR steps, and one that is away and
-        whose way is not known.
+    def saved_s(self, piece: Piece) -> float:
+        """Return the time that is saved where a request joins a batch of a piece."""
+        return self._times[piece].fixed_s if piece in self._times else 0.0
+
+    def coming(
+        self, clients: Collection[bytes], now_s: float
+    ) -> tuple[Mapping[Piece, Mapping[bytes, Coming | None]], Collection[bytes]]:
+        """Return who may come to which pieces soon, and when.
+
+        That is each client whose way leads to a piece in NEAR steps, or that of another client
+        from where it is, which may run the same program.
+
+        Returns:
+            For each piece the clients, with None where their times are not known; and the clients
+                that are away, and whose way is not known.
         """
-        coming: dict[Piece, set[bytes]] = {}
-        away = set(clients) - self.clients
-        is_anywhere = False
+        found: dict[Piece, dict[bytes, Coming | None]] = {}
+        lost: set[bytes] = set()
+        there = self.clients
         for client in clients:
-            last = self._last.get(client)
-            after = None if last is None else self._next[client].get(last)
-            is_anywhere |= after is None and client in away
-            for _ in range(NEAR):
-                if last is None or after is None:
+            at, is_away = self._last.get(client), client not in there
+            begun_s = self._replied_s.get(client) if is_away else now_s
+            for distance in range(NEAR):
+                step = None if at is None else self._next[client].get(at, self._usual.get(at))
+                if at is None or step is None:
+                    if is_away and not distance:
+                        lost.add(client)
                     break
-                coming.setdefault(after, set()).add(client)
-                last = (after, last[1])
-                after = self._next[client].get(last)
+                if begun_s is not None and (distance or not is_away):
+                    begun_s += self._usual_s(at[0])
+                one = None
+                if begun_s is not None and step.mean_s is not None:
+                    latest_s = begun_s + step.mean_s + 4 * step.deviation_s
+                    one = Coming(latest_s, step.mean_s + step.deviation_s)
+                    begun_s += step.mean_s + step.deviation_s
+                found.setdefault(step.piece, {}).setdefault(client, one)
+                at = (step.piece, at[1])
+        return found, lost
 
-        def joins(queue: Sequence[Waiting]) -> bool:
-            there = {one.client for one in queue}
-            return is_anywhere or not coming.get(queue[0].piece, there) <= there
-
-        return joins
+    def _usual_s(self, piece: Piece) -> float:
+        return self._times[piece].usual_s if piece in self._times else 0.0
 
     def take(self, batch: Sequence[Waiting]) -> None:
         """Take requests out, which run now."""
@@ -120,6 +230,7 @@ class Queues:
         self._keep(lambda one: one.client != client)
         self._last.pop(client, None)
         self._next.pop(client, None)
+        self._replied_s.pop(client, None)
         return before - len(self)
 
     def count(self, client: bytes) -> int:

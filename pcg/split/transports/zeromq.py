@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -99,7 +100,8 @@ class ZeroMqEndpoint(Endpoint):
         self._published: PublishedTensors | None = None
 
     def receive(self, timeout_s: float) -> Sequence[tuple[bytes, Message | Exception]]:
-        there = dict(self._poller.poll(max(0, timeout_s) * 1000))
+        # Rounded up: it takes whole milliseconds, and would be asked again and again in the last.
+        there = dict(self._poller.poll(math.ceil(max(0, timeout_s) * 1000)))
         if self._woken in there:
             os.read(self._woken, 4096)
         if self._client_keys is not None:
