@@ -136,21 +136,21 @@ class Opportunistic(Policy):
         """Return until when requests wait for others.
 
         Who is waited for once is at the same piece from then on, and so what counts is how much
-        longer it usually takes from a reply to the next request than who is first here. With k such
-        clients k batches are saved, each time, for a wait for the slowest of them. Of a client
+        longer it usually takes from a reply to the next request than those that are here. With k
+        such clients k batches are saved, each time, for a wait for the slowest of them. Of a client
         whose times are not known, as much as is saved may be waited.
         """
         arrived_s = min(one.arrived_s for one in queue)
         if not any(one.serves for one in queue):
             saved_s *= 2
         paces = [one.think_s for one in queue if one.think_s is not None]
-        first_s = min(paces, default=0.0)
-        times = [Coming(arrived_s + saved_s, first_s) if one is None else one for one in coming]
+        here_s = max(paces, default=0.0)
+        times = [Coming(arrived_s + saved_s, here_s) if one is None else one for one in coming]
         times = [one for one in times if now_s < one.latest_s]
         best_s, most_s, latest_s = now_s, 0.0, now_s
         for count, one in enumerate(sorted(times, key=lambda one: one.think_s), 1):
             latest_s = max(latest_s, one.latest_s)
-            gained_s = count * saved_s - (one.think_s - first_s)
+            gained_s = count * saved_s - (one.think_s - here_s)
             if gained_s > most_s:
                 best_s, most_s = latest_s, gained_s
         return min(best_s, max(now_s, arrived_s + self._wait_s))

@@ -6,7 +6,7 @@ time before, and about as long after the reply. That says who comes to a piece n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -55,19 +55,19 @@ _LONGEST_S = 1.0
 """A longer time until a client comes again counts as so long: its user did something else."""
 _WEIGHT = 0.25
 """The weight of the last measurement in a mean."""
+_RISE = 0.02
+"""The weight of a longer time of a batch than the shortest one."""
 
 
 @dataclass
-class _Step:
-    """A client's way from one piece to the next one.
+class _Pace:
+    """The time from a reply until a client asks for the next piece.
 
     Attributes:
-        piece: the next one.
-        mean_s: the time from a piece's reply until the client asks for the next one; None at first.
-        deviation_s: the mean of that time's distances from its mean.
+        mean_s: its mean; None while nothing is known.
+        deviation_s: the mean of its distances from that.
     """
 
-    piece: Piece
     mean_s: float | None = None
     deviation_s: float = 0.0
 
@@ -79,6 +79,14 @@ class _Step:
             return
         self.deviation_s += _WEIGHT * (abs(seconds - self.mean_s) - self.deviation_s)
         self.mean_s += _WEIGHT * (seconds - self.mean_s)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A client's way from one piece to the next one; layers of one kind have one pace."""
+
+    piece: Piece
+    pace: _Pace
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,11 @@ class Coming:
 
 
 class _Times:
-    """The times of a piece's batches, by the number of their tokens."""
+    """The times of a kind of pieces' batches, by the number of their tokens.
+
+    They are the shortest ones of late: what else the machine does makes a batch longer, and nothing
+    makes it shorter.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
@@ -104,7 +116,7 @@ class _Times:
         """Learn from a batch."""
         size = tokens.bit_length()
         before = self._seconds.get(size, seconds)
-        self._seconds[size] = before + _WEIGHT * (seconds - before)
+        self._seconds[size] = min(seconds, before + _RISE * (seconds - before))
 
     @property
     def usual_s(self) -> float:
@@ -138,7 +150,8 @@ class Queues:
         self._replied_s: dict[bytes, float] = {}
         self._next: dict[bytes, dict[tuple[Piece, bool], _Step]] = {}
         self._usual: dict[tuple[Piece, bool], _Step] = {}
-        self._times: dict[Piece, _Times] = {}
+        self._paces: dict[bytes, dict[Hashable, _Pace]] = {}
+        self._times: dict[Hashable, _Times] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
@@ -151,18 +164,18 @@ class Queues:
         request.turn = self.turn
         self._queues.setdefault((request.piece, request.tensors[0].dtype), []).append(request)
         steps = self._next.setdefault(request.client, {})
-        for known in (steps, self._usual):
+        paces = self._paces.setdefault(request.client, {})
+        for known in (steps, self._usual, paces):
             if len(known) >= _MOST_REMEMBERED:
                 known.clear()
         before = self._last.get(request.client)
         if before is not None:
-            if before not in steps or steps[before].piece != request.piece:
-                steps[before] = _Step(request.piece)
+            pace = paces.setdefault((_kind(before[0]), _kind(request.piece), before[1]), _Pace())
             replied_s = self._replied_s.pop(request.client, None)
             if replied_s is not None:
-                steps[before].observe(request.arrived_s - replied_s)
-            request.think_s = steps[before].mean_s
-            self._usual[before] = steps[before]
+                pace.observe(request.arrived_s - replied_s)
+            request.think_s = pace.mean_s
+            steps[before] = self._usual[before] = _Step(request.piece, pace)
         self._last[request.client] = (request.piece, request.serves)
 
     def ran(self, batch: Sequence[Waiting], took_s: float, now_s: float) -> None:
@@ -170,15 +183,16 @@ class Queues:
         for one in batch:
             if one.client in self._last:  # it may have left meanwhile
                 self._replied_s[one.client] = now_s
-        piece = batch[0].piece
-        if piece not in self._times and len(self._times) >= _MOST_REMEMBERED:
+        kind = _kind(batch[0].piece)
+        if kind not in self._times and len(self._times) >= _MOST_REMEMBERED:
             self._times.clear()
         tokens = sum(one.tokens for one in batch)
-        self._times.setdefault(piece, _Times()).observe(tokens, took_s)
+        self._times.setdefault(kind, _Times()).observe(tokens, took_s)
 
     def saved_s(self, piece: Piece) -> float:
         """Return the time that is saved where a request joins a batch of a piece."""
-        return self._times[piece].fixed_s if piece in self._times else 0.0
+        found = self._times.get(_kind(piece))
+        return 0.0 if found is None else found.fixed_s
 
     def coming(
         self, clients: Collection[bytes], now_s: float
@@ -206,17 +220,18 @@ class Queues:
                     break
                 if begun_s is not None and (distance or not is_away):
                     begun_s += self._usual_s(at[0])
-                one = None
-                if begun_s is not None and step.mean_s is not None:
-                    latest_s = begun_s + step.mean_s + 4 * step.deviation_s
-                    one = Coming(latest_s, step.mean_s + step.deviation_s)
-                    begun_s += step.mean_s + step.deviation_s
+                one, pace = None, step.pace
+                if begun_s is not None and pace.mean_s is not None:
+                    usual_s = pace.mean_s + pace.deviation_s
+                    one = Coming(begun_s + usual_s + 3 * pace.deviation_s, usual_s)
+                    begun_s += usual_s
                 found.setdefault(step.piece, {}).setdefault(client, one)
                 at = (step.piece, at[1])
         return found, lost
 
     def _usual_s(self, piece: Piece) -> float:
-        return self._times[piece].usual_s if piece in self._times else 0.0
+        found = self._times.get(_kind(piece))
+        return 0.0 if found is None else found.usual_s
 
     def take(self, batch: Sequence[Waiting]) -> None:
         """Take requests out, which run now."""
@@ -230,6 +245,7 @@ class Queues:
         self._keep(lambda one: one.client != client)
         self._last.pop(client, None)
         self._next.pop(client, None)
+        self._paces.pop(client, None)
         self._replied_s.pop(client, None)
         return before - len(self)
 
@@ -259,3 +275,8 @@ class Queues:
             for key, queue in self._queues.items()
         }
         self._queues = {key: queue for key, queue in kept.items() if queue}
+
+
+def _kind(piece: Piece) -> Hashable:
+    """Return what pieces have alike that are one graph in several layers."""
+    return piece.kind, piece.weights
