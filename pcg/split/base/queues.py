@@ -82,14 +82,6 @@ class _Pace:
 
 
 @dataclass(frozen=True)
-class _Step:
-    """A client's way from one piece to the next one; layers of one kind have one pace."""
-
-    piece: Piece
-    pace: _Pace
-
-
-@dataclass(frozen=True)
 class Coming:
     """A client that comes to a piece.
 
@@ -148,8 +140,9 @@ class Queues:
         self._queues: dict[tuple[Piece, object], list[Waiting]] = {}
         self._last: dict[bytes, tuple[Piece, bool]] = {}
         self._replied_s: dict[bytes, float] = {}
-        self._next: dict[bytes, dict[tuple[Piece, bool], _Step]] = {}
-        self._usual: dict[tuple[Piece, bool], _Step] = {}
+        # From a piece, and whether it served, to the next one, and the pace of going there.
+        self._next: dict[bytes, dict[tuple[Piece, bool], tuple[Piece, _Pace]]] = {}
+        self._usual: dict[tuple[Piece, bool], tuple[Piece, _Pace]] = {}
         self._paces: dict[bytes, dict[Hashable, _Pace]] = {}
         self._times: dict[Hashable, _Times] = {}
 
@@ -175,7 +168,7 @@ class Queues:
             if replied_s is not None:
                 pace.observe(request.arrived_s - replied_s)
             request.think_s = pace.mean_s
-            steps[before] = self._usual[before] = _Step(request.piece, pace)
+            steps[before] = self._usual[before] = (request.piece, pace)
         self._last[request.client] = (request.piece, request.serves)
 
     def ran(self, batch: Sequence[Waiting], took_s: float, now_s: float) -> None:
@@ -220,13 +213,13 @@ class Queues:
                     break
                 if begun_s is not None and (distance or not is_away):
                     begun_s += self._usual_s(at[0])
-                one, pace = None, step.pace
+                (piece, pace), one = step, None
                 if begun_s is not None and pace.mean_s is not None:
                     usual_s = pace.mean_s + pace.deviation_s
                     one = Coming(begun_s + usual_s + 3 * pace.deviation_s, usual_s)
                     begun_s += usual_s
-                found.setdefault(step.piece, {}).setdefault(client, one)
-                at = (step.piece, at[1])
+                found.setdefault(piece, {}).setdefault(client, one)
+                at = (piece, at[1])
         return found, lost
 
     def _usual_s(self, piece: Piece) -> float:
