@@ -93,11 +93,13 @@ def test_a_request_waits_for_a_client_that_is_expected_and_no_longer() -> None:
     queues = known(think_s=0.004)
     choice = wait_for_b(queues)
     assert not choice.batch
-    assert 0.003 <= choice.wait_s < 0.005  # it always came after 4 ms
     queues.add(waiting("b", piece("t"), at=0.004))
     assert clients(opportunistic().choose(queues, [b"a", b"b"], 0.004)) == "ab"
+    assert not wait_for_b(known(think_s=0.004), now=0.09).batch
+    assert clients(wait_for_b(known(think_s=0.004), now=0.11)) == "a"
     late = known(think_s=0.004)
-    assert clients(wait_for_b(late, now=0.006)) == "a"
+    late._replied_s[b"b"] = -0.11  # which has stopped, as it seems
+    assert clients(wait_for_b(late)) == "a"
 
 
 def test_what_a_batch_fewer_saves_is_the_time_that_does_not_depend_on_tokens() -> None:
@@ -121,7 +123,9 @@ def test_nothing_waits_longer_than_that_saves() -> None:
 
 
 def test_nothing_waits_longer_than_it_may() -> None:
-    assert wait_for_b(known(0.004), wait_ms=1).wait_s == pytest.approx(0.001)
+    assert wait_for_b(known(0.004), wait_ms=8).wait_s == pytest.approx(0.008)
+    served = wait_for_b(known(0.004, serves=True), wait_ms=8, serves=True)
+    assert served.wait_s == pytest.approx(0.004)
     assert clients(wait_for_b(known(0.004), wait_ms=0)) == "a"
 
 
@@ -263,23 +267,32 @@ def simulated(
     return sum(counts.values()) / batches, {n: 2 * c / seconds for n, c in counts.items()}
 
 
-def around(seconds: float, spread: float, seed: int = 1) -> Callable[[], float]:
+def around(seconds: float, spread: float, seed: int, late: float = 0.0) -> Callable[[], float]:
+    """A time around another; the machine does something else for 20 ms more, now and then."""
     draw = random.Random(seed)
-    return lambda: seconds * draw.lognormvariate(0, spread)
+
+    def think_s() -> float:
+        more_s = draw.expovariate(50) if draw.random() < late else 0.0
+        return seconds * draw.lognormvariate(0, spread) + more_s
+
+    return think_s
 
 
+@pytest.mark.parametrize("late", [0.0, 0.1])
 @pytest.mark.parametrize(("count", "tokens", "serves"), [(4, 16, False), (6, 1, True)])
-def test_clients_of_one_pace_run_together(count: int, tokens: int, serves: bool) -> None:
-    """Also those that start a few pieces apart; nobody waits longer than for all the others."""
-    every = [Client(n, around(1e-3, 0.3, ord(n)), tokens, serves) for n in "abcdef"[:count]]
+def test_clients_of_one_pace_run_together(
+    count: int, tokens: int, serves: bool, late: float
+) -> None:
+    """Also those that start a few pieces apart, or that come late now and then."""
+    every = [Client(n, around(1e-3, 0.3, ord(n), late), tokens, serves) for n in "abcdef"[:count]]
     together, rates = simulated(opportunistic(most=8192), every)
     _, alone = simulated(make_policy("none", 8192, 0), every)
-    assert together > 0.85 * count
-    assert min(rates.values()) > 1.5 * max(alone.values())
+    assert together > (0.9 if not late else 0.7) * count
+    assert min(rates.values()) > (1.5 if not late else 0.8) * max(alone.values())
 
 
 def test_a_fast_client_does_not_wait_for_a_slow_one() -> None:
-    every = [Client("f", around(1e-3, 0.3)), Client("s", around(2e-2, 0.3, 2))]
+    every = [Client("f", around(1e-3, 0.3, 1)), Client("s", around(2e-2, 0.3, 2))]
     _, rates = simulated(opportunistic(most=8192), every)
     _, alone = simulated(make_policy("none", 8192, 0), every)
     assert rates["f"] > 0.95 * alone["f"]

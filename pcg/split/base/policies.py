@@ -2,10 +2,10 @@
 
 none           each request runs alone, the oldest first
 lockstep       a round begins once every active client has a request here, and runs them all
-opportunistic  a request waits for others of its piece (Symbiosis §3.7) that are expected, by when
-               they came the times before, as long as the batches that are saved take longer than
-               the wait: half of them where a user waits for tokens. It waits only while an active
-               client may come to its piece soon, and longer than that only while the base has
+opportunistic  a request waits for others of its piece (Symbiosis §3.7) that are expected, by what
+               they did before, as long as the batches that are saved take longer than they delay
+               it, and half as long where a user waits for tokens. It waits only while an active
+               client may come to its piece soon, and longer than its bound only while the base has
                something to run that nobody may join: for 2 n batches of n active clients at most.
                Inference is before training that has waited for n batches or less; else the request
                that came first is.
@@ -141,19 +141,22 @@ class Opportunistic(Policy):
         whose times are not known, as much as is saved may be waited.
         """
         arrived_s = min(one.arrived_s for one in queue)
-        if not any(one.serves for one in queue):
+        wait_s = self._wait_s
+        if any(one.serves for one in queue):
+            wait_s /= 2
+        else:
             saved_s *= 2
-        paces = [one.think_s for one in queue if one.think_s is not None]
-        here_s = max(paces, default=0.0)
-        times = [Coming(arrived_s + saved_s, here_s) if one is None else one for one in coming]
-        times = [one for one in times if now_s < one.latest_s]
+        here_s = max((one.think_s for one in queue if one.think_s is not None), default=0.0)
+        unknown = Coming(arrived_s + saved_s - wait_s, here_s)
+        times = [unknown if one is None else one for one in coming]
         best_s, most_s, latest_s = now_s, 0.0, now_s
+        times = [one for one in times if now_s < one.at_s + wait_s]
         for count, one in enumerate(sorted(times, key=lambda one: one.think_s), 1):
-            latest_s = max(latest_s, one.latest_s)
+            latest_s = max(latest_s, one.at_s + wait_s)
             gained_s = count * saved_s - (one.think_s - here_s)
             if gained_s > most_s:
                 best_s, most_s = latest_s, gained_s
-        return min(best_s, max(now_s, arrived_s + self._wait_s))
+        return min(best_s, max(now_s, arrived_s + wait_s))
 
     def _is_full(self, queue: Sequence[Waiting]) -> bool:
         return sum(one.tokens for one in queue) >= self.max_tokens

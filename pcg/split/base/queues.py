@@ -86,11 +86,11 @@ class Coming:
     """A client that comes to a piece.
 
     Attributes:
-        latest_s: when it has come, nearly always.
+        at_s: when it is expected.
         think_s: how long after a reply it usually comes, at the later end.
     """
 
-    latest_s: float
+    at_s: float
     think_s: float
 
 
@@ -216,8 +216,8 @@ class Queues:
                 (piece, pace), one = step, None
                 if begun_s is not None and pace.mean_s is not None:
                     usual_s = pace.mean_s + pace.deviation_s
-                    one = Coming(begun_s + usual_s + 3 * pace.deviation_s, usual_s)
                     begun_s += usual_s
+                    one = Coming(begun_s, usual_s)
                 found.setdefault(piece, {}).setdefault(client, one)
                 at = (piece, at[1])
         return found, lost
