@@ -73,7 +73,8 @@ class ConnectArguments:
             clients; by default a pair of keys is made.
         plaintext: let keys and tensors go unencrypted to another machine.
         connect_s: how long to wait for the base at first, s.
-        lost_s: how long to look for a base that is gone, before a call of it fails, s.
+        lost_s: how long to look for a base that is gone, or says nothing, before a call of it
+            fails, s; one that says that it is busy is waited for.
     """
 
     where: Place
