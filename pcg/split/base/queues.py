@@ -124,8 +124,8 @@ class _Times:
         if len(self._seconds) < 2:
             return self.usual_s / 2
         few, many = min(self._seconds), max(self._seconds)
-        rise_s = (self._seconds[many] - self._seconds[few]) / (2**many - 2**few)
-        return min(max(0.0, self._seconds[few] - rise_s * 2**few), self._seconds[few])
+        rise_s = (self._seconds[many] - self._seconds[few]) / ((1 << many) - (1 << few))
+        return min(max(0.0, self._seconds[few] - rise_s * (1 << few)), self._seconds[few])
 
 
 class Queues:
