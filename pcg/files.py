@@ -2,6 +2,10 @@
 
 Whatever is read from a file or a wire and parsed comes through here, so that a name that no system
 has, nested JSON, a number of 10,000 digits and half a character are errors of pcg's like others.
+
+What pcg saves has checksums: `seal` writes SHA256SUMS into a folder that is complete, in the format
+of sha256sum(1), and `check_sums` refuses files that are not the saved ones. While a file of a
+sealed folder is replaced, it has two lines there, of which either may hold.
 """
 
 from __future__ import annotations
@@ -9,17 +13,25 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
 import json
 import os
+import re
+import secrets
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from pcg.errors import PcgError
 from pcg.units import shown
 
+SUMS = "SHA256SUMS"
+"""The file of a folder's checksums."""
+_SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+_MOST_SUMS_BYTES = 2**20
 _LONGEST_SHOWN = 300
 """Characters of a path in a message."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -136,6 +148,136 @@ def damage_of(what: str, error_type: type[PcgError], fix: str = "") -> Iterator[
         raise error_type(f"{what} is damaged ({why}){fix}") from error
 
 
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file's content in hexadecimal digits. OSError: it cannot be read."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def seal(folder: Path) -> None:
+    """Write SHA256SUMS of all files of a folder, and wait until they are on the disk.
+
+    Files are hashed beside each other, while the disk takes them.
+
+    Raises:
+        OSError: they cannot be read or written.
+    """
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != SUMS)
+    with ThreadPoolExecutor() as threads:
+        synced = [threads.submit(sync, file) for file in files]
+        sums = {
+            path.name: {digest}
+            for path, digest in zip(files, threads.map(sha256_of, files), strict=True)
+        }
+        for each in synced:
+            each.result()
+    write_sums(folder, sums)
+
+
+def write_sums(folder: Path, sums: Mapping[str, Collection[str]]) -> None:
+    """Write SHA256SUMS of a folder in one step, from digests by name. OSError: it cannot be."""
+    lines = [f"{digest}  {name}\n" for name in sorted(sums) for digest in sorted(sums[name])]
+    beside = folder / f".{SUMS}-{secrets.token_hex(4)}"
+    try:
+        write_text(beside, "".join(lines))
+        beside.replace(folder / SUMS)
+    finally:
+        beside.unlink(missing_ok=True)
+    sync_names(folder)
+
+
+def read_sums(
+    folder: Path, error_type: type[PcgError], fix: str = ""
+) -> dict[str, set[str]] | None:
+    """Return the digests in a folder's SHA256SUMS by name; None for a folder without it.
+
+    Raises:
+        error_type: it cannot be read, or is damaged.
+    """
+    path = folder / SUMS
+    if not is_there(path):
+        return None
+    with damage_of(shown_path(path), error_type, fix):
+        if path.stat().st_size > _MOST_SUMS_BYTES or not path.is_file():
+            raise ValueError(f"it is no file of at most {_MOST_SUMS_BYTES} bytes")
+        lines = read_text(path, error_type, fix).splitlines()
+    sums: dict[str, set[str]] = {}
+    for number, line in enumerate(lines, start=1):
+        match = _SUM.fullmatch(line)
+        if match is None:
+            raise error_type(f"{shown_path(path)} is damaged at line {number}{fix}")
+        sums.setdefault(match[2], set()).add(match[1])
+    return sums
+
+
+def check_sums(
+    folder: Path,
+    names: Collection[str],
+    error_type: type[PcgError],
+    fix: str = "",
+    *,
+    is_whole: bool = False,
+) -> None:
+    """Refuse files of a folder that are not those of which its SHA256SUMS tells.
+
+    Args:
+        names: the files that will be read, each of which has a line there.
+        fix: the end of messages, as of `read_json`.
+        is_whole: check every file that has a line, and refuse a folder without SHA256SUMS; else
+            such a folder passes, as other programs save no checksums.
+    Raises:
+        error_type: a file, or SHA256SUMS, is missing or damaged.
+    """
+    sums = read_sums(folder, error_type, fix)
+    if sums is None:
+        if is_whole:
+            raise error_type(f"{shown_path(folder / SUMS)} is missing{fix}")
+        return
+    for name in dict.fromkeys([*names, *(sums if is_whole else ())]):
+        path = folder / name
+        if name not in sums or os.sep in name:
+            raise error_type(f"{shown_path(folder / SUMS)} is damaged: no line of {name}{fix}")
+        try:
+            size_bytes, digest = path.stat().st_size, sha256_of(path)
+        except FileNotFoundError as error:
+            raise error_type(f"{shown_path(path)} is missing, which {SUMS} names{fix}") from error
+        except OSError as error:
+            raise error_type(f"{shown_path(path)} cannot be read: {error.strerror}{fix}") from error
+        if digest not in sums[name]:
+            raise error_type(
+                f"{shown_path(path)} is damaged: the SHA-256 of its {size_bytes} bytes is "
+                f"{digest[:12]}…, and {SUMS} has {min(sums[name])[:12]}…{fix}"
+            )
+
+
+@contextlib.contextmanager
+def verified(check: Callable[[], None]) -> Iterator[None]:
+    """Check what the block reads behind it; where the block fails, its error tells of damage, too.
+
+    Args:
+        check: raises the PcgError of damaged files, as `check_sums` does.
+    """
+    try:
+        yield
+    except PcgError as error:
+        try:
+            check()
+        except PcgError as damage:
+            raise type(error)(f"{error}; {damage}") from error
+        raise
+    check()
+
+
+def drop_files(folder: Path, names: Collection[str]) -> None:
+    """Remove files of a folder, and their lines of its SHA256SUMS. OSError: one stays."""
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError, PcgError):  # on a full disk the lines stay; nobody reads them
+        sums = read_sums(folder, PcgError)
+        if sums is not None and not sums.keys().isdisjoint(names):
+            write_sums(folder, {name: sums[name] for name in sums if name not in names})
+
+
 def cache_folder(name: str) -> Path:
     """The user's folder for what pcg can make again, below `XDG_CACHE_HOME` if that is set."""
     home = os.environ.get("XDG_CACHE_HOME")
@@ -213,6 +355,12 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a text in UTF-8, and wait until it is on the disk. OSError: it cannot be written."""
+    file.write_text(text, encoding="utf-8")
+    sync(file)
 
 
 def sync_names(directory: Path) -> None:

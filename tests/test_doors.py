@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import pcg.compiler as compiler
 from pcg.errors import FinetuneError, GenerationError, PcgError
+from pcg.files import SUMS, seal
 from pcg.ir.program.folder import options_of, save_program
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.device_profile import DeviceProfile
@@ -140,6 +141,7 @@ def test_adapters(good: Path, tmp_path: Path, data: st.DataObject) -> None:
     adapter = copied(good / "adapter", tmp_path)
     config = document(adapter / "adapter_config.json")
     (adapter / "adapter_config.json").write_text(text_of(data.draw(mangled(config))))
+    (adapter / SUMS).unlink()
     with only_ours():
         read_adapter(adapter, "a")
 
@@ -198,6 +200,7 @@ def test_states_of_jobs(
     directory = copied(source, tmp_path)
     state = directory / (directory / "latest").read_text().strip() / "trainer_state.json"
     state.write_text(text_of(data.draw(mangled(document(state)))))
+    seal(state.parent)
     with only_ours():
         job(executor, directory, max_steps=4, epochs=None, data=examples(10))
     for name in executor.adapters:
@@ -216,6 +219,10 @@ def test_a_job_does_not_go_on_from_what_is_not_finite(
     name = next(n for n, tensor in tensors.items() if tensor.is_floating_point() and tensor.ndim)
     tensors[name].view(-1)[0] = value
     save_file(tensors, file)
+    seal(file.parent)
+    for other in directory.glob("step-*"):
+        if other != file.parent:  # from which it would go on
+            shutil.rmtree(other)
     with pytest.raises(FinetuneError, match="NaN or infinity"):
         job(executor, directory, max_steps=4, epochs=None, data=examples(10))
     assert not executor.adapters

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -23,7 +24,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pcg.errors import AdapterError, PcgError, UnsupportedError
-from pcg.files import damage_of, expanded, is_directory, is_file, is_there, read_json, shown_path
+from pcg.files import (
+    SUMS,
+    check_sums,
+    damage_of,
+    expanded,
+    is_directory,
+    is_file,
+    is_there,
+    read_json,
+    shown_path,
+    verified,
+)
 from pcg.peft.adapter import Adapter
 from pcg.peft.recipe import Recipe
 from pcg.peft.registry import SHORTHANDS, is_shorthand, recipe_from
@@ -37,6 +49,7 @@ PICKLE = "adapter_model.bin"
 PREFIX = "base_model.model."
 SHARED_PREFIX = "base_model."
 
+_FIX = f"; copy or save the adapter again, or remove {SUMS} if you changed it yourself"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _Read = TypeVar("_Read")
 IsBase: TypeAlias = Callable[[str, Tensor], bool]
@@ -50,10 +63,16 @@ def read_adapter(path: str | os.PathLike[str], name: str, is_base: IsBase | None
         is_base: tells whether a tensor is the base's own weight of a module, of which peft saves a
             copy beside LoRA on a head; None refuses all of them.
     Raises:
-        AdapterError: a file is missing or damaged, or config and weights do not go together.
+        AdapterError: a file is missing, damaged or not the one of which SHA256SUMS there tells, or
+            config and weights do not go together.
         UnsupportedError: another PEFT method, or a feature that pcg does not do, by name.
     """
     directory = expanded(path)
+    with verified(partial(check_sums, directory, (CONFIG, WEIGHTS), AdapterError, _FIX)):
+        return _read_adapter(directory, name, is_base)
+
+
+def _read_adapter(directory: Path, name: str, is_base: IsBase | None) -> Adapter:
     config = _read_config(directory)
     try:
         with damage_of("it", AdapterError, "; save the adapter again"):

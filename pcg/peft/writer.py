@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pcg.errors import AdapterError
-from pcg.files import check_writable, expanded, sync, sync_names
+from pcg.files import (
+    SUMS,
+    check_writable,
+    expanded,
+    is_file,
+    read_sums,
+    seal,
+    sha256_of,
+    sync_names,
+    write_sums,
+)
 from pcg.peft.adapter import Adapter
 from pcg.peft.reader import CONFIG, PREFIX, SHARED_PREFIX, WEIGHTS
 from pcg.peft.weights import ModuleWeights
@@ -29,16 +40,15 @@ def write_adapter(adapter: Adapter, path: str | os.PathLike[str]) -> None:
     """Save an adapter in a directory so that peft reads it, too.
 
     The files are written whole beside where they go, then renamed: whatever happens, a file at
-    `path` is the old one or the new one. An equal config stays as it is, so that saving an adapter
-    again replaces one file, in one step. Other files in the directory stay.
+    `path` is the old one or the new one, and SHA256SUMS there holds for it. An equal config stays
+    as it is, so that saving an adapter again replaces one file of its own, in one step. Other files
+    in the directory stay.
 
     Raises:
         AdapterError: it cannot be written, or its weights are not those of its recipe.
     """
     directory = expanded(path)
-    tensors = _tensors_to_write(adapter)
-    # The keys of the patterns stay in order: the first that matches counts.
-    text = json.dumps(dict(sorted(_config_to_write(adapter).items())), indent=2)
+    files = _files_of(adapter)
     check_writable(directory, f"adapter {adapter.name!r}", AdapterError)
     if directory.is_symlink():  # rename what it points to, not the link
         directory = directory.resolve()
@@ -50,25 +60,74 @@ def write_adapter(adapter: Adapter, path: str | os.PathLike[str]) -> None:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         beside.mkdir()
-        write_tensors(beside / WEIGHTS, tensors, {"format": "pt"})
-        write_text(beside / CONFIG, text)
+        _write_files(files, beside)
+        seal(beside)
         if is_new:
             beside.rename(directory)
         else:
+            before = _sums_before(directory)
+            sums = read_sums(beside, AdapterError) or {}
+            if is_file(directory / SUMS):
+                write_sums(directory, {**before, **{n: sums[n] | before[n] for n in sums}})
             (beside / WEIGHTS).replace(directory / WEIGHTS)
-            if not _holds(directory / CONFIG, text):
+            if not _holds(directory / CONFIG, files.config):
                 state = f"{WEIGHTS} there is the new one, {CONFIG} is not: save again"
                 (beside / CONFIG).replace(directory / CONFIG)
+            sync_names(directory)
+            write_sums(directory, {**before, **sums})
         sync_names(parent)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        size_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        size_bytes = sum(tensor.nbytes for tensor in files.tensors.values())
         raise AdapterError(
             f"adapter {adapter.name!r} ({size_bytes} bytes) cannot be saved in {directory}: "
             f"{reason}; {state}"
         ) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def _sums_before(directory: Path) -> dict[str, set[str]]:
+    """Return the digests of the adapter that is there, and of what else SHA256SUMS names."""
+    try:
+        sums = read_sums(directory, AdapterError) or {}
+    except AdapterError:  # damaged: it is replaced
+        sums = {}
+    for name in (WEIGHTS, CONFIG):
+        file = directory / name
+        sums.setdefault(name, {sha256_of(file)} if is_file(file) else set())
+    return sums
+
+
+def write_adapter_files(adapter: Adapter, directory: Path) -> None:
+    """Write an adapter's files into a directory that is made of more, which its maker seals.
+
+    Raises:
+        AdapterError: its weights are not those of its recipe.
+        OSError, SafetensorError: it cannot be written.
+    """
+    files = _files_of(adapter)
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_files(files, directory)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The contents of an adapter's two files; tensors by peft's keys."""
+
+    config: str
+    tensors: Mapping[str, Tensor]
+
+
+def _files_of(adapter: Adapter) -> _Files:
+    tensors = _tensors_to_write(adapter)
+    # The keys of the patterns stay in order: the first that matches counts.
+    return _Files(json.dumps(dict(sorted(_config_to_write(adapter).items())), indent=2), tensors)
+
+
+def _write_files(files: _Files, directory: Path) -> None:
+    write_tensors(directory / WEIGHTS, files.tensors, {"format": "pt"})
+    (directory / CONFIG).write_text(files.config, encoding="utf-8")
 
 
 def digest_of(adapter: Adapter) -> str:
@@ -143,24 +202,14 @@ def _holds(file: Path, text: str) -> bool:
         return False
 
 
-# ------------------------------------------------------------------------- files that are durable
-
-
 def write_tensors(
     file: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file, and wait until it is on the disk."""
+    """Write a safetensors file; `seal` of its folder waits for the disk."""
     save_file({key: _own_copy(tensor) for key, tensor in tensors.items()}, file, metadata)
-    sync(file)
 
 
 def _own_copy(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().to("cpu").contiguous()
     # A row of a pool shares its storage, which safetensors refuses.
     return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write a text in UTF-8, and wait until it is on the disk."""
-    file.write_text(text, encoding="utf-8")
-    sync(file)

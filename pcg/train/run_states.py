@@ -5,7 +5,7 @@
                                     directory for its own, and removes what is there
 
 The last one is that of the highest step. Each is written beside its place and renamed, so it is
-whole. One job has the directory at a time.
+whole; one that was damaged since is passed over. One job has the directory at a time.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from pcg.errors import FinetuneError
-from pcg.files import is_file, read_json
-from pcg.runtime.training.checkpoints import STATE, CheckpointStore
+from pcg.files import SUMS, is_file, read_json
+from pcg.runtime.training.checkpoints import STATE, CheckpointStore, check_checkpoint, last_good
 from pcg.units import shown
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -37,6 +37,7 @@ class RunStates:
         self._directory = self._store.directory
         self._keep_last = keep_last
         self._kept: list[Path] = []
+        self._damaged: list[Path] = []
         self._store.check_writable()
 
     def lock(self) -> None:
@@ -53,7 +54,8 @@ class RunStates:
         """Return the state to go on from; None to start anew.
 
         Raises:
-            FinetuneError: there is none, and one is demanded; it is damaged, or of another run.
+            FinetuneError: there is none, and one is demanded; all are damaged, or the newest that
+                is not is of another run.
         """
         saved = {} if resume is False else self._saved()
         if not saved:
@@ -63,8 +65,9 @@ class RunStates:
                     'directory of the run to go on with, or resume="auto" to start one'
                 )
             return None
-        step, path = max(saved.items())
-        before = _notes(path).get("trajectory")
+        steps = sorted(saved, reverse=True)
+        path, notes = last_good([saved[step] for step in steps], _notes)
+        step, before = next(one for one in steps if saved[one] == path), notes.get("trajectory")
         if not isinstance(before, Mapping):
             raise FinetuneError(
                 f"{path} is no checkpoint of {self._what}; give another checkpoint_dir"
@@ -84,7 +87,8 @@ class RunStates:
                 f"{path} is beyond the {total_steps} steps of this run; ask for more, or give "
                 "another checkpoint_dir"
             )
-        self._kept = [saved[one] for one in sorted(saved)]
+        self._kept = [saved[one] for one in sorted(saved) if one <= step]
+        self._damaged = [saved[one] for one in steps if one > step]
         return path
 
     def save(self, write: Callable[..., object], step: int, notes: Mapping[str, Any]) -> Path:
@@ -106,7 +110,7 @@ class RunStates:
         kept = [one for one in self._kept if one != path]
         self._kept = [*kept, path][-self._keep_last :]
         for old in self._saved().values():
-            if old not in self._kept:
+            if old not in (*self._kept, *self._damaged):
                 shutil.rmtree(old, ignore_errors=True)
         return path
 
@@ -115,11 +119,16 @@ class RunStates:
         if not self._directory.is_dir():
             return {}
         found = ((_NAME.fullmatch(path.name), path) for path in self._directory.iterdir())
-        return {int(name[1]): path for name, path in found if name and is_file(path / STATE)}
+        return {int(name[1]): path for name, path in found if name and _is_state(path)}
+
+
+def _is_state(path: Path) -> bool:
+    return is_file(path / STATE) or is_file(path / SUMS)  # or one that was damaged
 
 
 def _notes(path: Path) -> dict[str, Any]:
-    """Return the notes of a state; empty where it is none."""
+    """Return the notes of a state; empty where it is none. FinetuneError: it is damaged."""
+    check_checkpoint(path)
     state = read_json(path / STATE, FinetuneError).get("state")
     notes = state.get("position") if isinstance(state, dict) else None
     return notes if isinstance(notes, dict) else {}

@@ -180,6 +180,7 @@ def for_another_base(adapter: Path, directory: Path) -> Path:
     tensors = load_file(weights)
     wide = {name: t.repeat(1, 2) if "lora_A" in name else t for name, t in tensors.items()}
     save_file(wide, weights)
+    (other / "SHA256SUMS").unlink()
     return other
 
 

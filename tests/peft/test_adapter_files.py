@@ -3,6 +3,7 @@
 import json
 import resource
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pcg.errors import AdapterError, UnsupportedError
+from pcg.files import SUMS, seal
 from pcg.peft import writer as adapter_writer
 from pcg.peft.adapter import Adapter, check_fits, new_adapter
 from pcg.peft.lora import LoraConfig, LoraWeights
 from pcg.peft.reader import WEIGHTS, read_adapter
-from pcg.peft.writer import write_adapter
+from pcg.peft.writer import digest_of, write_adapter
+from tests.support.damage import damage
 from tests.support.small_engine import make_executor
 
 # ------------------------------------------------------------------------------------ damaged files
@@ -32,12 +35,15 @@ def saved(tmp_path: Path) -> Path:
 
 
 def edit(path: Path, **fields: Any) -> None:
+    """Rewrite the config as a program does that saves no checksums."""
+    (path / SUMS).unlink(missing_ok=True)
     file = path / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
 def change(path: Path, remove: str = "", **tensors: torch.Tensor) -> None:
     """Rewrite the weights; a key is given from behind the prefix, with _ for a dot."""
+    (path / SUMS).unlink(missing_ok=True)
     file = path / "adapter_model.safetensors"
     content = {k: v.clone() for k, v in load_file(file).items() if not remove or remove not in k}
     content |= {f"base_model.model.{k}": v for k, v in tensors.items()}
@@ -169,7 +175,7 @@ def snapshot(directory: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("writer", ["save_file", "os.fsync"])
+@pytest.mark.parametrize("writer", ["pcg.peft.writer.save_file", "os.fsync"])
 def test_a_full_disk_leaves_the_old_files(
     saved: Path, writer: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -180,7 +186,7 @@ def test_a_full_disk_leaves_the_old_files(
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(f"pcg.peft.writer.{writer}", full)
+    monkeypatch.setattr(writer, full)
     with pytest.raises(AdapterError, match="No space left on device; the files there are as they"):
         write_adapter(other, saved)
     with pytest.raises(AdapterError, match="No space left on device; nothing was left there"):
@@ -218,7 +224,7 @@ def test_saving_again(saved: Path, tmp_path: Path) -> None:
     assert (saved / "adapter_config.json").stat().st_ino == config.st_ino
     assert torch.equal(adapter.weights["a.q"].a, before["a.q"])
     assert torch.equal(read_adapter(saved, "x").weights["a.q"].a, other.weights["a.q"].a)
-    names = ["adapter_config.json", "adapter_model.safetensors", "optimizer.pt"]
+    names = [SUMS, "adapter_config.json", "adapter_model.safetensors", "optimizer.pt"]
     assert sorted(file.name for file in saved.iterdir()) == names
     # An adapter may be saved over the very file that its tensors are mapped from.
     write_adapter(adapter, saved)
@@ -228,6 +234,49 @@ def test_saving_again(saved: Path, tmp_path: Path) -> None:
     write_adapter(adapter, link)
     assert link.is_symlink()
     assert (tmp_path / "target" / "adapter_config.json").is_file()
+
+
+def test_checksums_hold_at_every_instant_of_saving_again(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A crash between any two renames leaves an adapter that is read, the old or the new one."""
+    (saved / "notes.txt").write_text("mine")
+    seal(saved)
+    recipe = read_adapter(saved, "x").recipe
+    other = new_adapter("x", recipe, {"a.q": (6, 4), "a.v": (6, 4)}, seed=5)
+    replace, read = Path.replace, list[Adapter]()
+
+    def and_read(self: Path, target: Path) -> Path:
+        found = replace(self, target)
+        if target.parent == saved:
+            shutil.copytree(saved, tmp_path / f"at-{len(read)}", ignore=lambda *_: [self.parent])
+            read.append(read_adapter(tmp_path / f"at-{len(read)}", "x"))
+        return found
+
+    monkeypatch.setattr(Path, "replace", and_read)
+    write_adapter(other, saved)
+    assert len(read) == 4  # both sums, the weights, the config with another base's name
+    sums = subprocess.run(["sha256sum", "-c", SUMS], cwd=saved, capture_output=True, text=True)
+    assert sums.returncode == 0, sums.stderr
+    assert sums.stdout.splitlines() == [
+        "adapter_config.json: OK", "adapter_model.safetensors: OK", "notes.txt: OK",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors", SUMS])
+@pytest.mark.parametrize("how", ["flip", "cut", "empty", "gone"])
+def test_no_damage_is_read_as_an_adapter(saved: Path, file: str, how: str) -> None:
+    """Each bit of what a file holds, or each length; without checksums an adapter is as peft's."""
+    whole, good = (saved / file).read_bytes(), digest_of(read_adapter(saved, "x"))
+    places = {"flip": range(0, 8 * len(whole), 37), "cut": range(1, len(whole), 29)}
+    for place in places.get(how, [0]):
+        damage(saved / file, how, place)
+        if file == SUMS and (how == "gone" or place == len(whole) - 1):
+            assert digest_of(read_adapter(saved, "x")) == good  # the last line has no end
+        else:
+            with pytest.raises((AdapterError, UnsupportedError), match=file):
+                read_adapter(saved, "x")
+        (saved / file).write_bytes(whole)
 
 
 def test_a_failing_second_rename_is_told(
@@ -271,6 +320,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float) -
     """As they are run: 1e39 is finite in the file's fp64, and infinite in the adapters' fp32."""
     executor = make_executor()
     executor.save_adapter("a", tmp_path)
+    (tmp_path / SUMS).unlink()
     tensors = load_file(tmp_path / WEIGHTS)
     key = sorted(tensors)[3]
     tensors = {name: tensor.double() for name, tensor in tensors.items()}

@@ -8,12 +8,14 @@
         allocation.safetensors              the scores of AdaLoRA's ranks, if any
         optimizer.safetensors               the optimizer's state, "<parameter>/<key>"
         trainer_state.json                  the job's state, and what must be equal to resume
+        SHA256SUMS                          the checksums of all of these
         best/                               the adapter of the best evaluation, if it is restored,
-                                            and its encoder
+                                            its encoder, and their SHA256SUMS
 
 A checkpoint is written beside its place and renamed; then `latest` is replaced; then older ones are
-removed. So at any moment `latest` names a complete checkpoint. As a job removes what others left,
-one job has the directory at a time, by a lock that ends with its process.
+removed. So at any moment `latest` names a complete checkpoint. A damaged one is passed over: a job
+goes on from the last good one before it, and says so. As a job removes what others left, one job
+has the directory at a time, by a lock that ends with its process.
 """
 
 from __future__ import annotations
@@ -22,33 +24,41 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import logging
 import os
 import re
 import secrets
 import shutil
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pcg.errors import AdapterError, FinetuneError
+from pcg.errors import AdapterError, FinetuneError, UnsupportedError
 from pcg.files import (
+    SUMS,
+    check_sums,
     check_writable,
     damage_of,
     expanded,
     is_directory,
+    is_file,
     read_json,
+    seal,
     shown_path,
     sync_names,
+    verified,
+    write_text,
 )
 from pcg.peft.adapter import Adapter, check_finite
-from pcg.peft.reader import read_adapter
-from pcg.peft.writer import write_adapter, write_tensors, write_text
+from pcg.peft.reader import CONFIG, WEIGHTS, read_adapter
+from pcg.peft.writer import write_adapter_files, write_tensors
 from pcg.tensor_file import read_header
 from pcg.units import is_finite, shown
 
@@ -58,8 +68,13 @@ BESIDE = "allocation.safetensors"
 ENCODER = "encoder.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 BEST = "best"
-FORMAT = 1
+TRAINER = "state"
+"""The folder of the trainer's own state in a checkpoint of reinforcement."""
+FORMAT = 2
+"""The format of trainer_state.json; one of format 1 has no SHA256SUMS beside it."""
 
+_LOG = logging.getLogger(__name__)
+_Found = TypeVar("_Found")
 _NAME = re.compile(r"step-\d{8,}(\.\d+)?")
 _UNFINISHED = ".saving-"
 
@@ -123,6 +138,7 @@ class CheckpointStore:
         self.directory = expanded(directory)
         self._keep_last = keep_last
         self._kept: list[Path] = []
+        self._damaged: list[Path] = []
         self.unlock: Callable[[], object] = lambda: None
 
     def check_writable(self) -> None:
@@ -152,26 +168,35 @@ class CheckpointStore:
                 ) from None
 
     def latest(self) -> Path | None:
-        """Return the newest checkpoint, or None.
+        """Return the newest checkpoint, as `candidates` has them first, or None."""
+        return next(iter(self.candidates()), None)
 
-        Raises:
-            FinetuneError: the directory's pointer names a checkpoint that does not exist.
+    def good_beside(self, path: Path) -> Path | None:
+        """Return the newest other checkpoint whose files are as they were saved, or None."""
+        for other in self._all()[::-1]:
+            with contextlib.suppress(FinetuneError):
+                if other != path:
+                    check_checkpoint(other)
+                    return other
+        return None
+
+    def candidates(self) -> list[Path]:
+        """Return the checkpoints to go on from: the one that `latest` names, then older ones.
+
+        Where `latest` is missing or names none that is there, all of them, the newest first.
         """
-        pointer = self.directory / LATEST
+        saved = self._all()[::-1]
         try:
-            name = pointer.read_text(encoding="utf-8").strip()
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:  # or its name, or its text, is none
-            raise FinetuneError(f"{shown_path(pointer)} cannot be read: {error}") from error
-        path = self.directory / name
-        if not _NAME.fullmatch(name) or not is_directory(path):
-            there = ", ".join(p.name for p in self._all()) or "none"
-            raise FinetuneError(
-                f"{pointer} names the checkpoint {shown(name)}, which is not there; there are: "
-                f"{there}; write one of these names into the file, or start anew with resume=False"
+            name = (self.directory / LATEST).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError):
+            name = ""
+        named = [path for path in saved if path.name == name]
+        if saved and not named:
+            _LOG.warning(
+                "%s names no checkpoint that is there; %s is the newest of %d",
+                *(shown_path(self.directory / LATEST), saved[0].name, len(saved)),
             )
-        return path
+        return [*named, *(path for path in saved if path.name < name or not named)]
 
     def resumable(
         self, resume: str | bool, name: str, trajectory: Mapping[str, Any], total_steps: int
@@ -183,17 +208,19 @@ class CheckpointStore:
             trajectory: all that the weights of this run depend on.
             total_steps: number of steps of this run.
         Raises:
-            FinetuneError: there is none, and one is demanded; it is damaged or of another run.
+            FinetuneError: there is none, and one is demanded; all are damaged, or the newest that
+                is not is of another run.
         """
-        path = None if resume is False else self.latest()
-        if path is None:
+        candidates = [] if resume is False else self.candidates()
+        if not candidates:
             if resume is True:
                 raise FinetuneError(
                     f"resume=True, but there is no checkpoint in {self.directory}; give the "
                     'directory of the run to go on with, or resume="auto" to start one'
                 )
             return None
-        checkpoint = self.load(path, name)
+        path, checkpoint = last_good(candidates, lambda path: self.load(path, name))
+        self._damaged = [one for one in candidates if one.name > path.name]
         different = _differences(checkpoint.trajectory, trajectory)
         if different:
             raise FinetuneError(
@@ -213,15 +240,20 @@ class CheckpointStore:
         Raises:
             FinetuneError: a file is missing or damaged.
         """
+        with verified(partial(check_checkpoint, path)):
+            found = self._load(path, name)
+        self._kept = sorted(p for p in self._all() if p.name <= path.name)
+        return found
+
+    def _load(self, path: Path, name: str) -> Checkpoint:
         try:
             saved = _read_state(path / STATE)
             adapter = _read_adapter(path, name)
             best = _read_adapter(path / BEST, name) if is_directory(path / BEST) else None
             optimizer = _read_tensors(path / OPTIMIZER)
             beside = _read_tensors(path / BESIDE) if adapter.recipe.trains_beside else {}
-        except (AdapterError, SafetensorError, OSError) as error:
+        except (AdapterError, UnsupportedError, SafetensorError, OSError) as error:
             raise FinetuneError(f"the checkpoint {path} is damaged: {error}") from error
-        self._kept = sorted(p for p in self._all() if p.name <= path.name)
         return Checkpoint(saved[0], saved[1], adapter, best, optimizer, beside)
 
     def save(self, checkpoint: Checkpoint) -> Path:
@@ -252,15 +284,12 @@ class CheckpointStore:
             shutil.rmtree(beside, ignore_errors=True)
         self._kept = [*self._kept, path][-self._keep_last :]
         for old in self._all():
-            if old not in self._kept:
+            if old not in (*self._kept, *self._damaged):
                 shutil.rmtree(old, ignore_errors=True)
         return path
 
     def _what_is_left(self) -> str:
-        try:
-            latest = self.latest()
-        except FinetuneError:
-            latest = None
+        latest = self.latest()
         return "there is none before it" if latest is None else f"{latest.name} is still good"
 
     def _all(self) -> list[Path]:
@@ -295,11 +324,54 @@ class CheckpointStore:
         sync_names(self.directory)
 
 
+def last_good(candidates: Iterable[Path], read: Callable[[Path], _Found]) -> tuple[Path, _Found]:
+    """Return the first checkpoint that can be read, and what was read; warn of those before it.
+
+    Args:
+        candidates: at least one, the newest first.
+        read: raises a FinetuneError for one that is damaged.
+    Raises:
+        FinetuneError: none can be read; why the newest cannot.
+    """
+    damage: FinetuneError | None = None
+    for path in candidates:
+        try:
+            found = read(path)
+        except FinetuneError as error:
+            damage = damage or error
+            continue
+        if damage is not None:
+            _LOG.warning("%s. Going on from the last good one, %s", damage, shown_path(path))
+        return path, found
+    raise FinetuneError(f"{damage}; there is no good checkpoint before it") from damage
+
+
+def check_checkpoint(path: Path) -> None:
+    """Compare the files of a checkpoint with their checksums.
+
+    Raises:
+        FinetuneError: one is missing or damaged, or what is there is no checkpoint.
+    """
+    fix = "; bring it back from a copy, go on from another checkpoint, or start anew"
+    if is_directory(path / TRAINER):
+        is_whole = is_file(path / SUMS)  # an older pcg wrote none
+        check_sums(path, (STATE, CONFIG, WEIGHTS), FinetuneError, fix, is_whole=is_whole)
+        check_checkpoint(path / TRAINER)
+        return
+    if not is_file(path / SUMS) and read_json(path / STATE, FinetuneError, fix).get("format") == 1:
+        return
+    names = (STATE, CONFIG, WEIGHTS, OPTIMIZER)
+    check_sums(path, names, FinetuneError, fix, is_whole=True)
+    if is_directory(path / BEST):
+        check_sums(path / BEST, (CONFIG, WEIGHTS), FinetuneError, fix, is_whole=True)
+
+
 def write_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
     """Write all files of a checkpoint, and wait until they are on the disk."""
     _write_adapter(checkpoint.adapter, path)
     if checkpoint.best is not None:
         _write_adapter(checkpoint.best, path / BEST)
+        seal(path / BEST)
     write_tensors(path / OPTIMIZER, checkpoint.optimizer)
     if checkpoint.adapter.recipe.trains_beside:
         write_tensors(path / BESIDE, checkpoint.beside)
@@ -308,12 +380,13 @@ def write_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
         "trajectory": dict(checkpoint.trajectory),
         "state": dataclasses.asdict(checkpoint.state),
     }
-    write_text(path / STATE, json.dumps(state, indent=1, allow_nan=False) + "\n")
-    sync_names(path)
+    text = json.dumps(state, indent=1, allow_nan=False) + "\n"
+    (path / STATE).write_text(text, encoding="utf-8")
+    seal(path)
 
 
 def _write_adapter(adapter: Adapter, path: Path) -> None:
-    write_adapter(adapter, path)
+    write_adapter_files(adapter, path)
     if adapter.encoder:
         write_tensors(path / ENCODER, adapter.encoder)
 
@@ -341,7 +414,7 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
 def _read_state(path: Path) -> tuple[TrainerState, dict[str, Any]]:
     fix = f"; write the name of another checkpoint into {LATEST}, or start anew with resume=False"
     saved = read_json(path, FinetuneError, fix)
-    if saved.get("format") != FORMAT:
+    if saved.get("format") not in (1, FORMAT):
         raise FinetuneError(
             f"{path} is of format {shown(saved.get('format'))}, this pcg reads {FORMAT}; resume "
             "with the version that wrote it, or start anew with resume=False"

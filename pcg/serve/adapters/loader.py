@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pcg.errors import AdapterConflictError, AdapterError, AdapterNotFoundError, UnsupportedError
-from pcg.files import shown_path
+from pcg.files import SUMS, shown_path
 from pcg.peft.reader import CONFIG, WEIGHTS
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.serve.engine.client import EngineClient
@@ -241,7 +241,7 @@ class Loader:
 
 def as_asked(message: str, directory: Path, asked: str) -> str:
     """Return a message with an adapter's folder as the client wrote it, also where it was cut."""
-    files = (directory, directory / CONFIG, directory / WEIGHTS)
+    files = (directory, directory / CONFIG, directory / WEIGHTS, directory / SUMS)
     for path in (str(directory), *map(shown_path, files)):
         message = message.replace(path, asked)
     return message

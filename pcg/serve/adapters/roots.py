@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pcg.errors import ServeError
+from pcg.files import SUMS
 from pcg.peft.reader import CONFIG, WEIGHTS
 
 
@@ -73,5 +74,5 @@ def _real(path: str) -> str | None:
 
 def _has_files_within(directory: Path, root: Path) -> bool:
     """Return True if a folder has a configuration, and no file that is read lies elsewhere."""
-    files = [Path(os.path.realpath(directory / name)) for name in (CONFIG, WEIGHTS)]
+    files = [Path(os.path.realpath(directory / name)) for name in (CONFIG, WEIGHTS, SUMS)]
     return files[0].is_file() and all(file.is_relative_to(root) for file in files)

@@ -20,10 +20,13 @@ from safetensors.torch import load_file, save_file
 
 import pcg.compiler
 from pcg.errors import FinetuneError, FinetuneInterrupted
+from pcg.files import seal
 from pcg.runtime.executor import Executor
+from pcg.runtime.training.checkpoints import CheckpointStore
 from pcg.runtime.training.pass_sequences import Window
 from pcg.runtime.training.result import FinetuneResult, StepRecord
 from pcg.runtime.training.training_pass import TrainingPass
+from tests.support.damage import damage, damages
 from tests.support.small_job import DATA, LORA, STEPS, examples, job, make_model
 
 Bits = tuple[dict[str, torch.Tensor], tuple[float, ...], tuple[tuple[int, float], ...]]
@@ -143,6 +146,7 @@ def test_killed(executor: Executor, whole: Bits, tmp_path: Path) -> None:
 import os, pathlib, signal, sys
 sys.path.insert(0, os.getcwd())
 import pcg
+from tests.support.damage import damage, damages
 from tests.support.small_job import job, make_model
 def kill(record):
     if record.step == 5:
@@ -236,13 +240,17 @@ def test_files(executor: Executor, tmp_path: Path) -> None:
     ]  # fmt: skip
     files = sorted(p for p in snapshot(tmp_path) if p.startswith("step-00000009"))
     assert [file.split("/", 1)[1] for file in files] == [
+        "SHA256SUMS",
         "adapter_config.json",
         "adapter_model.safetensors",
+        "best/SHA256SUMS",
         "best/adapter_config.json",
         "best/adapter_model.safetensors",
         "optimizer.safetensors",
         "trainer_state.json",
     ]
+    for folder in (tmp_path / "step-00000009", tmp_path / "step-00000009" / "best"):
+        subprocess.run(["sha256sum", "-c", "--strict", "SHA256SUMS"], cwd=folder, check=True)
     state = json.loads((tmp_path / "step-00000009" / "trainer_state.json").read_text())["state"]
     assert tuple(state["losses"]) == result.losses
     with warnings.catch_warnings():
@@ -393,37 +401,78 @@ def test_nothing_to_resume(executor: Executor, tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def damage(path: Path, how: str) -> None:
-    if how == "cut":
-        path.write_bytes(path.read_bytes()[:-7])
-    elif how == "gone":
-        path.unlink()
-    else:
-        path.write_text(how)
+def check_damaged(
+    executor: Executor, whole: Bits, stopped: Path, good: Path, one: tuple[str, str, int]
+) -> None:
+    """The job ends as one without damage, from a checkpoint that is good, or names the file."""
+    file, how, place = one
+    shutil.rmtree(stopped)
+    shutil.copytree(good, stopped)
+    damage(stopped / file, how, place)
+    resumed = job(executor, stopped)
+    assert resumed.resumed_from in (3, 4)
+    assert_same(bits(executor, resumed), whole)
+    executor.remove_adapter("a")
 
 
 @pytest.mark.parametrize(
-    ("file", "how", "message"),
-    [
-        ("trainer_state.json", "cut", "trainer_state.json is damaged"),
-        ("trainer_state.json", "gone", "trainer_state.json cannot be read"),
-        ("trainer_state.json", '{"format": 99}', "is of format 99, this pcg reads 1"),
-        ("optimizer.safetensors", "cut", "optimizer.safetensors is truncated"),
-        ("optimizer.safetensors", "gone", "optimizer.safetensors cannot be read"),
-        ("adapter_model.safetensors", "cut", "is damaged: .*adapter_model.safetensors"),
-        ("best/adapter_config.json", "gone", "is damaged: .*best"),
-        ("../latest", "step-00000007", "'step-00000007', which is not there; there are: step-0"),
-        ("../latest", "../elsewhere", "'../elsewhere', which is not there"),
-    ],
+    "seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 9))]
 )
-def test_damaged(executor: Executor, stopped: Path, file: str, how: str, message: str) -> None:
-    """The file is named, and nothing is changed; the checkpoint before is one word away."""
-    damage(stopped / "step-00000004" / file, how)
-    with pytest.raises(FinetuneError, match=message):
+def test_no_damage_changes_what_a_job_ends_with(
+    executor: Executor,
+    whole: Bits,
+    stopped: Path,
+    tmp_path: Path,
+    seed: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    good = shutil.copytree(stopped, tmp_path.with_name(f"good-{seed}"))
+    files = sorted(
+        name for name in snapshot(stopped) if not seed or "4/" in name or "/" not in name
+    )
+    for one in damages(good, files if seed else files[::3], seed):
+        caplog.clear()
+        check_damaged(executor, whole, stopped, good, one)
+        if one[0].startswith("step-00000004/"):
+            assert Path(one[0]).name in caplog.text
+        elif one[0] != "latest":
+            assert not caplog.messages
+
+
+def test_all_checkpoints_are_damaged(executor: Executor, stopped: Path) -> None:
+    """The newest one's damage is named with the fix, nothing is changed, and nothing is removed."""
+    damage(stopped / "step-00000003" / "optimizer.safetensors", "flip", 9999)
+    damage(stopped / "step-00000004" / "adapter_model.safetensors", "flip", 9999)
+    before = snapshot(stopped)
+    with pytest.raises(FinetuneError) as refused:
         job(executor, stopped)
+    assert "step-00000004/adapter_model.safetensors is damaged: the SHA-256" in str(refused.value)
+    assert str(refused.value).endswith("or start anew; there is no good checkpoint before it")
     assert not executor.adapters
+    assert snapshot(stopped) == before
+
+
+def test_a_lost_pointer_loses_no_checkpoint(executor: Executor, stopped: Path) -> None:
+    """A start anew would remove them."""
+    for content in (None, "", "step-00000007", "../elsewhere"):
+        (stopped / "latest").unlink(missing_ok=True)
+        if content is not None:
+            (stopped / "latest").write_text(content)
+        latest = CheckpointStore(stopped).latest()
+        assert latest == stopped / "step-00000004"
     (stopped / "latest").write_text("step-00000003")
     assert job(executor, stopped).resumed_from == 3
+
+
+def test_a_checkpoint_without_checksums(executor: Executor, stopped: Path) -> None:
+    """That of an older pcg is read; one of this pcg has lost them."""
+    for path in stopped.rglob("SHA256SUMS"):
+        path.unlink()
+    with pytest.raises(FinetuneError, match="step-00000004/SHA256SUMS is missing; bring"):
+        job(executor, stopped)
+    for path in stopped.rglob("trainer_state.json"):
+        path.write_text(path.read_text().replace('"format": 2', '"format": 1'))
+    assert job(executor, stopped).resumed_from == 4
 
 
 def test_optimizer_of_another_adapter(executor: Executor, stopped: Path) -> None:
@@ -432,6 +481,7 @@ def test_optimizer_of_another_adapter(executor: Executor, stopped: Path) -> None
     good = stopped / "step-00000004" / "optimizer.safetensors"
     state = load_file(good)
     save_file({key.replace("q_proj", "k_proj"): value for key, value in state.items()}, good)
+    seal(good.parent)
     with pytest.raises(FinetuneError, match=r"no step for .*q_proj"):
         job(executor, stopped)
     assert executor.adapters["a"] is not mine
@@ -442,6 +492,7 @@ def test_optimizer_of_another_adapter(executor: Executor, stopped: Path) -> None
 def test_another_dropout_in_a_checkpoint(executor: Executor, stopped: Path) -> None:
     config = stopped / "step-00000004" / "adapter_config.json"
     config.write_text(config.read_text().replace('"lora_dropout": 0.0', '"lora_dropout": 0.1'))
+    seal(config.parent)
     with pytest.raises(FinetuneError, match=r"checkpoint has dropout 0.1 and peft= 0"):
         job(executor, stopped)
     assert not executor.adapters

@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from pcg.errors import AdapterError, FinetuneError
-from pcg.files import expanded, is_directory, is_file, sync_names
+from pcg.files import SUMS, expanded, is_directory, is_file, shown_path, sync_names
 from pcg.runtime.training.checkpoints import STATE, Checkpoint, CheckpointStore, write_checkpoint
 from pcg.units import shown
 
@@ -70,13 +70,15 @@ def read_state(
         FinetuneError: there is none, it is damaged, or it is of another base or optimizer.
     """
     place = expanded(path)
-    if not is_file(place / STATE):
+    if not is_file(place / STATE) and not is_file(place / SUMS):
         raise FinetuneError(f"there is no state at {place}; give the path of a saved one")
+    store = CheckpointStore(place.parent)
     try:
-        found = CheckpointStore(place.parent).load(place, name)
+        found = store.load(place, name)
     except FinetuneError as error:
-        what = str(error).partition(";")[0]
-        raise FinetuneError(f"{what}; load another state") from error
+        what, good = str(error).partition(";")[0], store.good_beside(place)
+        other = "another state" if good is None else f"the last good one, {shown_path(good)}"
+        raise FinetuneError(f"{what}; load {other}") from error
     for key, own in facts.items():
         saved = found.trajectory.get(key)
         if saved != own and (optimizer or key != _OPTIMIZER):

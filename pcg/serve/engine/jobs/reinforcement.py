@@ -35,14 +35,15 @@ from pcg.errors import (
     PcgError,
     as_pcg_error,
 )
-from pcg.files import sync, sync_names
+from pcg.files import SUMS, is_file, seal, sync_names
 from pcg.peft.adapter import Adapter
-from pcg.peft.writer import write_adapter
+from pcg.peft.writer import write_adapter, write_adapter_files
 from pcg.records.record import RunRecord
 from pcg.runtime.data.rows import read_rows
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.trainers.async_trainer import AsyncTrainer
 from pcg.runtime.executor import Executor
+from pcg.runtime.training.checkpoints import STATE, TRAINER, check_checkpoint, last_good
 from pcg.serve.adapters.engine_names import owned
 from pcg.serve.engine.jobs.news import (
     TRAIN_REWARD,
@@ -63,7 +64,6 @@ from pcg.train.grpo.result import Sample
 from pcg.train.grpo.rewards import Rewards
 
 _LOG = logging.getLogger("pcg.serve")
-STATE, ADAPTER_STATE = "trainer_state.json", "state"
 _TOLD = 1024
 """The steps that a checkpoint has the numbers of; the rows of earlier ones were written long ago,
 and a job of many steps would write all of them again with each checkpoint."""
@@ -194,15 +194,17 @@ class ReinforcementRun:
         return found
 
     def _resume(self, trainer: AsyncTrainer) -> int:
-        """Go on from the last checkpoint; returns the updates that it has."""
+        """Go on from the last checkpoint that is not damaged; returns the updates that it has."""
         folder = Path(self._order.checkpoints)
-        saved = sorted(one for one in folder.glob("step-*") if (one / STATE).is_file())
+        found = folder.glob("step-*")
+        saved = sorted(one for one in found if is_file(one / STATE) or is_file(one / SUMS))
         for unfinished in folder.glob(".step-*"):
             shutil.rmtree(unfinished, ignore_errors=True)
         if not saved:
             return 0
-        trainer.load_state(saved[-1] / ADAPTER_STATE).wait()
-        state = json.loads((saved[-1] / STATE).read_text(encoding="utf-8"))["state"]
+        path, _ = last_good(saved[::-1], check_checkpoint)
+        trainer.load_state(path / TRAINER).wait()
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))["state"]
         self._told += msgspec.convert(state["told"], list[JobStep])
         self._tokens = self._told[-1].tokens
         return self._told[-1].step
@@ -288,11 +290,10 @@ class ReinforcementRun:
         folder.mkdir(parents=True, exist_ok=True)
         target, made = folder / f"step-{step:08d}", folder / f".step-{step:08d}"
         adapter = trainer.snapshot().wait().adapter
-        write_adapter(adapter, made)
-        trainer.save_state(made / ADAPTER_STATE).wait()
+        write_adapter_files(adapter, made)
+        trainer.save_state(made / TRAINER).wait()
         (made / STATE).write_bytes(msgspec.json.encode({"state": {"told": list(self._told)}}))
-        sync(made / STATE)
-        sync_names(made)
+        seal(made)
         os.replace(made, target)
         sync_names(folder)
 
