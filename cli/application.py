@@ -23,6 +23,7 @@ from pcg.version import __version__
 from .bench.serve import serve_command as bench_serve_command
 from .compile import compile_command
 from .console import fail
+from .data import check_command
 from .doctor import doctor_command
 from .explain import explain_command
 from .models import models_command
@@ -169,6 +170,8 @@ bench = typer.Typer(cls=LazyGroup, no_args_is_help=True, rich_markup_mode="rich"
 app.add_typer(bench, name="bench", help="Serve a workload and report how it went.")
 train = typer.Typer(cls=LazyGroup, no_args_is_help=True, rich_markup_mode="rich")
 app.add_typer(train, name="train", help="Train an adapter as a configuration file says.")
+data = typer.Typer(cls=LazyGroup, no_args_is_help=True, rich_markup_mode="rich")
+app.add_typer(data, name="data", help="Check and repair the data folder of a server.")
 runs = typer.Typer(cls=DefaultGroup, rich_markup_mode="rich")
 app.add_typer(runs, name="runs", help="List the runs below a folder, and compare them.")
 
@@ -232,6 +235,7 @@ _add(
     "pcg train grpo grpo.yaml --set beta=0.04 --set rewards=rewards.py:correct",
 )
 _add(train, dpo_command, "pcg train dpo examples/configs/dpo.yaml")
+_add(data, check_command, "pcg data check kept", "pcg data check kept --repair")
 _add(runs, list_command, "pcg runs list", "pcg runs list adapters --json")
 _add(runs, compare_command, "pcg runs compare adapters/a adapters/b --html compared.html")
 _add(runs, report_command, "pcg runs report adapters/a")

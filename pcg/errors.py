@@ -37,7 +37,8 @@ PcgError
 │   └── DrainingError          the engine ends its work, and takes nothing new
 ├── ServeError                 the server cannot start: its address, keys or options
 ├── StoreError                 what a server keeps cannot be read or written
-│   └── StoreFullError         there is no room for it on the disk
+│   ├── StoreFullError         there is no room for it on the disk
+│   └── StoreDamagedError      it is not what was kept
 ├── SplitError                 a base executor and its client cannot work together
 │   ├── BaseLostError          the base executor is gone, and did not come back in time
 │   └── BaseBusyError          a key has as much waiting at a base executor as it may
@@ -210,6 +211,10 @@ class StoreError(PcgError):
 
 class StoreFullError(StoreError):
     """There is no room on the disk; what was there stays."""
+
+
+class StoreDamagedError(StoreError):
+    """A content on the disk is not what was kept, or is gone."""
 
 
 class SplitError(PcgError):

@@ -34,6 +34,7 @@ from pcg.errors import (
     GraderError,
     PcgError,
     QueueFullError,
+    StoreDamagedError,
     StoreFullError,
     UnsupportedError,
 )
@@ -226,10 +227,14 @@ def as_api_error(error: BaseException) -> ApiError:
         LOG.error("%s", error)
         return ApiError(
             507,
-            "The server has no room to keep this; nothing of it was kept, what was there stays.",
+            "The server has no room to keep this, and only reads and deletes until there is some; "
+            "nothing of it was kept, what was there stays. Delete files, models or jobs.",
             code="storage_full",
             headers={"x-should-retry": "false"},
         )
+    if isinstance(error, StoreDamagedError):
+        LOG.error("%s", error)
+        return ApiError(500, f"{error}.", code="storage_damaged")
     for kind, status, code in _STATUS:
         if isinstance(error, kind):
             return ApiError(status, str(error), code=code)

@@ -154,6 +154,11 @@ class Service:
         return self._files
 
     @property
+    def reads_and_deletes(self) -> bool:
+        """True while nothing new is kept, as the disk has no room."""
+        return self._files is not None and not self._files.store.reserve.is_whole
+
+    @property
     def tinker(self) -> Tinker:
         """The state of Tinker's protocol. ApiError: the server keeps nothing."""
         if self._tinker is None:

@@ -33,6 +33,11 @@ def announcement(service: Service, url: str, made_key: str | None) -> str:
             f"recorded before the first request: {counted(warmed.graphs, 'graph')} of steps in "
             f"{warmed.seconds:.0f} s, {size_text(warmed.size_bytes)}"
         )
+    if service.reads_and_deletes:
+        lines.append(
+            "the disk of --data-dir has no room: what is there is read and deleted, and nothing is "
+            "kept until there is"
+        )
     lines.append(f"listening at {url}")
     where = service.client.facts.split_address
     if where is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import resource
 import sqlite3
+import subprocess
 import sys
 from concurrent.futures import Future
 from pathlib import Path
@@ -41,6 +42,12 @@ def written(store: Store, part: bytes, parts: int = 1) -> Incoming:
         incoming.write(part)
     incoming.finish()
     return incoming
+
+
+def writer(folder: Path, most_mib: int = 0) -> subprocess.Popen[str]:
+    """The process, which says what it was told is kept."""
+    command = [sys.executable, "-m", "tests.support.store_writer", str(folder), str(most_mib)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def main(folder: str, most_mib: int) -> None:

@@ -138,7 +138,9 @@ class KeptModels:
         model = self._models.get((tenant, name))
         if model is None:
             return None
-        write = self._store.database.write(lambda one: delete(one, tenant, name))
+        write = self._store.database.write(
+            lambda one: delete(one, tenant, name), may_use_reserve=True
+        )
         await asyncio.wrap_future(write)
         self._models.pop((tenant, name), None)
         self._owners = {

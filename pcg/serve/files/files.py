@@ -33,9 +33,12 @@ class Files:
         self.quota = quota
         self._completing: set[str] = set()
 
-    async def write(self, act: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Run a function in a transaction, and wait for the disk."""
-        return await asyncio.wrap_future(self.store.database.write(act))
+    async def write(
+        self, act: Callable[[sqlite3.Connection], Result], *, may_use_reserve: bool = False
+    ) -> Result:
+        """Run a function in a transaction, and wait for the disk; as of `Database.write`."""
+        write = self.store.database.write(act, may_use_reserve=may_use_reserve)
+        return await asyncio.wrap_future(write)
 
     async def read(self, act: Callable[[sqlite3.Connection], Result]) -> Result:
         """Run a function on what is kept."""
@@ -43,7 +46,8 @@ class Files:
 
     async def kept_bytes(self, tenant: str) -> int:
         """Count the bytes that a tenant keeps, once what has expired is removed."""
-        await self.remove(await self.write(lambda one: records.expire(one, now())))
+        over = await self.write(lambda one: records.expire(one, now()), may_use_reserve=True)
+        await self.remove(over)
         return (await self.read(lambda one: records.used(one, tenant, now())))[1]
 
     async def keep(self, record: FileRecord, content: Incoming) -> FileRecord:
@@ -86,7 +90,9 @@ class Files:
 
     async def delete(self, tenant: str, id: str) -> None:
         """Delete a tenant's file. ApiError: there is none."""
-        digest = await self.write(lambda one: records.delete(one, tenant, id, now()))
+        digest = await self.write(
+            lambda one: records.delete(one, tenant, id, now()), may_use_reserve=True
+        )
         if digest is None:
             raise missing("File", id)
         await self.remove([digest])
@@ -109,7 +115,9 @@ class Files:
         """Remove contents that nothing names any more."""
         if digests:
             remove = self.store.contents.remove_unnamed
-            await self.write(lambda one: [remove(one, digest) for digest in digests])
+            await self.write(
+                lambda one: [remove(one, digest) for digest in digests], may_use_reserve=True
+            )
 
 
 def new_file(

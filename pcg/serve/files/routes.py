@@ -8,6 +8,7 @@ from typing import IO, Annotated, Literal
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import StreamingResponse
 
+from pcg.errors import StoreDamagedError
 from pcg.keys import Scope
 from pcg.serve.errors import ApiError
 from pcg.serve.files.files import new_file
@@ -22,7 +23,6 @@ from pcg.serve.files.wire import (
     ListPage,
     check_filename,
     file_of,
-    missing,
 )
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.service import Service, ServiceDependency
@@ -122,11 +122,12 @@ async def get_content(
 ) -> StreamingResponse:
     """Return the content of a file."""
     record = await service.files.find(caller.tenant, file_id)
-    path = service.files.store.contents.path(record.digest)
+    contents = service.files.store.contents
     try:
-        opened = await service.beside(caller, path.open, "rb")
-    except FileNotFoundError:  # deleted meanwhile
-        raise missing("File", file_id) from None
+        opened = await service.beside(caller, lambda: contents.check(record.digest).open("rb"))
+    except (StoreDamagedError, FileNotFoundError):
+        await service.files.find(caller.tenant, file_id)  # or it was deleted meanwhile
+        raise
     headers = {"content-length": str(record.size_bytes), "x-content-type-options": "nosniff"}
     parts = _parts(service, caller, opened)
     return StreamingResponse(parts, headers=headers, media_type="application/octet-stream")

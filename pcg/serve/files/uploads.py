@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 
+from pcg.errors import StoreDamagedError
 from pcg.keys import Scope
 from pcg.serve.errors import ApiError
 from pcg.serve.files import records, upload_records
@@ -36,7 +36,7 @@ from pcg.serve.long_body import LongBodyRoute
 from pcg.serve.openai.wire import WireModel
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.service import Service, ServiceDependency
-from pcg.serve.store.contents import Incoming
+from pcg.serve.store.contents import Contents, Incoming
 from pcg.serve.store.ids import new_key
 
 router = APIRouter(prefix="/v1/uploads", tags=["files"], route_class=LongBodyRoute)
@@ -46,7 +46,6 @@ MOST_PART_BYTES = 64 * 2**20
 """The most bytes of a part, as OpenAI's."""
 _MOST_PARTS = 10_000
 _LIFE_S = 3600
-_READ_BYTES = 2**20
 
 
 class UploadBody(WireModel):
@@ -198,8 +197,8 @@ async def complete_upload(
             param="part_ids",
         )
     with files.completing(upload_id):
-        paths = [files.store.contents.path(parts[id].digest) for id in body.part_ids]
-        digests = await _completed(service, caller, upload, body, paths)
+        given = [parts[id].digest for id in body.part_ids]
+        digests = await _completed(service, caller, upload, body, given)
     await files.remove(digests)
     return await _upload(service, caller, upload_id)
 
@@ -213,7 +212,7 @@ async def cancel_upload(upload_id: str, service: ServiceDependency, caller: Trai
         _still_pending(connection, caller.tenant, upload_id)
         return upload_records.end(connection, upload_id, CANCELLED)
 
-    await files.remove(await files.write(act))
+    await files.remove(await files.write(act, may_use_reserve=True))
     return await _upload(service, caller, upload_id)
 
 
@@ -222,13 +221,17 @@ async def _completed(
     caller: Caller,
     upload: UploadRecord,
     body: CompleteBody,
-    paths: Sequence[Path],
+    given: Sequence[str],
 ) -> list[str]:
     """Make the file of an upload; returns the digests that its parts had."""
     files = service.files
     content = await service.beside(caller, files.store.contents.begin)
     try:
-        await service.beside(caller, _join, content, paths)
+        try:
+            await service.beside(caller, _join, content, files.store.contents, given)
+        except StoreDamagedError:
+            await _pending(service, caller, upload.id)  # or it was cancelled meanwhile
+            raise
         if body.md5 is not None and body.md5.lower() != content.md5:
             raise ApiError(400, f"The MD5 of the parts is {content.md5}.", param="md5")
         life_s = upload.file_expires_after_s
@@ -244,15 +247,11 @@ async def _completed(
         content.drop()
 
 
-def _join(content: Incoming, paths: Sequence[Path]) -> None:
-    """Write contents one behind the other, on a thread."""
-    try:
-        for path in paths:
-            with path.open("rb") as part:
-                while piece := part.read(_READ_BYTES):
-                    content.write(piece)
-    except FileNotFoundError:
-        raise ApiError(400, "The upload is not pending any more.", param="upload_id") from None
+def _join(content: Incoming, contents: Contents, digests: Sequence[str]) -> None:
+    """Write contents one behind the other, on a thread. StoreDamagedError: one is not whole."""
+    for digest in digests:
+        for piece in contents.pieces(digest):
+            content.write(piece)
     content.finish()
 
 

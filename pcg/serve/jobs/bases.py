@@ -30,7 +30,7 @@ def check_base(store: Store, facts: ModelFacts) -> None:
             )
         return found
 
-    found = store.database.write(act).result()
+    found = store.database.write(act, may_use_reserve=True).result()
     if found is not None:
         name, count = found
         raise ServeError(

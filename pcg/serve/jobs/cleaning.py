@@ -14,7 +14,7 @@ from pcg.serve.jobs import records
 from pcg.serve.jobs.endings import in_status
 from pcg.serve.jobs.folders import JobFolder, Rows, sweep
 from pcg.serve.jobs.records import CANCELLED, FAILED, SUCCEEDED, UNFINISHED, JobRecord
-from pcg.serve.store import holdings
+from pcg.serve.store import holdings, removals
 
 OVER = (SUCCEEDED, FAILED, CANCELLED)
 _DAY_S = 86_400
@@ -61,14 +61,16 @@ async def clean_folders(files: Files, folders: Sequence[Path], days: float) -> N
             kept_models.folders(connection),
         )
 
-    left = await asyncio.to_thread(sweep, files.store, folders, await files.write(act))
+    left = await asyncio.to_thread(
+        sweep, files.store, folders, await files.write(act, may_use_reserve=True)
+    )
 
     def note(connection: sqlite3.Connection) -> None:
         for job, size in left.items():
             holdings.release_data(connection, job)
             holdings.resize_folder(connection, job, size)
 
-    await files.write(note)
+    await files.write(note, may_use_reserve=True)
 
 
 async def tidy_job(files: Files, job: JobRecord, folder: JobFolder) -> None:
@@ -86,7 +88,8 @@ async def tidy_job(files: Files, job: JobRecord, folder: JobFolder) -> None:
             folder.strip()
         else:
             folder.tidy()
-        folder.leave(named)
+        for path in folder.unnamed(named):
+            removals.remove(path)
         return folder.held_bytes()
 
     size = await asyncio.to_thread(remove)
@@ -95,4 +98,4 @@ async def tidy_job(files: Files, job: JobRecord, folder: JobFolder) -> None:
         holdings.release_data(connection, job.id)
         holdings.hold_folder(connection, job.id, job.tenant, size)
 
-    await files.write(note)
+    await files.write(note, may_use_reserve=True)

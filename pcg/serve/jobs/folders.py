@@ -18,20 +18,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pcg.errors import FinetuneError
-from pcg.files import is_file, read_json, sync_names
+from pcg.errors import FinetuneError, StoreDamagedError
+from pcg.files import (
+    check_sums,
+    drop_files,
+    is_file,
+    read_json,
+    read_sums,
+    sha256_of,
+    sync_names,
+    write_sums,
+)
 from pcg.peft.reader import CONFIG, WEIGHTS
 from pcg.records.run_files import REPORT
+from pcg.runtime.training.checkpoints import OPTIMIZER, STATE, TRAINER, check_checkpoint
 from pcg.serve.adapters.kept_models import MODEL
 from pcg.serve.errors import ApiError
+from pcg.serve.store import removals
+from pcg.serve.store.contents import Contents
 from pcg.serve.store.database import as_store_error
 from pcg.serve.store.store import Store
 
 _JOBS = "jobs"
 _STEP = re.compile(r"step-(\d{8,})(\.\d+)?")
-STATE, OPTIMIZER = "trainer_state.json", "optimizer.safetensors"
-TRAINER = "state"
-"""The folder, in a checkpoint of reinforcement, of the trainer's state."""
 
 
 @dataclass(frozen=True)
@@ -74,25 +83,33 @@ class JobFolder:
     def model(self) -> Path:
         return self.path / MODEL
 
-    def make(self, training: Path, validation: Path | None, start: Path | None) -> None:
-        """Make it with the data of the job.
+    def make(
+        self, contents: Contents, training: str, validation: str | None, start: Path | None
+    ) -> None:
+        """Make it with the data of the job, of which the digests are given.
 
         Args:
             start: the folder of the adapter that the job goes on from; what becomes of that
                 changes nothing.
         Raises:
-            ApiError: a file, or the adapter, was deleted meanwhile.
+            ApiError: the adapter was deleted meanwhile.
+            StoreDamagedError: a file is not what was kept, or is gone.
             StoreFullError: there is no room.
         """
         try:
             self.path.mkdir(parents=True)
-            os.link(training, self.training)
+            os.link(contents.check(training), self.training)
             if validation is not None:
-                os.link(validation, self.validation)
+                os.link(contents.check(validation), self.validation)
             if start is not None:
                 self.start.mkdir()
                 for name in (CONFIG, WEIGHTS):
                     os.link(start / name, self.start / name)
+                sums = read_sums(start, FinetuneError) or {}
+                if sums:
+                    write_sums(
+                        self.start, {one: sums[one] for one in sums if one in (CONFIG, WEIGHTS)}
+                    )
                 sync_names(self.start)
         except FileNotFoundError as error:
             raise ApiError(404, "A file of the job was deleted meanwhile.", param="id") from error
@@ -112,19 +129,13 @@ class JobFolder:
             path.unlink(missing_ok=True)
         shutil.rmtree(self.start, ignore_errors=True)
         for path in self.saved().values():
-            (path / OPTIMIZER).unlink(missing_ok=True)
+            drop_files(path, (OPTIMIZER,))
             shutil.rmtree(path / TRAINER, ignore_errors=True)
 
-    def leave(self, named: Collection[str]) -> None:
-        """Remove the adapters and checkpoints that are not named, of a job that is over."""
+    def unnamed(self, named: Collection[str]) -> list[Path]:
+        """Return the adapters and checkpoints that are not named, and what else is with them."""
         found = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
-        for path in (*found, self.model):
-            if self.relative(path) in named:
-                continue
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+        return [p for p in (*found, self.model) if p.exists() and self.relative(p) not in named]
 
     def held_bytes(self) -> int:
         """Count the bytes of all that is in it but the data, and the record's page.
@@ -157,12 +168,51 @@ class JobFolder:
         return found
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the last checkpoint: losses, evaluations; empty without one."""
-        saved = self.saved()
-        if not saved:
-            return {}
-        found: dict[str, Any] = read_json(saved[max(saved)] / STATE, FinetuneError)["state"]
-        return found
+        """Return the state of the last checkpoint: losses, evaluations; empty without one.
+
+        FinetuneError: the states of all checkpoints are damaged.
+        """
+        damage: FinetuneError | None = None
+        for _, path in sorted(self.saved().items(), reverse=True):
+            try:
+                check_sums(path, (STATE,), FinetuneError)
+                found: dict[str, Any] = read_json(path / STATE, FinetuneError)["state"]
+                return found
+            except FinetuneError as error:
+                damage = error
+        if damage is not None:
+            raise damage
+        return {}
+
+    def last_good(self) -> tuple[int, str]:
+        """Return the step of the last checkpoint that is whole, and the damage of a later one.
+
+        The step is 0 without a checkpoint, the damage empty where there is none.
+        """
+        damage = ""
+        for step, path in sorted(self.saved().items(), reverse=True):
+            try:
+                check_checkpoint(path)
+                return step, damage
+            except FinetuneError as error:
+                damage = damage or self.without_paths(str(error))
+        return 0, damage
+
+    def check_data(self, digests: Collection[str]) -> None:
+        """Compare the data with the digests of the files that it was made of.
+
+        StoreDamagedError: it is not what was kept.
+        """
+        for path in (self.training, self.validation):
+            try:
+                is_whole = sha256_of(path) in digests
+            except FileNotFoundError:
+                is_whole = path == self.validation
+            if not is_whole:
+                raise StoreDamagedError(
+                    f"{path.name} of the job is damaged: it is not the file that the job was made "
+                    "with; upload it again, and make another job"
+                )
 
     def without_paths(self, text: str) -> str:
         """Return a message without the names of the server's folders."""
@@ -208,23 +258,30 @@ class Rows:
 
 
 def sweep(store: Store, folders: Iterable[Path], rows: Rows) -> dict[str, int]:
-    """Remove what no row needs of folders, which a crash left.
+    """Remove what no row needs of folders, which a crash left, or move it to quarantine.
 
     Returns:
         The bytes that are left in the folders of jobs that are over.
     """
-    left = {}
+    left, unnamed = list[JobFolder](), list[Path]()
     for path in folders:
         folder = folder_of(store, path.name)
         if path.name in rows.going_on:
             continue
         if path.name not in rows.over and path.name not in rows.holding:
-            folder.remove()
+            unnamed.append(path)
             continue
-        if path.name not in rows.over:
+        left.append(folder)
+        is_gone = path.name not in rows.over  # its row was deleted
+        is_unfinished = is_gone or path.name in rows.untidy
+        if is_gone:
             folder.strip()
-        elif path.name in rows.untidy:
+        elif is_unfinished:
             folder.tidy()
-        folder.leave(rows.named)
-        left[path.name] = folder.held_bytes()
-    return left
+        for one in folder.unnamed(rows.named):
+            if is_unfinished:
+                removals.remove(one)
+            else:
+                unnamed.append(one)
+    store.discard(unnamed)
+    return {folder.id: folder.held_bytes() for folder in left}

@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel
 
-from pcg.errors import AdapterError
+from pcg.errors import AdapterError, StoreDamagedError
 from pcg.keys import Scope
 from pcg.serve.adapters.engine_names import engine_name
 from pcg.serve.errors import UNSUPPORTED, ApiError
@@ -68,15 +68,21 @@ async def create_job(body: JobBody, service: ServiceDependency, caller: Trainer)
     if body.validation_file is not None:
         validation = await _file(service, caller, body.validation_file, "validation_file")
     id, own = new_key("ftjob-"), body.pcg or PcgSettings()
-    folder, path = folder_of(files.store, id), files.store.contents.path
+    folder = folder_of(files.store, id)
     try:
-        await service.beside(
-            caller,
-            folder.make,
-            path(training.digest),
-            None if validation is None else path(validation.digest),
-            start,
-        )
+        try:
+            await service.beside(
+                caller,
+                folder.make,
+                files.store.contents,
+                training.digest,
+                None if validation is None else validation.digest,
+                start,
+            )
+        except StoreDamagedError:
+            for one in filter(None, (training, validation)):
+                await files.find(caller.tenant, one.id)  # or it was deleted meanwhile
+            raise
         count: Callable[[Path, str], int] = partial(count_examples, method=method)
         if isinstance(given, Reinforcement):
             count = count_prompts

@@ -131,8 +131,8 @@ class JobRunner:
         changes = await self._write(job, partial(catch_up, job=job, folder=folder))
         await self._apply(job, changes)
         stale = await self.files.read(partial(unnamed_checkpoints, job=job.id, folder=folder))
-        for name in stale:
-            await asyncio.to_thread(rmtree, folder.checkpoints / name, True)
+        paths = [folder.checkpoints / name for name in stale]
+        await asyncio.to_thread(self.files.store.discard, paths)
 
     async def _write(self, job: JobRecord, act: Callable[[sqlite3.Connection], Result]) -> Result:
         """Write what a job needs to go on, once there is room to."""
@@ -211,7 +211,7 @@ class JobRunner:
 
     async def remove(self, job: JobRecord) -> None:
         """Remove a job that is over; its models stay. ApiError: it is not over."""
-        await self.files.write(partial(remove_job, job=job))
+        await self.files.write(partial(remove_job, job=job), may_use_reserve=True)
         await tidy_job(self.files, job, self.folder(job))
 
     async def model_gone(self, tenant: str, folder: Path) -> None:
@@ -226,7 +226,9 @@ class JobRunner:
     async def _measure(self, tenant: str, folder: JobFolder) -> None:
         """Note what a job's folder holds, which counts in its tenant's quota."""
         size = await asyncio.to_thread(folder.held_bytes)
-        await self.files.write(lambda one: holdings.hold_folder(one, folder.id, tenant, size))
+        await self.files.write(
+            lambda one: holdings.hold_folder(one, folder.id, tenant, size), may_use_reserve=True
+        )
 
     async def _change(
         self, job: JobRecord, before: tuple[str, ...], status: str, message: str, **more: Any
@@ -239,7 +241,8 @@ class JobRunner:
             event_records.say(connection, job.id, message)
             return changed
 
-        return await self.files.write(act)
+        may_use_reserve = status == CANCELLED  # which ends in a deletion
+        return await self.files.write(act, may_use_reserve=may_use_reserve)
 
     async def _end_on_engine(self, job: JobRecord, *, interrupts: bool) -> None:
         name = engine_name(job.tenant, job.name)
@@ -284,8 +287,14 @@ class JobRunner:
         """Have the engine begin a job, unless it was changed meanwhile."""
         folder = self.folder(job)
         order = order_of(job, folder)
-        step = max(folder.saved(), default=0)
+        digests = await self.files.read(partial(holdings.data, job=job.id))
+        if digests:
+            await asyncio.to_thread(folder.check_data, digests)
+        step, damage = await asyncio.to_thread(folder.last_good)
         begun = f"Fine-tuning job goes on behind step {step}" if step else "Fine-tuning job started"
+        if damage:
+            LOG.error("job %s: %s", job.id, damage)
+            begun += f"; {damage}"
 
         def act(connection: sqlite3.Connection) -> bool:
             if records.change(connection, job.id, ACTIVE, status=RUNNING) is None:

@@ -5,7 +5,8 @@
 
 A content is written and synced under a temporary name, then renamed by the thread that writes rows,
 in the transaction of the row that names it. So a row never names what is not there; what no row
-names after a crash is removed by the next start.
+names is removed or put in quarantine by the next start (`removals`). A content is compared with its
+name whenever it is read.
 """
 
 from __future__ import annotations
@@ -15,10 +16,16 @@ import hashlib
 import os
 import secrets
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 
+from pcg.errors import StoreDamagedError, StoreFullError
 from pcg.files import sync_names
+from pcg.serve.store import removals
 from pcg.serve.store.database import as_store_error
+from pcg.serve.store.reserve import Reserve
+
+_READ_BYTES = 2**20
 
 
 class Incoming:
@@ -79,7 +86,9 @@ class Incoming:
 class Contents:
     """The contents of a store."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, reserve: Reserve) -> None:
+        self._folder = folder
+        self._reserve = reserve
         self._incoming = folder / "incoming"
         self._files = folder / "files"
         for one in (self._incoming, self._files):
@@ -87,6 +96,8 @@ class Contents:
 
     def begin(self) -> Incoming:
         """Return a content to write. StoreFullError: there is no room."""
+        if not self._reserve.is_whole:
+            raise StoreFullError("there is no room on the disk")
         try:
             return Incoming(self._incoming)
         except OSError as error:
@@ -94,7 +105,30 @@ class Contents:
 
     def path(self, digest: str) -> Path:
         """Return where a content is."""
-        return self._files / digest[:2] / digest
+        return self._folder / relative(digest)
+
+    def pieces(self, digest: str) -> Iterator[bytes]:
+        """Yield the pieces of a content.
+
+        Raises:
+            StoreDamagedError: it is gone, or behind the last piece, it is not what was kept.
+        """
+        sha256 = hashlib.sha256()
+        try:
+            with self.path(digest).open("rb") as content:
+                while piece := content.read(_READ_BYTES):
+                    sha256.update(piece)
+                    yield piece
+        except OSError as error:
+            raise _damaged(digest, error.strerror or "it cannot be read") from error
+        if sha256.hexdigest() != digest:
+            raise _damaged(digest, "its SHA-256 is not its name")
+
+    def check(self, digest: str) -> Path:
+        """Return where a content is, once it was compared with its name; errors of `pieces`."""
+        for _ in self.pieces(digest):
+            pass
+        return self.path(digest)
 
     def put(self, incoming: Incoming) -> str:
         """Put a finished content among the others, within a write of the row that names it."""
@@ -105,13 +139,28 @@ class Contents:
         """Remove a content that no row names any more, within a write behind that of the row."""
         if not _is_named(connection, digest):
             self.path(digest).unlink(missing_ok=True)
+        removals.forget(connection, [relative(digest)])
 
-    def sweep(self, connection: sqlite3.Connection) -> None:
-        """Remove what a crash left: unfinished contents, and those that no row names."""
+    def clear_incoming(self) -> None:
+        """Remove the unfinished contents that a crash left."""
         for unfinished in self._incoming.iterdir():
-            unfinished.unlink()
-        for content in self._files.glob("*/*"):
-            self.remove_unnamed(connection, content.name)
+            removals.remove(unfinished)
+
+    def unnamed(self, connection: sqlite3.Connection) -> list[Path]:
+        """Return the contents that no row names."""
+        found = sorted(self._files.glob("*/*"))
+        return [path for path in found if not _is_named(connection, path.name)]
+
+
+def relative(digest: str) -> str:
+    """Return the path of a content in the data folder."""
+    return f"files/{digest[:2]}/{digest}"
+
+
+def _damaged(digest: str, why: str) -> StoreDamagedError:
+    return StoreDamagedError(
+        f"{relative(digest)} is damaged ({why}): bring it back from a copy, or upload it again"
+    )
 
 
 def _is_named(connection: sqlite3.Connection, digest: str) -> bool:

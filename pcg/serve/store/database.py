@@ -2,7 +2,8 @@
 
 A write is done once its transaction is on the disk (`synchronous=FULL`), so what was acknowledged
 outlasts kill -9 and a power failure. Writes that wait share a transaction, and its wait for the
-disk: each has a savepoint, so that one which fails undoes nothing of the others.
+disk: each has a savepoint, so that one which fails undoes nothing of the others. On a full disk
+writes that may use the reserve are made with its room, and all others fail.
 """
 
 from __future__ import annotations
@@ -12,18 +13,34 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from pcg.errors import PcgError, StoreError, StoreFullError
+from pcg.serve.store.reserve import Reserve
 
 Result = TypeVar("Result")
-_Write: TypeAlias = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
+
+
+@dataclass(frozen=True)
+class _Write:
+    """A function to run in a transaction, and its result."""
+
+    act: Callable[[sqlite3.Connection], Any]
+    future: Future[Any]
+    may_use_reserve: bool
+
 
 _TOGETHER = 256
 """The most writes of one transaction."""
-_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
+_FULL = (
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR_WRITE,
+    sqlite3.SQLITE_IOERR_SHMSIZE,
+    sqlite3.SQLITE_IOERR_SHMOPEN,
+)
 _FULL_NUMBERS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
@@ -34,6 +51,7 @@ def connect(path: Path) -> sqlite3.Connection:
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
+    connection.execute("PRAGMA recursive_triggers = ON")  # REPLACE is a deletion for triggers, too
     return connection
 
 
@@ -57,9 +75,11 @@ class Database:
 
     Args:
         path: its file, whose schema is the newest.
+        reserve: room for deletions on a full disk.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, reserve: Reserve) -> None:
+        self._reserve = reserve
         self._writing, self._reading = connect(path), connect(path)
         self._reading.execute("PRAGMA query_only = ON")
         self._writes: SimpleQueue[_Write | None] = SimpleQueue()
@@ -67,18 +87,22 @@ class Database:
         self._thread = threading.Thread(target=self._write_all, name="pcg store", daemon=True)
         self._thread.start()
 
-    def write(self, act: Callable[[sqlite3.Connection], Result]) -> Future[Result]:
+    def write(
+        self, act: Callable[[sqlite3.Connection], Result], *, may_use_reserve: bool = False
+    ) -> Future[Result]:
         """Run a function in a transaction; done once what it wrote is on the disk.
 
         Args:
             act: runs on the writing thread. What it raises undoes its own changes alone.
+            may_use_reserve: it deletes, or a start needs it: it is made on a full disk, too, and
+                may run again for that.
         Raises:
             StoreFullError: by the future, there is no room; nothing of it was written.
             StoreError: by the future, the disk fails otherwise.
         """
         future: Future[Result] = Future()
         future.set_running_or_notify_cancel()
-        self._writes.put((act, future))
+        self._writes.put(_Write(act, future, may_use_reserve))
         return future
 
     def read(self, act: Callable[[sqlite3.Connection], Result]) -> Future[Result]:
@@ -117,28 +141,57 @@ class Database:
                 return
 
     def _write_together(self, asked: list[_Write]) -> None:
-        done: list[tuple[Future[Any], Any]] = []
+        """Make writes, and those that may use the reserve again with its room on a full disk."""
+        error: BaseException | None = None
+        if not self._reserve.restore():
+            asked = _of_reserve(asked, StoreFullError("there is no room on the disk"))
+        while asked:
+            error = self._transact(asked)
+            if error is None:
+                return
+            if not isinstance(error, StoreFullError):
+                break
+            asked = _of_reserve(asked, error)
+            if not self._reserve.release():
+                break
+        for write in asked:
+            write.future.set_exception(error)
+
+    def _transact(self, asked: list[_Write]) -> BaseException | None:
+        """Run writes in one transaction; returns why all of it is undone, or None."""
+        done: list[tuple[Future[Any], Any, BaseException | None]] = []
         try:
             self._writing.execute("BEGIN IMMEDIATE")
-            for act, future in asked:
+            for write in asked:
                 self._writing.execute("SAVEPOINT one")
+                found = failed = None
                 try:
-                    found = act(self._writing)
+                    found = write.act(self._writing)
                 except Exception as error:
+                    failed = as_store_error(error)
+                    if write.may_use_reserve and isinstance(failed, StoreFullError):
+                        raise
                     if not self._writing.in_transaction:  # the database undid all of it by itself
                         raise
                     self._writing.execute("ROLLBACK TO one")
-                    future.set_exception(as_store_error(error))
-                else:
-                    done.append((future, found))
+                done.append((write.future, found, failed))
                 self._writing.execute("RELEASE one")
             self._writing.execute("COMMIT")
         except BaseException as error:
             if self._writing.in_transaction:
                 self._writing.execute("ROLLBACK")
-            for _, future in asked:
-                if not future.done():
-                    future.set_exception(as_store_error(error))
-            return
-        for future, found in done:
-            future.set_result(found)
+            return as_store_error(error)
+        for future, found, failed in done:
+            if failed is None:
+                future.set_result(found)
+            else:
+                future.set_exception(failed)
+        return None
+
+
+def _of_reserve(asked: list[_Write], error: BaseException) -> list[_Write]:
+    """Return the writes that may use the reserve; the others fail by an error."""
+    for write in asked:
+        if not write.may_use_reserve:
+            write.future.set_exception(error)
+    return [write for write in asked if write.may_use_reserve]

@@ -26,6 +26,12 @@ def release_data(connection: sqlite3.Connection, job: str) -> None:
     connection.execute("DELETE FROM job_data WHERE job = ?", (job,))
 
 
+def data(connection: sqlite3.Connection, job: str) -> set[str]:
+    """Return the digests of the data of a job, which are in its folder until it is over."""
+    found = connection.execute("SELECT digest FROM job_data WHERE job = ?", (job,))
+    return {digest for (digest,) in found}
+
+
 def holds_data(connection: sqlite3.Connection) -> set[str]:
     """Return the jobs that have data in their folders."""
     return {job for (job,) in connection.execute("SELECT DISTINCT job FROM job_data")}

@@ -11,6 +11,18 @@ from pathlib import Path
 
 from pcg.errors import ServeError
 
+_CONTENT = "'files/' || substr(OLD.digest, 1, 2) || '/' || OLD.digest"
+
+
+def _notes(event: str, path: str, when: str = "1") -> str:
+    """Return a trigger that notes a path as removed with the row that named it."""
+    name = "_".join(("removed", *event.lower().split()))
+    return (
+        f"CREATE TRIGGER {name} AFTER {event} WHEN {when} BEGIN INSERT OR REPLACE INTO removed "
+        f"(path, removed_s) VALUES ({path}, CAST(strftime('%s', 'now') AS INTEGER)); END"
+    )
+
+
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         """CREATE TABLE files (
@@ -232,6 +244,26 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         "ALTER TABLE tinker_sessions ADD COLUMN ended_s INTEGER",
         "CREATE INDEX tinker_futures_of_session ON tinker_futures (session)",
+    ),
+    (
+        "CREATE TABLE identity (id TEXT NOT NULL, is_written INTEGER NOT NULL) STRICT",
+        "CREATE TABLE removed (path TEXT PRIMARY KEY, removed_s INTEGER NOT NULL) STRICT",
+        _notes("DELETE ON files", _CONTENT),
+        _notes("DELETE ON upload_parts", _CONTENT),
+        _notes("DELETE ON jobs", "'jobs/' || OLD.id"),
+        _notes("DELETE ON models", "OLD.folder"),
+        _notes("DELETE ON tinker_checkpoints", "OLD.folder"),
+        _notes(
+            "DELETE ON tinker_samplers",
+            "OLD.folder",
+            "OLD.path IS NULL AND OLD.folder IS NOT NULL",
+        ),
+        _notes("DELETE ON tinker_models", "OLD.state", "OLD.state IS NOT NULL"),
+        _notes(
+            "UPDATE OF state ON tinker_models",
+            "OLD.state",
+            "OLD.state IS NOT NULL AND OLD.state IS NOT NEW.state",
+        ),
     ),
 )
 """Statements that lead from schema 0, which is empty, to 1, from there to 2, and so on."""

@@ -1,27 +1,58 @@
 """The store of a server: its folder, which one server has at a time.
 
-<folder>/lock           held by the server that has the folder, with its process' number
+<folder>/lock           held by the server that has the folder, with its process' number; `ended`
+                        once that has ended in order
+<folder>/identity.json  the id of the folder, which the database has, too
 <folder>/pcg.sqlite     the database
+<folder>/SHA256SUMS     the checksum of the database, while no server has it
 <folder>/files/         contents of files, by digest
+<folder>/quarantine/    what no row named when a server began
+<folder>/reserve        room for deletions on a full disk
+
+Nothing is removed because something else is missing: a folder whose parts do not belong together is
+refused, and `pcg data check` says what is wrong with it.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
+import logging
 import os
+import secrets
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
-from pcg.errors import ServeError
-from pcg.files import expanded, shown_path, sync_names
+from pcg.errors import ServeError, StoreError, StoreFullError
+from pcg.files import (
+    SUMS,
+    check_sums,
+    expanded,
+    is_file,
+    read_json,
+    sha256_of,
+    shown_path,
+    sync_names,
+    write_sums,
+    write_text,
+)
+from pcg.serve.store import removals
 from pcg.serve.store.contents import Contents
-from pcg.serve.store.database import Database, connect
+from pcg.serve.store.database import Database, as_store_error, connect
+from pcg.serve.store.named import missing, named_paths
+from pcg.serve.store.reserve import Reserve
 from pcg.serve.store.schema import migrate
 
 DATABASE = "pcg.sqlite"
+IDENTITY = "identity.json"
 LOCK = "lock"
+KEPT = ("files", "jobs", "tinker")
+"""The folders of what rows name."""
+_ENDED, _ENDING = "ended", "ending"
+_LOG = logging.getLogger("pcg.serve")
 
 
 class Store:
@@ -31,29 +62,162 @@ class Store:
         folder: where it is.
         database: rows.
         contents: contents of files.
+        reserve: room for deletions, which is whole unless the disk is full.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, reserve: Reserve) -> None:
+        self.folder, self.reserve = folder, reserve
         path = folder / DATABASE
-        with _closing(connect(path)) as connection:
-            migrate(connection, folder)
-            self.contents = Contents(folder)
-            self.contents.sweep(connection)
+        with _closing(open_database(folder)) as connection:
+            begin_use(connection, folder)
+            self.contents = Contents(folder, reserve)
+            unnamed = self.contents.unnamed(connection)
+        self.contents.clear_incoming()
         sync_names(folder)
-        self.folder = folder
-        self.database = Database(path)
+        reserve.restore()
+        self.database = Database(path, reserve)
+        try:
+            self.database.write(partial(_begin_log, folder=folder), may_use_reserve=True).result()
+            self.discard(unnamed)
+        except BaseException:
+            self.database.close()
+            raise
+
+    def discard(self, unnamed: list[Path]) -> None:
+        """Remove paths that no row names, or move them to quarantine (`removals.discard`)."""
+        removals.discard(self.database, self.folder, unnamed)
 
     def close(self) -> None:
         """End its threads, once everything is written."""
         self.database.close()
 
 
-@contextmanager
-def open_store(given: Path) -> Iterator[Store]:
-    """Open the store in a folder, which is made if need be, until the end of the `with`.
+def open_database(folder: Path, *, is_checked: bool = True) -> sqlite3.Connection:
+    """Open the database of a data folder, which belongs to what is in it and is undamaged.
+
+    Args:
+        is_checked: refuse a database of whose contents none is there, and log what is missing.
 
     Raises:
-        ServeError: another server has it, a newer pcg wrote it, or it cannot be used.
+        ServeError: it is not there and contents are, it is damaged, or it is of another folder.
+    """
+    path, kept = folder / DATABASE, [one for one in KEPT if _has_entries(folder / one)]
+    fix = f"; bring it back from a copy, or run {_check(folder)}"
+    check_sums(folder, (DATABASE,), ServeError, fix)
+    if kept or is_file(folder / IDENTITY):
+        what = f"the contents of {', '.join(f'{one}/' for one in kept)}" if kept else IDENTITY
+        if not is_file(path) or not path.stat().st_size:
+            state = "is empty" if is_file(path) else "is not there"
+            raise ServeError(f"{shown_path(path)} {state}, and {what} is without it{fix}")
+    is_running = _owner(folder / LOCK) not in ("", _ENDED, _ENDING)
+    log = path.with_name(f"{DATABASE}-wal")
+    has_log = is_file(log) and log.stat().st_size > 0
+    # Who closes the database last removes the log with its index.
+    if is_running and is_file(path.with_name(f"{DATABASE}-shm")) and not has_log:
+        raise ServeError(
+            f"{shown_path(log)} is not there, and its server was killed before it had written all "
+            f"of it to {DATABASE}{fix}"
+        )
+    connection = connect(path)
+    try:
+        _check_database(connection, folder, kept, fix)
+        if is_checked:
+            _check_contents(connection, folder, fix)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _check_database(
+    connection: sqlite3.Connection, folder: Path, kept: list[str], fix: str
+) -> None:
+    """Refuse a database that is damaged, or another one. ServeError."""
+    if not is_file(folder / SUMS):
+        (state,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if state != "ok":
+            raise ServeError(f"{shown_path(folder / DATABASE)} is damaged: {state}{fix}")
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_schema")}
+    if not tables and (kept or is_file(folder / IDENTITY)):
+        raise ServeError(f"{shown_path(folder / DATABASE)} has no tables{fix}")
+    row = None
+    if "identity" in tables:
+        row = connection.execute("SELECT id, is_written FROM identity").fetchone()
+    if row is None or not row["is_written"]:  # an older pcg's, or one that is being made
+        return
+    path = folder / IDENTITY
+    found = read_json(path, ServeError, fix).get("id")
+    if found != row["id"]:
+        raise ServeError(
+            f"{shown_path(path)} has the id {str(found)[:64]}, and {DATABASE} is of the folder "
+            f"{row['id']}: put back both from one copy, or run {_check(folder)}"
+        )
+
+
+def _check_contents(connection: sqlite3.Connection, folder: Path, fix: str) -> None:
+    """Refuse a database without its contents. ServeError."""
+    if connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'identity'").fetchone() is None:
+        return  # an older pcg's, which the next start compares
+    lost = missing(folder, named_paths(connection))
+    for kind, count in lost.items():
+        if count == -1:
+            raise ServeError(
+                f"{shown_path(folder / DATABASE)} names what was in {kind}/, and none of it is "
+                f"there{fix}"
+            )
+    if any(lost.values()):
+        _LOG.error(
+            "%d paths that %s names are missing; %s tells which",
+            *(sum(lost.values()), DATABASE, _check(folder)),
+        )
+
+
+def begin_use(connection: sqlite3.Connection, folder: Path) -> None:
+    """Bring a database to the newest schema, and give it and its folder their id.
+
+    Raises:
+        ServeError: a newer pcg wrote it.
+    """
+    migrate(connection, folder)
+    (folder / SUMS).unlink(missing_ok=True)  # it holds for a database that nobody uses
+    row = connection.execute("SELECT id, is_written FROM identity").fetchone()
+    id = secrets.token_hex(16) if row is None else row["id"]
+    if row is None:
+        connection.execute("INSERT INTO identity (id, is_written) VALUES (?, 0)", (id,))
+    if row is None or not row["is_written"]:
+        write_identity(folder, id)
+        connection.execute("UPDATE identity SET is_written = 1")
+
+
+def write_identity(folder: Path, id: str) -> None:
+    """Write the id of a data folder in one step. OSError: it cannot be written."""
+    beside = folder / f".{IDENTITY}"
+    write_text(beside, json.dumps({"id": id}) + "\n")
+    beside.replace(folder / IDENTITY)
+    sync_names(folder)
+
+
+def _begin_log(connection: sqlite3.Connection, folder: Path) -> None:
+    """Write something, so that the log is not empty while a server has the folder."""
+    connection.execute("UPDATE identity SET is_written = 1")
+    gone = [path for path in removals.recorded(connection) if not (folder / path).exists()]
+    removals.forget(connection, gone)
+
+
+def _has_entries(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _check(folder: Path) -> str:
+    return f"`pcg data check {shown_path(folder)}`"
+
+
+@contextmanager
+def locked(given: Path) -> Iterator[tuple[Path, Reserve]]:
+    """Have a data folder alone, which is made if need be, until the end of the `with`.
+
+    Raises:
+        ServeError: another server has it, or it cannot be used.
     """
     folder = expanded(given)
     try:
@@ -66,33 +230,83 @@ def open_store(given: Path) -> Iterator[Store]:
         ) from error
     try:
         _take(lock, folder)
-        try:
-            store = Store(folder)
-        except (OSError, sqlite3.Error) as error:
-            raise ServeError(
-                f"--data-dir {shown_path(folder)} cannot be used: {error}; give another folder, or "
-                "bring back what it was from a copy"
-            ) from error
-        try:
-            yield store
-        finally:
-            store.close()
+        yield folder, Reserve(folder)
     finally:
         os.close(lock)
 
 
+@contextmanager
+def open_store(given: Path) -> Iterator[Store]:
+    """Open the store in a folder, which is made if need be, until the end of the `with`.
+
+    On a full disk it only reads and deletes, with the room of its reserve.
+
+    Raises:
+        ServeError: another server has it, a newer pcg wrote it, its parts do not belong together,
+            or it cannot be used.
+    """
+    with locked(given) as (folder, reserve):
+        store = _opened(folder, reserve)
+        try:
+            yield store
+        finally:
+            _say(folder, _ENDING)
+            store.close()
+            end_use(folder)
+
+
+def _opened(folder: Path, reserve: Reserve) -> Store:
+    while True:
+        try:
+            store = Store(folder, reserve)
+            _say(folder, str(os.getpid()))
+            return store
+        except (OSError, sqlite3.Error, StoreError) as error:
+            is_full = isinstance(as_store_error(error), StoreFullError)
+            if is_full and reserve.release():
+                continue
+            fix = "give another folder, or bring back what it was from a copy"
+            if is_full:
+                fix = "there is no room on its disk to begin: make 1 MiB free, then delete files"
+            raise ServeError(
+                f"--data-dir {shown_path(folder)} cannot be used: {error}; {fix}"
+            ) from error
+
+
+def end_use(folder: Path) -> None:
+    """Write the checksum of a database that is closed, and that its server has ended."""
+    path = folder / DATABASE
+    with suppress(OSError):  # a full disk: the next start checks the database otherwise
+        if not path.with_name(f"{DATABASE}-wal").exists():
+            write_sums(folder, {DATABASE: {sha256_of(path)}})
+    _say(folder, _ENDED)
+
+
+def _say(folder: Path, text: str) -> None:
+    """Write who has a folder, over what was written, as a full disk has no room for more."""
+    with suppress(OSError), (folder / LOCK).open("r+") as lock:
+        lock.write(f"{text}\n")
+        lock.truncate()
+
+
+def _owner(lock: Path) -> str:
+    try:
+        return lock.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
+
+
 def _take(lock: int, folder: Path) -> None:
-    """Take the lock of a folder, and write whose it is. ServeError: another server has it."""
+    """Take the lock of a folder. ServeError: another server has it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        owner = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        owner = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
+        owner = owner if owner.isdecimal() else "unknown"
         raise ServeError(
             f"another server, process {owner}, serves --data-dir {shown_path(folder)}; end it, or "
             "give another folder"
         ) from None
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
 
 
 @contextmanager

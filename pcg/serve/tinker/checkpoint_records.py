@@ -81,6 +81,16 @@ def find(
     return None if row is None else CheckpointRecord(*row)
 
 
+def last(connection: sqlite3.Connection, model: str) -> str | None:
+    """Return the path of the last state that was saved of a model, or None."""
+    row = connection.execute(
+        "SELECT path FROM tinker_checkpoints WHERE model = ? AND kind = ? "
+        "ORDER BY created_s DESC, rowid DESC LIMIT 1",
+        (model, WEIGHTS),
+    ).fetchone()
+    return None if row is None else str(row[0])
+
+
 def used(connection: sqlite3.Connection, tenant: str) -> tuple[int, int]:
     """Return the number of a tenant's checkpoints, and the bytes of all weights that it saved."""
     row = connection.execute(

@@ -1,6 +1,6 @@
 """Folders of states and checkpoints in the server's store.
 
-tinker/KEY/          a state, or an adapter, as a row names it; others are removed at a start
+tinker/KEY/          a state, or an adapter, as a row names it; a start discards others
 tinker_runs/MODEL/   the record of a model's training
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from pcg.errors import FinetuneError, PcgError
-from pcg.files import sync_names
+from pcg.files import drop_files, sync_names
 from pcg.serve.adapters.engine_names import engine_name
 from pcg.serve.adapters.loader import Origin
 from pcg.serve.store.store import Store
@@ -49,6 +49,7 @@ class Folders:
 
     def __init__(self, store: Store) -> None:
         self.root = store.folder
+        self._store = store
         (self.root / _ROOT).mkdir(exist_ok=True)
         self._before = [one.name for one in (self.root / _ROOT).iterdir()]
 
@@ -75,8 +76,7 @@ class Folders:
 
     def strip(self, folder: str) -> None:
         """Leave a state's adapter alone."""
-        for name in _STATE_ALONE:
-            (self.path(folder) / name).unlink(missing_ok=True)
+        drop_files(self.path(folder), _STATE_ALONE)
         sync_names(self.path(folder))
 
     def run(self, model: str) -> Path:
@@ -95,7 +95,6 @@ class Folders:
         return FinetuneError(text.replace(f"{self.root}/", "").replace(str(self.root), ""))
 
     def sweep(self, named: Collection[str]) -> None:
-        """Remove what was there at the start and no row names."""
-        for name in self._before:
-            if f"{_ROOT}/{name}" not in named:
-                self.remove(f"{_ROOT}/{name}")
+        """Remove what was there at the start and no row names, or move it to quarantine."""
+        names = [f"{_ROOT}/{name}" for name in self._before]
+        self._store.discard([self.root / name for name in names if name not in named])

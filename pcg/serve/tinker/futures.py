@@ -54,9 +54,12 @@ class Futures:
         self._counts = {tenant: count for tenant, (count, _) in used.items()}
         self._bytes = {tenant: size for tenant, (_, size) in used.items()}
 
-    async def write(self, act: Callable[[sqlite3.Connection], Found]) -> Found:
+    async def write(
+        self, act: Callable[[sqlite3.Connection], Found], *, may_use_reserve: bool = False
+    ) -> Found:
         """Run a function in a transaction, and wait for the disk."""
-        return await asyncio.wrap_future(self._database.write(act))
+        write = self._database.write(act, may_use_reserve=may_use_reserve)
+        return await asyncio.wrap_future(write)
 
     async def read(self, act: Callable[[sqlite3.Connection], Found]) -> Found:
         """Run a function on what is kept."""

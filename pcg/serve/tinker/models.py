@@ -78,7 +78,7 @@ class Models:
             future_records.fail_left(connection)
             samplers.end_left(connection)
 
-        await self._futures.write(end)
+        await self._futures.write(end, may_use_reserve=True)
         found, named = await self._futures.read(read)
         await asyncio.to_thread(self.folders.sweep, named)
         for model in found:
@@ -105,7 +105,7 @@ class Models:
             model_records.change(connection, id, status=CLOSED, state=None)
             future_records.forget_requests(connection, id, 0, last)
 
-        await self._futures.write(act)
+        await self._futures.write(act, may_use_reserve=True)
         if stream.model.state is not None:
             await asyncio.to_thread(self.folders.remove, stream.model.state)
 
@@ -285,7 +285,9 @@ class Models:
 
     async def expire(self) -> None:
         """Remove checkpoints whose time is over."""
-        folders = await self._futures.write(lambda one: checkpoint_records.expire(one, now()))
+        folders = await self._futures.write(
+            lambda one: checkpoint_records.expire(one, now()), may_use_reserve=True
+        )
         for folder in folders:
             await asyncio.to_thread(self.folders.remove, folder)
         if folders:

@@ -28,6 +28,7 @@ from pcg.serve.engine.trainer_orders import (
 )
 from pcg.serve.errors import LOG, ApiError
 from pcg.serve.files.wire import now
+from pcg.serve.store import removals
 from pcg.serve.store.ids import new_key
 from pcg.serve.tinker import checkpoint_records as checkpoints
 from pcg.serve.tinker import future_records, model_records, session_records
@@ -116,8 +117,15 @@ class Operations:
         """Have the engine make a model's trainer, with the state that is kept."""
         name = engine_name(model.tenant, model.id)
         await asyncio.wrap_future(self._client.begin_trainer(name, model.order))
-        if model.state is not None:
+        if model.state is None:
+            return
+        try:
             await self._run(model, TrainLoad(str(self.folders.path(model.state)), optimizer=True))
+        except FinetuneError as error:
+            found = await self._futures.read(lambda one: checkpoints.last(one, model.id))
+            fix = "make another one" if found is None else f"make another one from {found}"
+            what = str(error).partition(";")[0]
+            raise FinetuneError(f"the model cannot go on: {what}; {fix}") from error
 
     async def end(self, model: ModelRecord) -> None:
         """Have the engine free what it has of a model."""
@@ -127,6 +135,7 @@ class Operations:
     async def keep_state(self, model: ModelRecord) -> str:
         """Write a model's state; returns its folder."""
         folder = self.folders.new()
+        await self._futures.write(lambda one: removals.note(one, folder))
         try:
             await self._run(model, TrainSave(str(self.folders.path(folder))))
         except BaseException:

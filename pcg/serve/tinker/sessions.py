@@ -120,13 +120,14 @@ class Sessions:
         def act(connection: sqlite3.Connection) -> list[str]:
             return session_records.forget(connection, before_s, MOST_ENDED)
 
-        return await asyncio.wrap_future(self._database.write(act))
+        return await asyncio.wrap_future(self._database.write(act, may_use_reserve=True))
 
     async def _end(self, record: SessionRecord, status: str) -> None:
         def act(connection: sqlite3.Connection) -> bool:
             return session_records.end(connection, record.id, status)
 
-        is_first = await asyncio.wrap_future(self._database.write(act))
+        write = self._database.write(act, may_use_reserve=True)
+        is_first = await asyncio.wrap_future(write)
         self._open.pop(record.id, None)
         if is_first:
             for tell in self.on_end:

@@ -402,7 +402,7 @@ def test_a_file_that_is_deleted_while_a_job_is_made(
         make(folder, *files)
 
     monkeypatch.setattr(JobFolder, "make", deletes_first)
-    with pytest.raises(openai.NotFoundError, match="deleted meanwhile"):
+    with pytest.raises(openai.NotFoundError, match=f"No such File object: {file}"):
         begin(client, training_file=file)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from pcg.files import SUMS
 from pcg.serve.jobs.folders import JobFolder
 from pcg.serve.store.store import DATABASE
 from tests.support import serving
@@ -44,6 +45,7 @@ def test_a_start_adds_what_a_crash_left_out(
         connection.execute("DELETE FROM job_checkpoints WHERE step > 4")
         connection.execute("DELETE FROM models WHERE name NOT LIKE '%-3'")
     connection.close()
+    (tmp_path / SUMS).unlink()  # as of a server that was killed
     (tmp_path / "jobs" / "ftjob-unknown").mkdir()
     with serving.on_a_port(**own) as server, client_of(server.url) as client:
         again = ended(client, made.id)
@@ -76,6 +78,7 @@ def test_a_job_whose_folder_is_damaged_holds_up_no_other(tmp_path: Path) -> None
     with connection:
         connection.execute("UPDATE jobs SET status = 'queued' WHERE id = ?", (whole,))
     connection.close()
+    (tmp_path / SUMS).unlink()  # as of a server that was killed
     state = tmp_path / "jobs" / damaged / "checkpoints" / "step-99999999" / "trainer_state.json"
     state.parent.mkdir(parents=True)
     state.write_text("{")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sqlite3
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -14,7 +15,8 @@ from pcg.errors import StoreFullError
 from pcg.serve.jobs import runner
 from pcg.serve.tinker import future_records, futures
 from tests.support import serving, tinker_client
-from tests.support.job_client import begin, client_of, ended, steps
+from tests.support.job_client import begin, client_of, ended, steps, text, upload
+from tests.support.small_disk import fill_up, small_disk
 from tests.support.waiting import until
 
 
@@ -114,3 +116,39 @@ def test_samples_that_find_no_room_come_once_there_is_some(
         assert raw.post("asample", json=body).status_code == 200
         until(lambda: bool(found))
     assert found == [("done", None)]
+
+
+def test_a_full_disk_is_emptied_by_its_clients(tmp_path: Path) -> None:
+    """Also behind a start, while all else goes on; new things are kept once there is room."""
+    load = functools.partial(serving.make_executor, adapters=0)
+    with small_disk(tmp_path / "disk", 16 * 1024) as disk:
+        folder, others = disk / "data", disk / "others"
+        for start in range(2):
+            with (
+                tinker_client.server(folder, load) as server,
+                client_of(server.url, tinker_client.KEY) as client,
+            ):
+                if not start:
+                    for name in "abcd":
+                        content = name.encode() * 2**17
+                        client.files.create(file=(name, content), purpose="user_data")
+                    model = ended(client, begin(client, epochs=1).id).fine_tuned_model
+                    said = text(client, model)
+                    fill_up(disk)
+                assert server.service.reads_and_deletes is bool(start)
+                files = {one.filename: one.id for one in client.files.list()}
+                for act in (functools.partial(begin, client), functools.partial(upload, client)):
+                    with pytest.raises(openai.APIStatusError, match="only reads and deletes") as no:
+                        act()
+                    assert no.value.status_code == 507
+                name = "ab"[start]
+                client.files.delete(files[name])
+                fill_up(disk)
+                assert name not in {one.filename for one in client.files.list()}
+                assert client.files.content(files["c"]).content == b"c" * 2**17
+                assert text(client, model) == said
+                if start:
+                    client.models.delete(model)
+                    others.unlink()
+                    until(lambda: server.service.files.store.reserve.restore())
+                    assert client.files.content(upload(client)).content

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -14,9 +13,13 @@ from pathlib import Path
 import pytest
 
 from pcg.errors import ServeError, StoreFullError
+from pcg.files import SUMS
+from pcg.serve.store.database import connect
+from pcg.serve.store.reserve import RESERVE
 from pcg.serve.store.schema import MIGRATIONS
-from pcg.serve.store.store import DATABASE, open_store
-from tests.support.store_writer import put, written
+from pcg.serve.store.store import DATABASE, Store, open_store
+from tests.support.small_disk import fill_up, small_disk
+from tests.support.store_writer import put, writer, written
 
 
 def kept(folder: Path) -> Mapping[str, str]:
@@ -38,11 +41,6 @@ def kept(folder: Path) -> Mapping[str, str]:
         assert there == set(names.values())
         assert not list((folder / "incoming").iterdir())
         return names
-
-
-def writer(folder: Path, most_mib: int = 0) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.support.store_writer", str(folder), str(most_mib)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def test_what_was_acknowledged_survives_kills(tmp_path: Path) -> None:
@@ -132,6 +130,7 @@ def test_folders_that_cannot_be(tmp_path: Path) -> None:
     connection = sqlite3.connect(newer / DATABASE)
     connection.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
     connection.close()
+    (newer / SUMS).unlink()
     with pytest.raises(ServeError, match=f"has schema {len(MIGRATIONS) + 1}, and this pcg knows"):
         open_store(newer).__enter__()
     damaged = tmp_path / "damaged"
@@ -144,14 +143,20 @@ def test_folders_that_cannot_be(tmp_path: Path) -> None:
         open_store(tmp_path / "file" / "below").__enter__()
 
 
-def test_an_older_schema_becomes_the_newest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as older:
-        older.setattr("pcg.serve.store.schema.MIGRATIONS", MIGRATIONS[:1])
-        with open_store(tmp_path) as store:
-            put(store, "old", written(store, b"old")).result()
-    assert set(kept(tmp_path)) == {"old"}
+def test_an_older_schema_becomes_the_newest(tmp_path: Path) -> None:
+    """Its folder has no identity yet, and no checksums."""
+    digest = hashlib.sha256(b"old").hexdigest()
+    connection = connect(tmp_path / DATABASE)
+    for statement in MIGRATIONS[0]:
+        connection.execute(statement)
+    row = ("old", "a", "f", "fine-tune", 3, 0, digest)
+    columns = "id, tenant, filename, purpose, size_bytes, created_s, digest"
+    connection.execute(f"INSERT INTO files ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+    connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    (tmp_path / "files" / digest[:2]).mkdir(parents=True)
+    (tmp_path / "files" / digest[:2] / digest).write_bytes(b"old")
+    assert kept(tmp_path) == {"old": digest}
     connection = sqlite3.connect(tmp_path / DATABASE)
     assert connection.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
     connection.close()
@@ -162,3 +167,67 @@ def test_commits_wait_for_the_disk(tmp_path: Path) -> None:
         connection = store.database._writing
         assert connection.execute("PRAGMA synchronous").fetchone()[0] == 2
         assert connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+
+
+def remove(store: Store, name: str) -> None:
+    """Delete a content as a client does."""
+
+    def act(connection: sqlite3.Connection) -> str:
+        (digest,) = connection.execute("DELETE FROM files WHERE id = ? RETURNING digest", (name,))
+        return str(digest[0])
+
+    digest = store.database.write(act, may_use_reserve=True).result()
+    unnamed = partial(store.contents.remove_unnamed, digest=digest)
+    store.database.write(unnamed, may_use_reserve=True).result()
+
+
+def test_a_full_disk_can_be_emptied(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 8 * 1024) as disk:
+        folder = disk / "data"
+        with open_store(folder) as store:
+            assert store.reserve.is_whole
+            for number in range(8):
+                put(store, f"{number}", written(store, os.urandom(2**16), 4)).result()
+            others = fill_up(disk)
+            incoming = store.contents.begin()
+            with pytest.raises(StoreFullError):
+                incoming.write(b"x" * 2**20)
+            incoming.drop()
+            for number in range(2):
+                remove(store, f"{number}")
+                fill_up(disk)  # by others, at once
+            with pytest.raises(StoreFullError):
+                store.contents.begin()
+        for number in range(2, 6):  # a start has what is left of the reserve
+            with open_store(folder) as store:
+                assert not store.reserve.is_whole
+                with pytest.raises(StoreFullError, match="no room on the disk"):
+                    store.contents.begin()
+                with pytest.raises(StoreFullError):
+                    store.database.write(lambda one: one.execute("SELECT 1")).result()
+                content = hashlib.sha256(b"".join(store.contents.pieces(digest_at(store)))).digest()
+                assert content.hex() == digest_at(store)
+                remove(store, f"{number}")
+                fill_up(disk)
+        others.unlink()
+        with open_store(folder) as store:
+            assert store.reserve.is_whole
+            put(store, "after", written(store, b"y")).result()
+        assert set(kept(folder)) == {"6", "7", "after"}
+
+
+def digest_at(store: Store) -> str:
+    """The digest of a content that is kept."""
+    row = store.database.read(lambda one: one.execute("SELECT digest FROM files").fetchone())
+    return str(row.result()[0])
+
+
+def test_a_disk_that_is_full_and_without_a_reserve(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 8 * 1024) as disk:
+        folder = disk / "data"
+        with open_store(folder) as store:
+            put(store, "a", written(store, b"a")).result()
+        (folder / RESERVE).unlink()
+        fill_up(disk)
+        with pytest.raises(ServeError, match="no room on its disk to begin: make 1 MiB free, then"):
+            open_store(folder).__enter__()

@@ -12,6 +12,7 @@ import tinker
 import torch
 from tinker import types
 
+from pcg.files import SUMS
 from pcg.serve.store.store import DATABASE
 from tests.support import tinker_client
 
@@ -178,6 +179,7 @@ def test_a_loss_outlasts_the_server(tmp_path: Path) -> None:
     # A promise that was not settled when the server ended.
     with sqlite3.connect(tmp_path / DATABASE) as rows:
         rows.execute("UPDATE tinker_futures SET state = 'pending', result = NULL")
+    (tmp_path / SUMS).unlink()
     with tinker_client.server(tmp_path) as served, tinker_client.raw(served.url) as raw:
         assert tinker_client.result(raw, promise) == told
         assert told["loss_id"].startswith("loss-")

@@ -153,7 +153,8 @@ def test_external_weights_are_downloaded_without_a_key_by_their_links_alone(
     path = trained.save_weights_external("for-others").result(60).path
     rest = tinker.RestClient(base_url=f"{served.url}/tinker", api_key=tinker_client.KEY)
     found = rest.get_external_weights_urls(path).result(60)
-    assert sorted(found.urls) == ["adapter_config.json", "adapter_model.safetensors"]
+    names = ["SHA256SUMS", "adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(found.urls) == names
     url = found.urls["adapter_model.safetensors"]
     with urllib.request.urlopen(url, timeout=60) as reply:
         (tmp_path / "a.safetensors").write_bytes(reply.read())

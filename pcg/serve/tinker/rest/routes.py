@@ -9,6 +9,10 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request, Response
 from starlette.responses import FileResponse
 
+from pcg.errors import FinetuneError
+from pcg.files import check_sums
+from pcg.peft.reader import CONFIG
+from pcg.peft.reader import WEIGHTS as ADAPTER_WEIGHTS
 from pcg.serve.errors import ApiError
 from pcg.serve.long_body import LongBodyRoute
 from pcg.serve.security.caller import Caller
@@ -124,7 +128,9 @@ async def delete_checkpoint(
     """Delete a checkpoint."""
     path = _path(run_id, kind, name)
     tinker = service.tinker
-    folder = await tinker.futures.write(lambda one: records.delete(one, path, caller.tenant))
+    folder = await tinker.futures.write(
+        lambda one: records.delete(one, path, caller.tenant), may_use_reserve=True
+    )
     if folder is None:
         raise _missing(path)
     await asyncio.to_thread(tinker.models.folders.remove, folder)
@@ -195,6 +201,10 @@ async def external_weights_urls(
     if kind != EXTERNAL:
         raise ApiError(400, f"{path} is for this server; save it by save_weights_external.")
     folder = tinker.models.folders.path(found.folder)
+    try:
+        await asyncio.to_thread(check_sums, folder, (CONFIG, ADAPTER_WEIGHTS), FinetuneError)
+    except FinetuneError as error:
+        raise tinker.models.folders.without_paths(error) from None
     files = await asyncio.to_thread(lambda: sorted(p for p in folder.iterdir() if p.is_file()))
     base = str(request.base_url).rstrip("/")
     expires = datetime.now(UTC) + timedelta(seconds=LIFE_S)

@@ -76,7 +76,9 @@ class Samplers:
 
     async def _session_ended(self, session: SessionRecord) -> None:
         """Remove the weights that were saved for sampling sessions alone."""
-        folders = await self._tinker.futures.write(lambda one: records.end(one, session.id))
+        folders = await self._tinker.futures.write(
+            lambda one: records.end(one, session.id), may_use_reserve=True
+        )
         for folder in folders:
             await asyncio.to_thread(self._tinker.models.folders.remove, folder)
 

@@ -1,0 +1,289 @@
+"""The check of a data folder that no server has: what is wrong with it, and its repair.
+
+Repair loses nothing without a word: what is damaged, and what no row names, moves to quarantine;
+what rows name comes back from there where it is whole; and a row is removed only if what it names
+is in neither place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from pcg.errors import PcgError, ServeError, StoreError
+from pcg.files import (
+    SUMS,
+    check_sums,
+    drop_files,
+    is_directory,
+    is_file,
+    read_sums,
+    sha256_of,
+    shown_path,
+)
+from pcg.peft.reader import CONFIG, WEIGHTS
+from pcg.runtime.training.checkpoints import OPTIMIZER, STATE, check_checkpoint
+from pcg.serve.store import removals
+from pcg.serve.store.contents import relative
+from pcg.serve.store.database import connect
+from pcg.serve.store.named import named_paths
+from pcg.serve.store.removals import QUARANTINE, to_quarantine
+from pcg.serve.store.store import (
+    DATABASE,
+    IDENTITY,
+    KEPT,
+    LOCK,
+    begin_use,
+    end_use,
+    locked,
+    open_database,
+    write_identity,
+)
+
+_DATA = ("training.jsonl", "validation.jsonl")
+_CHECKPOINT = "checkpoint of a job"
+_FORGET = (
+    "DELETE FROM upload_parts WHERE 'files/' || substr(digest, 1, 2) || '/' || digest = ?1",
+    "DELETE FROM files WHERE 'files/' || substr(digest, 1, 2) || '/' || digest = ?1",
+    "DELETE FROM models WHERE folder = ?1",
+    "DELETE FROM tinker_checkpoints WHERE folder = ?1",
+    "DELETE FROM tinker_samplers WHERE path IS NULL AND folder = ?1",
+    "UPDATE tinker_models SET state = NULL, status = 'closed' WHERE state = ?1",
+    "UPDATE jobs SET status = 'failed', finished_s = ?2, error = ?3 WHERE 'jobs/' || id = ?1 "
+    "AND finished_s IS NULL",
+)
+_LOST = {"code": "data_lost", "message": "the job's folder was lost; make it again", "param": None}
+
+
+def check_folder(given: Path, say: Callable[[str], None], *, repairs: bool) -> int:
+    """Compare a data folder with itself, and repair it if that is wanted.
+
+    Args:
+        say: takes a line for each thing that is wrong, or was and is repaired.
+    Returns:
+        The number of things that are wrong and were not repaired.
+    Raises:
+        ServeError: it is no data folder, a server has it, or a newer pcg wrote it.
+    """
+    if not is_directory(given):
+        raise ServeError(f"{shown_path(given)} is no folder; give that of a server's --data-dir")
+    if not any((given / name).exists() for name in (LOCK, DATABASE, IDENTITY, *KEPT)):
+        raise ServeError(f"{shown_path(given)} has no {DATABASE}; give the folder of --data-dir")
+    with locked(given) as (folder, _):
+        try:
+            connection = open_database(folder, is_checked=False)
+        except (PcgError, sqlite3.Error) as error:
+            if not repairs:
+                say(f"{error}")
+                return 1
+            connection = _repaired_database(folder, error, say)
+        with contextlib.closing(connection):
+            if repairs:
+                begin_use(connection, folder)
+            try:
+                wrong = _check(connection, folder, say, repairs=repairs)
+            except sqlite3.OperationalError as error:  # it has none of the newer tables
+                raise ServeError(
+                    f"{shown_path(folder / DATABASE)} is of another pcg ({error}): serve it once "
+                    "with this one, or run --repair"
+                ) from error
+        end_use(folder)
+        return wrong
+
+
+def _repaired_database(
+    folder: Path, error: Exception, say: Callable[[str], None]
+) -> sqlite3.Connection:
+    """Open a database that a server refuses, or a new one; what cannot be read is in quarantine."""
+    say(f"{error}")
+    (folder / SUMS).unlink(missing_ok=True)
+    path = folder / DATABASE
+    try:
+        connection = connect(path)
+        (state,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_schema")}
+        if state != "ok" or "files" not in tables:
+            connection.close()
+            raise sqlite3.DatabaseError(state)
+    except sqlite3.Error:
+        for one in (path, path.with_name(f"{DATABASE}-wal"), path.with_name(f"{DATABASE}-shm")):
+            if is_file(one):
+                place = to_quarantine(folder, one)
+                say(f"  moved to {place.relative_to(folder)}")
+        (folder / IDENTITY).unlink(missing_ok=True)
+        say("  a new database begins; what is in the folder goes to quarantine")
+        return connect(path)
+    row = None
+    if "identity" in tables:
+        row = connection.execute("SELECT id FROM identity").fetchone()
+    if row is not None:
+        write_identity(folder, row["id"])
+    say("  the database is whole, and the folder has its id now")
+    return connection
+
+
+def _check(
+    connection: sqlite3.Connection, folder: Path, say: Callable[[str], None], *, repairs: bool
+) -> int:
+    """Compare what rows name with what is there; returns how much stays wrong."""
+    named = named_paths(connection)
+    wrong = _check_named(connection, folder, named, say, repairs=repairs)
+    wrong += _check_data(connection, folder, say, repairs=repairs)
+    wrong += _check_checkpoints(connection, folder, named, say, repairs=repairs)
+    unnamed = _unnamed(connection, folder, named)
+    for path in unnamed:
+        say(f"{path.relative_to(folder)} is named by no row")
+        if repairs:
+            say(f"  moved to {to_quarantine(folder, path).relative_to(folder)}")
+    return wrong + (0 if repairs else len(unnamed))
+
+
+def _check_named(
+    connection: sqlite3.Connection,
+    folder: Path,
+    named: Mapping[str, str],
+    say: Callable[[str], None],
+    *,
+    repairs: bool,
+) -> int:
+    wrong = 0
+    for path, what in named.items():
+        place = folder / path
+        problem = _problem(place, what)
+        if problem is None:
+            continue
+        say(f"{what}: {problem}")
+        wrong += not repairs
+        if not repairs:
+            continue
+        if place.exists():
+            say(f"  moved to {to_quarantine(folder, place).relative_to(folder)}")
+        found = next((p for p in _in_quarantine(folder, path) if _problem(p, what) is None), None)
+        if found is None:
+            _forget(connection, path)
+            say(f"  forgotten: {what}")
+        else:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            found.rename(place)
+            say(f"  put back from {found.relative_to(folder)}")
+    return wrong
+
+
+def _check_checkpoints(
+    connection: sqlite3.Connection,
+    folder: Path,
+    named: Mapping[str, str],
+    say: Callable[[str], None],
+    *,
+    repairs: bool,
+) -> int:
+    wrong = 0
+    for path in _checkpoints(connection, folder):
+        problem = _problem(path, _CHECKPOINT)
+        if problem is None:
+            continue
+        say(f"{_CHECKPOINT}: {problem}")
+        wrong += not repairs
+        if repairs:
+            for one in _of_training(path) if str(path.relative_to(folder)) in named else (path,):
+                say(f"  moved to {to_quarantine(folder, one).relative_to(folder)}")
+            drop_files(path, (STATE, OPTIMIZER))
+            say("  the job goes on from the one before")
+    return wrong
+
+
+def _forget(connection: sqlite3.Connection, path: str) -> None:
+    """Remove the rows that name a path which is lost, and fail the job that it is of."""
+    for statement in _FORGET:
+        values = (path, int(time.time()), json.dumps(_LOST))
+        connection.execute(statement, values[: 3 if "?2" in statement else 1])
+
+
+def _check_data(
+    connection: sqlite3.Connection, folder: Path, say: Callable[[str], None], *, repairs: bool
+) -> int:
+    """Compare the data of jobs that are not over with what they were made of; as `_check`."""
+    wrong = 0
+    jobs = connection.execute(
+        "SELECT job, group_concat(digest) FROM (SELECT job, digest FROM job_data JOIN jobs "
+        "ON jobs.id = job WHERE finished_s IS NULL ORDER BY job_data.rowid) GROUP BY job"
+    ).fetchall()
+    for id, digests in jobs:
+        place = folder / "jobs" / id
+        for name, digest in zip(_DATA, digests.split(","), strict=False):
+            path = place / name
+            if not place.exists() or (is_file(path) and sha256_of(path) == digest):
+                continue
+            say(f"job {id}: {path.name} is not what the job was made with")
+            content = folder / relative(digest)
+            if not repairs:
+                wrong += 1
+                continue
+            if path.exists():
+                say(f"  moved to {to_quarantine(folder, path).relative_to(folder)}")
+            if _problem(content, "file") is None:
+                os.link(content, path)
+                say(f"  put back from {content.relative_to(folder)}")
+            else:
+                _forget(connection, f"jobs/{id}")
+                say("  the job has failed")
+    return wrong
+
+
+def _problem(path: Path, what: str) -> str | None:
+    """Return what is wrong with a content, an adapter, a state or a checkpoint; None if nothing."""
+    if not path.exists():
+        return f"{path.parent.name}/{path.name} is missing"
+    if path.is_dir():
+        try:
+            if what == _CHECKPOINT or what.startswith("state of") or "/weights/" in what:
+                check_checkpoint(path)
+            elif not what.startswith("job "):
+                check_sums(path, (CONFIG, WEIGHTS), StoreError)
+        except PcgError as error:
+            return str(error).partition(";")[0]
+    elif sha256_of(path) != path.name.partition(".")[0]:
+        return f"{path.parent.name}/{path.name} is damaged: its SHA-256 is not its name"
+    return None
+
+
+def _in_quarantine(folder: Path, path: str) -> Iterator[Path]:
+    """Yield what was moved from a path, the newest first."""
+    place = Path(path)
+    for day in sorted((folder / QUARANTINE).glob("*"), reverse=True):
+        yield from sorted((day / place.parent).glob(f"{place.name}*"), reverse=True)
+
+
+def _checkpoints(connection: sqlite3.Connection, folder: Path) -> list[Path]:
+    """Return the checkpoints of jobs that are not over."""
+    jobs = connection.execute("SELECT id FROM jobs WHERE finished_s IS NULL")
+    found = ((folder / "jobs" / id / "checkpoints").glob("step-*") for (id,) in jobs)
+    return sorted(path for paths in found for path in paths if _has_state(path))
+
+
+def _has_state(path: Path) -> bool:
+    """Return whether a job may go on from a folder, or could before it was damaged."""
+    try:
+        return is_file(path / STATE) or STATE in (read_sums(path, StoreError) or {})
+    except StoreError:
+        return True
+
+
+def _of_training(path: Path) -> list[Path]:
+    """Return what a checkpoint has beside the adapter, which is served and is whole."""
+    return [one for one in path.iterdir() if one.name not in (CONFIG, WEIGHTS, SUMS)]
+
+
+def _unnamed(connection: sqlite3.Connection, folder: Path, named: dict[str, str]) -> list[Path]:
+    """Return contents and folders that no row names, and no record tells of as removed."""
+    known = {*named, *removals.recorded(connection)}
+    known |= {f"jobs/{id}" for (id,) in connection.execute("SELECT id FROM jobs")}
+    known |= {f"jobs/{job}" for (job,) in connection.execute("SELECT job FROM job_folders")}
+    known |= {"/".join(path.split("/")[:2]) for path in named if path.startswith("jobs/")}
+    there = [*folder.glob("files/*/*"), *folder.glob("jobs/*"), *folder.glob("tinker/*")]
+    return sorted(path for path in there if str(path.relative_to(folder)) not in known)

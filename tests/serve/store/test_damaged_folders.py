@@ -1,0 +1,211 @@
+"""A data folder that was damaged: everything is what it was, or an error that names the file.
+
+Long because each file of a folder with files, uploads, jobs and Tinker's models is damaged in turn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import openai
+import pytest
+import tinker
+
+from pcg.errors import PcgError, ServeError
+from pcg.files import sha256_of
+from pcg.peft.reader import read_adapter
+from pcg.peft.writer import digest_of
+from pcg.runtime.training.checkpoints import CheckpointStore, last_good
+from pcg.serve.jobs.folders import JobFolder
+from pcg.serve.store import holdings
+from pcg.serve.store.check import check_folder
+from pcg.serve.store.named import named_paths
+from pcg.serve.store.store import Store, open_store
+from tests.support import tinker_client
+from tests.support.damage import damage, damages
+from tests.support.job_client import begin, client_of, ended, events, steps, text, upload
+from tests.support.waiting import until
+
+OWN = re.compile(
+    r"lock|reserve|(.*/)?SHA256SUMS|identity.json|pcg.sqlite.*|.*/record/.*|tinker_runs/.*"
+)
+"""Files that hold nothing of a tenant's but rows, and records, which have no checksums."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that a server filled: files, a job that is over, a paused one, a Tinker model."""
+    folder = tmp_path_factory.mktemp("made") / "data"
+    with (
+        tinker_client.server(folder) as server,
+        client_of(server.url, tinker_client.KEY) as client,
+        tinker_client.client(server.url) as service,
+    ):
+        for number in range(3):
+            content = f"content {number}\n".encode() * 40
+            client.files.create(file=(f"{number}.txt", content), purpose="fine-tune")
+        pending = client.uploads.create(
+            bytes=8, filename="part", mime_type="text/plain", purpose="user_data"
+        )
+        client.uploads.parts.create(pending.id, data=b"part")
+        over = begin(client, epochs=2)
+        paused = begin(client, epochs=400, own={"save_every": 2}, training_file=upload(client))
+        assert ended(client, over.id).status == "succeeded"
+        checkpoints = folder / "jobs" / paused.id / "checkpoints"
+        until(lambda: len(list(checkpoints.glob("step-*"))) >= 2)
+        client.fine_tuning.jobs.pause(paused.id)
+        trained = service.create_lora_training_client(
+            base_model=tinker_client.MODEL, rank=2, seed=0
+        ).result(60)
+        trained.save_state("whole").result(60)
+        trained.save_weights_for_sampler("sampler").result(60)
+        until(lambda: not server.service.jobs._running)
+    return folder
+
+
+def content_of(store: Store, path: str, what: str) -> str:
+    """What a named path holds, as its readers see it."""
+    place = store.folder / path
+    if path.startswith("files/"):
+        return hashlib.sha256(b"".join(store.contents.pieces(place.name))).hexdigest()
+    if path.startswith("jobs/") and path.count("/") == 1:
+        folder = JobFolder(store.folder, place.name)
+        digests = store.database.read(lambda one: holdings.data(one, place.name)).result()
+        folder.check_data(digests)
+        checkpoints = CheckpointStore(folder.checkpoints)
+        found, _ = last_good(checkpoints.candidates(), lambda one: checkpoints.load(one, "a"))
+        return f"goes on from {found.name}"
+    if what.startswith("state of") or "/weights/" in what:
+        return digest_of(CheckpointStore(place.parent).load(place, "a").adapter)
+    return digest_of(read_adapter(place, "a"))
+
+
+def outcomes(folder: Path) -> dict[str, str]:
+    """What each path that a row names holds, or the error of who reads it; or that of the start."""
+    found = {}
+    try:
+        with open_store(folder) as store:
+            named = store.database.read(named_paths).result()
+            for path, what in named.items():
+                try:
+                    found[path] = content_of(store, path, what)
+                except PcgError as error:
+                    found[path] = f"error: {error}"
+    except ServeError as error:
+        return {"": f"error: {error}"}
+    return found
+
+
+def held(folder: Path) -> Counter[str]:
+    """The contents in a folder that are somebody's, wherever they are."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return Counter(sha256_of(p) for p in files if not OWN.fullmatch(str(p.relative_to(folder))))
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file())
+
+
+@pytest.fixture(scope="module")
+def expected(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    found = outcomes(shutil.copytree(made, tmp_path_factory.mktemp("whole") / "data"))
+    assert len(found) >= 9
+    assert not any(text.startswith("error") for text in found.values())
+    return found
+
+
+def check_damaged(
+    made: Path, expected: Mapping[str, str], folder: Path, one: tuple[str, str, int]
+) -> None:
+    """Damage a file of a copy: nothing else is lost, nothing is wrong, and repair opens it."""
+    shutil.copytree(made, folder)
+    file, how, place = one
+    before = held(folder) - Counter({sha256_of(folder / file): 1})
+    damage(folder / file, how, place)
+    said: list[str] = []
+    wrong = check_folder(folder, said.append, repairs=False)
+    found = outcomes(folder)
+    assert not before - held(folder), one
+    assert found.keys() in ({""}, expected.keys()), one
+    earlier = {f"goes on from {path.name}" for path in made.glob("jobs/*/checkpoints/step-*")}
+    for path, told in found.items():
+        if not told.startswith("error"):
+            assert told == expected[path] or told in earlier, (one, told)
+        elif path:
+            assert Path(file).name in told, (one, told)
+        else:
+            assert "pcg data check" in told, (one, told)
+    assert wrong or found == expected, (one, said)
+    check_folder(folder, said.append, repairs=True)
+    assert not before - held(folder), (one, said)
+    assert check_folder(folder, said.append, repairs=False) == 0, (one, said)
+    assert not any(text.startswith("error") for text in outcomes(folder).values()), (one, said)
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 5))]
+)
+def test_no_damage_is_silent_or_spreads(
+    made: Path, expected: Mapping[str, str], tmp_path: Path, seed: int
+) -> None:
+    files = [file for file in files_of(made) if not re.search("/record/|tinker_runs/", file)]
+    for number, one in enumerate(damages(made, files, seed)):
+        if seed or number % 5 == 0:
+            check_damaged(made, expected, tmp_path / "data", one)
+            shutil.rmtree(tmp_path / "data")
+
+
+def test_a_server_tells_of_damage_and_others_go_on(made: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(made, tmp_path / "data")
+    kept = {path.read_bytes(): path for path in folder.glob("files/*/*")}
+    flipped, gone = (kept[f"content {number}\n".encode() * 40] for number in range(2))
+    damage(flipped, "flip", 77)
+    damage(gone, "gone", 0)
+    (model,) = folder.glob("jobs/*/model")
+    damage(model / "adapter_model.safetensors", "flip", 9999)
+    newest = max(folder.glob("jobs/*/checkpoints/step-*/optimizer.safetensors"))
+    damage(newest, "flip", 9999)
+    damage(newest.parents[1] / "latest", "gone", 0)
+    (state,) = folder.glob("tinker/*/trainer_state.json")
+    damage(state, "cut", 100)
+    with (
+        tinker_client.server(folder) as server,
+        client_of(server.url, tinker_client.KEY) as client,
+        tinker_client.client(server.url) as service,
+    ):
+        files = {one.filename: one.id for one in client.files.list()}
+        for name, path in (("0.txt", flipped), ("1.txt", gone)):
+            with pytest.raises(
+                openai.InternalServerError, match=f"{path.name} is damaged"
+            ) as error:
+                client.files.content(files[name])
+            assert error.value.code == "storage_damaged"
+            with pytest.raises(openai.InternalServerError, match="from a copy, or upload it again"):
+                begin(client, training_file=files[name])
+            client.files.delete(files[name])
+        assert client.files.content(files["2.txt"]).content == b"content 2\n" * 40
+        over = next(job for job in client.fine_tuning.jobs.list() if job.fine_tuned_model)
+        with pytest.raises(openai.BadRequestError, match=r"model.safetensors is damaged: the SHA"):
+            text(client, str(over.fine_tuned_model))
+        checkpoints = list(client.fine_tuning.jobs.checkpoints.list(over.id))
+        assert text(client, checkpoints[1].fine_tuned_model_checkpoint)
+        paused = newest.parents[2].name
+        client.fine_tuning.jobs.resume(paused)
+        until(lambda: client.fine_tuning.jobs.retrieve(paused).status == "running")
+        begun = [one.message for one in events(client, paused) if "goes on" in one.message]
+        assert f"{newest.parent.name}/optimizer.safetensors is damaged" in begun[-1]
+        step = int(re.findall(r"goes on behind step (\d+);", begun[-1])[0])
+        assert 0 < step < int(newest.parent.name.removeprefix("step-"))
+        seen = len(steps(client, paused))
+        until(lambda: len(steps(client, paused)) > seen)
+        client.fine_tuning.jobs.cancel(paused)
+        row = "SELECT path FROM tinker_checkpoints WHERE kind = 'weights'"
+        read = server.service.files.store.database.read
+        (path,) = read(lambda one: one.execute(row).fetchone()).result()
+        with pytest.raises(tinker.RequestFailedError, match=r"trainer_state.json is damaged"):
+            service.create_training_client_from_state(path).result(60)

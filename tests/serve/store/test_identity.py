@@ -1,0 +1,161 @@
+"""What is in a data folder belongs together: absence refuses a start, and removes nothing."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pcg.errors import ServeError
+from pcg.files import SUMS
+from pcg.serve.store.removals import QUARANTINE
+from pcg.serve.store.store import DATABASE, IDENTITY, open_store
+from tests.support.command_line import assert_one_error, output_of, run
+from tests.support.store_writer import put, writer, written
+
+
+def fill(folder: Path, *names: str) -> list[str]:
+    """Keep a content under each name; returns the digests."""
+    with open_store(folder) as store:
+        return [put(store, name, written(store, name.encode())).result() for name in names]
+
+
+def contents(folder: Path) -> set[str]:
+    """The contents of a folder, wherever they are."""
+    return {path.name for path in folder.rglob("*") if len(path.name) == 64}
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def without_tables(path: Path) -> None:
+    path.unlink()
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version = 1")
+    connection.close()
+
+
+@pytest.mark.parametrize("how", [Path.unlink, empty, without_tables])
+@pytest.mark.parametrize("has_sums", [True, False])
+@pytest.mark.parametrize("has_identity", [True, False])
+def test_contents_without_a_database(
+    tmp_path: Path, how: Callable[[Path], None], has_sums: bool, has_identity: bool
+) -> None:
+    digests = set(fill(tmp_path, "a", "b"))
+    how(tmp_path / DATABASE)
+    if not has_sums:
+        (tmp_path / SUMS).unlink()
+    if not has_identity:
+        (tmp_path / IDENTITY).unlink()
+    for _ in range(2):
+        with pytest.raises(ServeError, match=r"pcg.sqlite.*from a copy, or run `pcg data check "):
+            open_store(tmp_path).__enter__()
+        assert contents(tmp_path) == digests
+    said = output_of("data", "check", tmp_path, "--repair")
+    assert "a new database begins" in said
+    assert contents(tmp_path) == digests  # in quarantine
+    with open_store(tmp_path):
+        assert not list(tmp_path.glob("files/*/*"))
+    assert contents(tmp_path / QUARANTINE) == digests
+
+
+def test_a_database_without_its_contents(tmp_path: Path) -> None:
+    digests = fill(tmp_path, "a", "b")
+    shutil.move(tmp_path / "files", tmp_path.with_name("elsewhere"))
+    with pytest.raises(ServeError, match=r"names what was in files/, and none of it is there; br"):
+        open_store(tmp_path).__enter__()
+    shutil.move(tmp_path.with_name("elsewhere"), tmp_path / "files")
+    fill(tmp_path, "c")
+    assert digests[0] in contents(tmp_path)
+
+
+def test_a_part_of_the_contents_is_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    digests = fill(tmp_path, "a", "b")
+    (tmp_path / "files" / digests[0][:2] / digests[0]).unlink()
+    fill(tmp_path, "c")
+    assert "1 paths that pcg.sqlite names are missing; `pcg data check" in caplog.text
+
+
+def test_another_folders_database_or_identity(tmp_path: Path) -> None:
+    digests = set(fill(tmp_path / "one", "a")) | set(fill(tmp_path / "other", "b"))
+    for name in (DATABASE, SUMS):
+        shutil.copy(tmp_path / "other" / name, tmp_path / "one" / name)
+    with pytest.raises(ServeError, match=r"identity.json has the id \w{32}, and pcg.sqlite is of "):
+        open_store(tmp_path / "one").__enter__()
+    shutil.copy(tmp_path / "other" / IDENTITY, tmp_path / "one" / IDENTITY)
+    with pytest.raises(ServeError, match="none of it is there"):
+        open_store(tmp_path / "one").__enter__()
+    assert contents(tmp_path) == digests
+    (tmp_path / "other" / IDENTITY).unlink()
+    with pytest.raises(ServeError, match=r"identity.json cannot be read: No such file"):
+        open_store(tmp_path / "other").__enter__()
+
+
+def test_what_no_row_names_moves_to_quarantine_and_comes_back(tmp_path: Path) -> None:
+    """A database from a copy that is older than the contents."""
+    digests = fill(tmp_path, "a")
+    shutil.copytree(tmp_path, tmp_path.with_name("copy"))
+    digests += fill(tmp_path, "b", "c")
+    newer = tmp_path.with_name("newer")
+    shutil.copytree(tmp_path, newer)
+    for name in (DATABASE, SUMS):
+        shutil.copy(tmp_path.with_name("copy") / name, tmp_path / name)
+    fill(tmp_path)
+    assert contents(tmp_path / "files") == set(digests[:1])
+    assert contents(tmp_path / QUARANTINE) == set(digests[1:])
+    for name in (DATABASE, SUMS):
+        shutil.copy(newer / name, tmp_path / name)
+    assert run("data", "check", tmp_path).exit_code == 1
+    said = output_of("data", "check", tmp_path, "--repair")
+    assert said.count("put back from quarantine/") == 2
+    assert contents(tmp_path / "files") == set(digests)
+    assert "is whole" in output_of("data", "check", tmp_path)
+
+
+def test_a_crash_before_a_deletion_ended_deletes_and_keeps_nothing_else(tmp_path: Path) -> None:
+    digests = fill(tmp_path, "a", "b")
+    with open_store(tmp_path) as store:
+        delete = "DELETE FROM files WHERE id = 'a'"
+        store.database.write(lambda one: one.execute(delete)).result()
+    fill(tmp_path)
+    assert contents(tmp_path) == set(digests[1:])
+    with open_store(tmp_path) as store:
+        rows = store.database.read(lambda one: one.execute("SELECT * FROM removed").fetchall())
+        assert not rows.result()  # what they told of is gone
+
+
+def test_the_log_of_a_killed_server_is_gone(tmp_path: Path) -> None:
+    with writer(tmp_path) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.kill()
+    log = tmp_path / f"{DATABASE}-wal"
+    log.rename(tmp_path / "elsewhere")
+    with pytest.raises(ServeError, match=r"pcg.sqlite-wal is not there, and its server was killed"):
+        open_store(tmp_path).__enter__()
+    (tmp_path / "elsewhere").rename(log)
+    run("data", "check", tmp_path)
+    fill(tmp_path)  # the check has closed the database in order
+
+
+def test_a_flipped_bit_of_the_database(tmp_path: Path) -> None:
+    """In a text, which SQLite does not notice."""
+    fill(tmp_path, "a-name-of-a-file")
+    path = tmp_path / DATABASE
+    path.write_bytes(path.read_bytes().replace(b"a-name-of-a-file", b"b-name-of-a-file"))
+    with pytest.raises(ServeError, match=r"pcg.sqlite is damaged: the SHA-256 of its \d+ bytes is"):
+        open_store(tmp_path).__enter__()
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    assert_one_error(run("data", "check", tmp_path / "none"), "is no folder; give that of")
+    assert_one_error(run("data", "check", tmp_path), "has no pcg.sqlite; give the folder of")
+    assert not list(tmp_path.iterdir())
+    with open_store(tmp_path / "used"):
+        assert_one_error(run("data", "check", tmp_path / "used"), "another server, process")
