@@ -70,7 +70,8 @@ def serve_command(
 
     files = partial(files_of, model, place)
     engine = partial(process_client, load, degree=ranks)
-    if not serve(options, engine, say, files=files, listener=listener):
+    restarts = options.restart and ranks > 1
+    if not serve(options, engine, say, files=files, listener=listener, restarts=restarts):
         raise typer.Exit(1)
 
 

@@ -46,6 +46,9 @@ class ServeOptions:
         max_model_len: the most tokens of a prompt and its output; the model's positions by default.
         max_num_seqs: the most sequences at once.
         max_num_batched_tokens: the most tokens of a step.
+        prompt_stretch: how many times as long as a step that only decodes prompts may make it where
+            no `tpot_slo_ms` is promised: a stream's gap beside somebody's long prompt; inf for no
+            bound.
         max_logprobs: the most likeliest tokens that a request may ask for in each place.
         logprobs_mode: the distribution that logprobs of outputs are of: the model's own, or the one
             that the token was drawn from, behind temperature, penalties, masks and filters.
@@ -80,6 +83,8 @@ class ServeOptions:
         max_body_mib: the most bytes of a request, MiB. The elements of a body are bounded, too
             (docs/serving.md).
         stream_timeout_s: time after which a stream that its client does not read is ended, s.
+        restart: where several ranks serve a model and one of them ends, start all again and go on
+            with jobs by their checkpoints; requests that run then fail.
         shutdown_timeout_s: time that running requests have to end after SIGTERM, s.
         max_file_mib: the most bytes of a file that is kept, MiB.
         tenant_files: the most files that a tenant keeps, with its uploads that are under way.
@@ -121,6 +126,7 @@ class ServeOptions:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 4096
+    prompt_stretch: float = 10.0
     max_logprobs: int = 20
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     generation_config: str = "auto"
@@ -142,6 +148,7 @@ class ServeOptions:
     otlp_traces_endpoint: str | None = None
     max_body_mib: float = 4.0
     stream_timeout_s: float = 60.0
+    restart: bool = True
     shutdown_timeout_s: float = 30.0
     max_file_mib: float = 512.0
     tenant_files: int = 1000
@@ -200,6 +207,8 @@ class ServeOptions:
             value = getattr(self, name)
             if value is not None and not 0 < value < _MOST:
                 raise ServeError(f"{name}={value}; use a number above 0")
+        if not self.prompt_stretch > 1:
+            raise ServeError(f"prompt_stretch={self.prompt_stretch}; use a number above 1, or inf")
         if self.max_logprobs < 0:
             raise ServeError(f"max_logprobs={self.max_logprobs}; use at least 0")
         if self.warm_jobs and not self.warm_up:
@@ -243,6 +252,7 @@ class ServeOptions:
             Limits(
                 running=self.max_num_seqs,
                 tokens=self.max_num_batched_tokens,
+                prompt_stretch=self.prompt_stretch,
                 logprobs=self.max_logprobs,
                 lora_rank=self.max_lora_rank,
                 ttft_slo_s=_seconds(self.ttft_slo_ms),

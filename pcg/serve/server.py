@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ end of the `with`."""
 
 _CLOSING_S = 5
 """Time that connections have to send the ends of replies, seconds."""
+LEAST_S = 10.0
+"""An engine that ended sooner is not started again, as the next would end, too."""
 _IDLE_S = 75
 """Time that connections are kept between requests, seconds.
 
@@ -67,6 +70,7 @@ def serve(
     ready: Callable[[Server], None] = lambda _: None,
     files: Callable[[], Path | None] = lambda: None,
     listener: Listener | None = None,
+    restarts: bool = False,
 ) -> bool:
     """Serve until a signal, and end in order; the garbage collector may rest until it serves.
 
@@ -76,6 +80,7 @@ def serve(
         ready: is called with the server when it takes requests.
         files: finds the directory of the model's files; None where it has none.
         listener: the socket; it is closed in the end. By default it is made of the options.
+        restarts: whether to open another engine where one ends by an error, on the same socket.
     Returns:
         True if all that was begun ended, or was given up in time.
     Raises:
@@ -91,35 +96,45 @@ def serve(
         _check_given_files(options)
         if listener is None:
             listener = stack.enter_context(contextlib.closing(Listener(options)))
-        data_dir = options.data_dir
-        store = None if data_dir is None else stack.enter_context(open_store(data_dir))
         allow_connections()
         directory = files()
         generation = read_generation_config(options.generation_config, directory)
         split = None if options.split_port is None else SplitAccess(keys, directory)
-        with engine(options, keys.tenants, split) as client:
-            if store is not None:
-                check_base(store, client.facts)
-            service = Service(client, keys, options, generation, store)
-            text = announcement(service, listener.url, made_key)
-            reread = partial(_reread, options, directory, reads_keys=made_key is None)
 
-            def begun(server: Server) -> None:
-                ready(server)
-                if hangups:
-                    server.reload()
+        def run() -> tuple[Server, bool]:
+            data_dir = options.data_dir
+            opened = contextlib.nullcontext() if data_dir is None else open_store(data_dir)
+            with opened as store, engine(options, keys.tenants, split) as client:
+                if store is not None:
+                    check_base(store, client.facts)
+                service = Service(client, keys, options, generation, store)
+                text = announcement(service, listener.url, made_key)
+                reread = partial(_reread, options, directory, reads_keys=made_key is None)
 
-            server = Server(service, text, reread, say, begun)
-            # What is loaded stays: full collections need not go through it.
-            gc.collect()
-            gc.freeze()
-            gc.enable()
-            try:
-                server.run([listener.take()])
-            finally:
-                gc.unfreeze()
-                service.close()
-            return not server.force_exit and client.ended is None
+                def begun(server: Server) -> None:
+                    ready(server)
+                    if hangups:
+                        server.reload()
+
+                server = Server(service, text, reread, say, begun)
+                # What is loaded stays: full collections need not go through it.
+                gc.collect()
+                gc.freeze()
+                gc.enable()
+                try:
+                    server.run([listener.take().dup()])  # which closes what it has
+                finally:
+                    gc.unfreeze()
+                    service.close()
+                return server, client.ended is not None
+
+        while True:
+            began_s = time.monotonic()
+            server, is_lost = run()
+            is_over = server.is_stopping or not (restarts and is_lost)
+            if is_over or time.monotonic() - began_s < LEAST_S:
+                return not (server.force_exit or is_lost)
+            say("The engine starts again.")
 
 
 @dataclass(frozen=True)
@@ -240,6 +255,11 @@ class Server(uvicorn.Server):
         self.service.begin()
         self._say(self._text)
         self._ready(self)
+
+    @property
+    def is_stopping(self) -> bool:
+        """True once it drains."""
+        return self._drained is not None
 
     def drain(self) -> None:
         """Take nothing new, and end once nothing is left; from any thread, the second time now."""

@@ -94,6 +94,10 @@ class ProfiledDevice:
         self._profile = profile
 
     @property
+    def layers(self) -> int:
+        return self._device.layers
+
+    @property
     def late(self) -> Mapping[str, int]:
         return self._device.late
 

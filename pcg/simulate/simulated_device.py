@@ -105,6 +105,10 @@ class SimulatedDevice:
         return sequence
 
     @property
+    def layers(self) -> int:
+        return self._costs.layers
+
+    @property
     def late(self) -> dict[str, int]:
         """Nothing: a simulated device compiles nothing."""
         return {}

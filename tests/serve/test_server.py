@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import ssl
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any, NoReturn
 
 import httpx2
@@ -19,6 +21,7 @@ import pytest
 from pcg.errors import PcgError, ServeError
 from pcg.keys import digest_of
 from pcg.runtime.executor import Executor
+from pcg.serve import server
 from pcg.serve.engine.local import local_client
 from pcg.serve.listening import Listener, check_certificate, listen, url_of
 from pcg.serve.options import ServeOptions
@@ -266,3 +269,39 @@ def test_urls() -> None:
 def test_options_out_of_range(field: str, value: float) -> None:
     with pytest.raises(ServeError, match=field):
         ServeOptions(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_a_server_whose_engine_ends_opens_another_one(
+    restarts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the same port, with the same key; a drain ends it for good."""
+    monkeypatch.setattr(server, "LEAST_S", 0.0)
+    executor, said, texts = serving.make_executor(), [], []
+
+    def ready(running: server.Server) -> None:
+        Thread(target=use, args=(running,)).start()
+
+    def use(running: server.Server) -> None:
+        url = url_of(running.servers[0].sockets[0], is_secure=False)
+        with httpx2.Client(base_url=url, headers=serving.HEADERS, timeout=60) as client:
+            body = {"model": serving.MODEL, "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
+            texts.append((url, client.post("/v1/completions", json=body).json()["choices"]))
+        if len(texts) == 1:
+            running.service.client.engine.call(broken)
+        else:
+            running.drain()
+
+    def broken() -> None:
+        raise SystemExit("broken on purpose")  # nothing that a call may raise
+
+    @contextlib.contextmanager
+    def engine(*given: Any) -> Iterator[Any]:
+        with local_client(lambda: executor, *given) as client:
+            yield client
+
+    options = ServeOptions(**serving.OPTIONS)
+    assert server.serve(options, engine, said.append, ready, restarts=restarts) is restarts
+    assert len(texts) == 1 + restarts
+    assert texts[0] == texts[-1]
+    assert ("The engine starts again." in said) is restarts

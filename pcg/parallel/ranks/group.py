@@ -213,11 +213,10 @@ class ProcessRanks(Ranks):
         try:
             yield
         except RuntimeError as error:
-            reason = str(error).strip().partition("\n")[0]
             raise RankLostError(
                 f"{self._lost()} of {self._total} ended, or waits for something else, while rank "
                 f"{self._numbers[self.rank]} was in {what} with it; its own message says why. All "
-                f"ranks have to start again ({reason})"
+                "ranks have to start again"
             ) from error
 
     def _lost(self) -> str:

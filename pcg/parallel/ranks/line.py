@@ -97,7 +97,7 @@ class Line:
         except RuntimeError as error:
             raise ParallelError(
                 f"the process that started the {self.size} ranks, or rank 0, is gone; all ranks "
-                f"have to start again ({str(error).partition(chr(10))[0]})"
+                "have to start again"
             ) from error
         return None
 

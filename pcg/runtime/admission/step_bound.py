@@ -127,4 +127,5 @@ class StepBound:
 
     def _cost_s(self, sequence: Sequence, tokens: int) -> float:
         keys = keys_of(tokens, sequence.cached)
-        return self._token_s * tokens + self._key_s * keys + self._row_s
+        read_s = self._forward.read_s * (sequence.cached + tokens)
+        return self._token_s * tokens + self._key_s * keys + read_s + self._row_s

@@ -9,7 +9,8 @@ On a GPU, steps of 64 and 512 tokens tell two lines, t(n) for few and for many t
 at the knee. A layer's forward is estimated as its share, and its backward as that of twice the
 forward, which has half its products; a token's loss as twice a row's part of the logits of many,
 where a row costs what it computes; and the loss's constant as the first row, for which the head's
-weights are read.
+weights are read. A key that a sequence reads once is supposed to take as long as one that a token
+attends to.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def calibrated(state: ModelState, clock: Clock, graphs: StepGraphs | None = None
 
 
 def _of_first(ranks: Ranks, latency: Latency) -> Latency:
-    known = torch.tensor([*latency.coefficients_s, *latency.knee], dtype=torch.float64)
+    begin = [*latency.coefficients_s, *latency.knee, latency.read_s]
+    known = torch.tensor(begin, dtype=torch.float64)
     return Latency(*broadcast_from_first(ranks, known).tolist())
 
 
@@ -142,7 +144,7 @@ def fitted_latencies(
     rows = min(_ROWS, long)
     of_rows_s = max(seconds(long, 0, rows) - seconds(long, 0, 0), rows * row_s)
     window = _SAVED * token_s, _SAVED * constant_s
-    forward = Latency(constant_s, token_s, key_s, row_s, *window, *knee)
+    forward = Latency(constant_s, token_s, key_s, row_s, *window, *knee, read_s=key_s)
     share = _BACKWARD / layers
     beyond = {"beyond_s": share * knee.token_s, "knee": knee.tokens}
     backward = Latency(constant_s / layers, token_s * share, key_s * share, **beyond)

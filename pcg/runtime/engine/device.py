@@ -71,6 +71,7 @@ class Device(Protocol):
         side: runs parts of jobs; None if they do not run beside the forward.
         fails_alike: True if an error is seen by all who run a step; over ranks it may be one's own.
         is_ahead: True if a step may be started before the tokens of the one before are read.
+        layers: the layers of the model that run here.
         late: what was made ready while requests waited, by its kind: kernels that were compiled,
             steps that were recorded. After a warm-up there should be none.
     """
@@ -79,6 +80,9 @@ class Device(Protocol):
     side: SideStream | None
     fails_alike: bool
     is_ahead: bool
+
+    @property
+    def layers(self) -> int: ...
 
     @property
     def late(self) -> Mapping[str, int]: ...

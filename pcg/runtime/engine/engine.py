@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from signal import SIGINT
@@ -289,5 +290,7 @@ class Engine(EngineLoop):
         count = sum(request.params.width for request in requests)
         pages = min(max(needs, default=1) * count + sum(sizes), most)
         size_bytes = pages * page_bytes
-        given = EngineArguments(kv_cache_bytes=size_bytes, log=EventLog(0), queue=UNLIMITED)
+        # Nobody else waits, and chunks by measured times would round differently in each run.
+        limits = Limits(prompt_stretch=math.inf)
+        given = EngineArguments(limits, kv_cache_bytes=size_bytes, log=EventLog(0), queue=UNLIMITED)
         return cls(state, given, requests)

@@ -266,13 +266,6 @@ class Jobs:
             for job in self.unpaused
         )
 
-    @property
-    def layers(self) -> int:
-        """The most layers that a job's units go back through, at least 1; 0 while none can run."""
-        units = [job.unit for job in self.unpaused]
-        runnable = [one for one in units if isinstance(one, Forward | Part)]
-        return max((max(one.layers, 1) for one in runnable), default=0)
-
     def forward(self) -> Iterator[tuple[Job, Forward]]:
         """Yield jobs with tokens to run forward, first those that have run the fewest."""
         for job in sorted(self.unpaused, key=lambda job: job.tokens):

@@ -1,8 +1,9 @@
 """Latencies: predicted times of work, f(c, s) of FlexLLM's hybrid token scheduler, learned online.
 
-    forward of a step    f = a₀ + a₁ tokens + a₂ keys + a₃ sampled + a₄ trained + a₅ windows + h
+    forward of a step    f = a₀ + a₁ tokens + a₂ keys + a₃ sampled + a₄ trained + a₅ windows + r + h
     parts of jobs        g = b₀ + b₁ tokens + b₂ keys + h
     both                 h = c max(0, tokens - knee)
+    forward              r = d read
 
 A step that is replayed from graphs takes the host less time than one whose operators it launches,
 and rooms of steps with prompts are padded otherwise than those that only decode. So a₀ is one
@@ -10,13 +11,14 @@ number for eager steps, one for replayed ones that only decode, and one for repl
 prompts or windows; each begins with what is known of eager ones, and is learned from its own steps.
 A step is predicted to be replayed as the latest one was that had prompts or windows, or had none.
 
-keys: the sum over tokens of the tokens that each attends to. sampled: rows of logits. a₄ is what a
-window's token takes beside one that is served, as it is saved for backward; a₅ the constant time of
-a window, whose own operators are launched. knee: on a GPU few tokens take little more than the
-base's weights that are read for them, and beyond the knee each takes what it computes. Parts have b
-for each phase: one layer forward or back, of a window of each of some jobs, and the loss of some
-tokens. The coefficients are fitted to observations by recursive least squares with forgetting,
-relative to the prediction, so that short steps count as much as long ones.
+keys: the sum over tokens of the tokens that each attends to; read: those of each sequence once, as
+many tokens of a chunk take few times as long as the one of a sequence that decodes. sampled: rows
+of logits. a₄ is what a window's token takes beside one that is served, as it is saved for backward;
+a₅ the constant time of a window, whose own operators are launched. knee: on a GPU few tokens take
+little more than the base's weights that are read for them, and beyond the knee each takes what it
+computes. Parts have b for each phase: one layer forward or back, of a window of each of some jobs,
+and the loss of some tokens. The coefficients are fitted to observations by recursive least squares
+with forgetting, relative to the prediction, so that short steps count as much as long ones.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class Latency:
         margins: how much longer than predicted it takes.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (one for each term of the equation)
         self,
         constant_s: float,
         token_s: float,
@@ -59,12 +61,13 @@ class Latency:
         window_s: float = 0.0,
         beyond_s: float = 0.0,
         knee: float = 0.0,
+        read_s: float = 0.0,
     ) -> None:
         self._knee = int(knee)
         self._scales: Vector = (
             *(constant_s, token_s, key_s, sampled_s, trained_s, window_s),
             beyond_s,
-            *(constant_s, constant_s),
+            *(constant_s, constant_s, read_s),
         )
         self._factors = [1.0] * len(self._scales)
         self.margins = Margins()
@@ -88,10 +91,16 @@ class Latency:
         """The tokens beyond which each takes more, and how much."""
         return Knee(self._learned_s[_BEYOND], self._knee)
 
+    @property
+    def read_s(self) -> float:
+        """Seconds of a key that a sequence reads, beside those of each token that attends to it."""
+        return self._learned_s[_READ]
+
     def scaled(self, factor: float) -> Latency:
         """Return a latency that begins with so many times these coefficients."""
         begin_s = (*self.coefficients_s, self.knee.token_s)
-        return Latency(*[*(factor * part for part in begin_s), self._knee])
+        scaled_s = [factor * part for part in begin_s]
+        return Latency(*scaled_s, knee=self._knee, read_s=factor * self.read_s)
 
     @property
     def _learned_s(self) -> Vector:
@@ -99,10 +108,11 @@ class Latency:
 
     def seconds(self, load: Load) -> float:
         """Return the time that a load takes in the mean."""
-        _, b, c, d, e, w, h, *_ = learned_s = self._learned_s
+        _, b, c, d, e, w, h, _, _, r = learned_s = self._learned_s
         a = learned_s[self._constant_of(load)]
         of_rows = d * load.sampled + e * load.trained + w * load.windows
-        return a + b * load.tokens + c * load.keys + of_rows + h * self._beyond(load.tokens)
+        of_keys = c * load.keys + r * load.read
+        return a + b * load.tokens + of_keys + of_rows + h * self._beyond(load.tokens)
 
     def _constant_of(self, load: Load) -> int:
         """Return the place of the constant of a step's kind."""
@@ -156,9 +166,11 @@ class Latency:
             is_trained: True if the loss of each is computed.
             are_read: True if the logits of each are computed.
         """
-        _, token_s, key_s, sampled_s, trained_s, _, beyond_s, *_ = self._learned_s
-        left = seconds - self.seconds(load)
-        per_token = token_s + key_s * context + trained_s * is_trained + sampled_s * are_read
+        _, token_s, key_s, sampled_s, trained_s, _, beyond_s, _, _, read_s = self._learned_s
+        left = seconds - self.seconds(load) - read_s * context
+        per_token = (
+            token_s + read_s + key_s * context + trained_s * is_trained + sampled_s * are_read
+        )
         if left <= 0:
             return 0
         cheap = max(0, self._knee - load.tokens)
@@ -202,7 +214,7 @@ class Latency:
             return
         # Relative: an error of a tenth weighs the same for every load.
         amounts = [0, load.tokens, load.keys, load.sampled, load.trained, load.windows]
-        amounts += [self._beyond(load.tokens), 0, 0]
+        amounts += [self._beyond(load.tokens), 0, 0, load.read]
         amounts[own] = 1
         x = [s * amount / predicted for s, amount in zip(self._scales, amounts, strict=True)]
         covariance, places = self._covariance, range(len(x))
@@ -294,13 +306,15 @@ class Latencies:
     def guessed(cls, load: Load, took_s: float, layers: int) -> Latencies:
         """Return what to begin with where nothing was measured but one step that served.
 
-        Half of its time is taken for the constant, a quarter for its tokens, and backward for twice
-        as long; later steps correct what is off by up to fifty times.
+        Half of its time is taken for the constant, a quarter for its tokens, 1,000 keys for one,
+        and backward for twice as long; later steps correct what is off by up to fifty times, and
+        what is too short more slowly.
         """
         constant_s, token_s = took_s / 2, took_s / 4 / max(load.tokens, 1)
-        key_s, row_s = token_s / 1e4, token_s
-        forward = Latency(constant_s, token_s, key_s, row_s, token_s / 20, constant_s / 20)
-        backward = Latency(*(2 * part / layers for part in (constant_s, token_s, key_s)))
+        key_s, row_s = token_s / 1000, token_s
+        of_windows = token_s / 20, constant_s / 20
+        forward = Latency(constant_s, token_s, key_s, row_s, *of_windows, read_s=key_s)
+        backward = Latency(*(2 * part / layers for part in (constant_s, token_s, key_s / 10)))
         return cls(forward, backward)
 
     def keep(self, percentile: float) -> None:
@@ -314,9 +328,9 @@ class Latencies:
             latency.margins.pass_step()
 
 
-_EAGER, _BEYOND, _REPLAYED = 0, 6, {True: 7, False: 8}
+_EAGER, _BEYOND, _REPLAYED, _READ = 0, 6, {True: 7, False: 8}, 9
 """Places of coefficients: the constant of eager steps, a token beyond the knee, and constants of
-replayed steps, by whether they only decode."""
+replayed steps, by whether they only decode, and a key that a sequence reads."""
 _FORGET = 0.98
 """The weight of an observation after the next one: about fifty count."""
 _NOISE = 0.1

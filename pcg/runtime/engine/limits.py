@@ -18,6 +18,9 @@ class Limits:
         running: the most sequences at once.
         tokens: the most tokens of a step, inference and finetuning together.
         least_chunk: the least tokens of a prompt's chunk; smaller ones cost more than they give.
+        prompt_stretch: how many times as long as a step that only decodes prompts may make it where
+            no `tpot_slo_s` is promised; `math.inf` for no bound. Chunks of prompts are chosen by
+            learned latencies, also while nothing decodes, as a newcomer waits so long.
         ttft_slo_s: SLO of the time to the first token, seconds; None for none.
         tpot_slo_s: SLO of the time per further token, seconds: no gap between two tokens of a
             request is to be longer; None for none.
@@ -44,6 +47,7 @@ class Limits:
     running: int = 256
     tokens: int = 4096
     least_chunk: int = 16
+    prompt_stretch: float = 10.0
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     tpot_percentile: float = 99.0
@@ -63,6 +67,10 @@ class Limits:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise GenerationError(f"{name}={value!r}; use seconds above 0")
+        if not self.prompt_stretch > 1:
+            raise GenerationError(
+                f"prompt_stretch={self.prompt_stretch!r}; use a number above 1, or math.inf"
+            )
         if not 0 <= self.finetuning_share < 1:
             raise GenerationError(
                 f"finetuning_share={self.finetuning_share:g}; use a part from 0 to below 1"

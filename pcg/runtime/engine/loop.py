@@ -69,6 +69,7 @@ class EngineLoop:
         self.awaited: Callable[[], bool] | None = None
         self.meanwhile: Callable[[], None] | None = None
         self._latencies: Latencies | None = None
+        self._is_guessed = False
         if options.latencies is not None:
             self.learn(options.latencies)
         pages = int(options.job_share * scheduler.pool.size)
@@ -108,7 +109,7 @@ class EngineLoop:
 
     def learn(self, latencies: Latencies) -> None:
         """Plan by latencies, and correct them by the times of steps."""
-        self._latencies = latencies
+        self._latencies, self._is_guessed = latencies, False
         latencies.keep(self.scheduler.limits.tpot_percentile)
         self.scheduler.forward = self.scheduler.pace = latencies.forward
 
@@ -259,7 +260,11 @@ class EngineLoop:
         step = Step.of(plan, self.scheduler.limits, self._latencies, self.awaited)
         self.sharing.begin(step)
         # How many parts fit beside a forward is known by latencies.
-        is_beside = step.is_served and None not in (self.device.side, self._latencies)
+        is_beside = (
+            step.is_served
+            and None not in (self.device.side, self._latencies)
+            and bool(self.jobs or self.parts.guests)
+        )
         if step.is_served and not is_beside:
             self.parts.run(self.device, self.sharing, step, now)
         begins_s = now if before is None else max(now, before.due_s)
@@ -360,16 +365,29 @@ class EngineLoop:
         took = flight.took_s(now, self._read_s)
         self._read_s, step.is_under_way = now, False
         self.jobs.readings.read(flight.number)
-        is_paced = self.scheduler.policy.is_paced and not plan.has_prompts
-        if self._latencies is None and plan.chunks and (self.jobs.layers or is_paced):
-            self._latencies = Latencies.guessed(step.load, took, self.jobs.layers or 1)
+        if plan.chunks and self._is_to_guess(step, plan, took):
+            self._latencies = Latencies.guessed(step.load, took, self.device.layers)
+            self._latencies.keep(self.scheduler.limits.tpot_percentile)
             self.scheduler.pace = self._latencies.forward
+            self._is_guessed = True
         step.ran_forward(took, flight.running.is_replayed)
         if self.parts.join(self.device, self.sharing, step):
             self._read_s = self.clock.now_s()  # the next forward begins once both have ended
         self.parts.settle(self.device)
         self.requests.accept(flight, results, self.clock.latest_s())
         self._suspects.ran(flight.suspect, has_tokens=bool(plan.chunks))
+
+    def _is_to_guess(self, step: Step, plan: StepPlan, took_s: float) -> bool:
+        """Return True if a step is the first to tell how long steps take.
+
+        So is one that took far less than predicted, as where a kernel was compiled in those before.
+        """
+        if self._latencies is not None:
+            return self._is_guessed and took_s < _FAR * self._latencies.forward.seconds(step.load)
+        scheduler = self.scheduler
+        is_bounded = scheduler.limits.prompt_stretch < math.inf
+        is_paced = scheduler.policy.is_paced and not plan.has_prompts
+        return is_bounded or is_paced or self.jobs.have_work
 
     def _plan(self, now: float) -> tuple[Sequence | Job | None, StepPlan]:
         """Return what has to run alone, if anything, and what is served."""
@@ -475,3 +493,7 @@ class EngineLoop:
         self.scheduler.check_integrity()
         self.requests.check_integrity()
         self.jobs.check_integrity()
+
+
+_FAR = 1 / 16
+"""A guess is made again where a step takes so much of its prediction; learning corrects less."""

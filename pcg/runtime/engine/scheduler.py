@@ -6,7 +6,10 @@ finetuning tokens as fit (FlexLLM v2 §6.2):
     s = argmax f(c, s) ≤ SLO          f, the latency of c inference and s finetuning tokens
 
 The time from one token of a request to the next is a gap. A chunk of a prompt goes into a step only
-where no gap of those that decode is predicted to exceed its SLO per token by that. Prompts are
+where no gap of those that decode is predicted to exceed its SLO per token by that, or without an
+SLO, `prompt_stretch` times the step without prompts. One step has first the chunk of the prompt
+that was admitted first, and the next one has first those of new requests and of the shortest
+prompts, so that a long one keeps nobody waiting and ends in twice its time at most. Prompts are
 admitted while there are pages; when pages run out, the sequence admitted last gives its own up and
 is computed again later.
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
+from itertools import takewhile
 
 from pcg.errors import GenerationError, OutOfMemoryError, PcgError
 from pcg.kernels.sizes import PAGE_TOKENS
@@ -39,6 +43,14 @@ from pcg.runtime.requests.step_plan import StepPlan
 
 _LAST_ROW = Load(sampled=1, chunks=1)
 """The load of a prompt beside its tokens: it is sampled after the last one."""
+_ONE = Load.of(1, 0) + Load(sampled=1)
+"""The load of a sequence that decodes, where none does."""
+_FIRST, _GROWTH = 64, 4
+"""Tokens of prompts in the first step, which tells how long steps take, and how many times as many
+a later one may have as any before, as guesses of longer ones are further off."""
+
+_SURE = 0.75
+"""The part of `prompt_stretch` that chunks may take by prediction, which lags growing contexts."""
 
 
 class Scheduler:
@@ -50,8 +62,8 @@ class Scheduler:
         preparing: requests whose guides are being compiled; then they wait.
         backlog: the number of new requests that wait, and of their tokens, by tenant.
         running: admitted requests, in the order of their admission.
-        forward: latency of a step's forward; None if no SLO depends on it.
-        pace: latency by which the policy bounds what tenants run; None while it is not known.
+        forward: latency of a step's forward, as it was measured; None if no SLO depends on it.
+        pace: latency by which steps are planned; None while it is not known.
     """
 
     def __init__(
@@ -83,6 +95,8 @@ class Scheduler:
         self._room = PageRoom(pool, adapters)
         self._bound: StepBound | None = None
         self._blocked: Sequence | None = None
+        self._is_turn_of_short = False
+        self._most_read = _FIRST
 
     # ------------------------------------------------------------------------------- a request
 
@@ -224,9 +238,21 @@ class Scheduler:
                 held.append(sequence)
             elif self._has_pages(sequence, 1, left):
                 self._run(plan, sequence, 1)
-        plan.promise(now_s, self.forward.seconds(plan.load) if self.forward else 0.0)
+        least_s = (
+            0.0 if self.pace is None else self.pace.seconds(plan.load if plan.tokens else _ONE)
+        )
+        stretched_s = _SURE * self.limits.prompt_stretch * least_s if least_s else math.inf
+        plan.promise(now_s, least_s, stretched_s)
         if self.pace is None and plan.chunks and self.policy.is_shared:
             return plan  # it tells how long steps are, for the bounds of later ones
+        in_turn = self._next(now_s, first) if self.waiting else []
+        self._is_turn_of_short = not self._is_turn_of_short
+        ahead: list[Sequence] = []
+        if self._is_turn_of_short:
+            prompts.sort(key=lambda one: (self._class_of(one), one.pending))
+            best = self._class_of(prompts[0]) if prompts else (True, math.inf)
+            ahead = list(takewhile(lambda one: self._class_of(one) <= best, in_turn))
+        may_admit = self._admit(plan, ahead, now_s)
         left = [*prompts, *held]
         for sequence in left:
             if sequence.pending == 1:
@@ -236,10 +262,18 @@ class Scheduler:
             tokens = self._chunk(plan, sequence)
             if tokens and self._has_pages(sequence, tokens, left):
                 self._run(plan, sequence, tokens)
-        if self.waiting:
-            self._admit(plan, self._next(now_s, first), now_s)
+        if may_admit:
+            self._admit(plan, in_turn[len(ahead) :], now_s)
         plan.awaits_first_token |= bool(self.waiting)
+        if self.pace is not None:
+            read = plan.tokens - plan.decoded.tokens
+            self._most_read = max(self._most_read, _GROWTH * read)
         return plan
+
+    def _class_of(self, sequence: Sequence) -> tuple[bool, float]:
+        """Return what decides before a prompt's length: heavy tenants are last, then priorities."""
+        is_heavy = self._bound is not None and self._bound.applies(sequence)
+        return is_heavy, sequence.request.priority
 
     def plan_alone(self, sequence: Sequence, now_s: float) -> StepPlan:
         """Plan a step of one sequence; it is empty where there is no room for it now."""
@@ -315,14 +349,20 @@ class Scheduler:
     def _chunk(self, plan: StepPlan, sequence: Sequence) -> int:
         """Return how many tokens of a prompt fit into the step; 0 for none."""
         room, least = self.limits.tokens - plan.tokens, self.limits.least_chunk
-        if self.forward is not None and plan.is_late:
+        forward = self.pace
+        if self.forward is None and self.limits.prompt_stretch < math.inf:
+            room = min(room, self._most_read - (plan.tokens - plan.decoded.tokens))
+        if forward is not None and plan.is_late:
             room = min(room, 0 if plan.has_prompts else least)
-        elif self.forward is not None and plan.gap_s < math.inf:
-            seconds = self.forward.most_s(plan.gap_s, plan.decoded, StepKind(has_chunks=True))
+        elif forward is not None and min(plan.gap_s, plan.stretched_s) < math.inf:
+            promised_s = forward.most_s(plan.gap_s, plan.decoded, StepKind(has_chunks=True))
             beside = sequence.cached, plan.load + _LAST_ROW
-            fitting = self.forward.tokens_within(seconds, *beside, are_read=sequence.reads)
+            most_s = min(promised_s, plan.stretched_s)
+            fitting = forward.tokens_within(most_s, *beside, are_read=sequence.reads)
+            if not plan.has_prompts:
+                # Where nothing is promised, prompts get on however little they may add.
+                least, fitting = 1, max(fitting, int(plan.gap_s == math.inf))
             room = min(room, fitting)
-            least = least if plan.has_prompts else 1
         if self._bound is not None and self._bound.applies(sequence):
             room, least = self._bound.chunk(plan, sequence, room), 1
         return 0 if room < min(least, sequence.pending) else min(sequence.pending, room)
@@ -349,7 +389,8 @@ class Scheduler:
         adapter = sequence.request.adapter
         return adapter is not None and self.is_copying(adapter)
 
-    def _admit(self, plan: StepPlan, in_turn: List[Sequence], now_s: float) -> None:
+    def _admit(self, plan: StepPlan, in_turn: List[Sequence], now_s: float) -> bool:
+        """Begin requests as far as there is room; return False if one had none."""
         tables = [other.table for other in self.running]
         reach = max([table.reach for table in tables if table is not None], default=0)
         for sequence in in_turn:
@@ -358,19 +399,24 @@ class Scheduler:
             if self.prefixes is not None:
                 self.prefixes.find(sequence)
             # A prompt that is alone in a step runs as a whole, however long, if nothing bounds it.
-            is_alone = not (plan.chunks or (self._bound and self._bound.applies(sequence)))
-            tokens = sequence.pending if is_alone else self._chunk(plan, sequence)
+            is_alone = not (self.running or (self._bound and self._bound.applies(sequence)))
+            is_whole = is_alone and self.limits.prompt_stretch == math.inf
+            tokens = sequence.pending if is_whole else self._chunk(plan, sequence)
+            if tokens < sequence.pending and sequence is not in_turn[-1]:
+                # Those behind it begin, too, so that later steps may choose the shortest.
+                tokens = max(tokens // 2, min(tokens, self.limits.least_chunk))
             expected = self._expected_pages(sequence, reach)
             if tokens < 1 or not self._room.give(sequence, len(self.running), expected):
                 self._room.take_back(sequence)
                 if not tokens and self._bound is not None and self._bound.applies(sequence):
                     continue  # others may still begin
                 self._blocked = sequence if tokens else None
-                return
+                return False
             reach = max(reach, _table(sequence).reach)
             self._begin(sequence, now_s)
             plan.admitted.append(sequence)
             self._run(plan, sequence, tokens)
+        return True
 
     def _expected_pages(self, sequence: Sequence, reach: int) -> int:
         """Return the pages to keep for a sequence, alike for all to lie at equal distances.

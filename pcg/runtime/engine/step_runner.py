@@ -103,6 +103,10 @@ class StepRunner:
         self._ready = self._made
 
     @property
+    def layers(self) -> int:
+        return len(self._runner.model.layers)
+
+    @property
     def _made(self) -> Counter[str]:
         """Kernels that were compiled and steps that were recorded so far, by kind."""
         if self.graphs is None:

@@ -18,6 +18,7 @@ class Load:
         ends: backward units of the last layer to go back, which needs no gradient of its inputs; an
             update may follow.
         chunks: sequences of which more than one token runs.
+        read: keys that attention reads for them, those of each sequence once.
     """
 
     tokens: int = 0
@@ -27,6 +28,7 @@ class Load:
     windows: int = 0
     ends: int = 0
     chunks: int = 0
+    read: int = 0
 
     @property
     def only_decodes(self) -> bool:
@@ -42,15 +44,16 @@ class Load:
             self.windows + other.windows,
             self.ends + other.ends,
             self.chunks + other.chunks,
+            self.read + other.read,
         )
 
     @classmethod
     def of(cls, tokens: int, context: int) -> Load:
-        return cls(tokens, keys_of(tokens, context))
+        return cls(tokens, keys_of(tokens, context), read=context + tokens)
 
     @classmethod
     def of_window(cls, tokens: int, context: int) -> Load:
-        return cls(tokens, keys_of(tokens, context), 0, tokens, 1)
+        return cls(tokens, keys_of(tokens, context), 0, tokens, 1, read=context + tokens)
 
 
 def keys_of(tokens: int, context: int) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pcg.errors import UnsupportedError
 from pcg.ir.program.program import Program
 from pcg.ir.types import TORCH_NAMES
 from pcg.runtime.engine.engine import Engine
@@ -38,6 +39,7 @@ class ModelFacts:
         warmed: the steps that were recorded before the first request; None if there are none.
         pid: the process in which it runs.
         base_digest: a digest of the base's weights.
+        no_jobs: why the engine runs no finetuning jobs; None where it does.
         split_address: where it is a base executor for split clients; None if it is none.
     """
 
@@ -55,6 +57,7 @@ class ModelFacts:
     warmed: WarmUp | None
     pid: int
     base_digest: str
+    no_jobs: str | None = None
     split_address: str | None = None
 
 
@@ -78,7 +81,16 @@ def facts_of(executor: Executor, engine: Engine, options: ServeOptions) -> Model
         warmed=engine.device.warmed,
         pid=os.getpid(),
         base_digest=base_digest(executor),
+        no_jobs=_why_no_jobs(executor),
     )
+
+
+def _why_no_jobs(executor: Executor) -> str | None:
+    try:
+        executor.state.mesh.check_no_parts("a job of an engine")
+    except UnsupportedError as error:
+        return str(error)
+    return None
 
 
 def width_of(program: Program) -> int:

@@ -60,6 +60,8 @@ Shown = TypeVar("Shown", bound=BaseModel)
 async def create_job(body: JobBody, service: ServiceDependency, caller: Trainer) -> Job:
     """Make a job of a file; what is `auto` is resolved, and the file looked at line by line."""
     files, (method, given) = service.files, body.given()
+    if (why := service.client.facts.no_jobs) is not None:
+        raise ApiError(400, f"This server runs no jobs. {why}.", code="unsupported")
     start = await _start(service, caller, body.model)
     if isinstance(given, Reinforcement):
         await usable_grader(service, caller, given.grader, "method.reinforcement.grader")

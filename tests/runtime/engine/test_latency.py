@@ -135,9 +135,9 @@ def test_calibration_finds_the_knee() -> None:
         assert latency.knee.token_s == pytest.approx(0.01 / 130 / parts)
     for tokens in (1, 64, 130, 200, 2000):
         took_s = _on_gpu(tokens, 500, 1)
-        assert found.forward.seconds(Load.of(tokens, 500) + Load(sampled=1)) == pytest.approx(
-            took_s
-        )
+        # Reading keys once is supposed to take something, too.
+        predicted_s = found.forward.seconds(Load.of(tokens, 500) + Load(sampled=1))
+        assert predicted_s == pytest.approx(took_s, rel=1e-3)
     assert found.layer.seconds(Load(200)) == pytest.approx(_on_gpu(200, 0, 0) / 10, rel=0.01)
     assert not fitted_latencies(_on_gpu, layers=10).forward.knee.tokens
 

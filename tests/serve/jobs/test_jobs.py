@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
@@ -412,3 +413,15 @@ def test_a_job_that_fails_says_why(client: openai.OpenAI) -> None:
     assert failed.status == "failed"
     assert "no_such_module" in failed.error.message
     assert events(client, made.id)[-1].level == "error"
+
+
+def test_a_server_that_runs_no_jobs_says_so_at_once(
+    server: serving.Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where ranks share the tokens of what is served; nothing is kept of the job."""
+    facts = dataclasses.replace(server.service.client.facts, no_jobs="ranks share tokens; use cp=1")
+    monkeypatch.setattr(server.service.client, "_facts", facts)
+    before = len(client.fine_tuning.jobs.list().data)
+    with pytest.raises(openai.BadRequestError, match=r"runs no jobs\. ranks share.*use cp=1"):
+        begin(client)
+    assert len(client.fine_tuning.jobs.list().data) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -59,6 +60,7 @@ def test_a_killed_rank_ends_the_others(what: str, victim: int, degree: int) -> N
                 continue
             out, errors = rank.communicate(timeout=SOON_S)
             said = out if number == 0 else errors
+            assert not re.search(r"gloo|\.cc:|Connection (closed|reset)", out)
             assert f"rank {victim} of {degree}" in said or f"ranks {victim}" in said, said
             assert rank.returncode == (0 if number == 0 else 1)
         assert time.monotonic() - killed_s < SOON_S
