@@ -29,7 +29,7 @@ from pcg.files import (
 from pcg.peft.reader import CONFIG, WEIGHTS
 from pcg.runtime.training.checkpoints import OPTIMIZER, STATE, check_checkpoint
 from pcg.serve.store import removals
-from pcg.serve.store.contents import relative
+from pcg.serve.store.contents import INCOMING, relative
 from pcg.serve.store.database import connect
 from pcg.serve.store.named import named_paths
 from pcg.serve.store.removals import QUARANTINE, to_quarantine
@@ -40,8 +40,10 @@ from pcg.serve.store.store import (
     LOCK,
     begin_use,
     end_use,
+    has_log_of,
     locked,
     open_database,
+    reason_of,
     write_identity,
 )
 
@@ -92,6 +94,11 @@ def check_folder(given: Path, say: Callable[[str], None], *, repairs: bool) -> i
                     f"{shown_path(folder / DATABASE)} is of another pcg ({error}): serve it once "
                     "with this one, or run --repair"
                 ) from error
+            except OSError as error:
+                raise ServeError(
+                    f"{shown_path(folder)} cannot be read or repaired: {reason_of(error)}; make it "
+                    "so, and check again"
+                ) from error
         end_use(folder)
         return wrong
 
@@ -101,30 +108,34 @@ def _repaired_database(
 ) -> sqlite3.Connection:
     """Open a database that a server refuses, or a new one; what cannot be read is in quarantine."""
     say(f"{error}")
+    for name in (SUMS, IDENTITY):
+        if is_directory(folder / name):
+            say(f"  moved to {to_quarantine(folder, folder / name).relative_to(folder)}")
     (folder / SUMS).unlink(missing_ok=True)
     path = folder / DATABASE
+    row = None
     try:
-        connection = connect(path)
-        (state,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
-        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_schema")}
-        if state != "ok" or "files" not in tables:
-            connection.close()
-            raise sqlite3.DatabaseError(state)
+        if not is_file(path) or not path.stat().st_size:  # SQLite would remove its log
+            raise sqlite3.DatabaseError("it is empty")
+        with contextlib.closing(connect(path, is_read_only=has_log_of(path))) as connection:
+            (state,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+            tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_schema")}
+            if state != "ok" or "files" not in tables:
+                raise sqlite3.DatabaseError(state)
+            if "identity" in tables:
+                row = connection.execute("SELECT id FROM identity").fetchone()
     except sqlite3.Error:
         for one in (path, path.with_name(f"{DATABASE}-wal"), path.with_name(f"{DATABASE}-shm")):
-            if is_file(one):
+            if os.path.lexists(one):
                 place = to_quarantine(folder, one)
                 say(f"  moved to {place.relative_to(folder)}")
         (folder / IDENTITY).unlink(missing_ok=True)
         say("  a new database begins; what is in the folder goes to quarantine")
         return connect(path)
-    row = None
-    if "identity" in tables:
-        row = connection.execute("SELECT id FROM identity").fetchone()
     if row is not None:
         write_identity(folder, row["id"])
     say("  the database is whole, and the folder has its id now")
-    return connection
+    return connect(path)
 
 
 def _check(
@@ -161,7 +172,7 @@ def _check_named(
         wrong += not repairs
         if not repairs:
             continue
-        if place.exists():
+        if os.path.lexists(place):
             say(f"  moved to {to_quarantine(folder, place).relative_to(folder)}")
         found = next((p for p in _in_quarantine(folder, path) if _problem(p, what) is None), None)
         if found is None:
@@ -237,18 +248,25 @@ def _check_data(
 
 def _problem(path: Path, what: str) -> str | None:
     """Return what is wrong with a content, an adapter, a state or a checkpoint; None if nothing."""
+    shown = f"{path.parent.name}/{path.name}"
     if not path.exists():
-        return f"{path.parent.name}/{path.name} is missing"
-    if path.is_dir():
+        return f"{shown} is missing"
+    is_folder = not what.startswith(("file", "part of upload"))
+    if path.is_dir() is not is_folder:
+        return f"{shown} is no {'folder' if is_folder else 'file'}"
+    if is_folder:
         try:
             if what == _CHECKPOINT or what.startswith("state of") or "/weights/" in what:
                 check_checkpoint(path)
             elif not what.startswith("job "):
+                lost = [name for name in (CONFIG, WEIGHTS) if not is_file(path / name)]
+                if lost:  # a folder without SHA256SUMS, as older ones are, has none to compare
+                    return f"{shown}/{lost[0]} is missing"
                 check_sums(path, (CONFIG, WEIGHTS), StoreError)
         except PcgError as error:
             return str(error).partition(";")[0]
     elif sha256_of(path) != path.name.partition(".")[0]:
-        return f"{path.parent.name}/{path.name} is damaged: its SHA-256 is not its name"
+        return f"{shown} is damaged: its SHA-256 is not its name"
     return None
 
 
@@ -286,4 +304,5 @@ def _unnamed(connection: sqlite3.Connection, folder: Path, named: dict[str, str]
     known |= {f"jobs/{job}" for (job,) in connection.execute("SELECT job FROM job_folders")}
     known |= {"/".join(path.split("/")[:2]) for path in named if path.startswith("jobs/")}
     there = [*folder.glob("files/*/*"), *folder.glob("jobs/*"), *folder.glob("tinker/*")]
+    there += [path for path in map(folder.joinpath, (*KEPT, INCOMING)) if is_file(path)]
     return sorted(path for path in there if str(path.relative_to(folder)) not in known)

@@ -25,6 +25,7 @@ from pcg.serve.store import removals
 from pcg.serve.store.database import as_store_error
 from pcg.serve.store.reserve import Reserve
 
+INCOMING = "incoming"
 _READ_BYTES = 2**20
 
 
@@ -89,7 +90,7 @@ class Contents:
     def __init__(self, folder: Path, reserve: Reserve) -> None:
         self._folder = folder
         self._reserve = reserve
-        self._incoming = folder / "incoming"
+        self._incoming = folder / INCOMING
         self._files = folder / "files"
         for one in (self._incoming, self._files):
             one.mkdir(exist_ok=True)

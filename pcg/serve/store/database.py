@@ -44,10 +44,17 @@ _FULL = (
 _FULL_NUMBERS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
-def connect(path: Path) -> sqlite3.Connection:
-    """Open a database as all of its users do; any thread may use it, one at a time."""
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+def connect(path: Path, *, is_read_only: bool = False) -> sqlite3.Connection:
+    """Open a database as all of its users do; any thread may use it, one at a time.
+
+    Args:
+        is_read_only: leave the database and its log as they are, also when it is closed.
+    """
+    uri = f"{path.absolute().as_uri()}?mode={'ro' if is_read_only else 'rwc'}"
+    connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
     connection.row_factory = sqlite3.Row
+    if is_read_only:
+        return connection
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")

@@ -9,6 +9,7 @@ left of somebody's data: it moves to `quarantine/<date>/`, below its path, and i
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import sqlite3
 import time
@@ -76,7 +77,7 @@ def to_quarantine(folder: Path, path: Path) -> Path:
     """Move a path of a data folder to its quarantine; returns where it is."""
     place = folder / QUARANTINE / time.strftime("%Y-%m-%d") / path.relative_to(folder)
     free, count = place, 0
-    while free.exists():
+    while os.path.lexists(free):
         count += 1
         free = place.with_name(f"{place.name}.{count}")
     free.parent.mkdir(parents=True, exist_ok=True)

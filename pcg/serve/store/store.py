@@ -110,15 +110,16 @@ def open_database(folder: Path, *, is_checked: bool = True) -> sqlite3.Connectio
             state = "is empty" if is_file(path) else "is not there"
             raise ServeError(f"{shown_path(path)} {state}, and {what} is without it{fix}")
     is_running = _owner(folder / LOCK) not in ("", _ENDED, _ENDING)
-    log = path.with_name(f"{DATABASE}-wal")
-    has_log = is_file(log) and log.stat().st_size > 0
+    log, has_log = path.with_name(f"{DATABASE}-wal"), has_log_of(path)
     # Who closes the database last removes the log with its index.
     if is_running and is_file(path.with_name(f"{DATABASE}-shm")) and not has_log:
         raise ServeError(
             f"{shown_path(log)} is not there, and its server was killed before it had written all "
             f"of it to {DATABASE}{fix}"
         )
-    connection = connect(path)
+    # A log may be of another database, as where one was put back from a copy: until both are known
+    # to be whole, nothing is written from the log to the database.
+    connection = connect(path, is_read_only=has_log)
     try:
         _check_database(connection, folder, kept, fix)
         if is_checked:
@@ -126,7 +127,16 @@ def open_database(folder: Path, *, is_checked: bool = True) -> sqlite3.Connectio
     except BaseException:
         connection.close()
         raise
+    if has_log:
+        connection.close()
+        connection = connect(path)
     return connection
+
+
+def has_log_of(database: Path) -> bool:
+    """Return whether a database has a log that is not all in it."""
+    log = database.with_name(f"{DATABASE}-wal")
+    return is_file(log) and log.stat().st_size > 0
 
 
 def _check_database(
@@ -265,12 +275,19 @@ def _opened(folder: Path, reserve: Reserve) -> Store:
             is_full = isinstance(as_store_error(error), StoreFullError)
             if is_full and reserve.release():
                 continue
-            fix = "give another folder, or bring back what it was from a copy"
+            fix = f"give another folder, bring it back from a copy, or run {_check(folder)}"
             if is_full:
                 fix = "there is no room on its disk to begin: make 1 MiB free, then delete files"
             raise ServeError(
-                f"--data-dir {shown_path(folder)} cannot be used: {error}; {fix}"
+                f"--data-dir {shown_path(folder)} cannot be used: {reason_of(error)}; {fix}"
             ) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what an error says, for one of the system the path and the reason."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{shown_path(Path(error.filename))}: {error.strerror}"
+    return str(error)
 
 
 def end_use(folder: Path) -> None:

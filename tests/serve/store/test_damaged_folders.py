@@ -160,6 +160,23 @@ def test_no_damage_is_silent_or_spreads(
             shutil.rmtree(tmp_path / "data")
 
 
+@pytest.mark.parametrize("leaves_folder", [True, False])
+def test_an_adapter_without_its_files_and_their_checksums(
+    made: Path, tmp_path: Path, leaves_folder: bool
+) -> None:
+    """Absence of SHA256SUMS is no pass for a folder that lacks what it is for."""
+    folder = shutil.copytree(made, tmp_path / "data")
+    (model,) = folder.glob("jobs/*/model")
+    shutil.rmtree(model)
+    if leaves_folder:
+        model.mkdir()
+    said: list[str] = []
+    assert check_folder(folder, said.append, repairs=False) == 1
+    assert re.fullmatch(r"model ft:\S+: .*/model(/adapter_config.json)? is missing", said[0])
+    check_folder(folder, said.append, repairs=True)
+    assert check_folder(folder, said.append, repairs=False) == 0
+
+
 def test_a_server_tells_of_damage_and_others_go_on(made: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(made, tmp_path / "data")
     kept = {path.read_bytes(): path for path in folder.glob("files/*/*")}

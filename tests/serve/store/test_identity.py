@@ -159,3 +159,91 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     with open_store(tmp_path / "used"):
         assert_one_error(run("data", "check", tmp_path / "used"), "another server, process")
+
+
+def killed(folder: Path) -> None:
+    """Have a server keep contents, and kill it before its log is in the database."""
+    with writer(folder) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.kill()
+
+
+def older(path: Path) -> None:
+    """Put a database back from a copy, which was made before it had tables."""
+    copy = path.with_name("copy")
+    copy.touch()
+    without_tables(copy)
+    copy.replace(path)
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(b"\x01" * 2**16)
+
+
+@pytest.mark.parametrize("how", [Path.unlink, empty, older, garbage])
+@pytest.mark.parametrize("has_index", [True, False])
+def test_the_log_of_a_killed_server_outlasts_its_database(
+    tmp_path: Path, how: Callable[[Path], None], has_index: bool
+) -> None:
+    """Neither a start nor the check or its repair writes a log to a database that is not its own.
+
+    SQLite removes the log of an empty database, and writes that of another one to it.
+    """
+    killed(tmp_path)
+    database, log = tmp_path / DATABASE, tmp_path / f"{DATABASE}-wal"
+    if not has_index:
+        (tmp_path / f"{DATABASE}-shm").unlink()
+    how(database)
+    before = sorted(path.read_bytes() for path in (database, log) if path.exists())
+    with pytest.raises(ServeError, match=r"pcg data check"):
+        open_store(tmp_path).__enter__()
+    assert run("data", "check", tmp_path).exit_code == 1
+    output_of("data", "check", tmp_path, "--repair")
+    found = (tmp_path / QUARANTINE).glob(f"*/{DATABASE}*")
+    assert before == sorted(p.read_bytes() for p in found if not p.name.endswith("-shm"))
+    with open_store(tmp_path):
+        assert not list(tmp_path.glob("files/*/*"))
+
+
+def into_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def into_file(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    path.write_text("a file")
+
+
+def into_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "become"),
+    [
+        (DATABASE, into_folder),
+        (IDENTITY, into_folder),
+        (SUMS, into_folder),
+        ("files", into_file),
+        ("incoming", into_file),
+        ("jobs", into_file),
+        ("files/*/*", into_folder),
+        ("files/*/*", into_link),
+    ],
+)
+def test_files_and_folders_in_the_place_of_the_other(
+    tmp_path: Path, name: str, become: Callable[[Path], None]
+) -> None:
+    """The check tells of each, and its repair has the next start work."""
+    fill(tmp_path, "a", "b")
+    become(next(iter(tmp_path.glob(name)), tmp_path / name))
+    said = run("data", "check", tmp_path)
+    assert said.exit_code == 1
+    assert "Errno" not in said.output
+    output_of("data", "check", tmp_path, "--repair")
+    assert "is whole" in output_of("data", "check", tmp_path)
+    with open_store(tmp_path):
+        pass
