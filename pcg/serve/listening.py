@@ -84,9 +84,11 @@ class Listener:
             assert task is not None
             replies.add(task)
             task.add_done_callback(replies.discard)
-            with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
+            with (
+                contextlib.closing(writer),
+                contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError),
+            ):
                 await _refuse(reader, writer)
-            writer.close()
 
         shared = self.socket.dup()
         server = await asyncio.start_server(
@@ -96,7 +98,11 @@ class Listener:
         server.close()
         self._handed.set_result(None)
         if replies:
-            await asyncio.wait(replies, timeout=_LINGER_S)
+            _, late = await asyncio.wait(replies, timeout=_LINGER_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+            await asyncio.sleep(0)  # in which their connections close
 
 
 async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

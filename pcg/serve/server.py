@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 
 import uvicorn
 
-from pcg.errors import ConfigError, PcgError
+from pcg.errors import ConfigError, PcgError, ServeError
 from pcg.files import read_text, shown_path
 from pcg.keys import Keys, open_keys
 from pcg.serve.adapters.modules import check_modules
@@ -56,6 +56,8 @@ _CLOSING_S = 5
 """Time that connections have to send the ends of replies, seconds."""
 LEAST_S = 10.0
 """An engine that ended sooner is not started again, as the next would end, too."""
+_READING_S = 30.0
+"""Time that the files which SIGHUP has read again may take, seconds."""
 _IDLE_S = 75
 """Time that connections are kept between requests, seconds.
 
@@ -291,7 +293,7 @@ class Server(uvicorn.Server):
         service, options = self.service, self.service.options
         async with self._reloading:  # each reads what the files say once it was asked for
             try:
-                found = await asyncio.to_thread(self._reread)
+                found = await self._read_again()
                 if self.config.ssl is not None:  # connections that are open keep what they have
                     assert options.ssl_certfile is not None
                     self.config.ssl.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
@@ -311,6 +313,27 @@ class Server(uvicorn.Server):
             if options.ssl_certfile is not None:
                 lines.append(f"certificate: {shown_path(options.ssl_certfile)}")
             self._say("\n".join(lines))
+
+    async def _read_again(self) -> Reread:
+        """Read the files on a thread that nobody waits for, as a pipe or a share may never answer.
+
+        PcgError, OSError: they cannot be read, or not in time.
+        """
+        found = Future[Reread]()
+
+        def read() -> None:
+            try:
+                result = self._reread()
+            except (PcgError, OSError) as error:
+                found.set_exception(error)
+            else:
+                found.set_result(result)
+
+        threading.Thread(target=read, name="pcg reload", daemon=True).start()
+        done = asyncio.wrap_future(found)
+        if not (await asyncio.wait([done], timeout=_READING_S))[0]:
+            raise ServeError(f"the files could not be read within {_READING_S:g} s; send SIGHUP again")
+        return await done
 
     async def on_tick(self, counter: int) -> bool:
         """Return True to end: also when the engine has, as nothing is served then."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import json
+import os
 import socket
 import ssl
 import subprocess
@@ -21,7 +24,7 @@ import pytest
 from pcg.errors import PcgError, ServeError
 from pcg.keys import digest_of
 from pcg.runtime.executor import Executor
-from pcg.serve import server
+from pcg.serve import listening, server
 from pcg.serve.engine.local import local_client
 from pcg.serve.listening import Listener, check_certificate, listen, url_of
 from pcg.serve.options import ServeOptions
@@ -38,6 +41,22 @@ def test_a_server_over_loopback() -> None:
         with client.stream("POST", "/v1/completions", json=body) as reply:
             lines = list(reply.iter_lines())
         assert lines[-2:] == ["data: [DONE]", ""]
+
+
+def test_who_says_nothing_while_the_model_loads_is_left(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a word of asyncio about a task that it destroyed."""
+    monkeypatch.setattr(listening, "_LINGER_S", 0.05)
+    listener = Listener(ServeOptions(**serving.OPTIONS))
+    with socket.create_connection(listener.socket.getsockname()) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\n")
+        until(lambda: len(asyncio.all_tasks(listener._loop)) == 2)
+        listener.take().close()
+        listener._thread.join(60)
+        gc.collect()
+    assert not listener._thread.is_alive()
+    assert "pending" not in caplog.text
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -205,6 +224,28 @@ def test_keys_certificates_and_defaults_are_read_again_while_streams_go_on(
                 assert list(lines)[-2:] == ["data: [DONE]", ""]
             assert statuses() == (401, 200)
             assert CERTIFICATES[1].startswith(served_pem())
+
+
+def test_files_that_cannot_be_read_again_hold_neither_the_next_time_nor_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe that nobody writes to."""
+    monkeypatch.setattr(server, "_READING_S", 0.05)
+    keys = tmp_path / "keys"
+    keys.write_text(keys_of("a"))
+    with serving.on_a_port(api_keys=keys) as served:
+        keys.unlink()
+        os.mkfifo(keys)
+        served.server.reload()
+        until(lambda: "could not be read within 0.05 s" in caplog.text)
+        keys.unlink()
+        keys.write_text(keys_of("b", "c"))
+        monkeypatch.setattr(server, "_READING_S", 30.0)
+        served.server.reload()
+        until(lambda: len(served.service.keys) == 2)
+        keys.unlink()
+        os.mkfifo(keys)
+        served.server.reload()
 
 
 def test_a_certificate_that_cannot_be(tmp_path: Path) -> None:
