@@ -244,7 +244,7 @@ def as_api_error(error: BaseException) -> ApiError:
 
 def of_validation(error: RequestValidationError) -> ApiError:
     """Return the error of a body or a parameter that is not as the schema says; the first of it."""
-    first = error.errors()[0]
+    first = _telling(error.errors(), error.body)
     kind, context = first["type"], first.get("ctx", {})
     place = _place(first["loc"], error.body, is_missing=kind == "missing")
     if kind in ("union_tag_not_found", "union_tag_invalid"):
@@ -267,6 +267,25 @@ def of_validation(error: RequestValidationError) -> ApiError:
         said = f"Input should be one of {context['expected_tags']}"
     where = f"Invalid value for '{param}': " if param else "Invalid body: "
     return ApiError(400, f"{where}{said}.", param=param)
+
+
+def _telling(errors: Sequence[Any], body: Any) -> Any:
+    """Return the first error; of a union, that of the first branch which is of the value's type."""
+    first, where = errors[0], errors[0]["loc"][:-1]
+
+    def place(error: Any) -> list[str]:
+        return _place(error["loc"], body, is_missing=error["type"] == "missing")
+
+    depth = len(place(first))
+    if not first["type"].endswith("_type") or depth == len(first["loc"]) - 1:
+        return first
+    of_value = (
+        error
+        for error in errors
+        if error["loc"][: len(where)] == where
+        and (not error["type"].endswith("_type") or len(place(error)) > depth)
+    )
+    return next(of_value, first)
 
 
 def _place(parts: Sequence[int | str], body: Any, *, is_missing: bool) -> list[str]:

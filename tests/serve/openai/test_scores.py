@@ -101,3 +101,25 @@ def test_what_cannot_be_is_refused_by_name(
 
 def test_the_load_is_what_runs_and_waits(service: Service) -> None:
     assert serving.ask(service, "GET", "/load").json() == {"server_load": 0}
+
+
+@pytest.mark.parametrize(
+    ("documents", "param", "said"),
+    [
+        ([], "documents", "at least 1 item, not 0"),
+        (["a"] * 5000, "documents", "at most 4096 items, not 5000"),
+        (["a", ""], "documents.1", "at least 1 character"),
+        (["a", 5], "documents.1", "a valid string"),
+        ([{"text": "a"}], "documents.0", "a valid string"),
+        ("", "documents", "at least 1 character"),
+        (5, "documents", "a valid string"),
+    ],
+)
+def test_a_wrong_value_is_told_of_by_the_branch_of_its_type(
+    service: Service, documents: Any, param: str, said: str
+) -> None:
+    body = {"model": serving.MODEL, "query": QUERY, "documents": documents}
+    reply = serving.post(service, "/rerank", body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param
+    assert said in reply.json()["error"]["message"]
