@@ -34,6 +34,15 @@ _SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 _MOST_SUMS_BYTES = 2**20
 _LONGEST_SHOWN = 300
 """Characters of a path in a message."""
+_KINDS = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+}
+"""The kinds of JSON values that are no objects."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """Linux' own numbers."""
 
@@ -113,7 +122,7 @@ def json_object(
     """The object in the content of a JSON file; arguments and errors as of `read_json`."""
     value = json_value(content, name, error_type, fix)
     if not isinstance(value, dict):
-        raise error_type(f"{name} holds a {type(value).__name__}, not an object{fix}")
+        raise error_type(f"{name} holds {_KINDS[type(value)]}, not an object{fix}")
     return value
 
 

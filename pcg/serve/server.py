@@ -332,7 +332,9 @@ class Server(uvicorn.Server):
         threading.Thread(target=read, name="pcg reload", daemon=True).start()
         done = asyncio.wrap_future(found)
         if not (await asyncio.wait([done], timeout=_READING_S))[0]:
-            raise ServeError(f"the files could not be read within {_READING_S:g} s; send SIGHUP again")
+            raise ServeError(
+                f"the files could not be read within {_READING_S:g} s; send SIGHUP again"
+            )
         return await done
 
     async def on_tick(self, counter: int) -> bool:

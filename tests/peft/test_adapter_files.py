@@ -78,6 +78,8 @@ def test_missing_files(saved: Path, tmp_path: Path) -> None:
         (b'{"r": 8,', "damaged at line 1, column"),
         (b"\xff\xfe", "byte 0 is not UTF-8"),
         (b"[1]", "holds a list"),
+        (b"null", "holds null"),
+        (b"1", "holds a number"),
         (b'{"peft_type": "LORA", "use_qalora": true}', "adapter_config.json: .*use_qalora=True"),
     ],
 )
