@@ -1,14 +1,15 @@
 """The formats of finetuning rows, and what each of them learns.
 
+    tokens             {"input_ids", "labels"?}                             labels but -100, or all
     chat               {"messages": [{"role", "content"}, …], "tools"?}     assistant messages
     sharegpt           {"conversations": [{"from", "value"}, …]}            messages from gpt
     prompt-completion  {"prompt", "completion"}: texts or message lists     the completion
     alpaca             {"instruction", "input"?, "output"}                  the output
     text               {"text"}, or a string                                all of it
-    tokens             {"input_ids", "labels"?}                             labels but -100, or all
 
-The first row has the first of these formats whose keys it has, and all rows must have that format.
-Of messages those are not learned that have "weight": 0, "train": false or "mask": true.
+The first row has the first of these formats whose keys it has, and all rows must have that format;
+tokens come first, as the text that they were made of may be left beside them. Messages whose keys
+say so are not learned (`LEARNS`): "weight": 0, "train": false, "mask": true, and others.
 
 `COLUMNS` has the other columns that change what a row means to the libraries that name them. A
 format reads such a column or refuses it; all else, such as an id, is ignored.
@@ -125,6 +126,8 @@ _WEIGHT = Column(
     "rows have no weights: leave a row out, or give it several times",
     lambda value: isinstance(value, int | float) and value == 1,
 )
+_SEGMENTS = Column(_PACKED, lambda ids: len({*map(str, _each(ids))}) == 1)
+_BOUNDS = Column(_PACKED, lambda bounds: len(_each(bounds)) == 2)
 _DESIRED = "KTO is not there: keep the desired rows without it, or make pairs for DPO"
 _PREFERENCE = Column("train on preferences (pcg train dpo), or leave it out")
 _MASK = Column("give 'labels', -100 where it is 0")
@@ -133,12 +136,14 @@ COLUMNS: Mapping[str, Column] = {
     "system": _OF_CHATS,
     "system_prompt": _OF_CHATS,
     "history": _OF_CHATS,
-    "tools": _OF_CHATS,
+    "tools": Column(_OF_CHATS.fix, lambda tools: tools == "[]"),
     "functions": Column('give them as \'tools\': [{"type": "function", "function": …}]'),
     "chat_template_kwargs": _OF_CHATS,
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _MEDIA),
     "position_ids": Column(_PACKED, lambda ids: [*_each(ids)] == [*range(len(_each(ids)))]),
     "seq_lengths": Column(_PACKED, lambda lengths: len(_each(lengths)) == 1),
+    **dict.fromkeys(("seq_idx", "segment_ids", "sequence_id"), _SEGMENTS),
+    **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"), _BOUNDS),
     "token_type_ids": Column("only text is learned", lambda ids: not any(_each(ids))),
     **dict.fromkeys(("weight", "weights", "sample_weight", "loss_weight"), _WEIGHT),
     # One of KTO is true or false; others are classes.
@@ -258,6 +263,9 @@ def _parse_sharegpt(row: Mapping[str, Any], where: str) -> Sample:
         name = f"'conversations'[{index}]"
         if not isinstance(turn, Mapping):
             raise DataError(f"{where}: {name} is {kind_of(turn)}; expected an object")
+        if turn.get("from") is None and turn.get("role") is not None:
+            messages.append(dict(turn))  # as in 'messages'
+            continue
         speaker = turn.get("from")
         if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
             roles = ", ".join(SHAREGPT_ROLES)
@@ -276,8 +284,11 @@ def _parse_sharegpt(row: Mapping[str, Any], where: str) -> Sample:
 
 def _parse_tokens(row: Mapping[str, Any], where: str) -> Sample:
     attended = row.get("attention_mask")
-    if attended is not None and not all(_numbers(attended, "'attention_mask'", where)):
+    mask = () if attended is None else set(_numbers(attended, "'attention_mask'", where))
+    if 0 in mask:
         raise DataError(f"{where} is padded, by its 'attention_mask'; leave the padding out")
+    if len(mask) > 1:
+        raise DataError(f"{where} is packed, by the numbers of its 'attention_mask': {_PACKED}")
     ids = _numbers(row["input_ids"], "'input_ids'", where)
     given = row.get("labels")
     labels = ids if given is None else _numbers(given, "'labels'", where)
@@ -375,10 +386,12 @@ LEARNS: Mapping[str, tuple[Any, Any]] = {
     "train": (False, True),
     "training": (False, True),
     "mask": (True, False),
+    "loss": (False, True),
+    "loss_weight": (0, 1),
 }
 """Keys of a message that say whether it is learned: the value for no, and that for yes.
 
-Source: OpenAI and ShareGPT; axolotl's message_field_training.
+Source: OpenAI and ShareGPT; axolotl's message_field_training; ms-swift; LLaMA-Factory.
 """
 UNREAD = {
     "function_call": "give it as 'tool_calls'",
@@ -396,17 +409,19 @@ OF_CHATS = (*_SYSTEM, "tools", "chat_template_kwargs")
 FORMATS: Mapping[str, Format] = {
     format.name: format
     for format in (
+        # A label beside text or tokens is their class; tokens have the text of other columns.
+        Format("tokens", ("input_ids",), _parse_tokens, ("label", "history", *OF_CHATS)),
         Format("chat", ("messages",), _parse_chat, OF_CHATS),
         Format("sharegpt", ("conversations",), _parse_sharegpt, OF_CHATS),
         Format("prompt-completion", ("prompt", "completion"), _parse_prompt_completion, OF_CHATS),
         Format("alpaca", ("instruction", "output"), _parse_alpaca, (*_SYSTEM, "history")),
-        # A label beside text or tokens is their class.
         Format("text", ("text",), _parse_text, ("label",)),
-        Format("tokens", ("input_ids",), _parse_tokens, ("label",)),
     )
 }
 
-READ_KEYS = frozenset({"input", "labels", "attention_mask", *COLUMNS}).union(
+PROMPTS = ("instruction", "question", "query", "input", "messages", "conversations")
+"""Columns that have the prompt of a preference in other libraries' formats."""
+READ_KEYS = frozenset({"labels", "attention_mask", *PROMPTS, *COLUMNS}).union(
     *(format.keys for format in FORMATS.values())
 )
 """Keys of rows that some format reads or refuses; values of others may be anything."""

@@ -4,8 +4,9 @@
              {"chosen", "rejected"}: what both begin with is the prompt
     OpenAI   {"input": {"messages", "tools"?}, "preferred_output", "non_preferred_output"}
 
-Of chats the assistant's messages behind the prompt are compared, of texts all of it. Other columns
-are read, refused or ignored as in other formats.
+Of chats the assistant's messages behind the prompt are compared, of texts all of it. Outputs that
+begin with the prompt's messages have it once. Other columns are read, refused or ignored as in
+other formats, and a prompt of another name is refused.
 """
 
 from __future__ import annotations
@@ -14,8 +15,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from pcg.errors import DataError
-from pcg.runtime.data.formats import OF_CHATS, Sample, TextSample, chat_sample, check_columns
+from pcg.runtime.data.formats import (
+    OF_CHATS,
+    PROMPTS,
+    Sample,
+    TextSample,
+    chat_sample,
+    check_columns,
+)
 from pcg.runtime.text.chat_messages import check_messages, kind_of
+from pcg.units import shown
 
 Pair = tuple[Sample, Sample]
 """The preferred sample, and the other one."""
@@ -71,6 +80,12 @@ def _openai(row: Mapping[str, Any], where: str) -> Pair:
 def _trl(row: Mapping[str, Any], where: str) -> Pair:
     chosen, rejected = row["chosen"], row["rejected"]
     prompt = row.get("prompt")
+    if isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list):
+        # As of UltraFeedback: the outputs are whole chats, which ask the prompt.
+        start = _alike(chosen, rejected)
+        last = chosen[start - 1] if start else None
+        if isinstance(last, Mapping) and last.get("content") == prompt:
+            prompt = None
     kinds = {type(one) for one in (chosen, rejected, *(() if prompt is None else (prompt,)))}
     if kinds not in ({str}, {list}):
         named = ", ".join(
@@ -85,6 +100,7 @@ def _trl(row: Mapping[str, Any], where: str) -> Pair:
             start = _alike(chosen, rejected)
             start -= start > 0 and chosen[start - 1] == " "  # which tokens begin with
             prompt, chosen, rejected = chosen[:start], chosen[start:], rejected[start:]
+            _check_prompt(row, prompt, where)
         _check_differ(chosen, rejected, where)
         return TextSample(prompt, chosen), TextSample(prompt, rejected)
     before = [] if prompt is None else _messages(prompt, "'prompt'", where)
@@ -92,9 +108,23 @@ def _trl(row: Mapping[str, Any], where: str) -> Pair:
         _messages(one, repr(key), where) for key, one in zip(_TRL, (chosen, rejected), strict=True)
     ]
     if prompt is None:
-        start = _alike(*outputs)
-        before, outputs = outputs[0][:start], [one[start:] for one in outputs]
+        before = outputs[0][: _alike(*outputs)]
+        _check_prompt(row, before, where)
+    if before and all(output[: len(before)] == before for output in outputs):
+        outputs = [output[len(before) :] for output in outputs]
     return _chats(before, outputs, row, where)
+
+
+def _check_prompt(row: Mapping[str, Any], prompt: Any, where: str) -> None:
+    """Refuse a row whose outputs do not begin with the prompt that another column has."""
+    for name in PROMPTS:
+        given = row.get(name)
+        has_it = bool(prompt) if not isinstance(prompt, str) else str(given) in prompt
+        if given and given != row["chosen"] and not has_it:
+            raise DataError(
+                f"{where} has {name!r} ({shown(given)}), which its outputs do not begin with, and "
+                "no 'prompt'; give the whole prompt as 'prompt'"
+            )
 
 
 def _messages(value: Any, name: str, where: str) -> list[dict[str, Any]]:

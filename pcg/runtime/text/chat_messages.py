@@ -23,8 +23,8 @@ def check_messages(
         keep_parts: leave contents that are lists of text parts as they are; otherwise the parts
             are joined by line breaks, as vLLM does.
     Returns:
-        New messages, without keys whose value is null. The content of an assistant's message that
-        has tool calls alone is "".
+        New messages, without keys whose value is null, and without empty tool calls. The content of
+        an assistant's message that has tool calls alone is "".
     Raises:
         DataError: it is not a list of messages, or a message has no text.
     """
@@ -38,6 +38,8 @@ def check_messages(
         if not isinstance(role, str) or role not in ROLES:
             raise DataError(f"{place} has role {role!r}; use one of {', '.join(ROLES)}")
         clean = {key: item for key, item in message.items() if item is not None}
+        if clean.get("tool_calls") == []:  # as tables have it that give each message all keys
+            del clean["tool_calls"]
         if "tool_calls" in clean:
             clean["tool_calls"] = _tool_calls(clean["tool_calls"], f"{label} 'tool_calls'", where)
         if "content" not in clean and "tool_calls" in clean and role == "assistant":

@@ -262,6 +262,9 @@ VALUES = {
     "kto_tag": (True, False),
     "seq_lengths": ([1, 2], [2, 1]),
     "position_ids": ([0, 0, 1], [0, 1, 0]),
+    "cu_seqlens": ([0, 1, 3], [0, 2, 3]),
+    "cu_seq_lens_q": ([0, 1, 3], [0, 2, 3]),
+    "cu_seq_lens_k": ([0, 1, 3], [0, 2, 3]),
 }
 
 
@@ -282,6 +285,8 @@ def test_a_column_with_a_meaning_changes_what_is_learned_or_is_refused(chatml, c
     for name, row in (PAIRS if is_pair else ROWS).items():
         if column in row or (column == "label" and name in ("text", "tokens")):
             continue  # is what the row is learned from; is a class
+        if name == "tokens" and column in (*formats.OF_CHATS, "history"):
+            continue  # is in the tokens
         found = []
         for value in (None, *VALUES.get(column, ([1, 0, 1], [0, 1, 1]))):
             read = outcome({**row, column: value}, tokenizer, pairs=is_pair)
@@ -297,7 +302,7 @@ def test_a_column_with_a_meaning_changes_what_is_learned_or_is_refused(chatml, c
 @pytest.mark.parametrize("key", [*formats.LEARNS, *formats.UNREAD, "reasoning", "tool_calls"])
 def test_a_key_of_a_message_changes_what_is_learned_or_is_refused(chatml, key, name):
     tokenizer = chatml.with_template(SHOWING)
-    values = {"tool_calls": [CALL], "weight": 0, "mask": True}
+    values = {"tool_calls": [CALL], "weight": 0, "loss_weight": 0.0, "mask": True}
     value = values.get(key, False if key in formats.LEARNS else "why")
     plain, changed = ROWS[name], copy.deepcopy(ROWS[name])
     (changed.get("completion") or next(iter(changed.values())))[-1][key] = value
@@ -308,6 +313,46 @@ def test_a_key_of_a_message_changes_what_is_learned_or_is_refused(chatml, key, n
         assert f"'{key}'" in found
     else:
         assert found != outcome(plain, tokenizer)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_tokens_beside_what_they_were_made_of_are_learned(chatml, name):
+    row = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "attention_mask": [1, 1, 1]}
+    given = {**ROWS[name], "system": "think", "tools": [{"name": "f"}], **row}
+    assert one([given], chatml) == one([row], chatml) == Example([5, 6, 7], [-100, 6, 7])
+
+
+def test_turns_of_sharegpt_may_have_the_keys_of_messages(chatml):
+    assert one([{"conversations": TALK}], chatml) == one([ROWS["chat"]], chatml)
+
+
+def test_empty_tool_calls_are_none(chatml):
+    messages = [{**message, "tool_calls": []} for message in TALK]
+    assert one([{"messages": messages}], chatml) == one([ROWS["chat"]], chatml)
+
+
+@pytest.mark.parametrize("name", formats.PROMPTS)
+def test_a_preference_does_not_lose_its_prompt(chatml, name):
+    """By whichever name a library knows it: pairs of outputs alone would be learned without it."""
+    for prompt, format in (("add", "texts"), (TALK[:1], "messages")):
+        row = {key: PAIRS[format][key] for key in ("chosen", "rejected")}
+        refused = outcome({**row, name: prompt}, chatml, pairs=True)
+        assert f"has '{name}'" in refused
+        assert "as 'prompt'" in refused
+        whole = {key: prompt + value for key, value in row.items()}
+        expected = outcome({**row, "prompt": prompt}, chatml, pairs=True)
+        assert outcome({**whole, name: prompt}, chatml, pairs=True) == expected
+
+
+def test_whole_chats_have_the_prompt_of_a_preference_once(chatml):
+    """UltraFeedback's rows: a prompt as text, or as messages, and chats that begin with it."""
+    row = PAIRS["messages"]
+    whole = {key: row["prompt"] + row[key] for key in ("chosen", "rejected")}
+    expected = outcome(row, chatml, pairs=True)
+    for prompt in ("add", row["prompt"], None):
+        given = {**whole, "prompt": prompt, "messages": whole["chosen"]}
+        assert outcome(given, chatml, pairs=True) == expected
+    assert "give texts, or lists" in outcome({**whole, "prompt": "other"}, chatml, pairs=True)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -486,6 +531,7 @@ LINE_ERRORS = [
     ('{"input_ids": [1, true]}', "'input_ids' has a boolean among its tokens; use ints"),
     ('{"input_ids": [1, 2], "labels": [1]}', "has 2 input_ids and 1 labels"),
     ('{"input_ids": [1, 2], "attention_mask": [0, 1]}', "is padded, by its 'attention_mask'"),
+    ('{"input_ids": [1, 2, 3], "attention_mask": [1, 2, 2]}', "is packed, by the numbers of"),
     ('{"input_ids": [1, 2], "completion_mask": [0, 1]}', "has 'completion_mask' .*give 'labels'"),
 ]
 
@@ -516,7 +562,7 @@ def test_wrong_arguments(tmp_path, chatml):
         ([], {}, "no examples in the data"),
         ({"text": "a"}, {}, "data is one dict"),
         (["a"], {"max_length": 1}, "max_length=1; an example needs at least 2 tokens"),
-        (["a"], {"format": "csv"}, "unknown data format 'csv'; use auto, chat"),
+        (["a"], {"format": "csv"}, "unknown data format 'csv'; use auto, tokens, chat"),
         (["a"], {"empty": "skip"}, "use 'error' or 'drop'"),
         (["a"], {"format": "alpaca"}, "the row is a string; .* the alpaca format"),
     ]:
