@@ -120,6 +120,7 @@ def _each(value: Any) -> list[Any]:
 
 
 _OF_CHATS = Column("give the row as 'messages', or write it into the text")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _MEDIA = Column("only text is learned; leave such rows out")
 _PACKED = "the row has several examples; give each a row of its own"
 _WEIGHT = Column(
@@ -139,7 +140,7 @@ COLUMNS: Mapping[str, Column] = {
     "tools": Column(_OF_CHATS.fix, lambda tools: tools == "[]"),
     "functions": Column('give them as \'tools\': [{"type": "function", "function": …}]'),
     "chat_template_kwargs": _OF_CHATS,
-    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _MEDIA),
+    **dict.fromkeys(MEDIA, _MEDIA),
     "position_ids": Column(_PACKED, lambda ids: [*_each(ids)] == [*range(len(_each(ids)))]),
     "seq_lengths": Column(_PACKED, lambda lengths: len(_each(lengths)) == 1),
     **dict.fromkeys(("seq_idx", "segment_ids", "sequence_id"), _SEGMENTS),
@@ -399,7 +400,7 @@ UNREAD = {
     **dict.fromkeys(
         ("train_detail", "training_detail"), "parts of a message are not learned by themselves"
     ),
-    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _MEDIA.fix),
+    **dict.fromkeys(MEDIA, _MEDIA.fix),
 }
 """Keys of a message that change what it means and are not read."""
 _SYSTEM = ("system", "system_prompt")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pcg.errors import DataError
+from pcg.runtime.data.formats import MEDIA
 from pcg.runtime.text.chat_messages import check_messages
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.train.grpo.rewards import OWN_COLUMNS
@@ -70,6 +71,11 @@ def _prompt(row: object, place: str, tokenizer: Tokenizer | None) -> Prompt:
     for name in columns:
         if name in OWN_COLUMNS:
             raise DataError(f"{place} has a column {name!r}, which rewards get anyway; rename it")
+        if name in MEDIA and columns[name]:
+            raise DataError(
+                f"{place} has {name!r}, which would not be in the prompt, as only text is; leave "
+                "such rows out, or rename a column that is for rewards alone"
+            )
     return Prompt(given, _ids(given, place, tokenizer), columns)
 
 

@@ -148,6 +148,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_runs(executor: Execut
         ([{"prompt": [1], "a": 1}, {"prompt": [1]}], "row 1 has the columns"),
         (["text"], "no tokenizer"),
         ([{"prompt": [1], "completions": 1}], "rename it"),
+        ([{"prompt": [1], "images": ["a.png"]}], "has 'images', which would not be in the prompt"),
         ([{"prompt": [{"role": "user", "content": "x"}]}], "no chat template"),
     ):
         with pytest.raises(DataError, match=message):
