@@ -101,7 +101,8 @@ def _iterated(source: Any) -> Iterator[Any]:
     if isinstance(source, bytes | bytearray | Set):
         raise DataError(f"data is {kind_of(source)}; give a list of rows, or a path")
     if hasattr(source, "__iter__"):
-        return iter(source)
+        is_table = hasattr(source, "column_names")
+        return map(_row_of_table, source) if is_table else iter(source)
     # By Python's old protocol, a map-style dataset would end where an index is an error.
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
         return (source[index] for index in range(len(source)))
@@ -117,12 +118,29 @@ def _iterated(source: Any) -> Iterator[Any]:
 def _table_rows(source: Any) -> list[Any] | None:
     """Return the rows of a frame or a table, None for anything else."""
     if hasattr(source, "to_pylist") and hasattr(source, "column_names"):  # pyarrow
-        return list(source.to_pylist())
+        return list(map(_row_of_table, source.to_pylist()))
     if hasattr(source, "to_dicts"):  # polars
-        return list(source.to_dicts())
+        return list(map(_row_of_table, source.to_dicts()))
     if hasattr(source, "to_dict") and hasattr(source, "columns"):  # pandas
-        return [_plain(row) for row in source.to_dict("records")]
+        return [_row_of_table(_plain(row)) for row in source.to_dict("records")]
     return None
+
+
+def _row_of_table(row: Any) -> Any:
+    """Return a row without the nulls within its cells.
+
+    A column of objects has the keys of all of them, so that a call of one tool has the arguments of
+    every other, as nulls, which would be learned.
+    """
+    return {name: _whole(cell) for name, cell in row.items()} if isinstance(row, Mapping) else row
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _whole(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list) and value and isinstance(value[0], Mapping | list):
+        return [_whole(item) for item in value]
+    return value
 
 
 def _column_rows(columns: Mapping[str, Any]) -> list[Any]:
@@ -224,7 +242,7 @@ def choose_splits(data: Any, eval_data: Any, most_rows: int | None = None) -> Sp
         evaluation = _split(eval_data, "validation", "eval_data")
         words.append(f"'validation' ({_size(evaluation)}) of eval_data evaluates")
     if most_rows is not None and hasattr(train, "__iter__") and not hasattr(train, "__len__"):
-        train = islice(train, most_rows)
+        train = islice(_iterated(train), most_rows)
     return Splits(train, evaluation, "; ".join(words))
 
 

@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,37 @@ def test_chats_in_tables(tokenizer: Tokenizer, kind: Callable[[Any], Any]) -> No
     expected = list(load_examples(rows, tokenizer))
     assert list(load_examples(kind(rows), tokenizer)) == expected
     assert list(load_examples({"messages": CHATS}, tokenizer)) == expected
+
+
+class Streamed:
+    """An IterableDataset of `datasets`: it has no length."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self._rows = rows
+        self.column_names = list(rows[0])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._rows)
+
+
+@pytest.mark.parametrize("kind", [Stored, Streamed, Frame, PolarsFrame, ArrowTable])
+def test_nulls_that_a_table_fills_in_are_not_learned(kind: Callable[[Any], Any]) -> None:
+    """A call of one tool has the arguments of every other in a table, and so have schemas."""
+
+    def row(name: str, arguments: dict[str, Any], **other: Any) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        schema = {"name": name, "parameters": {"properties": arguments}}
+        message = {"role": "assistant", "content": None, "tool_calls": [call, call]}
+        return {"messages": [message], "tools": [schema], "score": None, "tags": [None, 1], **other}
+
+    filled = [row("f", {"a": 1, "b": None}), row("g", {"a": None, "b": [{"c": None, "d": 2}]})]
+    found = gather(choose_splits(kind(filled), None, 2).train)
+    for one, name, arguments in zip(found, "fg", ({"a": 1}, {"b": [{"d": 2}]}), strict=True):
+        expected = row(name, arguments)
+        del expected["messages"][0]["content"]
+        assert one == expected
+    # Nulls that a row of JSON lines has are its own.
+    assert gather(filled) == filled
 
 
 def test_missing_values_and_arrays_of_pandas(tokenizer: Tokenizer) -> None:
