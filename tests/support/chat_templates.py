@@ -18,6 +18,15 @@ MISTRAL = _SHOWN + _TURNS.replace("CALL", f"[TOOL_CALLS] [{_JSON}]").replace("KE
 MISTRAL_BY_NAME = _SHOWN + _TURNS.replace(
     "CALL", "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}"
 )
+MISTRAL_V3 = (
+    "{% set asked = messages | selectattr('role', 'equalto', 'user') | list %}{{ bos_token }}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% if tools and m == asked[-1] %}"
+    "[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST]{{ m.content }}[/INST]"
+    "{% elif m.tool_calls %}[TOOL_CALLS]{{ m.tool_calls[0].function | tojson }}{{ eos_token }}"
+    "{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]"
+    "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+"""Shows tools before the last question alone, and has no generation prompt."""
 XML = _SHOWN + _TURNS.replace("CALL", "<tool_call><function={{ c.function.name }}></tool_call>")
 """Shows calls in a form that is not known."""
 

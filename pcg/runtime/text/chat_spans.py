@@ -65,7 +65,7 @@ def assistant_spans(
             _check_said(said, messages, index)
         return text, found
     else:
-        spans = {i: _span(text, messages, i, render, ends) for i in sorted(learn)}
+        spans = {i: _span(text, messages, i, render, ends, stops) for i in sorted(learn)}
     for index, (start, end) in spans.items():
         _check_said(text[start:end], messages, index)
         text, end = _ended(text, (start, end), messages, index, render, ends, stops)
@@ -160,11 +160,20 @@ def _ended(
 
 
 def _span(
-    text: str, messages: Sequence[Message], index: int, render: Render, ends: Sequence[str]
+    text: str,
+    messages: Sequence[Message],
+    index: int,
+    render: Render,
+    ends: Sequence[str],
+    stops: Sequence[str],
 ) -> Span:
     before = _prefix(text, messages[:index], True, render)
     after = _prefix(text, messages[: index + 1], False, render)
-    if after is not None and _is_always_prompted(messages[: index + 1], render):
+    if (
+        after is not None
+        and not text[:after].rstrip().endswith(tuple(stops))
+        and _is_always_prompted(messages[: index + 1], render)
+    ):
         after = None  # the text so far has a header that no message has
     if before is not None and after is not None:
         return before, _without_line_break(text, before, after, ends)

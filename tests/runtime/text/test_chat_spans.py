@@ -117,6 +117,27 @@ def test_the_next_roles_token_ends_a_turn():
     assert learned(template, messages[:4], (1,), ends=ends, stops=stops) == ["\nfirst<|user|>"]
 
 
+def test_tools_that_move_to_the_last_question_do_not_hide_calls():
+    """A longer chat begins otherwise, but the turn has its end: no header follows it."""
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+    messages = [SHORT[0], calls, {"role": "tool", "content": "1"}, SHORT[1]]
+    template = ChatTemplate({"default": families.MISTRAL_V3}).training
+    text, spans = assistant_spans(
+        messages,
+        (1, 3),
+        lambda part, prompt: template.render(part, tools=tools, eos_token="</s>", bos_token="<s>"),
+        None,
+        ENDS,
+        ("</s>",),
+    )
+    assert [text[slice(*span)] for span in spans] == [
+        '[TOOL_CALLS]{"name": "add", "arguments": {"a": 1}}</s>',
+        "first</s>",
+    ]
+
+
 def test_a_template_without_an_end_of_turn_ends_with_the_eos():
     template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
