@@ -96,7 +96,7 @@ class Scheduler:
         self._bound: StepBound | None = None
         self._blocked: Sequence | None = None
         self._is_turn_of_short = False
-        self._most_read = _FIRST
+        self._most_read = max(_FIRST, limits.least_chunk)
 
     # ------------------------------------------------------------------------------- a request
 
@@ -280,8 +280,10 @@ class Scheduler:
         plan, self._bound = StepPlan(), None
         if sequence in self.waiting:
             self._admit(plan, [sequence], now_s)
-        elif sequence in self.running and self._has_pages(sequence, sequence.pending, [sequence]):
-            self._run(plan, sequence, sequence.pending)
+        elif sequence in self.running:
+            tokens = self._chunk(plan, sequence)
+            if tokens and self._has_pages(sequence, tokens, [sequence]):
+                self._run(plan, sequence, tokens)
         return plan
 
     def _has_pages(self, sequence: Sequence, tokens: int, left: list[Sequence]) -> bool:
@@ -348,8 +350,8 @@ class Scheduler:
 
     def _chunk(self, plan: StepPlan, sequence: Sequence) -> int:
         """Return how many tokens of a prompt fit into the step; 0 for none."""
-        room, least = self.limits.tokens - plan.tokens, self.limits.least_chunk
-        forward = self.pace
+        room = self.limits.tokens - plan.tokens
+        least, forward = min(self.limits.least_chunk, self.limits.tokens), self.pace
         if self.forward is None and self.limits.prompt_stretch < math.inf:
             room = min(room, self._most_read - (plan.tokens - plan.decoded.tokens))
         if forward is not None and plan.is_late:

@@ -107,6 +107,22 @@ def test_without_a_bound_a_prompt_runs_whole() -> None:
     assert not times(bounded, "long")  # a newcomer waits for one chunk
 
 
+@pytest.mark.parametrize("limits", [{"tokens": 1}, {"tokens": 8}, {"least_chunk": 128}])
+def test_prompts_end_whatever_a_chunk_may_have(limits: dict[str, float]) -> None:
+    engine = make_engine(**limits)
+    engine.submit(ask("long", 200))
+    first_token_s(engine, "long")
+
+
+def test_a_suspect_runs_alone_in_chunks_that_steps_have_room_for() -> None:
+    engine = make_engine(tokens=256)
+    engine.submit(ask("long", LONG))
+    engine.step()
+    (sequence,) = engine.scheduler.running
+    plan = engine.scheduler.plan_alone(sequence, engine.clock.latest_s())
+    assert 0 < plan.tokens <= 256
+
+
 @pytest.mark.parametrize("longs", [1, 12])
 def test_a_short_request_has_its_turn_beside_long_prompts(longs: int) -> None:
     """It waits for a few steps, and not for the prompts before it, which take seconds each."""
