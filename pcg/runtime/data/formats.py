@@ -200,7 +200,7 @@ def parse(format: Format, value: Any, where: str) -> Sample:
 def check_columns(row: Mapping[str, Any], reads: Sequence[str], where: str, format: str) -> None:
     """Refuse a row with a column that changes its meaning, and is not read. DataError: names it."""
     for name, column in COLUMNS.items():
-        value = row.get(name)
+        value = _listed(row.get(name))
         is_empty = value is None or (hasattr(value, "__len__") and not len(value))
         if not is_empty and name not in reads and not column.is_neutral(value):
             raise DataError(
