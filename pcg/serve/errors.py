@@ -82,8 +82,8 @@ _STATUS: tuple[tuple[type[PcgError], int, str | None], ...] = (
 _RETRY_S = {429: 1, 503: 5}
 _LONGEST_MESSAGE = 4000
 _QUOTED = r"(?<!\w)'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
-_LITERAL = re.compile(rf"`[^`]*`|[(\[{{](?:[^()\[\]{{}}'\"]|{_QUOTED})*[)\]}}]")
-"""A value in brackets, as Python writes it; what stands between backticks is a client's."""
+_LITERAL = re.compile(rf"`[^`]*`|{_QUOTED}|[(\[{{](?:[^()\[\]{{}}'\"]|{_QUOTED})*[)\]}}]")
+"""A value in brackets, as Python writes it; what is quoted is a client's."""
 _WORDS = {
     "True": "true", "False": "false", "None": "null", "tuple": "list", "dict": "object",
     "dictionary": "object", "str": "string", "int": "integer", "float": "number", "bool": "boolean",
@@ -200,9 +200,9 @@ def _as_json(found: re.Match[str]) -> str:
         return text
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+        return json_bytes(value).decode() if isinstance(value, tuple | list | dict) else text
+    except (ValueError, SyntaxError, TypeError):  # or JSON has no such value
         return text
-    return json_bytes(value).decode() if isinstance(value, tuple | list | dict) else text
 
 
 def not_found(model: str) -> ApiError:

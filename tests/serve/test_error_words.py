@@ -131,6 +131,8 @@ async def ask(
             "stop=('None',) is 'None', `None` is a name",
             "stop=[\"None\"] is 'None', `None` is a name",
         ),
+        ("x=['a', 1j] is no list", "x=['a', 1j] is no list"),
+        ("it is of type \"['a', None]\"", "it is of type \"['a', None]\""),
         ("no JSON: (char 0) [1] it's", "no JSON: (char 0) [1] it's"),
     ],
 )
