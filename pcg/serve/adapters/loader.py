@@ -213,7 +213,8 @@ class Loader:
         """Return the first of the tenant whose turn it is; None if nobody waits."""
         for tenant in [tenant for tenant, waiting in self._waiting.items() if not waiting]:
             del self._waiting[tenant]
-        return next((next(iter(one.items())) for one in self._waiting.values()), None)
+        every = (turn for waiting in self._waiting.values() for turn in waiting.items())
+        return next((turn for turn in every if not turn[0].cancelled()), None)
 
     def _take_turn(self, place: asyncio.Future[None], error: Exception | None) -> None:
         """Hand a place out, or refuse it; the other tenants come first from now on."""

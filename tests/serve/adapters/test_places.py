@@ -78,6 +78,24 @@ def test_tenants_have_places_in_turn() -> None:
     assert [n for n in order if n.startswith("flood")] == [f"flood {i}" for i in range(100)]
 
 
+def test_one_that_leaves_while_places_are_handed_out() -> None:
+    async def run() -> None:
+        client = Client()
+        loader = Loader(client, 1)  # type: ignore[arg-type]
+        first, left, second = (load(loader, name) for name in ("first", "left", "second"))
+        await settled()
+        client.end("first", EngineError("no"))
+        while not first.done():
+            await asyncio.sleep(0)
+        left.cancel()  # its place is handed out before it notices
+        await settled()
+        client.end("second")
+        assert await second == "second"
+        assert first.exception() is not None
+
+    asyncio.run(run())
+
+
 def test_nobody_waits_for_what_stays() -> None:
     async def run() -> None:
         client = Client()
