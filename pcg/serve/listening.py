@@ -39,7 +39,7 @@ _STARTING = json.dumps(
 
 
 class Listener:
-    """The socket of a server, where every request is answered by a 503 until `take`.
+    """The socket of a server, where every request is answered by a 503 unless a server has it.
 
     Raises:
         ServeError: the address cannot be listened at, or the certificate cannot be used.
@@ -50,15 +50,18 @@ class Listener:
         if options.ssl_certfile is not None:
             self._context = check_certificate(options.ssl_certfile, options.ssl_keyfile)
         self.socket = listen(options.host, options.port, options.stream_timeout_s)
-        self._loop = asyncio.new_event_loop()
-        self._is_taken = asyncio.Event()
-        self._handed = Future[None]()
-        self._thread = Thread(target=self._run, name="pcg starting", daemon=True)
-        self._thread.start()
+        self.answer()
 
     @property
     def url(self) -> str:
         return url_of(self.socket, is_secure=self._context is not None)
+
+    def answer(self) -> None:
+        """Answer every request by a 503 until `take`: at first, and once a server has ended."""
+        self._loop = asyncio.new_event_loop()
+        self._is_taken = asyncio.Event()
+        self._handed = Future[None]()
+        Thread(target=self._run, name="pcg starting", daemon=True).start()
 
     def take(self) -> socket.socket:
         """Return the socket, at which nobody else takes connections from now on."""

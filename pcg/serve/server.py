@@ -103,7 +103,9 @@ def serve(
         generation = read_generation_config(options.generation_config, directory)
         split = None if options.split_port is None else SplitAccess(keys, directory)
 
-        def run() -> tuple[Server, bool]:
+        def run() -> tuple[Server, float | None]:
+            """Serve by one engine; returns how long until it was lost, seconds."""
+            nonlocal generation
             data_dir = options.data_dir
             opened = contextlib.nullcontext() if data_dir is None else open_store(data_dir)
             with opened as store, engine(options, keys.tenants, split) as client:
@@ -123,19 +125,20 @@ def serve(
                 gc.collect()
                 gc.freeze()
                 gc.enable()
+                began_s = time.monotonic()
                 try:
                     server.run([listener.take().dup()])  # which closes what it has
                 finally:
                     gc.unfreeze()
                     service.close()
-                return server, client.ended is not None
+                generation = service.generation
+                return server, None if client.ended is None else time.monotonic() - began_s
 
         while True:
-            began_s = time.monotonic()
-            server, is_lost = run()
-            is_over = server.is_stopping or not (restarts and is_lost)
-            if is_over or time.monotonic() - began_s < LEAST_S:
-                return not (server.force_exit or is_lost)
+            server, lost_s = run()
+            if lost_s is None or not restarts or server.is_stopping or lost_s < LEAST_S:
+                return not server.force_exit and lost_s is None
+            listener.answer()
             say("The engine starts again.")
 
 

@@ -26,6 +26,7 @@ from pcg.keys import digest_of
 from pcg.runtime.executor import Executor
 from pcg.serve import listening, server
 from pcg.serve.engine.local import local_client
+from pcg.serve.generation_config import GenerationConfig
 from pcg.serve.listening import Listener, check_certificate, listen, url_of
 from pcg.serve.options import ServeOptions
 from pcg.serve.server import Server, serve
@@ -318,7 +319,8 @@ def test_a_server_whose_engine_ends_opens_another_one(
 ) -> None:
     """On the same port, with the same key; a drain ends it for good."""
     monkeypatch.setattr(server, "LEAST_S", 0.0)
-    executor, said, texts = serving.make_executor(), [], []
+    executor, said, texts, statuses = serving.make_executor(), [], [], []
+    reloaded = GenerationConfig("reloaded")
 
     def ready(running: server.Server) -> None:
         Thread(target=use, args=(running,)).start()
@@ -329,8 +331,10 @@ def test_a_server_whose_engine_ends_opens_another_one(
             body = {"model": serving.MODEL, "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
             texts.append((url, client.post("/v1/completions", json=body).json()["choices"]))
         if len(texts) == 1:
+            running.service.generation = reloaded
             running.service.client.engine.call(broken)
         else:
+            assert running.service.generation is reloaded
             running.drain()
 
     def broken() -> None:
@@ -338,11 +342,14 @@ def test_a_server_whose_engine_ends_opens_another_one(
 
     @contextlib.contextmanager
     def engine(*given: Any) -> Iterator[Any]:
+        if texts:
+            statuses.append(httpx2.get(f"{texts[0][0]}/health", timeout=60).status_code)
         with local_client(lambda: executor, *given) as client:
             yield client
 
     options = ServeOptions(**serving.OPTIONS)
     assert server.serve(options, engine, said.append, ready, restarts=restarts) is restarts
     assert len(texts) == 1 + restarts
+    assert statuses == [503] * restarts
     assert texts[0] == texts[-1]
     assert ("The engine starts again." in said) is restarts
