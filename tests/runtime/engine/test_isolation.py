@@ -214,7 +214,16 @@ def test_a_job_that_breaks_its_steps_is_dropped(monkeypatch: pytest.MonkeyPatch)
         units = [unit for unit, _ in windows]
         return bad.unit in units
 
+    run_parts = engine.device.run_parts
+
+    def failing(parts: list[Any]) -> None:
+        run_parts(parts)
+        if bad.unit in parts:
+            raise RuntimeError("a kernel failed")
+
+    # Measured times decide whether a window goes forward whole or in layers.
     monkeypatch.setattr(engine.device, "start", failing_where(engine, is_hit))
+    monkeypatch.setattr(engine.device, "run_parts", failing)
     for request in asked:
         engine.submit(request)
     ends = run(engine)
