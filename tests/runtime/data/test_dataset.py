@@ -3,6 +3,7 @@ import itertools
 import json
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
@@ -358,7 +359,8 @@ def test_whole_chats_have_the_prompt_of_a_preference_once(chatml):
 @pytest.mark.parametrize("name", ROWS)
 def test_columns_without_a_meaning_are_ignored(chatml, name):
     row = ROWS[name]
-    other = {"id": 7, "source": "web", "score": 0.3, "meta": {"a": object()}, "weight": 1.0}
+    other = {"id": 7, "source": "web", "score": 0.3, "meta": {"a": object()}}
+    other["weight"] = torch.tensor(1.0)  # as of columns that torch reads
     empty = dict.fromkeys(COLUMNS.keys() - row.keys() - other.keys(), None) | {"images": []}
     assert one([{**row, **other, **empty}], chatml) == one([row], chatml)
 
