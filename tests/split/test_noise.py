@@ -6,6 +6,7 @@ import os
 import random
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -253,9 +254,12 @@ def test_the_size_of_noise_tells_the_largest_row_alone() -> None:
 
 
 @pytest.fixture
-def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise of a seed, so that what an attack finds is the same in each run."""
+def seeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Rows and noise of a seed, so that what an attack finds is the same in each run."""
     monkeypatch.setattr(os, "urandom", random.Random(5).randbytes)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        yield
 
 
 def sent_rows(x: Tensor, privacy: Privacy) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from pcg.errors import GenerationError
 from pcg.peft.adapter import Adapter
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.async_engine import AsyncEngine
+from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.limits import Limits
@@ -42,6 +44,14 @@ CALLED = ("Engine.step", "EngineLoop.step", "EngineLoop._isolating", "OpenReques
 OF_THREAD = ("StepThread._go_round", "Call.run")
 """What the thread enters before anything is tried."""
 Trace: TypeAlias = Entered | Raising
+
+
+@pytest.fixture(autouse=True)
+def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's time moves by a millisecond when it is asked for, so that all runs plan alike."""
+    passed = itertools.count(1)
+    monkeypatch.setattr(MachineClock, "_asked_ns", lambda _: next(passed) * 10**6)
+    monkeypatch.setattr(MachineClock, "here_s", lambda clock: clock._latest_s)
 
 
 @pytest.fixture(scope="module")

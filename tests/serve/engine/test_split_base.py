@@ -69,7 +69,7 @@ def test_a_split_client_is_served_beside_requests_that_miss_their_slo() -> None:
     with (
         serving.on_a_port(split_port=0, tpot_slo_ms=0.01, max_num_seqs=2) as served,
         served.client() as http,
-        pcg.connect(where_of(served), api_key=serving.KEY, lost_s=2) as split,
+        pcg.connect(where_of(served), api_key=serving.KEY, lost_s=10) as split,
     ):
         body = {**BODY, "max_tokens": 100, "stream": True}
 
