@@ -87,7 +87,7 @@ class Keys:
         return len({key.tenant for key in self._keys})
 
     def become(self, others: Keys) -> None:
-        """Be other keys from now on, for everyone who has these."""
+        """Replace the keys, for every holder of this object."""
         self._keys = others._keys
 
     def find(self, given: str) -> Key | None:

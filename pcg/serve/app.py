@@ -117,7 +117,7 @@ def create_app(service: Service) -> FastAPI:
 
 
 def check_routes(router: APIRouter) -> None:
-    """Raise a ServeError for a route by which everyone could do something, or hold others up."""
+    """Raise a ServeError for a route without a scope, or with bodies on the event loop."""
     for route in router.routes:
         path = getattr(route, "path", str(route))
         has_scope = isinstance(route, APIRoute) and any(_scopes(route.dependant))

@@ -227,7 +227,7 @@ class PaddedTables:
         self._copies.wait()
 
     def reset(self) -> None:
-        """Have no adapter in a slot, whatever a failed call left half changed."""
+        """Free all slots, also where a failed call left them half changed."""
         self._copies.reset()
         self._by_width = {}
         self._update_places()

@@ -57,7 +57,7 @@ class Arrivals(Generic[Call]):
         return is_sent
 
     def taken(self, tenant: str, stream: Stream) -> Call | None:
-        """Note that one is on its way no more; returns the next that may be sent, if any."""
+        """Remove a call that has arrived or failed; return the next one to send, if any."""
         coming = self._coming.get(tenant, {})
         if stream not in coming:
             return None

@@ -71,7 +71,7 @@ class Device(Protocol):
         side: runs parts of jobs; None if they do not run beside the forward.
         fails_alike: True if an error is seen by all who run a step; over ranks it may be one's own.
         is_ahead: True if a step may be started before the tokens of the one before are read.
-        layers: the layers of the model that run here.
+        layers: the number of the model's layers.
         late: what was made ready while requests waited, by its kind: kernels that were compiled,
             steps that were recorded. After a warm-up there should be none.
     """
@@ -110,7 +110,7 @@ class Device(Protocol):
         """Note that an adapter gives its pages up."""
 
     def reset(self) -> None:
-        """Have no adapter in memory, whatever a failed call left half changed."""
+        """Forget the adapters in memory, also where a failed call left them half changed."""
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]

@@ -350,7 +350,7 @@ class Jobs:
             self.settle(job)
 
     def begin_again(self, group: PartGroup) -> None:
-        """Have jobs begin the step again of which a part may be half done."""
+        """Restart the step of each job of a group, as a part of it may be half done."""
         for job in group.jobs:
             if isinstance(job.unit, Forward | Part | Pages):
                 job.begin_step_again()

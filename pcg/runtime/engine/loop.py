@@ -233,7 +233,7 @@ class EngineLoop:
 
     @contextmanager
     def _isolating(self) -> Iterator[None]:
-        """Have an error end what it belongs to, and nothing else."""
+        """End the owner of an error, and nothing else."""
         self._alone, self._ran = None, []
         try:
             yield
@@ -461,7 +461,7 @@ class EngineLoop:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Leave no call half done, whose error is its caller's."""
+        """Rebuild the state that a call left half changed; its caller gets the error."""
         try:
             yield
         except PcgError:
@@ -473,7 +473,7 @@ class EngineLoop:
             raise
 
     def _restart(self) -> None:
-        """Make again all that can be computed again, of which a failed call may have done half.
+        """Rebuild all state that can be computed again, as a failed call may have changed half.
 
         Requests keep their tokens, and jobs their units and pages; nothing else is kept.
         """

@@ -283,8 +283,8 @@ class StepThread(ABC):
     def _go_round(self) -> None:
         """Run calls and a step, and deliver what it gave.
 
-        An error of a step or of a call ends there what it belongs to. Any other is of nobody, so
-        that what is left is done in the next round, unless several fail in a row.
+        The error of a step or of a call ends its owner there. Any other error has no owner: the
+        next round does what is left, unless several rounds fail in a row.
         """
         try:
             self._run_calls()

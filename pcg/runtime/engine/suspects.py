@@ -22,7 +22,7 @@ Owner: TypeAlias = Sequence | Job | Adapter
 
 
 def owner_of(error: BaseException) -> Owner | None:
-    """Return for whom the functions worked in which an error was raised, by their local variables.
+    """Return the owner of the work that raised an error, from the local variables of its frames.
 
     That is a guess, as a loop leaves its variable behind: the owner runs alone before it fails.
     """

@@ -101,8 +101,8 @@ class Database:
 
         Args:
             act: runs on the writing thread. What it raises undoes its own changes alone.
-            may_use_reserve: it deletes, or a start needs it: it is made on a full disk, too, and
-                may run again for that.
+            may_use_reserve: True for a deletion, and for a write that a start needs. On a full disk
+                it is made with the room of the reserve; `act` may then run twice.
         Raises:
             StoreFullError: by the future, there is no room; nothing of it was written.
             StoreError: by the future, the disk fails otherwise.

@@ -37,7 +37,7 @@ class Reserve:
             return 0
 
     def restore(self) -> bool:
-        """Make it whole if there is room; returns whether it is."""
+        """Fill the reserve if there is room; return True if it is whole."""
         if self.is_whole or time.monotonic() - self._tried_s < _AGAIN_S:
             return self.is_whole
         self._tried_s = time.monotonic()
@@ -56,7 +56,7 @@ class Reserve:
         return self.is_whole
 
     def release(self) -> bool:
-        """Give half of it to the disk; returns False where nothing is left."""
+        """Give half of the reserve to the disk; return False if nothing is left."""
         before = self._size_bytes()
         if not before:
             return False

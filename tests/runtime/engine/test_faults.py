@@ -48,7 +48,7 @@ Trace: TypeAlias = Entered | Raising
 
 @pytest.fixture(autouse=True)
 def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's time moves by a millisecond when it is asked for, so that all runs plan alike."""
+    """Move the engine's clock by a millisecond whenever it is read, so that all runs plan alike."""
     passed = itertools.count(1)
     monkeypatch.setattr(MachineClock, "_asked_ns", lambda _: next(passed) * 10**6)
     monkeypatch.setattr(MachineClock, "here_s", lambda clock: clock._latest_s)
