@@ -81,7 +81,8 @@ _STATUS: tuple[tuple[type[PcgError], int, str | None], ...] = (
 
 _RETRY_S = {429: 1, 503: 5}
 _LONGEST_MESSAGE = 4000
-_QUOTED = r"(?<!\w)'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+_QUOTED = r"(?<!\w)'(?:[^'\\]|\\.){0,100}'|\"(?:[^\"\\]|\\.){0,100}\""
+"""A text; a bound keeps the time linear, and longer values are cut (`pcg.units.shown`)."""
 _LITERAL = re.compile(rf"`[^`]*`|{_QUOTED}|[(\[{{](?:[^()\[\]{{}}'\"]|{_QUOTED})*[)\]}}]")
 """A value in brackets, as Python writes it; what is quoted is a client's."""
 _WORDS = {
@@ -196,8 +197,8 @@ def in_json(message: str) -> str:
 
 def _as_json(found: re.Match[str]) -> str:
     text = found[0]
-    if "'" not in text and ",)" not in text:  # Python and JSON write it alike, or it is no value
-        return text
+    if text[0] not in "([{" or ("'" not in text and ",)" not in text):
+        return text  # it is quoted, no value, or Python and JSON write it alike
     try:
         value = ast.literal_eval(text)
         return json_bytes(value).decode() if isinstance(value, tuple | list | dict) else text

@@ -133,6 +133,7 @@ async def ask(
         ),
         ("x=['a', 1j] is no list", "x=['a', 1j] is no list"),
         ("it is of type \"['a', None]\"", "it is of type \"['a', None]\""),
+        ("unknown: (" + "\\'" * 1900, "unknown: (" + "\\'" * 1900),  # in linear time
         ("no JSON: (char 0) [1] it's", "no JSON: (char 0) [1] it's"),
     ],
 )
