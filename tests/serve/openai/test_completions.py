@@ -362,7 +362,7 @@ def test_a_prompt_that_has_its_special_tokens_gets_no_further_ones(tmp_path: Pat
         (
             {"response_format": of_schema({"x-guidance": {"lenient": True}})},
             "response_format",
-            "x-guidance has lenient=True",
+            "x-guidance has lenient=true",
         ),
         ({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "guided_regex", "together"),
         ({"tpot_slo_ms": 0}, "tpot_slo_ms", "greater than"),
