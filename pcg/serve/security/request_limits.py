@@ -32,7 +32,7 @@ class RequestLimits:
     """ASGI middleware behind the authentication, which bounds requests and bodies.
 
     Args:
-        most_values: the most numbers of a body, if more than `MOST_VALUES`.
+        most_values: the most entries of lists and objects of a body, if more than `MOST_VALUES`.
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions, most_values: int) -> None:

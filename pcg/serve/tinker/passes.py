@@ -81,7 +81,12 @@ def decompressed(body: bytes, most: int) -> bytes:
 
 
 def call_of(body: bytes, *, is_json: bool) -> ForwardBackwardCall:
-    """Return what a body asks for, in protobuf or in JSON. DataError: it is no such body."""
+    """Return what a body asks for, in protobuf or in JSON.
+
+    Raises:
+        ApiError: it has too many elements.
+        DataError: it is no such body.
+    """
     if not is_json:
         return decode_forward_backward(body)
     check_elements(body)
