@@ -7,9 +7,9 @@
     alpaca             {"instruction", "input"?, "output"}                  the output
     text               {"text"}, or a string                                all of it
 
-The first row has the first of these formats whose keys it has, and all rows must have that format;
-tokens come first, as the text that they were made of may be left beside them. Messages whose keys
-say so are not learned (`LEARNS`): "weight": 0, "train": false, "mask": true, and others.
+The first row has the first of these formats for whose keys it has values, and all rows must have
+that format; tokens come first, as the text that they were made of may be left beside them. Messages
+whose keys say so are not learned (`LEARNS`): "weight": 0, "train": false, "mask": true, and others.
 
 `COLUMNS` has the other columns that change what a row means to the libraries that name them. A
 format reads such a column or refuses it; all else, such as an id, is ignored.
@@ -168,9 +168,11 @@ def detect(value: Any, where: str) -> Format:
         return FORMATS["text"]
     if not isinstance(value, Mapping):
         raise DataError(f"{where}: a row is {kind_of(value)}; expected an object or a string")
-    for format in FORMATS.values():
-        if all(key in value for key in format.keys):
-            return format
+    filled = {key for key, item in value.items() if item is not None}
+    for keys in (filled, value.keys()):
+        for format in FORMATS.values():
+            if keys >= {*format.keys}:
+                return format
     known = "; ".join(f"{f.name}: {' and '.join(map(repr, f.keys))}" for f in FORMATS.values())
     have = ", ".join(map(repr, value)) or "no keys"
     raise DataError(f"{where}: a row with {have} is of no known format ({known})")

@@ -82,9 +82,8 @@ def _trl(row: Mapping[str, Any], where: str) -> Pair:
     prompt = row.get("prompt")
     if isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list):
         # As of UltraFeedback: the outputs are whole chats, which ask the prompt.
-        start = _alike(chosen, rejected)
-        last = chosen[start - 1] if start else None
-        if isinstance(last, Mapping) and last.get("content") == prompt:
+        both = chosen[: _alike(chosen, rejected)]
+        if any(isinstance(one, Mapping) and one.get("content") == prompt for one in both):
             prompt = None
     kinds = {type(one) for one in (chosen, rejected, *(() if prompt is None else (prompt,)))}
     if kinds not in ({str}, {list}):

@@ -323,6 +323,12 @@ def test_tokens_beside_what_they_were_made_of_are_learned(chatml, name):
     assert one([given], chatml) == one([row], chatml) == Example([5, 6, 7], [-100, 6, 7])
 
 
+def test_a_column_of_another_format_without_a_value_is_none(chatml):
+    every = dict.fromkeys(key for format in formats.FORMATS.values() for key in format.keys)
+    for row in ROWS.values():
+        assert one([{**every, **row}], chatml) == one([row], chatml)
+
+
 def test_turns_of_sharegpt_may_have_the_keys_of_messages(chatml):
     assert one([{"conversations": TALK}], chatml) == one([ROWS["chat"]], chatml)
 
@@ -353,6 +359,9 @@ def test_whole_chats_have_the_prompt_of_a_preference_once(chatml):
     for prompt in ("add", row["prompt"], None):
         given = {**whole, "prompt": prompt, "messages": whole["chosen"]}
         assert outcome(given, chatml, pairs=True) == expected
+    longer = {key: [*TALK, *value] for key, value in whole.items()}
+    expected = outcome(longer, chatml, pairs=True)
+    assert outcome({**longer, "prompt": "add"}, chatml, pairs=True) == expected
     assert "give texts, or lists" in outcome({**whole, "prompt": "other"}, chatml, pairs=True)
 
 
