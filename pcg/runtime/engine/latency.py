@@ -99,8 +99,7 @@ class Latency:
     def scaled(self, factor: float) -> Latency:
         """Return a latency that begins with so many times these coefficients."""
         begin_s = (*self.coefficients_s, self.knee.token_s)
-        scaled_s = [factor * part for part in begin_s]
-        return Latency(*scaled_s, self._knee, factor * self.read_s)
+        return Latency(*[*(factor * part for part in begin_s), self._knee, factor * self.read_s])
 
     @property
     def _learned_s(self) -> Vector:
