@@ -18,6 +18,7 @@ import json
 import os
 import re
 import secrets
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -88,6 +89,9 @@ def is_there(path: Path) -> bool:
 def read_bytes(path: Path, error_type: type[PcgError], fix: str = "") -> bytes:
     """The content of a file; arguments and errors as of `read_json`."""
     try:
+        mode = path.stat().st_mode
+        if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):  # which may have no end
+            raise error_type(f"{shown_path(path)} is a device and no file{fix}")
         return path.read_bytes()
     except OSError as error:
         raise error_type(f"{shown_path(path)} cannot be read: {error.strerror}{fix}") from error
@@ -247,7 +251,10 @@ def check_sums(
         if name not in sums or os.sep in name:
             raise error_type(f"{shown_path(folder / SUMS)} is damaged: no line of {name}{fix}")
         try:
-            size_bytes, digest = path.stat().st_size, sha256_of(path)
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):  # a device may have no end
+                raise error_type(f"{shown_path(path)} is no regular file{fix}")
+            size_bytes, digest = status.st_size, sha256_of(path)
         except FileNotFoundError as error:
             raise error_type(f"{shown_path(path)} is missing, which {SUMS} names{fix}") from error
         except OSError as error:

@@ -25,7 +25,7 @@ def test_finetune_and_run(program: Path, data: Path, tmp_path: Path) -> None:
     assert "sums: 4 steps" in result.stderr
     assert "evaluation loss" in result.stderr
     files = {path.name for path in (tmp_path / "sums").iterdir()}
-    assert files == {"adapter_config.json", "adapter_model.safetensors", "record"}
+    assert files == {"SHA256SUMS", "adapter_config.json", "adapter_model.safetensors", "record"}
     assert PeftConfig.from_pretrained(tmp_path / "sums").r == 4  # the program's recipe
     place = f"sums={tmp_path / 'sums'}"
     assert output_of("run", program, "--adapter", place, "-p", "add 1", "-n", "3")

@@ -31,6 +31,7 @@ def test_training_by_a_file_is_finetuning(model: Path, data: Path, tmp_path: Pat
     files = [tmp_path / name / WEIGHTS for name in ("sums", "other")]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert {path.name for path in (tmp_path / "sums").iterdir()} == {
+        "SHA256SUMS",
         "adapter_config.json",
         WEIGHTS,
         "record",
@@ -88,7 +89,7 @@ def test_options_need_nothing_that_a_run_by_a_file_has(
 ) -> None:
     """Options of checkpoints and of a record are no error, as a run by a file has both."""
     monkeypatch.setattr("pcg.runtime.training.options.check_sinks", lambda names: None)
-    config = write(tmp_path, tmp_path / "no-model", Path("rows.jsonl"), "output: out")
+    config = write(tmp_path, Path("no-model"), Path("rows.jsonl"), "output: out")
     for option in ("report_to=[tensorboard]", "save_every=2"):
         assert_one_error(run("train", name, config, "--set", option), "no-model")
 

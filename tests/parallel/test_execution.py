@@ -144,7 +144,7 @@ def test_ranks_save_one_adapter(tmp_path: Path) -> None:
     run_ranks(2, save)
     loaded = expected.add_adapter("loaded", tmp_path / "b")
     check_same(loaded, expected.adapters["b"])
-    assert len(list((tmp_path / "b").iterdir())) == 2
+    assert len(list((tmp_path / "b").iterdir())) == 3
 
 
 @pytest.mark.parametrize(("first", "then"), [(2, 2), (2, 1), (1, 2)])

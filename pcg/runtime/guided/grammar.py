@@ -48,6 +48,8 @@ class Grammar:
         error = self._compiled.exception()
         if isinstance(error, Exception):
             return as_pcg_error(error, self.guide.kind, GenerationError)
+        if self.masks is not None:
+            self.masks[0].exception()  # until they are made, another thread holds the matcher
         if self._matcher is not None and self._matcher.is_error():
             return guide_error(self.guide, self._matcher.get_error())
         return None

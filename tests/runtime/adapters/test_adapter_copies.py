@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 import pcg
 from pcg.compiler import compile_program
 from pcg.errors import AdapterError, UnsupportedError
+from pcg.files import SUMS
 from pcg.ir.program.folder import save_program
 from pcg.kernels.native import sgmv
 from pcg.kernels.torch.products import has_onednn
@@ -187,6 +188,7 @@ def test_a_scale_that_makes_weights_infinite_is_refused(tmp_path: Path) -> None:
     for tensor in adapter.tensors:
         tensor.add_(0.01)
     executor.save_adapter("a", tmp_path / "a")
+    (tmp_path / "a" / SUMS).unlink()  # its files are edited
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     for fields in ({"lora_alpha": 1e300}, {"lora_alpha": 1e300, "use_rslora": True}):
         (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config | fields))

@@ -120,6 +120,25 @@ def test_what_waits_for_room_in_a_step_is_served_in_the_end() -> None:
     engine.check_integrity()
 
 
+def test_a_long_prompt_of_a_heavy_tenant_gets_on_beside_a_stream() -> None:
+    """Also where a token of it takes more than it may add to a step, as far behind its context."""
+    costs = LinearCosts(layers=30, constant_s=0.017, token_s=6e-4, key_s=1.4e-6)
+    engine = SimulatedEngine(costs, 4000, 1000, Limits(running=64), policy=FairShare())
+    stream = engine.submit(ask("a", new=60_000, prompt=20))
+    for _ in range(50):
+        engine.step()
+    prompt = engine.submit(ask("long", new=1, prompt=4800))
+    steps = 0
+    while prompt in engine.requests.by_id:
+        engine.step()
+        steps += 1
+        assert steps < 12_000
+    gaps = sorted(gaps_of(engine, [stream])[50:])
+    assert sum(gap > 2 * gaps[0] for gap in gaps) <= 0.01 * len(gaps)
+    assert gaps[-1] <= 13 * gaps[0]
+    engine.check_integrity()
+
+
 @pytest.mark.parametrize("pages", [4000, 40])
 def test_the_one_who_runs_most_makes_room(pages: int) -> None:
     """Where places or pages are taken, a tenant that has none waits for a step and not for all."""

@@ -123,7 +123,8 @@ def test_work_that_waits_has_a_least_share_whatever_was_promised(
         longest_s = max(longest_s, engine.now_s - before_s)
         step.ran_forward(served_s, is_replayed=False)
         all_s += engine.now_s - before_s + served_s
-    assert engine.now_s >= 0.9 * LEAST_SHARE * all_s
+    slice_s = LEAST_ROWS * row_s  # rows are not cut further, so that one slice may be owed
+    assert engine.now_s >= 0.9 * LEAST_SHARE * all_s - slice_s
     if slo_s is not None and served_s >= slo_s:  # and not more than that, nor at once
         assert engine.now_s <= 1.1 * LEAST_SHARE * all_s + longest_s
         assert longest_s <= LEAST_SHARE / (1 - LEAST_SHARE) * served_s + 2 * LEAST_ROWS * row_s

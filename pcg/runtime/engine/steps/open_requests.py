@@ -68,8 +68,8 @@ class OpenRequests:
         reason = {} if error is None else {"reason": str(error)}
         not_begun = [other for one in request for other in one.followers]
         for one in request:
-            if one.id not in self.by_id:
-                continue
+            if self.by_id.get(one.id) is not one:
+                continue  # it is over, and a later request may have its id
             chunks = self._groups.handed_out(one, one.end(state, error))
             self._leave(one, chunks)
             self._note(kind, one.id, tokens=len(one.generated), **reason)

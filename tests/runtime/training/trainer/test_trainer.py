@@ -207,7 +207,7 @@ def test_states_that_do_not_fit_are_refused(executor: Executor, tmp_path: Path) 
             trainer.load_state(path)
         (path / "trainer_state.json").unlink()
         (path / "trainer_state.json").symlink_to("/dev/zero")  # which has no end
-        with pytest.raises(FinetuneError, match="there is no state"):
+        with pytest.raises(FinetuneError, match="is a device and no file"):
             trainer.load_state(path)
         train(trainer, 1)
 
