@@ -11,6 +11,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -49,14 +50,16 @@ def test_who_says_nothing_while_the_model_loads_is_left(
 ) -> None:
     """Without a word of asyncio about a task that it destroyed."""
     monkeypatch.setattr(listening, "_LINGER_S", 0.05)
+    before = set(threading.enumerate())
     listener = Listener(ServeOptions(**serving.OPTIONS))
+    (thread,) = set(threading.enumerate()) - before
     with socket.create_connection(listener.socket.getsockname()) as client:
         client.sendall(b"GET /health HTTP/1.1\r\n")
         until(lambda: len(asyncio.all_tasks(listener._loop)) == 2)
         listener.take().close()
-        listener._thread.join(60)
+        thread.join(60)
         gc.collect()
-    assert not listener._thread.is_alive()
+    assert not thread.is_alive()
     assert "pending" not in caplog.text
 
 

@@ -120,16 +120,12 @@ class AsyncEngine(TrainerThread):
         reserved = self.call(functools.partial(self._reserve, running))
 
         def read(reserved: Future[None]) -> None:
-            if _pass_error(running, reserved):
-                return
-            try:
+            if not _pass_error(running, reserved):
                 examples = self._preparation.read(given, running.cancelling)
-                examples.add_done_callback(functools.partial(self._compile, running))
-            except Exception as error:  # which a future would keep to itself
-                self.call(functools.partial(self._release, running))
-                running.fail(as_pcg_error(error, f"job {running.name!r}", FinetuneError))
+                compile_ = functools.partial(self._compile, running)
+                examples.add_done_callback(self._failing(running, compile_))
 
-        reserved.add_done_callback(read)
+        reserved.add_done_callback(self._failing(running, read))
         return running
 
     def add_adapter(
@@ -337,7 +333,21 @@ class AsyncEngine(TrainerThread):
             if _pass_error(running, begun):
                 self.engine.drop_job(job)
 
-        begun.add_done_callback(settle)
+        begun.add_done_callback(self._failing(running, settle))
+
+    def _failing(
+        self, running: RunningJob, act: Callable[[Future[Any]], None]
+    ) -> Callable[[Future[Any]], None]:
+        """Return a callback whose error fails a job: a future would keep the error to itself."""
+
+        def guarded(done: Future[Any]) -> None:
+            try:
+                act(done)
+            except Exception as error:
+                self.call(functools.partial(self._release, running))
+                running.fail(as_pcg_error(error, f"job {running.name!r}", FinetuneError))
+
+        return guarded
 
     # ------------------------------------------------------------------------------- the thread
 
