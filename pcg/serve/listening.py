@@ -80,13 +80,7 @@ class Listener:
             self._loop.run_until_complete(self._answer())
 
     async def _answer(self) -> None:
-        replies: set[asyncio.Task[None]] = set()
-
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.current_task()
-            assert task is not None
-            replies.add(task)
-            task.add_done_callback(replies.discard)
             with (
                 contextlib.closing(writer),
                 contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError),
@@ -100,6 +94,8 @@ class Listener:
         await self._is_taken.wait()
         server.close()
         self._handed.set_result(None)
+        await asyncio.sleep(0)  # in which connections that were accepted become tasks
+        replies = asyncio.all_tasks() - {asyncio.current_task()}
         if replies:
             _, late = await asyncio.wait(replies, timeout=_LINGER_S)
             for task in late:
