@@ -22,11 +22,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import hashlib
 import itertools
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -34,7 +36,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
@@ -55,6 +56,8 @@ HOSTILE = "hostile"
 URL = "/v1/completions"
 JSON = {"content-type": "application/json"}
 Answers: TypeAlias = Counter[str]
+_PERF_EVENT_OPEN = {"x86_64": 298, "aarch64": 241}[os.uname().machine]
+"""The number of the system call."""
 
 # ----------------------------------------------------------------------------- the server
 
@@ -111,7 +114,20 @@ def engine_clock(pid: int, url: str) -> Callable[[], float]:
     body = {"model": MODEL, "prompt": [5] * 8, "max_tokens": 32, "ignore_eos": True}
     headers = {"authorization": f"Bearer {_key(TENANTS[0])}"}
     httpx.post(f"{url}{URL}", json=body, headers=headers, timeout=60).raise_for_status()
-    return partial(spent_s, max(tasks, key=used_s))
+    return task_clock(int(max(tasks, key=used_s).name))
+
+
+def task_clock(thread: int) -> Callable[[], float]:
+    """Return a clock of the processor time of a thread of another process, in seconds.
+
+    /proc tells that of a running thread as it was at the last tick, which is every 4 ms.
+    """
+    fields = struct.pack("IIQQQQQ", 1, 64, 1, 0, 0, 0, 0)  # a task clock, which software counts
+    libc = ctypes.CDLL(None, use_errno=True)
+    opened = libc.syscall(_PERF_EVENT_OPEN, fields.ljust(64, b"\0"), thread, -1, -1, 0)
+    if opened < 0:
+        raise SystemExit(f"error: perf_event_open: {os.strerror(ctypes.get_errno())}; run as root")
+    return lambda: int.from_bytes(os.read(opened, 8), sys.byteorder) / 1e9
 
 
 # ----------------------------------------------------------------------------- the other tenants

@@ -12,7 +12,6 @@ Nothing is pickled, and what a header says is checked before it is believed.
     fetch    a tensor of the base that clients need, such as an embedding → the tensor
     lengths  a piece's weights → the sum of the squares of each output's weights, fp32
     rows     a weight, and its rows from `begin` to `end`, the first being 1 → these
-    samples  a weight and a count → entries at equal distances, fp64
     stats    → counts of what the base has run
     bye      the client ends
 

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from pcg.ir.graph import Parameter
-from pcg.kernels.torch.remote_weights import is_remote, remote_of
-from pcg.runtime.model.base_weights import WeightStore
-
-_MOST_THREADS = 8
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -30,34 +20,6 @@ _NEUTRAL = (
     "pad_token_id", "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
 """Fields of a configuration that do not change what a model computes."""
-
-
-def weight_digests(weights: WeightStore) -> dict[str, str]:
-    """Return the SHA-256 of the `row_digests` of each frozen tensor, as it is computed with."""
-
-    def digest(item: tuple[str, Parameter]) -> str:
-        tensor = weights.whole(*item)
-        if is_remote(tensor):
-            return remote_of(tensor).digest()
-        return hashlib.sha256(row_digests(tensor)).hexdigest()
-
-    frozen = dict(weights.frozen())
-    with hashing_threads() as pool:
-        return dict(zip(frozen, pool.map(digest, frozen.items()), strict=True))
-
-
-def row_digests(tensor: Tensor) -> bytes:
-    """Return the SHA-256 of each row of a tensor, one behind the other; a vector is one row.
-
-    So ranks that hold some rows each tell of the whole tensor what a process does that has it.
-    """
-    rows = tensor.detach().reshape(-1, tensor.shape[-1]).to("cpu").contiguous()
-    return b"".join(hashlib.sha256(row).digest() for row in rows.view(torch.uint8).numpy())
-
-
-def hashing_threads() -> ThreadPoolExecutor:
-    """Return threads for `row_digests`, which runs without the interpreter's lock."""
-    return ThreadPoolExecutor(max(1, min(_MOST_THREADS, torch.get_num_threads())))
 
 
 def weights_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str:

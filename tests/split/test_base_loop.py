@@ -87,7 +87,7 @@ def test_nobody_is_answered_before_hello(whole: Executor) -> None:
         ("run", {"piece": 5}, (torch.ones(2, 64),), "needs 'piece'"),
         ("fetch", {"name": Q}, (), "stays at the base"),
         ("fetch", {"name": "nothing"}, (), "no tensor 'nothing'"),
-        ("samples", {"name": Q, "count": 10**9}, (), "a number from 1 to 64"),
+        ("rows", {"name": Q, "begin": 1, "end": 2}, (), "its weights be downloaded"),
         ("lengths", {"name": "nothing"}, (), "no weight"),
         ("share", {"bytes": 4096}, (), "shares no memory"),
         ("eval", {}, (), "'eval' is nothing that a base does"),

@@ -32,9 +32,6 @@ class RemoteWeight(Protocol):
     def piece(self, text: str, layer: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return a piece's outputs: a graph as text, that runs where the weight is."""
 
-    def samples(self, count: int) -> Tensor:
-        """Return `count` entries at equal distances, in fp64."""
-
     def digest(self) -> str:
         """Return the SHA-256 of the SHA-256 of all rows."""
 

@@ -6,7 +6,6 @@ Over replicas that share the base, those of the layers are in `pcg.parallel.rank
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -19,7 +18,7 @@ from torch import Tensor
 from pcg.ir.graph import Graph, Parameter
 from pcg.ir.program.program import ModelGraph, Program, python_name, site_of
 from pcg.ir.types import TORCH_NAMES
-from pcg.kernels.torch.remote_weights import is_remote, remote_group, remote_of
+from pcg.kernels.torch.remote_weights import is_remote, remote_group
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.parallel.ranks.layer_shards import FlatPlace, LayerShard, is_in_shards, read_shard
 from pcg.parallel.ranks.shards import Ranges, has_zeros, is_sharded, ranges_of, shard_of
@@ -65,7 +64,11 @@ class _Read:
 
 
 class WeightStore:
-    """Reads a program's frozen tensors, or a rank's shards of them, and keeps what graphs read."""
+    """Reads a program's frozen tensors, or a rank's shards of them, and keeps what graphs read.
+
+    Attributes:
+        digests: what `weight_digests.base_digest` computed, by the dtype.
+    """
 
     def __init__(
         self,
@@ -91,6 +94,7 @@ class WeightStore:
         self._gathers = LayerGathers(replicas)
         self._shards: dict[int, LayerShard[_Key]] = {}
         self._binding = Lock()
+        self.digests: dict[torch.dtype | None, str] = {}
 
     @property
     def size_bytes(self) -> int:
@@ -320,25 +324,6 @@ class WeightStore:
             return False
         least = max(own.dtype, tensor.dtype, key=lambda dtype: torch.finfo(dtype).eps)
         return torch.equal(own.to("cpu", least), tensor.to("cpu", least))
-
-    def samples(self, name: str, parameter: Parameter, count: int) -> Tensor:
-        """Return `count` entries of a frozen tensor, at equal distances, on the CPU in fp64."""
-        total = math.prod(parameter.type.features)
-        stride = max(1, total // count)
-        loaded = self._loaded.get((name, parameter.transposed, None))
-        away = self._source.remote(name, parameter.type.features)
-        if away is not None:
-            return remote_of(away).samples(count)
-        if loaded is not None:
-            return loaded.detach().reshape(-1)[::stride][:count].to("cpu", torch.float64)
-        found = []
-        for index in range(0, total, stride)[:count]:
-            at, ranges = index, []
-            for size in reversed(parameter.type.features):
-                ranges.append((at % size, at % size + 1))
-                at //= size
-            found.append(self._read(parameter, name, ranges=tuple(reversed(ranges))).reshape(1))
-        return torch.cat(found).to(torch.float64)
 
     def linear(self) -> Mapping[str, Tensor]:
         """Return the whole weight [out, in] of each linear module, by its path, read on demand."""

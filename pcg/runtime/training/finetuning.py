@@ -24,6 +24,7 @@ from pcg.peft.adapter import Adapter
 from pcg.runtime.data.dataset import Dataset
 from pcg.runtime.data.order import Batches
 from pcg.runtime.model.state import ModelState
+from pcg.runtime.model.weight_digests import base_digest
 from pcg.runtime.training.checkpoints import Checkpoint, CheckpointStore, TrainerState
 from pcg.runtime.training.interrupts import Interrupt, deferred_interrupts, noted_interrupts
 from pcg.runtime.training.options import FinetuneArguments
@@ -38,7 +39,6 @@ from pcg.runtime.training.training_copy import (
     owned,
     start_adapter,
     start_facts,
-    weights_checksum,
 )
 from pcg.runtime.training.training_data import (
     check_with_prompt,
@@ -367,7 +367,7 @@ class FinetuneJob:
             evaluation = Batches(self._eval.examples, batch_size=1)
             trajectory["eval_data_checksum"] = evaluation.state_dict()["fingerprint"]
         trajectory["base_dtype"] = model.program.dtype
-        trajectory["base_weights_checksum"] = weights_checksum(model.weight_store)
+        trajectory["base_weights_checksum"] = base_digest(model.weight_store)
         return trajectory
 
     def _resume(self, checkpoint: Checkpoint) -> None:

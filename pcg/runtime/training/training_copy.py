@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,11 +16,8 @@ from pcg.errors import FinetuneError
 from pcg.peft.adapter import Adapter, check_fits, with_shared
 from pcg.peft.recipe import Recipe
 from pcg.peft.registry import is_shorthand, recipe_from, recipe_of_fields
-from pcg.runtime.model.base_weights import WeightStore
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.compared import adapter_facts
-
-_SAMPLES = 64
 
 
 def start_adapter(
@@ -93,16 +89,6 @@ def overwrite(adapter: Adapter, values: Adapter) -> None:
     with torch.no_grad():
         for tensor, value in zip(adapter.tensors, values.tensors, strict=True):
             tensor.copy_(value)
-
-
-def weights_checksum(weights: WeightStore) -> int:
-    """Return a checksum of samples of every weight, which tells whether the base is the same."""
-    checksum = 0
-    for name, parameter in weights.frozen():
-        head = f"{name} {parameter.type.features}".encode()
-        samples = weights.samples(name, parameter, _SAMPLES)
-        checksum = zlib.crc32(samples.numpy().tobytes(), zlib.crc32(head, checksum))
-    return checksum
 
 
 _Sites = tuple[Mapping[str, object], Recipe]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from dataclasses import dataclass
 
@@ -14,11 +13,9 @@ from pcg.ir.types import TORCH_NAMES
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.recorder import WarmUp
+from pcg.runtime.model.weight_digests import base_digest
 from pcg.serve.engine.memory import ServingMemory, serving_memory
 from pcg.serve.options import ServeOptions
-
-_SAMPLES = 16
-"""Samples of each weight in the digest of a base."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class ModelFacts:
         memory: the memory that it takes at most, without adapters.
         warmed: the steps that were recorded before the first request; None if there are none.
         pid: the process in which it runs.
-        base_digest: a digest of the base's weights.
+        base_digest: a digest of the base's weights; empty without `--data-dir`.
         no_jobs: why the engine runs no finetuning jobs; None where it does.
         split_address: where it is a base executor for split clients; None if it is none.
     """
@@ -80,9 +77,15 @@ def facts_of(executor: Executor, engine: Engine, options: ServeOptions) -> Model
         memory=serving_memory(executor, limits, options.kv_cache_bytes),
         warmed=engine.device.warmed,
         pid=os.getpid(),
-        base_digest=base_digest(executor),
+        base_digest="" if options.data_dir is None else _digest(executor),
         no_jobs=_why_no_jobs(executor),
     )
+
+
+def _digest(executor: Executor) -> str:
+    """Return a digest of the base, the same whichever floating type it is served in."""
+    model_type = executor.program.config.get("model_type")
+    return f"{base_digest(executor.state.weight_store, torch.bfloat16)} {model_type}"
 
 
 def _why_no_jobs(executor: Executor) -> str | None:
@@ -96,17 +99,3 @@ def _why_no_jobs(executor: Executor) -> str | None:
 def width_of(program: Program) -> int:
     """Return the number of dimensions of a model's hidden states."""
     return int(program.base.epilogue.inputs[0].type.shape[-1])
-
-
-def base_digest(executor: Executor) -> str:
-    """Return a digest of samples of every frozen weight, the same for each floating type.
-
-    Samples are rounded to bf16, so that weights that were loaded in another type are the same.
-    """
-    weights = executor.state.weight_store
-    digest = hashlib.sha256(str(executor.program.config.get("model_type")).encode())
-    for name, parameter in weights.frozen():
-        digest.update(f"{name} {parameter.type.features}".encode())
-        samples = weights.samples(name, parameter, _SAMPLES).to(torch.bfloat16)
-        digest.update(samples.view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()

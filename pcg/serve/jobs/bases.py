@@ -12,6 +12,9 @@ from pcg.serve.jobs.records import UNFINISHED
 from pcg.serve.store.store import Store
 from pcg.serve.tinker.model_records import OPEN
 
+_WHOLE = "sha256:"
+"""How digests of all weights begin; an older pcg's were of samples, and tell nothing here."""
+
 
 def check_base(store: Store, facts: ModelFacts) -> None:
     """Note the base that is served, for what will be trained.
@@ -46,8 +49,9 @@ def _of_jobs(connection: sqlite3.Connection, digest: str) -> tuple[str, int] | N
     found: tuple[str, int] | None = connection.execute(
         "SELECT bases.name, COUNT(*) FROM (SELECT base FROM models UNION ALL "
         f"SELECT base FROM jobs WHERE status IN ({places})) AS used "
-        "JOIN bases ON bases.digest = used.base WHERE used.base != ? GROUP BY bases.digest",
-        (*UNFINISHED, digest),
+        "JOIN bases ON bases.digest = used.base WHERE used.base != ? AND used.base LIKE ? "
+        "GROUP BY bases.digest",
+        (*UNFINISHED, digest, f"{_WHOLE}%"),
     ).fetchone()
     return found
 
@@ -60,7 +64,7 @@ def _of_tinker(connection: sqlite3.Connection, digest: str) -> tuple[str, int] |
     last = connection.execute(
         "SELECT digest, name FROM bases ORDER BY rowid DESC LIMIT 1"
     ).fetchone()
-    if last is None or last[0] == digest:
+    if last is None or last[0] == digest or not last[0].startswith(_WHOLE):
         return None
     (count,) = connection.execute(
         "SELECT (SELECT COUNT(*) FROM tinker_models WHERE status = ?) + "

@@ -12,7 +12,7 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from pcg.errors import PcgError, ServeError, StoreError
@@ -40,7 +40,7 @@ from pcg.serve.store.store import (
     LOCK,
     begin_use,
     end_use,
-    has_log_of,
+    has_foreign_log,
     locked,
     open_database,
     reason_of,
@@ -103,21 +103,28 @@ def check_folder(given: Path, say: Callable[[str], None], *, repairs: bool) -> i
         return wrong
 
 
+def _quarantine(folder: Path, paths: Iterable[Path], say: Callable[[str], None]) -> None:
+    for path in paths:
+        if os.path.lexists(path):
+            say(f"  moved to {to_quarantine(folder, path).relative_to(folder)}")
+
+
 def _repaired_database(
     folder: Path, error: Exception, say: Callable[[str], None]
 ) -> sqlite3.Connection:
     """Open a database that a server refuses, or a new one; what cannot be read is in quarantine."""
     say(f"{error}")
-    for name in (SUMS, IDENTITY):
-        if is_directory(folder / name):
-            say(f"  moved to {to_quarantine(folder, folder / name).relative_to(folder)}")
+    _quarantine(folder, [folder / n for n in (SUMS, IDENTITY) if is_directory(folder / n)], say)
     (folder / SUMS).unlink(missing_ok=True)
     path = folder / DATABASE
+    log = (path.with_name(f"{DATABASE}-wal"), path.with_name(f"{DATABASE}-shm"))
+    if is_file(path) and has_foreign_log(folder):
+        _quarantine(folder, log, say)
     row = None
     try:
         if not is_file(path) or not path.stat().st_size:  # SQLite would remove its log
             raise sqlite3.DatabaseError("it is empty")
-        with contextlib.closing(connect(path, is_read_only=has_log_of(path))) as connection:
+        with contextlib.closing(connect(path, is_read_only=True)) as connection:
             (state,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
             tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_schema")}
             if state != "ok" or "files" not in tables:
@@ -125,10 +132,7 @@ def _repaired_database(
             if "identity" in tables:
                 row = connection.execute("SELECT id FROM identity").fetchone()
     except sqlite3.Error:
-        for one in (path, path.with_name(f"{DATABASE}-wal"), path.with_name(f"{DATABASE}-shm")):
-            if os.path.lexists(one):
-                place = to_quarantine(folder, one)
-                say(f"  moved to {place.relative_to(folder)}")
+        _quarantine(folder, (path, *log), say)
         (folder / IDENTITY).unlink(missing_ok=True)
         say("  a new database begins; what is in the folder goes to quarantine")
         return connect(path)

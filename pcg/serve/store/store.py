@@ -1,7 +1,7 @@
 """The store of a server: its folder, which one server has at a time.
 
-<folder>/lock           held by the server that has the folder, with its process' number; `ended`
-                        once that has ended in order
+<folder>/lock           held by the server that has the folder, with its process' number and that of
+                        its use of the database; `ended` once that has ended in order
 <folder>/identity.json  the id of the folder, which the database has, too
 <folder>/pcg.sqlite     the database
 <folder>/SHA256SUMS     the checksum of the database, while no server has it
@@ -117,8 +117,13 @@ def open_database(folder: Path, *, is_checked: bool = True) -> sqlite3.Connectio
             f"{shown_path(log)} is not there, and its server was killed before it had written all "
             f"of it to {DATABASE}{fix}"
         )
-    # A log may be of another database, as where one was put back from a copy: until both are known
-    # to be whole, nothing is written from the log to the database.
+    if has_foreign_log(folder):
+        raise ServeError(
+            f"{shown_path(log)} is the log of another {DATABASE}, which was replaced: put back "
+            f"both from one copy, or move {log.name} away to go on without it{fix}"
+        )
+    # A log may be of another database still, where the use of neither is known: until both are
+    # known to be whole, nothing is written from the log to the database.
     connection = connect(path, is_read_only=has_log)
     try:
         _check_database(connection, folder, kept, fix)
@@ -137,6 +142,18 @@ def has_log_of(database: Path) -> bool:
     """Return whether a database has a log that is not all in it."""
     log = database.with_name(f"{DATABASE}-wal")
     return is_file(log) and log.stat().st_size > 0
+
+
+def has_foreign_log(folder: Path) -> bool:
+    """Return whether the log in a folder was begun beside another database, as the lock tells."""
+    _, _, use = _owner(folder / LOCK).partition(" ")
+    return has_log_of(folder / DATABASE) and use not in ("", _use_of(folder / DATABASE))
+
+
+def _use_of(database: Path) -> str:
+    """Return the number of a database's last use: SQLite's application id, in its header."""
+    with database.open("rb") as file:
+        return file.read(72)[68:].hex()
 
 
 def _check_database(
@@ -197,6 +214,9 @@ def begin_use(connection: sqlite3.Connection, folder: Path) -> None:
     if row is None or not row["is_written"]:
         write_identity(folder, id)
         connection.execute("UPDATE identity SET is_written = 1")
+    connection.execute(f"PRAGMA application_id = {secrets.randbits(31)}")
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    _say(folder, f"{os.getpid()} {_use_of(folder / DATABASE)}")
 
 
 def write_identity(folder: Path, id: str) -> None:
@@ -268,9 +288,7 @@ def open_store(given: Path) -> Iterator[Store]:
 def _opened(folder: Path, reserve: Reserve) -> Store:
     while True:
         try:
-            store = Store(folder, reserve)
-            _say(folder, str(os.getpid()))
-            return store
+            return Store(folder, reserve)
         except (OSError, sqlite3.Error, StoreError) as error:
             is_full = isinstance(as_store_error(error), StoreFullError)
             if is_full and reserve.release():
@@ -318,7 +336,7 @@ def _take(lock: int, folder: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        owner = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
+        owner = os.pread(lock, 32, 0).decode("ascii", "replace").partition(" ")[0]
         owner = owner if owner.isdecimal() else "unknown"
         raise ServeError(
             f"another server, process {owner}, serves --data-dir {shown_path(folder)}; end it, or "

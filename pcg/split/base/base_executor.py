@@ -27,13 +27,13 @@ from pcg.parallel.costs.catalog import own_sheet
 from pcg.parallel.costs.own_rates import own_rates
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.product_weights import joined, lie_side_by_side, multiplied
+from pcg.runtime.model.weight_digests import weight_digests
 from pcg.split.base.graph_pieces import GraphPieces
 from pcg.split.messages import VERSION, Message
-from pcg.split.model_facts import TOKENIZER_FILES, config_text, weight_digests
+from pcg.split.model_facts import TOKENIZER_FILES, config_text
 from pcg.split.pieces import GRADIENT, GRAPH, LINEAR, Piece
 from pcg.split.transports.published_tensors import LEAST_BYTES
 
-_MOST_SAMPLES = 64
 _MOST_REPLY_BYTES = 2**32
 _MOST_PIECES = 4096
 """Joined pieces that are remembered."""
@@ -213,11 +213,6 @@ class BaseExecutor:
             end = message.number("end", len(weight))
             begin = message.number("begin", end)
             return Message("reply", message.seq, tensors=(weight[begin - 1 : end],))
-        if message.op == "samples":
-            name, count = message.text("name"), message.number("count", _MOST_SAMPLES)
-            self._weight(name)
-            samples = self._store.samples(name, self._parameters[name], count)
-            return Message("reply", message.seq, tensors=(samples,))
         raise SplitError(f"{message.op[:100]!r} is nothing that a base does")
 
     def _weight(self, name: str) -> Tensor:

@@ -25,9 +25,9 @@ from pcg.parallel.ranks.mesh import SINGLE_MESH
 from pcg.parallel.ranks.shards import Ranges
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.product_weights import multiplied
+from pcg.runtime.model.weight_digests import row_digests
 from pcg.runtime.model.weights import Checkpoint, Weights
 from pcg.source import resolve
-from pcg.split.model_facts import row_digests
 
 
 def held_layers(text: str, count: int) -> range:
@@ -112,15 +112,6 @@ class _Absent:
 
     def piece(self, text: str, layer: int, inputs: Sequence[Tensor]) -> NoReturn:
         self._refuse()
-
-    def samples(self, count: int) -> Tensor:
-        """Return `count` entries at equal distances, in fp64, read of the files."""
-        rows, width = self.parameter.type.features
-        found = []
-        for at in range(0, rows * width, max(1, rows * width // count))[:count]:
-            row, column = divmod(at, width)
-            found.append(self._load(((row, row + 1), (column, column + 1))).reshape(1))
-        return torch.cat(found).to(torch.float64)
 
     def digest(self) -> str:
         """Return the SHA-256 of the SHA-256 of all rows, read of the files."""

@@ -32,9 +32,9 @@ from pcg.parallel.ranks.group import Ranks
 from pcg.parallel.ranks.join import TIMEOUT_S
 from pcg.parallel.ranks.shards import Ranges
 from pcg.runtime.model.product_weights import multiplied
+from pcg.runtime.model.weight_digests import hashing_threads, row_digests
 from pcg.runtime.model.weights import Weights
 from pcg.split.messages import DTYPES
-from pcg.split.model_facts import hashing_threads, row_digests
 
 _NUMBERS = 16
 """Numbers of a command: what, dtype, rows, two numbers, a count, and so many matrices."""
@@ -50,8 +50,7 @@ class _Do(IntEnum):
     GRADIENT = 2
     LENGTHS = 3
     ROWS = 4
-    SAMPLES = 5
-    END = 6
+    END = 5
 
 
 class Shards:
@@ -135,10 +134,6 @@ class Shards:
         """Return rows of a matrix, [end - begin, in]."""
         return self._ask(_Do.ROWS, (name,), None, begin, end)
 
-    def samples(self, name: str, count: int) -> Tensor:
-        """Return `count` entries at equal distances, on the CPU in fp64."""
-        return self._ask(_Do.SAMPLES, (name,), None, count).cpu()
-
     @contextmanager
     def driving(self) -> Iterator[None]:
         """Drive the other ranks within a `with`, which end with it.
@@ -210,8 +205,6 @@ class Shards:
         if what == _Do.LENGTHS:
             squares = self._rows[names[0]].float().square().sum(1)
             return self._gathered(names, [squares[None]])[0]
-        if what == _Do.SAMPLES:
-            return self.ranks.all_reduce(self._own_samples(names[0], begin))
         if what == _Do.ROWS:
             first, last = self._range(self.shapes[names[0]][0], self.ranks.rank)
             found = self._rows[names[0]].new_zeros(end - begin, self.shapes[names[0]][1])
@@ -221,17 +214,6 @@ class Shards:
                 found[kept.start - begin : kept.stop - begin] = held
             return self.ranks.all_reduce(found)
         return torch.empty(0)
-
-    def _own_samples(self, name: str, count: int) -> Tensor:
-        """Return entries of a matrix at equal distances; 0 for those that others have."""
-        rows, width = self.shapes[name]
-        first, last = self._range(rows, self.ranks.rank)
-        own = self._rows[name].reshape(-1)
-        found = [
-            own[at - first * width].item() if first * width <= at < last * width else 0.0
-            for at in range(0, rows * width, max(1, rows * width // count))[:count]
-        ]
-        return torch.tensor(found, dtype=torch.float64, device=self._device)
 
     def _gathered(self, names: Sequence[str], parts: Sequence[Tensor]) -> Tensor:
         """Return outputs [T, outs] of matrices, whose parts [T, rows] the ranks have."""
@@ -276,11 +258,6 @@ class ShardedWeight:
     def piece(self, text: str, layer: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Refuse: a base asks nobody for pieces."""
         raise SplitError("a base executor over ranks runs products alone, and no graphs")
-
-    def samples(self, count: int) -> Tensor:
-        """Return `count` entries at equal distances, in fp64."""
-        (name,) = self.names
-        return self.shards.samples(name, count)
 
     def digest(self) -> str:
         """Return the SHA-256 of the SHA-256 of all rows."""

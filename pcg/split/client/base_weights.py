@@ -87,15 +87,6 @@ class CalledWeight:
         found = self.caller.run_graph(str(piece), text, wanted, inputs, self.serves)
         return [one.to(inputs[0].device) for one in found]
 
-    def samples(self, count: int) -> Tensor:
-        """Return `count` entries at equal distances, in fp64."""
-        (name,) = self.names
-        rows, width = self.caller.facts["pieces"][name]
-        (found,) = self.caller.tensors(
-            "samples", [((min(count, rows * width),), torch.float64)], name=name, count=count
-        )
-        return found
-
     def digest(self) -> str:
         """Return the SHA-256 of the SHA-256 of all rows, as the base says."""
         return str(self.caller.facts["digests"][self.names[0]])

@@ -23,6 +23,7 @@ from pcg.parallel.costs.own_rates import OwnRates, own_rates
 from pcg.passes.placement.call_pieces import CallPieces
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.base_weights import WeightStore
+from pcg.runtime.model.weight_digests import weight_digests
 from pcg.runtime.model.weights import Checkpoint
 from pcg.source import ModelSource, resolve
 from pcg.split.client.base_weights import CalledBase
@@ -34,7 +35,7 @@ from pcg.split.client.noise import Noise
 from pcg.split.client.privacy import BASE, DOWNLOAD, Place, Privacy, privacy_of
 from pcg.split.client.saved_program import check_given, load_for
 from pcg.split.messages import DTYPES
-from pcg.split.model_facts import TOKENIZER_FILES, weight_digests, weights_difference
+from pcg.split.model_facts import TOKENIZER_FILES, weights_difference
 from pcg.split.transports.curve import ClientCurve, is_loopback
 from pcg.split.transports.transport import Transport
 from pcg.split.transports.zeromq_client import address_of, transport_to

@@ -18,8 +18,8 @@ from pcg.errors import FinetuneError
 from pcg.files import damage_of, read_json
 from pcg.runtime.engine.trainers.async_trainer import AsyncTrainer
 from pcg.runtime.executor import Executor
+from pcg.runtime.model.weight_digests import base_digest
 from pcg.runtime.training.checkpoints import STATE
-from pcg.runtime.training.training_copy import weights_checksum
 from pcg.train.grpo.loop import total_updates
 from pcg.train.grpo.options import GrpoOptions
 from pcg.train.grpo.prompts import Prompt
@@ -137,5 +137,5 @@ def _trajectory(
         "prompts": len(prompts),
         "prompts_checksum": hashlib.sha256(ids).hexdigest(),
         "base_dtype": state.program.dtype,
-        "base_weights_checksum": weights_checksum(state.weight_store),
+        "base_weights_checksum": base_digest(state.weight_store),
     }

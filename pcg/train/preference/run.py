@@ -25,10 +25,10 @@ from pcg.runtime.data.limits import UNLIMITED, DataLimits
 from pcg.runtime.data.order import Batches
 from pcg.runtime.data.sources import choose_splits
 from pcg.runtime.executor import Executor
+from pcg.runtime.model.weight_digests import base_digest
 from pcg.runtime.training.interrupts import deferred_interrupts
 from pcg.runtime.training.torch_optimizers import FIELDS, Optimizer
 from pcg.runtime.training.trainer.trainer import Trainer
-from pcg.runtime.training.training_copy import weights_checksum
 from pcg.runtime.training.training_data import Load, training_data
 from pcg.train.preference.options import DpoArguments
 from pcg.train.preference.pairs import Pair, data_of, pairs_of, target_sums
@@ -338,7 +338,7 @@ class PreferenceRun:
         found["reference"] = self._reference
         found["data_checksum"] = position["fingerprint"]
         found["base_dtype"] = model.program.dtype
-        found["base_weights_checksum"] = weights_checksum(model.weight_store)
+        found["base_weights_checksum"] = base_digest(model.weight_store)
         return found
 
     def _resume(self, path: Path) -> None:

@@ -20,8 +20,8 @@ from pcg.serve.tinker.sampling import records as sampler_records
 from pcg.serve.tinker.sampling.records import SamplerRecord
 from tests.support import tinker_client
 
-FIRST: Any = SimpleNamespace(base_digest="a", name="first")
-OTHER: Any = SimpleNamespace(base_digest="b", name="other")
+FIRST: Any = SimpleNamespace(base_digest="sha256:a", name="first")
+OTHER: Any = SimpleNamespace(base_digest="sha256:b", name="other")
 
 
 def keep(store: Store, act: Callable[[Any], object]) -> None:

@@ -206,6 +206,28 @@ def test_the_log_of_a_killed_server_outlasts_its_database(
         assert not list(tmp_path.glob("files/*/*"))
 
 
+def test_the_log_of_a_later_use_beside_a_copy_from_before(tmp_path: Path) -> None:
+    """The database is whole with it, too: pages of the copy, and pages of the log."""
+    digests = fill(tmp_path, "a", "b")
+    copy = (tmp_path / DATABASE).read_bytes()
+    killed(tmp_path)
+    database, log = tmp_path / DATABASE, tmp_path / f"{DATABASE}-wal"
+    newer, of_log = database.read_bytes(), log.read_bytes()
+    database.write_bytes(copy)
+    with pytest.raises(ServeError, match=r"pcg.sqlite-wal is the log of another pcg.sqlite"):
+        open_store(tmp_path).__enter__()
+    assert log.read_bytes() == of_log
+    database.write_bytes(newer)
+    with open_store(tmp_path):
+        assert contents(tmp_path) > set(digests)
+    killed(tmp_path)
+    database.write_bytes(copy)
+    assert "pcg.sqlite-wal" in output_of("data", "check", tmp_path, "--repair")
+    with open_store(tmp_path) as store:
+        names = store.database.read(lambda one: one.execute("SELECT id FROM files").fetchall())
+        assert [name for (name,) in names.result()] == ["a", "b"]
+
+
 def into_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()

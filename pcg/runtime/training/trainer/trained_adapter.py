@@ -22,6 +22,7 @@ from pcg.runtime.memory.host_allocator import TRAINER_SLACK
 from pcg.runtime.model.batch import mixed_seed
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
+from pcg.runtime.model.weight_digests import base_digest
 from pcg.runtime.training.checkpoints import Checkpoint, TrainerState
 from pcg.runtime.training.host_states import HostStates
 from pcg.runtime.training.interrupts import deferred_interrupts
@@ -44,7 +45,6 @@ from pcg.runtime.training.training_copy import (
     owned,
     saved_adapter,
     start_adapter,
-    weights_checksum,
 )
 from pcg.runtime.training.work_units import Pages, Reading, Release, StepBeginsAgain, Work
 
@@ -354,7 +354,7 @@ class TrainedAdapter:
         return {
             "optimizer": self._kind.name,
             "base_dtype": self._state.program.dtype,
-            "base_weights_checksum": weights_checksum(self._state.weight_store),
+            "base_weights_checksum": base_digest(self._state.weight_store),
         }
 
     def checkpoint(self, facts: dict[str, Any]) -> Work[Checkpoint]:
