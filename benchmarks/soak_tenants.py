@@ -11,7 +11,7 @@ machine does falls on both alike. The hostile tenant does in turn what `ATTACKS`
 floods of 1,000 requests, prompts as long as the model takes, adapters with NaN, adapters that are
 removed in use, jobs that diverge or have bad data, cancelled streams, and listeners that raise.
 
-    default     `pcg.Limits()`: the hostile tenant's requests make steps 1.2 times as long beside
+    default     `pcg.Limits()`: the hostile tenant's requests make steps 1.1 times as long beside
                 others, and its jobs have half of the time
     strict      FairShare(stretch=1.05), and jobs have the time in which nobody is served,
                 Limits(finetuning_share=0)

@@ -171,7 +171,7 @@ def whole(directory: str, work: Work, count: int) -> None:
     works = [dataclasses.replace(work, seed=seed) for seed in range(count)]
     examples = [[Example(row, row) for row in one.rows()] for one in works]
     options = {"batch_size": work.batch, "learning_rate": 1e-4, "weight_decay": 0.01}
-    with executor.engine(kv_cache_bytes=2**20).start() as engine:
+    with executor.engine(kv_cache_bytes=2**28).start() as engine:
         say({"ready": True})
         for round_, line in enumerate(sys.stdin):
             order = json.loads(line)

@@ -58,7 +58,7 @@ class FairShare(Policy):
         GenerationError: tenant_running is no int of at least 1, or stretch no number above 1.
     """
 
-    def __init__(self, tenant_running: int | None = None, stretch: float = 1.2) -> None:
+    def __init__(self, tenant_running: int | None = None, stretch: float = 1.1) -> None:
         if tenant_running is not None:
             require_int("tenant_running", tenant_running, 1, hint="; None is for no limit")
         require_number("stretch", stretch, 1, math.inf, open_low=True)
