@@ -307,7 +307,6 @@ def gaps(executor: Executor, duration_s: float) -> dict[str, Any]:
         "… requests wait for idle steps": (_Waiting, default_s),
         f"co-serving, idle steps of {long_s} s": (CoServing, long_s),
         f"… requests wait for idle steps of {long_s} s": (_Waiting, long_s),
-        "co-serving, burst=4": (functools.partial(CoServing, 4), default_s),
         "inference alone, again": (InferenceOnly, default_s),
     }
     found = {}

@@ -1,16 +1,17 @@
-"""Compare rules of sharing in simulated time: what each trains at the same attainment.
+"""Compare rules of sharing in simulated time: the finetuning of each, and the gaps that it keeps.
 
-    python benchmarks/bench_sharing.py [--seconds 120] [--seeds 3] [--parts gpu,loads,bursts]
+    python benchmarks/bench_sharing.py [--seconds 120] [--seeds 3] [--parts gpu,loads]
 
 Parts that are not asked for keep their place in the result file.
 
 gpu: Llama-3.1-8B on a simulated A100 of 80 GB with FlexLLM's job (LoRA r16 at the down
-projections, sequences of 8,192 tokens) under its bursty requests, for twice the seconds. First
-inference alone, without a promise; then the gap that is promised is 1.5 times the median of its
-gaps, and that of 50 ms in the paper. For each: inference alone, co-serving, and with burst=4.
+projections), in sequences of 2,048 tokens, under its bursty requests and at loads of 1 to 3 %.
+First inference alone, without a promise; then a gap of 1.5 and of 3 times the median of its gaps is
+promised, to one job and to three. "of idle" is relative to the tokens that a job by itself trains
+in the time that inference alone leaves idle, "of alone" to all of the time.
 
-loads and bursts: the simulated engine with the costs of `bench_serving.py`'s model on a CPU, as its
-steps, windows and parts were measured (one thread of an AMD EPYC):
+loads: the simulated engine with the costs of `bench_serving.py`'s model on a CPU, as its steps,
+windows and parts were measured (one thread of an AMD EPYC):
 
     step      15.4 ms + 0.64 ms a token + 0.4 µs a key + 0.8 ms a row of logits
               + 1 ms where there is a window
@@ -21,8 +22,7 @@ steps, windows and parts were measured (one thread of an AMD EPYC):
 The engine begins with latencies like those that it calibrates there, and learns. Requests are those
 of `bench_serving.py`, and others with four times the output; the SLO is 60, 83 or 150 ms a token.
 For each load, co-serving against the best of temporal and spatial sharing that keeps at least 99 %
-of the gaps, and, by means, with burst=4 against the best that attains as much; then larger bursts
-against none, with what they cost.
+of the gaps.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from pcg.runtime.engine.sharing import (
     SpatialSharing,
     TemporalSharing,
 )
+from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.metrics import ServingReport, serving_report
 from pcg.runtime.metrics.timelines import Slo
 from pcg.simulate.papers import flexllm
@@ -62,12 +63,12 @@ from pcg.simulate.workloads.synthetic import synthetic
 RATES = {32: (1.0, 2.9, 4.5), 128: (0.3, 0.8, 1.4)}
 """Requests a second, by the number of output tokens."""
 PROMISES_S = (0.06, 0.083, 0.15)
-BURSTS = (1, 2, 3, 4, 6)
-GPU_RATES = (1.0, 3.0, 5.0, 8.0)
-PROMISED = 1.5
-"""The promise per gap, relative to the median gap of inference alone."""
+GPU_RATES = (0.01, 0.03, 1.0, 3.0, 5.0, 8.0)
+PROMISED = (1.5, 3.0)
+"""Promises per gap, relative to the median gap of inference alone."""
+TRAINED_TOKENS = 2048
 KEPT = 0.99
-PARTS = ("gpu", "loads", "bursts")
+PARTS = ("gpu", "loads")
 OTHERS: Mapping[str, Callable[[], Sharing]] = {
     **{f"temporal, {n}": partial(TemporalSharing, n) for n in (16, 32, 64, 128)},
     **{f"spatial, {share}": partial(SpatialSharing, share) for share in (0.25, 0.5)},
@@ -116,54 +117,66 @@ def served(
 
 def served_on_gpu(
     program: SimulatedProgram, rule: Sharing, rate_per_s: float, tpot_slo_s: float | None, *,
-    seed: int, seconds: float,
-) -> ServingReport:  # fmt: skip
+    seed: int, seconds: float, jobs: int = 1,
+) -> tuple[SimulatedEngine, ServingReport]:  # fmt: skip
     """Simulate one rule under FlexLLM's requests on one GPU."""
     limits = Limits(ttft_slo_s=flexllm.TTFT_SLO_S, tpot_slo_s=tpot_slo_s)
     engine = program.engine(limits, sharing=rule)
-    if rule.trains:
-        engine.finetune("trained", repeat((flexllm.TRAINED_TOKENS,)))
+    for job in range(jobs if rule.trains else 0):
+        engine.finetune(f"trained {job}", repeat((TRAINED_TOKENS,)))
     workload = flexllm.bursty_workload(rate_per_s, seed=seed, duration_s=seconds)
     workload = workload.at_rate(rate_per_s)
     events = Simulation([engine], RoundRobin()).run(workload, workload.duration_s)
     slo = Slo(flexllm.TTFT_SLO_S, tpot_slo_s)
-    return serving_report(events, slo, start_s=0.0, end_s=workload.duration_s)
+    return engine, serving_report(events, slo, start_s=0.0, end_s=workload.duration_s)
+
+
+def trained(engine: SimulatedEngine) -> float:
+    """Return the tokens that jobs trained per second."""
+    tokens = sum(e.details["tokens"] for e in engine.log if e.kind is Kind.STEPPED)
+    return tokens / engine.clock.now_s()
 
 
 def on_gpu(seeds: int, seconds: float) -> list[dict[str, Any]]:
-    """Return what co-serving trains at a promise per gap, by requests a second."""
+    """Return the finetuning of co-serving by requests a second, promise and jobs."""
     program = flexllm.co_serving_program(flexllm.MODELS[0])
-    found = []
+    engine = program.engine(Limits(), sharing=CoServing())
+    engine.finetune("trained", repeat((TRAINED_TOKENS,)))
+    while engine.clock.now_s() < seconds:
+        engine.step()
+    by_itself = trained(engine)
+    rows = []
     for rate in GPU_RATES:
-
-        def of(
-            rule: Callable[[], Sharing], tpot_slo_s: float | None, rate: float = rate
-        ) -> list[ServingReport]:
-            return [
-                served_on_gpu(program, rule(), rate, tpot_slo_s, seed=seed, seconds=seconds)
-                for seed in range(seeds)
-            ]
-
-        alone = of(InferenceOnly, None)
-        step_s = statistics.fmean(r.itl.median_s for r in alone if r.itl)
-        for tpot_slo_s in (PROMISED * step_s, flexllm.TPOT_SLO_S["Llama-3.1-8B"]):
-            rows = {
-                "inference alone": row(of(InferenceOnly, tpot_slo_s)),
-                "co-serving": row(of(CoServing, tpot_slo_s)),
-                "co-serving, burst=4": row(of(partial(CoServing, 4), tpot_slo_s)),
-            }
-            trained = [rows[name]["finetuning_tokens_per_s"] for name in list(rows)[1:]]
-            found.append(
-                {
-                    "requests_per_s": rate,
-                    "step_of_inference_alone_ms": round(1e3 * step_s, 2),
-                    "promised_gap_ms": round(1e3 * tpot_slo_s, 2),
-                    **rows,
-                    "of burst=4 (at least 0.9)": round(trained[0] / trained[1], 3),
-                }
-            )
-            print(found[-1], flush=True)
-    return found
+        found = [
+            served_on_gpu(program, InferenceOnly(), rate, None, seed=seed, seconds=seconds)
+            for seed in range(seeds)
+        ]
+        idle = statistics.fmean(1 - e.device.busy_s / e.clock.now_s() for e, _ in found)
+        step_s = statistics.fmean(r.itl.median_s for _, r in found if r.itl)
+        for promised in PROMISED:
+            for jobs in (1, 3):
+                served = [
+                    served_on_gpu(
+                        program, CoServing(), rate, promised * step_s, seed=seed,
+                        seconds=seconds, jobs=jobs,
+                    )
+                    for seed in range(seeds)
+                ]  # fmt: skip
+                tokens = statistics.fmean(trained(engine) for engine, _ in served)
+                rows.append(
+                    {
+                        "requests_per_s": rate,
+                        "promise": promised,
+                        "promised_gap_ms": round(1e3 * promised * step_s, 2),
+                        "jobs": jobs,
+                        "idle_of_inference_alone": round(idle, 4),
+                        **row([report for _, report in served]),
+                        "of alone": round(tokens / by_itself, 3),
+                        "of idle": round(tokens / by_itself / idle, 3) if idle > 0.01 else None,
+                    }
+                )
+                print(rows[-1], flush=True)
+    return rows
 
 
 def row(reports: list[ServingReport]) -> dict[str, float]:
@@ -198,28 +211,16 @@ def main() -> None:
             for tpot_slo_s in PROMISES_S:
                 for rate in rates:
                     gaps = of(CoServing, rate, new, tpot_slo_s)
-                    means = of(partial(CoServing, 4), rate, new, tpot_slo_s)
                     found = {name: of(rule, rate, new, tpot_slo_s) for name, rule in OTHERS.items()}
                     load = {"requests_per_s": rate, "output_tokens": new, "tpot_slo_s": tpot_slo_s}
                     by_gaps = _against(gaps, found, "gap_attainment", KEPT)
-                    by_means = _against(means, found, "slo_attainment", means["slo_attainment"])
-                    by_rule = {"co-serving": by_gaps, "co-serving, burst=4": by_means}
-                    loads.append({**load, **by_rule})
+                    loads.append({**load, **by_gaps})
                     print(loads[-1], flush=True)
         return loads
 
-    def all_bursts() -> dict[str, Any]:
-        return {
-            str(rate): {
-                str(burst): of(partial(CoServing, burst), rate, 32, 0.083) for burst in BURSTS
-            }
-            for rate in RATES[32]
-        }
-
     made: dict[str, Callable[[], Any]] = {
-        "gpu": lambda: on_gpu(arguments.seeds, 2 * arguments.seconds),
+        "gpu": lambda: on_gpu(arguments.seeds, arguments.seconds),
         "loads": all_loads,
-        "bursts": all_bursts,
     }
     before = RESULTS / "sharing.json"
     result = json.loads(before.read_text()) if before.exists() else {}

@@ -14,7 +14,7 @@ removed in use, jobs that diverge or have bad data, cancelled streams, and liste
     default     `pcg.Limits()`: the hostile tenant's requests make steps 1.1 times as long beside
                 others, and its jobs have half of the time
     strict      FairShare(stretch=1.05), and jobs have the time in which nobody is served,
-                Limits(finetuning_share=0)
+                Limits(finetuning_floor=0)
     promised    FairShare(stretch=1.05), and Limits(tpot_slo_s=…) of 1.2 times the median gap
                 without the hostile tenant, which is measured first
 
@@ -79,7 +79,7 @@ def engine_of(executor: Executor, setting: str) -> AsyncEngine:
         return executor.engine(**options).start()
     options["policy"] = FairShare(stretch=STRETCH)
     if setting == "strict":
-        limits = pcg.Limits(finetuning_share=0, idle_step_s=NEWCOMER_S)
+        limits = pcg.Limits(finetuning_floor=0, idle_step_s=NEWCOMER_S)
         return executor.engine(limits, **options).start()
     promise_s = PROMISE * median_gap_s(executor)
     limits = pcg.Limits(tpot_slo_s=promise_s, idle_step_s=NEWCOMER_S)

@@ -103,6 +103,10 @@ class JobInfo(BaseModel):
     total_steps: int | None
     loss: float | None
     error: str | None
+    time_share: float
+    tokens_per_second: float | None
+    remaining_s: float | None
+    waits: str | None
 
 
 class EngineWide(BaseModel):
@@ -274,4 +278,8 @@ def _job(owned: Owned, job: JobStatus, is_admin: bool) -> JobInfo:
         total_steps=job.total_steps,
         loss=job.loss,
         error=job.error[:_LONGEST_ERROR] if is_admin and job.error is not None else None,
+        time_share=job.time_share,
+        tokens_per_second=job.tokens_per_second,
+        remaining_s=job.remaining_s,
+        waits=job.waits,
     )

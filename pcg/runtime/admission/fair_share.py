@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 from itertools import chain, islice
 
@@ -224,9 +224,18 @@ class FairShare(Policy):
             ran[tenant] = ran.get(tenant, 0) + tokens
         self._recent.add(ran)
         for tenant, tokens in ran.items():
-            self._served[tenant] += tokens
-            if tenant in self._lines:
-                heapq.heappush(self._heap, (self._served[tenant], tenant))
+            self._charge(tenant, tokens)
+
+    def trained(self, used: Mapping[str, int]) -> None:
+        self._recent.count(used)
+        for tenant, tokens in used.items():
+            if tenant in self._served:
+                self._charge(tenant, tokens)
+
+    def _charge(self, tenant: str, tokens: int) -> None:
+        self._served[tenant] += tokens
+        if tenant in self._lines:
+            heapq.heappush(self._heap, (self._served[tenant], tenant))
 
     def _line(self, tenant: str) -> Line:
         if tenant not in self._lines:

@@ -8,7 +8,7 @@ wait.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
 from itertools import islice
 from typing import TypeAlias
@@ -52,6 +52,9 @@ class Policy(ABC):
     @abstractmethod
     def admit(self, sequence: Sequence, now_s: float) -> None:
         """Note that a waiting request was admitted."""
+
+    def trained(self, used: Mapping[str, int]) -> None:  # noqa: B027 (few policies have shares)
+        """Count work of jobs beside requests, in tokens of forward passes by tenant."""
 
     @abstractmethod
     def drop(self, sequence: Sequence, *, is_waiting: bool) -> None:

@@ -37,14 +37,18 @@ class RecentUse:
 
     def add(self, ran: Mapping[str, int]) -> None:
         """Note the tokens of a step."""
-        for tenant, tokens in ran.items():
-            used = self._weight * tokens
-            self._used[tenant] = self._used.get(tenant, 0.0) + used
-            self._total += used
+        self.count(ran)
         self._weight *= _GROWTH
         self._steps += 1
         if self._steps % _HALF_LIFE == 0:
             self._forget()
+
+    def count(self, ran: Mapping[str, int]) -> None:
+        """Note further tokens of a step."""
+        for tenant, tokens in ran.items():
+            used = self._weight * tokens
+            self._used[tenant] = self._used.get(tenant, 0.0) + used
+            self._total += used
 
     def heavy(self, asked: Mapping[str, int]) -> HeavyTenants:
         """Return the heavy tenants, if each one's requests ask for so many tokens."""

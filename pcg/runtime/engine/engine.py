@@ -199,7 +199,7 @@ class Engine(EngineLoop):
         made: list[Job] = []
 
         def stepped(record: StepRecord) -> None:
-            made[0].record = record
+            made[0].record, made[0].steps = record, made[0].steps + 1
             details = {"step": record.step, "loss": record.loss, "tokens": record.tokens}
             note(Kind.STEPPED, adapter, **details)
             callback(record)
@@ -217,7 +217,8 @@ class Engine(EngineLoop):
 
         try:
             work = callback.raising(FinetuneJob(publisher, given).work(stepped, interrupts))
-            made.append(Job(adapter, work, ends, lambda: interrupts.append((SIGINT, None))))
+            interrupt = functools.partial(interrupts.append, (SIGINT, None))
+            made.append(Job(adapter, work, ends, interrupt, given.tenant))
             return made[0]
         except BaseException:
             ends()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from pcg.errors import (
 )
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.sharing.rule import Sharing
-from pcg.runtime.engine.sharing.step import Step
+from pcg.runtime.engine.sharing.step import Refusal, Step
 from pcg.runtime.engine.steps.job_pages import JobPages
 from pcg.runtime.engine.steps.late_readings import LateReadings
 from pcg.runtime.memory.pool import PageTable
@@ -35,6 +36,8 @@ from pcg.runtime.training.work_units import (
     Unit,
     Work,
 )
+
+_LOG = logging.getLogger("pcg.engine")
 
 
 class JobState(StrEnum):
@@ -55,10 +58,6 @@ _ENDS = {
 }
 
 
-_SHORTER = 0.75
-"""How long a window may be at most, relative to the last for which it was done, to do so again."""
-
-
 def _nothing() -> None:
     """Do nothing."""
 
@@ -71,9 +70,14 @@ class Job:
         unit: the next unit; None before it starts and after its end.
         tokens: tokens that it has run, of windows and parts, by which jobs take turns.
         runs_alone: True once a part failed in which it ran beside other jobs.
-        held: number of steps in a row that had no room for its part.
-        tried: the least tokens of a window for which its step began again; infinite for none.
+        held: number of steps in a row that ran nothing of it.
+        refusal: why the latest of these did not; None for another reason than its time.
+        began_s: when its first unit ran, on the engine's clock; None before.
+        spent_s: predicted or measured time of its units, seconds.
+        tenant: the tenant whose share of served steps it uses; empty for none.
+        used: tokens of forward passes that took as long as its units since the last `Jobs.used`.
         record: its last step; None before the first one.
+        steps: steps that this engine ran, without those before the job was resumed.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Job:
         work: Work[Any],
         on_end: Callable[[], None] = _nothing,
         on_interrupt: Callable[[], None] | None = None,
+        tenant: str = "",
     ) -> None:
         """Make a job of its units.
 
@@ -95,7 +100,11 @@ class Job:
         self.tokens = 0
         self.runs_alone = False
         self.held = 0
-        self.tried = math.inf
+        self.refusal: Refusal | None = None
+        self.began_s: float | None = None
+        self.spent_s = 0.0
+        self.tenant = tenant
+        self.used = 0.0
         self.tables: tuple[PageTable, ...] = ()
         self.error: PcgError | None = None
         self.result: Any = None
@@ -103,6 +112,7 @@ class Job:
         self._on_end = on_end
         self._on_interrupt = on_interrupt
         self.record: StepRecord | None = None
+        self.steps = 0
 
     @property
     def is_over(self) -> bool:
@@ -122,9 +132,15 @@ class Job:
         except Exception as error:  # also of a callback
             self.fail(error)
 
+    def ran(self, tokens: int, seconds: float, now_s: float, share: float = 1.0) -> None:
+        """Count work of the job; `share` is its time relative to a forward pass of its tokens."""
+        self.used += share * tokens
+        self.tokens, self.spent_s = self.tokens + tokens, self.spent_s + seconds
+        self.held, self.refusal = 0, None
+        self.began_s = now_s if self.began_s is None else self.began_s
+
     def begin_step_again(self) -> None:
-        """Begin the step under way again, with other windows."""
-        self.held = 0
+        """Begin the step under way again."""
         if self.result is None:
             self._resume(lambda: self._work.throw(StepBeginsAgain()))
 
@@ -167,6 +183,13 @@ class PartGroup:
     load: Load = field(default_factory=Load)
     phase: Phase = Phase.BACKWARD
 
+    def ran(self, seconds: float, now_s: float) -> None:
+        """Count the work of each job, which takes time by its tokens."""
+        passes = {Phase.FORWARD: 1.0, Phase.LOSS: 0.0, Phase.BACKWARD: 2.0}[self.phase]
+        for job, part, tokens in zip(self.jobs, self.parts, self.tokens, strict=True):
+            own_s = seconds * tokens / max(self.load.tokens, 1)
+            job.ran(tokens, own_s, now_s, passes / max(part.layers, 1))
+
     def add(self, job: Job, part: Part) -> None:
         load = part.load
         self.phase = part.stage.phase
@@ -193,6 +216,9 @@ class Jobs:
         self._note = note
         self._jobs: list[Job] = []
         self.only: Collection[Job] | None = None
+        self._limits = scheduler.limits
+        missed = 1 - self._limits.tpot_percentile / 100
+        self._patience = math.ceil(2 / missed)
         self.readings = LateReadings()
 
     def __iter__(self) -> Iterator[Job]:
@@ -253,6 +279,26 @@ class Jobs:
 
     # ------------------------------------------------------------------------------- turns
 
+    def pass_step(self) -> None:
+        """Count a step for jobs that have work; running any of it begins the count again."""
+        for job in self.unpaused:
+            job.held += isinstance(job.unit, Forward | Part)
+            if job.held == self._patience // 2 and job.refusal is not None:
+                reason = job.refusal.described(self._limits)
+                _LOG.info("job %r waited for %d steps: %s", job.name, job.held, reason)
+
+    def used(self) -> dict[str, int]:
+        """Return the tokens of forward passes that jobs used since the last call, by tenant."""
+        used: dict[str, int] = {}
+        for job in self._jobs:
+            whole = int(job.used)
+            used[job.tenant] = used.get(job.tenant, 0) + whole
+            job.used -= whole
+        return used
+
+    def _is_due(self, job: Job) -> bool:
+        return job.held >= self._patience
+
     @property
     def unpaused(self) -> list[Job]:
         going = self._jobs if self.only is None else self.only
@@ -282,7 +328,7 @@ class Jobs:
         """
         idle = [job for job in self.unpaused if job not in busy]
         ready = [(job, job.unit) for job in idle if isinstance(job.unit, Part)]
-        alone = [pair for pair in ready if pair[0].runs_alone]
+        alone = [pair for pair in ready if pair[0].runs_alone or self._is_due(pair[0])]
         if alone:
             return [min(alone, key=lambda pair: pair[0].tokens)]
         last = max((part.stage for _, part in ready), default=None)
@@ -303,7 +349,6 @@ class Jobs:
                     return
             elif isinstance(unit, Release):
                 self._close(job)
-                job.tried = math.inf
             elif isinstance(unit, Reading):
                 if self.readings.hold(unit):
                     return
@@ -325,16 +370,18 @@ class Jobs:
         for job, unit in self.forward():
             if job in busy:
                 continue
-            tokens = unit.whole.fitting(sharing.in_layers(step, unit, ahead_s))
+            is_due = self._is_due(job)
+            tokens = unit.whole.fitting(sharing.in_layers(step, unit, ahead_s, is_due=is_due))
+            job.refusal = step.refusal
             if tokens:
                 unit.whole.begin_window(tokens)
                 self.settle(job)
         group = PartGroup()
         for job, part in self.parts(busy):
-            tokens = sharing.part(step, part, group.load, ahead_s)
+            is_due = self._is_due(job) and not group.jobs
+            tokens = sharing.part(step, part, group.load, ahead_s, is_due=is_due)
             if not tokens:
-                if not group.jobs and not step.units:
-                    self.hold(job, part, sharing.patience)
+                job.refusal = step.refusal
                 break
             group.add(job, part.of(tokens))
         return group if group.jobs else None
@@ -354,24 +401,6 @@ class Jobs:
         for job in group.jobs:
             if isinstance(job.unit, Forward | Part | Pages):
                 job.begin_step_again()
-
-    def hold(self, job: Job, part: Part, patience: int) -> None:
-        """Note that a step had no room for a job's part; its window may be too long for any.
-
-        It has shorter ones when its step begins again. Where these do not fit either, what follows
-        from the part may take too long, such as an update, and waits for idle time. So does a loss
-        of which not even a little fits.
-
-        Args:
-            patience: the number of steps without room after which its step begins again.
-        """
-        job.held += 1
-        tried = part.load.tokens
-        is_window = part.stage.phase is not Phase.LOSS
-        if is_window and job.held >= patience and tried < _SHORTER * job.tried:
-            job.begin_step_again()
-            self.settle(job)
-            job.tried = tried
 
     # ------------------------------------------------------------------------------- pages
 

@@ -4,6 +4,7 @@
     parts of jobs        g = b₀ + b₁ tokens + b₂ keys + h
     both                 h = c max(0, tokens - knee)
     forward              r = d read
+    the last part of a pass, with the update that follows    g + b₃
 
 A step that is replayed from graphs takes the host less time than one whose operators it launches,
 and rooms of steps with prompts are padded otherwise than those that only decode. So a₀ is one
@@ -26,13 +27,37 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pcg.runtime.model.load import Load
-from pcg.runtime.model.margins import Margins, StepKind, kind_of
 from pcg.runtime.training.work_units import Phase
 
 Vector = tuple[float, ...]
 
-_NOTHING = Load()
-_DECODING = StepKind()
+
+class Reserve:
+    """The share r of a promised gap that steps leave free, as predictions are of the mean.
+
+    r rises by η a with a gap that was not kept, and falls by η (1 - a) with one that was, where a
+    is half of the share of gaps to be kept (Gibbs and Candès, "Adaptive Conformal Inference Under
+    Distribution Shift", 2021): whatever the errors, the share of gaps that are not kept tends to
+    half of the share that may be missed. r has a bound, so that no errors leave work without time.
+    """
+
+    def __init__(self) -> None:
+        self.share = _RESERVE
+
+    def within(self, seconds: float) -> float:
+        """Return the time that a step may be predicted to take to end within a time."""
+        return (1 - self.share) * seconds
+
+    def observe(self, used: float, percentile: float) -> None:
+        """Learn from a step that was filled as far as it seemed to have time.
+
+        Args:
+            used: the time of the step, relative to the gap.
+            percentile: the percentage of gaps to be kept.
+        """
+        missed = (1 - percentile / 100) / 2
+        self.share += _RATE * ((1 - missed) if used > 1 else -missed)
+        self.share = min(max(self.share, 0.0), _MOST_RESERVE)
 
 
 class Knee(NamedTuple):
@@ -48,7 +73,7 @@ class Latency:
     The arguments are the first estimates of the coefficients; one of 0 is not learned.
 
     Attributes:
-        margins: how much longer than predicted it takes.
+        reserve: the share of a gap to leave free.
     """
 
     def __init__(  # noqa: PLR0913 (one for each term of the equation)
@@ -68,16 +93,18 @@ class Latency:
             *(constant_s, token_s, key_s, sampled_s, trained_s, window_s),
             beyond_s,
             *(constant_s, constant_s, read_s),
+            constant_s,
         )
         self._factors = [1.0] * len(self._scales)
-        self.margins = Margins()
+        self.reserve = Reserve()
         # At first each factor of the estimate has a standard deviation of 1.
         places = range(len(self._scales))
         self._covariance = [[float(i == j and self._scales[i] > 0) for j in places] for i in places]
         for place in _REPLAYED.values():
             self._covariance[place][place] = 0.0
+        self._covariance[_ENDS][_ENDS] *= _UPDATE**2  # an update may take far longer than a part
         # The trace of the covariance is kept below that of the estimate.
-        self._most_spread = sum(self._covariance[i][i] for i in places)
+        self._most_spread = sum(self._covariance[i][i] for i in places[:_ENDS])
         # Whether the latest step was replayed, by whether it only decoded.
         self._is_replayed = {True: False, False: False}
 
@@ -107,9 +134,9 @@ class Latency:
 
     def seconds(self, load: Load) -> float:
         """Return the time that a load takes in the mean."""
-        _, b, c, d, e, w, h, _, _, r = learned_s = self._learned_s
+        _, b, c, d, e, w, h, _, _, r, u = learned_s = self._learned_s
         a = learned_s[self._constant_of(load)]
-        of_rows = d * load.sampled + e * load.trained + w * load.windows
+        of_rows = d * load.sampled + e * load.trained + w * load.windows + u * load.ends
         of_keys = c * load.keys + r * load.read
         return a + b * load.tokens + of_keys + of_rows + h * self._beyond(load.tokens)
 
@@ -120,34 +147,6 @@ class Latency:
 
     def _beyond(self, tokens: int) -> int:
         return max(0, tokens - self._knee)
-
-    def bound_s(self, load: Load, decoded: Load = _NOTHING) -> float:
-        """Return the time that a load takes at most, at the percentile of the margins.
-
-        Args:
-            decoded: the part of it that are sequences that decode.
-        """
-        decoded_s = self._decoded_s(decoded)
-        bound_s = decoded_s * (1 + self.margins.margin(_DECODING))
-        return bound_s + (self.seconds(load) - decoded_s) * (
-            1 + self.margins.margin(kind_of(load, decoded))
-        )
-
-    def _decoded_s(self, decoded: Load) -> float:
-        return self.seconds(decoded) if decoded.tokens else 0.0
-
-    def most_s(self, seconds: float, decoded: Load, kind: StepKind) -> float:
-        """Return how long a step may be predicted to take in order to end within a time.
-
-            d (1 + margin of decoding) + (predicted - d) (1 + margin of the kind) ≤ seconds
-
-        Args:
-            decoded: the load of the sequences that decode in it, predicted to take d.
-            kind: the kind of the step with what runs beside them.
-        """
-        decoded_s = self._decoded_s(decoded)
-        left_s = seconds - decoded_s * (1 + self.margins.margin(_DECODING))
-        return decoded_s + left_s / (1 + self.margins.margin(kind))
 
     def tokens_within(
         self,
@@ -178,28 +177,8 @@ class Latency:
             return found
         return _most_tokens(left + beyond_s * cheap, per_token + beyond_s, key_s)
 
-    def learn_margin(self, load: Load, decoded: Load, took_s: float, lost_s: float) -> None:
-        """Learn how much longer than predicted a load took.
-
-        Args:
-            decoded: the load of the sequences that decode, as for `most_s`.
-            lost_s: the time by which a step without finetuning would have exceeded its promise,
-                too; what took so much longer says nothing about what fits beside it.
-        """
-        over_s, kind = took_s - self.seconds(load), kind_of(load, decoded)
-        if over_s > lost_s:
-            return
-        decoded_s = self._decoded_s(decoded)
-        beside_s = self.seconds(load) - decoded_s
-        if decoded_s and kind == _DECODING:
-            self.margins.observe(kind, over_s / decoded_s)
-        elif beside_s > 0:
-            over_s -= decoded_s * self.margins.margin(_DECODING)
-            part_s = max(beside_s, _LEAST_PART * decoded_s)
-            self.margins.observe(kind, max(over_s / part_s, _LEAST_MARGIN))
-
     def observe(self, load: Load, seconds: float, is_replayed: bool = False) -> None:
-        """Learn from a load that took so long; units of a last layer are no measure of others.
+        """Learn from a load that took so long.
 
         Args:
             is_replayed: True if graphs ran all of it.
@@ -209,18 +188,22 @@ class Latency:
         if own != _EAGER:
             self._begin_constant(own)
         predicted = self.seconds(load)
-        if predicted <= 0 or seconds <= 0 or load.ends:
+        if predicted <= 0 or seconds <= 0:
             return
         # Relative: an error of a tenth weighs the same for every load.
         amounts = [0, load.tokens, load.keys, load.sampled, load.trained, load.windows]
-        amounts += [self._beyond(load.tokens), 0, 0, load.read]
+        amounts += [self._beyond(load.tokens), 0, 0, load.read, load.ends]
         amounts[own] = 1
         x = [s * amount / predicted for s, amount in zip(self._scales, amounts, strict=True)]
+        if load.ends:  # the first layer needs no gradient of its inputs, and an update may follow
+            x = [part if place == _ENDS else 0.0 for place, part in enumerate(x)]
         covariance, places = self._covariance, range(len(x))
         # While loads are alike, forgetting would only make the other factors uncertain.
-        is_certain = sum(covariance[i][i] for i in places) < self._most_spread
+        is_certain = sum(covariance[i][i] for i in places[:_ENDS]) < self._most_spread
         forget = _FORGET if is_certain else 1.0
-        others = {_EAGER, *_REPLAYED.values()} - {own}
+        others = {_EAGER, *_REPLAYED.values(), _ENDS} - {own}
+        if load.ends:
+            others = {*places} - {_ENDS}
         # What was learned of the constants of other kinds stays.
         counted = [place not in others for place in places]
         kept = (1.0, forget**0.5, forget)
@@ -289,6 +272,10 @@ class Latencies:
         self.loss = Latency(0.0, max(token_s, 2 * row_s), 0.0) if loss is None else loss
         self.layer = backward.scaled(0.5) if layer is None else layer
 
+    @property
+    def reserve(self) -> Reserve:
+        return self.forward.reserve
+
     def of(self, phase: Phase) -> Latency:
         """Return the latency of parts of a phase."""
         return {
@@ -296,10 +283,6 @@ class Latencies:
             Phase.LOSS: self.loss,
             Phase.BACKWARD: self.backward,
         }[phase]
-
-    @property
-    def _all(self) -> tuple[Latency, ...]:
-        return self.forward, self.backward, self.loss, self.layer
 
     @classmethod
     def guessed(cls, load: Load, took_s: float, layers: int) -> Latencies:
@@ -316,29 +299,21 @@ class Latencies:
         backward = Latency(*(2 * part / layers for part in (constant_s, token_s, key_s / 10)))
         return cls(forward, backward)
 
-    def keep(self, percentile: float) -> None:
-        """Have so many percent of steps end within prediction and margin."""
-        for latency in self._all:
-            latency.margins.percentile = percentile
 
-    def pass_step(self) -> None:
-        """Note that a step has passed, after some of which errors are forgotten."""
-        for latency in self._all:
-            latency.margins.pass_step()
-
-
-_EAGER, _BEYOND, _REPLAYED, _READ = 0, 6, {True: 7, False: 8}, 9
-"""Places of coefficients: the constant of eager steps, a token beyond the knee, and constants of
-replayed steps, by whether they only decode, and a key that a sequence reads."""
+_EAGER, _BEYOND, _REPLAYED, _READ, _ENDS = 0, 6, {True: 7, False: 8}, 9, 10
+"""Places of coefficients: the constant of eager steps, a token beyond the knee, constants of
+replayed steps by whether they only decode, a key that a sequence reads, and the end of a pass."""
 _FORGET = 0.98
 """The weight of an observation after the next one: about fifty count."""
 _NOISE = 0.1
 """Variance of relative errors, relative to the uncertainty of the factors."""
 _MOST_ERROR = 1.0
 """The relative error that outliers are cut to, as when something else held the machine up."""
-_LEAST_MARGIN = -0.5
-"""The least error that counts: nothing is expected to take less than half of what is predicted."""
-_LEAST_PART = 0.1
-"""The least that errors are relative to, as a share of the time of the sequences that decode."""
+_UPDATE = 10.0
+"""The standard deviation of the first estimate of an update, relative to a part's constant."""
 _LEAST_FACTOR = 0.02
 """The least factor of the first estimate: nothing becomes free."""
+_RESERVE, _MOST_RESERVE = 0.1, 0.5
+"""The first and the largest reserve."""
+_RATE = 0.02
+"""The rate η at which the reserve follows errors."""

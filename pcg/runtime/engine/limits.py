@@ -26,8 +26,11 @@ class Limits:
             request is to be longer; None for none.
         tpot_percentile: the percentage of steps that are predicted to end within `tpot_slo_s` where
             prompts or finetuning fill them.
-        finetuning_share: the share of the time that finetuning gets beside requests to which no
-            `tpot_slo_s` is promised.
+        finetuning_floor: the least share of the time that finetuning gets beside requests without
+            a `tpot_slo_s`; it has all the time that requests leave.
+        serving_share: the least share of the time of steps for requests with a `tpot_slo_s`, from 0
+            to below 1, so that the tokens per second of their streams do not fall to what the
+            promise allows.
         least_tpot_slo_s: the least TPOT SLO that a request may ask for, seconds, as every step that
             runs it is kept within that; None for the time of a step that reads `least_chunk` tokens
             of a prompt beside it.
@@ -51,7 +54,8 @@ class Limits:
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     tpot_percentile: float = 99.0
-    finetuning_share: float = 0.5
+    finetuning_floor: float = 0.1
+    serving_share: float = 0.0
     least_tpot_slo_s: float | None = None
     idle_step_s: float = 0.2
     logprobs: int = 20
@@ -71,10 +75,10 @@ class Limits:
             raise GenerationError(
                 f"prompt_stretch={self.prompt_stretch!r}; use a number above 1, or math.inf"
             )
-        if not 0 <= self.finetuning_share < 1:
-            raise GenerationError(
-                f"finetuning_share={self.finetuning_share:g}; use a part from 0 to below 1"
-            )
+        for name in ("finetuning_floor", "serving_share"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise GenerationError(f"{name}={value:g}; use a share from 0 to below 1")
         if not 50 <= self.tpot_percentile < 100:
             raise GenerationError(f"tpot_percentile={self.tpot_percentile:g}; use 50 to below 100")
 

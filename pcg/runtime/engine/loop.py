@@ -9,6 +9,7 @@ log.
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections import Counter
@@ -26,6 +27,7 @@ from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.sharing import CoServing, Sharing, Step
+from pcg.runtime.engine.sharing.step import Refusal
 from pcg.runtime.engine.steps.flight import AHEAD, Flight
 from pcg.runtime.engine.steps.job_parts import JobParts
 from pcg.runtime.engine.steps.open_requests import OpenRequests
@@ -33,10 +35,13 @@ from pcg.runtime.engine.suspects import Owner, Suspects, owner_of
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.metrics.events import KEPT_EVENTS, Event, EventLog, Kind
 from pcg.runtime.metrics.totals import Totals
+from pcg.runtime.model.load import Load
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.requests.sequence import Sequence, State
 from pcg.runtime.requests.step_plan import StepPlan
-from pcg.runtime.training.work_units import Forward
+from pcg.runtime.training.work_units import Forward, Phase
+
+_LOG = logging.getLogger("pcg.engine")
 
 _RETRIES = 3
 """Steps in a row that may fail before anything ran, also none of the suspects."""
@@ -110,7 +115,6 @@ class EngineLoop:
     def learn(self, latencies: Latencies) -> None:
         """Plan by latencies, and correct them by the times of steps."""
         self._latencies, self._is_guessed = latencies, False
-        latencies.keep(self.scheduler.limits.tpot_percentile)
         self.scheduler.forward = self.scheduler.pace = latencies.forward
 
     @property
@@ -190,6 +194,18 @@ class EngineLoop:
 
     def add_job(self, job: Job) -> Job:
         """Run a job from now on. PcgError: there is one of its name."""
+        limits, latencies = self.scheduler.limits, self._latencies
+        if latencies is not None and limits.tpot_slo_s is not None:
+            decode_s = latencies.forward.seconds(Load(1, sampled=1))
+            least = Load.of(limits.least_chunk, 0)
+            takes_s, left_s = latencies.backward.seconds(least), limits.tpot_slo_s - decode_s
+            if takes_s > left_s:
+                job.refusal = Refusal(least.tokens, Phase.BACKWARD, takes_s, left_s)
+                _LOG.warning(
+                    "job %r trains while nothing is served, and rarely beside requests: %s",
+                    job.name,
+                    job.refusal.described(limits),
+                )
         return self.jobs.add(job)
 
     def drop_job(self, job: Job) -> None:
@@ -258,6 +274,8 @@ class EngineLoop:
         for sequence in plan.admitted:
             self._note(Kind.ADMITTED, sequence.id)
         step = Step.of(plan, self.scheduler.limits, self._latencies, self.awaited)
+        step.began_s = now
+        self.jobs.pass_step()
         self.sharing.begin(step)
         # How many parts fit beside a forward is known by latencies.
         is_beside = (
@@ -277,6 +295,10 @@ class EngineLoop:
             self._run(step, plan, suspect, windows, begins_s, is_beside)
         if not step.is_served:
             self.parts.run(self.device, self.sharing, step, now)
+        if self.jobs:
+            used = self.jobs.used()  # idle time is nobody's share
+            if step.is_served:
+                self.scheduler.policy.trained(used)
         self.worked = bool(step.load.tokens or step.units or is_ahead)
 
     def _why_first(self, before: Flight | None, is_served: bool = True) -> str:
@@ -361,18 +383,18 @@ class EngineLoop:
         """Wait for a step, and give everyone what it computed."""
         self.reads[why] += 1
         results, step, plan = flight.running.read(), flight.step, flight.plan
-        now = self.clock.now_s(results.first_ns)
+        now, begins_s = self.clock.now_s(results.first_ns), max(step.began_s, self._read_s)
         took = flight.took_s(now, self._read_s)
         self._read_s, step.is_under_way = now, False
         self.jobs.readings.read(flight.number)
         if plan.chunks and self._is_to_guess(step, plan, took):
             self._latencies = Latencies.guessed(step.load, took, self.device.layers)
-            self._latencies.keep(self.scheduler.limits.tpot_percentile)
             self.scheduler.pace = self._latencies.forward
             self._is_guessed = True
         step.ran_forward(took, flight.running.is_replayed)
         if self.parts.join(self.device, self.sharing, step):
             self._read_s = self.clock.now_s()  # the next forward begins once both have ended
+        step.lasted_s = self._read_s - begins_s
         self.parts.settle(self.device)
         self.requests.accept(flight, results, self.clock.latest_s())
         self._suspects.ran(flight.suspect, has_tokens=bool(plan.chunks))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 
@@ -38,7 +39,7 @@ class RunningJob:
         checkpoint = None if record is None else record.checkpoint
         if isinstance(error, FinetuneInterrupted) and error.checkpoint is not None:
             checkpoint = error.checkpoint
-        return JobStatus(
+        status = JobStatus(
             self.name,
             self.state,
             0 if record is None else record.step,
@@ -46,6 +47,20 @@ class RunningJob:
             None if record is None else record.loss,
             checkpoint,
             None if error is None else str(error),
+        )
+        job = self._job
+        if job is None or job.began_s is None:
+            return status
+        lasted_s = max(self._engine.clock.latest_s() - job.began_s, 1e-9)
+        left = 0 if record is None else record.total_steps - record.step
+        is_held = job.held > 0 and job.refusal is not None and not job.is_over
+        limits = self._engine.scheduler.limits
+        return dataclasses.replace(
+            status,
+            time_share=min(job.spent_s / lasted_s, 1.0),
+            tokens_per_second=None if record is None else record.tokens_per_second,
+            remaining_s=None if record is None or job.is_over else left * lasted_s / job.steps,
+            waits=job.refusal.described(limits) if is_held and job.refusal is not None else None,
         )
 
     @property

@@ -37,7 +37,6 @@ from pcg.runtime.memory.needs import Needs
 from pcg.runtime.memory.pool import PagePool, PageTable, pages_for
 from pcg.runtime.memory.prefixes import Prefixes
 from pcg.runtime.model.load import Load
-from pcg.runtime.model.margins import StepKind
 from pcg.runtime.requests.sequence import Sequence, State
 from pcg.runtime.requests.step_plan import StepPlan
 
@@ -264,7 +263,6 @@ class Scheduler:
                 self._run(plan, sequence, tokens)
         if may_admit:
             self._admit(plan, in_turn[len(ahead) :], now_s)
-        plan.awaits_first_token |= bool(self.waiting)
         if self.pace is not None:
             read = plan.tokens - plan.decoded.tokens
             self._most_read = max(self._most_read, _GROWTH * read)
@@ -357,7 +355,7 @@ class Scheduler:
         if forward is not None and plan.is_late:
             room = min(room, 0 if plan.has_prompts else least)
         elif forward is not None and min(plan.gap_s, plan.stretched_s) < math.inf:
-            promised_s = forward.most_s(plan.gap_s, plan.decoded, StepKind(has_chunks=True))
+            promised_s = forward.reserve.within(plan.gap_s)
             beside = sequence.cached, plan.load + _LAST_ROW
             most_s = min(promised_s, plan.stretched_s)
             fitting = forward.tokens_within(most_s, *beside, are_read=sequence.reads)

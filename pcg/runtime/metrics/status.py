@@ -131,6 +131,10 @@ class JobStatus:
         loss: mean loss of the last step's target tokens; None before.
         checkpoint: the directory of its last checkpoint; None without one.
         error: why it did not succeed; None unless it is over.
+        time_share: share of the engine's time that it used since its first unit ran, from 0 to 1.
+        tokens_per_second: tokens that it trained per second since it began; None before a step.
+        remaining_s: estimated time until its end; None before a step and after the end.
+        waits: why the latest steps ran nothing of it; None while it runs.
     """
 
     name: str
@@ -140,3 +144,7 @@ class JobStatus:
     loss: float | None
     checkpoint: Path | None
     error: str | None
+    time_share: float = 0.0
+    tokens_per_second: float | None = None
+    remaining_s: float | None = None
+    waits: str | None = None

@@ -18,18 +18,15 @@ class StepPlan:
         gap_s: time until the first gap of those that decode exceeds its SLO.
         stretched_s: the most that it may be predicted to take with chunks of prompts where a
             sequence decodes without an SLO, or none does; infinite elsewhere.
-        slack_s: time until the first mean of their gaps does; it grows with faster steps.
         decoded: the load of the sequences that decode.
         is_late: True if even without chunks no gap would be kept.
         chunks: sequences, and how many of their pending tokens run.
         longer: the number of those of which more than one runs.
-        awaits_first_token: True if a request waits for its first token, running or queued.
     """
 
     tpot_slo_s: float | None = None
     gap_s: float = math.inf
     stretched_s: float = math.inf
-    slack_s: float = math.inf
     decoded: Load = field(default_factory=Load)
     is_late: bool = False
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
@@ -39,7 +36,6 @@ class StepPlan:
     read: int = 0
     sampled: int = 0
     longer: int = 0
-    awaits_first_token: bool = False
 
     @property
     def has_prompts(self) -> bool:
@@ -59,7 +55,6 @@ class StepPlan:
         self.longer += tokens > 1
         if sequence.reads:
             self.sampled += len(sequence.unread(sequence.cached, sequence.cached + tokens))
-        self.awaits_first_token |= sequence.first_token_s is None and not sequence.ahead
 
     def promise(self, now_s: float, least_s: float, stretched_s: float) -> None:
         """Note how long the step may take for those that decode, who are all it has.
@@ -80,4 +75,3 @@ class StepPlan:
         kept = [left for left in gaps if left >= least_s]
         self.is_late = not kept
         self.gap_s = min(kept or gaps)
-        self.slack_s = min(one.slack_s(now_s) for one in decoding)

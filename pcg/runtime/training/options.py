@@ -353,8 +353,10 @@ class JobArguments(FinetuneArguments):
         on_step: a function that the engine's thread calls after each step, once it is evaluated and
             saved.
         progress: show a progress bar where standard error is a terminal.
+        tenant: the tenant whose share the job uses in steps that serve requests; empty for none.
     """
 
+    tenant: str = field(default="", kw_only=True)
     publish_every: int = field(default=0, kw_only=True)
     progress: bool = field(default=False, kw_only=True)
 

@@ -6,23 +6,21 @@ layer goes back in 2.7 ms before any token, and the loss of a token takes 1 ms.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import repeat
+from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pcg.parallel.costs.step_costs import StepShape
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.sharing import CoServing, Sharing, SpatialSharing, TemporalSharing
-from pcg.runtime.engine.sharing.step import Step
-from pcg.runtime.engine.sharing.time_account import TimeAccount
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.metrics import ServingReport
-from pcg.runtime.model.load import Load
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.replay import replay
@@ -92,31 +90,25 @@ def served(engine: SimulatedEngine, rate_per_s: float, duration_s: float) -> Ser
 
 
 RULES: dict[str, Callable[[], Sharing]] = {
-    "co-serving": partial(CoServing, 4),
+    "co-serving": CoServing,
     **{f"temporal {n}": partial(TemporalSharing, n) for n in (32, 64, 128)},
     **{f"spatial {share}": partial(SpatialSharing, share) for share in (0.25, 0.5)},
 }
 
 
 @pytest.mark.parametrize("rate_per_s", [2.9, 4.5])
-def test_co_serving_trains_most_of_those_that_attain_as_much(rate_per_s: float) -> None:
-    """By the means of requests; the engine begins with latencies that know of no constants."""
+def test_co_serving_trains_most_of_those_that_keep_as_many_gaps(rate_per_s: float) -> None:
+    """The engine begins with latencies that know of no constants."""
     found = {}
     for name, rule in RULES.items():
         begun = Latency(0.0155, 7e-4, 4e-7, 4e-4, 2e-4, 0.004), Latency(0.002, 1.7e-4, 1e-7)
         engine = engine_of(rule(), CpuCosts(), Latencies(*begun))
         found[name] = served(engine, rate_per_s, 60.0)
     own = found.pop("co-serving")
-    assert own.slo_attainment == 1.0
-    others = [r.finetuning_throughput for r in found.values() if r.slo_attainment == 1.0]
-    assert len(others) >= 2
-    assert own.finetuning_throughput > max(others)
-    # It is hardly more than what it trains where no gap is longer than promised.
-    within = served(engine_of(CoServing(), CpuCosts(), Latencies(*begun)), rate_per_s, 60.0)
-    assert within.finetuning_throughput > 0.85 * own.finetuning_throughput > 120
     assert own.gap_attainment is not None
-    assert within.gap_attainment is not None
-    assert own.gap_attainment < 0.9 < 0.999 <= within.gap_attainment
+    assert own.gap_attainment > 0.99
+    others = [r.finetuning_throughput for r in found.values() if (r.gap_attainment or 0) >= 0.99]
+    assert own.finetuning_throughput > max([*others, 120])
 
 
 @given(
@@ -126,7 +118,7 @@ def test_co_serving_trains_most_of_those_that_attain_as_much(rate_per_s: float) 
     seed=st.integers(0, 99),
 )
 @settings(max_examples=10, deadline=None)
-def test_no_gap_exceeds_the_promise_where_costs_are_known(
+def test_gaps_are_kept_where_costs_are_known(
     promised_s: float, rate_per_s: float, most_tokens: int, seed: int
 ) -> None:
     """Beside long prompts and a job, and where more requests come than can be served."""
@@ -135,54 +127,93 @@ def test_no_gap_exceeds_the_promise_where_costs_are_known(
     workload = synthetic(Poisson(rate_per_s), *lengths, seed=seed, duration_s=10.0)
     report = replay(engine, workload, {}, 32_000, wait=engine.clock.advance)
     gaps = [gap for one in report.requests for gap in one.itls_s]
-    # A window over two sequences has fewer keys than are counted, so that estimates drift a little.
-    assert max(gaps, default=0.0) <= 1.01 * promised_s
+    # A window over two sequences has fewer keys than are counted, so that estimates drift a little;
+    # a job that waited for long takes half of the gaps that may be missed.
+    assert sum(gap > 1.01 * promised_s for gap in gaps) <= 0.005 * len(gaps) + 1
     assert all(one.outcome == "finished" for one in report.requests)
 
 
-@pytest.mark.parametrize("burst", [1, 3])
-def test_no_step_is_longer_than_its_burst(burst: int) -> None:
-    """With latencies that are the device's: steps that wait for a first token, one promise."""
-    engine = engine_of(CoServing(burst), KnownCosts(), exact())
-    took: dict[bool, list[float]] = {True: [], False: []}
-    step = engine.step
-
-    def timed() -> object:
-        scheduler, started_s = engine.scheduler, engine.clock.now_s()
-        is_promised = any(one.first_token_s is not None for one in scheduler.running)
-        awaits_first_token, trained = bool(scheduler.waiting), engine.jobs[0].tokens
-        chunks = step()
-        if is_promised and engine.jobs[0].tokens > trained:
-            took[awaits_first_token].append(engine.clock.now_s() - started_s)
-        return chunks
-
-    engine.step = timed  # type: ignore[method-assign, assignment]
-    report = served(engine, 2.9, 30.0)
-    assert report.slo_attainment == 1.0
-    # A window over two sequences has fewer keys than are counted.
-    assert max(took[False]) <= burst * PROMISED_S * 1.001
-    assert max(took[True]) <= PROMISED_S * 1.001
-    assert max(took[False]) > (0.95 if burst == 1 else 0.5 * burst) * PROMISED_S
-    assert report.finetuning_throughput > 160
+def test_jobs_go_on_where_requests_wait_all_the_time() -> None:
+    """More come than are served, with a promise that leaves half of each step."""
+    report = served(engine_of(CoServing(), CpuCosts(), exact()), 10.0, 40.0)
+    assert report.gap_attainment is not None
+    assert report.gap_attainment > 0.99
+    assert report.finetuning_throughput > 20
 
 
-def test_windows_come_where_requests_wait_all_the_time() -> None:
-    """More come than are served, so that hardly a step may be longer than promised."""
-    found = []
-    for burst in (1, 4):
-        engine = engine_of(CoServing(burst), CpuCosts(), exact())
-        found.append(served(engine, 10.0, 40.0))
-    within, bursting = found
-    assert within.slo_attainment is not None
-    assert bursting.slo_attainment is not None
-    assert bursting.slo_attainment >= within.slo_attainment > 0.7
-    assert bursting.finetuning_throughput >= 0.8 * within.finetuning_throughput > 20
+class CountedCosts(CpuCosts):
+    """Costs that count the time of requests apart from that of windows beside them."""
+
+    served_s = 0.0
+
+    def step_seconds(self, shape: StepShape) -> float:
+        seconds = super().step_seconds(shape)
+        of_windows_s = 1e-3 * (shape.trained > 0) + 6.4e-4 * shape.trained
+        self.served_s += seconds - of_windows_s if shape.tokens > shape.trained else 0.0
+        return seconds
+
+
+def alone_s(lengths: Sequence[int]) -> float:
+    """Return the time of a step of a job by itself, in windows of 16 tokens, the least."""
+    costs, tokens = CpuCosts(), sum(lengths)
+    windows, keys = -(-tokens // 16), sum(n * n // 2 for n in lengths)
+    layer_s = windows * costs.backward_seconds(0, StepShape()) + 1.1e-4 * tokens + 1e-7 * keys
+    return 1.5 * LAYERS * layer_s + costs.loss_seconds(tokens) + costs.update_seconds()
+
+
+@given(
+    promised=st.none() | st.floats(1.3, 10.0),
+    rate_per_s=st.floats(0.0, 8.0),
+    jobs=st.sampled_from([1, 3, 10]),
+    lengths=st.lists(st.integers(1, 400), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=12)
+def test_every_job_completes_steps_in_the_time_that_serving_leaves(
+    promised: float | None, rate_per_s: float, jobs: int, lengths: list[int], seed: int
+) -> None:
+    """Each of n jobs completes a step within 3 n times its time by itself, of the time left.
+
+    A promise is relative to a step in which eight sequences decode.
+    """
+    costs, random, due_s = CountedCosts(), Random(seed), 0.0
+    decode_s = CpuCosts().step_seconds(StepShape(tokens=8, sampled=8))
+    promised_s = None if promised is None else promised * decode_s
+    limits = Limits(running=8, tpot_slo_s=promised_s)
+    engine = SimulatedEngine(costs, 60_000, 1000, limits, latencies=exact(), job_share=0.9)
+    for i in range(jobs):
+        engine.finetune(f"job {i}", repeat(lengths))
+    needed_s, steps = 3 * jobs * alone_s(lengths), 0
+    while engine.clock.now_s() - costs.served_s < needed_s and steps < 20_000:
+        while rate_per_s and due_s <= engine.clock.now_s():
+            params = SamplingParams(max_new_tokens=random.randrange(1, 64), ignore_eos=True)
+            engine.submit(Request((1,) * random.randrange(1, 200), params))
+            due_s += random.expovariate(rate_per_s)
+        engine.step()
+        steps += 1
+    assume(steps < 20_000)  # requests leave nothing
+    stepped = {event.subject for event in engine.log if event.kind is Kind.STEPPED}
+    assert stepped == {job.name for job in engine.jobs}
+
+
+def test_a_job_goes_on_where_requests_leave_nothing() -> None:
+    """One piece in 200 steps, half of the gaps that may be missed."""
+    limits = Limits(tpot_slo_s=0.02)  # a token of one request takes 17 ms
+    engine = SimulatedEngine(CpuCosts(), 60_000, 1000, limits, latencies=exact())
+    job = engine.finetune("job", repeat((16,)))
+    engine.submit(Request((1,), SamplingParams(max_new_tokens=5000, ignore_eos=True)))
+    taken = []
+    for _ in range(2100):
+        before = job.tokens
+        engine.step()
+        taken.append(job.tokens - before)
+    assert sum(map(bool, taken)) == 10
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.8])
 def test_without_a_promise_finetuning_has_its_share(share: float) -> None:
     """Two requests always run; nothing was measured before the first step."""
-    limits = Limits(running=32, finetuning_share=share)
+    limits = Limits(running=32, finetuning_floor=share)
     engine = SimulatedEngine(CpuCosts(), 20_000, 1000, limits)
     engine.finetune("trained", repeat((128, 128)))
     params, longest_s = SamplingParams(max_new_tokens=50, ignore_eos=True), 0.0
@@ -193,7 +224,7 @@ def test_without_a_promise_finetuning_has_its_share(share: float) -> None:
         engine.step()
         longest_s = max(longest_s, engine.clock.now_s() - started_s)
     output = sum(event.kind is Kind.TOKEN for event in engine.log) / engine.clock.now_s()
-    assert output == pytest.approx(103.4 * (1 - share), rel=0.05)  # 103.4 by themselves
+    assert output == pytest.approx(103.4 * (1 - share), rel=0.1)  # 103.4 by themselves
     trained = sum(event.kind is Kind.STEPPED for event in engine.log)
     assert trained >= 256 * share * 0.06  # alone, it takes 0.9 s a step
     assert longest_s < 0.7
@@ -202,7 +233,7 @@ def test_without_a_promise_finetuning_has_its_share(share: float) -> None:
 @pytest.mark.parametrize("share", [0.25, 0.5])
 def test_without_a_promise_the_share_bounds_each_step(share: float) -> None:
     """Eight jobs of long sequences beside requests that decode: no part of them is a long step."""
-    engine = SimulatedEngine(CpuCosts(), 20_000, 1000, Limits(finetuning_share=share))
+    engine = SimulatedEngine(CpuCosts(), 20_000, 1000, Limits(finetuning_floor=share))
     for number in range(8):
         engine.finetune(f"job {number}", repeat((512,)))
     engine.submit(Request((1,) * 8, SamplingParams(max_new_tokens=1000, ignore_eos=True)))
@@ -233,25 +264,3 @@ def test_a_step_that_serves_nothing_ends_when_a_request_comes(tpot_slo_s: float 
         assert report.finetuning_throughput > 150
         found.append(report.ttft.p99_s)
     assert max(found) < 0.2
-
-
-def test_saved_time_makes_no_long_step() -> None:
-    """A step has what it earns, whatever was saved, or one part that is as short as can be."""
-    account, limits = TimeAccount(), Limits(idle_step_s=1.0)
-    step = Step(limits, exact(), load=Load(1, 20, 1), is_served=True)
-    assert step.latencies is not None
-    earned_s = step.latencies.forward.seconds(step.load)
-
-    def units(seconds: float, least_s: float = 0.0) -> int:
-        account.begin(step, 0.5)
-        count = 0
-        while account.affords(seconds, least_s):
-            account.spend(seconds)
-            count += 1
-        return count
-
-    for _ in range(40):
-        account.begin(step, 0.5)
-    assert [units(3 * earned_s) for _ in range(3)] == [0, 0, 0]
-    assert [units(3 * earned_s, least_s=3 * earned_s) for _ in range(3)] == [1, 1, 1]
-    assert [units(earned_s / 4) for _ in range(3)] == [5, 5, 5]

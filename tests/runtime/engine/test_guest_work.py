@@ -92,7 +92,7 @@ def test_work_for_which_a_step_leaves_no_time_waits(monkeypatch: pytest.MonkeyPa
 
 
 def test_work_has_its_share_where_nothing_is_promised(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, limits = Engine(monkeypatch), Limits(finetuning_share=0.25)
+    engine, limits = Engine(monkeypatch), Limits(finetuning_floor=0.25)
     engine.is_idle = False
     engine.guests.times.observe("piece", LEAST_ROWS, LEAST_ROWS * ROW_S)
     engine.guests.submit(engine.work(10_000))

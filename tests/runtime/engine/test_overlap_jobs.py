@@ -286,7 +286,7 @@ def test_parts_beside_a_forward_are_paid_when_they_are_launched() -> None:
     """So that a step without a promise has no more of them than its share of the time."""
     executor = make_executor()
     engine = executor.engine(
-        Limits(tokens=32, finetuning_share=0.5),
+        Limits(tokens=32, finetuning_floor=0.5),
         kv_cache_bytes=2**20,
         latencies=Latencies(Latency(1e-2, 1e-4, 1e-7), Latency(4e-3, 1e-5, 1e-7)),
         sharing=CoServing(),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -117,7 +118,9 @@ def step_of(tokens: int) -> Step:
     """A step that serves so many tokens, of 1 ms each; a unit's tokens take 2 ms each."""
     latencies = certain(Latency(0.0, 1e-3, 0.0), Latency(0.0, 2e-3, 0.0))
     limits, load = Limits(tokens=1000, least_chunk=4), Load(tokens, sampled=tokens)
-    return Step(limits, latencies, 0.05, 0.05, decoded=load, load=load, is_served=tokens > 0)
+    is_served = tokens > 0
+    gap_s = 0.05 if is_served else math.inf
+    return Step(limits, latencies, gap_s, load, load, load, is_served)
 
 
 def test_spatial_sharing_gives_a_part_of_the_time() -> None:
@@ -139,13 +142,22 @@ def test_spatial_sharing_gives_a_part_of_the_time() -> None:
 
 def test_co_serving_keeps_to_the_promise() -> None:
     """Of 50 ms, 10 go to requests: 40 tokens fit, and units of 2 ms a token while there is time."""
-    rule, step = CoServing(burst=1), step_of(10)
-    assert 4 <= rule.forward(step, unit_of(1000)) <= 40
-    assert rule.forward(step_of(30), unit_of(1000)) <= 20
+    rule, step = CoServing(), step_of(10)
+    assert rule.in_layers(step, unit_of(1000), 0.01, is_due=False) <= 40
     assert rule.fits(step, Phase.BACKWARD, Load(12), 0.02)
     assert not rule.fits(step, Phase.BACKWARD, Load(12), 0.03)
     full = step_of(50)
     assert rule.forward(full, unit_of(1000)) == 0
+    assert rule.in_layers(full, unit_of(1000), 0.05, is_due=False) == 0
+
+
+def test_a_job_that_waited_for_long_runs_its_smallest_piece() -> None:
+    """Also where the requests leave no time at all, but only the first piece of a step."""
+    rule, full = CoServing(), step_of(50)
+    assert rule.in_layers(full, unit_of(1000), 0.05, is_due=True) == 4
+    assert rule.fits(full, Phase.BACKWARD, Load(12), 0.05, is_due=True)
+    full.units = 1
+    assert not rule.fits(full, Phase.BACKWARD, Load(12), 0.05, is_due=True)
 
 
 @pytest.mark.parametrize(
@@ -158,105 +170,100 @@ def test_a_job_goes_on_where_a_window_takes_longer_than_a_step_may(rule: Sharing
     rule.begin(idle)
     unit = unit_of(6)
     assert rule.forward(idle, unit) == 4
-    idle.load += Load(4, windows=1)
-    assert rule.forward(idle, unit) == 0
     assert rule.fits(Step(Limits(), latencies), Phase.BACKWARD, Load(4), 0.0)
-    served = Step(Limits(least_chunk=4), latencies, 0.05, 0.05, Load(1), is_served=True)
+    served = Step(Limits(least_chunk=4), latencies, 0.05, *[Load(1)] * 3, is_served=True)
     assert CoServing().forward(served, unit) == 0
 
 
-def window_step(slack_s: float, awaits_first_token: bool = False) -> Step:
+def window_step() -> Step:
     """A step of 10 tokens, promised 50 ms, where a window takes 10 ms beside 1 ms a token."""
     forward = Latency(0.0, 1e-3, 0.0, window_s=0.01)
     latencies, load = certain(forward, Latency(1e-3, 1e-4, 0.0)), Load(10, sampled=10)
-    return Step(Limits(), latencies, 0.05, 0.05, slack_s, load, load, True, awaits_first_token)
+    return Step(Limits(), latencies, 0.05, load, load, load, is_served=True)
 
 
-def test_a_step_uses_slack_that_others_saved_up_to_its_burst() -> None:
-    """Of 200 ms, 10 are the requests' and 10 the window's; while one waits, of 50 ms."""
-    assert CoServing(burst=4).forward(window_step(1.0), unit_of(180)) == 180
-    assert CoServing(burst=1.01).forward(window_step(1.0), unit_of(180)) == 30
-    rule = CoServing(burst=4)
-    awaited = [rule.forward(window_step(1.0, True), unit_of(180)) for _ in range(40)]
-    assert {*awaited} == {0, 30}
-    assert rule.fits(window_step(1.0), Phase.BACKWARD, Load(10), 0.19)
-    assert not rule.fits(window_step(1.0, True), Phase.BACKWARD, Load(10), 0.049)
+def seen(rule: CoServing, step: Callable[[], Step], count: int = 20) -> CoServing:
+    """Return a rule that has seen so many steps whose room was used."""
+    for _ in range(count):
+        one = step()
+        rule.begin(one)
+        one.spent_s = one.lasted_s = 0.05
+        one.trained_s = 0.04
+    rule.begin(step())
+    return rule
+
+
+def cheap_step() -> Step:
+    """A step in which a token takes 0.05 ms beside what is served; by itself, 0.1."""
+    step = window_step()
+    step.latencies = certain(Latency(0.01, 5e-5, 0.0), Latency(1e-3, 1e-4, 0.0))
+    return step
 
 
 def test_a_batch_is_split_evenly() -> None:
-    """Rooms of 180 and 30 tokens take as many windows as they must, and no tiny last one."""
-    for burst, remaining, sizes in (
-        (4, 200, [100, 100]),
-        (1.01, 100, [25] * 4),
-        (1.01, 31, [16, 15]),
-    ):
-        rule, unit = CoServing(burst), unit_of(remaining)
-        found = []
-        while unit.remaining:
-            found.append(rule.forward(window_step(1.0), unit))
+    """A step of 40 tokens has 30 for a window: as many windows as it must, and no tiny last one."""
+
+    def step() -> Step:
+        found = cheap_step()
+        found.limits = Limits(tokens=40)
+        return found
+
+    for remaining, sizes in ((100, [25] * 4), (31, [16, 15])):
+        rule, unit, found = seen(CoServing(), step), unit_of(remaining), []
+        for _ in sizes:
+            found.append(rule.forward(step(), unit))
             unit.run(found[-1])
         assert found == sizes
 
 
-def test_where_gaps_are_promised_a_window_goes_forward_as_it_costs_less() -> None:
+def test_a_window_goes_forward_as_it_costs_less() -> None:
     """Of 50 ms, 40 are left: for 30 tokens at once, or any number in layers of 0.5 + 0.05 ms."""
-    rule, unit = CoServing(), unit_of(180)
-    for _ in range(20):
-        rule.begin(replace(window_step(1.0), spent_s=0.05, trained_s=0.04))
-    assert rule.forward(window_step(1.0), unit) == 0
-    assert 60 <= rule.in_layers(window_step(1.0), unit, 0.01) <= 180
-    assert rule.in_layers(window_step(1.0), unit, 0.0496) == 0
-    assert CoServing(burst=4).in_layers(window_step(1.0), unit, 0.01) == 0
-    # Beside what is served, a token takes 0.05 ms; by itself, 0.1.
-    step = window_step(1.0)
-    step.latencies = certain(Latency(0.01, 5e-5, 0.0), Latency(1e-3, 1e-4, 0.0))
-    rule = CoServing()
-    for _ in range(20):
-        rule.begin(replace(step, spent_s=0.05, trained_s=0.04))
-    assert rule.in_layers(step, unit, 0.01) == 0
-    assert 60 <= rule.forward(step, unit) <= 180
+    unit = unit_of(180)
+    rule = seen(CoServing(), window_step)
+    assert rule.forward(window_step(), unit) == 0
+    assert 60 <= rule.in_layers(window_step(), unit, 0.01, is_due=False) <= 180
+    assert rule.in_layers(window_step(), unit, 0.0496, is_due=False) == 0
+
+    rule = seen(CoServing(), cheap_step)
+    assert rule.in_layers(cheap_step(), unit, 0.01, is_due=False) == 0
+    assert 60 <= rule.forward(cheap_step(), unit) <= 180
 
 
 def test_a_step_has_as_much_of_the_loss_as_fits() -> None:
-    """Of 50 ms, 20 are left; a token takes 1 ms."""
+    """Of 50 ms, 20 are left; a token takes 1 ms. Fewer than 16 tokens are left to a later step."""
     forward, backward = Latency(0.0, 1e-3, 0.0), Latency(1e-3, 1e-4, 0.0)
     latencies = certain(forward, backward, Latency(2e-3, 1e-3, 0.0))
-    step = Step(Limits(), latencies, 0.05, 0.05, 0.05, Load(10), Load(10), is_served=True)
+    step = Step(Limits(), latencies, 0.05, *[Load(10)] * 3, is_served=True)
     whole = WithoutContext([180], layers=2, adapter=None, rank=1)
     whole.forward(180)
     rule, part = CoServing(), Part(whole)
-    assert rule.part(step, part, Load(), 0.03) == 18
-    assert rule.part(step, part, Load(), 0.048) == 0
+    assert rule.part(step, part, Load(), 0.03, is_due=False) == 18
+    assert rule.part(step, part, Load(), 0.04, is_due=False) == 0
+    assert rule.part(step, part, Load(), 0.04, is_due=True) == 16
     whole.run_part(175)
-    assert rule.part(step, part, Load(), 0.03) == 5
-    # Once it is known that steps leave 40 ms, one with 10 takes none: most of it is the constant.
-    whole = WithoutContext([180], layers=2, adapter=None, rank=1)
-    whole.forward(180)
-    for _ in range(2):
-        rule.begin(step)
-    assert rule.part(step, Part(whole), Load(), 0.04) == 0
-    assert rule.part(step, Part(whole), Load(), 0.03) == 18
+    assert rule.part(step, part, Load(), 0.03, is_due=False) == 5
 
 
-def test_windows_wait_for_slack_and_come_without() -> None:
-    """While rooms grow the window waits for a large one; where they stay small it comes soon."""
-    rule = CoServing(burst=4)
-    grown = [rule.forward(window_step(0.05 + 0.02 * i), unit_of(1000)) for i in range(5)]
-    # Of a window of 100 tokens 0.91 is theirs, and 0.93 · 0.97 is demanded by then.
-    assert grown == [0, 0, 0, 0, 100]
-    rule = CoServing(burst=4)
-    same = [rule.forward(window_step(0.0305), unit_of(1000)) for _ in range(200)]
-    # Once it is known that no more comes of waiting, every few steps take one.
-    assert {*same} == {0, 10}
-    assert same.index(10) < 40
-    assert same[100:].count(10) >= 25
+def test_serving_keeps_its_share_of_the_time() -> None:
+    """Beside steps of 10 ms with a promise of 50, a share of 0.5 leaves 10 ms to finetuning."""
+    spent_s = {}
+    for share in (0.0, 0.5, 0.8):
+        rule, trained_s = CoServing(), 0.0
+        for _ in range(200):
+            step = step_of(10)
+            step.limits = Limits(tokens=1000, least_chunk=4, serving_share=share)
+            rule.begin(step)
+            ahead_s = 0.01
+            while rule.fits(step, Phase.BACKWARD, Load(1), ahead_s):
+                rule.ran(step, 2e-3)
+                trained_s, ahead_s = trained_s + 2e-3, ahead_s + 2e-3
+        spent_s[share] = trained_s / 200
+    assert spent_s == pytest.approx({0.0: 0.04, 0.5: 0.01, 0.8: 0.0025}, rel=0.06)
 
 
 def test_what_cannot_be_shared() -> None:
     with pytest.raises(FinetuneError, match="frequency=0; use at least 1"):
         TemporalSharing(0)
-    with pytest.raises(FinetuneError, match=r"burst=0\.5; use at least 1, the TPOT SLO"):
-        CoServing(0.5)
     with pytest.raises(FinetuneError, match="share=1; use a part above 0 and below 1"):
         SpatialSharing(1)
 
@@ -267,7 +274,7 @@ def test_a_default_engine_trains_while_it_serves() -> None:
     engine = executor.engine(kv_cache_bytes=2**20)
     job = engine.finetune(DATA, "trained", peft=LORA, **OPTIONS)
     steps = 0
-    while not job.is_over and steps < 400:
+    while not job.is_over and steps < 4000:
         while len(engine.scheduler.waiting) + len(engine.scheduler.running) < 2:
             params = SamplingParams(max_new_tokens=30 + engine.submitted % 2, ignore_eos=True)
             engine.submit(Request((1, 2, 3), params))

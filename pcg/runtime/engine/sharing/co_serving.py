@@ -1,185 +1,265 @@
-"""Co-serving: as much finetuning as fits beside requests (FlexLLM v2 §6.2)."""
+"""Co-serving: as much finetuning as fits beside requests (FlexLLM v2 §6.2).
+
+Each step has a room R for finetuning, and a part or window of t seconds runs if t ≤ R:
+
+    requests with an SLO        R = (1 - reserve) · gap - f(c)       f(c): the time of the requests
+    requests without            R = 0.25 f(c), or f(c) · floor / (1 - floor) if that is more; the
+                                latter on average
+    no request                  R = idle_step_s
+
+A window of s tokens goes forward whole, beside the requests, or in L parts of a layer, and back in
+L parts. Of the recent steps, with rooms R_i and idle time I,
+
+    pieces of t seconds that would have run      n(t) = Σ ⌊R_i / t⌋ + I(t) / t
+    windows                                      1 / (L_f / n(t_f) + L / n(t_b))
+
+so that s · windows is the number of tokens trained; windows have the length for which that is the
+largest. Time that steps do not use shortens them and so comes back as idle time. Where requests
+come at random and run at once, P = exp(-load) of the time is idle, and of a second by which steps
+are shorter, φ = -ln(P) P / (1 - P) becomes idle: I(t) = I + φ (used - Σ ⌊R_i / t⌋ t).
+
+A job that no step had room for in `patience` steps runs its smallest piece whatever the room is:
+2 / (1 - tpot_percentile) steps, so that this takes half of the gaps that may exceed the SLO.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from typing import NamedTuple
 
-from pcg.errors import FinetuneError
-from pcg.runtime.engine.latency import Latencies, Latency
+from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.sharing.rule import Sharing
-from pcg.runtime.engine.sharing.step import Step
-from pcg.runtime.engine.sharing.time_account import TimeAccount
-from pcg.runtime.engine.sharing.time_left import TimeLeft
-from pcg.runtime.engine.sharing.window_choice import WindowChoice
+from pcg.runtime.engine.sharing.step import Refusal, Step
 from pcg.runtime.model.load import Load
-from pcg.runtime.model.margins import kind_of
 from pcg.runtime.training.work_units import Forward, Part, Phase
 
 
 class CoServing(Sharing):
-    """Fits as much as the SLOs allow: s = argmax f(c, s) ≤ SLO, and units in the remaining time.
+    """Fits as much finetuning into each step as the SLOs allow: s = argmax f(c, s) ≤ SLO."""
 
-    A window of s tokens takes C for itself, forward and in each layer's backward, and m a token:
-
-        efficiency    e(s) = s · m / (C + s · m)
-
-    A step with room for s, which would have room for S with all the time that a step can have,
-    runs a window if
-
-        e(s) ≥ d · min(e(S), 0.93)
-
-    and otherwise leaves the room to later steps. The demand d falls from 0.99 with every step
-    without a window, so that windows come however small the rooms stay, and rises again with larger
-    ones. The rest of a batch is split evenly over the windows that it needs.
-
-    Args:
-        burst: how many times the TPOT SLO a gap between a request's tokens may last; 1 bounds every
-            gap by the SLO, and more bounds the mean of a request's gaps. docs/engine.md shows what
-            that gains and costs.
-
-    Raises:
-        FinetuneError: burst is below 1.
-    """
-
-    def __init__(self, burst: float = 1.0) -> None:
-        if not burst >= 1:
-            raise FinetuneError(f"burst={burst:g}; use at least 1, the TPOT SLO itself")
-        self.burst = burst
-        self._demand = _DEMAND
-        self._last = 0
-        self._left = TimeLeft()
-        self._windows = WindowChoice(self._left)
+    def __init__(self) -> None:
+        self._recent = RecentRooms()
+        self._best: Window | None = None
+        self._decoded = Load(1, sampled=1)
+        self._steps = 0
+        self._credit_s = math.inf
+        self._wanted_s = 0.0
         self._before: list[tuple[Step, float]] = []
-        self._has_guess = False
-        self._account = TimeAccount()
 
-    @property
-    def patience(self) -> int:
-        waits = not self._account.has_share and (self.burst > 1 or self._left.has_idle)
-        return super().patience if waits else _PATIENCE
-
-    def _share_of(self, step: Step) -> float | None:
+    def _share(self, step: Step) -> float | None:
         """Return the share of the time that finetuning has; None where it has what is left."""
-        is_free = step.is_served and step.tpot_slo_s is None
-        return step.limits.finetuning_share if is_free else None
+        limits = step.limits
+        if step.is_served and not step.is_promised:
+            return limits.finetuning_floor
+        return 1 - limits.serving_share if step.is_served and limits.serving_share else None
 
     def begin(self, step: Step) -> None:
-        self._account.begin(step, self._share_of(step))
         if step.latencies is None:
             return
-        self._note_time(step, step.latencies)
-        self._windows.pass_step()
-        if step.gap_s < math.inf:
-            step.latencies.pass_step()
+        self._close(step.latencies)
+        if step.decoded.tokens:
+            self._decoded = step.decoded
+        share, served_s = self._share(step), step.ahead_s()
+        if share is None:
+            self._credit_s = math.inf
+        else:
+            # The credit is at most what an idle step may last, or what waits for it takes.
+            most_s = max(step.limits.idle_step_s, self._wanted_s)
+            earned_s = share / (1 - share) * served_s
+            before_s = 0.0 if self._credit_s == math.inf else self._credit_s
+            self._credit_s = min(before_s + earned_s, most_s)
+        self._wanted_s = 0.0
+        self._before.append((step, max(0.0, self._room_s(step))))
+        self._steps += 1
+        if self._steps % _CHOICE_STEPS == 0:
+            self._best = None
 
-    def _note_time(self, step: Step, latencies: Latencies) -> None:
-        """Note the time of the step before, once it is known, and the room that this one has."""
-        slo_s = step.limits.tpot_slo_s
-        if not self._has_guess and slo_s is not None:
-            self._left.expect(slo_s - latencies.forward.bound_s(Load(1, sampled=1)), slo_s)
-        self._has_guess = True
-        for before, room_s in self._before:
-            if not before.is_under_way:
-                self._left.note(before, room_s)
-        self._before = [one for one in self._before if one[0].is_under_way]
-        self._before.append((step, step.left_s(self.burst) - step.ahead_s()))
+    def _close(self, latencies: Latencies) -> None:
+        """Learn from the steps that are over."""
+        for step, room_s in self._before:
+            if step.is_under_way:
+                continue
+            self._recent.add(step, room_s)
+            is_filled = step.trained_s > 0 or step.served.tokens > step.decoded.tokens
+            if step.is_promised and is_filled:
+                latencies.reserve.observe(step.lasted_s / step.gap_s, step.limits.tpot_percentile)
+        self._before = [pair for pair in self._before if pair[0].is_under_way]
 
-    def _keeps_gaps(self, step: Step) -> bool:
-        """Return True where time that a step leaves is lost: there is a promise for each gap."""
-        return self.burst == 1 and step.is_served and step.tpot_slo_s is not None
+    def _room_s(self, step: Step) -> float:
+        """Return the time that finetuning may take in the step beside its requests."""
+        assert step.latencies is not None
+        served_s = step.latencies.forward.seconds(step.served) if step.served.tokens else 0.0
+        if not step.is_served:
+            return step.limits.idle_step_s
+        if step.is_promised:
+            return step.latencies.reserve.within(step.gap_s) - served_s
+        share = self._share(step) or 0.0
+        return max(_STRETCH, share / (1 - share)) * served_s
+
+    def _left_s(self, step: Step, ahead_s: float) -> float:
+        """Return the part of the room that is left before work that takes `ahead_s` more."""
+        assert step.latencies is not None
+        served_s = step.latencies.forward.seconds(step.served) if step.served.tokens else 0.0
+        return self._room_s(step) + served_s - ahead_s - step.elapsed_s
+
+    def _affords(self, step: Step, piece: Refusal, *, is_due: bool, is_alone: bool = True) -> bool:
+        self._wanted_s = max(self._wanted_s, piece.takes_s)
+        # The first piece of a step without a promise runs once its time is earned.
+        may_exceed = is_alone and step.units == 0 and (is_due or not step.is_promised)
+        if piece.takes_s <= self._credit_s and (piece.takes_s <= piece.left_s or may_exceed):
+            return True
+        step.refusal = piece._replace(left_s=min(piece.left_s, self._credit_s))
+        return False
 
     def forward(self, step: Step, unit: Forward) -> int:
         latencies = step.latencies
         if latencies is None:
             # The first step that serves tells how long steps take.
             return 0 if step.is_served else unit.remaining
-        if self._share_of(step) is not None:
-            return self._account.paid_whole(step, unit, latencies)
         if step.yields:
             return 0  # in layers, between which it can end
-        there = self._window(step, unit, latencies, step.left_s(self.burst))
-        if self._keeps_gaps(step):
-            best = self._windows.best(step, unit, latencies)
-            is_enough = there >= _LEAST_WINDOW * _even_part(unit.remaining, best.tokens)
-            return there if is_enough and not best.in_layers else 0
-        if there < 1:
-            # Even the least window takes longer than a step may; alone, it runs all the same.
-            is_alone = not step.is_served and not step.load.windows
-            return min(unit.remaining, step.limits.least_chunk) if is_alone else 0
-        most = self._window(step, unit, latencies, step.most_seconds(self.burst))
-        enough = min(_efficiency(unit, latencies, most), _ENOUGH)
-        of_most = _efficiency(unit, latencies, there) / enough
-        if of_most < self._demand:
-            self._demand *= _DECAY_GROWING if there > self._last else _DECAY
-            self._last = there
+        best = self._window(step, unit, latencies)
+        if best.in_layers and step.is_served:
             return 0
-        self._demand, self._last = min(_DEMAND, _RISE * of_most), 0
-        return there
+        beside = step.load + Load(windows=1)
+        left_s = self._left_s(step, 0.0)
+        fitting = latencies.forward.tokens_within(left_s, unit.context, beside, is_trained=True)
+        wanted = _even_part(unit.remaining, best.tokens)
+        tokens = _even_part(unit.remaining, min(fitting, best.tokens))
+        if step.is_served and 2 * tokens < wanted:
+            tokens = wanted  # which does not fit
+        tokens = max(tokens, min(unit.remaining, step.limits.least_chunk))
+        load = step.load + Load.of_window(tokens, unit.context)
+        seconds = latencies.forward.seconds(load) - step.ahead_s()
+        piece = Refusal(tokens, None, seconds, left_s - step.ahead_s())
+        if not self._affords(step, piece, is_due=False):
+            return 0
+        if self._credit_s < math.inf:
+            self._credit_s -= seconds
+        return tokens
 
-    def _window(self, step: Step, unit: Forward, latencies: Latencies, seconds: float) -> int:
-        """Return the tokens of a window that fits into `seconds`, in an even split of the rest."""
-        load = step.load + Load(windows=1)
-        seconds = latencies.forward.most_s(seconds, step.decoded, kind_of(load, step.decoded))
-        fitting = latencies.forward.tokens_within(seconds, unit.context, load, is_trained=True)
-        best = self._windows.best(step, unit, latencies).tokens
-        return _even_part(unit.remaining, min(fitting, best))
-
-    def in_layers(self, step: Step, unit: Forward, ahead_s: float) -> int:
+    def in_layers(self, step: Step, unit: Forward, ahead_s: float, *, is_due: bool) -> int:
         if step.latencies is None:
             return 0
-        if self._share_of(step) is not None:
-            is_whole = self._account.whole(step, unit, step.latencies) > 0
-            return 0 if is_whole else self._account.window(step, unit, step.latencies)
-        if step.yields:
-            tokens = self._window(step, unit, step.latencies, step.most_seconds(self.burst))
-            return max(tokens, min(unit.remaining, step.limits.least_chunk))
-        if not self._keeps_gaps(step):
+        best = self._window(step, unit, step.latencies)
+        if not (best.in_layers or step.yields or is_due):
             return 0
-        best = self._windows.best(step, unit, step.latencies)
-        if not best.in_layers:
-            return 0
-        tokens = _even_part(unit.remaining, best.tokens)
+        least = min(unit.remaining, step.limits.least_chunk)
+        tokens = least if is_due else _even_part(unit.remaining, best.tokens)
         load = Load.of(tokens, unit.context)
-        return tokens if self.fits(step, Phase.FORWARD, load, ahead_s) else 0
+        return tokens if self.fits(step, Phase.FORWARD, load, ahead_s, is_due=is_due) else 0
 
-    def fits(self, step: Step, phase: Phase, load: Load, ahead_s: float) -> bool:
+    def fits(
+        self, step: Step, phase: Phase, load: Load, ahead_s: float, *, is_due: bool = False
+    ) -> bool:
         if step.latencies is None:
             return not step.is_served and not step.units
-        latency = step.latencies.of(phase)
-        if self._share_of(step) is not None:
-            seconds, least = latency.seconds(load), step.limits.least_chunk
-            is_least = load.tokens <= least
-            least_s = seconds if is_least else latency.seconds(Load.of(least, 0))
-            return self._account.affords(seconds, least_s)
-        left_s = step.left_s(self.burst) - ahead_s
-        is_first = not step.is_served and left_s > 0
-        return is_first or latency.bound_s(load) <= left_s
+        seconds = step.latencies.of(phase).seconds(load)
+        piece = Refusal(load.tokens, phase, seconds, self._left_s(step, ahead_s))
+        return self._affords(step, piece, is_due=is_due)
 
-    def part(self, step: Step, part: Part, beside: Load, ahead_s: float) -> int:
+    def part(self, step: Step, part: Part, beside: Load, ahead_s: float, *, is_due: bool) -> int:
         latencies = step.latencies
-        if part.stage.phase is not Phase.LOSS or latencies is None:
-            return super().part(step, part, beside, ahead_s)
-        # As much of a loss as fits, unless so little does that its constant time is most of it.
-        left, least = part.load.tokens, min(part.load.tokens, step.limits.least_chunk)
-        if self._share_of(step) is not None:
-            least_s = latencies.loss.seconds(Load(least))
-            is_paid = self._account.affords(least_s, least_s)
-            return min(left, max(least, self._account.paid(latencies.loss))) if is_paid else 0
-        left_s = step.left_s(self.burst) - ahead_s
-        fitting = _within(latencies.loss, min(left_s, _PIECE_S) if step.yields else left_s)
-        if not step.is_served and left_s > 0:
-            return min(left, max(fitting, least))
-        room_s = left_s if self._left.room_s is None else self._left.room_s
-        wanted = max(_LEAST_LOSS, _within(latencies.loss, _LOSS * room_s))
-        return min(left, fitting) if fitting >= min(left, wanted) else 0
+        phase, tokens = part.stage.phase, part.load.tokens
+        if latencies is None:
+            return tokens if self.fits(step, phase, part.load, ahead_s) else 0
+        if phase is not Phase.LOSS:
+            seconds = latencies.of(phase).seconds(beside + part.load)
+            piece = Refusal(tokens, phase, seconds, self._left_s(step, ahead_s))
+            fits = self._affords(step, piece, is_due=is_due, is_alone=not beside.tokens)
+            return tokens if fits else 0
+        # As much of a loss as fits; its constant time makes a few tokens expensive.
+        left_s = min(self._left_s(step, ahead_s), self._credit_s)
+        most_s = min(left_s, _LOSS_S) if step.yields else left_s
+        fitting = min(tokens, latencies.loss.tokens_within(most_s, 0, Load()))
+        least = min(tokens, step.limits.least_chunk)
+        if fitting >= least:
+            return fitting
+        fits = self.fits(step, Phase.LOSS, Load(least), ahead_s, is_due=is_due)
+        return least if fits else 0
 
     def ran(self, step: Step, seconds: float) -> None:
-        if self._share_of(step) is not None:
-            self._account.spend(seconds)
+        if self._credit_s < math.inf:
+            self._credit_s -= seconds
 
-    def corrected(self, step: Step, seconds: float) -> None:
-        if self._share_of(step) is not None:
-            self._account.correct(seconds)
+    corrected = ran
+
+    def _window(self, step: Step, unit: Forward, latencies: Latencies) -> Window:
+        """Return the length of windows for which the most tokens are trained."""
+        if self._best is None:
+            self._best = self._choose(step, unit, latencies)
+        room = step.limits.tokens - step.load.tokens
+        return self._best._replace(tokens=min(self._best.tokens, room))
+
+    def _choose(self, step: Step, unit: Forward, latencies: Latencies) -> Window:
+        recent, decoded, forward = self._recent, self._decoded, latencies.forward
+        best, most = Window(step.limits.least_chunk, True), 0.0
+        decoded_s = forward.seconds(decoded)
+        tokens = step.limits.least_chunk
+        while tokens <= step.limits.tokens:
+            load, window = Load.of(tokens, unit.context), Load.of_window(tokens, unit.context)
+            layer_s, back_s = latencies.layer.seconds(load), latencies.backward.seconds(load)
+            if most and max(layer_s, back_s) > _PIECE * step.limits.idle_step_s:
+                break
+            backward = recent.pieces(back_s) / max(unit.layers, 1)
+            beside_s = forward.seconds(decoded + window) - decoded_s
+            whole = recent.pieces(beside_s, forward.seconds(window))
+            in_layers = recent.pieces(layer_s) / max(unit.layers, 1)
+            for windows, is_cut in ((whole, False), (in_layers, True)):
+                if windows > 0 and backward > 0:
+                    trained = tokens / (1 / windows + 1 / backward)
+                    if trained > most:
+                        best, most = Window(tokens, is_cut), trained
+            tokens = max(tokens + 1, int(_RATIO * tokens))
+        return best
+
+
+class Window(NamedTuple):
+    """The tokens of windows, and whether these go forward in parts of a layer."""
+
+    tokens: int
+    in_layers: bool
+
+
+class RecentRooms:
+    """The rooms and the idle time of recent steps."""
+
+    def __init__(self) -> None:
+        self._rooms: deque[float] = deque(maxlen=_ROOMS)
+        self._idle_s = 0.0
+        self._served_s = 0.0
+        self._used_s = 0.0
+        self._steps = 0.0
+
+    def add(self, step: Step, room_s: float) -> None:
+        """Add a step that is over, and the room that it had."""
+        kept = math.exp(-step.spent_s / _RECENT_S)
+        self._idle_s, self._served_s = kept * self._idle_s, kept * self._served_s
+        self._used_s, self._steps = kept * self._used_s, kept * self._steps
+        if not step.is_served:
+            self._idle_s += step.spent_s
+            return
+        self._rooms.append(room_s)
+        self._served_s += step.spent_s
+        self._used_s += step.trained_s
+        self._steps += 1
+
+    def pieces(self, served_s: float, idle_s: float | None = None) -> float:
+        """Return how many pieces of work would have run.
+
+        Args:
+            served_s: the time of a piece beside requests.
+            idle_s: its time without requests; the same by default.
+        """
+        if not self._steps and not self._idle_s:
+            return 1 / max(served_s, 1e-9)
+        fitting = sum(int(room_s / served_s) for room_s in self._rooms)
+        served = self._steps * fitting / max(len(self._rooms), 1)
+        share = self._idle_s / (self._idle_s + self._served_s)
+        back = -math.log(share) * share / (1 - share) if 0 < share < 1 else share
+        left_s = max(0.0, self._idle_s + back * (self._used_s - served * served_s))
+        return served + left_s / (served_s if idle_s is None else idle_s)
 
 
 def _even_part(tokens: int, most: int) -> int:
@@ -187,44 +267,14 @@ def _even_part(tokens: int, most: int) -> int:
     return -(-tokens // -(-tokens // most)) if most > 0 else 0
 
 
-def _within(latency: Latency, seconds: float) -> int:
-    """Return the most tokens whose loss ends within a time."""
-    nothing = Load()
-    most_s = latency.most_s(seconds, nothing, kind_of(Load(1), nothing))
-    return latency.tokens_within(most_s, 0, nothing)
-
-
-def _efficiency(unit: Forward, latencies: Latencies, tokens: int) -> float:
-    """Return the share of a window's time, forward and backward, that its tokens take."""
-    forward, backward, layers = latencies.forward, latencies.backward, unit.layers
-    window, of_tokens = Load(windows=1), Load.of_window(tokens, unit.context)
-    constant_s = forward.seconds(window) - forward.seconds(Load())
-    constant_s += layers * backward.seconds(Load())
-    tokens_s = forward.seconds(of_tokens) - forward.seconds(window)
-    tokens_s += layers * (backward.seconds(of_tokens) - backward.seconds(Load()))
-    # A token before the knee is worth what one beyond it takes.
-    cheap_s = sum(
-        times * one.knee.token_s * min(tokens, one.knee.tokens)
-        for times, one in ((1, forward), (layers, backward))
-    )
-    return (tokens_s + cheap_s) / (constant_s + tokens_s) if tokens_s > 0 else 1.0
-
-
-_PATIENCE = 32
-"""Steps without room for a part after which it begins again, where no idle time is expected."""
-_LEAST_WINDOW = 0.5
-"""The least tokens of a window beside requests, relative to those that would be best."""
-_LOSS = 0.5
-"""The least of a loss that runs, relative to what would fit into the time that steps leave."""
-_PIECE_S = 0.025
-"""The time of a piece of a loss between two of which a request may end a step."""
-_LEAST_LOSS = 4
-"""The least tokens of a loss that run in a step, more than those of a block of the head's rows."""
-_ENOUGH = 0.93
-"""The efficiency above which no larger window is waited for: little is left to gain."""
-_DEMAND = 0.99
-"""The first demand, as a share of the efficiency of the largest window."""
-_DECAY_GROWING, _DECAY = 0.995, 0.95
-"""Decay of the demand after a step without a window, with more room than the last one or not."""
-_RISE = 1.1
-"""The next window must reach 1.1 times this one's efficiency."""
+_STRETCH = 0.25
+"""By how much parts make a step longer that serves requests without an SLO."""
+_PIECE, _LOSS_S = 0.5, 0.05
+"""The longest part of a layer without requests, relative to `idle_step_s`, and of a loss."""
+_CHOICE_STEPS = 16
+"""Steps between two choices of a window's length."""
+_RATIO = 1.25
+"""The ratio of two lengths of windows that are compared."""
+_ROOMS = 64
+_RECENT_S = 20.0
+"""The rooms that are kept, and the time after which a second of a step counts by 1 / e."""

@@ -31,7 +31,9 @@ class TemporalSharing(Sharing):
     def forward(self, step: Step, unit: Forward) -> int:
         return 0 if step.is_served or step.load.windows else unit.remaining
 
-    def fits(self, step: Step, phase: Phase, load: Load, ahead_s: float) -> bool:
+    def fits(
+        self, step: Step, phase: Phase, load: Load, ahead_s: float, *, is_due: bool = False
+    ) -> bool:
         return not step.is_served
 
 
@@ -44,7 +46,7 @@ class SpatialSharing(CoServing):
             raise FinetuneError(f"share={share:g}; use a part above 0 and below 1")
         self.share = share
 
-    def _share_of(self, step: Step) -> float | None:
+    def _share(self, step: Step) -> float | None:
         return self.share if step.is_served else None
 
 
@@ -56,5 +58,7 @@ class InferenceOnly(Sharing):
     def forward(self, step: Step, unit: Forward) -> int:
         return 0
 
-    def fits(self, step: Step, phase: Phase, load: Load, ahead_s: float) -> bool:
+    def fits(
+        self, step: Step, phase: Phase, load: Load, ahead_s: float, *, is_due: bool = False
+    ) -> bool:
         return False

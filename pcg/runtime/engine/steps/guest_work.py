@@ -152,15 +152,16 @@ class GuestWork:
             return
         self._served_s = before.spent_s
         self._owed_s += LEAST_SHARE / (1 - LEAST_SHARE) * before.spent_s if self._works else 0.0
-        share = step.limits.finetuning_share
+        share = step.limits.finetuning_floor
         earned_s = self._earned_s + share / (1 - share) * before.spent_s
         self._earned_s = min(earned_s, step.limits.idle_step_s)
 
     def _left_s(self, step: Step, ahead_s: float) -> float:
         if not step.is_served:
             return _SLICE_S
-        left_s = step.left_s() - ahead_s
-        if step.tpot_slo_s is None:
+        limits = step.limits
+        left_s = min(step.gap_s, limits.idle_step_s) - step.elapsed_s - ahead_s
+        if not step.is_promised:
             left_s = min(left_s, self._earned_s)
         return max(left_s, self._owed_s)
 

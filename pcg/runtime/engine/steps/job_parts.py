@@ -48,8 +48,13 @@ class JobParts:
             tokens = unit.whole.fitting(min(unit.remaining, sharing.forward(step, unit)))
             if tokens > 0:
                 found.append((job, unit, tokens))
+                before = step.load
                 step.load += Load.of_window(tokens, unit.context)
-                job.tokens += tokens
+                seconds = 0.0
+                if step.latencies is not None:
+                    forward = step.latencies.forward
+                    seconds = forward.seconds(step.load) - forward.seconds(before)
+                job.ran(tokens, seconds, step.began_s)
         return found
 
     def run(self, device: Device, sharing: Sharing, step: Step, started_s: float) -> None:
@@ -60,7 +65,7 @@ class JobParts:
             self.guests.run(step, ahead_s)
         while not step.is_over and (group := self._jobs.next_group(sharing, step, ahead_s)):
             try:
-                took = self._run(device, group.parts, started_s + step.elapsed_s)
+                self._run(device, group.parts)
             except Exception as error:
                 self._fail(device, group, error)
                 return
@@ -69,18 +74,19 @@ class JobParts:
                 self._advance(step, group)
                 step.elapsed_s = self._clock.now_s() - started_s
                 with_update_s = step.elapsed_s - before_s
-                step.ran_parts(group.phase, group.load, took, with_update_s)
+                group.ran(with_update_s, step.began_s)
+                step.ran_parts(group.phase, group.load, with_update_s)
                 sharing.ran(step, with_update_s)
 
-    def _run(self, device: Device, parts: List[Part], now_s: float) -> float:
+    def _run(self, device: Device, parts: List[Part]) -> None:
         side = device.side
         if side is None:
             device.run_parts(parts)
-            return self._clock.now_s() - now_s
+            return
         side.begin()
         with side.beside(), side.timed():
             device.run_parts(parts)
-        return sum(side.join())
+        side.join()
 
     def run_beside(
         self,
@@ -111,12 +117,13 @@ class JobParts:
                     self._fail(device, group, error)
                     break
                 with self._advancing(group):
-                    spent_s += latencies.of(group.phase).bound_s(group.load)
                     foretold_s = latencies.of(group.phase).seconds(group.load)
+                    spent_s += foretold_s
                     self._beside.append((group, foretold_s))
                     sharing.ran(step, foretold_s)
                     beside_s += foretold_s
                     self._advance(step, group)
+                    group.ran(foretold_s, step.began_s)
         side.rejoin()
         return beside_s
 
@@ -142,7 +149,7 @@ class JobParts:
             return False
         assert device.side is not None
         for (group, foretold_s), took_s in zip(groups, device.side.join(), strict=True):
-            step.ran_parts(group.phase, group.load, took_s, took_s)
+            step.ran_parts(group.phase, group.load, took_s)
             sharing.corrected(step, took_s - foretold_s)
         return True
 
@@ -166,7 +173,6 @@ class JobParts:
 
     def _advance(self, step: Step, group: PartGroup) -> None:
         step.units += len(group.parts)
-        for job, tokens in zip(group.jobs, group.tokens, strict=True):
-            job.tokens, job.held = job.tokens + tokens, 0
+        for job in group.jobs:
             job.advance()
             self._jobs.settle(job)

@@ -15,6 +15,7 @@ from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.engine.running_job import RunningJob
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.result import FinetuneResult, StepRecord
+from pcg.serve.adapters.engine_names import owned
 from pcg.serve.engine.jobs.news import (
     DPO,
     REINFORCEMENT,
@@ -76,6 +77,7 @@ class OrderedJobs:
             checkpoint_dir=Path(order.checkpoints),
             keep_last=ALL_CHECKPOINTS,
             on_step=on_step,
+            tenant=owned(order.adapter).tenant,
             **order.options,
         )
         self._running[order.adapter] = running
