@@ -1,6 +1,6 @@
 """Compare rules of sharing in simulated time: the finetuning of each, and the gaps that it keeps.
 
-    python benchmarks/bench_sharing.py [--seconds 120] [--seeds 3] [--parts gpu,loads]
+    python benchmarks/bench_sharing.py [--seconds 120] [--seeds 3] [--parts gpu,loads,numbers]
 
 Parts that are not asked for keep their place in the result file.
 
@@ -23,6 +23,10 @@ The engine begins with latencies like those that it calibrates there, and learns
 of `bench_serving.py`, and others with four times the output; the SLO is 60, 83 or 150 ms a token.
 For each load, co-serving against the best of temporal and spatial sharing that keeps at least 99 %
 of the gaps.
+
+numbers: each tuned number of the rule and of the latencies, halved and doubled: tokens that are
+trained under these loads, with an SLO of 83 ms and with none, relative to those of the number as it
+is, and the gaps kept.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from typing import Any
 from measure import RESULTS, write
 
 from pcg.parallel.costs.step_costs import StepShape
+from pcg.runtime.engine import latency
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.sharing import (
@@ -46,6 +51,7 @@ from pcg.runtime.engine.sharing import (
     Sharing,
     SpatialSharing,
     TemporalSharing,
+    co_serving,
 )
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.metrics import ServingReport, serving_report
@@ -68,7 +74,12 @@ PROMISED = (1.5, 3.0)
 """Promises per gap, relative to the median gap of inference alone."""
 TRAINED_TOKENS = 2048
 KEPT = 0.99
-PARTS = ("gpu", "loads")
+PARTS = ("gpu", "loads", "numbers")
+TUNED = {
+    co_serving: ("_STRETCH", "_PIECE", "_ROOMS", "_RATIO"),
+    latency: ("_FORGET", "_NOISE", "_MOST_ERROR", "_UPDATE", "_RATE", "_MOST_RESERVE"),
+}
+"""The numbers of each module; those near 1, by their distance from it."""
 OTHERS: Mapping[str, Callable[[], Sharing]] = {
     **{f"temporal, {n}": partial(TemporalSharing, n) for n in (16, 32, 64, 128)},
     **{f"spatial, {share}": partial(SpatialSharing, share) for share in (0.25, 0.5)},
@@ -102,7 +113,7 @@ class CpuCosts:
 
 
 def served(
-    rule: Sharing, rate_per_s: float, new: int, tpot_slo_s: float, seed: int, seconds: float
+    rule: Sharing, rate_per_s: float, new: int, tpot_slo_s: float | None, seed: int, seconds: float
 ) -> ServingReport:
     """Simulate one rule under one load."""
     forward = Latency(0.0155, 7e-4, 4e-7, 7e-4, 1.8e-4, 0.004)
@@ -179,6 +190,44 @@ def on_gpu(seeds: int, seconds: float) -> list[dict[str, Any]]:
     return rows
 
 
+def numbers(seconds: float) -> list[dict[str, Any]]:
+    """Return what halving and doubling each tuned number changes."""
+    loads = [
+        (rate, new, slo) for new, rates in RATES.items() for rate in rates for slo in (0.083, None)
+    ]
+
+    def reports() -> list[ServingReport]:
+        return [served(CoServing(), *load, seed=0, seconds=seconds) for load in loads]
+
+    before, rows = reports(), []
+    for module, names in TUNED.items():
+        for name in names:
+            value = getattr(module, name)
+            from_1 = name in ("_RATIO", "_FORGET")
+            for factor in (0.5, 2.0):
+                other = 1 + factor * (value - 1) if from_1 else type(value)(factor * value)
+                setattr(module, name, other)
+                found = reports()
+                setattr(module, name, value)
+                ratios = [
+                    one.finetuning_throughput / old.finetuning_throughput
+                    for one, old in zip(found, before, strict=True)
+                ]
+                kept = [one.gap_attainment for one in found if one.gap_attainment is not None]
+                rows.append(
+                    {
+                        "number": f"{module.__name__.rpartition('.')[2]}.{name}",
+                        "from": value,
+                        "to": other,
+                        "tokens": round(statistics.geometric_mean(ratios), 3),
+                        "tokens, least": round(min(ratios), 3),
+                        "gap_attainment": round(min(kept), 4),
+                    }
+                )
+                print(rows[-1], flush=True)
+    return rows
+
+
 def row(reports: list[ServingReport]) -> dict[str, float]:
     """Return means over seeds, and the least attainment."""
     mean = statistics.fmean
@@ -221,6 +270,7 @@ def main() -> None:
     made: dict[str, Callable[[], Any]] = {
         "gpu": lambda: on_gpu(arguments.seeds, arguments.seconds),
         "loads": all_loads,
+        "numbers": lambda: numbers(arguments.seconds),
     }
     before = RESULTS / "sharing.json"
     result = json.loads(before.read_text()) if before.exists() else {}

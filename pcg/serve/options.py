@@ -63,6 +63,10 @@ class ServeOptions:
             default those of a job that gives none. Repeatable.
         ttft_slo_ms: SLO of the time to the first token, ms.
         tpot_slo_ms: SLO of each gap between two output tokens, ms.
+        finetuning_floor: the least share of the time for jobs beside requests without
+            `tpot_slo_ms`, from 0 to below 1; they have all the time that requests leave.
+        serving_share: the least share of the time for requests with `tpot_slo_ms` while jobs run
+            beside them, from 0 to below 1.
         tenant_seqs: the most sequences of one tenant at once; by default half of `max_num_seqs`
             where keys are of several tenants, else all.
         tenant_queue: the most requests of one tenant that wait; further ones are refused. By
@@ -136,6 +140,8 @@ class ServeOptions:
     warm_jobs: Sequence[str] = ()
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
+    finetuning_floor: float = 0.1
+    serving_share: float = 0.0
     tenant_seqs: int | None = None
     tenant_queue: int | None = None
     max_queue: int = 4096
@@ -209,6 +215,9 @@ class ServeOptions:
                 raise ServeError(f"{name}={value}; use a number above 0")
         if not self.prompt_stretch > 1:
             raise ServeError(f"prompt_stretch={self.prompt_stretch}; use a number above 1, or inf")
+        for name in ("finetuning_floor", "serving_share"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ServeError(f"{name}={getattr(self, name)}; use a share from 0 to below 1")
         if self.max_logprobs < 0:
             raise ServeError(f"max_logprobs={self.max_logprobs}; use at least 0")
         if self.warm_jobs and not self.warm_up:
@@ -257,6 +266,8 @@ class ServeOptions:
                 lora_rank=self.max_lora_rank,
                 ttft_slo_s=_seconds(self.ttft_slo_ms),
                 tpot_slo_s=_seconds(self.tpot_slo_ms),
+                finetuning_floor=self.finetuning_floor,
+                serving_share=self.serving_share,
             ),
             policy=FairShare(tenant_running=running),
             queue=QueueLimits(requests=self.max_queue, tenant_requests=self.queue_of(tenants)),

@@ -72,7 +72,7 @@ class CoServing(Sharing):
         self._wanted_s = 0.0
         self._before.append((step, max(0.0, self._room_s(step))))
         self._steps += 1
-        if self._steps % _CHOICE_STEPS == 0:
+        if self._steps % (_ROOMS // 4) == 0:
             self._best = None
 
     def _close(self, latencies: Latencies) -> None:
@@ -171,7 +171,7 @@ class CoServing(Sharing):
             return tokens if fits else 0
         # As much of a loss as fits; its constant time makes a few tokens expensive.
         left_s = min(self._left_s(step, ahead_s), self._credit_s)
-        most_s = min(left_s, _LOSS_S) if step.yields else left_s
+        most_s = min(left_s, _PIECE * step.limits.idle_step_s) if step.yields else left_s
         fitting = min(tokens, latencies.loss.tokens_within(most_s, 0, Load()))
         least = min(tokens, step.limits.least_chunk)
         if fitting >= least:
@@ -222,28 +222,29 @@ class Window(NamedTuple):
     in_layers: bool
 
 
+class _Served(NamedTuple):
+    """A step that served, of whose time finetuning used a part, and the idle time before it."""
+
+    room_s: float
+    spent_s: float
+    used_s: float
+    idle_s: float
+
+
 class RecentRooms:
-    """The rooms and the idle time of recent steps."""
+    """The rooms of recent steps, and the idle time between them."""
 
     def __init__(self) -> None:
-        self._rooms: deque[float] = deque(maxlen=_ROOMS)
+        self._steps: deque[_Served] = deque(maxlen=_ROOMS)
         self._idle_s = 0.0
-        self._served_s = 0.0
-        self._used_s = 0.0
-        self._steps = 0.0
 
     def add(self, step: Step, room_s: float) -> None:
         """Add a step that is over, and the room that it had."""
-        kept = math.exp(-step.spent_s / _RECENT_S)
-        self._idle_s, self._served_s = kept * self._idle_s, kept * self._served_s
-        self._used_s, self._steps = kept * self._used_s, kept * self._steps
         if not step.is_served:
             self._idle_s += step.spent_s
             return
-        self._rooms.append(room_s)
-        self._served_s += step.spent_s
-        self._used_s += step.trained_s
-        self._steps += 1
+        self._steps.append(_Served(room_s, step.spent_s, step.trained_s, self._idle_s))
+        self._idle_s = 0.0
 
     def pieces(self, served_s: float, idle_s: float | None = None) -> float:
         """Return how many pieces of work would have run.
@@ -252,13 +253,15 @@ class RecentRooms:
             served_s: the time of a piece beside requests.
             idle_s: its time without requests; the same by default.
         """
-        if not self._steps and not self._idle_s:
+        idle = self._idle_s + sum(one.idle_s for one in self._steps)
+        if not self._steps and not idle:
             return 1 / max(served_s, 1e-9)
-        fitting = sum(int(room_s / served_s) for room_s in self._rooms)
-        served = self._steps * fitting / max(len(self._rooms), 1)
-        share = self._idle_s / (self._idle_s + self._served_s)
+        served = sum(int(one.room_s / served_s) for one in self._steps)
+        spent_s = sum(one.spent_s for one in self._steps)
+        share = idle / (idle + spent_s)
         back = -math.log(share) * share / (1 - share) if 0 < share < 1 else share
-        left_s = max(0.0, self._idle_s + back * (self._used_s - served * served_s))
+        shorter_s = sum(one.used_s for one in self._steps) - served * served_s
+        left_s = max(0.0, idle + back * shorter_s)
         return served + left_s / (served_s if idle_s is None else idle_s)
 
 
@@ -269,12 +272,9 @@ def _even_part(tokens: int, most: int) -> int:
 
 _STRETCH = 0.25
 """By how much parts make a step longer that serves requests without an SLO."""
-_PIECE, _LOSS_S = 0.5, 0.05
-"""The longest part of a layer without requests, relative to `idle_step_s`, and of a loss."""
-_CHOICE_STEPS = 16
-"""Steps between two choices of a window's length."""
+_PIECE = 0.5
+"""The longest part without requests, relative to `idle_step_s`: a request may wait for its end."""
+_ROOMS = 64
+"""The served steps whose rooms are kept; a window's length is chosen four times in as many."""
 _RATIO = 1.25
 """The ratio of two lengths of windows that are compared."""
-_ROOMS = 64
-_RECENT_S = 20.0
-"""The rooms that are kept, and the time after which a second of a step counts by 1 / e."""
