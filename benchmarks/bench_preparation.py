@@ -46,10 +46,10 @@ from pcg.runtime.data.example import Example, ModelSizes
 from pcg.runtime.data.sources import gather
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.jobs import JobState
-from pcg.runtime.engine.sharing import InferenceOnly
 from pcg.runtime.executor import Executor
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.runtime.training.training_data import load_here
+from pcg.simulate.papers.sharing_rules import InferenceOnly
 
 REQUESTS, ROWS, LINE_BYTES = 8, 30_000, 2_400_000
 STEPS = 300

@@ -53,18 +53,12 @@ from pcg.runtime.engine.calibration import calibrated
 from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.sharing import (
-    CoServing,
-    InferenceOnly,
-    Sharing,
-    SpatialSharing,
-    Step,
-    TemporalSharing,
-)
+from pcg.runtime.engine.sharing import CoServing, Sharing, Step
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.metrics import ServingReport
 from pcg.runtime.model.load import Load
 from pcg.simulate.papers.s_lora import S_LORA_TTFT_SLO_S
+from pcg.simulate.papers.sharing_rules import InferenceOnly, SpatialSharing, TemporalSharing
 from pcg.simulate.replay import replay, train
 from pcg.simulate.workloads.arrivals import Constant, Poisson
 from pcg.simulate.workloads.lengths import Between, Fixed

@@ -45,19 +45,13 @@ from pcg.parallel.costs.step_costs import StepShape
 from pcg.runtime.engine import latency
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.sharing import (
-    CoServing,
-    InferenceOnly,
-    Sharing,
-    SpatialSharing,
-    TemporalSharing,
-    co_serving,
-)
+from pcg.runtime.engine.sharing import CoServing, Sharing, co_serving
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.metrics import ServingReport, serving_report
 from pcg.runtime.metrics.timelines import Slo
 from pcg.simulate.papers import flexllm
 from pcg.simulate.papers.s_lora import S_LORA_TTFT_SLO_S
+from pcg.simulate.papers.sharing_rules import InferenceOnly, SpatialSharing, TemporalSharing
 from pcg.simulate.replay import replay
 from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.simulate.simulated_program import SimulatedProgram

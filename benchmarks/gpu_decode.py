@@ -78,7 +78,7 @@ def _prefill_setting(prompts: tuple[int, int], names: Sequence[str]) -> str:
 
 def _engine(executor: Any, tokens: int) -> Any:
     from pcg.runtime.engine.limits import Limits
-    from pcg.runtime.engine.sharing import InferenceOnly
+    from pcg.simulate.papers.sharing_rules import InferenceOnly
 
     gc.collect()  # the pool of the engine before this one
     return executor.engine(

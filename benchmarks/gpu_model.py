@@ -231,7 +231,8 @@ def serve_settings(bench: Bench) -> Iterator[Setting]:
 def _serve(executor: Any, trains: bool, adapters: int) -> Row:
     from pcg.runtime.data.example import Example
     from pcg.runtime.engine.limits import Limits
-    from pcg.runtime.engine.sharing import CoServing, InferenceOnly
+    from pcg.runtime.engine.sharing import CoServing
+    from pcg.simulate.papers.sharing_rules import InferenceOnly
     from pcg.simulate.replay import replay
     from pcg.simulate.workloads.arrivals import Poisson
     from pcg.simulate.workloads.lengths import Between

@@ -84,13 +84,14 @@ class FinetuningOptions:
     @property
     def rule(self) -> Sharing:
         """The rule by which the engine shares its time."""
-        from pcg.runtime.engine import sharing
+        from pcg.runtime.engine.sharing import CoServing
+        from pcg.simulate.papers.sharing_rules import InferenceOnly, SpatialSharing, TemporalSharing
 
         if self.sharing == "temporal":
-            return sharing.TemporalSharing(self.inference_frequency)
+            return TemporalSharing(self.inference_frequency)
         if self.sharing == "spatial":
-            return sharing.SpatialSharing(self.finetuning_share)
-        return sharing.InferenceOnly() if self.sharing == "inference-only" else sharing.CoServing()
+            return SpatialSharing(self.finetuning_share)
+        return InferenceOnly() if self.sharing == "inference-only" else CoServing()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,15 +16,10 @@ from types import MappingProxyType
 
 from pcg.errors import BenchmarkError
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.sharing import (
-    CoServing,
-    InferenceOnly,
-    Sharing,
-    SpatialSharing,
-    TemporalSharing,
-)
+from pcg.runtime.engine.sharing import CoServing, Sharing
 from pcg.runtime.metrics.metrics import ServingReport, serving_report
 from pcg.runtime.metrics.timelines import Slo
+from pcg.simulate.papers.sharing_rules import InferenceOnly, SpatialSharing, TemporalSharing
 from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
 from pcg.simulate.simulation import RoundRobin, Simulation
 from pcg.simulate.workloads.arrivals import Bursty

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from pcg.parallel.costs.step_costs import StepShape
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.sharing import CoServing, Sharing, SpatialSharing, TemporalSharing
+from pcg.runtime.engine.sharing import CoServing, Sharing
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.metrics import ServingReport
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
+from pcg.simulate.papers.sharing_rules import SpatialSharing, TemporalSharing
 from pcg.simulate.replay import replay
 from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.simulate.workloads.arrivals import Poisson

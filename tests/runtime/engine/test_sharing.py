@@ -12,14 +12,7 @@ from pcg.errors import FinetuneError
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.sharing import (
-    CoServing,
-    InferenceOnly,
-    Sharing,
-    SpatialSharing,
-    Step,
-    TemporalSharing,
-)
+from pcg.runtime.engine.sharing import CoServing, Sharing, Step
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import Kind
@@ -27,6 +20,7 @@ from pcg.runtime.model.load import Load
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training.work_units import Forward, Part, Phase
+from pcg.simulate.papers.sharing_rules import InferenceOnly, SpatialSharing, TemporalSharing
 from pcg.simulate.simulated_training import SimulatedPass
 from tests.support.certain import certain
 from tests.support.small_engine import (

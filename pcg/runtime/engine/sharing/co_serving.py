@@ -60,13 +60,13 @@ class CoServing(Sharing):
         self._close(step.latencies)
         if step.decoded.tokens:
             self._decoded = step.decoded
-        share, served_s = self._share(step), step.ahead_s()
+        share = self._share(step)
         if share is None:
             self._credit_s = math.inf
         else:
             # The credit is at most what an idle step may last, or what waits for it takes.
             most_s = max(step.limits.idle_step_s, self._wanted_s)
-            earned_s = share / (1 - share) * served_s
+            earned_s = share / (1 - share) * step.served_s()
             before_s = 0.0 if self._credit_s == math.inf else self._credit_s
             self._credit_s = min(before_s + earned_s, most_s)
         self._wanted_s = 0.0
@@ -89,19 +89,16 @@ class CoServing(Sharing):
     def _room_s(self, step: Step) -> float:
         """Return the time that finetuning may take in the step beside its requests."""
         assert step.latencies is not None
-        served_s = step.latencies.forward.seconds(step.served) if step.served.tokens else 0.0
         if not step.is_served:
             return step.limits.idle_step_s
         if step.is_promised:
-            return step.latencies.reserve.within(step.gap_s) - served_s
+            return step.latencies.reserve.within(step.gap_s) - step.served_s()
         share = self._share(step) or 0.0
-        return max(_STRETCH, share / (1 - share)) * served_s
+        return max(_STRETCH, share / (1 - share)) * step.served_s()
 
     def _left_s(self, step: Step, ahead_s: float) -> float:
         """Return the part of the room that is left before work that takes `ahead_s` more."""
-        assert step.latencies is not None
-        served_s = step.latencies.forward.seconds(step.served) if step.served.tokens else 0.0
-        return self._room_s(step) + served_s - ahead_s - step.elapsed_s
+        return self._room_s(step) + step.served_s() - ahead_s - step.elapsed_s
 
     def _affords(self, step: Step, piece: Refusal, *, is_due: bool, is_alone: bool = True) -> bool:
         self._wanted_s = max(self._wanted_s, piece.takes_s)
@@ -135,8 +132,7 @@ class CoServing(Sharing):
         piece = Refusal(tokens, None, seconds, left_s - step.ahead_s())
         if not self._affords(step, piece, is_due=False):
             return 0
-        if self._credit_s < math.inf:
-            self._credit_s -= seconds
+        self._credit_s -= seconds
         return tokens
 
     def in_layers(self, step: Step, unit: Forward, ahead_s: float, *, is_due: bool) -> int:
@@ -180,10 +176,7 @@ class CoServing(Sharing):
         return least if fits else 0
 
     def ran(self, step: Step, seconds: float) -> None:
-        if self._credit_s < math.inf:
-            self._credit_s -= seconds
-
-    corrected = ran
+        self._credit_s -= seconds
 
     def _window(self, step: Step, unit: Forward, latencies: Latencies) -> Window:
         """Return the length of windows for which the most tokens are trained."""

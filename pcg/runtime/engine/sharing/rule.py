@@ -49,7 +49,7 @@ class Sharing(ABC):
         return load.tokens if fits else 0
 
     def ran(self, step: Step, seconds: float) -> None:  # noqa: B027
-        """Record the time of parts; the predicted time if they run beside the forward."""
+        """Record the time of parts.
 
-    def corrected(self, step: Step, seconds: float) -> None:  # noqa: B027
-        """Record by how much the time of parts exceeded the time given to `ran`."""
+        Of those beside the forward it is the predicted time, and later by how much it was exceeded.
+        """

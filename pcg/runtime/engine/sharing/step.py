@@ -118,9 +118,15 @@ class Step:
 
     def ahead_s(self) -> float:
         """Return the predicted time of the forward."""
-        if self.latencies is None or not self.load.tokens:
-            return 0.0
-        return self.latencies.forward.seconds(self.load)
+        return self._forward_s(self.load)
+
+    def served_s(self) -> float:
+        """Return the predicted time of the requests."""
+        return self._forward_s(self.served)
+
+    def _forward_s(self, load: Load) -> float:
+        known = self.latencies is not None and load.tokens > 0
+        return self.latencies.forward.seconds(load) if known else 0.0
 
     def ran_forward(self, took_s: float, is_replayed: bool) -> None:
         """Learn from the time of the forward; `is_replayed` if graphs ran all of it."""
@@ -128,8 +134,7 @@ class Step:
         if self.latencies is None:
             return
         if self.load.windows:
-            served_s = self.latencies.forward.seconds(self.served) if self.is_served else 0.0
-            self.trained_s += max(0.0, took_s - served_s)
+            self.trained_s += max(0.0, took_s - self.served_s())
         self.latencies.forward.observe(self.load, took_s, is_replayed)
 
     def ran_parts(self, phase: Phase, load: Load, took_s: float) -> None:

@@ -150,7 +150,7 @@ class JobParts:
         assert device.side is not None
         for (group, foretold_s), took_s in zip(groups, device.side.join(), strict=True):
             step.ran_parts(group.phase, group.load, took_s)
-            sharing.corrected(step, took_s - foretold_s)
+            sharing.ran(step, took_s - foretold_s)
         return True
 
     def restart(self) -> None:

@@ -1,4 +1,12 @@
-"""Rules of sharing that co-serving is compared with (FlexLLM v2 §2 and §8.2, figure 11)."""
+"""Rules of sharing that co-serving is compared with (FlexLLM v2 §2 and §8.2, figure 11).
+
+    TemporalSharing   nothing for n steps, then one whole mini-batch and no requests
+    SpatialSharing    a fixed share of the time, whatever the SLOs
+    InferenceOnly     nothing
+
+While nothing is served, the first two train. In the paper the two of spatial sharing run at once on
+parts of a GPU; here a share of each step's time stands for a part of the device.
+"""
 
 from __future__ import annotations
 
