@@ -101,4 +101,4 @@ class SimulatedEngine(EngineLoop):
         work = simulated_steps(
             batches, self._costs.layers, self.device.update, stepped, rank, sizes
         )
-        return self.jobs.add(Job(name, work))
+        return self.add_job(Job(name, work))

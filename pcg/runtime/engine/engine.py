@@ -188,7 +188,7 @@ class Engine(EngineLoop):
             PcgError: there is a job of that name.
         """
         self.jobs.check_free(given.adapter)
-        return self.jobs.add(self.prepare_job(given))
+        return super().add_job(self.prepare_job(given))
 
     def prepare_job(self, given: JobArguments) -> Job:
         """Read the data of a job, compile its program and make its adapter, on any thread."""

@@ -72,7 +72,8 @@ class Job:
         runs_alone: True once a part failed in which it ran beside other jobs.
         held: number of steps in a row that ran nothing of it.
         refusal: why the latest of these did not; None for another reason than its time.
-        began_s: when its first unit ran, on the engine's clock; None before.
+        began_s, latest_s: when its first and its latest unit ran, on the engine's clock; None
+            before.
         spent_s: predicted or measured time of its units, seconds.
         tenant: the tenant whose share of served steps it uses; empty for none.
         used: tokens of forward passes that took as long as its units since the last `Jobs.used`.
@@ -102,6 +103,7 @@ class Job:
         self.held = 0
         self.refusal: Refusal | None = None
         self.began_s: float | None = None
+        self.latest_s = 0.0
         self.spent_s = 0.0
         self.tenant = tenant
         self.used = 0.0
@@ -138,6 +140,7 @@ class Job:
         self.tokens, self.spent_s = self.tokens + tokens, self.spent_s + seconds
         self.held, self.refusal = 0, None
         self.began_s = now_s if self.began_s is None else self.began_s
+        self.latest_s = now_s + seconds
 
     def begin_step_again(self) -> None:
         """Begin the step under way again."""

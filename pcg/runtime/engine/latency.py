@@ -164,7 +164,7 @@ class Latency:
             is_trained: True if the loss of each is computed.
             are_read: True if the logits of each are computed.
         """
-        _, token_s, key_s, sampled_s, trained_s, _, beyond_s, _, _, read_s = self._learned_s
+        _, token_s, key_s, sampled_s, trained_s, _, beyond_s, _, _, read_s, _ = self._learned_s
         left = seconds - self.seconds(load) - read_s * context
         per_token = (
             token_s + read_s + key_s * context + trained_s * is_trained + sampled_s * are_read

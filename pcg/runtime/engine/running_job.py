@@ -49,18 +49,23 @@ class RunningJob:
             None if error is None else str(error),
         )
         job = self._job
-        if job is None or job.began_s is None:
+        if job is None:
             return status
-        lasted_s = max(self._engine.clock.latest_s() - job.began_s, 1e-9)
-        left = 0 if record is None else record.total_steps - record.step
-        is_held = job.held > 0 and job.refusal is not None and not job.is_over
-        limits = self._engine.scheduler.limits
+        if job.refusal is not None and not job.is_over:
+            waits = job.refusal.described(self._engine.scheduler.limits)
+            status = dataclasses.replace(status, waits=waits)
+        if job.began_s is None:
+            return status
+        until_s = job.latest_s if job.is_over else self._engine.clock.latest_s()
+        lasted_s = max(until_s - job.began_s, 1e-9)
+        status = dataclasses.replace(status, time_share=min(job.spent_s / lasted_s, 1.0))
+        if record is None:
+            return status
+        left_s = (record.total_steps - record.step) * lasted_s / job.steps
         return dataclasses.replace(
             status,
-            time_share=min(job.spent_s / lasted_s, 1.0),
-            tokens_per_second=None if record is None else record.tokens_per_second,
-            remaining_s=None if record is None or job.is_over else left * lasted_s / job.steps,
-            waits=job.refusal.described(limits) if is_held and job.refusal is not None else None,
+            tokens_per_second=record.tokens_per_second,
+            remaining_s=None if job.is_over else left_s,
         )
 
     @property

@@ -31,6 +31,7 @@ from pcg.runtime.training.trainer.commands import (
 )
 from pcg.runtime.training.trainer.datum import Datum
 from pcg.runtime.training.trainer.results import Scored, Stepped
+from pcg.serve.adapters.engine_names import owned
 
 Found = TypeVar("Found")
 Result = TypeVar("Result")
@@ -146,7 +147,13 @@ class OrderedTrainers:
             "lora_alpha": ALPHA,
             "target_modules": targets_of(self._executor.program, order),
         }
-        trainer = self._engine.trainer(name, peft=recipe, seed=order.seed, optimizer="adamw")
+        trainer = self._engine.trainer(
+            name,
+            peft=recipe,
+            seed=order.seed,
+            optimizer="adamw",
+            tenant=owned(name).tenant,
+        )
         self._trainers[name] = trainer
         done = trainer.created.future
         done.add_done_callback(lambda made: self._forget(name) if made.exception() else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any
 
 import pytest
@@ -226,3 +226,22 @@ def test_few_of_a_flood_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     assert name in engine.requests.by_id
     assert max(found) <= 4
     assert any(event.kind is Kind.TOKEN for event in engine.log.of(modest))
+
+
+def test_a_job_counts_as_use_of_its_tenant() -> None:
+    """Of two tenants that ask for as much, the one without a job is served first."""
+    served = {}
+    for owner in ("", "a"):
+        limits = Limits(running=4, finetuning_floor=0.5)
+        engine = SimulatedEngine(COSTS, 4000, 1000, limits, policy=FairShare())
+        job = engine.finetune("job", repeat((64,)))
+        job.tenant = owner
+        for turn, tenant in enumerate("ab" * 100):
+            engine.submit(ask(tenant, name=f"{tenant} {turn}"))
+        while len(engine.requests.by_id) > 100:
+            engine.step()
+        assert job.tokens > 500
+        found = [event.subject for event in engine.log if event.kind is Kind.FINISHED]
+        served[owner] = sum(name.startswith("b") for name in found)
+    assert served[""] == pytest.approx(50, abs=4)
+    assert served["a"] > 65

@@ -199,7 +199,7 @@ def test_every_job_completes_steps_in_the_time_that_serving_leaves(
 
 def test_a_job_goes_on_where_requests_leave_nothing() -> None:
     """One piece in 200 steps, half of the gaps that may be missed."""
-    limits = Limits(tpot_slo_s=0.02)  # a token of one request takes 17 ms
+    limits = Limits(tpot_slo_s=0.018)  # a token of one request takes 17 ms
     engine = SimulatedEngine(CpuCosts(), 60_000, 1000, limits, latencies=exact())
     job = engine.finetune("job", repeat((16,)))
     engine.submit(Request((1,), SamplingParams(max_new_tokens=5000, ignore_eos=True)))
@@ -249,7 +249,7 @@ def test_without_a_promise_the_share_bounds_each_step(share: float) -> None:
     least_s = CpuCosts().backward_seconds(0, StepShape(tokens=16))
     assert took[len(took) // 2] > own_s
     assert took[int(0.9 * len(took))] <= own_s + max(earned_s, least_s) + 2e-3
-    assert took[-1] <= own_s + max(earned_s, least_s) + update_s + 2e-3
+    assert took[-1] <= own_s + max(1.2 * earned_s, least_s) + update_s + 2e-3
 
 
 @pytest.mark.parametrize("tpot_slo_s", [None, PROMISED_S])

@@ -153,7 +153,11 @@ def test_products_of_the_base_run_once_for_all_parts_of_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     executor = make_executor()
-    engine = make_engine(executor, 64, Limits(tokens=20, least_chunk=4))
+    # By these a window goes forward with a request, as that costs less than its layers alone.
+    forward, backward = Latency(1e-2, 1e-4, 1e-7), Latency(1.5e-3, 1e-5, 1e-9)
+    known = Latencies(forward, backward, layer=Latency(5e-3, 1e-5, 1e-9))
+    limits = Limits(tokens=20, least_chunk=4)
+    engine = executor.engine(limits, kv_cache_bytes=2**20, latencies=known)
     job = engine.finetune(DATA, "trained", peft=LORA, **OPTIONS)
     engine.submit(requests(executor, (9,), 100)[0])
     rows: list[int] = []
@@ -239,7 +243,7 @@ def test_a_request_that_needs_what_jobs_may_hold_does_not_wait_for_their_end() -
     engine.submit(Request(tuple(prompts((20,))[0]), params))
     engine.step()
     engine.submit(Request(tuple(prompts((100,))[0]), params))  # all pages; jobs may hold 4
-    engine.finetune(DATA, "trained", peft=LORA, max_steps=1000, batch_size=1)
+    engine.finetune(DATA, "trained", peft=LORA, max_steps=10**6, batch_size=1)
     lengths = []
     for _ in range(120):
         done = [chunk.completion for chunk in engine.step() if chunk.completion is not None]

@@ -54,7 +54,7 @@ class Engine:
 
 def served(limits: Limits, gap_s: float | None) -> Step:
     """A step that serves, and promises a gap."""
-    return Step(limits, None, gap_s, gap_s or float("inf"), is_served=True)
+    return Step(limits, None, gap_s or float("inf"), is_served=True)
 
 
 def test_work_ends_within_the_time_that_an_slo_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_work_that_waits_has_a_least_share_whatever_was_promised(
     monkeypatch: pytest.MonkeyPatch, slo_s: float | None, served_s: float, row_s: float
 ) -> None:
     """Steps that miss their SLO, prompts that take longer than a step may, and slow rows."""
-    engine, limits = Engine(monkeypatch), Limits(tpot_slo_s=slo_s, finetuning_share=0.0)
+    engine, limits = Engine(monkeypatch), Limits(tpot_slo_s=slo_s, finetuning_floor=0.0)
     engine.is_idle, engine.row_s = False, row_s
     engine.guests.times.observe("piece", LEAST_ROWS, LEAST_ROWS * row_s)
     engine.guests.submit(engine.work(10**7))

@@ -308,7 +308,7 @@ def test_parts_beside_a_forward_are_paid_when_they_are_launched() -> None:
     engine.finetune(DATA, "trained", peft=LORA, max_steps=50, batch_size=2, learning_rate=0.01)
     engine.submit(executor.request(prompts((5,))[0], max_new_tokens=30, ignore_eos=True))
     # What steps take here is not learned: the predictions stay.
-    with patch.object(Latency, "observe"), patch.object(Latency, "learn_margin"):
+    with patch.object(Latency, "observe"):
         for _ in range(25):
             engine.step()
     assert sum(ran) > 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 
 from pcg.errors import FinetuneError
 from pcg.runtime.engine.engine import Engine
+from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
+from pcg.runtime.engine.running_job import RunningJob
 from pcg.runtime.engine.sharing import CoServing, Sharing, Step
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
@@ -277,3 +280,49 @@ def test_a_default_engine_trains_while_it_serves() -> None:
     assert job.result.steps == 3
     tokens = sum(event.kind is Kind.TOKEN for event in engine.log)
     assert tokens >= 2 * steps - 2  # no step leaves the requests out
+
+
+def test_a_job_says_how_it_goes_on_and_what_it_waits_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Beside a stream whose promise no step keeps; then alone, until its end."""
+    executor = make_executor()
+    forward, backward = Latency(2e-3, 1e-4, 1e-7), Latency(5e-4, 5e-5, 1e-7)
+    limits = Limits(tokens=64, least_chunk=4, tpot_slo_s=1e-3)
+    with caplog.at_level("INFO", "pcg.engine"):
+        engine = executor.engine(
+            limits, kv_cache_bytes=2**21, latencies=Latencies(forward, backward)
+        )
+        engine.submit(Request((1, 2, 3), SamplingParams(max_new_tokens=100, ignore_eos=True)))
+        engine.step()
+        handle = RunningJob("trained", engine, lambda act: act())
+        handle.begin(engine.finetune(DATA, "trained", peft=LORA, **OPTIONS))
+        while not engine.is_idle:
+            engine.step()
+            if engine.scheduler.running:
+                assert handle.status.waits is not None
+                assert re.match(
+                    r"no room within tpot_slo_s=0.001: .* takes \S+ s, \S+ s is left",
+                    handle.status.waits,
+                )
+    assert "trains while nothing is served, and rarely beside requests" in caplog.text
+    status = handle.status
+    assert (status.step, status.state, status.waits) == (3, JobState.SUCCEEDED, None)
+    assert status.tokens_per_second is not None
+    assert 0 < status.time_share <= 1
+    assert status.remaining_s is None
+
+
+def test_a_job_says_how_long_it_will_take() -> None:
+    executor = make_executor()
+    engine = executor.engine(kv_cache_bytes=2**21)
+    handle = RunningJob("trained", engine, lambda act: act())
+    handle.begin(engine.finetune(DATA, "trained", peft=LORA, **{**OPTIONS, "max_steps": 20}))
+    while handle.status.step < 10:
+        assert handle.status.state is not JobState.FAILED
+        engine.step()
+    began_s, foretold_s = engine.clock.now_s(), handle.status.remaining_s
+    while not engine.is_idle:
+        engine.step()
+    assert foretold_s is not None
+    assert foretold_s < 20 * (engine.clock.now_s() - began_s) < 400 * foretold_s

@@ -44,7 +44,7 @@ class CoServing(Sharing):
         self._decoded = Load(1, sampled=1)
         self._steps = 0
         self._credit_s = math.inf
-        self._wanted_s = 0.0
+        self._wanted_s = self._carried_s = 0.0
         self._before: list[tuple[Step, float]] = []
 
     def _share(self, step: Step) -> float | None:
@@ -60,7 +60,7 @@ class CoServing(Sharing):
         self._close(step.latencies)
         if step.decoded.tokens:
             self._decoded = step.decoded
-        share = self._share(step)
+        share, self._carried_s = self._share(step), 0.0
         if share is None:
             self._credit_s = math.inf
         else:
@@ -69,8 +69,12 @@ class CoServing(Sharing):
             earned_s = share / (1 - share) * step.served_s()
             before_s = 0.0 if self._credit_s == math.inf else self._credit_s
             self._credit_s = min(before_s + earned_s, most_s)
+            # What was too long for the room that was left has it with that of this step.
+            self._carried_s = max(0.0, min(self._credit_s - earned_s, self._wanted_s))
         self._wanted_s = 0.0
-        self._before.append((step, max(0.0, self._room_s(step))))
+        room_s = max(0.0, self._room_s(step))
+        self._before.append((step, room_s))
+        self._recent.next_s = room_s
         self._steps += 1
         if self._steps % (_ROOMS // 4) == 0:
             self._best = None
@@ -98,7 +102,8 @@ class CoServing(Sharing):
 
     def _left_s(self, step: Step, ahead_s: float) -> float:
         """Return the part of the room that is left before work that takes `ahead_s` more."""
-        return self._room_s(step) + step.served_s() - ahead_s - step.elapsed_s
+        room_s = self._room_s(step) + self._carried_s
+        return room_s + step.served_s() - ahead_s - step.elapsed_s
 
     def _affords(self, step: Step, piece: Refusal, *, is_due: bool, is_alone: bool = True) -> bool:
         self._wanted_s = max(self._wanted_s, piece.takes_s)
@@ -165,9 +170,11 @@ class CoServing(Sharing):
             piece = Refusal(tokens, phase, seconds, self._left_s(step, ahead_s))
             fits = self._affords(step, piece, is_due=is_due, is_alone=not beside.tokens)
             return tokens if fits else 0
-        # As much of a loss as fits; its constant time makes a few tokens expensive.
-        left_s = min(self._left_s(step, ahead_s), self._credit_s)
-        most_s = min(left_s, _PIECE * step.limits.idle_step_s) if step.yields else left_s
+        # As much of a loss as fits; its constant time makes a few tokens expensive. Where a request
+        # may wait for its end, it takes no longer than a layer.
+        most_s = min(self._left_s(step, ahead_s), self._credit_s)
+        if step.yields:
+            most_s = min(most_s, latencies.backward.seconds(part.load))
         fitting = min(tokens, latencies.loss.tokens_within(most_s, 0, Load()))
         least = min(tokens, step.limits.least_chunk)
         if fitting >= least:
@@ -225,9 +232,14 @@ class _Served(NamedTuple):
 
 
 class RecentRooms:
-    """The rooms of recent steps, and the idle time between them."""
+    """The rooms of recent steps, and the idle time between them.
+
+    Attributes:
+        next_s: the room of the step that is planned, which counts where none is over.
+    """
 
     def __init__(self) -> None:
+        self.next_s = 0.0
         self._steps: deque[_Served] = deque(maxlen=_ROOMS)
         self._idle_s = 0.0
 
@@ -248,7 +260,7 @@ class RecentRooms:
         """
         idle = self._idle_s + sum(one.idle_s for one in self._steps)
         if not self._steps and not idle:
-            return 1 / max(served_s, 1e-9)
+            return int(self.next_s / served_s)
         served = sum(int(one.room_s / served_s) for one in self._steps)
         spent_s = sum(one.spent_s for one in self._steps)
         share = idle / (idle + spent_s)

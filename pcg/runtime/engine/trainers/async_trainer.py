@@ -72,6 +72,7 @@ class AsyncTrainer:
         thread: RunsTrainers,
         make: Callable[[], TrainedAdapter],
         ends: Callable[[], None],
+        tenant: str = "",
     ) -> None:
         """Have a trainer made.
 
@@ -80,6 +81,7 @@ class AsyncTrainer:
             ends: frees the name.
         """
         self.name = name
+        self._tenant = tenant
         self._thread = thread
         self._ends = ends
         self._lock = Lock()
@@ -254,7 +256,7 @@ class AsyncTrainer:
             self._run_aside(call, stage)
             return
         jobs = self._thread.engine.jobs
-        self._job = Job(self.name, stage)
+        self._job = Job(self.name, stage, tenant=self._tenant)
         # Turns go by tokens, and a trainer has had those of its calls before.
         self._job.tokens = max(self._tokens, min((job.tokens for job in jobs), default=0))
         self._thread.runs_trainer(self)

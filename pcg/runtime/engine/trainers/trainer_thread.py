@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from threading import Lock
 
 from pcg.errors import EngineError, FinetuneError
@@ -60,7 +61,8 @@ class TrainerThread(StepThread):
                 self._trainers = [one for one in self._trainers if one.is_open]
 
         try:
-            made = AsyncTrainer(given.name, self, lambda: self._prepare_trainer(given), end)
+            make = partial(self._prepare_trainer, given)
+            made = AsyncTrainer(given.name, self, make, end, given.tenant)
         except BaseException:
             ends()
             raise

@@ -66,7 +66,9 @@ class TrainerArguments(TrainerOptions):
         name: the adapter's name. An adapter of that name is trained further; else one is made.
         peft: the recipe of a new adapter, as `add_adapter` takes it; None for the one that the
             program was compiled for under that name, else "lora".
+        tenant: of an engine's trainer, as of `JobArguments`.
     """
 
     name: str
     peft: object = field(default=None, kw_only=True)
+    tenant: str = field(default="", kw_only=True)

@@ -144,6 +144,7 @@ class ReinforcementRun:
             seed=options.seed,
             batch_size=options.batch_size,
             dropout=False,
+            tenant=owned(order.adapter).tenant,
         )
         with trainer:
             trainer.created.wait()
