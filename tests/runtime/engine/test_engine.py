@@ -172,8 +172,8 @@ def test_products_of_the_base_run_once_for_all_parts_of_a_step(
         rows.clear()
         engine.step()
     layers = executor.program.config["num_hidden_layers"]
-    # One that decodes and those that train: q k v, o, gate up, down.
-    assert rows == [1 + job.tokens] * 4 * layers
+    # The prompt and those that train: q k v, o, gate up, down.
+    assert rows == [9 + job.tokens] * 4 * layers
 
 
 def test_jobs_go_back_through_the_base_together(monkeypatch: pytest.MonkeyPatch) -> None:
