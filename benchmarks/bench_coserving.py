@@ -121,7 +121,7 @@ def chats_alone(executor: Any, seconds: float) -> tuple[float, float]:
     with executor.engine(pcg.Limits()).start() as engine:
         chats = Chats(engine)
         time.sleep(seconds / 6)
-        log, end = engine.log.recording()
+        log, end = engine.engine.log.recording()
         before, began_s = chats.tokens, time.perf_counter()
         time.sleep(seconds / 3)
         tokens, took_s = chats.tokens - before, time.perf_counter() - began_s
@@ -173,7 +173,7 @@ def beside(
 
         wait([1] * jobs, 0.0)
         first_s = time.perf_counter() - begun_s
-        log, end = engine.log.recording()
+        log, end = engine.engine.log.recording()
         before, tokens, began_s = steps(), chats.tokens, time.perf_counter()
         wait([step + AT_LEAST for step in before], seconds)
         took_s = time.perf_counter() - began_s
@@ -184,8 +184,8 @@ def beside(
         chats.end()
         for job in running:
             job.cancel()
-    for i in range(jobs):
-        executor.remove_adapter(f"job {i}")
+    for name in list(executor.adapters):
+        executor.remove_adapter(name)
     report = serving_report(log, Slo(None, promised_s))
     return {
         "first_steps_s": round(first_s, 1),

@@ -71,6 +71,13 @@ class SimulatedPass(WindowedPass):
         return self._context
 
     @property
+    def row(self) -> int:
+        return max(sum(self._lengths) // max(len(self._lengths), 1), 1)
+
+    def window_load(self, tokens: int) -> Load:
+        return sum((Load.of(one.tokens, one.context) for one in self._tokens(tokens)[0]), Load())
+
+    @property
     def is_done(self) -> bool:
         """True if all layers of all windows went back."""
         return self.layer < 0

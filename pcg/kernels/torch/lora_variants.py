@@ -14,6 +14,18 @@ def column_norm(weight: Tensor, a: AdapterWeight, b: AdapterWeight) -> Tensor:
     """||W + scale · B A|| of each output, [out], in A's dtype."""
     if is_remote(weight):
         return remote_of(weight).adapted_lengths(a.weight, b.weight, b.scale)
+    if b.weight.device.type != "cpu" or b.weight.is_inference() or a.weight.is_inference():
+        return _column_norm(weight, a, b)  # a recorded step has to compute it each time
+    # The windows of a pass have the same, and it takes as long as some 100 tokens.
+    of = (weight.data_ptr(), a.weight.data_ptr(), a.weight._version, b.weight._version, b.scale)
+    kept: tuple[object, Tensor] | None = getattr(b.weight, "column_norm", None)
+    if kept is None or kept[0] != of:
+        kept = of, _column_norm(weight, a, b)
+        b.weight.column_norm = kept  # type: ignore[attr-defined]
+    return kept[1]
+
+
+def _column_norm(weight: Tensor, a: AdapterWeight, b: AdapterWeight) -> Tensor:
     whole = torch.addmm(weight.to(a.weight.dtype), b.weight, a.weight, alpha=b.scale)
     norm: Tensor = torch.linalg.vector_norm(whole, dim=1)
     return norm

@@ -35,10 +35,10 @@ Vector = tuple[float, ...]
 class Reserve:
     """The share r of a promised gap that steps leave free, as predictions are of the mean.
 
-    r rises by η a with a gap that was not kept, and falls by η (1 - a) with one that was, where a
-    is half of the share of gaps to be kept (Gibbs and Candès, "Adaptive Conformal Inference Under
-    Distribution Shift", 2021): whatever the errors, the share of gaps that are not kept tends to
-    half of the share that may be missed. r has a bound, so that no errors leave work without time.
+    r rises by η (1 - a) with a gap that was not kept because a step was filled, and falls by η a
+    with every other, where a is half of the share of gaps that may be missed (Gibbs and Candès,
+    "Adaptive Conformal Inference Under Distribution Shift", 2021): whatever the errors, the share
+    that is missed tends to a. r falls also while it lets nothing run, and has a bound.
     """
 
     def __init__(self) -> None:
@@ -48,15 +48,10 @@ class Reserve:
         """Return the time that a step may be predicted to take to end within a time."""
         return (1 - self.share) * seconds
 
-    def observe(self, used: float, percentile: float) -> None:
-        """Learn from a step that was filled as far as it seemed to have time.
-
-        Args:
-            used: the time of the step, relative to the gap.
-            percentile: the percentage of gaps to be kept.
-        """
+    def observe(self, is_missed: bool, percentile: float) -> None:
+        """Learn from a gap, of which a percentage is to be kept."""
         missed = (1 - percentile / 100) / 2
-        self.share += _RATE * ((1 - missed) if used > 1 else -missed)
+        self.share += _RATE * ((1 - missed) if is_missed else -missed)
         self.share = min(max(self.share, 0.0), _MOST_RESERVE)
 
 
@@ -74,6 +69,7 @@ class Latency:
 
     Attributes:
         reserve: the share of a gap to leave free.
+        known: the numbers of tokens of parts that ran.
     """
 
     def __init__(  # noqa: PLR0913 (one for each term of the equation)
@@ -97,6 +93,7 @@ class Latency:
         )
         self._factors = [1.0] * len(self._scales)
         self.reserve = Reserve()
+        self.known: set[int] = set()
         # At first each factor of the estimate has a standard deviation of 1.
         places = range(len(self._scales))
         self._covariance = [[float(i == j and self._scales[i] > 0) for j in places] for i in places]

@@ -52,8 +52,10 @@ class Load:
         return cls(tokens, keys_of(tokens, context), read=context + tokens)
 
     @classmethod
-    def of_window(cls, tokens: int, context: int) -> Load:
-        return cls(tokens, keys_of(tokens, context), 0, tokens, 1, read=context + tokens)
+    def of_rows(cls, tokens: int, row: int) -> Load:
+        """Return the load of so many tokens of sequences that have `row` tokens each."""
+        whole, rest = divmod(tokens, row)
+        return cls(tokens, whole * keys_of(row, 0) + keys_of(rest, 0), read=tokens)
 
 
 def keys_of(tokens: int, context: int) -> int:

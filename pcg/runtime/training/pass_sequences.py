@@ -96,6 +96,11 @@ class PassSequences:
         return self.tokens if self.parts is None else self.parts.rows
 
     @property
+    def row(self) -> int:
+        """Mean number of tokens of a sequence."""
+        return max(self.tokens // max(len(self._each), 1), 1)
+
+    @property
     def targets(self) -> int:
         """Number of target tokens, of those that this rank takes."""
         _, _, targets = self.window(0, self.tokens)
@@ -110,7 +115,7 @@ class PassSequences:
         spans, ids, targets = list[Span](), list[int](), list[int]()
         parts = self.parts
         is_spare = parts is not None and parts.is_spare
-        for index, start, stop in self._pieces(begin, end) if parts is None else parts.own:
+        for index, start, stop in self.pieces(begin, end) if parts is None else parts.own:
             one = self._each[index]
             virtual = max(min(stop, self._virtual) - start, 0)
             place = (one.table, virtual, one.origin, one.number)
@@ -119,7 +124,8 @@ class PassSequences:
             targets += [IGNORED] if is_spare else one.targets[start:stop]
         return spans, ids, targets
 
-    def _pieces(self, begin: int, end: int) -> Iterator[Piece]:
+    def pieces(self, begin: int, end: int) -> Iterator[Piece]:
+        """Yield the sequences that the tokens from one to before another are of, and which."""
         for index, one in enumerate(self._each):
             start, stop = max(begin - one.origin, 0), min(end - one.origin, len(one.ids))
             if start < stop:

@@ -134,10 +134,18 @@ class TrainingPass(WindowedPass):
         return Stage(Phase.BACKWARD, self._order.left)
 
     @property
+    def row(self) -> int:
+        return self._sequences.row
+
+    def window_load(self, tokens: int) -> Load:
+        end = min(self.forwarded + tokens, self.tokens)
+        pieces = self._sequences.pieces(self.forwarded, end)
+        return sum((Load.of(stop - start, start) for _, start, stop in pieces), Load())
+
+    @property
     def load(self) -> Load:
         if self._begun:
-            end = min(self.forwarded + self._begun, self.tokens)
-            return Load.of(end - self.forwarded, self.context)
+            return self.window_load(self._begun)
         if self._order is None:
             return Load(max(self._loss_left, 1))
         # Of what stages run at once, the most.

@@ -62,6 +62,11 @@ class WindowedPass(ABC):
 
     @property
     @abstractmethod
+    def row(self) -> int:
+        """Mean number of tokens of its sequences."""
+
+    @property
+    @abstractmethod
     def stage(self) -> Stage | None:
         """The stage of the next part; None where a window begins."""
 
@@ -72,6 +77,10 @@ class WindowedPass(ABC):
 
         `ends` is 1 in the backward of a window through the last layer.
         """
+
+    @abstractmethod
+    def window_load(self, tokens: int) -> Load:
+        """Return the load of a layer of a window of the next tokens."""
 
     def fitting(self, tokens: int) -> int:
         """Return the tokens of the next window, of which there may be so many."""
@@ -107,6 +116,10 @@ class Forward:
     @property
     def layers(self) -> int:
         return self.whole.layers
+
+    def load(self, tokens: int) -> Load:
+        """Return the load of the next tokens as a window that goes forward whole."""
+        return self.whole.window_load(tokens) + Load(trained=tokens, windows=1)
 
     @property
     def is_over(self) -> bool:

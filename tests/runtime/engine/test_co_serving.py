@@ -249,7 +249,8 @@ def test_without_a_promise_the_share_bounds_each_step(share: float) -> None:
     least_s = CpuCosts().backward_seconds(0, StepShape(tokens=16))
     assert took[len(took) // 2] > own_s
     assert took[int(0.9 * len(took))] <= own_s + max(earned_s, least_s) + 2e-3
-    assert took[-1] <= own_s + max(1.2 * earned_s, least_s) + update_s + 2e-3
+    assert took[-2] <= own_s + max(1.2 * earned_s, least_s) + update_s + 2e-3
+    assert took[-1] <= own_s + earned_s + 4 * update_s + 2e-3  # the first end of several jobs
 
 
 @pytest.mark.parametrize("tpot_slo_s", [None, PROMISED_S])

@@ -15,6 +15,10 @@ TRUTH = (0.0154, 6.4e-4, 4e-7, 8e-4, 1.5e-3, 0.02)
 """Seconds of anything, a token, a key, a row of logits, a token's loss, a window."""
 
 
+def window(tokens: int, context: int) -> Load:
+    return Load.of(tokens, context) + Load(trained=tokens, windows=1)
+
+
 def took(load: Load) -> float:
     amounts = (1, load.tokens, load.keys, load.sampled, load.trained, load.windows)
     return sum(a * n for a, n in zip(TRUTH, amounts, strict=True))
@@ -30,7 +34,7 @@ def steps(count: int) -> list[Load]:
         if random.random() < 0.3:
             load += Load.of(random.randrange(16, 65), 0) + Load(sampled=1)
         if random.random() < 0.4 or not load.tokens:
-            load += Load.of_window(random.randrange(4, 129), random.randrange(128))
+            load += window(random.randrange(4, 129), random.randrange(128))
         found.append(load)
     return found
 
@@ -98,7 +102,7 @@ def test_the_most_tokens_that_fit() -> None:
     beside = Load(8, 500, 8) + Load(windows=1)
     for context in (0, 100, 5000):
         fitting = latency.tokens_within(0.2, context, beside, is_trained=True)
-        wholes = [Load(8, 500, 8) + Load.of_window(fitting + i, context) for i in (0, 1)]
+        wholes = [Load(8, 500, 8) + window(fitting + i, context) for i in (0, 1)]
         assert latency.seconds(wholes[0]) <= 0.2 < latency.seconds(wholes[1])
         fitting = latency.tokens_within(0.2, context, Load(sampled=1))
         prompts = [Load.of(fitting + i, context) + Load(sampled=1) for i in (0, 1)]
@@ -172,7 +176,7 @@ def test_a_reserve_keeps_the_share_of_gaps_that_is_asked_for(percentile: float) 
         spread = 0.4 if i < 10_000 else 0.1
         used = reserve.within(1.0) * random.uniform(1 - spread, 1 + spread)
         missed += used > 1
-        reserve.observe(used, percentile)
+        reserve.observe(used > 1, percentile)
     # Half of what may be missed is aimed at.
     assert missed / 20_000 == pytest.approx((1 - percentile / 100) / 2, rel=0.2)
 
@@ -180,7 +184,7 @@ def test_a_reserve_keeps_the_share_of_gaps_that_is_asked_for(percentile: float) 
 def test_no_errors_leave_work_without_time() -> None:
     reserve = Reserve()
     for _ in range(1000):
-        reserve.observe(3.0, 99.0)
+        reserve.observe(True, 99.0)
     assert reserve.within(1.0) == 0.5
 
 

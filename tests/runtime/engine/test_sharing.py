@@ -198,14 +198,14 @@ def cheap_step() -> Step:
 
 
 def test_a_batch_is_split_evenly() -> None:
-    """A step of 40 tokens has 30 for a window: as many windows as it must, and no tiny last one."""
+    """A step of 90 tokens has 80 for a window: as many windows as it must, of few sizes."""
 
     def step() -> Step:
         found = cheap_step()
-        found.limits = Limits(tokens=40)
+        found.limits = Limits(tokens=90)
         return found
 
-    for remaining, sizes in ((100, [25] * 4), (31, [16, 15])):
+    for remaining, sizes in ((100, [64, 36]), (200, [80, 64, 56]), (31, [31])):
         rule, unit, found = seen(CoServing(), step), unit_of(remaining), []
         for _ in sizes:
             found.append(rule.forward(step(), unit))

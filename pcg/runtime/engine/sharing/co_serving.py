@@ -85,9 +85,10 @@ class CoServing(Sharing):
             if step.is_under_way:
                 continue
             self._recent.add(step, room_s)
-            is_filled = step.trained_s > 0 or step.served.tokens > step.decoded.tokens
-            if step.is_promised and is_filled:
-                latencies.reserve.observe(step.lasted_s / step.gap_s, step.limits.tpot_percentile)
+            if step.is_promised:
+                is_filled = step.trained_s > 0 or step.served.tokens > step.decoded.tokens
+                is_missed = step.lasted_s > step.gap_s and is_filled and not step.has_exception
+                latencies.reserve.observe(is_missed, step.limits.tpot_percentile)
         self._before = [pair for pair in self._before if pair[0].is_under_way]
 
     def _room_s(self, step: Step) -> float:
@@ -110,6 +111,7 @@ class CoServing(Sharing):
         # The first piece of a step without a promise runs once its time is earned.
         may_exceed = is_alone and step.units == 0 and (is_due or not step.is_promised)
         if piece.takes_s <= self._credit_s and (piece.takes_s <= piece.left_s or may_exceed):
+            step.has_exception |= piece.takes_s > piece.left_s
             return True
         step.refusal = piece._replace(left_s=min(piece.left_s, self._credit_s))
         return False
@@ -127,12 +129,13 @@ class CoServing(Sharing):
         beside = step.load + Load(windows=1)
         left_s = self._left_s(step, 0.0)
         fitting = latencies.forward.tokens_within(left_s, unit.context, beside, is_trained=True)
-        wanted = _even_part(unit.remaining, best.tokens)
-        tokens = _even_part(unit.remaining, min(fitting, best.tokens))
+        grain = step.limits.least_chunk
+        wanted = _even_part(unit.remaining, best.tokens, grain)
+        tokens = _even_part(unit.remaining, min(fitting, best.tokens), grain)
         if step.is_served and 2 * tokens < wanted:
             tokens = wanted  # which does not fit
-        tokens = max(tokens, min(unit.remaining, step.limits.least_chunk))
-        load = step.load + Load.of_window(tokens, unit.context)
+        tokens = max(tokens, min(unit.remaining, grain))
+        load = step.load + unit.load(tokens)
         seconds = latencies.forward.seconds(load) - step.ahead_s()
         piece = Refusal(tokens, None, seconds, left_s - step.ahead_s())
         if not self._affords(step, piece, is_due=False):
@@ -146,9 +149,10 @@ class CoServing(Sharing):
         best = self._window(step, unit, step.latencies)
         if not (best.in_layers or step.yields or is_due):
             return 0
-        least = min(unit.remaining, step.limits.least_chunk)
-        tokens = least if is_due else _even_part(unit.remaining, best.tokens)
-        load = Load.of(tokens, unit.context)
+        grain = step.limits.least_chunk
+        most = grain if is_due else max(best.tokens, grain)
+        tokens = _even_part(unit.remaining, most, grain)
+        load = unit.whole.window_load(tokens)
         return tokens if self.fits(step, Phase.FORWARD, load, ahead_s, is_due=is_due) else 0
 
     def fits(
@@ -196,16 +200,18 @@ class CoServing(Sharing):
         recent, decoded, forward = self._recent, self._decoded, latencies.forward
         best, most = Window(step.limits.least_chunk, True), 0.0
         decoded_s = forward.seconds(decoded)
+        longer = 1 / latencies.reserve.within(1.0)  # parts of a window vary as steps do
         tokens = step.limits.least_chunk
         while tokens <= step.limits.tokens:
-            load, window = Load.of(tokens, unit.context), Load.of_window(tokens, unit.context)
+            load = Load.of_rows(tokens, unit.whole.row)
+            window = load + Load(trained=tokens, windows=1)
             layer_s, back_s = latencies.layer.seconds(load), latencies.backward.seconds(load)
             if most and max(layer_s, back_s) > _PIECE * step.limits.idle_step_s:
                 break
-            backward = recent.pieces(back_s) / max(unit.layers, 1)
+            backward = recent.pieces(longer * back_s) / max(unit.layers, 1)
             beside_s = forward.seconds(decoded + window) - decoded_s
-            whole = recent.pieces(beside_s, forward.seconds(window))
-            in_layers = recent.pieces(layer_s) / max(unit.layers, 1)
+            whole = recent.pieces(longer * beside_s, longer * forward.seconds(window))
+            in_layers = recent.pieces(longer * layer_s) / max(unit.layers, 1)
             for windows, is_cut in ((whole, False), (in_layers, True)):
                 if windows > 0 and backward > 0:
                     trained = tokens / (1 / windows + 1 / backward)
@@ -270,9 +276,16 @@ class RecentRooms:
         return served + left_s / (served_s if idle_s is None else idle_s)
 
 
-def _even_part(tokens: int, most: int) -> int:
-    """Return the size of equal parts of at most `most` tokens."""
-    return -(-tokens // -(-tokens // most)) if most > 0 else 0
+def _even_part(tokens: int, most: int, grain: int) -> int:
+    """Return the size of about equal parts of at most `most` tokens, a multiple of `grain`.
+
+    So sizes repeat: libraries prepare products of a new size for some milliseconds.
+    """
+    most -= most % grain
+    if most <= 0:
+        return 0
+    even = -(-tokens // -(-tokens // most))
+    return min(tokens, -(-even // grain) * grain)
 
 
 _STRETCH = 0.25

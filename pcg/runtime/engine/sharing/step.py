@@ -59,6 +59,8 @@ class Step:
         spent_s: the part of it that the forward and the parts used.
         trained_s: the predicted part of `spent_s` that finetuning used.
         units: number of parts that ran.
+        has_exception: True if a part ran for which the step had no room, or of a size that has not
+            run before: what it took tells nothing of later steps.
         awaited: returns True once a request waits for the end of the step; None if the step serves
             requests itself.
         is_under_way: True while the step runs on the device and later steps are planned.
@@ -72,6 +74,7 @@ class Step:
     load: Load = field(default_factory=Load)
     is_served: bool = False
     units: int = 0
+    has_exception: bool = False
     refusal: Refusal | None = None
     began_s: float = 0.0
     elapsed_s: float = 0.0
@@ -141,5 +144,11 @@ class Step:
         """Learn from the time of parts of jobs, with the updates that followed them."""
         self.spent_s += took_s
         self.trained_s += took_s
-        if self.latencies is not None:
-            self.latencies.of(phase).observe(load, took_s)
+        if self.latencies is None:
+            return
+        latency = self.latencies.of(phase)
+        if load.tokens in latency.known:
+            latency.observe(load, took_s)
+        else:
+            latency.known.add(load.tokens)
+            self.has_exception = True

@@ -16,7 +16,6 @@ from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.sharing import Sharing
 from pcg.runtime.engine.sharing.step import Step
 from pcg.runtime.engine.steps.guest_work import GuestWork
-from pcg.runtime.model.load import Load
 from pcg.runtime.training.work_units import Forward, Part
 
 
@@ -49,7 +48,7 @@ class JobParts:
             if tokens > 0:
                 found.append((job, unit, tokens))
                 before = step.load
-                step.load += Load.of_window(tokens, unit.context)
+                step.load += unit.load(tokens)
                 seconds = 0.0
                 if step.latencies is not None:
                     forward = step.latencies.forward
