@@ -197,20 +197,19 @@ def cheap_step() -> Step:
     return step
 
 
-def test_a_batch_is_split_evenly() -> None:
-    """A step of 90 tokens has 80 for a window: as many windows as it must, of few sizes."""
-
-    def step() -> Step:
-        found = cheap_step()
-        found.limits = Limits(tokens=90)
-        return found
-
-    for remaining, sizes in ((100, [64, 36]), (200, [80, 64, 56]), (31, [31])):
-        rule, unit, found = seen(CoServing(), step), unit_of(remaining), []
-        for _ in sizes:
-            found.append(rule.forward(step(), unit))
-            unit.run(found[-1])
-        assert found == sizes
+@pytest.mark.parametrize("remaining", [16, 31, 100, 200, 777])
+def test_a_batch_is_split_into_windows_of_few_sizes(remaining: int) -> None:
+    """A step of 90 tokens has 80 for a window; the last one has what is left."""
+    rule, unit, found = seen(CoServing(), cheap_step), unit_of(remaining), []
+    while unit.remaining:
+        step = cheap_step()
+        step.limits = Limits(tokens=90)
+        found.append(rule.forward(step, unit))
+        unit.run(found[-1])
+    assert sum(found) == remaining
+    assert all(size % 16 == 0 for size in found[:-1])
+    assert len(set(found[:-1])) <= 2
+    assert max(found) <= 80
 
 
 def test_a_window_goes_forward_as_it_costs_less() -> None:
