@@ -226,16 +226,17 @@ def test_a_window_goes_forward_as_it_costs_less() -> None:
 
 
 def test_a_step_has_as_much_of_the_loss_as_fits() -> None:
-    """Of 50 ms, 20 are left; a token takes 1 ms. Fewer than 16 tokens are left to a later step."""
+    """A token takes 1 ms, and all of them 2 ms: of less than that no token runs."""
     forward, backward = Latency(0.0, 1e-3, 0.0), Latency(1e-3, 1e-4, 0.0)
     latencies = certain(forward, backward, Latency(2e-3, 1e-3, 0.0))
     step = Step(Limits(), latencies, 0.05, *[Load(10)] * 3, is_served=True)
     whole = WithoutContext([180], layers=2, adapter=None, rank=1)
     whole.forward(180)
     rule, part = CoServing(), Part(whole)
-    assert rule.part(step, part, Load(), 0.03, is_due=False) == 18
-    assert rule.part(step, part, Load(), 0.04, is_due=False) == 0
-    assert rule.part(step, part, Load(), 0.04, is_due=True) == 16
+    assert rule.part(step, part, Load(), 0.03, is_due=False) == 16
+    assert rule.part(step, part, Load(), 0.04, is_due=False) == 8
+    assert rule.part(step, part, Load(), 0.047, is_due=False) == 0
+    assert rule.part(step, part, Load(), 0.047, is_due=True) == 16
     whole.run_part(175)
     assert rule.part(step, part, Load(), 0.03, is_due=False) == 5
 

@@ -179,10 +179,11 @@ class CoServing(Sharing):
         most_s = min(self._left_s(step, ahead_s), self._credit_s)
         if step.yields:
             most_s = min(most_s, latencies.backward.seconds(part.load))
-        fitting = min(tokens, latencies.loss.tokens_within(most_s, 0, Load()))
+        fitting = _repeated(latencies.loss.tokens_within(most_s, 0, Load()), step.limits.least_chunk)
+        is_worthwhile = latencies.loss.seconds(Load(fitting)) >= 2 * latencies.loss.seconds(Load())
         least = min(tokens, step.limits.least_chunk)
-        if fitting >= least:
-            return fitting
+        if fitting >= least or (fitting and is_worthwhile):
+            return min(tokens, fitting)
         fits = self.fits(step, Phase.LOSS, Load(least), ahead_s, is_due=is_due)
         return least if fits else 0
 
@@ -202,10 +203,14 @@ class CoServing(Sharing):
         decoded_s = forward.seconds(decoded)
         longer = 1 / latencies.reserve.within(1.0)  # parts of a window vary as steps do
         tokens = step.limits.least_chunk
-        while tokens <= step.limits.tokens:
+        # What twice as many tokens take as ever ran is not known.
+        ran = max(latencies.layer.known | latencies.backward.known, default=tokens // 2)
+        while tokens <= min(2 * ran, step.limits.tokens):
             load = Load.of_rows(tokens, unit.whole.row)
             window = load + Load(trained=tokens, windows=1)
             layer_s, back_s = latencies.layer.seconds(load), latencies.backward.seconds(load)
+            if not latencies.backward.known:
+                back_s = max(back_s, 2 * layer_s)
             if most and max(layer_s, back_s) > _PIECE * step.limits.idle_step_s:
                 break
             backward = recent.pieces(longer * back_s) / max(unit.layers, 1)
@@ -276,13 +281,18 @@ class RecentRooms:
         return served + left_s / (served_s if idle_s is None else idle_s)
 
 
+def _repeated(tokens: int, grain: int) -> int:
+    """Return the next smaller multiple of `grain`; below it, the next smaller power of 2."""
+    return tokens - tokens % grain if tokens >= grain else 1 << tokens.bit_length() >> 1
+
+
 def _even_part(tokens: int, most: int, grain: int) -> int:
     """Return the size of about equal parts of at most `most` tokens, a multiple of `grain`.
 
     So sizes repeat: libraries prepare products of a new size for some milliseconds.
     """
-    most -= most % grain
-    if most <= 0:
+    most = _repeated(most, grain)
+    if most < grain:
         return 0
     even = -(-tokens // -(-tokens // most))
     return min(tokens, -(-even // grain) * grain)
