@@ -119,7 +119,8 @@ def test_one_of_the_two_alone(model: Path) -> None:
 def test_a_file_is_trained_on(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "def main(): return 1"}\n' * 8)
-    found = report_of("examples/checkpoint", *SMALL, "--finetune", data, "--output-len", "60")
+    sharing = ("--sharing", "spatial", "--output-len", "60")
+    found = report_of("examples/checkpoint", *SMALL, "--finetune", data, *sharing)
     assert found["finetuning_steps"] > 0
 
 

@@ -26,7 +26,7 @@ class CostsOfSequences(LinearCosts):
 def profile_of(costs: LinearCosts) -> StepProfile:
     """Of an engine that serves prompts of many lengths beside a job."""
     latencies = Latencies(Latency(0.01, 1e-4, 1e-8), Latency(0.01, 1e-4, 1e-8))
-    limits = Limits(tokens=64, least_chunk=4)
+    limits = Limits(tokens=64, least_chunk=4, finetuning_floor=0.5)
     engine = SimulatedEngine(costs, 400, 1000, limits, latencies=latencies)
     profile = StepProfile()
     job = engine.finetune("trained", [(40 + 7 * i,) for i in range(8)])

@@ -242,7 +242,7 @@ def busy_engine(is_ahead: bool) -> SimulatedEngine:
     for name in ("one", "two"):
         engine.finetune(name, itertools.repeat((60, 40)))
     for number in range(4):
-        engine.submit(ask(5 + number, 400))
+        engine.submit(ask(5 + number, 800))
     while engine.clock.now_s() < 20.0:
         engine.step()
         engine.check_integrity()

@@ -270,6 +270,11 @@ class Latencies:
         self.layer = backward.scaled(0.5) if layer is None else layer
 
     @property
+    def longest(self) -> int:
+        """The most tokens of a part that ran."""
+        return max(self.layer.known | self.backward.known, default=0)
+
+    @property
     def reserve(self) -> Reserve:
         return self.forward.reserve
 

@@ -22,6 +22,7 @@ from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
+from tests.support.certain import certain
 from tests.support.prompts import prompts
 from tests.support.small_engine import (
     DATA,
@@ -155,7 +156,7 @@ def test_products_of_the_base_run_once_for_all_parts_of_a_step(
     executor = make_executor()
     # By these a window goes forward with a request, as that costs less than its layers alone.
     forward, backward = Latency(1e-2, 1e-4, 1e-7), Latency(1.5e-3, 1e-5, 1e-9)
-    known = Latencies(forward, backward, layer=Latency(5e-3, 1e-5, 1e-9))
+    known = certain(forward, backward, Latency(0.0, 1e-3, 0.0), Latency(5e-3, 1e-5, 1e-9))
     limits = Limits(tokens=20, least_chunk=4)
     engine = executor.engine(limits, kv_cache_bytes=2**20, latencies=known)
     job = engine.finetune(DATA, "trained", peft=LORA, **OPTIONS)

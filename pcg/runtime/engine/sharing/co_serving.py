@@ -42,7 +42,7 @@ class CoServing(Sharing):
         self._recent = RecentRooms()
         self._best: Window | None = None
         self._decoded = Load(1, sampled=1)
-        self._steps = 0
+        self._steps = self._longest = 0
         self._credit_s = math.inf
         self._wanted_s = self._carried_s = 0.0
         self._before: list[tuple[Step, float]] = []
@@ -129,7 +129,7 @@ class CoServing(Sharing):
         beside = step.load + Load(windows=1)
         left_s = self._left_s(step, 0.0)
         fitting = latencies.forward.tokens_within(left_s, unit.context, beside, is_trained=True)
-        grain = step.limits.least_chunk
+        grain = _grain(step)
         wanted = _even_part(unit.remaining, best.tokens, grain)
         tokens = _even_part(unit.remaining, min(fitting, best.tokens), grain)
         if step.is_served and 2 * tokens < wanted:
@@ -149,7 +149,7 @@ class CoServing(Sharing):
         best = self._window(step, unit, step.latencies)
         if not (best.in_layers or step.yields or is_due):
             return 0
-        grain = step.limits.least_chunk
+        grain = _grain(step)
         most = grain if is_due else max(best.tokens, grain)
         tokens = _even_part(unit.remaining, most, grain)
         load = unit.whole.window_load(tokens)
@@ -179,9 +179,10 @@ class CoServing(Sharing):
         most_s = min(self._left_s(step, ahead_s), self._credit_s)
         if step.yields:
             most_s = min(most_s, latencies.backward.seconds(part.load))
-        fitting = _repeated(latencies.loss.tokens_within(most_s, 0, Load()), step.limits.least_chunk)
-        is_worthwhile = latencies.loss.seconds(Load(fitting)) >= 2 * latencies.loss.seconds(Load())
-        least = min(tokens, step.limits.least_chunk)
+        grain, loss = _grain(step), latencies.loss
+        fitting = _repeated(loss.tokens_within(most_s, 0, Load()), grain)
+        is_worthwhile = loss.seconds(Load(fitting)) >= 2 * loss.seconds(Load())
+        least = min(tokens, grain)
         if fitting >= least or (fitting and is_worthwhile):
             return min(tokens, fitting)
         fits = self.fits(step, Phase.LOSS, Load(least), ahead_s, is_due=is_due)
@@ -192,20 +193,20 @@ class CoServing(Sharing):
 
     def _window(self, step: Step, unit: Forward, latencies: Latencies) -> Window:
         """Return the length of windows for which the most tokens are trained."""
-        if self._best is None:
+        if self._best is None or self._longest < latencies.longest:
             self._best = self._choose(step, unit, latencies)
         room = step.limits.tokens - step.load.tokens
         return self._best._replace(tokens=min(self._best.tokens, room))
 
     def _choose(self, step: Step, unit: Forward, latencies: Latencies) -> Window:
         recent, decoded, forward = self._recent, self._decoded, latencies.forward
-        best, most = Window(step.limits.least_chunk, True), 0.0
+        tokens = grain = _grain(step)
+        best, most = Window(grain, True), 0.0
         decoded_s = forward.seconds(decoded)
         longer = 1 / latencies.reserve.within(1.0)  # parts of a window vary as steps do
-        tokens = step.limits.least_chunk
-        # What twice as many tokens take as ever ran is not known.
-        ran = max(latencies.layer.known | latencies.backward.known, default=tokens // 2)
-        while tokens <= min(2 * ran, step.limits.tokens):
+        # What more than twice as many tokens take as ever ran is not known.
+        self._longest = latencies.longest
+        while tokens <= min(max(2 * self._longest, grain), step.limits.tokens):
             load = Load.of_rows(tokens, unit.whole.row)
             window = load + Load(trained=tokens, windows=1)
             layer_s, back_s = latencies.layer.seconds(load), latencies.backward.seconds(load)
@@ -222,7 +223,7 @@ class CoServing(Sharing):
                     trained = tokens / (1 / windows + 1 / backward)
                     if trained > most:
                         best, most = Window(tokens, is_cut), trained
-            tokens = max(tokens + 1, int(_RATIO * tokens))
+            tokens = max(tokens + grain, _repeated(int(_RATIO * tokens), grain))
         return best
 
 
@@ -279,6 +280,11 @@ class RecentRooms:
         shorter_s = sum(one.used_s for one in self._steps) - served * served_s
         left_s = max(0.0, idle + back * shorter_s)
         return served + left_s / (served_s if idle_s is None else idle_s)
+
+
+def _grain(step: Step) -> int:
+    """Return the least tokens of a window, of which windows have multiples."""
+    return min(step.limits.least_chunk, step.limits.tokens)
 
 
 def _repeated(tokens: int, grain: int) -> int:
