@@ -14,7 +14,7 @@ L parts. Of the recent steps, with rooms R_i and idle time I,
     windows                                      1 / (L_f / n(t_f) + L / n(t_b))
 
 so that s · windows is the number of tokens trained; windows have the length for which that is the
-largest. Time that steps do not use shortens them and so comes back as idle time. Where requests
+largest, of those at most twice as long as any that ran, as the time of others is not known. Time that steps do not use shortens them and so comes back as idle time. Where requests
 come at random and run at once, P = exp(-load) of the time is idle, and of a second by which steps
 are shorter, φ = -ln(P) P / (1 - P) becomes idle: I(t) = I + φ (used - Σ ⌊R_i / t⌋ t).
 
