@@ -14,9 +14,10 @@ L parts. Of the recent steps, with rooms R_i and idle time I,
     windows                                      1 / (L_f / n(t_f) + L / n(t_b))
 
 so that s · windows is the number of tokens trained; windows have the length for which that is the
-largest, of those at most twice as long as any that ran, as the time of others is not known. Time that steps do not use shortens them and so comes back as idle time. Where requests
-come at random and run at once, P = exp(-load) of the time is idle, and of a second by which steps
-are shorter, φ = -ln(P) P / (1 - P) becomes idle: I(t) = I + φ (used - Σ ⌊R_i / t⌋ t).
+largest, of those at most twice as long as any that ran, as the time of others is not known. Time
+that steps do not use shortens them and so comes back as idle time. Where requests come at random
+and run at once, P = exp(-load) of the time is idle, and of a second by which steps are shorter,
+φ = -ln(P) P / (1 - P) becomes idle: I(t) = I + φ (used - Σ ⌊R_i / t⌋ t).
 
 A job that no step had room for in `patience` steps runs its smallest piece whatever the room is:
 2 / (1 - tpot_percentile) steps, so that this takes half of the gaps that may exceed the SLO.
