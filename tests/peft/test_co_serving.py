@@ -54,14 +54,14 @@ class AnyShare(Sharing):
         room = step.limits.tokens - step.load.tokens
         return self._random.choice((0, 1, 2, 5, 9, max(room, 0)))
 
-    def in_layers(self, step: Step, unit: Forward, ahead_s: float) -> int:
+    def in_layers(self, step: Step, unit: Forward, ahead_s: float, **_: bool) -> int:
         return self._random.choice((0, 0, 0, 3, 8))
 
-    def fits(self, step: Step, phase: Phase, load: Load, ahead_s: float) -> bool:
+    def fits(self, step: Step, phase: Phase, load: Load, ahead_s: float, **_: bool) -> bool:
         return self._random.random() < 0.7
 
-    def part(self, step: Step, part: Part, beside: Load, ahead_s: float) -> int:
-        tokens = super().part(step, part, beside, ahead_s)
+    def part(self, step: Step, part: Part, beside: Load, ahead_s: float, *, is_due: bool) -> int:
+        tokens = super().part(step, part, beside, ahead_s, is_due=is_due)
         is_loss = part.stage.phase is Phase.LOSS
         return min(tokens, self._random.choice((1, 2, 7, 99))) if is_loss else tokens
 

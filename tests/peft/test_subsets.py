@@ -151,7 +151,7 @@ class SmallWindows(Sharing):
     def forward(self, step: Step, unit: Forward) -> int:
         return min(unit.remaining, 7)
 
-    def fits(self, step: Step, phase: Phase, load: Load, ahead_s: float) -> bool:
+    def fits(self, step: Step, phase: Phase, load: Load, ahead_s: float, **_: bool) -> bool:
         return True
 
 

@@ -59,11 +59,18 @@ def make_optimizer(
         found: torch.optim.Optimizer = made(groups, lr=learning_rate, **optimizer.options, **how)
     except ValueError as error:
         raise FinetuneError(f"optimizer {optimizer.name!r}: {error}") from error
+    if is_fused and device.type == "cpu":  # whose kernels do not count what they write
+        found.register_step_post_hook(_count_versions)
     if has_device_rate(found):
         rate = _rate(learning_rate, device)
         for group in found.param_groups:
             group["lr"] = rate
     return found
+
+
+def _count_versions(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for group in optimizer.param_groups:
+        torch.autograd.graph.increment_version(group["params"])
 
 
 def check_parameters(parameters: Parameters, optimizer: Optimizer) -> None:

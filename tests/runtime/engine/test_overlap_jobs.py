@@ -38,10 +38,10 @@ class FixedParts(Sharing):
     def forward(self, step: Step, unit: Forward) -> int:
         return 0
 
-    def in_layers(self, step: Step, unit: Forward, ahead_s: float) -> int:
+    def in_layers(self, step: Step, unit: Forward, ahead_s: float, **_: bool) -> int:
         return min(8, unit.remaining)
 
-    def fits(self, step: Step, phase: Phase, load: Load, ahead_s: float) -> bool:
+    def fits(self, step: Step, phase: Phase, load: Load, ahead_s: float, **_: bool) -> bool:
         return step.units < 5
 
 
@@ -51,7 +51,7 @@ class WholeWindows(FixedParts):
     def forward(self, step: Step, unit: Forward) -> int:
         return min(8, unit.remaining)
 
-    def in_layers(self, step: Step, unit: Forward, ahead_s: float) -> int:
+    def in_layers(self, step: Step, unit: Forward, ahead_s: float, **_: bool) -> int:
         return 0
 
 

@@ -150,6 +150,7 @@ def reference(
     ("family", "recipe", "schedule", "steps", "group"),
     [
         ("llama", LORA, "linear", 10, 2),
+        ("llama", {**LORA, "use_dora": True}, "linear", 10, 2),
         ("gpt2", {**LORA, "bias": "all", "use_rslora": True}, "cosine", 10, 3),
         (
             "gpt2",
