@@ -8,7 +8,7 @@ from pcg.runtime.engine.latency import Latencies, Latency
 def certain(*latencies: Latency) -> Latencies:
     """Return latencies of those, which need no reserve, as after parts of any length."""
     exact = Latencies(*latencies)
-    exact.layer.known.add(2**20)
-    exact.backward.known.add(2**20)
+    exact.longest = 2**20
+    exact.backward.known.add(0)
     exact.reserve.share = 0.0
     return exact

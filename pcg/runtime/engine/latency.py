@@ -248,6 +248,7 @@ class Latencies:
     Attributes:
         forward: of whole windows, and of what is served.
         backward, loss, layer: of parts; `layer` is a window's forward through one.
+        longest: the most tokens of a window that ran, whole or in parts.
     """
 
     def __init__(
@@ -266,13 +267,9 @@ class Latencies:
         _, token_s, _, row_s, *_ = forward.coefficients_s
         self.forward = forward
         self.backward = backward
+        self.longest = 0
         self.loss = Latency(0.0, max(token_s, 2 * row_s), 0.0) if loss is None else loss
         self.layer = backward.scaled(0.5) if layer is None else layer
-
-    @property
-    def longest(self) -> int:
-        """The most tokens of a part that ran."""
-        return max(self.layer.known | self.backward.known, default=0)
 
     @property
     def reserve(self) -> Reserve:

@@ -138,6 +138,8 @@ class Step:
             return
         if self.load.windows:
             self.trained_s += max(0.0, took_s - self.served_s())
+            whole = self.load.trained // self.load.windows
+            self.latencies.longest = max(self.latencies.longest, whole)
         self.latencies.forward.observe(self.load, took_s, is_replayed)
 
     def ran_parts(self, phase: Phase, load: Load, took_s: float) -> None:
@@ -147,6 +149,8 @@ class Step:
         if self.latencies is None:
             return
         latency = self.latencies.of(phase)
+        if phase is not Phase.LOSS:
+            self.latencies.longest = max(self.latencies.longest, load.tokens)
         if load.tokens in latency.known:
             latency.observe(load, took_s)
         else:
