@@ -128,8 +128,9 @@ class Step:
         return self._forward_s(self.served)
 
     def _forward_s(self, load: Load) -> float:
-        known = self.latencies is not None and load.tokens > 0
-        return self.latencies.forward.seconds(load) if known else 0.0
+        if self.latencies is None or not load.tokens:
+            return 0.0
+        return self.latencies.forward.seconds(load)
 
     def ran_forward(self, took_s: float, is_replayed: bool) -> None:
         """Learn from the time of the forward; `is_replayed` if graphs ran all of it."""
