@@ -12,7 +12,7 @@ floods of 1,000 requests, prompts as long as the model takes, adapters with NaN,
 removed in use, jobs that diverge or have bad data, cancelled streams, and listeners that raise.
 
     default     `pcg.Limits()`: the hostile tenant's requests make steps 1.1 times as long beside
-                others, and its jobs have half of the time
+                others, and its jobs have a tenth of the time
     strict      FairShare(stretch=1.05), and jobs have the time in which nobody is served,
                 Limits(finetuning_floor=0)
     promised    FairShare(stretch=1.05), and Limits(tpot_slo_s=…) of 1.2 times the median gap

@@ -51,6 +51,10 @@ def check_resumed(checkpoints: Path, least: int) -> None:
 def test_sigterm_ends_requests_and_leaves_a_checkpoint(tmp_path: Path) -> None:
     with training(tmp_path) as server:
         until(lambda: job_of(server)["step"] >= 2)
+        job = job_of(server)
+        assert 0 < job["time_share"] <= 1
+        assert job["tokens_per_second"] > 0
+        assert job["remaining_s"] > 0
         load = Load()
         load.begin(server, 1, max_tokens=10)
         with held(tmp_path), server.client() as client:
