@@ -16,8 +16,9 @@ def column_norm(weight: Tensor, a: AdapterWeight, b: AdapterWeight) -> Tensor:
         return remote_of(weight).adapted_lengths(a.weight, b.weight, b.scale)
     if b.weight.device.type != "cpu" or b.weight.is_inference() or a.weight.is_inference():
         return _column_norm(weight, a, b)  # a recorded step has to compute it each time
-    # The windows of a pass have the same, and it takes as long as some 100 tokens.
-    of = (weight.data_ptr(), a.weight.data_ptr(), a.weight._version, b.weight._version, b.scale)
+    # All windows of a pass have the same norm, which takes as long as 100 tokens of a layer.
+    places = [one.data_ptr() for one in (weight, a.weight, b.weight)]
+    of = (*places, a.weight._version, b.weight._version, b.scale)
     kept: tuple[object, Tensor] | None = getattr(b.weight, "column_norm", None)
     if kept is None or kept[0] != of:
         kept = of, _column_norm(weight, a, b)

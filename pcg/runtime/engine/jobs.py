@@ -294,9 +294,9 @@ class Jobs:
         """Return the tokens of forward passes that jobs used since the last call, by tenant."""
         used: dict[str, int] = {}
         for job in self._jobs:
-            whole = int(job.used)
-            used[job.tenant] = used.get(job.tenant, 0) + whole
-            job.used -= whole
+            if whole := int(job.used):
+                used[job.tenant] = used.get(job.tenant, 0) + whole
+                job.used -= whole
         return used
 
     def _is_due(self, job: Job) -> bool:

@@ -318,10 +318,15 @@ def end_use(folder: Path) -> None:
 
 
 def _say(folder: Path, text: str) -> None:
-    """Write who has a folder, over what was written, as a full disk has no room for more."""
+    """Write who has a folder, over what was written, as a full disk has no room for more.
+
+    It is on the disk before a log is: after a power failure the use of the log's database is known.
+    """
     with suppress(OSError), (folder / LOCK).open("r+") as lock:
         lock.write(f"{text}\n")
         lock.truncate()
+        lock.flush()
+        os.fsync(lock.fileno())
 
 
 def _owner(lock: Path) -> str:

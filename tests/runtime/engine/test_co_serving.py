@@ -225,7 +225,7 @@ def test_without_a_promise_finetuning_has_its_share(share: float) -> None:
         engine.step()
         longest_s = max(longest_s, engine.clock.now_s() - started_s)
     output = sum(event.kind is Kind.TOKEN for event in engine.log) / engine.clock.now_s()
-    assert output == pytest.approx(103.4 * (1 - share), rel=0.1)  # 103.4 by themselves
+    assert output == pytest.approx(103.4 * (1 - share), rel=0.05)  # 103.4 by themselves
     trained = sum(event.kind is Kind.STEPPED for event in engine.log)
     assert trained >= 256 * share * 0.06  # alone, it takes 0.9 s a step
     assert longest_s < 0.7
@@ -249,7 +249,7 @@ def test_without_a_promise_the_share_bounds_each_step(share: float) -> None:
     least_s = CpuCosts().backward_seconds(0, StepShape(tokens=16))
     assert took[len(took) // 2] > own_s
     assert took[int(0.9 * len(took))] <= own_s + max(earned_s, least_s) + 2e-3
-    assert took[-2] <= own_s + max(1.2 * earned_s, least_s) + update_s + 2e-3
+    assert took[-2] <= own_s + max(earned_s, least_s) + update_s + 2e-3
     assert took[-1] <= own_s + earned_s + 4 * update_s + 2e-3  # the first end of several jobs
 
 

@@ -70,7 +70,7 @@ class CoServing(Sharing):
             earned_s = share / (1 - share) * step.served_s()
             before_s = 0.0 if self._credit_s == math.inf else self._credit_s
             self._credit_s = min(before_s + earned_s, most_s)
-            # What was too long for the room that was left has it with that of this step.
+            # A piece that was too long for the rest of the last step may use its unused time, too.
             self._carried_s = max(0.0, min(self._credit_s - earned_s, self._wanted_s))
         self._wanted_s = 0.0
         room_s = max(0.0, self._room_s(step))
@@ -205,7 +205,7 @@ class CoServing(Sharing):
         best, most = Window(grain, True), 0.0
         decoded_s = forward.seconds(decoded)
         longer = 1 / latencies.reserve.within(1.0)  # parts of a window vary as steps do
-        # What more than twice as many tokens take as ever ran is not known.
+        # The time of a window more than twice as long as any that ran is not known.
         self._longest = latencies.longest
         while tokens <= min(max(2 * self._longest, grain), step.limits.tokens):
             load = Load.of_rows(tokens, unit.whole.row)
