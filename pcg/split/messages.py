@@ -32,7 +32,7 @@ from torch import Tensor
 
 from pcg.errors import SplitError
 
-VERSION = 4
+VERSION = 5
 """The version of this format; a base and its clients have the same."""
 Buffer: TypeAlias = bytes | bytearray | memoryview
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
