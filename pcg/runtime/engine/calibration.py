@@ -22,7 +22,7 @@ from functools import partial
 import torch
 
 from pcg.kernels.batch import Span
-from pcg.parallel.ranks.group import Ranks, broadcast_from_first
+from pcg.parallel.ranks.group import broadcast_from_first
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.latency import Knee, Latencies, Latency
 from pcg.runtime.engine.served_batch import cut, hidden_requests
@@ -35,10 +35,8 @@ from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.model.step_graphs import StepGraphs
 
-_SHORT, _LONG = 16, 256
-"""Numbers of tokens of the measured steps."""
-_FEW, MANY = 64, 512
-"""Numbers of tokens of steps that are measured for the knee, below it and above."""
+_SHORT, _LONG, _FEW, MANY = 16, 256, 64, 512
+"""Numbers of tokens of the measured steps; the last two are below a knee and above it."""
 _STEEPER = 1.5
 """How many times as much a token beyond a knee takes as one before it, at least."""
 _ROWS = 64
@@ -107,14 +105,11 @@ def calibrated(state: ModelState, clock: Clock, graphs: StepGraphs | None = None
     # Fits may round differently on other ranks, and all must plan alike.
     if device.type == "cpu":  # the head is cut, and read as often for many parts as for few
         found.loss = Latency(0.0, found.loss.coefficients_s[1], 0.0)
-    measured = (found.forward, found.backward, found.loss, found.layer)
-    return Latencies(*(_of_first(runner.alike, one) for one in measured))
-
-
-def _of_first(ranks: Ranks, latency: Latency) -> Latency:
-    begin = [*latency.coefficients_s, *latency.knee, latency.read_s]
-    known = torch.tensor(begin, dtype=torch.float64)
-    return Latency(*broadcast_from_first(ranks, known).tolist())
+    of_first = []
+    for one in (found.forward, found.backward, found.loss, found.layer):
+        begin = torch.tensor([*one.coefficients_s, *one.knee, one.read_s], dtype=torch.float64)
+        of_first.append(Latency(*broadcast_from_first(runner.alike, begin).tolist()))
+    return Latencies(*of_first)
 
 
 def fitted_latencies(
@@ -158,10 +153,9 @@ def fitted_latencies(
 
 
 def _knee(times: Mapping[int, float]) -> Knee:
-    """Return where the lines of few and of many tokens meet; none if they are hardly two.
+    """Return where the lines of few and of many tokens meet, from two times of each.
 
-    Args:
-        times: seconds by tokens, of two steps of few tokens and two of many.
+    There is no knee if the lines are nearly the same.
     """
     (n0, t0), (n1, t1), (n2, t2), (n3, t3) = sorted(times.items())
     few_s, many_s = (t1 - t0) / (n1 - n0), (t3 - t2) / (n3 - n2)

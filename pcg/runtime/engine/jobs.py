@@ -17,8 +17,7 @@ from pcg.errors import (
     as_pcg_error,
 )
 from pcg.runtime.engine.scheduler import Scheduler
-from pcg.runtime.engine.sharing.rule import Sharing
-from pcg.runtime.engine.sharing.step import Refusal, Step
+from pcg.runtime.engine.sharing.step import Refusal, Sharing, Step
 from pcg.runtime.engine.steps.job_pages import JobPages
 from pcg.runtime.engine.steps.late_readings import LateReadings
 from pcg.runtime.memory.pool import PageTable

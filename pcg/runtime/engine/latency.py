@@ -86,10 +86,8 @@ class Latency:
     ) -> None:
         self._knee = int(knee)
         self._scales: Vector = (
-            *(constant_s, token_s, key_s, sampled_s, trained_s, window_s),
-            beyond_s,
-            *(constant_s, constant_s, read_s),
-            constant_s,
+            *(constant_s, token_s, key_s, sampled_s, trained_s, window_s, beyond_s),
+            *(constant_s, constant_s, read_s, constant_s),
         )
         self._factors = [1.0] * len(self._scales)
         self.reserve = Reserve()
@@ -131,19 +129,19 @@ class Latency:
 
     def seconds(self, load: Load) -> float:
         """Return the time that a load takes in the mean."""
-        _, b, c, d, e, w, h, _, _, r, u = learned_s = self._learned_s
-        a = learned_s[self._constant_of(load)]
-        of_rows = d * load.sampled + e * load.trained + w * load.windows + u * load.ends
-        of_keys = c * load.keys + r * load.read
-        return a + b * load.tokens + of_keys + of_rows + h * self._beyond(load.tokens)
+        return sum(s * n for s, n in zip(self._learned_s, self._amounts(load), strict=True))
+
+    def _amounts(self, load: Load) -> list[float]:
+        """Return how many times the load has each coefficient."""
+        amounts = [0.0, load.tokens, load.keys, load.sampled, load.trained, load.windows]
+        amounts += [max(0, load.tokens - self._knee), 0.0, 0.0, load.read, load.ends]
+        amounts[self._constant_of(load)] = 1.0
+        return amounts
 
     def _constant_of(self, load: Load) -> int:
         """Return the place of the constant of a step's kind."""
         only_decodes = load.only_decodes
         return _REPLAYED[only_decodes] if self._is_replayed[only_decodes] else _EAGER
-
-    def _beyond(self, tokens: int) -> int:
-        return max(0, tokens - self._knee)
 
     def tokens_within(
         self,
@@ -163,9 +161,8 @@ class Latency:
         """
         _, token_s, key_s, sampled_s, trained_s, _, beyond_s, _, _, read_s, _ = self._learned_s
         left = seconds - self.seconds(load) - read_s * context
-        per_token = (
-            token_s + read_s + key_s * context + trained_s * is_trained + sampled_s * are_read
-        )
+        of_loss_s = trained_s * is_trained + sampled_s * are_read
+        per_token = token_s + read_s + key_s * context + of_loss_s
         if left <= 0:
             return 0
         cheap = max(0, self._knee - load.tokens)
@@ -175,11 +172,7 @@ class Latency:
         return _most_tokens(left + beyond_s * cheap, per_token + beyond_s, key_s)
 
     def observe(self, load: Load, seconds: float, is_replayed: bool = False) -> None:
-        """Learn from a load that took so long.
-
-        Args:
-            is_replayed: True if graphs ran all of it.
-        """
+        """Learn from a load that took `seconds`; `is_replayed` if graphs ran all of it."""
         self._is_replayed[load.only_decodes] = is_replayed
         own = self._constant_of(load)
         if own != _EAGER:
@@ -188,10 +181,7 @@ class Latency:
         if predicted <= 0 or seconds <= 0:
             return
         # Relative: an error of a tenth weighs the same for every load.
-        amounts = [0, load.tokens, load.keys, load.sampled, load.trained, load.windows]
-        amounts += [self._beyond(load.tokens), 0, 0, load.read, load.ends]
-        amounts[own] = 1
-        x = [s * amount / predicted for s, amount in zip(self._scales, amounts, strict=True)]
+        x = [s * n / predicted for s, n in zip(self._scales, self._amounts(load), strict=True)]
         if load.ends:  # the first layer needs no gradient of its inputs, and an update may follow
             x = [part if place == _ENDS else 0.0 for place, part in enumerate(x)]
         covariance, places = self._covariance, range(len(x))
@@ -258,12 +248,7 @@ class Latencies:
         loss: Latency | None = None,
         layer: Latency | None = None,
     ) -> None:
-        """Begin with estimates.
-
-        Args:
-            loss: by default, that of a token is twice a row of logits, and no less than a token.
-            layer: by default, half of a layer's backward.
-        """
+        """Begin with estimates; a layer's forward is half of its backward by default."""
         _, token_s, _, row_s, *_ = forward.coefficients_s
         self.forward = forward
         self.backward = backward
@@ -277,11 +262,8 @@ class Latencies:
 
     def of(self, phase: Phase) -> Latency:
         """Return the latency of parts of a phase."""
-        return {
-            Phase.FORWARD: self.layer,
-            Phase.LOSS: self.loss,
-            Phase.BACKWARD: self.backward,
-        }[phase]
+        parts = {Phase.FORWARD: self.layer, Phase.LOSS: self.loss, Phase.BACKWARD: self.backward}
+        return parts[phase]
 
     @classmethod
     def guessed(cls, load: Load, took_s: float, layers: int) -> Latencies:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from pcg.errors import FinetuneError
 from pcg.runtime.engine.sharing.co_serving import CoServing
-from pcg.runtime.engine.sharing.rule import Sharing
-from pcg.runtime.engine.sharing.step import Step
+from pcg.runtime.engine.sharing.step import Sharing, Step
 from pcg.runtime.model.load import Load
 from pcg.runtime.training.work_units import Forward, Phase
 

@@ -30,8 +30,7 @@ from collections import deque
 from typing import NamedTuple
 
 from pcg.runtime.engine.latency import Latencies
-from pcg.runtime.engine.sharing.rule import Sharing
-from pcg.runtime.engine.sharing.step import Refusal, Step
+from pcg.runtime.engine.sharing.step import Refusal, Sharing, Step
 from pcg.runtime.model.load import Load
 from pcg.runtime.training.work_units import Forward, Part, Phase
 
@@ -245,14 +244,10 @@ class _Served(NamedTuple):
 
 
 class RecentRooms:
-    """The rooms of recent steps, and the idle time between them.
-
-    Attributes:
-        next_s: the room of the step that is planned, which counts where none is over.
-    """
+    """The rooms of recent steps, and the idle time between them."""
 
     def __init__(self) -> None:
-        self.next_s = 0.0
+        self.next_s = 0.0  # the room of the planned step, used before any step is over
         self._steps: deque[_Served] = deque(maxlen=_ROOMS)
         self._idle_s = 0.0
 
@@ -265,12 +260,7 @@ class RecentRooms:
         self._idle_s = 0.0
 
     def pieces(self, served_s: float, idle_s: float | None = None) -> float:
-        """Return how many pieces of work would have run.
-
-        Args:
-            served_s: the time of a piece beside requests.
-            idle_s: its time without requests; the same by default.
-        """
+        """Return how many pieces would have run, by a piece's times beside requests and idle."""
         idle = self._idle_s + sum(one.idle_s for one in self._steps)
         if not self._steps and not idle:
             return int(self.next_s / served_s)
