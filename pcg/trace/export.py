@@ -14,7 +14,7 @@ import inspect
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -27,11 +27,11 @@ from pcg.trace.layer_kinds import layer_kinds, schedule_of
 from pcg.trace.markers import (
     IMPLEMENTATION,
     NumbersOnMeta,
+    of_attention,
     register_markers,
 )
 from pcg.trace.model_config import check_module, in_one_line, parse_config, positions_of
 from pcg.trace.prepared_module import (
-    uses_attention_of_transformers,
     with_attention,
     with_frozen,
     with_layers,
@@ -97,7 +97,7 @@ def export(
         with _torch_dtype(config.dtype):
             return _first_way(
                 config.model_type,
-                lambda way: _export_with(way, _build(config, way), whole),
+                lambda way: _export_with(way, _build(config, way), None, whole),
                 (IMPLEMENTATION, "sdpa", "eager"),
             )
 
@@ -110,7 +110,7 @@ class _NotThisWay(Exception):
     """An attention implementation that an architecture does not take."""
 
 
-def _first_way(name: str, run: Callable[[str], Exported], ways: Sequence[str]) -> Exported:
+def _first_way(name: str, run: Callable[[str], Exported], ways: Iterable[str]) -> Exported:
     """The export by the first attention implementation that an architecture takes."""
     reasons: dict[str, str] = {}
     for implementation in ways:
@@ -131,12 +131,16 @@ def _export_module(model: nn.Module, dtype: torch.dtype | None, whole: bool) -> 
     check_module(model)
     # A module without the marker has its attention in a class, which was chosen when it was built.
     own = getattr(model.config, "_attn_implementation", None) or "eager"
-    ways = (IMPLEMENTATION, own) if uses_attention_of_transformers(model) else (own,)
     with with_frozen(model, dtype), without_custom_gradients(model):
-        return _first_way(type(model).__name__, lambda way: _export_with(way, model, whole), ways)
+        return _first_way(
+            type(model).__name__,
+            lambda way: _export_with(way, model, own, whole),
+            dict.fromkeys((IMPLEMENTATION, own)),
+        )
 
 
-def _export_with(implementation: str, model: nn.Module, whole: bool) -> Exported:
+def _export_with(implementation: str, model: nn.Module, own: str | None, whole: bool) -> Exported:
+    """Export a model by an attention implementation; `own` is the one that a module has."""
     path, kinds = layer_kinds(model)
     schedule, chosen = schedule_of(kinds)
     if whole:
@@ -144,7 +148,9 @@ def _export_with(implementation: str, model: nn.Module, whole: bool) -> Exported
         schedule = tuple(chosen)
     attention_marked = with_attention(model, implementation, experts=IMPLEMENTATION)
     alone = with_modules_of_their_own(model)
-    with attention_marked, alone, with_layers(model, path, chosen):
+    if own is None:
+        own = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    with attention_marked, of_attention(own), alone, with_layers(model, path, chosen):
         check_no_recurrence(model, functools.partial(_run, model))
         constants = _constant_buffers(model)
         names = _checkpoint_names(model)

@@ -49,7 +49,7 @@ class _Importer:
         program = self.exported.program
         data = self._placeholder_data()
         by_node = {node.name: data[node.name] for node in program.graph.nodes if node.name in data}
-        self._scores = find_scores(program.graph, by_node)
+        self._scores = find_scores(program.graph, by_node, self.exported.positions)
         results: Any = program.graph.output_node().args[0]
         logits = results[0]
         live = self._live_nodes(logits)
@@ -128,7 +128,7 @@ class _Importer:
                 continue
             live.add(node)
             found = self._scores.get(node)
-            queue.extend([found.q, found.k, found.v] if found else node.all_input_nodes)
+            queue.extend(found.inputs if found else node.all_input_nodes)
             # An in-place operator on a live value is live too.
             queue.extend(
                 user
@@ -202,11 +202,18 @@ class _Importer:
         for x in (flat.tensor(n) for n in (found.q, found.k, found.v)):
             heads = x.features if len(x.features) == 2 else (1, *x.features)
             inputs.append(self._narrowed(flat.reshape(x.name, heads), dtype))
-        attributes: dict[str, Any] = {"scale": found.scale, "window": found.window, "softcap": 0.0}
+        attributes: dict[str, Any] = {
+            "scale": found.scale,
+            "window": found.window,
+            "softcap": found.softcap,
+        }
         if found.slopes:
             slopes = flat.constant("alibi_slopes", torch.tensor(found.slopes, dtype=torch.float32))
             inputs.append(slopes.name)
             attributes["alibi"] = True
+        if found.sinks is not None:
+            inputs.append(flat.tensor(found.sinks).name)
+            attributes["sinks"] = True
         out = flat.add_many("attention", *inputs, **attributes)[0]
         shape = traced_shape(node)
         tags = "".join("t" if s is None else "d" for s in shape)

@@ -28,17 +28,17 @@ def check_writes(graph: Graph, live: Collection[Node], skipped: Collection[Node]
     order = {node: place for place, node in enumerate(graph.nodes)}
     sharing: dict[int, list[Node]] = {}
     for node in graph.nodes:
-        memory = _memory(node)
+        memory = memory_of(node)
         if memory is not None:
             sharing.setdefault(memory, []).append(node)
     for node in graph.nodes:
         if node in skipped:
             continue
-        for written, is_renamed in _written(node):
-            for other in sharing.get(_memory(written) or 0, ()):
-                if order[other] >= order[node] or (other is written and is_renamed):
+        for value, is_renamed in written(node):
+            for other in sharing.get(memory_of(value) or 0, ()):
+                if order[other] >= order[node] or (other is value and is_renamed):
                     continue
-                if _are_parts(other, written):
+                if _are_parts(other, value):
                     continue
                 readers = [user for user in other.users if order[user] > order[node]]
                 if any(user in live for user in readers):
@@ -49,7 +49,7 @@ def check_writes(graph: Graph, live: Collection[Node], skipped: Collection[Node]
                     )
 
 
-def _written(node: Node) -> Iterator[tuple[Node, bool]]:
+def written(node: Node) -> Iterator[tuple[Node, bool]]:
     """The tensors that a node writes, and True for the one that it gives back."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return
@@ -67,7 +67,7 @@ def _are_parts(one: Node, other: Node) -> bool:
     return is_part and one.args[0] is other.args[0] and one.args[1] != other.args[1]
 
 
-def _memory(node: Node) -> int | None:
+def memory_of(node: Node) -> int | None:
     """The number of the memory that a node's tensor has; None if it is no tensor."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):

@@ -5,7 +5,10 @@ transformers calls the first two through its own registries; none of them is eve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,12 +34,17 @@ def _attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
     scale: float,
-    window: int,
     softcap: float,
+    window: int | None,
 ) -> torch.Tensor:
-    """Attention of q [1, H, T, D], k and v [1, K, T, D], to [1, T, H, D]."""
+    """Attention of q [1, H, T, D], k and v [1, K, T, D], to [1, T, H, D].
+
+    `mask` is None or has [T, T] as its last dims; `window`, which `mask` must have where one is
+    given, is the argument of flash attention.
+    """
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
 
 
@@ -58,6 +66,17 @@ def _take(x: torch.Tensor, dim: int, index: int) -> torch.Tensor:
     return torch.empty_like(x.narrow(dim, index, 1))
 
 
+own_attention: ContextVar[str] = ContextVar("own_attention", default="sdpa")
+"""The attention implementation of the module that is exported, which the marker stands for."""
+
+_WITHOUT_EFFECT = {
+    "cache_position", "dropout", "layer_idx", "logits_to_keep", "num_items_in_batch",
+    "output_attentions", "output_hidden_states", "output_router_logits", "position_ids",
+    "return_dict", "target_dtype", "use_cache",
+}  # fmt: skip
+"""Options of an attention function that do not change what it computes for one sequence."""
+
+
 def register_markers() -> None:
     """Register attention and experts with transformers."""
     from transformers import AttentionInterface
@@ -65,10 +84,71 @@ def register_markers() -> None:
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(IMPLEMENTATION, _attention_interface)
-    AttentionMaskInterface.register(IMPLEMENTATION, lambda *_, **__: None)
+    AttentionMaskInterface.register(IMPLEMENTATION, _mask_interface)
     experts = getattr(moe, "ALL_EXPERTS_FUNCTIONS", None)
     if experts is not None:
         experts.register(IMPLEMENTATION, _experts_interface)
+
+
+@contextlib.contextmanager
+def of_attention(own: str) -> Iterator[None]:
+    """Let the marker stand for an attention implementation, within transformers' own code.
+
+    A sequence is traced by itself, so that packed ones are not looked for. Where a module would
+    call another function than transformers', the marker raises ValueError.
+    """
+    from transformers import AttentionInterface, masking_utils
+
+    def checked(function: Any) -> None:
+        if not _is_of_transformers(function):
+            name = getattr(function, "__qualname__", type(function).__name__)
+            raise ValueError(f"its attention {name} is not a function of transformers")
+
+    lookup, find_packed = (
+        AttentionInterface.get_interface,
+        masking_utils.find_packed_sequence_indices,
+    )
+
+    def get_interface(self: Any, name: str, default: Any) -> Any:
+        if name != IMPLEMENTATION:
+            return lookup(self, name, default)
+        checked(lookup(self, own, default))
+        return _attention_interface
+
+    def get_item(self: Any, name: str) -> Any:
+        if name == IMPLEMENTATION:
+            checked(None if own == "eager" else self[own])
+        return super(AttentionInterface, self).__getitem__(name)
+
+    before = own_attention.set(own)
+    AttentionInterface.get_interface = get_interface
+    AttentionInterface.__getitem__ = get_item
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        AttentionInterface.get_interface = lookup
+        del AttentionInterface.__getitem__
+        masking_utils.find_packed_sequence_indices = find_packed
+        own_attention.reset(before)
+
+
+def _is_of_transformers(function: Any) -> bool:
+    import transformers
+
+    code = getattr(function, "__code__", None)
+    return code is not None and Path(transformers.__file__).parent in Path(code.co_filename).parents
+
+
+def _mask_interface(**given: Any) -> torch.Tensor | None:
+    """The mask that the module's own implementation has, and never None for a causal one."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    own = own_attention.get()
+    given["allow_is_causal_skip"] = False
+    if own != "eager" and _is_of_transformers(ALL_MASK_ATTENTION_FUNCTIONS.get(own)):
+        own = "sdpa"  # as a tensor, which flash and flex attention have no need of
+    return ALL_MASK_ATTENTION_FUNCTIONS[own](**given)  # type: ignore[no-any-return]
 
 
 def _attention_interface(
@@ -80,14 +160,23 @@ def _attention_interface(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """The marker as transformers calls it; which options are given differs by architecture."""
-    if attention_mask is not None:
-        raise ValueError(f"{type(module).__name__} is given an attention mask of the model's own")
-    if not options.get("is_causal", getattr(module, "is_causal", True)):
+    own = own_attention.get()
+    if not options.pop("is_causal", getattr(module, "is_causal", True)):
         raise TraceError(f"{type(module).__name__} attends to later tokens; pcg needs a causal LM")
-    scaling = options.get("scaling")
+    if attention_mask is None and own == "eager":
+        raise ValueError(f"{type(module).__name__} gives its attention no mask")
+    window, softcap = (options.pop(name, None) or 0 for name in ("sliding_window", "softcap"))
+    scaling, sinks = (options.pop(name, None) for name in ("scaling", "s_aux"))
+    if softcap and own == "sdpa":
+        raise ValueError("sdpa attention does not cap scores; use attn_implementation='eager'")
+    for name, option in options.items():
+        is_neutral = option is None or option is False or name in _WITHOUT_EFFECT
+        if not is_neutral or (name == "dropout" and option):
+            raise ValueError(f"its attention is given {name}")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    window, softcap = (options.get(name) or 0 for name in ("sliding_window", "softcap"))
-    arguments = (options.get("s_aux"), scale, int(window), float(softcap))
+    # sdpa and eager attention read the mask alone.
+    read = int(window) if "flash" in own else None
+    arguments = (attention_mask, sinks, scale, float(softcap), read)
     return torch.ops.pcg.attention(query, key, value, *arguments), None
 
 

@@ -15,17 +15,10 @@ import torch
 from torch import nn
 
 from pcg.errors import UnsupportedError
-from pcg.trace.markers import IMPLEMENTATION, register_markers
+from pcg.trace.markers import register_markers
 
-_TRANSFORMERS_OWN = (None, "eager", "sdpa", "flex_attention", IMPLEMENTATION)
 _TRUE_DERIVATIVES = ("transformers.models.bloom.modeling_bloom.GeLUFunction",)
 """Functions whose backward is the derivative of their forward."""
-
-
-def uses_attention_of_transformers(model: nn.Module) -> bool:
-    """Return whether a model's attention is one of transformers' own; they compute the same."""
-    names = [getattr(config, "_attn_implementation", None) for config in _configs(model)]
-    return all(name in _TRANSFORMERS_OWN or "flash_attention" in name for name in names)
 
 
 @contextlib.contextmanager

@@ -1,26 +1,40 @@
-"""Recognise attention written out as matmul, softmax, matmul, and what is added to its scores.
+"""Prove what an attention of an exported graph adds to its scores: a causal mask, a window, ALiBi.
 
-Some architectures (Falcon, GPT-J, BLOOM, MPT) keep an attention of their own. In their exported
-graph the probabilities are `softmax(scale · q kᵀ + bias)`, or the whole is one
-scaled_dot_product_attention with that bias as its mask. The bias depends on positions alone. It is
-evaluated, at two lengths, with ordinary PyTorch, and must be
+An attention is the marker that stands for transformers' (`pcg.trace.markers`), a call of
+scaled_dot_product_attention, or written out as matmul, softmax, matmul. Its mask, or the whole of
+its scores but for q kᵀ, is a subgraph over positions, which must be, for every number of tokens n,
 
     bias[h, i, j] = slope[h] · j + constant of the row   for visible j, hidden otherwise
 
 with visible j ≤ i, or i - window < j ≤ i. What is not of that form is refused.
+
+The subgraph is evaluated by `pcg.trace.mask_evaluation` at chosen positions. It may have only
+operators that are piecewise linear in i, j and n, so that all its corners lie where positions,
+their distances or n meet a number of the graph, or a sum, difference, product or ratio of two of
+them; the positions beside all of those are evaluated, at every such n. A table, as a mask in a
+buffer, must be a function of the position or of the distance, and its corners are counted.
 """
 
 from __future__ import annotations
 
-import operator as python_operator
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch import Tensor
+from torch.fx import Graph, Node
 
-from pcg.errors import TraceError
+from pcg.trace.mask_evaluation import (
+    ADDED,
+    MOST_NUMBERS,
+    Evaluation,
+    Subgraph,
+    Traced,
+    refused_attention,
+)
 
 _aten = torch.ops.aten
 _SOFTMAX = {_aten.softmax.int, _aten._softmax.default}
@@ -28,9 +42,11 @@ _PRODUCT = {_aten.matmul.default, _aten.bmm.default, _aten.baddbmm.default, _ate
 _CALL = _aten.scaled_dot_product_attention.default
 _VIEWS = ("dropout", "view", "reshape", "type_as", "contiguous", "clone", "_to_copy")
 _TRANSPARENT = {_aten.to.dtype, *(getattr(_aten, name).default for name in _VIEWS)}
-_HIDDEN = -1e4
-_HALF = (torch.bfloat16, torch.float16)
-_LENGTHS = (6, 9)
+_HIDDEN = -5e3
+"""The bias of a key that is not seen: the least that models add is -1e4."""
+_LENGTHS = (2, 3, 6, 9, 33)
+_LONG = 4096
+"""The largest number of tokens that is evaluated is at least this, where no table is shorter."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +58,8 @@ class ScoreAttention:
         scale: the factor on the scores.
         window: the number of tokens that a token attends to; 0 for all.
         slopes: the ALiBi slope of each head; empty for none.
+        sinks: the node of a logit of each head that takes probability; None for none.
+        softcap: the bound of the scores; 0 for none.
     """
 
     q: Node
@@ -50,85 +68,49 @@ class ScoreAttention:
     scale: float
     window: int
     slopes: tuple[float, ...]
+    sinks: Node | None = None
+    softcap: float = 0.0
 
-
-_Measured = tuple[float, int, tuple[float, ...]]
-"""Scale, window and slopes."""
+    @property
+    def inputs(self) -> list[Node]:
+        """The nodes that the attention reads."""
+        return [self.q, self.k, self.v, *([self.sinks] if self.sinks is not None else [])]
 
 
 def find_scores(
-    graph: torch.fx.Graph, constants: Mapping[str, torch.Tensor]
+    graph: Graph, constants: Mapping[str, Tensor], positions: int | None
 ) -> dict[Node, ScoreAttention]:
-    """The attentions of an exported graph, by the node that multiplies probabilities and values.
+    """Return the attentions of a graph, by the node that is the attention or its last product.
 
     Args:
         graph: a graph whose token dims are symbolic.
         constants: the values of constant placeholders, by name.
+        positions: the number of positions that the model has; None without bound.
     Raises:
         TraceError: there are probabilities over tokens that are not causal attention.
     """
     found: dict[Node, ScoreAttention] = {}
+    prover = _Prover(graph, constants, positions)
     for node in graph.nodes:
-        if node.target is _CALL:
-            found[node] = _recognise_call(node, constants)
-        elif node.target in _PRODUCT and node.target is not _aten.baddbmm.default:
+        if node.target is torch.ops.pcg.attention.default:
+            found[node] = prover.marker(node)
+        elif node.target is _CALL:
+            found[node] = prover.call(node)
+        elif node.target in _PRODUCT and node.target is not ADDED:
             softmax = _probabilities(node.args[0])
             if softmax is not None:
-                found[node] = _recognise(node, softmax, constants)
+                found[node] = prover.written_out(node, softmax)
     return found
 
 
-def _probabilities(node: Node) -> Node | None:
+def _probabilities(node: Any) -> Node | None:
     """The softmax over keys that a node's value is, up to casts, views and inactive dropout."""
     while node.target in _TRANSPARENT:
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     value = node.meta.get("val")
-    if node.target in _SOFTMAX and not isinstance(value.shape[-1], int):  # type: ignore[union-attr]
-        return node
+    if node.target in _SOFTMAX and not isinstance(value.shape[-1], int):
+        return node  # type: ignore[no-any-return]
     return None
-
-
-def _recognise(node: Node, softmax: Node, constants: Mapping[str, torch.Tensor]) -> ScoreAttention:
-    product = _score_product(softmax)
-    q, k = product.args[1:3] if product.target is _aten.baddbmm.default else product.args[:2]
-    root: Any = softmax.args[0]
-    measured = []
-    for tokens in _LENGTHS:
-        scores = (_evaluate(root, product, constants, tokens, fill) for fill in (0.0, 1.0))
-        shaped = (x.to(torch.float64).reshape(-1, tokens, tokens) for x in scores)
-        measured.append(_measure(softmax, *shaped))
-    return ScoreAttention(q, k, node.args[1], *_agreed(softmax, measured))  # type: ignore[arg-type]
-
-
-def _recognise_call(node: Node, constants: Mapping[str, torch.Tensor]) -> ScoreAttention:
-    names = [argument.name for argument in _CALL._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    if given.get("dropout_p"):
-        raise _refusal(node, "it drops probabilities")
-    q, k, v = (given[name] for name in ("query", "key", "value"))
-    scale: Any = given.get("scale") or q.meta["val"].shape[-1] ** -0.5  # type: ignore[union-attr]
-    measured = []
-    for tokens in _LENGTHS:
-        bias = torch.zeros(1, tokens, tokens, dtype=torch.float64)
-        if given.get("is_causal"):
-            bias.masked_fill_(torch.ones(tokens, tokens).triu(1) > 0, -torch.inf)
-        mask: Any = given.get("attn_mask")
-        if mask is not None:
-            bias = _evaluate(mask, None, constants, tokens, 0.0)
-            if bias.dtype == torch.bool:
-                bias = torch.zeros(bias.shape).masked_fill_(~bias, -torch.inf)
-            bias = bias.to(torch.float64).broadcast_to(*bias.shape[:-2], tokens, tokens)
-        bias = bias.reshape(-1, tokens, tokens)
-        measured.append(_measure(node, bias, bias + scale))
-    return ScoreAttention(q, k, v, *_agreed(node, measured))  # type: ignore[arg-type]
-
-
-def _agreed(node: Node, measured: list[_Measured]) -> _Measured:
-    """The measurement that all lengths agree on. TraceError: they do not."""
-    numbers = ((scale, window, *slopes) for scale, window, slopes in measured)
-    if any(abs(a - b) > 1e-6 for a, b in zip(*numbers, strict=True)):
-        raise _refusal(node, f"its scores change with the length: {measured[0]}, {measured[1]}")
-    return measured[0]
 
 
 def _score_product(softmax: Node) -> Node:
@@ -141,12 +123,12 @@ def _score_product(softmax: Node) -> Node:
         seen.add(node)
         if node.target in _PRODUCT and _is_square(node):
             products.append(node)
-            if node.target is _aten.baddbmm.default:
+            if node.target is ADDED:
                 queue.append(node.args[0])
         else:
             queue.extend(node.all_input_nodes)
     if len(products) != 1:
-        raise _refusal(softmax, f"its scores come from {len(products)} products, not one")
+        raise refused_attention(softmax, f"its scores come from {len(products)} products, not one")
     return products[0]
 
 
@@ -155,102 +137,141 @@ def _is_square(node: Node) -> bool:
     return len(shape) >= 2 and not isinstance(shape[-1], int) and not isinstance(shape[-2], int)
 
 
-def _measure(softmax: Node, zeros: torch.Tensor, ones: torch.Tensor) -> _Measured:
-    """The measurement of the scores [heads, n, n] where q kᵀ is all 0, and where it is all 1."""
-    tokens = zeros.shape[-1]
-    visible = zeros > _HIDDEN
-    row, column = torch.arange(tokens)[:, None], torch.arange(tokens)[None, :]
-    if not (visible == visible[0]).all():
-        raise _refusal(softmax, "its mask differs between heads")
-    window = int(visible[0].sum(-1).max())
-    expected = (column <= row) & (column > row - window)
-    if not torch.equal(visible[0], expected):
-        raise _refusal(softmax, "its mask is neither causal nor a causal window")
-    window = 0 if window == tokens else window
-    scales = (ones - zeros)[visible]
-    if (scales - scales[0]).abs().max() > 1e-5 * scales[0].abs():
-        raise _refusal(softmax, "its scores are not scaled by one number")
+# ------------------------------------------------------------------------------------ what is seen
+
+_Seen = tuple[int, tuple[float, ...], float]
+"""Window, slopes and scale."""
+
+
+class _Prover:
+    """Proves the masks of a graph, each once."""
+
+    def __init__(
+        self, graph: Graph, constants: Mapping[str, Tensor], positions: int | None
+    ) -> None:
+        self._graph = Traced(graph, constants)
+        self._positions = positions
+        self._proved: dict[tuple[Node, Node | None], _Seen] = {}
+
+    def marker(self, node: Node) -> ScoreAttention:
+        q, k, v, mask, sinks, scale, softcap, window = node.args
+        seen: int = 0
+        slopes: tuple[float, ...] = ()
+        if mask is not None:
+            seen, slopes, _ = self._prove(node, mask, None)  # type: ignore[arg-type]
+        if window is not None and window != seen:
+            raise refused_attention(
+                node,
+                f"it is given sliding_window={window} and a mask of window {seen or 'none'}, of "
+                "which flash attention reads the first",
+            )
+        arguments: Any = (q, k, v, scale, seen, slopes, sinks, softcap)
+        return ScoreAttention(*arguments)
+
+    def call(self, node: Node) -> ScoreAttention:
+        names = [argument.name for argument in _CALL._schema.arguments]
+        given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+        if given.get("dropout_p"):
+            raise refused_attention(node, "it drops probabilities")
+        q, k, v = (given[name] for name in ("query", "key", "value"))
+        scale = given.get("scale") or q.meta["val"].shape[-1] ** -0.5
+        mask, is_causal = given.get("attn_mask"), bool(given.get("is_causal"))
+        if (mask is None) != is_causal:
+            raise refused_attention(node, "its mask is neither causal nor a causal window")
+        window: int = 0
+        slopes: tuple[float, ...] = ()
+        if mask is not None:
+            window, slopes, _ = self._prove(node, mask, None)
+        return ScoreAttention(q, k, v, float(scale), window, slopes)
+
+    def written_out(self, node: Node, softmax: Node) -> ScoreAttention:
+        product = _score_product(softmax)
+        q, k = product.args[1:3] if product.target is ADDED else product.args[:2]
+        window, slopes, scale = self._prove(softmax, softmax.args[0], product)  # type: ignore[arg-type]
+        arguments: Any = (q, k, node.args[1], scale, window, slopes)
+        return ScoreAttention(*arguments)
+
+    def _prove(self, node: Node, root: Node, product: Node | None) -> _Seen:
+        """Return what is added to the scores of an attention, which is `node`."""
+        if (root, product) not in self._proved:
+            self._proved[root, product] = self._prove_anew(node, root, product)
+        return self._proved[root, product]
+
+    def _prove_anew(self, node: Node, root: Node, product: Node | None) -> _Seen:
+        subgraph = Subgraph(self._graph, node, root, product)
+        first = Evaluation(subgraph, 17, range(17))
+        first.bias()
+        corners = sorted(_corners(node, first.numbers))
+        # Rotary positions go on beyond those that a model is trained for.
+        most = max(self._positions or 0, _LONG, 2 * max(corners, default=0) + 8)
+        most = min([most, *first.tables])
+        lengths = {n for c in corners for n in (c - 1, c, c + 1)} | {*_LENGTHS, most}
+        beside = {c + near for c in (0, *corners) for near in range(-2, 6)} | {*range(10)}
+        evaluated = sorted((n for n in lengths if 2 <= n <= most), reverse=True)
+        whole: _Seen | None = None
+        for tokens in evaluated:
+            chosen = {p for p in beside if 0 <= p < tokens}
+            chosen |= {*range(max(0, tokens - 3), tokens)}
+            evaluation = Evaluation(subgraph, tokens, sorted(chosen))
+            found = _seen(node, evaluation)
+            whole = whole or found
+            if not _agree(whole, found, tokens):
+                raise refused_attention(
+                    node, f"its scores change with the number of tokens, as at {tokens} tokens"
+                )
+        assert whole is not None
+        return whole
+
+
+def _agree(whole: _Seen, found: _Seen, tokens: int) -> bool:
+    window = whole[0] if whole[0] < tokens else 0
+    pairs = zip((whole[2], *whole[1]), (found[2], *found[1]), strict=False)
+    is_close = all(abs(a - b) <= 1e-5 * max(1.0, abs(a)) for a, b in pairs)
+    return window == found[0] and len(whole[1]) == len(found[1]) and is_close
+
+
+def _corners(node: Node, numbers: Iterable[float]) -> set[int]:
+    """The numbers of a mask and their combinations, as positions."""
+    base: set[float] = set()
+    for number in map(abs, numbers):
+        if number and math.isfinite(number):
+            base.add(number if number >= 1 else 1 / number)
+    base = {number for number in base if 1 < number < 2**24}
+    if len(base) > MOST_NUMBERS:
+        raise refused_attention(node, f"its mask compares positions with {len(base)} numbers")
+    pairs = list(itertools.product(base, base))
+    combined = {*base, *(a + b for a, b in pairs), *(abs(a - b) for a, b in pairs)}
+    combined |= {*(a * b for a, b in pairs), *(a / b for a, b in pairs)}
+    return {whole(c) for c in combined for whole in (math.floor, math.ceil) if 1 < c < 2**24}
+
+
+def _seen(node: Node, evaluation: Evaluation) -> _Seen:
+    """Return the window, the slopes and the scale at some positions."""
+    zeros, ones = evaluation.bias()
+    at = evaluation.positions
+    row, column = at[:, None], at[None, :]
+    distance = row - column
     # The difference to a zero is exact: BLOOM counts from the first key, MPT from the last.
     first, last = zeros[:, 1, 1] - zeros[:, 1, 0], zeros[:, -1, -1] - zeros[:, -1, -2]
     slopes = torch.where(zeros[:, -1, -1] == 0, last, first)
-    line = slopes[:, None, None] * (column - row)
+    slopes = torch.where(slopes.abs() < -_HIDDEN, slopes, 0.0)  # the last sees itself alone
+    line = -slopes[:, None, None] * distance
     rows = zeros - zeros.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    if (rows - line)[visible].abs().max() > 1e-4:
-        raise _refusal(softmax, "what is added to its scores is not linear in the key's position")
-    no_slopes = bool((slopes.abs() < 1e-12).all())
+    off = rows - line
+    tolerance = 1e-4 + 1e-6 * zeros.abs().clamp(max=1e6)
+    visible = off.abs() <= tolerance
+    if not (visible | (off < _HIDDEN)).all():
+        raise refused_attention(node, "what is added to its scores is not linear in the key")
+    if not (visible == visible[0]).all():
+        raise refused_attention(node, "its mask differs between heads")
+    hidden = distance[~visible[0] & (distance >= 0)]
+    window = int(hidden.min()) if hidden.numel() else 0
+    expected = (distance >= 0) & ((distance < window) | (window == 0))
+    if not torch.equal(visible[0], expected):
+        raise refused_attention(node, "its mask is neither causal nor a causal window")
+    scales = (ones - zeros)[visible]
     scale = float(ones[0, 0, 0] - zeros[0, 0, 0])
-    return scale, window, () if no_slopes else tuple(map(float, slopes))
-
-
-def _evaluate(
-    root: Node,
-    product: Node | None,
-    constants: Mapping[str, torch.Tensor],
-    tokens: int,
-    fill: float,
-) -> torch.Tensor:
-    """The value of a node on the CPU, with the product's entries all set to `fill`.
-
-    Half-precision values are widened once made: a bias rounded to bf16 is not linear any more.
-    """
-    values: dict[Node, Any] = {}
-
-    def size(x: Any) -> int:
-        return x if isinstance(x, int) else tokens
-
-    def value(node: Any) -> Any:
-        if isinstance(node, Node):
-            if node not in values:
-                made = compute(node)
-                is_half = isinstance(made, torch.Tensor) and made.dtype in _HALF
-                values[node] = made.to(torch.float32) if is_half else made
-            return values[node]
-        if isinstance(node, list | tuple):
-            return type(node)(value(item) for item in node)
-        return torch.device("cpu") if isinstance(node, torch.device) else node
-
-    def compute(node: Node) -> Any:
-        meta = node.meta.get("val")
-        if node is product:
-            scores = torch.full([size(s) for s in meta.shape], fill, dtype=torch.float64)  # type: ignore[union-attr]
-            if node.target is _aten.baddbmm.default:
-                bias = value(node.args[0]).to(torch.float64)
-                beta, alpha = (node.kwargs.get(name, 1.0) for name in ("beta", "alpha"))
-                return beta * bias + alpha * scores  # type: ignore[operator]
-            return scores
-        if node.op == "placeholder":
-            return _evaluate_placeholder(node, constants, tokens)
-        if node.op == "get_attr" or not callable(node.target):
-            raise _refusal(node, f"its scores depend on {node.op} {node.target}")
-        if node.target is _aten.sym_size.int:
-            return size(node.args[0].meta["val"].shape[node.args[1]])  # type: ignore[union-attr]
-        if node.target is _aten._assert_tensor_metadata.default:
-            return None
-        arguments = [value(argument) for argument in node.args]
-        keywords = {key: value(argument) for key, argument in node.kwargs.items()}
-        if node.target is python_operator.getitem:
-            return arguments[0][arguments[1]]
-        return node.target(*arguments, **keywords)
-
-    return value(root)  # type: ignore[no-any-return]
-
-
-def _evaluate_placeholder(
-    node: Node, constants: Mapping[str, torch.Tensor], tokens: int
-) -> torch.Tensor:
-    """A constant's value, or 0, 1, … for an integer input such as the positions."""
-    if node.name in constants:
-        return constants[node.name]
-    meta = node.meta.get("val")
-    if meta is not None and not meta.is_floating_point():
-        return torch.arange(tokens).view(1, -1)
-    raise _refusal(node, "its scores depend on a weight")
-
-
-def _refusal(node: Node, why: str) -> TraceError:
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    where = stack[-1][0] if stack else node.name
-    return TraceError(
-        f"{where} has an attention that pcg cannot raise: {why}. Use an architecture whose "
-        "attention goes through transformers' AttentionInterface"
-    )
+    if (scales - scale).abs().max() > 1e-5 * abs(scale):
+        raise refused_attention(node, "its scores are not scaled by one number")
+    is_flat = bool((slopes.abs() < 1e-12).all())
+    return window, () if is_flat else tuple(map(float, slopes)), scale

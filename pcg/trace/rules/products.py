@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -105,21 +104,6 @@ def topk(flat: FlatGraph, node: Node) -> list[FlatValue]:
     x, k = flat.tensor(node.args[0]), int(argument(node, 1))
     names = flat.add_many("topk", x.name, k=k)
     return [FlatValue(name, x.tags, (*x.shape[:-1], k)) for name in names]
-
-
-def attention(flat: FlatGraph, node: Node) -> FlatValue:
-    """The rule of the marker of attention (`pcg.trace.markers`)."""
-    inputs = [flat.tensor(a) for a in node.args[:3]]
-    sinks, scale, window, softcap = node.args[3:7]
-    for x in inputs:
-        if x.tags != "bdtd":
-            raise refusal(node, f"its inputs are laid out {x.tags}, not batch, heads, tokens, dim")
-    attributes: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-    if sinks is not None:
-        inputs.append(flat.tensor(sinks))
-        attributes["sinks"] = True
-    out = flat.add_many("attention", *(x.name for x in inputs), **attributes)[0]
-    return FlatValue(out, "btdd", traced_shape(node))
 
 
 def experts(flat: FlatGraph, node: Node) -> FlatValue:

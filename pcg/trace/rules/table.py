@@ -52,7 +52,6 @@ _ATEN: Mapping[str, Rule] = {
 }
 RULES: Mapping[str, Rule] = {
     **{f"aten.{name}": rule for name, rule in _ATEN.items()},
-    "pcg.attention": products.attention,
     "pcg.experts": products.experts,
     "pcg.take": shapes.take,
 }
