@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from pcg.errors import PcgError, TraceError, UnsupportedError
+from pcg.trace.dry_runs import check_gradients, check_no_recurrence
 from pcg.trace.layer_kinds import layer_kinds, schedule_of
 from pcg.trace.markers import (
     IMPLEMENTATION,
@@ -38,7 +39,6 @@ from pcg.trace.prepared_module import (
     with_modules_of_their_own,
     without_custom_gradients,
 )
-from pcg.trace.recurrence import check_no_recurrence
 
 
 @dataclass(frozen=True)
@@ -148,10 +148,14 @@ def _export_with(implementation: str, model: nn.Module, own: str | None, whole: 
         schedule = tuple(chosen)
     attention_marked = with_attention(model, implementation, experts=IMPLEMENTATION)
     alone = with_modules_of_their_own(model)
+    is_given = own is not None
     if own is None:
         own = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
     with attention_marked, of_attention(own), alone, with_layers(model, path, chosen):
-        check_no_recurrence(model, functools.partial(_run, model))
+        run = functools.partial(_run, model)
+        check_no_recurrence(model, run)
+        if is_given:
+            check_gradients(model, run)
         constants = _constant_buffers(model)
         names = _checkpoint_names(model)
         program = _export(model)

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import types
 from collections.abc import Hashable, Mapping, Set
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,13 @@ _INDICES = ("layer_idx", "layer_id", "layer_number")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_forward_hooks", "_forward_pre_hooks"}
 
 
+def configs_of(model: nn.Module) -> list[Any]:
+    """The configurations that a model and its modules hold, each once."""
+    held = [vars(module).get("config") for module in model.modules()]
+    found = {id(config): config for config in held if hasattr(config, "to_dict")}
+    return list(found.values())
+
+
 def layer_kinds(model: nn.Module) -> tuple[str, list[Hashable]]:
     """Path of the list of layers, and for each layer a value equal for layers of one kind."""
     name = type(model).__name__
@@ -25,8 +33,24 @@ def layer_kinds(model: nn.Module) -> tuple[str, list[Hashable]]:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             if len({id(layer) for layer in module}) < len(module):
                 raise UnsupportedError(f"{path} of {name} holds one layer more than once")
-            return path, [fingerprint(layer) for layer in module]
+            parent = model.get_submodule(path.rpartition(".")[0])
+            of_places = [_of_place(model, parent, place, count) for place in range(count)]
+            return path, list(zip(map(fingerprint, module), of_places, strict=True))
     raise TraceError(f"{name} has no list of its {count} layers (config.num_hidden_layers)")
+
+
+def _of_place(model: nn.Module, parent: nn.Module, place: int, count: int) -> Hashable:
+    """The entries of a place in lists of the model that have one for each layer.
+
+    A layer of Gemma 3 has the mask of its place, so that a moved layer is of another kind.
+    """
+    lists = (
+        (key, value[place])
+        for holder in (parent, *configs_of(model))
+        for key, value in vars(holder).items()
+        if isinstance(value, list | tuple) and len(value) == count and "token" not in key
+    )
+    return tuple((key, _described(value, {})) for key, value in lists)
 
 
 def fingerprint(layer: nn.Module) -> Hashable:

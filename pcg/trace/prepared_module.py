@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as hooks
 
 from pcg.errors import UnsupportedError
+from pcg.trace.layer_kinds import configs_of
 from pcg.trace.markers import register_markers
 
 _TRUE_DERIVATIVES = ("transformers.models.bloom.modeling_bloom.GeLUFunction",)
@@ -34,7 +36,7 @@ def with_attention(
     """
     register_markers()
     with contextlib.ExitStack() as undo:
-        for config in _configs(model):
+        for config in configs_of(model):
             undo.callback(_restore, vars(config), dict(vars(config)))
             # Their setter refuses what the architecture does not say that it supports.
             vars(config)["_attn_implementation_internal"] = implementation
@@ -62,7 +64,7 @@ def with_layers(model: nn.Module, path: str, chosen: Sequence[int]) -> Iterator[
     with contextlib.ExitStack() as undo:
         undo.callback(parent._modules.__setitem__, name, layers)
         parent._modules[name] = nn.ModuleList(layers[index] for index in chosen)
-        configs = _configs(model)
+        configs = configs_of(model)
         for holder in (parent, *configs):
             undo.callback(_restore, vars(holder), dict(vars(holder)))
             for key, value in list(vars(holder).items()):
@@ -147,7 +149,8 @@ def without_custom_gradients(model: nn.Module) -> Iterator[None]:
         UnsupportedError: the model has backward hooks, or calls a torch.autograd.Function.
     """
     for path, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
+        of_all = hooks._global_backward_hooks or hooks._global_backward_pre_hooks
+        if of_all or module._backward_hooks or module._backward_pre_hooks:
             raise UnsupportedError(
                 f"{path or type(model).__name__} has backward hooks, which a compiled program "
                 "does not run; remove them"
@@ -169,13 +172,6 @@ def without_custom_gradients(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    """The configurations that a model and its modules hold, each once."""
-    held = [vars(module).get("config") for module in model.modules()]
-    found = {id(config): config for config in held if hasattr(config, "to_dict")}
-    return list(found.values())
 
 
 def _restore(holder: dict[str, Any], before: dict[str, Any]) -> None:

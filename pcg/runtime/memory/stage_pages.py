@@ -5,6 +5,7 @@ All ranks count the same pages, so a page takes what that of the stage with the 
 
 from __future__ import annotations
 
+from pcg.errors import UnsupportedError
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TensorType
 from pcg.parallel.ranks.stages import Stages
@@ -19,5 +20,15 @@ def stage_kv_types(
 
 
 def page_bytes_of(model: ModelGraph, stages: Stages) -> int:
-    """Return the bytes of a page of the stage that has the most of it."""
-    return max(bytes_of_page(stage_kv_types(model, stages, i)) for i in range(stages.count))
+    """Return the bytes of a page of the stage that has the most of it.
+
+    Raises:
+        UnsupportedError: no layer has attention.
+    """
+    page = max(bytes_of_page(stage_kv_types(model, stages, i)) for i in range(stages.count))
+    if not page:
+        raise UnsupportedError(
+            "no layer of the model has attention, and an engine plans by the KV cache; "
+            "Executor.logits computes the logits of such a model"
+        )
+    return page
