@@ -17,16 +17,17 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from pcg.errors import PcgError, TraceError, UnsupportedError
 from pcg.trace.dry_runs import check_gradients, check_no_recurrence
-from pcg.trace.layer_kinds import layer_kinds, schedule_of
+from pcg.trace.layer_kinds import configs_of, layer_kinds, schedule_of
 from pcg.trace.markers import (
     IMPLEMENTATION,
+    ForeignFunctionError,
     NumbersOnMeta,
     of_attention,
     register_markers,
@@ -110,9 +111,12 @@ class _NotThisWay(Exception):
     """An attention implementation that an architecture does not take."""
 
 
-def _first_way(name: str, run: Callable[[str], Exported], ways: Iterable[str]) -> Exported:
+_Way = TypeVar("_Way", str, str | None)
+
+
+def _first_way(name: str, run: Callable[[_Way], Exported], ways: Iterable[_Way]) -> Exported:
     """The export by the first attention implementation that an architecture takes."""
-    reasons: dict[str, str] = {}
+    reasons: dict[str, str | None] = {}
     for implementation in ways:
         try:
             return run(implementation)
@@ -123,23 +127,37 @@ def _first_way(name: str, run: Callable[[str], Exported], ways: Iterable[str]) -
     reasons = telling or dict(list(reasons.items())[:1])
     if len(reasons) == 1:
         raise TraceError(f"cannot trace {name}: {next(iter(reasons))}")
-    each = [f"with {implementation} attention, {why}" for why, implementation in reasons.items()]
+    each = [
+        f"with {implementation or 'its own'} attention, {why}"
+        for why, implementation in reasons.items()
+    ]
     raise TraceError(f"cannot trace {name}: {'; '.join(each)}")
 
 
 def _export_module(model: nn.Module, dtype: torch.dtype | None, whole: bool) -> Exported:
     check_module(model)
-    # A module without the marker has its attention in a class, which was chosen when it was built.
-    own = getattr(model.config, "_attn_implementation", None) or "eager"
+    names = {getattr(config, "_attn_implementation", None) for config in configs_of(model)}
+    own = next(iter(names)) or "eager"
+    is_foreign = False
+
+    def run(way: str | None) -> Exported:
+        # A function of the user's own may tell layers apart that look alike.
+        nonlocal is_foreign
+        try:
+            return _export_with(way, model, own, whole or is_foreign)
+        except _NotThisWay as error:
+            is_foreign |= isinstance(error.__cause__, ForeignFunctionError)
+            raise
+
+    # Modules of several attentions, or with their attention in a class, are traced as they are.
+    ways = (IMPLEMENTATION, None) if len(names) == 1 else (None,)
     with with_frozen(model, dtype), without_custom_gradients(model):
-        return _first_way(
-            type(model).__name__,
-            lambda way: _export_with(way, model, own, whole),
-            dict.fromkeys((IMPLEMENTATION, own)),
-        )
+        return _first_way(type(model).__name__, run, ways)
 
 
-def _export_with(implementation: str, model: nn.Module, own: str | None, whole: bool) -> Exported:
+def _export_with(
+    implementation: str | None, model: nn.Module, own: str | None, whole: bool
+) -> Exported:
     """Export a model by an attention implementation; `own` is the one that a module has."""
     path, kinds = layer_kinds(model)
     schedule, chosen = schedule_of(kinds)

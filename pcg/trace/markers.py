@@ -90,19 +90,23 @@ def register_markers() -> None:
         experts.register(IMPLEMENTATION, _experts_interface)
 
 
+class ForeignFunctionError(ValueError):
+    """A module calls an attention function that is not transformers' own."""
+
+
 @contextlib.contextmanager
 def of_attention(own: str) -> Iterator[None]:
     """Let the marker stand for an attention implementation, within transformers' own code.
 
     A sequence is traced by itself, so that packed ones are not looked for. Where a module would
-    call another function than transformers', the marker raises ValueError.
+    call another function than transformers', the marker raises ForeignFunctionError.
     """
     from transformers import AttentionInterface, masking_utils
 
     def checked(function: Any) -> None:
         if not _is_of_transformers(function):
             name = getattr(function, "__qualname__", type(function).__name__)
-            raise ValueError(f"its attention {name} is not a function of transformers")
+            raise ForeignFunctionError(f"its attention {name} is not a function of transformers")
 
     lookup, find_packed = (
         AttentionInterface.get_interface,
@@ -120,7 +124,17 @@ def of_attention(own: str) -> Iterator[None]:
             checked(None if own == "eager" else self[own])
         return super(AttentionInterface, self).__getitem__(name)
 
+    def broadcast(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def mask(*indices: torch.Tensor) -> torch.Tensor:
+            batch, _, queries, keys = (len(index) for index in indices)
+            places = masking_utils._non_vmap_expansion_sdpa(*indices)
+            return function(*places).expand(batch, -1, queries, keys)
+
+        return mask
+
     before = own_attention.set(own)
+    by_vmap = masking_utils._vmap_expansion_sdpa
+    masking_utils._vmap_expansion_sdpa = broadcast  # tensors of vmap cannot be traced
     AttentionInterface.get_interface = get_interface
     AttentionInterface.__getitem__ = get_item
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
@@ -130,6 +144,7 @@ def of_attention(own: str) -> Iterator[None]:
         AttentionInterface.get_interface = lookup
         del AttentionInterface.__getitem__
         masking_utils.find_packed_sequence_indices = find_packed
+        masking_utils._vmap_expansion_sdpa = by_vmap
         own_attention.reset(before)
 
 
@@ -146,6 +161,8 @@ def _mask_interface(**given: Any) -> torch.Tensor | None:
 
     own = own_attention.get()
     given["allow_is_causal_skip"] = False
+    if own not in ALL_MASK_ATTENTION_FUNCTIONS:
+        raise ForeignFunctionError(f"its attention {own} is not a function of transformers")
     if own != "eager" and _is_of_transformers(ALL_MASK_ATTENTION_FUNCTIONS.get(own)):
         own = "sdpa"  # as a tensor, which flash and flex attention have no need of
     return ALL_MASK_ATTENTION_FUNCTIONS[own](**given)  # type: ignore[no-any-return]

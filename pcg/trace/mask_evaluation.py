@@ -325,7 +325,8 @@ class Evaluation:
             return self._linear(node, name)
         if name in _LOGICAL and node.meta["val"].dtype == torch.bool:
             return self._native(node)
-        if name in _CORNERED or _is_rounded(node):
+        is_reduced = name in ("max", "min") and len(node.args) < 2
+        if (name in _CORNERED and not is_reduced) or _is_rounded(node):
             return self._cornered(node, name)
         raise self._refused(node, f"its scores go through {node.target}")
 

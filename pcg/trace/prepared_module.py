@@ -25,13 +25,13 @@ _TRUE_DERIVATIVES = ("transformers.models.bloom.modeling_bloom.GeLUFunction",)
 
 @contextlib.contextmanager
 def with_attention(
-    model: nn.Module, implementation: str, *, experts: str | None = None
+    model: nn.Module, implementation: str | None, *, experts: str | None = None
 ) -> Iterator[None]:
     """Make a model ready for inference, by other functions of transformers' registries.
 
     Args:
         model: a causal LM.
-        implementation: the name of an attention.
+        implementation: the name of an attention; None leaves each module's own.
         experts: the name of a function of experts; the model's own by default.
     """
     register_markers()
@@ -39,7 +39,8 @@ def with_attention(
         for config in configs_of(model):
             undo.callback(_restore, vars(config), dict(vars(config)))
             # Their setter refuses what the architecture does not say that it supports.
-            vars(config)["_attn_implementation_internal"] = implementation
+            if implementation is not None:
+                vars(config)["_attn_implementation_internal"] = implementation
             if experts is not None:
                 vars(config)["_experts_implementation_internal"] = experts
         for module in model.modules():
@@ -146,7 +147,8 @@ def without_custom_gradients(model: nn.Module) -> Iterator[None]:
     """Refuse what changes gradients and leaves no trace in the forward pass.
 
     Raises:
-        UnsupportedError: the model has backward hooks, or calls a torch.autograd.Function.
+        UnsupportedError: the model has backward hooks, calls a torch.autograd.Function, or hooks
+            into the tensors that are saved for backward.
     """
     for path, module in model.named_modules():
         of_all = hooks._global_backward_hooks or hooks._global_backward_pre_hooks
@@ -167,11 +169,24 @@ def without_custom_gradients(model: nn.Module) -> Iterator[None]:
             "write it with PyTorch's operators"
         )
 
+    saved = torch.autograd.graph.saved_tensors_hooks
+    enter = saved.__enter__
+
+    def refuse(self: Any) -> None:
+        if type(self) is not saved:  # one of PyTorch's own, which give back what they are given
+            return enter(self)
+        raise UnsupportedError(
+            "the model uses saved_tensors_hooks, which may change gradients; a compiled program "
+            "decides itself what it saves for backward"
+        )
+
     torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+    saved.__enter__ = refuse  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        saved.__enter__ = enter  # type: ignore[method-assign]
 
 
 def _restore(holder: dict[str, Any], before: dict[str, Any]) -> None:

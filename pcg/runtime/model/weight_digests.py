@@ -49,7 +49,7 @@ def row_digests(tensor: Tensor) -> bytes:
 
     So ranks that hold some rows each tell of the whole tensor what a process does that has it.
     """
-    rows = tensor.detach().reshape(-1, tensor.shape[-1]).to("cpu").contiguous()
+    rows = torch.atleast_2d(tensor.detach()).flatten(0, -2).to("cpu").contiguous()
     return b"".join(hashlib.sha256(row).digest() for row in rows.view(torch.uint8).numpy())
 
 
