@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pcg.errors import PcgError, UnsupportedError
 
 _TOKENS = (5, 9)
+_MANY = 4099
+"""Tokens of a run in which layers are compared: beyond where branches on the length begin."""
+_SMALL = 16
+"""Entries of a constant tensor whose values are compared."""
 _MIXES = ("conv", "_conv", "mkldnn_conv", "fft", "_fft")
 """Beginnings of the names of operators that mix tokens."""
 
@@ -108,6 +112,33 @@ def check_gradients(model: nn.Module, run: Callable[[int], object]) -> None:
             )
 
 
+def calls_of_layers(
+    model: nn.Module, path: str, count: int, run: Callable[[int], object]
+) -> list[Hashable]:
+    """Return what each layer calls, on few tokens and on many.
+
+    Layers that look alike may be told apart by what a module does not hold: an attention function
+    that knows the layers by their index, a list of the configuration.
+
+    Args:
+        model: a causal LM with all its layers.
+        path: module path of the list of layers.
+        count: the number of layers.
+        run: runs its forward on a number of tokens.
+    """
+    calls: list[list[Hashable]] = [[] for _ in range(count)]
+    for tokens in (_TOKENS[0], _MANY):
+        functions = _Functions(model)
+        with contextlib.suppress(Exception), torch.no_grad(), _without_data(model), functions:
+            run(tokens)
+        for module, call in functions.calls:
+            place, _, inner = module.removeprefix(f"{path}.").partition(".")
+            place = place.partition(" ")[0]
+            if module.startswith(f"{path}.") and place.isdecimal():
+                calls[int(place)].append((inner, call))
+    return list(map(tuple, calls))
+
+
 class _EndedEarly(Exception):
     """A run that does not come to its end without data."""
 
@@ -123,6 +154,7 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self.calls: list[tuple[str, Hashable]] = []
         self._modules = _Modules(model)
+        self._held = {id(x) for x in itertools.chain(model.parameters(), model.buffers())}
 
     def __enter__(self) -> _Functions:
         self._modules.__enter__()
@@ -134,20 +166,32 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         module = self._modules.innermost
-        if func in _OF_GRADIENTS:
+        used = _OF_GRADIENTS.get(func)
+        if torch.is_inference_mode_enabled():
+            used = "torch.inference_mode"
+        if used is not None:
             raise UnsupportedError(
-                f"{module} uses {_OF_GRADIENTS[func]}; a compiled program computes its gradients "
+                f"{module} uses {used}; a compiled program computes its gradients "
                 "itself and has no hooks in them"
             )
         # torch.no_grad() puts the mode of before back.
         if func is not torch._C._set_grad_enabled:
-            numbers = tuple(x for x in (*args, *(kwargs or {}).values()) if _is_number(x))
-            self.calls.append((module, (getattr(func, "__qualname__", str(func)), numbers)))
+            given = tuple(map(self._described, (*args, *(kwargs or {}).values())))
+            self.calls.append((module, (getattr(func, "__qualname__", str(func)), given)))
         return func(*args, **(kwargs or {}))
 
-
-def _is_number(x: Any) -> bool:
-    return x is None or isinstance(x, bool | int | float | str | torch.dtype)
+    def _described(self, x: Any) -> Hashable:
+        """An argument that is equal for calls that compute the same of other activations."""
+        if x is None or isinstance(x, bool | int | float | str | torch.dtype):
+            return x
+        if isinstance(x, list | tuple):
+            return tuple(map(self._described, x))
+        if isinstance(x, slice):
+            return tuple(map(self._described, (x.start, x.stop, x.step)))
+        is_known = isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) and not x.is_meta
+        if is_known and id(x) not in self._held and x.numel() <= _SMALL:
+            return tuple(x.detach().flatten().tolist())
+        return type(x).__name__
 
 
 class _Modules:

@@ -23,11 +23,10 @@ import torch
 from torch import nn
 
 from pcg.errors import PcgError, TraceError, UnsupportedError
-from pcg.trace.dry_runs import check_gradients, check_no_recurrence
+from pcg.trace.dry_runs import calls_of_layers, check_gradients, check_no_recurrence
 from pcg.trace.layer_kinds import configs_of, layer_kinds, schedule_of
 from pcg.trace.markers import (
     IMPLEMENTATION,
-    ForeignFunctionError,
     NumbersOnMeta,
     of_attention,
     register_markers,
@@ -138,21 +137,13 @@ def _export_module(model: nn.Module, dtype: torch.dtype | None, whole: bool) -> 
     check_module(model)
     names = {getattr(config, "_attn_implementation", None) for config in configs_of(model)}
     own = next(iter(names)) or "eager"
-    is_foreign = False
-
-    def run(way: str | None) -> Exported:
-        # A function of the user's own may tell layers apart that look alike.
-        nonlocal is_foreign
-        try:
-            return _export_with(way, model, own, whole or is_foreign)
-        except _NotThisWay as error:
-            is_foreign |= isinstance(error.__cause__, ForeignFunctionError)
-            raise
 
     # Modules of several attentions, or with their attention in a class, are traced as they are.
     ways = (IMPLEMENTATION, None) if len(names) == 1 else (None,)
     with with_frozen(model, dtype), without_custom_gradients(model):
-        return _first_way(type(model).__name__, run, ways)
+        return _first_way(
+            type(model).__name__, lambda way: _export_with(way, model, own, whole), ways
+        )
 
 
 def _export_with(
@@ -160,17 +151,22 @@ def _export_with(
 ) -> Exported:
     """Export a model by an attention implementation; `own` is the one that a module has."""
     path, kinds = layer_kinds(model)
-    schedule, chosen = schedule_of(kinds)
-    if whole:
-        chosen = list(range(len(kinds)))
-        schedule = tuple(chosen)
-    attention_marked = with_attention(model, implementation, experts=IMPLEMENTATION)
-    alone = with_modules_of_their_own(model)
+    run = functools.partial(_run, model)
     is_given = own is not None
     if own is None:
         own = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
-    with attention_marked, of_attention(own), alone, with_layers(model, path, chosen):
-        run = functools.partial(_run, model)
+    with contextlib.ExitStack() as prepared:
+        prepared.enter_context(with_attention(model, implementation, experts=IMPLEMENTATION))
+        prepared.enter_context(of_attention(own))
+        prepared.enter_context(with_modules_of_their_own(model))
+        if is_given and not whole:
+            calls = calls_of_layers(model, path, len(kinds), run)
+            kinds = list(zip(kinds, calls, strict=True))
+        schedule, chosen = schedule_of(kinds)
+        if whole:
+            chosen = list(range(len(kinds)))
+            schedule = tuple(chosen)
+        prepared.enter_context(with_layers(model, path, chosen))
         check_no_recurrence(model, run)
         if is_given:
             check_gradients(model, run)

@@ -90,23 +90,19 @@ def register_markers() -> None:
         experts.register(IMPLEMENTATION, _experts_interface)
 
 
-class ForeignFunctionError(ValueError):
-    """A module calls an attention function that is not transformers' own."""
-
-
 @contextlib.contextmanager
 def of_attention(own: str) -> Iterator[None]:
     """Let the marker stand for an attention implementation, within transformers' own code.
 
     A sequence is traced by itself, so that packed ones are not looked for. Where a module would
-    call another function than transformers', the marker raises ForeignFunctionError.
+    call another function than transformers', the marker raises ValueError.
     """
     from transformers import AttentionInterface, masking_utils
 
     def checked(function: Any) -> None:
         if not _is_of_transformers(function):
             name = getattr(function, "__qualname__", type(function).__name__)
-            raise ForeignFunctionError(f"its attention {name} is not a function of transformers")
+            raise ValueError(f"its attention {name} is not a function of transformers")
 
     lookup, find_packed = (
         AttentionInterface.get_interface,
@@ -162,7 +158,7 @@ def _mask_interface(**given: Any) -> torch.Tensor | None:
     own = own_attention.get()
     given["allow_is_causal_skip"] = False
     if own not in ALL_MASK_ATTENTION_FUNCTIONS:
-        raise ForeignFunctionError(f"its attention {own} is not a function of transformers")
+        raise ValueError(f"its attention {own} is not a function of transformers")
     if own != "eager" and _is_of_transformers(ALL_MASK_ATTENTION_FUNCTIONS.get(own)):
         own = "sdpa"  # as a tensor, which flash and flex attention have no need of
     return ALL_MASK_ATTENTION_FUNCTIONS[own](**given)  # type: ignore[no-any-return]

@@ -407,7 +407,7 @@ class Evaluation:
         return {p for p in places if p - 1 not in places}
 
     def _index(self, node: Node) -> Tensor:
-        x, indices = self._value(node.args[0]), self._value(node.args[1])
+        x, indices = self._value(node.args[0]), list(map(self._value, node.args[1]))  # type: ignore[arg-type]
         shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
         places = [dim for dim, index in enumerate(indices) if index is not None]
         if any(one in self._scored for one in node.args[1]):  # type: ignore[union-attr]
@@ -447,10 +447,10 @@ class Evaluation:
         tensors = [a for a in node.args[:2] if isinstance(a, Node)]
         if name in ("mul", "div"):
             # A condition times a position is still piecewise linear.
-            varying = [x for x in tensors if x in self._positional and not self._is_flag(x)]
-            is_ratio = name == "div" and len(node.args) > 1 and node.args[1] in self._positional
-            products = [x for x in tensors if x in self._scored]
-            if len(varying) > 1 or is_ratio or len(products) > 1 or (products and varying):
+            depend = self._positional | self._scored
+            varying = [x for x in tensors if x in depend and not self._is_flag(x)]
+            is_ratio = name == "div" and len(node.args) > 1 and node.args[1] in depend
+            if len(varying) > 1 or is_ratio:
                 raise self._refused(node, f"its scores have a {node.target} of two positions")
         condition = {"where": 0, "masked_fill": 1}.get(name)
         if condition is not None and node.args[condition] in self._scored:
@@ -460,11 +460,10 @@ class Evaluation:
         return self._native(node)  # type: ignore[no-any-return]
 
     def _is_flag(self, node: Node) -> bool:
-        """True of a condition, and of a condition as numbers."""
-        while _name(node) in ("to", "_to_copy", *_RESHAPED, *_EXPANDED, "unsqueeze"):
-            node = node.args[0]  # type: ignore[assignment]
-        value = node.meta.get("val")
-        return isinstance(value, Tensor) and value.dtype == torch.bool
+        """True of a condition, and of one as 0 and 1."""
+        value = self._values[node]
+        is_flag = node not in self._scored and isinstance(value, Tensor)
+        return is_flag and bool(((value == 0) | (value == 1)).all())
 
     def _cornered(self, node: Node, name: str) -> Tensor:
         if self._depends(node, self._scored):
