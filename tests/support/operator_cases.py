@@ -185,7 +185,7 @@ def unary_cases() -> list[Case]:
     cases += [Case("gelu", (x(9),), {"approximate": form}) for form in ("none", "tanh")]
     bounds: list[dict[str, Attribute]] = [{"min": -0.5}, {"max": 0.5}, {"max": 1, "min": -1.0}]
     cases += [Case("clamp", (x(9),), bound) for bound in bounds]
-    cases += [Case("pow", (x(9),), {"exponent": e}) for e in (0.0, 1.0, 2.0, 3.0, 4, -1.0)]
+    cases += [Case("pow", (x(9),), {"exponent": e}) for e in (0.0, 1.0, 2.0, 3.0, 4.0, -1.0)]
     cases += [Case("pow", (x(9, positive=True),), {"exponent": e}) for e in (0.5, -0.5, 1.7)]
     cases += [Case("cast", (x(4),), {"dtype": dtype}) for dtype in ("f32", "f64", "bf16")]
     cases += [Case("cast", (x(4, dtype=dtype),), {"dtype": "f64"}) for dtype in ("f32", "f16")]

@@ -32,7 +32,7 @@ from pcg.ir.types import (
 FLOATS = ("f64", "f32", "bf16", "f16")
 NAMES = st.text("abcxyzABC0189_.", min_size=1, max_size=8)
 STRINGS = st.text(st.characters(codec=None), max_size=12)
-EXPONENTS = st.floats(allow_nan=False)
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
 SMALL = st.integers(1, 6)
 
 
@@ -175,12 +175,12 @@ def gelu(make: Maker, op: str) -> Sequence[str]:
 def clamp(make: Maker, op: str) -> Sequence[str]:
     x = make.any()
     inputs = (make.like(x), x) if op == "clamp_backward" else (x,)
-    bounds = make.draw(st.dictionaries(st.sampled_from(["min", "max"]), EXPONENTS, min_size=1))
+    bounds = make.draw(st.dictionaries(st.sampled_from(["min", "max"]), FINITE, min_size=1))
     return make.add(op, *inputs, **bounds)
 
 
 def power(make: Maker, op: str) -> Sequence[str]:
-    return make.add(op, make.any(), exponent=make.draw(EXPONENTS))
+    return make.add(op, make.any(), exponent=make.draw(FINITE))
 
 
 def cast(make: Maker, op: str) -> Sequence[str]:
@@ -195,7 +195,7 @@ def binary(make: Maker, op: str) -> Sequence[str]:
             shape[dim] = make.draw(st.sampled_from([1, shape[dim]]))
         shape = shape[make.draw(st.integers(0, len(shape) - 1)) :]
         return make.add(op, x, make.of(make.draw(st.sampled_from(FLOATS)), *shape))
-    scalar = make.draw(st.one_of(st.integers(-(2**63), 2**63 - 1), EXPONENTS))
+    scalar = make.draw(st.one_of(st.integers(-(2**63), 2**63 - 1), FINITE))
     flags: dict[str, Any] = make.draw(st.dictionaries(st.just("reversed"), st.booleans()))
     return make.add(op, x, scalar=scalar, **flags)
 
@@ -230,12 +230,12 @@ def lossy(make: Maker, op: str) -> Sequence[str]:
 
 def standardized(make: Maker, op: str) -> Sequence[str]:
     centered = make.coin()
-    made = make.add("standardized", make.matrix(), eps=make.draw(EXPONENTS), centered=centered)
+    made = make.add("standardized", make.matrix(), eps=make.draw(FINITE), centered=centered)
     if op == "standardized":
         return made
     weight = [make.of("f32", make.type(made[0]).shape[-1])] if make.coin() else []
     given = (make.like(made[0]), *made, *weight)
-    return make.add(op, *given, offset=make.draw(EXPONENTS), centered=centered)
+    return make.add(op, *given, offset=make.draw(FINITE), centered=centered)
 
 
 def pointwise(make: Maker, op: str) -> Sequence[str]:
@@ -492,7 +492,7 @@ def attention(make: Maker, op: str) -> Sequence[str]:
     heads = groups * kv_heads
     q, k = make.of("bf16", TOKENS, heads, d), make.of("bf16", TOKENS, kv_heads, d)
     inputs = [q, k, make.of("bf16", TOKENS, kv_heads, d_v)]
-    attributes = {"scale": make.draw(EXPONENTS), "window": make.draw(st.integers(0, 9))}
+    attributes = {"scale": make.draw(FINITE), "window": make.draw(st.integers(0, 9))}
     if op.endswith("attention_backward"):
         out = [make.of("bf16", TOKENS, heads, d_v) for _ in range(2)]
         inputs = [*out, make.of("f32", TOKENS, heads), *inputs]
@@ -500,7 +500,7 @@ def attention(make: Maker, op: str) -> Sequence[str]:
         inputs, attributes = inputs[:4], {**attributes, "kv_heads": kv_heads, "value_size": d_v}
     flags = make.draw(st.dictionaries(st.sampled_from(["alibi", "sinks"]), st.just(True)))
     inputs += [make.of("f32", heads) for _ in flags]
-    return make.add(op, *inputs, softcap=make.draw(EXPONENTS), **attributes, **flags)
+    return make.add(op, *inputs, softcap=make.draw(FINITE), **attributes, **flags)
 
 
 def experts(make: Maker, op: str) -> Sequence[str]:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from pcg.errors import TypeCheckError
 from pcg.ir.operators.arithmetic import Unary, UnaryBackward
-from pcg.ir.operators.base import Attributes, Bounds, Operator, Tile, Types
+from pcg.ir.operators.base import (
+    Attributes,
+    Bounds,
+    Operator,
+    Tile,
+    Types,
+    check_gradient,
+    declared,
+    word,
+)
 
 _SQRT_HALF = 0.7071067811865476
 _SQRT_2_OVER_PI = 0.7978845608028654
@@ -104,6 +113,11 @@ class ReluBackwardPacked(UnaryBackward):
     name = "relu_backward_packed"
     has_kernel = True
 
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        dy, signs = types
+        check_gradient(signs, PackSigns().infer((dy,), {})[0])
+        return (dy,)
+
     def tile(self, tile: Tile, attributes: Attributes) -> str:
         byte = tile.read(1, f"({tile.column}) // 8")
         return f"tl.where((({byte} >> (({tile.column}) % 8)) & 1) != 0, {tile.read(0)}, 0.0)"
@@ -113,6 +127,7 @@ class Gelu(Unary):
     """The exact GELU, or its tanh form with `approximate = "tanh"`."""
 
     name = "gelu"
+    attributes = declared(approximate=word("none", "tanh"))
     bounded_in = Bounds({0: "1.13 e"})
     template = "F.gelu({0}, approximate={approximate!r})"
 
@@ -128,6 +143,7 @@ class GeluBackward(UnaryBackward):
     """dx of gelu, from dy and x."""
 
     name = "gelu_backward"
+    attributes = Gelu.attributes
     bounded_in = Bounds({1: "0.8 |dy| e"})
     template = "torch.ops.aten.gelu_backward({0}, {1}, approximate={approximate!r})"
 

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Iterator, Sequence
+from string import Formatter
 from typing import ClassVar
 
 from pcg.errors import TypeCheckError
 from pcg.ir.operators.base import (
+    DTYPE,
+    FLAG,
+    FLOAT,
+    NUMBER,
     Aligned,
     Attributes,
     Bounds,
     Gradient,
+    Kind,
     Operator,
     Tile,
     Types,
     broadcast_dims,
+    check_gradient,
+    declared,
+    optional,
     same_dims,
 )
 from pcg.ir.types import TORCH_NAMES, broadcast, result_dtype, tensor
@@ -54,6 +63,10 @@ class UnaryBackward(Elementwise):
     """dx of a unary function, from dy and what the rule of the forward operator reads."""
 
     inputs = (2, 2)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        check_gradient(*types)
+        return (types[0],)
 
 
 class Neg(Unary):
@@ -129,6 +142,7 @@ class Clamp(Unary):
     """y = min(max(x, min), max); a missing bound is no bound."""
 
     name = "clamp"
+    attributes = declared(min=optional(NUMBER), max=optional(NUMBER))
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         if not attributes.keys() & {"min", "max"}:
@@ -149,6 +163,11 @@ class ClampBackward(UnaryBackward):
     """dx = dy where x was within the bounds."""
 
     name = "clamp_backward"
+    attributes = Clamp.attributes
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        Clamp().infer(types[1:], attributes)
+        return super().infer(types, attributes)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         dy, x = inputs
@@ -168,6 +187,7 @@ class Pow(Unary):
     """y = x ** exponent, with a constant exponent."""
 
     name = "pow"
+    attributes = declared(exponent=FLOAT)
     template = "torch.pow({0}, {exponent})"
 
     def tiles(self, attributes: Attributes) -> bool:
@@ -202,6 +222,7 @@ class Cast(Unary):
     """The same numbers in another dtype."""
 
     name = "cast"
+    attributes = declared(dtype=DTYPE)
     bounded_in = Bounds({0: "e"})
     tile_template = "{0}"
 
@@ -215,6 +236,25 @@ class Cast(Unary):
         return [context.cast(context.incoming, context.input_type(0).dtype)]
 
 
+def _takes_one(arguments: object) -> bool:
+    """Return whether a template has the tensor {0}, and no other field."""
+    if not isinstance(arguments, str):
+        return False
+    try:
+        return {field for _, field, _, _ in Formatter().parse(arguments) if field is not None} == {
+            "0"
+        }
+    except ValueError:
+        return False
+
+
+_TARGET = Kind(
+    "an overload of PyTorch, as aten.elu.default",
+    lambda value: isinstance(value, str) and re.fullmatch(r"\w+\.\w+\.\w+", value) is not None,
+)
+_ARGUMENTS = Kind("a list of arguments with {0} for the tensor", _takes_one)
+
+
 class Pointwise(Unary):
     """An operator outside the table that PyTorch tags pointwise, carried as it is.
 
@@ -223,6 +263,7 @@ class Pointwise(Unary):
     """
 
     name = "pointwise"
+    attributes = declared(target=_TARGET, arguments=_ARGUMENTS, dtype=DTYPE)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         return (types[0].with_dtype(attributes["dtype"]),)
@@ -240,8 +281,12 @@ class PointwiseBackward(Operator):
     """dx of a pointwise operator, by PyTorch's autograd."""
 
     name = "pointwise_backward"
+    attributes = declared(target=_TARGET, arguments=_ARGUMENTS)
     inputs = (2, 2)
-    made_like = 1
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        check_gradient(*types)
+        return (types[1],)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         function = f"lambda x: {Pointwise().source(['x'], attributes)}"
@@ -251,6 +296,7 @@ class PointwiseBackward(Operator):
 class Binary(Operator):
     """x ∘ y with broadcasting, or x ∘ scalar; with `reversed`, scalar ∘ x."""
 
+    attributes = declared(scalar=optional(NUMBER), reversed=optional(FLAG))
     inputs = (1, 2)
     symbol: ClassVar[str] = ""
 
@@ -282,9 +328,6 @@ class Binary(Operator):
         if attributes.get("reversed"):
             left, right = right, left
         return f"{left} {self.symbol} {right}"
-
-    def tiles(self, attributes: Attributes) -> bool:
-        return math.isfinite(attributes.get("scalar", 0.0))
 
     def tile(self, tile: Tile, attributes: Attributes) -> str:
         return self.source([tile.read(index) for index in range(tile.inputs)], attributes)

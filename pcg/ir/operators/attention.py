@@ -8,6 +8,11 @@ import sympy
 
 from pcg.errors import TypeCheckError
 from pcg.ir.operators.base import (
+    COUNT,
+    FLOAT,
+    NATURAL,
+    PRESENT,
+    TEXT,
     Aligned,
     Attributes,
     Bounds,
@@ -15,7 +20,10 @@ from pcg.ir.operators.base import (
     Operator,
     Tile,
     Types,
+    declared,
+    optional,
     same_dims,
+    word,
 )
 from pcg.ir.types import CONTEXT, DTYPE_BYTES, TensorType, tensor
 
@@ -28,6 +36,7 @@ class Append(Operator):
     """
 
     name = "append"
+    attributes = declared(to=word("keys", "values"))
     template = "{0}"
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
@@ -59,6 +68,14 @@ class Attention(Operator):
     """
 
     name = "attention"
+    attributes = declared(
+        scale=FLOAT,
+        window=NATURAL,
+        softcap=FLOAT,
+        alibi=PRESENT,
+        sinks=PRESENT,
+        library=optional(TEXT),
+    )
     is_product = True
     inputs = (3, 5)
     suffixes = ("", "lse")
@@ -66,9 +83,11 @@ class Attention(Operator):
     computes_in_first = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        q, k, v = types[:3]
-        if len(q.dims) != 3 or k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2]:
+        q, k, v, *of_heads = types
+        fits = len(q.dims) == len(v.dims) == 3 and k.shape[:2] == v.shape[:2]
+        if not fits or k.shape != (q.shape[0], k.shape[1], q.shape[2]):
             raise TypeCheckError(f"attention of q {q}, k {k}, v {v}")
+        _check_of_heads(q, of_heads, attributes)
         if int(q.shape[1]) % int(k.shape[1]):
             raise TypeCheckError(f"{q.shape[1]} heads are no multiple of {k.shape[1]} KV heads")
         out = q.with_shape((*q.shape[:2], v.shape[2]))
@@ -110,6 +129,7 @@ class AttentionBackward(Operator):
     """dq, dk, dv of attention, from dout, out, lse and the forward inputs."""
 
     name = "attention_backward"
+    attributes = Attention.attributes
     row_bounded_in = Bounds({1: "|ds| <= p |dout| e", 5: "|ds| <= p |dout| eᵀ"})
     finely_bounded_in = Bounds(
         {
@@ -124,6 +144,7 @@ class AttentionBackward(Operator):
     computes_in_first = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
+        _check_outputs(types, Attention().infer(types[3:], attributes))
         return types[3], types[4], types[5]
 
     def context_inputs(self, inputs: Types) -> Types:
@@ -154,20 +175,17 @@ class WindowAttentionBackward(AttentionBackward):
     """
 
     name = "window_attention_backward"
+    attributes = declared(**Attention.attributes, kv_heads=COUNT, value_size=COUNT)
     row_bounded_in = Bounds({1: "|ds| <= p |dout| e"})
     finely_bounded_in = Bounds({3: "|dp| <= p (exp(scale e |k|ᵀ) - 1)"})
     inputs = (4, 6)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        q = types[3]
-        heads, size = attributes["kv_heads"], attributes["value_size"]
-        if int(q.shape[1]) % heads or types[0].shape[2] != size:
-            raise TypeCheckError(
-                f"window_attention_backward of dout {types[0]} and q {q} with kv_heads={heads}, "
-                f"value_size={size}"
-            )
-        kv = (q.shape[0], heads)
-        return q, q.with_shape((*kv, q.shape[2])), q.with_shape((*kv, size))
+        q, *of_heads = types[3:]
+        kv = (q.shape[0], attributes["kv_heads"])
+        k = q.with_shape((*kv, q.shape[2]))
+        v = q.with_shape((*kv, attributes["value_size"]))
+        return super().infer((*types[:3], q, k, v, *of_heads), attributes)
 
     def context_inputs(self, inputs: Types) -> Types:
         return ()  # they are in the cache
@@ -182,6 +200,25 @@ class WindowAttentionBackward(AttentionBackward):
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         own = Operator.moved_bytes(self, inputs, outputs, attributes)
         return own + 3 * _cached_bytes(outputs[1:])
+
+
+def _check_of_heads(q: TensorType, given: Sequence[TensorType], attributes: Attributes) -> None:
+    """Check the inputs that hold a number of each head: `alibi`, `sinks`."""
+    names = [name for name in ("alibi", "sinks") if attributes.get(name)]
+    if len(given) != len(names) or any(type_.shape != q.shape[1:2] for type_ in given):
+        wanted = " and ".join(f"{name} [{q.shape[1]}]" for name in names) or "nothing"
+        shown = ", ".join(map(str, given)) or "nothing"
+        raise TypeCheckError(f"attention of q {q} takes {wanted} behind v, not {shown}")
+
+
+def _check_outputs(types: Types, outputs: Types) -> None:
+    """Check that dout, out and lse are as attention gives them."""
+    dout, out, lse = types[:3]
+    if (dout.shape, out.shape) != (outputs[0].shape,) * 2 or lse.shape != outputs[1].shape:
+        raise TypeCheckError(
+            f"the gradient of attention takes dout and out {outputs[0]} and lse {outputs[1]}, not "
+            f"{dout}, {out} and {lse}"
+        )
 
 
 def _mean_keys(attributes: Attributes) -> sympy.Expr:

@@ -9,22 +9,24 @@ element in Triton, if kernels fuse it (`tile`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import sympy
 
 from pcg.errors import TypeCheckError, UnsupportedError
 from pcg.ir.graph import Attribute, Graph, Node, Parameter
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Sharding, partitioned
+from pcg.ir.printer import INTEGERS
 from pcg.ir.types import DTYPE_BYTES, TensorType, counts_tokens
 
 Types: TypeAlias = tuple[TensorType, ...]
 Attributes: TypeAlias = Mapping[str, Any]
-"""A node's attributes by name; each operator knows the types of its own."""
+"""A node's attributes by name; `Operator.attributes` declares them."""
 Aligned: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """A dim of each input and of each output, counted from the end; 0 for a tensor without it."""
 
@@ -35,10 +37,70 @@ Measured: TypeAlias = tuple[Types, Attributes, tuple[int, ...]]
 """One measurement of a profile: types, attributes, and the inputs that are an adapter's."""
 
 
+class Kind(NamedTuple):
+    """The values that an attribute may have.
+
+    Attributes:
+        text: the values in words, for messages.
+        holds: returns whether a value is one of them.
+        is_needed: False if a node may lack the attribute.
+    """
+
+    text: str
+    holds: Callable[[Any], bool]
+    is_needed: bool = True
+
+
+def optional(kind: Kind) -> Kind:
+    """The kind of an attribute that a node may lack."""
+    return kind._replace(is_needed=False)
+
+
+def word(*words: str) -> Kind:
+    """The kind of an attribute that is one of some words."""
+    return Kind(" or ".join(map(repr, words)), lambda value: type(value) is str and value in words)
+
+
+def integer(least: int, most: int = INTEGERS[-1]) -> Kind:
+    """The kind of an attribute that is an int within bounds."""
+    bounds = f"of at least {least}" if most == INTEGERS[-1] else f"from {least} to {most}"
+    return Kind(f"an int {bounds}", lambda value: type(value) is int and least <= value <= most)
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) is float and math.isfinite(value)
+
+
+COUNT, NATURAL = integer(1), integer(0)
+DIM = Kind("a negative int, a dim counted from the end", integer(INTEGERS[0], -1).holds)
+FLOAT = Kind("a finite float", _is_finite)
+NUMBER = Kind(
+    "an int of 64 bits or a finite float",
+    lambda value: value in INTEGERS if type(value) is int else _is_finite(value),
+)
+FLAG = Kind("True or False", lambda value: type(value) is bool)
+PRESENT = Kind("True, or missing", lambda value: value is True, is_needed=False)
+TEXT = Kind("a string", lambda value: type(value) is str)
+SIZES = Kind(
+    "a tuple of ints of 64 bits",
+    lambda value: (
+        type(value) is tuple and all(type(one) is int and one in INTEGERS for one in value)
+    ),
+)
+DTYPE = word(*DTYPE_BYTES)
+
+
+def declared(**kinds: Kind) -> Mapping[str, Kind]:
+    """The kinds of an operator's attributes by name."""
+    return MappingProxyType(kinds)
+
+
 class Operator:
     """One entry of the operator table."""
 
     name: ClassVar[str]
+    attributes: ClassVar[Mapping[str, Kind]] = declared()
+    """The kind of each attribute that a node of it has, or may have; it has no others."""
     template: ClassVar[str] = "K.{name}({inputs})"
     """The PyTorch expression: `{0}` is the first input, `{inputs}` are all of them, and attributes
     go by their names. K are the functions of `pcg.kernels`."""
@@ -76,8 +138,6 @@ class Operator:
     """The same of inputs by whose e the error grows exponentially: e has to be next to nothing."""
     adjoint: ClassVar[str] = ""
     """The operator of its gradient, where that takes the upstream gradient and its attributes."""
-    made_like: ClassVar[int] = 0
-    """The input whose type the output has, where `infer` says no more."""
     computes_in_first: ClassVar[bool] = False
     """True if arithmetic is in the first input's dtype, whatever the others are."""
     has_kernel: ClassVar[bool] = False
@@ -89,7 +149,7 @@ class Operator:
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         """Types of the outputs. TypeCheckError: the operator does not take these types."""
-        return (types[self.made_like],)
+        return (types[0],)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         """The PyTorch expression of the operator over Python expressions of its inputs."""
@@ -188,6 +248,19 @@ class Operator:
         if count > len(self.suffixes):
             return ("", *map(str, range(1, count)))
         return self.suffixes[:count]
+
+    def check_attributes(self, attributes: Attributes) -> None:
+        """Raise TypeCheckError if one is not declared, of another kind, or missing."""
+        for name, value in attributes.items():
+            kind = self.attributes.get(name)
+            if kind is None:
+                known = f" (it has {', '.join(self.attributes)})" if self.attributes else ""
+                raise TypeCheckError(f"{self.name} has no attribute {name}; remove it{known}")
+            if not kind.holds(value):
+                raise TypeCheckError(f"{self.name} takes {name} as {kind.text}, not {value!r}")
+        for name, kind in self.attributes.items():
+            if kind.is_needed and name not in attributes:
+                raise TypeCheckError(f"{self.name} needs the attribute {name}, {kind.text}")
 
     def check_arity(self, types: Types) -> None:
         """Raise TypeCheckError if it takes another number of inputs."""
@@ -371,6 +444,25 @@ def widened(type_: TensorType) -> TensorType:
 def cast_bytes(type_: TensorType, dtype: str) -> sympy.Expr:
     """Bytes of a copy in another dtype; none where it has it."""
     return sympy.Integer(0) if type_.dtype == dtype else type_.with_dtype(dtype).size_bytes
+
+
+def check_gradient(gradient: TensorType, of: TensorType) -> None:
+    """Raise TypeCheckError if a gradient has another shape than what it is the gradient of."""
+    if gradient.shape != of.shape:
+        raise TypeCheckError(f"gradient {gradient} does not fit {of}")
+
+
+def check_norm(x: TensorType, weights: Types) -> None:
+    """Raise TypeCheckError if x has no features, or a weight does not broadcast to its last."""
+    if len(x.dims) == x.is_token_wise:
+        raise TypeCheckError(f"a norm of {x}, which has no feature dim")
+    for weight in weights:
+        count = len(weight.dims)
+        fits = not weight.is_token_wise and 0 < count <= len(x.dims) - x.is_token_wise
+        if not fits or any(
+            size not in (1, own) for size, own in zip(weight.shape, x.shape[-count:], strict=True)
+        ):
+            raise TypeCheckError(f"a weight {weight} does not fit the last dims of {x}")
 
 
 def feature_dim(type_: TensorType, dim: int) -> int:

@@ -12,7 +12,20 @@ import sympy
 
 from pcg.errors import TypeCheckError
 from pcg.ir.graph import Attribute
-from pcg.ir.operators.base import Aligned, Attributes, Bounds, Gradient, Operator, Types
+from pcg.ir.operators.base import (
+    DTYPE,
+    NATURAL,
+    Aligned,
+    Attributes,
+    Bounds,
+    Gradient,
+    Kind,
+    Operator,
+    Types,
+    declared,
+    optional,
+    word,
+)
 from pcg.ir.operators.linear import Product, weight_name
 from pcg.ir.types import TORCH_NAMES
 
@@ -26,6 +39,11 @@ class Dropout(Operator):
     """
 
     name = "dropout"
+    attributes = declared(
+        p=Kind("a float with 0 < p <= 1", lambda p: type(p) is float and 0 < p <= 1),
+        key=NATURAL,
+        dtype=optional(DTYPE),
+    )
     bounded_in = Bounds({0: "e / (1 - p)"})
     is_random = True
     linear_in = ((0,),)
@@ -33,8 +51,6 @@ class Dropout(Operator):
     def infer(self, types: Types, attributes: Attributes) -> Types:
         if not types[0].is_token_wise:
             raise TypeCheckError(f"dropout of {types[0]}, which has no tokens")
-        if not 0.0 < attributes["p"] <= 1.0:
-            raise TypeCheckError(f"dropout with p={attributes['p']}; expected 0 < p <= 1")
         return (types[0].with_dtype(attributes.get("dtype", types[0].dtype)),)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
@@ -63,13 +79,12 @@ class Activate(Operator):
         "tanh": ("tanh_backward", {}),
     }
     """σ -> the operator of its input gradient, and that one's attributes."""
+    attributes = declared(function=word(*gradients))
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         s, bias = types
         if len(s.dims) != 2 or bias.shape != s.shape[1:]:
             raise TypeCheckError(f"activate of {s} with {bias}; expected [{s.shape[-1]}]")
-        if attributes["function"] not in self.gradients:
-            raise TypeCheckError(f"activate has no function {attributes['function']!r}")
         return (s,)
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
@@ -96,13 +111,14 @@ class BottleneckBackward(Product):
     """
 
     name = "bottleneck_backward"
+    attributes = Activate.attributes
     inputs = (4, 4)
     suffixes = ("s", "up", "bias")
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         dz, up, s, bias = types
         (h,) = Activate().infer((s, bias), attributes)
-        if up.shape != (dz.shape[-1], h.shape[-1]):
+        if up.shape != (dz.shape[-1], h.shape[-1]) or dz.shape[:-1] != s.shape[:-1]:
             raise TypeCheckError(f"bottleneck_backward of {dz} by {up} and {s}")
         return s, up, bias
 

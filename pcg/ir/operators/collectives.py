@@ -30,7 +30,17 @@ import sympy
 
 from pcg.errors import TypeCheckError
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, partitioned
-from pcg.ir.operators.base import Attributes, Gradient, Operator, Types
+from pcg.ir.operators.base import (
+    DIM,
+    PRESENT,
+    SIZES,
+    Attributes,
+    Gradient,
+    Operator,
+    Types,
+    declared,
+    integer,
+)
 from pcg.ir.types import TOKENS, Size, TensorType, counts_tokens, part_of_tokens
 
 
@@ -52,7 +62,9 @@ class Transition(Operator):
     @classmethod
     def between(cls, name: str, before: Layout | None, after: Layout | None) -> Transition:
         """The transition of that name, of a class of its own."""
-        found: Transition = type(name, (cls,), {"name": name, "before": before, "after": after})()
+        attributes = declared() if before and after else declared(dim=DIM)
+        fields = {"name": name, "attributes": attributes, "before": before, "after": after}
+        found: Transition = type(name, (cls,), fields)()
         return found
 
 
@@ -85,6 +97,9 @@ FLOPS_PER_BYTE = 1000
 """Operations in the time of a byte between ranks, where no device is known: an A100, of 312 TFLOP/s
 in bf16 and 300 GB/s of NVLink each way, has 1,040; an H100 has 2,199. Over PCIe they are 9,750 and
 15,461 (`pcg.parallel.costs.sheets`)."""
+
+
+_DEGREE = integer(2)
 
 
 class Collective(Operator):
@@ -123,11 +138,10 @@ class OwnPart(Operator):
     """
 
     name = "own_part"
+    attributes = declared(dim=DIM, degree=_DEGREE, tokens=PRESENT, kept=PRESENT)
     adjoint = "all_gather"
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        if attributes.get("kept", True) is not True:
-            raise TypeCheckError(f"the attribute kept of {self.name} is True or missing")
         return (_parted(types, attributes),)
 
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
@@ -152,6 +166,7 @@ class AllGather(Collective):
     """
 
     name = "all_gather"
+    attributes = declared(dim=DIM, degree=_DEGREE, tokens=PRESENT, logits=PRESENT)
     adjoint = "own_part"
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
@@ -171,6 +186,7 @@ class PlacedPart(AllGather):
     """The rank's part among zeros in the place of the others'."""
 
     name = "placed_part"
+    attributes = declared(dim=DIM, degree=_DEGREE, tokens=PRESENT)
     adjoint = "taken_part"
     is_product = False
     rounds = 0
@@ -190,7 +206,11 @@ class GatheredCopy(AllGather):
     """
 
     name = "gathered_copy"
+    attributes = PlacedPart.attributes
     is_product = False
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"K.all_gather({_part_arguments(inputs, attributes)})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
         attributes = {k: v for k, v in context.attributes.items() if k != "tokens"}
@@ -201,6 +221,7 @@ class ReduceScatter(Collective):
     """The rank's part of the tokens, one of `degree` along dim `dim`, of the sum of all tensors."""
 
     name = "reduce_scatter"
+    attributes = declared(dim=DIM, degree=_DEGREE)
     template = "K.{name}({inputs}, batch)"
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
@@ -294,6 +315,7 @@ class AllGathers(JoinedCollective):
     """The parts of `degree` ranks, each tensor's joined along its own of `dims`."""
 
     name = "all_gathers"
+    attributes = declared(dims=SIZES, degree=_DEGREE)
     template = "K.{name}([{inputs}], {dims}, batch)"
     rounds = AllGather.rounds
 

@@ -16,7 +16,17 @@ import sympy
 from pcg.errors import TypeCheckError
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, Sharding, partitioned, sharding
-from pcg.ir.operators.base import Aligned, Attributes, Gradient, Operator, Types
+from pcg.ir.operators.base import (
+    COUNT,
+    FLAG,
+    TEXT,
+    Aligned,
+    Attributes,
+    Gradient,
+    Operator,
+    Types,
+    declared,
+)
 from pcg.ir.parser import parse_graph
 
 CONTRACTED = (partitioned(-1), partitioned(-1))
@@ -106,7 +116,7 @@ class LinearBackward(Product):
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         dy, weight = types
-        if dy.shape[-1] != weight.shape[0]:
+        if len(weight.dims) != 2 or weight.is_token_wise or dy.shape[-1:] != weight.shape[:1]:
             raise TypeCheckError(f"gradient {dy} does not fit weight {weight}")
         return (dy.with_shape((*dy.shape[:-1], weight.shape[1])),)
 
@@ -122,6 +132,7 @@ class LinearGroup(Product):
     """
 
     name = "linear_group"
+    attributes = declared(count=COUNT, bias=FLAG)
     inputs = (3, 65)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
@@ -159,6 +170,7 @@ class BasePiece(Product):
     """
 
     name = "base_piece"
+    attributes = declared(text=TEXT)
     inputs = (2, 65)
     returns_sequence = True
 
@@ -168,6 +180,8 @@ class BasePiece(Product):
         if [(one.dtype, one.shape) for one in types[:-1]] != [(w.dtype, w.shape) for w in wanted]:
             given, shown = (", ".join(map(str, every)) for every in (types[:-1], wanted))
             raise TypeCheckError(f"the piece takes {shown}, not {given}")
+        if len(types[-1].dims) != 2 or types[-1].is_token_wise:
+            raise TypeCheckError(f"the piece is asked for by a weight [out, in], not {types[-1]}")
         if any(name not in graph.types for name in graph.outputs):
             raise TypeCheckError("the piece returns a value that it does not make")
         return tuple(graph.types[name] for name in graph.outputs)
@@ -237,7 +251,8 @@ class Experts(OfExperts):
                 f"experts of {x} by {gate_up} and {down}; expected [experts, 2, f, "
                 f"{x.shape[-1]}] and [experts, {x.shape[-1]}, f]"
             )
-        if indices.shape != weights.shape or indices.is_float:
+        chosen = len(x.dims) == len(indices.dims) == 2 and indices.shape[0] == x.shape[0]
+        if not chosen or indices.shape != weights.shape or indices.is_float:
             raise TypeCheckError(f"experts chosen by {indices}, and weighted by {weights}")
         return (x,)
 

@@ -12,7 +12,22 @@ import sympy
 
 from pcg.errors import TypeCheckError
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, Sharding, partitioned, sharding
-from pcg.ir.operators.base import Aligned, Attributes, Bounds, Gradient, Types, cast_bytes
+from pcg.ir.operators.base import (
+    COUNT,
+    FLAG,
+    PRESENT,
+    SIZES,
+    TEXT,
+    Aligned,
+    Attributes,
+    Bounds,
+    Gradient,
+    Types,
+    cast_bytes,
+    check_gradient,
+    declared,
+    optional,
+)
 from pcg.ir.operators.linear import (
     CONTRACTED,
     Linear,
@@ -35,7 +50,7 @@ class Shrink(Product):
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         x, weight = types
-        if x.shape[-1] != weight.shape[-1]:
+        if len(x.dims) != 2 or len(weight.dims) != 2 or x.shape[1] != weight.shape[1]:
             raise TypeCheckError(f"shrink of {x} by {weight}; expected [r, {x.shape[-1]}]")
         return (weight.with_shape((x.shape[0], weight.shape[0])),)
 
@@ -77,7 +92,7 @@ class ExpandAdd(Product):
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         y, s, weight = types
-        if weight.shape != (y.shape[-1], s.shape[-1]):
+        if weight.shape != (y.shape[-1], s.shape[-1]) or y.shape[:-1] != s.shape[:-1]:
             raise TypeCheckError(
                 f"expand_add of {s} by {weight} onto {y}; expected [{y.shape[-1]}, {s.shape[-1]}]"
             )
@@ -124,7 +139,9 @@ class ExpandAddPart(ExpandAdd):
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         y, s, weight = types
-        if weight.shape[1:] != s.shape[-1:] or _parts(y, weight) * weight.shape[0] != y.shape[-1]:
+        columns = _parts(y, weight) * weight.shape[0]
+        fits = weight.shape[1:] == s.shape[-1:] and y.shape[:-1] == s.shape[:-1]
+        if not fits or columns != y.shape[-1]:
             raise TypeCheckError(f"expand_add_part of {s} by {weight} onto {y}")
         return (y,)
 
@@ -160,6 +177,8 @@ class Outer(Product):
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         left, right = types[:2]
+        if left.shape[:-1] != right.shape[:-1]:
+            raise TypeCheckError(f"{self.name} of {left} and {right}, which have other rows")
         return (left.with_shape((left.shape[-1], right.shape[-1])),)
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
@@ -173,6 +192,7 @@ class OuterRequest(Outer):
     """An outer product requested from the caller, for the value that `of` names; for Triton."""
 
     name = "asked_outer"
+    attributes = declared(of=TEXT)
     template = "yield from K.{name}(batch, {of!r}, {inputs})"
 
 
@@ -184,6 +204,7 @@ class ScaledOuter(Outer):
     inputs = (3, 3)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
+        check_gradient(super().infer(types, attributes)[0], types[2])
         return (types[2],)
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
@@ -200,6 +221,7 @@ class LoraLinear(Product):
     """
 
     name = "lora_linear"
+    attributes = declared(count=COUNT, bias=FLAG, adapted=optional(SIZES), deferred=PRESENT)
     inputs = (4, 129)
     returns_sequence = True
     computes_in_first = True  # the base's product; LoRA's are small beside it
@@ -208,8 +230,8 @@ class LoraLinear(Product):
     def adapted(attributes: Attributes) -> tuple[int, ...]:
         """Indices of the outputs that have LoRA."""
         count = attributes["count"]
-        found = attributes.get("adapted", tuple(range(count)))
-        if not isinstance(found, tuple) or sorted({*range(count)}.intersection(found)) != [*found]:
+        found: tuple[int, ...] = attributes.get("adapted", tuple(range(count)))
+        if sorted({*range(count)}.intersection(found)) != [*found]:
             raise TypeCheckError(
                 f"lora_linear has adapted={found}; expected some of 0 to {count - 1}, in order"
             )

@@ -16,7 +16,7 @@ from typing import TypeVar
 import sympy
 
 from pcg.errors import TypeCheckError
-from pcg.ir.operators.base import Attributes, Types
+from pcg.ir.operators.base import NATURAL, TEXT, Attributes, Types, declared
 from pcg.ir.operators.linear import LinearBackward, Product, tuple_source, weight_name
 from pcg.ir.operators.lora import ExpandAdd, LoraLinearBackward, Outer, Shrink
 
@@ -65,6 +65,7 @@ class LoraGroupBackward(Product):
     """
 
     name = "lora_group_backward"
+    attributes = declared(plain=NATURAL)
     inputs = (10, 5 * MOST_SITES)
     computes_in_first = True
 
@@ -95,6 +96,7 @@ class OuterRequestGroup(Product):
     """
 
     name = "asked_outer_group"
+    attributes = declared(of=TEXT)
     inputs = (3, MOST_SITES + 1)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:

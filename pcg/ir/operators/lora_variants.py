@@ -12,7 +12,17 @@ import sympy
 
 from pcg.errors import TypeCheckError
 from pcg.ir.layouts import REPLICATED, WHOLE, Sharding, partitioned, sharding
-from pcg.ir.operators.base import Aligned, Attributes, Gradient, Measured, Operator, Types
+from pcg.ir.operators.base import (
+    COUNT,
+    Aligned,
+    Attributes,
+    Gradient,
+    Measured,
+    Operator,
+    Types,
+    declared,
+    integer,
+)
 from pcg.ir.types import tensor
 
 
@@ -31,7 +41,8 @@ class ColumnNorm(Operator):
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         weight, a, b = types
-        if (b.shape[0], a.shape[1]) != weight.shape or a.shape[0] != b.shape[1]:
+        wanted = [(*a.shape[:1], *weight.shape[1:]), (*weight.shape[:1], *a.shape[:1])]
+        if len(weight.dims) != 2 or [a.shape, b.shape] != wanted:
             raise TypeCheckError(f"column_norm of {weight} with {a} and {b}")
         return (a.with_shape((weight.shape[0],)),)
 
@@ -83,6 +94,7 @@ class VeraDown(Operator):
     """A site's A: the first `size` columns of the shared matrix, which is not trained (VeRA §3)."""
 
     name = "vera_down"
+    attributes = declared(size=COUNT)
     template = "K.vera_down({0}, {size})"
     is_view = True
     constant_in = (0,)
@@ -112,7 +124,8 @@ class VeraUp(Operator):
     def infer(self, types: Types, attributes: Attributes) -> Types:
         whole, lambda_b, lambda_d = types
         out, rank = (vector.shape[0] for vector in (lambda_b, lambda_d))
-        if len(whole.dims) != 2 or int(whole.shape[0]) < int(out) or whole.shape[1] != rank:
+        fits = [len(type_.dims) for type_ in types] == [2, 1, 1] and whole.shape[1] == rank
+        if not fits or int(whole.shape[0]) < int(out):
             raise TypeCheckError(f"vera_up of {whole} by {lambda_b} and {lambda_d}")
         return (whole.with_shape((out, rank)),)
 
@@ -203,6 +216,7 @@ class KhatriRao(Operator):
     """
 
     name = "khatri_rao"
+    attributes = declared(dim=integer(-2, -1))
     template = "K.{name}({inputs}, {dim})"
     inputs = (2, 2)
     linear_in = ((0,), (1,))
@@ -238,6 +252,7 @@ class KhatriRaoBackward(Operator):
     """dP and dQ: the gradient of each pair, times the other's row or column, over its partners."""
 
     name = "khatri_rao_backward"
+    attributes = KhatriRao.attributes
     template = "K.{name}({inputs}, {dim})"
     inputs = (3, 3)
     suffixes = ("", "q")

@@ -16,7 +16,21 @@ from typing import ClassVar
 import sympy
 
 from pcg.errors import TypeCheckError
-from pcg.ir.operators.base import Aligned, Attributes, Bounds, Operator, Types, cast_bytes, widened
+from pcg.ir.operators.base import (
+    DTYPE,
+    FLAG,
+    FLOAT,
+    Aligned,
+    Attributes,
+    Bounds,
+    Operator,
+    Types,
+    cast_bytes,
+    check_gradient,
+    check_norm,
+    declared,
+    widened,
+)
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES, TensorType
 
 BLOCK = 128
@@ -77,6 +91,7 @@ class DequantizeFp8(Decoder):
     """x̂ in `dtype` from its codes and the scales of their blocks; finite where the code is."""
 
     name = "dequantize_fp8"
+    attributes = declared(dtype=DTYPE)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         codes, scale = types
@@ -127,6 +142,7 @@ class DequantizeInt8(Decoder):
     """x̂ in `dtype` from its codes and the scales of their blocks."""
 
     name = "dequantize_int8"
+    attributes = declared(dtype=DTYPE)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         codes, scale = types
@@ -208,6 +224,7 @@ class Standardized(Operator):
     """
 
     name = "standardized"
+    attributes = declared(eps=FLOAT, centered=FLAG)
     suffixes = ("", "rstd")
     sums_rows = True
 
@@ -235,10 +252,18 @@ class StandardizedBackward(Operator):
     """
 
     name = "standardized_backward"
+    attributes = declared(offset=FLOAT, centered=FLAG)
     inputs = (3, 4)
     sums_rows = True
-    made_like = 1
     bounded_in = Bounds({1: "rstd (e |mean(g x̂)| + (|x̂| + e) mean(|g| e))"})
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        dy, x, rstd, *weights = types
+        check_gradient(dy, x)
+        if rstd.shape != x.shape[:-1]:
+            raise TypeCheckError(f"standardized_backward of {x} takes rstd of each row, not {rstd}")
+        check_norm(x, tuple(weights))
+        return (x,)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         weight = inputs[3] if len(inputs) == 4 else "None"

@@ -8,6 +8,8 @@ import sympy
 
 from pcg.errors import TypeCheckError
 from pcg.ir.operators.base import (
+    FLAG,
+    FLOAT,
     Aligned,
     Attributes,
     Gradient,
@@ -15,6 +17,9 @@ from pcg.ir.operators.base import (
     Tile,
     Types,
     cast_bytes,
+    check_gradient,
+    check_norm,
+    declared,
     widened,
 )
 
@@ -23,6 +28,10 @@ class Norm(Operator):
     """A norm of x, the first input; a scale and a bias follow."""
 
     sums_rows = True
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        check_norm(types[0], types[1:])
+        return (types[0],)
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         """Feature dims before the normalised one; a weight or bias may have them, too."""
@@ -36,7 +45,12 @@ class NormBackward(Operator):
 
     inputs = (2, 3)
     sums_rows = True
-    made_like = 1
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        dy, x, *weights = types
+        check_gradient(dy, x)
+        check_norm(x, tuple(weights))
+        return (x,)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         weight = inputs[2] if len(inputs) == 3 else "None"
@@ -63,6 +77,7 @@ class RmsNorm(Norm):
     """
 
     name = "rms_norm"
+    attributes = declared(eps=FLOAT, offset=FLOAT, round_first=FLAG)
     inputs = (1, 2)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
@@ -106,6 +121,7 @@ class RmsNormBackward(NormBackward):
     """dx = rstd (g - x rstd² mean(g x)) of rms_norm, with g = dy (offset + w)."""
 
     name = "rms_norm_backward"
+    attributes = declared(eps=FLOAT, offset=FLOAT)
 
     def tile(self, tile: Tile, attributes: Attributes) -> str:
         def g(at: Tile) -> str:
@@ -126,12 +142,13 @@ class LayerNorm(Norm):
     """
 
     name = "layer_norm"
+    attributes = declared(eps=FLOAT, weight=FLAG, bias=FLAG)
     inputs = (1, 3)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         if len(types) != 1 + bool(attributes["weight"]) + bool(attributes["bias"]):
             raise TypeCheckError(f"layer_norm has {len(types)} inputs and {dict(attributes)}")
-        return (types[0],)
+        return super().infer(types, attributes)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         rest = list(inputs[1:])
@@ -175,6 +192,7 @@ class LayerNormBackward(NormBackward):
     """dx = rstd (g - mean(g) - xhat mean(g xhat)) of layer_norm, with g = dy w."""
 
     name = "layer_norm_backward"
+    attributes = declared(eps=FLOAT)
 
     def tile(self, tile: Tile, attributes: Attributes) -> str:
         def g(at: Tile) -> str:

@@ -6,12 +6,16 @@ from collections.abc import Iterator
 
 from pcg.errors import TypeCheckError
 from pcg.ir.operators.base import (
+    COUNT,
+    DIM,
+    FLAG,
     Aligned,
     Attributes,
     Gradient,
     Operator,
     Tile,
     Types,
+    declared,
     feature_dim,
     same_dims,
 )
@@ -21,6 +25,7 @@ from pcg.ir.operators.shape import other_dims
 class Reduction(Operator):
     """A feature dim reduced; it stays with size 1 where `keepdim`."""
 
+    attributes = declared(dim=DIM, keepdim=FLAG)
     template = "{0}.{name}({dim}, keepdim={keepdim})"
     sums_rows = True
 
@@ -79,7 +84,12 @@ class Softmax(Operator):
     """Softmax over one feature dim; dx = y (dy - sum(y dy))."""
 
     name = "softmax"
+    attributes = declared(dim=DIM)
     template = "torch.softmax({0}, {dim})"
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        feature_dim(types[0], attributes["dim"])
+        return (types[0],)
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         return other_dims(attributes, same_dims(types[0]))
@@ -94,10 +104,13 @@ class TopK(Operator):
     """The k largest of the last dim, and their indices."""
 
     name = "topk"
+    attributes = declared(k=COUNT)
     template = "torch.topk({0}, {k}, dim=-1)"
     suffixes = ("", "indices")
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
+        if attributes["k"] > int(types[0].shape[feature_dim(types[0], -1)]):
+            raise TypeCheckError(f"topk of {types[0]} with k={attributes['k']}")
         values = types[0].with_shape((*types[0].shape[:-1], attributes["k"]))
         return values, values.with_dtype("i64")
 
@@ -110,11 +123,14 @@ class TopKBackward(Operator):
     """The gradient dy of the k largest, in their places among `size`; zeros elsewhere."""
 
     name = "topk_backward"
+    attributes = declared(size=COUNT)
     template = "{0}.new_zeros(*{0}.shape[:-1], {size}).scatter(-1, {1}, {0})"
     inputs = (2, 2)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         dy, indices = types
-        if dy.shape != indices.shape or indices.is_float:
-            raise TypeCheckError(f"gradient {dy} does not fit indices {indices}")
+        if dy.shape != indices.shape or indices.is_float or int(dy.shape[-1]) > attributes["size"]:
+            raise TypeCheckError(
+                f"gradient {dy} does not fit indices {indices} of {attributes['size']}"
+            )
         return (dy.with_shape((*dy.shape[:-1], attributes["size"])),)

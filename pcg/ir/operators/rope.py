@@ -7,7 +7,17 @@ from collections.abc import Iterator
 import sympy
 
 from pcg.errors import TypeCheckError
-from pcg.ir.operators.base import Aligned, Attributes, Gradient, Operator, Tile, Types
+from pcg.ir.operators.base import (
+    COUNT,
+    Aligned,
+    Attributes,
+    Gradient,
+    Operator,
+    Tile,
+    Types,
+    declared,
+    word,
+)
 from pcg.ir.types import promote
 
 
@@ -19,13 +29,16 @@ class Rope(Operator):
     """
 
     name = "rope"
+    attributes = declared(rotary_dim=COUNT, style=word("half", "interleaved"))
     template = "K.rope_{style}({inputs})"
     inputs = (3, 3)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         x, cos, sin = types
-        expected = (x.shape[0], attributes["rotary_dim"])
-        if len(x.dims) != 3 or cos.shape != expected or sin.shape != expected:
+        turned = attributes["rotary_dim"]
+        expected = (x.shape[0], turned)
+        fits = len(x.dims) == 3 and turned % 2 == 0 and turned <= int(x.shape[-1])
+        if not fits or cos.shape != expected or sin.shape != expected:
             raise TypeCheckError(
                 f"rope of {x} takes cos and sin {list(expected)}, not {cos}, {sin}"
             )

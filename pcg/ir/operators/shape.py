@@ -10,6 +10,10 @@ from math import prod
 
 from pcg.errors import TypeCheckError
 from pcg.ir.operators.base import (
+    COUNT,
+    DIM,
+    NATURAL,
+    SIZES,
     Aligned,
     Attributes,
     Gradient,
@@ -17,7 +21,10 @@ from pcg.ir.operators.base import (
     Tile,
     Types,
     broadcast_dims,
+    check_gradient,
+    declared,
     feature_dim,
+    optional,
     same_dims,
 )
 from pcg.ir.types import TensorType, promote, tensor
@@ -40,6 +47,7 @@ class Reshape(Operator):
     """The same numbers with other feature dims; `shape` is -1 for the token dim, then features."""
 
     name = "reshape"
+    attributes = declared(shape=SIZES)
     is_view = True
     linear_in = ((0,),)
 
@@ -97,6 +105,7 @@ class Permute(Operator):
     """Dims in another order, as torch.permute; the token dim stays first."""
 
     name = "permute"
+    attributes = declared(dims=SIZES)
     is_view = True
     linear_in = ((0,),)
 
@@ -124,6 +133,7 @@ class Slice(Operator):
     """x[..., start:stop:step, ...] along one feature dim; a view."""
 
     name = "slice"
+    attributes = declared(dim=DIM, start=NATURAL, stop=COUNT, step=optional(COUNT))
     is_view = True
     linear_in = ((0,),)
 
@@ -153,11 +163,15 @@ class SliceBackward(Operator):
     """Zeros but for the slice, which holds dy."""
 
     name = "slice_backward"
+    attributes = declared(**Slice.attributes, size=COUNT)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        shape = list(types[0].shape)
-        shape[attributes["dim"]] = attributes["size"]
-        return (types[0].with_shape(tuple(shape)),)
+        dim, size = feature_dim(types[0], attributes["dim"]), attributes["size"]
+        shape = [*types[0].shape[:dim], size, *types[0].shape[dim:][1:]]
+        whole = types[0].with_shape(tuple(shape))
+        part = {name: value for name, value in attributes.items() if name != "size"}
+        check_gradient(types[0], Slice().infer((whole,), part)[0])
+        return (whole,)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         arguments = [attributes.get(name, 1) for name in ("dim", "start", "stop", "step", "size")]
@@ -180,6 +194,7 @@ class Concat(Operator):
     """Tensors joined along one feature dim."""
 
     name = "concat"
+    attributes = declared(dim=DIM)
     inputs = (1, 64)
 
     def tiles(self, attributes: Attributes) -> bool:
@@ -233,6 +248,7 @@ class RepeatInterleave(Operator):
     """Each entry of a feature dim repeated `repeats` times in place: abc becomes aabbcc."""
 
     name = "repeat_interleave"
+    attributes = declared(dim=DIM, repeats=COUNT)
     template = "{0}.repeat_interleave({repeats}, {dim})"
     linear_in = ((0,),)
 

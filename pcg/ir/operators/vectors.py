@@ -10,7 +10,17 @@ from collections.abc import Iterator, Sequence
 
 from pcg.errors import TypeCheckError
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, Sharding, sharding
-from pcg.ir.operators.base import Aligned, Attributes, Bounds, Gradient, Operator, Types
+from pcg.ir.operators.base import (
+    DTYPE,
+    TEXT,
+    Aligned,
+    Attributes,
+    Bounds,
+    Gradient,
+    Operator,
+    Types,
+    declared,
+)
 from pcg.ir.types import TORCH_NAMES
 
 
@@ -55,8 +65,13 @@ class Scale(Operator):
 class VectorGradient(Operator):
     """A sum over the adapter's tokens, [n] in the attribute `dtype`."""
 
+    attributes = declared(dtype=DTYPE)
+
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        return (types[0].with_shape(types[0].shape[1:]).with_dtype(attributes["dtype"]),)
+        x, size = types[0], types[0].shape[1:]
+        if not x.is_token_wise or any(vector.shape != size for vector in types[self.inputs[0] :]):
+            raise TypeCheckError(f"{self.name} of {', '.join(map(str, types))}")
+        return (x.with_shape(size).with_dtype(attributes["dtype"]),)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         found = super().source(inputs, attributes)
@@ -81,6 +96,7 @@ class InnerRequest(Inner):
     """An inner product requested from the caller, for the value that `of` names; for Triton."""
 
     name = "asked_inner"
+    attributes = declared(**VectorGradient.attributes, of=TEXT)
     template = "(yield from K.{name}(batch, {of!r}, {inputs}))"
 
 
@@ -95,6 +111,7 @@ class SumTokensRequest(SumTokens):
     """A sum over tokens requested from the caller, for the value that `of` names; for Triton."""
 
     name = "asked_sum_tokens"
+    attributes = declared(**VectorGradient.attributes, of=TEXT)
     template = "(yield from K.{name}(batch, {of!r}, {inputs}))"
 
 

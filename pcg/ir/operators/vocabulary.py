@@ -12,14 +12,19 @@ import sympy
 from pcg.errors import TypeCheckError
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Sharding, partitioned
 from pcg.ir.operators.base import (
+    FLAG,
+    FLOAT,
     Aligned,
     Attributes,
     Gradient,
     Operator,
     Types,
     cast_bytes,
+    check_gradient,
+    declared,
     widened,
 )
+from pcg.ir.operators.linear import Linear
 from pcg.ir.types import tensor
 
 
@@ -61,7 +66,10 @@ class CrossEntropy(Operator):
     inputs = (2, 2)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        return (tensor("f32", types[0].shape[0]),)
+        logits, targets = types
+        if len(logits.dims) != 2 or targets.shape != logits.shape[:1] or targets.is_float:
+            raise TypeCheckError(f"{self.name} of logits {logits} and targets {targets}")
+        return (tensor("f32", logits.shape[0]),)
 
     def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
         yield from super().shardings(types, attributes)
@@ -81,7 +89,10 @@ class CrossEntropyBackward(Operator):
 
     name = "cross_entropy_backward"
     inputs = (3, 3)
-    made_like = 1
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        check_gradient(types[0], CrossEntropy().infer(types[1:], attributes)[0])
+        return (types[1],)
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         wide = widened(inputs[1])
@@ -115,15 +126,23 @@ class LinearCrossEntropy(Operator):
     """
 
     name = "linear_cross_entropy"
+    attributes = declared(bias=FLAG, scale=FLOAT, softcap=FLOAT)
     inputs = (3, 5)
     is_product = True
     suffixes = ("", "dx")
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        x = types[0]
-        loss = tensor("f32", x.shape[0])  # as cross_entropy's
-        trains = len(types) == 4 + bool(attributes["bias"])
-        return (loss, x) if trains else (loss,)
+        count = 2 + attributes["bias"]
+        if not count < len(types) <= count + 2:
+            raise TypeCheckError(
+                f"linear_cross_entropy has {len(types)} inputs and bias={attributes['bias']}"
+            )
+        x, *weights = types[:count]
+        targets, *gradient = types[count:]
+        (loss,) = CrossEntropy().infer((*Linear().infer((x, *weights), {}), targets), {})
+        for dloss in gradient:
+            check_gradient(dloss, loss)
+        return (loss, x)[: 1 + len(gradient)]
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         given = list(inputs)

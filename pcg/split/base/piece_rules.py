@@ -4,8 +4,7 @@
                  `pcg.passes.placement.piece_text` writes it, so that no name is the client's
     graph        the IR's own rules (`pcg.ir.verifier`), few nodes, inputs and outputs
     operators    those of `PIECE_OPERATORS`, by which a token's result depends on it alone, with
-                 attributes that are numbers or words of their own, and inputs that fit
-                 (`pcg.split.base.piece_nodes`)
+                 attributes that are small numbers or words of their own
     values       have a row for each token, and no more numbers in it than a few of the base's
                  widest; but for vectors that are made of weights
     weights      frozen tensors and constants of the base, of their own shapes; a matrix is in few
@@ -18,6 +17,7 @@ known before it is taken: a number of bytes for each token.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from math import prod
 from torch import Tensor
 
 from pcg.errors import IrError, SplitError
-from pcg.ir.graph import Graph, Node, Parameter
+from pcg.ir.graph import Attribute, Graph, Node, Parameter
 from pcg.ir.layouts import WHOLE
 from pcg.ir.parser import parse_graph
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES, TensorType
@@ -35,8 +35,16 @@ from pcg.ir.verifier import verify
 from pcg.kernels.torch.remote_weights import is_remote
 from pcg.passes.placement.piece_text import piece_text
 from pcg.passes.placement.split_graph import LINEAR, PIECE_OPERATORS
-from pcg.split.base.piece_nodes import FLOATS, check_attributes, check_types
 
+FLOATS = ("f16", "bf16", "f32", "f64")
+"""The dtypes of a piece's values."""
+_WORDS = {
+    "dtype": FLOATS,
+    "approximate": ("none", "tanh"),
+    "style": ("half", "interleaved"),
+}
+"""Attributes that are words. Others are numbers: emitted source has some of them as they are."""
+_MOST_DIMS = 8
 MOST_CHARACTERS = 2**16
 _MOST_NODES = 256
 _MOST_VALUES = 16
@@ -91,8 +99,6 @@ def read_piece(text: str, widest: int) -> PieceGraph:
         for node in graph.nodes:
             _check_operator(node)
         verify(graph)
-        for node in graph.nodes:
-            check_types(node, graph.types)
     except IrError as error:
         raise SplitError(f"this is no piece: {str(error)[:500]}") from None
     most = _MOST_WIDTHS * widest
@@ -141,7 +147,19 @@ def _check_size(graph: Graph) -> None:
 def _check_operator(node: Node) -> None:
     if node.op not in PIECE_OPERATORS:
         raise SplitError(f"{node.op[:40]!r} is no operator that a base runs for its clients")
-    check_attributes(node)
+    for name, value in node.attributes:
+        if not _is_plain(name, value):
+            raise SplitError(
+                f"{node.op[:40]} has {name[:40]}={str(value)[:40]!r}; use numbers or words"
+            )
+
+
+def _is_plain(name: str, value: Attribute) -> bool:
+    if isinstance(value, str):
+        return value in _WORDS.get(name, ())
+    if isinstance(value, tuple):
+        return len(value) <= _MOST_DIMS and all(abs(one) < 2**31 for one in value)
+    return math.isfinite(value) and abs(value) < 2**63
 
 
 def _check_values(graph: Graph, most: int) -> None:
