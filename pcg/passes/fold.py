@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pcg.errors import TraceError
+from pcg.errors import TraceError, UnsupportedError
 from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.operators import operator
 from pcg.ir.program.program import ModelGraph
@@ -38,6 +38,7 @@ class Fold(Pass[Graph, ModelGraph]):
     Raises:
         TraceError: there are no layers, or a layer reads what an earlier one than its neighbour
             made.
+        UnsupportedError: a layer has two attentions, or there is one outside the layers.
     """
 
     name = "fold"
@@ -66,6 +67,27 @@ class _Folder:
         if not self._count:
             raise TraceError(f"no node of the graph comes from a layer of {layers_path}")
         self._region = self._find_regions()
+        self._check_attention()
+
+    def _check_attention(self) -> None:
+        """Refuse a model for which one entry of the KV cache a layer is not enough."""
+        scopes: dict[int, list[str]] = {}
+        for node in self.graph.nodes:
+            if node.op == "attention":
+                scopes.setdefault(self._region[node.name], []).append(node.scope)
+        for region, found in scopes.items():
+            modules = ", ".join(dict.fromkeys(found))
+            if not 0 <= region < self._count:
+                raise UnsupportedError(
+                    f"attention outside the layers of {self.layers_path}: {modules}; pcg's KV "
+                    "cache has one entry for each layer, and none elsewhere"
+                )
+            if len(found) > 1:
+                raise UnsupportedError(
+                    f"two attentions in one layer: {self.layers_path}.{region} computes "
+                    f"{len(found)} ({modules}), which would share the layer's one entry of pcg's "
+                    "KV cache"
+                )
 
     def run(self, schedule: Sequence[int]) -> ModelGraph:
         schedule = schedule or range(self._count)

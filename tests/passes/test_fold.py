@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
 import pcg.compiler as compiler
-from pcg.errors import TraceError
+from pcg.errors import TraceError, UnsupportedError
 from pcg.ir.graph import Graph
 from pcg.ir.parser import parse_graph, parse_graphs
 from pcg.ir.printer import print_graphs
@@ -85,6 +86,32 @@ def test_layers_with_other_attributes_are_other_blocks() -> None:
 def test_a_layer_that_reads_past_its_neighbour_is_refused() -> None:
     text = MODEL.replace("linear(%mul_1, %embed)", "linear(%linear, %embed)")
     with pytest.raises(TraceError, match=r"%linear, made by layer 0, is read by a later layer"):
+        run_text(text, "fold")
+
+
+ATTENTION = "{scale=0.5, softcap=0.0, window=0}"
+HEADS = f"""
+  %heads: f32[T, 1, 4] = reshape(%mul) {{shape=(-1, 1, 4)}}  @layers.0
+  %one: f32[T, 1, 4], %one_lse: f32[T, 1] = attention(%heads, %heads, %heads) {ATTENTION}  @layers.0.one
+  %two: f32[T, 1, 4], %two_lse: f32[T, 1] = attention(%one, %heads, %heads) {ATTENTION}  @SCOPE
+  %flat: f32[T, 4] = reshape(%two) {{shape=(-1, 4)}}  @SCOPE
+  %linear_1: f32[T, 4] = linear(%flat, %layers.1.up.weight)  @layers.1.up
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("scope", "message"),
+    [
+        ("layers.0.two", r"layer: layers.0 computes 2 \(layers.0.one, layers.0.two\), which would"),
+        ("head", "attention outside the layers of layers: head; pcg's KV cache has one entry for"),
+    ],
+)
+def test_a_layer_has_one_attention(scope: str, message: str) -> None:
+    line = "  %linear_1: f32[T, 4] = linear(%mul, %layers.1.up.weight)  @layers.1.up\n"
+    text = MODEL.replace(line, HEADS.replace("SCOPE", scope))
+    if scope == "head":
+        text = re.sub(r"@layers\.1\S*", "@head", text)
+    with pytest.raises(UnsupportedError, match=message):
         run_text(text, "fold")
 
 

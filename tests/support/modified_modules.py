@@ -7,6 +7,7 @@ Long because each change is a function of its own.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import types
 import warnings
@@ -527,6 +528,22 @@ def a_gradient_of_its_own(model: Any) -> None:
 @_case(refused="backward hooks")
 def a_backward_hook(model: Any) -> None:
     _layers(model)[0].register_full_backward_hook(lambda _, given, __: (given[0] * 2,))
+
+
+class _TwoAttentions(nn.Module):
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = attention, copy.deepcopy(attention)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out, weights = self.first(*args, **kwargs)
+        return out - self.second(*args, **kwargs)[0] / 2, weights
+
+
+@_case(refused="two attentions in one layer: model.layers.0 computes 2")
+def a_second_attention(model: Any) -> None:
+    for layer in _layers(model):
+        layer.self_attn = _TwoAttentions(layer.self_attn)
 
 
 @_case(refused="randn_like")

@@ -63,6 +63,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[PcgError], str]] = {
         UnsupportedError,
         r"this gemma3_text has rope_type='dynamic'",
     ),
+    "two attentions": (
+        {**SMALL, "model_type": "diffllama", "num_key_value_heads": 2},
+        UnsupportedError,
+        r"two attentions in one layer: model\.layers\.0 computes 2 \(model\.layers\.0\.self_attn\)",
+    ),
     "encoder-decoder": (
         {"model_type": "t5", "d_model": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 128},
         UnsupportedError,
