@@ -16,6 +16,7 @@ from pcg.ir.analysis.trainable import reachable, trained
 from pcg.ir.builder import Builder
 from pcg.ir.graph import Graph, Node, Value
 from pcg.ir.operators import Gradient, operator
+from pcg.ir.program.interfaces import check_backward, gradient_name
 from pcg.ir.program.program import ModelGraph
 from pcg.passes.pass_base import Pass
 
@@ -46,6 +47,10 @@ class Differentiated:
         """The values of the graph that backward reads."""
         return tuple(v.name for v in self.backward.inputs if v.name in self.graph.types)
 
+    def check(self) -> None:
+        """Check that graph and backward fit. TypeCheckError: they do not; names both."""
+        check_backward(self.graph, self.backward, (*self.wrt, *self.trained, *self.frozen))
+
 
 @dataclass(frozen=True)
 class LayerKind:
@@ -64,11 +69,6 @@ class LayerKind:
 
 class GradientPass(Pass[Differentiated, Differentiated]):
     """A pass over a graph and its backward."""
-
-
-def gradient_name(name: str) -> str:
-    """The backward graph's name for the gradient of an output of the forward graph."""
-    return f"d_{name}"
 
 
 def with_nodes(graph: Graph, nodes: Sequence[Node], inputs: Iterable[Value]) -> Graph:

@@ -6,8 +6,8 @@ from pcg.errors import UnsupportedError
 from pcg.ir.analysis.trainable import trained
 from pcg.ir.builder import Builder
 from pcg.ir.graph import Graph
+from pcg.ir.program.interfaces import TARGETS
 from pcg.ir.program.program import ModelGraph
-from pcg.ir.types import TOKENS, tensor
 from pcg.passes.differentiate import Differentiate, layer_kinds
 from pcg.passes.pass_base import Pass
 from pcg.passes.stages import Attached, Gradients, ModelGradients, WithLoss
@@ -59,7 +59,7 @@ def _check_chain(model: ModelGraph) -> None:
 def with_loss(epilogue: Graph) -> Graph:
     """The epilogue with the loss of each token: hidden states and `targets` [T] to loss [T]."""
     builder = Builder.extending(epilogue)
-    targets = builder.input("targets", tensor("i64", TOKENS))
+    targets = builder.input(TARGETS.name, TARGETS.type)
     op, logits = "cross_entropy", epilogue.outputs[0]
     gathered = epilogue.producers.get(logits)
     if gathered is not None and gathered.op == "all_gather" and not gathered.get("tokens"):

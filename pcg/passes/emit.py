@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pcg.codegen.emit import emit_serving, emit_training
-from pcg.codegen.program_functions import Function, serving_functions, training_functions
-from pcg.ir.program.program import Serving, Training
+from pcg.ir.program.program import Serving
 from pcg.passes.pass_base import Pass
-from pcg.passes.stages import Emitted, Functions, Trained
+from pcg.passes.stages import Emitted, Functions, Trained, functions_of
 
 
 class ListFunctions(Pass[Trained, Functions]):
@@ -17,12 +16,7 @@ class ListFunctions(Pass[Trained, Functions]):
     name = "functions"
 
     def run(self, before: Trained) -> Functions:
-        training: tuple[Function, ...] = ()
-        if (found := before.training) is not None:
-            plans, layers = found.plan.plans, found.plan.layers
-            ends = (found.epilogue, found.loss, found.prologue)
-            training = tuple(training_functions(found.model, plans, layers, *ends))
-        return Functions(before, serving_functions(before.serving), training)
+        return Functions(before, *functions_of(before))
 
 
 @dataclass(frozen=True)
@@ -39,15 +33,5 @@ class Emit(Pass[Functions, Emitted]):
         found = before.trained.training
         if found is None:
             return Emitted(before, serving, None)
-        training = Training(
-            found.model,
-            found.plan.plans,
-            found.plan.layers,
-            found.epilogue,
-            found.epilogue_trained,
-            emit_training(self.model, before.training, self.backend),
-            found.prologue,
-            found.prologue_trained,
-            found.plan.restored,
-        )
-        return Emitted(before, serving, training)
+        training = emit_training(self.model, before.training, self.backend)
+        return Emitted(before, serving, found.with_source(training))

@@ -4,7 +4,7 @@
           → differentiate → prune → place → compress → rematerialize → fuse → emit
 
 What runs, for serving and for training, stands in the list of `pipeline`, and nowhere else. The
-verifier looks at every graph that a pass made (`pcg.passes.stage`).
+verifier looks at every graph that a pass made, and at the interfaces (`pcg.passes.stage`).
 """
 
 from __future__ import annotations

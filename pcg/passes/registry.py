@@ -25,6 +25,7 @@ from pcg.errors import PassError
 from pcg.ir.graph import Graph
 from pcg.ir.parser import parse_graphs
 from pcg.ir.printer import print_graphs
+from pcg.ir.program.interfaces import check_model
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.verifier import verify
 from pcg.passes.compress import Compress
@@ -118,6 +119,15 @@ class GraphFile:
             for place, (name, graph) in enumerate(zip(names, self.every, strict=True))
         }
 
+    def check(self) -> None:
+        """Check the interfaces of a model's graphs, and of graphs and their backward."""
+        model = _model(self)
+        if model is not None:
+            check_model(model)
+        for item in self.items:
+            if isinstance(item, Differentiated):
+                item.check()
+
 
 @dataclass(frozen=True)
 class OnFile(Pass[GraphFile, GraphFile]):
@@ -180,6 +190,7 @@ def run_text(text: str, passes: str | None) -> str:
     graphs = parse_graphs(text)
     for graph in graphs:
         verify(graph)
+    GraphFile(graphs).check()
     return print_graphs(graphs if passes is None else run_graphs(graphs, passes))
 
 

@@ -1,4 +1,4 @@
-"""Run passes in order: each is timed, and the verifier looks at every graph that one made."""
+"""Run passes in order: each is timed, and what one made is verified: graphs, and interfaces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from pcg.errors import BrokenGraphError, IrError, PassError, PcgError
 from pcg.ir.graph import Graph
@@ -21,6 +21,16 @@ Middle = TypeVar("Middle")
 
 Named: TypeAlias = Mapping[str, Graph]
 """Graphs by what they are for and their own name, as `training.block_0_backward`."""
+
+
+class State(Protocol):
+    """The state of a compilation between two passes."""
+
+    @property
+    def graphs(self) -> Named: ...
+
+    def check(self) -> None:
+        """Check the interfaces between the graphs. TypeCheckError: two do not fit; names both."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +97,8 @@ class Stage(Generic[Before, After]):
 
         Raises:
             PassError: a pass failed; it names the pass, and carries the graphs that it was given.
-            BrokenGraphError: a pass made a graph that breaks a rule of the IR; likewise.
+            BrokenGraphError: a pass made a graph that breaks a rule of the IR, or two that do not
+                fit; likewise.
             PcgError: what a pass refuses.
         """
         state: Any = before
@@ -103,7 +114,7 @@ def run_pass(
     started = time.perf_counter()
     given: Named = getattr(before, "graphs", {})
     try:
-        after = one.run(before)
+        after: State = one.run(before)
     except IrError as error:
         message = f"pass {one.name!r} cannot build a graph: {error}"
         raise BrokenGraphError(message, text_of(given)) from error
@@ -116,6 +127,11 @@ def run_pass(
     for name, graph in after.graphs.items():
         if id(graph) not in known:
             _verify(one, name, graph, given)
+    try:
+        after.check()
+    except IrError as error:
+        message = f"pass {one.name!r} made graphs that do not fit: {error}"
+        raise BrokenGraphError(message, text_of(given)) from error
     if observe is not None:
         observe(PassRecord(one.name, labels, time.perf_counter() - started, after.graphs))
     return after

@@ -12,9 +12,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
-from pcg.codegen.program_functions import Function
+from pcg.codegen.program_functions import Function, serving_functions, training_functions
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import Layout, layout_of
+from pcg.ir.program.interfaces import (
+    check_logits,
+    check_loss,
+    check_model,
+    check_signature,
+    check_training,
+)
 from pcg.ir.program.program import ModelGraph, Serving, Training, TrainingGraph
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search
@@ -35,6 +42,9 @@ class Traced:
     def graphs(self) -> Named:
         return {self.trace.graph.name: self.trace.graph}
 
+    def check(self) -> None:
+        """Check nothing: one graph has no interfaces."""
+
 
 @dataclass(frozen=True)
 class Base:
@@ -45,6 +55,9 @@ class Base:
     @property
     def graphs(self) -> Named:
         return _named("", self.model.graphs)
+
+    def check(self) -> None:
+        check_model(self.model)
 
     def map_model(self, change: Callable[[ModelGraph], ModelGraph]) -> Base:
         return Base(change(self.model))
@@ -68,6 +81,12 @@ class Attached:
     def graphs(self) -> Named:
         training = self.training.graphs if self.training else ()
         return {**_named("serving.", self.serving.graphs), **_named("training.", training)}
+
+    def check(self) -> None:
+        for model in (self.base, self.serving, self.training):
+            if model is not None:
+                check_model(model)
+        check_logits((self.base, self.serving, self.training))
 
     def base_blocks(self, model: ModelGraph) -> tuple[int, ...]:
         """The index of the base's block of which each block of a model with networks is made."""
@@ -134,6 +153,11 @@ class WithLoss(Attached):
         loss = {} if self.loss is None else {"training.epilogue_loss": self.loss}
         return {**super().graphs, **loss}
 
+    def check(self) -> None:
+        super().check()
+        if self.training is not None and self.loss is not None:
+            check_loss(self.training.epilogue, self.loss)
+
 
 @dataclass(frozen=True)
 class ModelGradients:
@@ -163,6 +187,17 @@ class ModelGradients:
             found[f"training.{name}_backward"] = pair.backward
         return found
 
+    def check(self) -> None:
+        check_model(self.model)
+        check_loss(self.model.epilogue, self.loss.graph)
+        self.loss.check()
+        if self.prologue is not None:
+            self.prologue.check()
+        for kind in self.kinds:
+            block, found = self.model.blocks[kind.block], kind.gradients
+            check_signature(block, found.graph)
+            found.check()
+
 
 @dataclass(frozen=True)
 class Gradients:
@@ -175,6 +210,12 @@ class Gradients:
     def graphs(self) -> Named:
         training = self.training.graphs if self.training else {}
         return {**_named("serving.", self.serving.graphs), **training}
+
+    def check(self) -> None:
+        check_model(self.serving)
+        if self.training is not None:
+            self.training.check()
+            check_logits((self.serving, self.training.model))
 
     def map_layers(self, change: Callable[[Differentiated], Differentiated]) -> Gradients:
         if self.training is None:
@@ -226,8 +267,26 @@ class TrainedModel:
         losses = {"training.epilogue_train": self.epilogue, "training.epilogue_loss": self.loss}
         return {**_named("training.", graphs), **losses}
 
+    def check(self) -> None:
+        check_training(self.with_source(""))
+        check_loss(self.model.epilogue, self.loss)
+
     def map_layers(self, change: Callable[[TrainingGraph], TrainingGraph]) -> TrainedModel:
         return replace(self, plan=self.plan.map(change))
+
+    def with_source(self, source: str) -> Training:
+        """The graphs as the program keeps them, with their emitted source."""
+        return Training(
+            self.model,
+            self.plan.plans,
+            self.plan.layers,
+            self.epilogue,
+            self.epilogue_trained,
+            source,
+            self.prologue,
+            self.prologue_trained,
+            self.plan.restored,
+        )
 
 
 @dataclass(frozen=True)
@@ -241,6 +300,12 @@ class Trained:
     def graphs(self) -> Named:
         training = self.training.graphs if self.training else {}
         return {**_named("serving.", self.serving.graphs), **training}
+
+    def check(self) -> None:
+        check_model(self.serving)
+        if self.training is not None:
+            self.training.check()
+            check_logits((self.serving, self.training.model))
 
     def map_serving(self, change: Callable[[ModelGraph], ModelGraph]) -> Trained:
         return replace(self, serving=change(self.serving))
@@ -293,6 +358,14 @@ class Functions:
         training = {f"training.{function.name}": function.graph for function in self.training}
         return {**serving, **training}
 
+    def check(self) -> None:
+        """Check that each function still takes and returns what the graph it is made of does."""
+        self.trained.check()
+        serving, training = functions_of(self.trained)
+        pairs = zip((*serving, *training), (*self.serving, *self.training), strict=True)
+        for own, function in pairs:
+            check_signature(own.graph, function.graph)
+
     def map_graphs(self, change: Callable[[Graph], Graph]) -> Functions:
         def changed(functions: Iterable[Function]) -> tuple[Function, ...]:
             return tuple(replace(one, graph=change(one.graph)) for one in functions)
@@ -311,6 +384,19 @@ class Emitted:
     @property
     def graphs(self) -> Named:
         return self.functions.graphs
+
+    def check(self) -> None:
+        self.functions.check()
+
+
+def functions_of(trained: Trained) -> tuple[tuple[Function, ...], tuple[Function, ...]]:
+    """The functions that serve, and those that train, of a program's graphs."""
+    training: tuple[Function, ...] = ()
+    if (found := trained.training) is not None:
+        plans, layers = found.plan.plans, found.plan.layers
+        ends = (found.epilogue, found.loss, found.prologue)
+        training = tuple(training_functions(found.model, plans, layers, *ends))
+    return serving_functions(trained.serving), training
 
 
 def _named(prefix: str, graphs: Iterable[Graph]) -> Named:

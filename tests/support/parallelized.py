@@ -71,7 +71,9 @@ def search_layer(
     """The search over one layer, with its bypass networks and without."""
     models = [ModelGraph(graph, (graph,), (0,), graph) for graph in (plain, block, block)]
     passes = pipeline(Settings(PlanOptions(tp=degree))).parallelize.until(Shard)
-    prepared = passes.run(Attached(*models))
+    prepared: Any = Attached(*models)
+    for one, _ in passes.flat():  # one by one, as a layer alone has no interfaces to verify
+        prepared = one.run(prepared)
     sharding = Shard(degree, costs, sequence_parallel)
     return sharding.searches(prepared.serving, prepared, trains)[0]
 

@@ -22,9 +22,11 @@ from pcg.files import json_object
 from pcg.ir.graph import Graph
 from pcg.ir.parser import parse_graphs
 from pcg.ir.printer import print_graph
+from pcg.ir.program.interfaces import check_model, check_training
 from pcg.ir.program.manifest import AGAIN, Manifest, json_text
 from pcg.ir.program.program import ModelGraph, Program, Serving, Training, TrainingGraph
 from pcg.ir.types import TORCH_NAMES
+from pcg.ir.verifier import verify
 from pcg.options import CompileOptions, MemoryBudget
 from pcg.units import shown
 
@@ -77,13 +79,20 @@ def program_from(files: Mapping[str, bytes], manifest: Manifest) -> Program:
     plan = json_object(files[PLAN], PLAN, ProgramError, AGAIN)
     try:
         layers = tuple(map(int, plan["layers"]))
+        base = _model(_graphs(files, BASE_IR), layers)
         serving = Serving(_model(_graphs(files, SERVING_IR), layers), _text(files, SERVING))
+        training = None
+        check_model(base)
+        check_model(serving.model)
+        if plan["training"] is not None:
+            training = _training(files, layers, plan["training"])
+            check_training(training)
         return Program(
             manifest.model,
             json_object(files[CONFIG], CONFIG, ProgramError, AGAIN),
-            _model(_graphs(files, BASE_IR), layers),
+            base,
             serving,
-            None if plan["training"] is None else _training(files, layers, plan["training"]),
+            training,
             manifest.recipes,
             options_from(plan, manifest.dtype),
             safetensors.torch.load(files[CONSTANTS]),
@@ -93,6 +102,8 @@ def program_from(files: Mapping[str, bytes], manifest: Manifest) -> Program:
         )
     except safetensors.SafetensorError as error:
         raise ProgramError(f"{CONSTANTS} is damaged: {error}; compile again") from error
+    except IrError as error:
+        raise ProgramError(f"the program's graphs do not fit: {error}; compile again") from error
     except PcgError:
         raise
     except Exception as error:  # which, the files decide
@@ -170,7 +181,10 @@ def _model(graphs: Iterable[Graph], layers: tuple[int, ...]) -> ModelGraph:
 
 def _graphs(files: Mapping[str, bytes], name: str) -> tuple[Graph, ...]:
     try:
-        return parse_graphs(_text(files, name))
+        graphs = parse_graphs(_text(files, name))
+        for graph in graphs:
+            verify(graph)
+        return graphs
     except IrError as error:
         raise ProgramError(f"{name} is damaged: {error}; compile again") from error
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pcg.ir.builder import Builder
 from pcg.ir.graph import Graph, Node, Value
 from pcg.ir.operators.collectives import OwnPart, TakenPart
+from pcg.ir.program.interfaces import gradient_name
 from pcg.ir.program.program import TrainingGraph
 from pcg.passes.compress import uncompressed
-from pcg.passes.differentiate import Differentiated, LayerKind, gradient_name
+from pcg.passes.differentiate import Differentiated, LayerKind
 from pcg.passes.lossy import exact_where_unsaved
 
 

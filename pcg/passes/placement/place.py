@@ -35,6 +35,9 @@ class Placed:
     prefill: StepCut
     training: StepCut | None
 
+    def check(self) -> None:
+        """Check nothing: pieces are not of a model's chain."""
+
     @property
     def graphs(self) -> Named:
         """The graphs of all pieces, each under its step's name."""
