@@ -262,7 +262,7 @@ class _Place:
         if not bypasses.dropout:
             return x
         key = [node.name for node in self._graph.nodes].index(self._node.name)
-        attributes: dict[str, Attribute] = {"p": bypasses.dropout, "key": key}
+        attributes: dict[str, Attribute] = {"p": float(bypasses.dropout), "key": key}
         if self._builder.types[x].dtype != bypasses.dtype and not keeps_dtype:
             attributes["dtype"] = bypasses.dtype
         return self.add("dropout", "x", x, **attributes)

@@ -203,9 +203,9 @@ class _Importer:
             heads = x.features if len(x.features) == 2 else (1, *x.features)
             inputs.append(self._narrowed(flat.reshape(x.name, heads), dtype))
         attributes: dict[str, Any] = {
-            "scale": found.scale,
+            "scale": float(found.scale),  # configurations may have ints
             "window": found.window,
-            "softcap": found.softcap,
+            "softcap": float(found.softcap),
         }
         if found.slopes:
             slopes = flat.constant("alibi_slopes", torch.tensor(found.slopes, dtype=torch.float32))

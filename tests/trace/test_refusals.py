@@ -224,6 +224,16 @@ def test_code_of_its_own_is_not_needed_where_transformers_has_the_model() -> Non
     assert compiler.trace(config).schedule == (0, 0)
 
 
+def test_numbers_of_a_configuration_and_a_recipe_may_be_ints() -> None:
+    """JSON has 1 for 1.0, and attributes of operators are floats."""
+    numbers = ("attention_multiplier", "embedding_multiplier", "residual_multiplier")
+    granite = {**EXPERTS, "model_type": "granite", **dict.fromkeys(numbers, 1)}
+    recipe = pcg.LoraConfig(r=2, target_modules=("q_proj",), lora_dropout=1)
+    program = compiler.compile_program(granite, {"mine": recipe})
+    (attention,) = (n for n in program.base.blocks[0].nodes if n.op == "attention")
+    assert isinstance(attention.attribute("scale"), float)
+
+
 # -------------------------------------------------------------------------- mixtures of experts
 
 
