@@ -136,7 +136,7 @@ class Evaluation:
         self._fill = 0.0
 
     def bias(self) -> tuple[Tensor, Tensor]:
-        """What is added to the scores [heads, n, n] where they are all 0, and where all 1."""
+        """Return what is added to scores [heads, n, n] that are all 0, and that are all 1."""
         count = len(self.positions)
         found = []
         for fill in (0.0, 1.0) if self._subgraph.product is not None else (0.0,):
