@@ -281,8 +281,12 @@ def _export(model: nn.Module) -> torch.export.ExportedProgram:
 def _arguments(model: nn.Module, tokens: int) -> tuple[dict[str, torch.Tensor], dict[str, bool]]:
     """The inputs of a model's forward on a number of tokens, and its other arguments."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device=next(model.parameters()).device)
-    taken = inspect.signature(model.forward).parameters
-    is_hidden = "input_ids" not in taken  # behind *args and **kwargs
+    parameters = inspect.signature(model.forward).parameters
+    taken = set(parameters)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        # Granite's forward hands its **kwargs to the base model.
+        taken.update(inspect.signature(getattr(model, "base_model", model).forward).parameters)
+    is_hidden = "input_ids" not in parameters  # behind *args and **kwargs
     inputs = {"input_ids": ids}
     if is_hidden or "position_ids" in taken:
         inputs["position_ids"] = ids.clone()

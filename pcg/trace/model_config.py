@@ -26,7 +26,7 @@ def parse_config(config: Mapping[str, Any]) -> Any:
     """
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-    fields = dict(config)
+    fields = _decoded(dict(config))
     model_type = str(fields.pop("model_type", ""))
     if model_type not in CONFIG_MAPPING:
         if "auto_map" in fields:
@@ -53,6 +53,15 @@ def parse_config(config: Mapping[str, Any]) -> Any:
     _check_supported(parsed)
     check_named(fields, parsed)
     return parsed
+
+
+def _decoded(value: Any) -> Any:
+    """The fields of a config.json, which transformers writes with {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if list(value) == ["__float__"]:
+            return float(value["__float__"])
+        return {key: _decoded(item) for key, item in value.items()}
+    return [_decoded(item) for item in value] if isinstance(value, list) else value
 
 
 def _check_dtype(fields: Mapping[str, Any]) -> None:

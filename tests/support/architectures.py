@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+CAUSAL_LMS: tuple[str, ...] = tuple(
+    sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING})
+)
+"""Every model type of the installed transformers that has a causal LM."""
 
 ARCHITECTURES: tuple[str, ...] = (
     "arcee", "bert-generation", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2",
@@ -23,22 +29,46 @@ ARCHITECTURES: tuple[str, ...] = (
 _SIZES: Mapping[str, tuple[str, ...]] = {
     "64": (
         "hidden_size", "d_model", "n_embd", "n_embed", "embedding_size", "word_embed_proj_dim",
-        "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len",
+        "emb_dim", "embedding_dim", "input_embedding_size", "output_embedding_size", "lru_width",
+        "attention_hidden_size",
     ),
-    "96": ("intermediate_size", "ffn_dim", "dff", "n_inner", "ffn_hidden_size"),
-    "48": ("moe_intermediate_size", "shared_expert_intermediate_size"),
+    "96": (
+        "intermediate_size", "ffn_dim", "dff", "n_inner", "ffn_hidden_size", "d_inner", "dim_ff",
+        "intermediate_size_mlp", "dense_intermediate_size", "shared_intermediate_size",
+    ),
+    "48": (
+        "moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size",
+        "shared_experts_intermediate_size", "moe_shared_expert_intermediate_size",
+    ),
+    "32": ("q_lora_rank",),
+    "24": ("qk_head_dim",),
     "4": (
         "num_attention_heads", "n_head", "n_heads", "num_heads", "num_experts",
-        "num_local_experts", "n_routed_experts",
+        "num_local_experts", "n_routed_experts", "moe_num_experts", "attention_heads",
+        "swa_num_attention_heads",
     ),
-    "2": ("num_key_value_heads", "num_experts_per_tok", "moe_topk", "pad_token_id"),
-    "1": ("eos_token_id", "n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"),
+    "2": (
+        "num_key_value_heads", "swa_num_key_value_heads", "num_experts_per_tok", "moe_topk",
+        "moe_k", "num_experts_per_token", "pad_token_id",
+    ),
+    "1": (
+        "eos_token_id", "n_group", "topk_group", "num_expert_group", "first_k_dense_replace",
+        "n_shared_experts",
+    ),
     "0": ("bos_token_id", "num_kv_shared_layers"),
-    "8": ("rotary_dim", "attention_chunk_size"),
-    "5": ("sliding_window", "window_size"),
-    "16": ("head_dim",),
-    "128": ("vocab_size",),
+    "8": ("rotary_dim", "qk_rope_head_dim"),
+    "16": (
+        "head_dim", "swa_head_dim", "dim_head", "d_head", "kv_lora_rank", "qk_nope_head_dim",
+        "v_head_dim",
+    ),
+    "128": ("vocab_size", "vocab_size_per_layer_input"),
 }  # fmt: skip
+_BOUNDS: Mapping[str, tuple[str, ...]] = {
+    "64": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
+    "8": ("attention_chunk_size",),
+    "5": ("sliding_window", "window_size"),
+}
+"""Sizes beyond which a sequence is attended to, or placed, differently."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _BY_LAYER = ("layer_types", "mlp_layer_types")
 _FLAGS = (
@@ -52,7 +82,11 @@ def small_config(kind: str, layers: int, draw: random.Random | None = None) -> d
     made = CONFIG_MAPPING[kind]()
     known = {name for name in vars(made) if name not in made.attribute_map}
     fields: dict[str, Any] = {
-        name: int(size) for size, names in _SIZES.items() for name in names if name in known
+        name: int(size)
+        for sizes in (_SIZES, _BOUNDS)
+        for size, names in sizes.items()
+        for name in names
+        if name in known
     }
     fields |= {name: layers for name in _LAYERS if name in known}
     fields |= {name: None for name in _BY_LAYER if name in known}
@@ -67,3 +101,55 @@ def small_config(kind: str, layers: int, draw: random.Random | None = None) -> d
         if "num_key_value_heads" in known:
             fields["num_key_value_heads"] = draw.choice([1, 2, 4])
     return {"model_type": kind, **fields}
+
+
+_OF_KIND: Mapping[str, Mapping[str, Any]] = {
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": None,
+        },
+    },
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16},
+    "hrm_text": {"num_layers_per_stack": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "qwen4_exp_text": {
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "indexer_head_dim": 16,
+        "indexer_kv_heads": 1,
+        "indexer_n_heads": 2,
+    },
+    "reformer": {"attn_layers": ["local", "lsh"] * 2, "axial_pos_embds_dim": [16, 48]},
+}
+"""Fields without which transformers cannot build the model, or builds one as no checkpoint is."""
+
+
+def default_config(kind: str, layers: int = 4) -> dict[str, Any]:
+    """The config.json of an architecture's defaults, windows and positions included, made small.
+
+    Lists of layers have each of the default's kinds in turn.
+    """
+    own: dict[str, Any] = json.loads(CONFIG_MAPPING[kind]().to_json_string())
+    for name in ("per_layer_config", "time_step_limit"):  # of all layers; infinite
+        own.pop(name, None)
+    count = next((own[name] for name in _LAYERS if own.get(name)), None)
+    by_layer = {}
+    for name, value in own.items():
+        if isinstance(value, list) and len(value) == count:
+            kinds = [json.loads(text) for text in dict.fromkeys(map(json.dumps, value))]
+            by_layer[name] = (kinds * layers)[:layers]
+    sizes = small_config(kind, layers)
+    if own.get("head_dim") and own["head_dim"] == own.get("qk_rope_head_dim"):
+        sizes["head_dim"] = sizes["qk_rope_head_dim"]  # of the rotary part alone
+    bounds = {name: own[name] for names in _BOUNDS.values() for name in names if name in own}
+    return {**own, **sizes, **bounds, **by_layer, **_OF_KIND.get(kind, {}), "dtype": "float32"}

@@ -8,8 +8,8 @@ model:
 
 - without or with the base prefix: `h.0.ln_1.weight` for `transformer.h.0.ln_1.weight`, as old
   checkpoints do that were saved without their head;
-- `block_sparse_moe` for `mlp`, as Mixtral does, and `embed_out` for `lm_head`, as GPT-NeoX does
-  (transformers 5, conversion_mapping.py, "mixtral" and "GPTNeoXForCausalLM");
+- another word for a part of the name (transformers 5, conversion_mapping.py: "mixtral",
+  "GPTNeoXForCausalLM", "granitemoe", "flint");
 - `experts.3.w1.weight`, … or `experts.3.gate_proj.weight`, … for the fused `experts.gate_up_proj`
   and `experts.down_proj` (transformers 5, conversion_mapping.py, "mixtral" and "qwen2_moe").
 """
@@ -44,7 +44,14 @@ _EXPERT_PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
-_OTHER_NAMES = ((".mlp.", ".block_sparse_moe."), ("lm_head.", "embed_out."))
+_OTHER_NAMES = (
+    (".mlp.", ".block_sparse_moe."),
+    ("lm_head.", "embed_out."),
+    (".block_sparse_moe.experts.gate_up_proj", ".block_sparse_moe.input_linear.weight"),
+    (".block_sparse_moe.experts.down_proj", ".block_sparse_moe.output_linear.weight"),
+    (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
+    (".self_attn.sinks", ".self_attn.softmax_offset"),
+)
 """Parts of names: of the model, and of checkpoints that have others."""
 _OF_GATE_AND_UP = 4
 """Dims of experts' gate and up as graphs read them: [experts, 2, f, in]."""
