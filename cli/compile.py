@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from pcg.files import expanded, is_there
+from pcg.errors import ProgramError
+from pcg.files import check_writable, expanded, is_there
 from pcg.options import CompileOptions
 from pcg.units import counted, duration_text, size_text
 
@@ -41,11 +42,17 @@ class OutputOptions:
     dump_dir: Path | None = None
 
     def check(self, json: bool) -> None:
-        """Refuse options that do not go together."""
+        """Refuse options that do not go together, and places that cannot be written to."""
         if self.output is None and not self.print_after and self.dump_dir is None:
             raise typer.BadParameter("say where the program goes", param_hint="-o")
         if json and self.print_after:
             raise typer.BadParameter("it does not go with --json", param_hint="--print-after")
+        if self.output is not None:
+            from pcg.ir.program.folder import free_folder
+
+            free_folder(self.output)
+        if self.dump_dir is not None:
+            check_writable(self.dump_dir, "the graphs", ProgramError)
 
 
 def compile_command(

@@ -74,9 +74,12 @@ def explain_command(
     asked = options.make()
     show.check(json, asked.peers)
     _check_split(show.split, options.values, between.values)
+    from pcg.runtime.training.torch_optimizers import Optimizer
     from pcg.source import resolve
 
     source = resolve(model)
+    # A wrong name is known in milliseconds, and torch takes seconds.
+    Optimizer.of(asked.optimizer, asked.optimizer_options, asked.offload_optimizer)
     if show.split:
         configuration = method.configuration()
         with busy(f"tracing {source.name}"):

@@ -6,7 +6,7 @@ import secrets
 from pathlib import Path
 
 from pcg.errors import PcgError
-from pcg.files import is_directory, is_file, is_there
+from pcg.files import check_writable, is_directory, is_file, is_there
 
 
 def check_page(path: Path) -> None:
@@ -19,6 +19,7 @@ def check_page(path: Path) -> None:
             f"--html {path}: there is no directory {path.parent}; make it first, or name a "
             "file elsewhere"
         )
+    check_writable(path.parent, f"the page {path.name}", PcgError)
 
 
 def write_page(path: Path, page: str) -> int:

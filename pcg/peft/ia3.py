@@ -40,11 +40,14 @@ FAMILY_TARGETS: Mapping[str, Names] = {
     "bloom": ("query_key_value", "mlp.dense_4h_to_h"),
     "gpt_neo": ("q_proj", "v_proj", "c_proj"),
     "gptj": ("q_proj", "v_proj", "fc_out"),
-    "mixtral": ("k_proj", "v_proj", "w2"),
+    "mixtral": ("k_proj", "v_proj"),  # and w2, which is no linear module in transformers 5
     "opt": ("q_proj", "k_proj", "fc2"),
     "phi": ("q_proj", "v_proj", "fc2"),
 }
-FAMILY_FEEDFORWARD: Mapping[str, Names] = {of: names[-1:] for of, names in FAMILY_TARGETS.items()}
+FAMILY_FEEDFORWARD: Mapping[str, Names] = {
+    **{of: names[-1:] for of, names in FAMILY_TARGETS.items()},
+    "mixtral": (),
+}
 
 
 @dataclass(frozen=True)

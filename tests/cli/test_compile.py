@@ -3,6 +3,10 @@
 import json
 from pathlib import Path
 
+import pytest
+
+from pcg import compiler
+from pcg.explain import explain
 from pcg.passes.pipeline import Settings, pipeline
 from tests.support.command_line import assert_one_error, output_of, run
 
@@ -70,6 +74,36 @@ def test_compile_options_that_do_not_go_together(model: Path, tmp_path: Path) ->
         assert message in " ".join(result.stderr.replace("│", " ").split())
     assert run("compile", model).exit_code == 2
     assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("compile", "-o", "/proc/x"), "the program cannot be saved in /proc/x"),
+        (("compile", "--dump-dir", "/proc/x"), "the graphs cannot be saved in /proc/x"),
+        (("explain", "--html", "/proc/x.html"), "the page x.html cannot be saved in /proc"),
+        (("explain", "--optimizer", "lion"), "optimizer='lion' is not among those"),
+        (("explain", "--optimizer-option", "rate=1"), "optimizer 'adamw' does not take 'rate'"),
+    ],
+)
+def test_bad_places_and_names_are_refused_before_a_model_is_traced(
+    model: Path, words: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trace(*_: object) -> None:
+        raise AssertionError("the model is traced")
+
+    monkeypatch.setattr(explain, "compared", trace)
+    monkeypatch.setattr(compiler, "compile_program", trace)
+    command, *options = words
+    assert_one_error(run(command, model, *options), message)
+
+
+def test_compile_leaves_other_files_alone_before_it_traces(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "compile_program", None)
+    (tmp_path / "notes.txt").write_text("mine")
+    assert_one_error(run("compile", model, "-o", tmp_path), "is not empty and not a compiled")
 
 
 def test_compile_adds_the_report(program: Path) -> None:

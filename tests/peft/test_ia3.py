@@ -34,10 +34,13 @@ UP, DOWN = "model.layers.{layer}.up", "model.layers.{layer}.down"
 def test_defaults_of_families_are_pefts() -> None:
     theirs = constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING
     inputs = constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING
-    assert {family: list(names) for family, names in FAMILY_TARGETS.items()} == {
-        family: theirs[family] for family in theirs if family in LORA_TARGETS
-    }
-    assert all(list(names) == inputs[family] for family, names in FAMILY_FEEDFORWARD.items())
+    experts = {"w2"}  # parameters of transformers 5, and no linear modules
+    for ours, usual in ((FAMILY_TARGETS, theirs), (FAMILY_FEEDFORWARD, inputs)):
+        assert {family: list(names) for family, names in ours.items()} == {
+            family: [name for name in usual[family] if name not in experts]
+            for family in theirs
+            if family in LORA_TARGETS
+        }
 
 
 def test_a_feedforward_name_matches_the_end_of_any_path_as_in_peft() -> None:

@@ -14,9 +14,11 @@ import pcg.compiler as compiler
 from pcg.errors import AdapterError
 from pcg.explain.explain import explain
 from pcg.ir.module_paths import matches_end
-from pcg.peft.registry import RECIPES, recipe_from
+from pcg.passes.pipeline import Settings, pipeline
+from pcg.peft.registry import RECIPES, SHORTHANDS, recipe_from
 from pcg.peft.targets import TargetedRecipe
 from pcg.runtime.executor import Executor
+from tests.support.architectures import CAUSAL_LMS, default_config
 from tests.support.families import BY_NAME
 from tests.support.models import folded
 from tests.support.small_job import DATA, make_model
@@ -155,3 +157,26 @@ def test_a_plain_pattern_matches_as_the_regex_that_it_is() -> None:
     for pattern, path in product([*parts, *patterns], paths):
         expected = re.match(rf"(.*\.)?({pattern})$", path) is not None
         assert matches_end(pattern, path) == expected, (pattern, path)
+
+
+WORDS = {
+    word: recipe
+    for word, recipe in SHORTHANDS.items()
+    if isinstance(recipe, TargetedRecipe) and recipe.target_modules is None
+}
+FAMILIES = {family for recipe in WORDS.values() for family in recipe.family_targets}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[] if name in ("falcon", "mixtral", "phi") else pytest.mark.slow)
+        for name in CAUSAL_LMS
+        if name in FAMILIES
+    ],
+)
+def test_modules_that_are_usual_for_a_family_are_there(family: str) -> None:
+    model = pipeline(Settings()).base(default_config(family)).model
+    for word, recipe in WORDS.items():
+        if family in recipe.family_targets:
+            assert recipe.bypasses_in(model, family), word

@@ -94,11 +94,7 @@ def save_program(
     Raises:
         ProgramError: it cannot be written, or something else is there.
     """
-    target = expanded(directory)
-    check_writable(target, "the program", ProgramError)
-    if target.is_symlink():  # rename what it points to, not the link
-        target = target.resolve()
-    _check_free(target)
+    target = free_folder(directory)
     files = files_of(program)
     if report is not None:
         files[REPORT] = json_text(report, "the report").encode()
@@ -134,11 +130,19 @@ def save_program(
     return manifest
 
 
-def _check_free(target: Path) -> None:
-    """Refuse to replace a folder that is no program, or has other files."""
+def free_folder(directory: str | os.PathLike[str]) -> Path:
+    """The folder that a program can be written to.
+
+    Raises:
+        ProgramError: nothing can be written there, or there are files that are not a program's.
+    """
+    target = expanded(directory)
+    check_writable(target, "the program", ProgramError)
+    if target.is_symlink():  # rename what it points to, not the link
+        target = target.resolve()
     there = {p.relative_to(target).as_posix() for p in target.rglob("*") if not p.is_dir()}
     if not there:
-        return
+        return target
     if MANIFEST not in there:
         raise ProgramError(
             f"{target} is not empty and not a compiled program (it has {min(there)}); give a new "
@@ -156,6 +160,7 @@ def _check_free(target: Path) -> None:
             f"{target} holds a program and {len(others)} other file{'s' * (len(others) > 1)}, such "
             f"as {min(others)}, which replacing it would delete; move them, or give a new folder"
         )
+    return target
 
 
 def _tokenizer_files(directory: Path) -> dict[str, bytes]:
