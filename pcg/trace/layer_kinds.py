@@ -36,7 +36,17 @@ def layer_kinds(model: nn.Module) -> tuple[str, list[Hashable]]:
             parent = model.get_submodule(path.rpartition(".")[0])
             of_places = [_of_place(model, parent, place, count) for place in range(count)]
             return path, list(zip(map(fingerprint, module), of_places, strict=True))
-    raise TraceError(f"{name} has no list of its {count} layers (config.num_hidden_layers)")
+    lists = [
+        (len(module), path)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+    ]
+    most, path = max(lists, default=(0, ""))
+    there = f"{path} has {most}" if lists else "it has no ModuleList"
+    raise TraceError(
+        f"{name} has no list of config.num_hidden_layers={count} layers; {there}. Where layers were "
+        "removed, set model.config.num_hidden_layers, and its lists of layers, to those that stay"
+    )
 
 
 def _of_place(model: nn.Module, parent: nn.Module, place: int, count: int) -> Hashable:

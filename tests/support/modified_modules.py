@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations
 
 Change = Callable[[Any], Any]
 
@@ -561,6 +562,19 @@ def a_count_of_calls(model: Any) -> None:
 
     for layer in _layers(model):
         layer.mlp.register_forward_hook(scale)
+
+
+@_case(refused=r"no list of config.num_hidden_layers=4 layers; model.layers has 3\..*set model")
+def removed_layers_that_the_configuration_counts(model: Any) -> None:
+    del _layers(model)[1]
+
+
+@_case(excluded=("up_proj", "down_proj", "gate_proj"))
+def weight_norms_of_rows_columns_and_all(model: Any) -> None:
+    for layer in _layers(model):
+        for name, dim in (("up_proj", 0), ("down_proj", 1), ("gate_proj", None)):
+            linear = parametrizations.weight_norm(layer.mlp.get_submodule(name), dim=dim)
+            linear.parametrizations.weight.original0.data *= 1.5
 
 
 def _perturbed(norm: nn.LayerNorm) -> nn.LayerNorm:

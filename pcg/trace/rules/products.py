@@ -67,6 +67,22 @@ def reduction(op: str) -> Rule:
     return rule
 
 
+def weight_norm(flat: FlatGraph, node: Node) -> FlatValue:
+    """The rule of torch.nn.utils' weight_norm: g v / |v|, a norm for each entry of a dim of v."""
+    v, g = (flat.tensor(a) for a in node.args[:2])
+    kept = int(argument(node, 2, 0))
+    if v.tags != "dd":
+        raise refusal(node, f"it normalises a weight of {len(v.tags)} dims, not a matrix")
+    dtype = flat.builder.types[v.name].dtype
+    wide = "f64" if dtype == "f64" else "f32"
+    wide_v, wide_g = (flat.cast(x.name, wide) for x in (v, g))
+    total = flat.add("mul", wide_v, wide_v)
+    for dim in {0, 1} - {kept}:  # both dims where kept is -1, one norm of all
+        total = flat.add("sum", total, dim=dim - 2, keepdim=True)
+    factor = flat.add("div", wide_g, flat.add("sqrt", total))
+    return v.named(flat.cast(flat.add("mul", wide_v, factor), dtype))
+
+
 def layer_norm(flat: FlatGraph, node: Node) -> FlatValue:
     x = flat.tensor(node.args[0])
     if len(argument(node, 1)) != 1:

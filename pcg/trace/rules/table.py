@@ -24,6 +24,7 @@ _ATEN: Mapping[str, Rule] = {
     **dict.fromkeys(("broadcast_to", "expand"), shapes.expand),
     **dict.fromkeys(("chunk", "split", "split_with_sizes"), shapes.split),
     **dict.fromkeys(("t", "transpose"), shapes.transpose),
+    "_weight_norm": products.weight_norm,
     "addmm": products.addmm,
     "cat": shapes.concat,
     "clamp": unary("clamp", min=1, max=2),
