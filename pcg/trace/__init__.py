@@ -11,9 +11,12 @@ from typing import Any, TypeAlias
 
 import torch
 
+from pcg.errors import PcgError, TraceError, UnsupportedError
 from pcg.ir.graph import Graph
+from pcg.trace.causes import with_cause
 from pcg.trace.export import TraceFacts, export
 from pcg.trace.importer import import_graph
+from pcg.trace.model_config import in_one_line, parse_config
 
 _TRACING = Lock()
 """Held while a model is traced: the hooks that count operators, and torch.export, are global."""
@@ -50,14 +53,38 @@ def trace(model: ToTrace, dtype: str | None = None, whole: bool = False) -> Trac
     Raises:
         TraceError: the model cannot be turned into a graph; names the operator and the module.
     """
-    with _TRACING:
-        exported = export(model, dtype, whole)
-    graph, constants = import_graph(exported)
+    try:
+        with _TRACING:
+            exported = export(model, dtype, whole)
+        graph, constants = import_graph(exported)
+    except (TraceError, UnsupportedError) as error:
+        named = with_cause(error, *_known_as(model))
+        if named is error:
+            raise
+        raise named from error
+    except PcgError:
+        raise
+    except Exception as error:
+        name, config = _known_as(model)
+        failed = TraceError(f"cannot trace {name}: {type(error).__name__}: {in_one_line(error)}")
+        raise with_cause(failed, name, config) from error
     floating = next(
         p.type.dtype for p in graph.parameters if p.role == "frozen" and p.type.is_float
     )
     facts = {field.name: getattr(exported, field.name) for field in fields(TraceFacts)}
     return TracedModel(**facts, graph=graph, constants=constants, dtype=floating)
+
+
+def _known_as(model: ToTrace) -> tuple[str, Mapping[str, Any]]:
+    """The name by which refusals call a model, and its configuration with its defaults."""
+    if isinstance(model, torch.nn.Module):
+        config: Any = getattr(model, "config", None)
+        return type(model).__name__, config.to_dict() if hasattr(config, "to_dict") else {}
+    name = str(model.get("model_type", "the model"))
+    try:
+        return name, parse_config(model).to_dict()
+    except PcgError:
+        return name, model
 
 
 def trace_once(model: ToTrace, dtype: str | None, whole: bool) -> TracedModel:

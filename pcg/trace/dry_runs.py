@@ -53,17 +53,12 @@ def check_no_recurrence(model: nn.Module, run: Callable[[int], object]) -> None:
     fewer, more = counts
     for (module, operator), count in more.items():
         if operator.startswith(_MIXES):
-            _refuse(module, f"mixes tokens by aten.{operator}")
+            raise UnsupportedError(f"{module} mixes tokens by aten.{operator}")
         grown = count - fewer[module, operator]
         if grown > 0 and grown % (_TOKENS[1] - _TOKENS[0]) == 0:
-            _refuse(module, f"runs aten.{operator} {count} times on {_TOKENS[1]} tokens, in a loop")
-
-
-def _refuse(module: str, what: str) -> None:
-    raise UnsupportedError(
-        f"{module} {what}; pcg compiles models that mix tokens by attention alone, and no "
-        "recurrent or convolutional ones, such as Mamba"
-    )
+            raise UnsupportedError(
+                f"{module} runs aten.{operator} {count} times on {_TOKENS[1]} tokens, in a loop"
+            )
 
 
 _OF_GRADIENTS = {

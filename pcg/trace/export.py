@@ -323,7 +323,7 @@ def _reason(error: Exception) -> str:
         line = "what it computes changes with the number of tokens"
     elif "'NoneType' object" in line:
         # No mask is made for the marked attention: the operator has the causal one in itself.
-        line = "it reads the attention mask in code of its own, as sparse attention does"
+        line = "it reads the attention mask in code of its own"
     return line
 
 

@@ -44,8 +44,8 @@ def layer_kinds(model: nn.Module) -> tuple[str, list[Hashable]]:
     most, path = max(lists, default=(0, ""))
     there = f"{path} has {most}" if lists else "it has no ModuleList"
     raise TraceError(
-        f"{name} has no list of config.num_hidden_layers={count} layers; {there}. Where layers were "
-        "removed, set model.config.num_hidden_layers, and its lists of layers, to those that stay"
+        f"{name} has no list of config.num_hidden_layers={count} layers; {there}. Where layers "
+        "were removed, set model.config.num_hidden_layers, and its lists of layers, to those there"
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pcg.errors import ConfigError, TraceError, UnsupportedError
+from pcg.trace.causes import ENCODER_DECODER, LENGTH_DEPENDENT_ROPE, MULTIMODAL
 from pcg.trace.config_sizes import check_finite, check_named, check_sizes
 from pcg.units import shown
 
@@ -127,14 +128,11 @@ def check_module(model: nn.Module) -> None:
 def _check_supported(config: Any) -> None:
     kind = config.model_type or type(config).__name__
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(
-            f"{kind} is an encoder-decoder; pcg compiles decoder-only causal LMs"
-        )
+        raise UnsupportedError(f"{kind} is an {ENCODER_DECODER.name}; {ENCODER_DECODER.why}")
     text = config.get_text_config()
     if text is not config:
         raise UnsupportedError(
-            f"{kind} is more than a language model; pcg compiles its text_config alone, a "
-            f"{text.model_type}"
+            f"{kind} is {MULTIMODAL.name}; {MULTIMODAL.why}, a {text.model_type}"
         )
     quantization = getattr(config, "quantization_config", None)
     if quantization:
@@ -145,8 +143,8 @@ def _check_supported(config: Any) -> None:
     for rope_type in _rope_types(getattr(config, "rope_parameters", None)):
         if rope_type in _LENGTH_DEPENDENT_ROPE:
             raise UnsupportedError(
-                f"this {kind} has rope_type={rope_type!r}, whose frequencies change with the "
-                "length of the sequence; pcg does rope types that are a function of the position"
+                f"this {kind} has rope_type={rope_type!r}, {LENGTH_DEPENDENT_ROPE.name}; "
+                f"{LENGTH_DEPENDENT_ROPE.why}"
             )
 
 

@@ -129,9 +129,18 @@ _OF_KIND: Mapping[str, Mapping[str, Any]] = {
         "indexer_kv_heads": 1,
         "indexer_n_heads": 2,
     },
+    "xlstm": {"num_blocks": 4},
+    "zaya": {"num_experts_per_tok": 1},
     "reformer": {"attn_layers": ["local", "lsh"] * 2, "axial_pos_embds_dim": [16, 48]},
 }
 """Fields without which transformers cannot build the model, or builds one as no checkpoint is."""
+
+_NEEDED: Mapping[str, Mapping[str, Any]] = {
+    "gemma4_assistant": {
+        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    },
+}
+"""Fields without which transformers' own defaults contradict one another."""
 
 
 def default_config(kind: str, layers: int = 4) -> dict[str, Any]:
@@ -139,7 +148,8 @@ def default_config(kind: str, layers: int = 4) -> dict[str, Any]:
 
     Lists of layers have each of the default's kinds in turn.
     """
-    own: dict[str, Any] = json.loads(CONFIG_MAPPING[kind]().to_json_string())
+    made = CONFIG_MAPPING[kind](**_NEEDED.get(kind, {}))
+    own: dict[str, Any] = json.loads(made.to_json_string())
     for name in ("per_layer_config", "time_step_limit"):  # of all layers; infinite
         own.pop(name, None)
     count = next((own[name] for name in _LAYERS if own.get(name)), None)
@@ -148,7 +158,7 @@ def default_config(kind: str, layers: int = 4) -> dict[str, Any]:
         if isinstance(value, list) and len(value) == count:
             kinds = [json.loads(text) for text in dict.fromkeys(map(json.dumps, value))]
             by_layer[name] = (kinds * layers)[:layers]
-    sizes = small_config(kind, layers)
+    sizes = small_config(kind, layers) if kind not in _NEEDED else {}
     if own.get("head_dim") and own["head_dim"] == own.get("qk_rope_head_dim"):
         sizes["head_dim"] = sizes["qk_rope_head_dim"]  # of the rotary part alone
     bounds = {name: own[name] for names in _BOUNDS.values() for name in names if name in own}

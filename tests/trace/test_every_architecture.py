@@ -1,52 +1,71 @@
-"""Every causal LM of transformers compiles, or is refused in one line within ten seconds."""
+"""Every causal LM of transformers runs as transformers runs it, or is refused by its cause."""
 
 from __future__ import annotations
 
-import json
 import time
-from typing import Any
 
 import pytest
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+import transformers
 
 import pcg.compiler as compiler
 from pcg.errors import PcgError
+from pcg.trace.causes import CAUSES, cause_of
+from tests.support.architectures import CAUSAL_LMS, default_config
+from tests.support.model_table import DOCUMENT, EXPLAINS, RUNS, outcome, outcome_of, table, written
 
-CLASSES = {config.model_type: config for config in MODEL_FOR_CAUSAL_LM_MAPPING}
 MOST_SECONDS = 10
+WRITTEN = written(DOCUMENT.read_text("utf-8"))
+FIRST = {name: kind for kind, name in reversed(WRITTEN.items()) if name not in (RUNS, EXPLAINS)}
+"""One model type of each cause."""
+DENSE_GRANITE = {
+    "layer_types": ["attention"] * 4,
+    "num_local_experts": 0,
+    "position_embedding_type": "rope",
+}
 
 
-def small(config_class: Any) -> dict[str, Any]:
-    """The default configuration as a checkpoint has it, with few layers and experts."""
-    try:
-        own: dict[str, Any] = json.loads(config_class().to_json_string())
-    except Exception:  # its defaults contradict one another
-        return {"model_type": config_class.model_type}
-    wanted = {"num_hidden_layers": 2, "num_experts": 8, "num_local_experts": 8}
-    wanted["n_routed_experts"] = 8
-    names = config_class.attribute_map
-    fewer = {names.get(name, name): count for name, count in wanted.items()}
-    lists = {key for key, value in own.items() if isinstance(value, list)}
-    changed = {key: value for key, value in own.items() if key not in lists}
-    changed |= {key: count for key, count in fewer.items() if key in own}
-    try:
-        config_class(**{key: value for key, value in changed.items() if key != "model_type"})
-    except Exception:  # sizes that belong together
-        return own
-    return changed
+def test_the_document_is_of_the_table_of_causes() -> None:
+    text = DOCUMENT.read_text("utf-8")
+    assert table(WRITTEN).replace(transformers.__version__, "") in text.replace(
+        transformers.__version__, ""
+    )
+
+
+@pytest.mark.skipif(
+    transformers.__version__ not in DOCUMENT.read_text("utf-8"), reason="another transformers"
+)
+def test_the_document_has_every_causal_lm() -> None:
+    assert sorted(WRITTEN) == sorted(CAUSAL_LMS)
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_a_refusal_names_its_cause_in_one_line(name: str) -> None:
+    start = time.process_time()
+    with pytest.raises(PcgError) as refused:
+        compiler.compile_program(default_config(FIRST[name]))
+    message = str(refused.value)
+    assert time.process_time() - start < MOST_SECONDS
+    assert name in message
+    assert "\n" not in message
+    assert len(message) <= 400
+    assert "TORCH_LOGS" not in message
+
+
+def test_names_of_causes_tell_them_apart() -> None:
+    for cause in CAUSES:
+        assert cause_of(f"cannot trace a model: {cause.name}") is cause
+
+
+@pytest.mark.parametrize("kind", ["granitemoe", "flint"])
+def test_checkpoints_with_names_of_their_own(kind: str) -> None:
+    assert outcome(kind, [24]) == RUNS
+
+
+def test_granite_4_without_experts_and_recurrence() -> None:
+    assert outcome_of({**default_config("granitemoehybrid"), **DENSE_GRANITE}, [24]) == RUNS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", CLASSES)
-def test_it_compiles_or_is_refused_in_one_line(model_type: str) -> None:
-    config = small(CLASSES[model_type])
-    start, refusal = time.process_time(), ""
-    try:
-        compiler.compile_program(config)
-    except PcgError as error:
-        refusal = str(error)
-    assert not refusal or time.process_time() - start < MOST_SECONDS
-    assert "\n" not in refusal
-    assert len(refusal) <= 400
-    assert "TORCH_LOGS" not in refusal
-    assert "names no" not in refusal or len(config) == 1
+@pytest.mark.parametrize("kind", CAUSAL_LMS)
+def test_it_is_transformers_own_or_refused_as_documented(kind: str) -> None:
+    assert outcome(kind) == WRITTEN[kind]

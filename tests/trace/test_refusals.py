@@ -41,7 +41,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[PcgError], str]] = {
     "longrope": (
         {**SMALL, "model_type": "phi3", "rope_scaling": LONGROPE},
         UnsupportedError,
-        r"this phi3 has rope_type='longrope'",
+        r"this phi3 has rope_type='longrope', rotary frequencies that change with the length",
     ),
     "dynamic rope": (
         {**SMALL, "model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[PcgError], str]] = {
     "recurrence": (
         {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
         UnsupportedError,
-        r"layers.0.mixer \(MambaMixer\) runs .* in a loop; pcg compiles models that mix tokens by",
+        r"mamba: recurrent or convolutional state \(.*; .*0.mixer \(MambaMixer\) runs .* in a loop",
     ),
     "recurrence in some layers": (
         {**SMALL, "model_type": "recurrent_gemma", "num_hidden_layers": 3, "lru_width": 64},
@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[PcgError], str]] = {
     "attention to chosen tokens": (
         {**SMALL, "model_type": "deepseek_v32", "n_routed_experts": 4, "index_topk": 8},
         TraceError,
-        r"with pcg attention, it reads the attention mask in code of its own, as sparse attention",
+        r"deepseek_v32: sparse attention \(.*; with pcg attention, it reads the attention mask",
     ),
     "experts with biases": (
         {**EXPERTS, "model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 8},
