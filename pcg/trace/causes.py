@@ -134,6 +134,11 @@ CAUSES: tuple[Cause, ...] = (
         refusal="its scores depend on a weight",
     ),
     Cause(
+        "an attention in another form",
+        "pcg has causal attention, windows and ALiBi",
+        refusal="has an attention that pcg cannot raise",
+    ),
+    Cause(
         "positions computed from the tokens",
         "pcg gives each token its position",
         refusal=r"in \S*embed_positions",
@@ -177,6 +182,6 @@ def with_cause(error: PcgError, name: str, config: Mapping[str, Any]) -> PcgErro
     cause = next((cause for cause in CAUSES if cause.is_shown(fields, told)), None)
     if cause is None:
         return error
-    detail = told.removeprefix("cannot trace ").removeprefix(f"{name}: ")
+    detail = told.removeprefix("cannot trace ").removeprefix(f"{name}: ").partition("; ")[0]
     detail = detail if len(detail) <= _MOST_DETAIL else f"{detail[: _MOST_DETAIL - 1]}…"
     return type(error)(f"cannot trace {name}: {cause.name} ({cause.why}); {detail}")

@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[PcgError], str]] = {
     "attention to chosen tokens": (
         {**SMALL, "model_type": "deepseek_v32", "n_routed_experts": 4, "index_topk": 8},
         TraceError,
-        r"deepseek_v32: sparse attention \(.*; with pcg attention, it reads the attention mask",
+        r"deepseek_v32: sparse attention \(.*; with pcg attention, its attention is given indices",
     ),
     "experts with biases": (
         {**EXPERTS, "model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 8},
