@@ -131,6 +131,24 @@ class Tiny(transformers.PreTrainedModel):
         return CausalLMOutput(logits=self.head(hidden))
 
 
+class Forwarding(transformers.LlamaForCausalLM):
+    """Takes positions and use_cache as what it hands to the forward of Llama."""
+
+    def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        return super().forward(input_ids=input_ids, **kwargs)
+
+
+def test_a_forward_that_hands_its_arguments_on() -> None:
+    fields = BY_NAME["llama3"].config(2)
+    model = Forwarding(transformers.LlamaConfig(**fields)).eval()
+    executor = compiler.compile(model)
+    (prompt,) = prompts((13,))
+    assert relative(executor.logits(prompt), oracle.logits(model, prompt)) < 1e-5
+    options = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
+    (found,) = executor.generate([prompt], **options)
+    assert list(found.token_ids) == oracle.greedy(model, prompt, 6)
+
+
 @pytest.mark.parametrize("registered", [False, True])
 def test_an_architecture_that_transformers_does_not_know(registered: bool) -> None:
     config = TinyConfig(vocab_size=128, hidden_size=32, num_hidden_layers=3)
