@@ -62,7 +62,6 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "two attentions in one layer",
         "the KV cache has one entry for each layer and token",
-        refusal=r"attentions (in|share)",
     ),
     Cause(
         "sparse attention",
