@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pcg.errors import LogitsError, TraceError, UnsupportedError
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.source import ModelSource, resolve
+from pcg.trace.export import arguments_of
 from pcg.trace.model_config import check_module
 from pcg.trace.prepared_module import with_attention
 
@@ -110,7 +111,8 @@ def _is_another(name: str, how: str) -> LogitsError:
 
 def _logits(model: nn.Module, ids: Tensor) -> Tensor:
     try:
-        out = model(input_ids=ids[None])
+        # As the trace does: a cache is the module's own matter.
+        out = model(input_ids=ids[None], **arguments_of(model, len(ids))[1])
     except Exception as error:
         raise TraceError(
             f"{type(model).__name__} itself fails on {len(ids)} tokens: {error}"

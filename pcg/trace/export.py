@@ -246,7 +246,7 @@ def _constant_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _export(model: nn.Module) -> torch.export.ExportedProgram:
-    inputs, options = _arguments(model, 7)
+    inputs, options = arguments_of(model, 7)
     # A bound below the positions, where guards of some models lie.
     tokens = torch.export.Dim("T", min=2, max=max(8, (positions_of(model.config) or 2**20) - 1))
     shapes = {name: {1: tokens} for name in inputs}
@@ -278,7 +278,7 @@ def _export(model: nn.Module) -> torch.export.ExportedProgram:
             model.forward = own
 
 
-def _arguments(model: nn.Module, tokens: int) -> tuple[dict[str, torch.Tensor], dict[str, bool]]:
+def arguments_of(model: nn.Module, tokens: int) -> tuple[dict[str, torch.Tensor], dict[str, bool]]:
     """The inputs of a model's forward on a number of tokens, and its other arguments."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device=next(model.parameters()).device)
     parameters = inspect.signature(model.forward).parameters
@@ -294,7 +294,7 @@ def _arguments(model: nn.Module, tokens: int) -> tuple[dict[str, torch.Tensor], 
 
 
 def _run(model: nn.Module, tokens: int) -> None:
-    inputs, options = _arguments(model, tokens)
+    inputs, options = arguments_of(model, tokens)
     model(**inputs, **options)
 
 
