@@ -20,6 +20,7 @@ from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search
 from pcg.peft.adapter import Adapter
 from pcg.peft.lora import LoraConfig
+from pcg.peft.registry import recipe_from
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import Checkpoint
 from pcg.source import resolve
@@ -188,6 +189,8 @@ def test_one_process_is_refused_with_how_to_start_more() -> None:
         ("llama3", "dora", 2),
         ("llama3", "loha", 2),
         ("phi3", "loha", 2),  # whose fused projections are split
+        ("gpt2", "dora and dropout", 2),
+        ("falcon-40b", "dora and dropout", 2),
         ("gpt2", "houlsby", 2),
     ],
 )
@@ -210,6 +213,15 @@ def test_every_method_over_ranks(name: str, degree: int, backend: str, method: s
 def test_every_method_compiles_over_ranks(method: str, backend: str) -> None:
     program = make_program("qwen2", 2, peft={"m": METHODS[method]}, backend=backend)
     assert program.training is not None
+
+
+@pytest.mark.parametrize("name", ["gpt2", "falcon-7b"])
+@pytest.mark.parametrize("method", [name for name in METHODS if "dropout" not in name])
+def test_every_method_with_dropout_compiles_over_fused_projections(name: str, method: str) -> None:
+    recipe = recipe_from(METHODS[method])
+    if recipe.dropout_field:
+        recipe = dataclasses.replace(recipe, **{recipe.dropout_field: 0.2})
+    assert make_program(name, 2, peft={"m": recipe}).training is not None
 
 
 LAYOUTS = (WHOLE, REPLICATED, COLUMN, ROW)

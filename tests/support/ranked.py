@@ -216,6 +216,9 @@ METHODS: Mapping[str, Any] = {
     "bias": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", bias="all"),
     "bitfit": "bitfit",
     "dora": "dora",
+    "dora and dropout": LoraConfig(
+        r=4, lora_alpha=8, target_modules="all-linear", use_dora=True, lora_dropout=0.2
+    ),
     "dropout": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.2),
     "houlsby": "houlsby",
     "ia3": "ia3",

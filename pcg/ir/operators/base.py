@@ -183,6 +183,24 @@ class Operator:
         """Feature dims along which it treats each entry alike, whatever the others are."""
         return iter(())
 
+    def dims_behind(
+        self, types: Types, output: TensorType, attributes: Attributes, dim: int
+    ) -> Mapping[int, int] | None:
+        """The dims of inputs, by their places, whose entries alone make those of an output's dim.
+
+        None where an entry there is made of others, too, or drawn by its place.
+        """
+        if self.is_random:
+            return None
+        if self.made_rows and dim == -len(output.dims):
+            return {i: -len(types[i].dims) for i, part in enumerate(self.made_rows) if part}
+        size = output.shape[dim]
+        for inputs, outputs in self.aligned(types, attributes):
+            there = {place: at for place, at in enumerate(inputs) if at}
+            if outputs == (dim,) and all(types[i].shape[at] == size for i, at in there.items()):
+                return there
+        return None
+
     def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
         """The ways in which ranks can run it without communication.
 

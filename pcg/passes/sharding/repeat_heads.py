@@ -101,7 +101,7 @@ class RepeatedRows:
             parameter = self.graph.parameters_by_name[name]
             return dim == -len(parameter.type.dims) and isinstance(parameter.type.shape[dim], int)
         node = self.graph.producers.get(name)
-        if node is None or len(node.outputs) > 1 or operator(node.op).is_random:
+        if node is None or len(node.outputs) > 1:
             return False
         dims = self._dims_of_inputs(node, dim)
         if dims is None:
@@ -109,7 +109,7 @@ class RepeatedRows:
         self._reads.update((node.name, place) for place in dims)
         return all(self._moves(node.inputs[place], at) for place, at in dims.items())
 
-    def _dims_of_inputs(self, node: Node, dim: int) -> dict[int, int] | None:
+    def _dims_of_inputs(self, node: Node, dim: int) -> Mapping[int, int] | None:
         """The dims of inputs, by their places, whose entries make those of the output's dim."""
         types = tuple(self.graph.types[name] for name in node.inputs)
         if node.op == "reshape":
@@ -117,14 +117,8 @@ class RepeatedRows:
             rows = node.output.type.features
             is_cut = len(types[0].features) == 1 and width == prod(rows[dim:])
             return {0: _FEATURES} if is_cut else None
-        size, made = node.output.type.shape[dim], operator(node.op).made_rows
-        if made and dim == -len(node.output.type.dims):
-            return {i: -len(types[i].dims) for i, part in enumerate(made) if part}
-        for inputs, outputs in operator(node.op).aligned(types, dict(node.attributes)):
-            there = {place: at for place, at in enumerate(inputs) if at}
-            if outputs == (dim,) and all(types[i].shape[at] == size for i, at in there.items()):
-                return there
-        return None
+        attributes = dict(node.attributes)
+        return operator(node.op).dims_behind(types, node.output.type, attributes, dim)
 
     @property
     def parameters(self) -> Mapping[str, Layout]:

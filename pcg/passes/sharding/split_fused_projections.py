@@ -11,23 +11,15 @@ one behind the other can be sharded by heads only so: equal parts of the fused r
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from math import prod
 from typing import cast
 
 from pcg.ir.builder import Builder
 from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.operators import operator
+from pcg.ir.types import TensorType
 from pcg.passes.pass_base import GraphPass
-
-_ROWS: dict[str, tuple[bool, ...]] = {
-    "linear": (False, True, True),
-    "expand_add": (True, False, True),
-    "bias_add": (True, True, True),
-    "scale": (True, True, True),
-    "clamp": (True,),
-    "cast": (True,),
-}
-"""Operators that a slice of the last dim moves through, and of which inputs it then takes part."""
 
 
 class SplitFusedProjections(GraphPass):
@@ -66,6 +58,8 @@ class _Splitter:
         if node.op != "slice" or node.get("step", 1) != 1:
             return None
         name, dim = node.inputs[0], cast("int", node.attribute("dim"))
+        if not self.graph.types[name].is_token_wise:
+            return None
         start, stop = (cast("int", node.attribute(key)) for key in ("start", "stop"))
         if dim == -1 and self._is_split(name):
             return name, start, stop
@@ -81,25 +75,25 @@ class _Splitter:
         return None
 
     def _is_split(self, name: str) -> bool:
-        """Return whether a value comes from weights by operators that slices move through."""
-        node = self.graph.producers.get(name)
-        if node is None or node.op not in _ROWS or len(node.output.type.features) != 1:
-            return False
-        if node.op == "linear":
-            return all(other in self.graph.parameters_by_name for other in node.inputs[1:])
-        taken = [name for name, part in zip(node.inputs, _ROWS[node.op], strict=False) if part]
-        return self._is_split(taken[0]) and all(
-            self._is_made(name) or self._is_split(name) for name in taken[1:]
-        )
+        """Return whether a value is a weight, or comes from rows of weights alone."""
+        if name in self.graph.parameters_by_name:
+            return True
+        behind = self._behind(name)
+        return bool(behind) and all(map(self._is_split, behind.values()))
 
-    def _is_made(self, name: str) -> bool:
-        """Return whether a value is a weight, or made of weights whose rows are its own."""
+    def _behind(self, name: str) -> Mapping[int, str] | None:
+        """The inputs of a value's node, by their places, of which a slice of it takes a slice."""
         node = self.graph.producers.get(name)
-        if node is None:
-            return name in self.graph.parameters_by_name
-        rows = operator(node.op).made_rows
-        parts = zip(node.inputs, rows, strict=False)
-        return bool(rows) and all(self._is_made(n) for n, part in parts if part)
+        if node is None or len(node.outputs) > 1:
+            return None
+        output = node.output.type
+        if output.is_token_wise and len(output.dims) != 2:
+            return None
+        types = tuple(self.graph.types[other] for other in node.inputs)
+        found = operator(node.op).dims_behind(types, output, dict(node.attributes), _dim(output))
+        if found is None or any(at != _dim(types[place]) for place, at in found.items()):
+            return None
+        return {place: node.inputs[place] for place in found}
 
     def _sliced(self, name: str, start: int, stop: int) -> str:
         """Entries of a value's last dim, or rows of a weight."""
@@ -109,20 +103,27 @@ class _Splitter:
         made = f"{name}_{start}_{stop}"
         if made in self.builder.types:
             return made
-        node = self.graph.producers[name]
-        made_rows = operator(node.op).made_rows
-        takes = _ROWS.get(node.op) or made_rows
+        node, behind = self.graph.producers[name], self._behind(name)
+        assert behind is not None
         inputs = tuple(
-            self._sliced(other, start, stop) if part else other
-            for other, part in zip(node.inputs, takes, strict=False)
+            self._sliced(other, start, stop) if place in behind else other
+            for place, other in enumerate(node.inputs)
         )
-        type_, size = node.output.type, stop - start
-        if made_rows:
-            type_ = type_.with_shape((size, *type_.shape[1:]))
-        else:
-            type_ = type_.with_features(size)
-        self.builder.append(dataclasses.replace(node, inputs=inputs, outputs=(Value(made, type_),)))
+        sizes = list(node.output.type.shape)
+        sizes[_dim(node.output.type)] = stop - start
+        outputs = (Value(made, node.output.type.with_shape(tuple(sizes))),)
+        types = tuple(value.type for value in outputs)
+        attributes = operator(node.op).local_attributes(dict(node.attributes), types)
+        pairs = tuple(sorted(attributes.items()))
+        self.builder.append(
+            dataclasses.replace(node, inputs=inputs, outputs=outputs, attributes=pairs)
+        )
         return made
+
+
+def _dim(type_: TensorType) -> int:
+    """The dim that is sliced: the last of a value of tokens, and a weight's rows."""
+    return -1 if type_.is_token_wise else -len(type_.dims)
 
 
 def rows_of(parameter: Parameter, start: int, stop: int) -> Parameter:
