@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from pcg.errors import UnsupportedError
 from pcg.peft.bitfit import BitFitConfig
@@ -44,7 +45,24 @@ def with_peft(model: nn.Module, adapter: Mapping[str, Any]) -> Any:
     if adapter["peft_type"] not in peft.PeftType.__members__:
         raise UnsupportedError("peft has no such method")
     fields = {**adapter, "inference_mode": False, "task_type": "CAUSAL_LM"}
-    return peft.get_peft_model(model, peft.PeftConfig.from_peft_type(**fields))
+    with _ParametersStay():
+        return peft.get_peft_model(model, peft.PeftConfig.from_peft_type(**fields))
+
+
+class _ParametersStay(TorchFunctionMode):
+    """Lets a parameter that is moved to the meta device stay one, as where the base is on its own.
+
+    peft puts what `to` returns in the parameter's place. A copy is trained there, whatever the
+    parameter said of it (AdaLoRA's `ranknum`); on one device `to` copies only to another dtype.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is Tensor.to and isinstance(args[0], nn.Parameter) and out.dtype == args[0].dtype:
+            return nn.Parameter(out, args[0].requires_grad)
+        return out
 
 
 def with_adapter(model: nn.Module, recipe: Recipe, at: Mapping[str, Bypass]) -> Any:

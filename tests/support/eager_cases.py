@@ -20,7 +20,7 @@ from pcg.peft.registry import recipe_from
 from pcg.trace.eager_memory import EagerMemory, EagerModel
 from tests.support.architectures import ARCHITECTURES, small_config
 from tests.support.families import FAMILIES
-from tests.support.saved_tensors import Adapter, saved_bytes
+from tests.support.saved_tensors import Adapter, finetuned_model, saved_bytes
 
 CAUSAL: dict[str, Any] = {"task_type": "CAUSAL_LM"}
 
@@ -47,18 +47,29 @@ class Case:
     def recipe(self) -> Recipe:
         return BitFitConfig() if self.adapter is None else recipe_from(self.adapter)
 
+    @property
+    def model(self) -> EagerModel:
+        """The model without data."""
+        return EagerModel(self.config, self._dtype_name, self.recipe, self._sites())
+
     def predicted(self) -> EagerMemory:
         """What pcg measures without data."""
-        recipe = self.recipe
-        model = EagerModel(self.config, self._dtype_name, recipe, self._sites())
-        return model.step(self.batch, self.seq - recipe.prompt_tokens)
+        return self.model.step(self.batch, self.seq - self.recipe.prompt_tokens)
 
     def expected(self) -> int:
         """What the oracle measures with data."""
+        return saved_bytes(*self._of_oracle(), batch=self.batch, seq=self.seq)
+
+    def expected_trainable(self) -> int:
+        """The number of parameters that the oracle's model trains."""
+        parameters = finetuned_model(*self._of_oracle()).parameters()
+        return sum(one.numel() for one in parameters if one.requires_grad)
+
+    def _of_oracle(self) -> tuple[Mapping[str, Any], torch.dtype, Adapter]:
         adapter: Adapter = self.adapter  # type: ignore[assignment]
         if isinstance(self.adapter, Mapping):
             adapter = ([*self._sites()], {**self.adapter})
-        return saved_bytes(self.config, self.dtype, adapter, batch=self.batch, seq=self.seq)
+        return self.config, self.dtype, adapter
 
     @property
     def _dtype_name(self) -> str:

@@ -48,7 +48,7 @@ def saved_tensors(
     source: Source, dtype: torch.dtype, adapter: Adapter, batch: int, seq: int
 ) -> list[tuple[torch.Size, torch.dtype, int]]:
     """A tensor of each of those storages, and the storage's bytes."""
-    model = _model(source, dtype, adapter)
+    model = finetuned_model(source, dtype, adapter)
     tensors = [*model.parameters(), *model.buffers()]
     resident = {t.untyped_storage().data_ptr() for t in tensors}
     alive: weakref.WeakSet[_Saved] = weakref.WeakSet()
@@ -115,7 +115,8 @@ class _Saved:
         self.storage = tensor.untyped_storage()
 
 
-def _model(source: Source, dtype: torch.dtype, adapter: Adapter) -> Any:
+def finetuned_model(source: Source, dtype: torch.dtype, adapter: Adapter) -> Any:
+    """A model with an adapter, whose other parameters need no gradient."""
     with warnings.catch_warnings(), _default_dtype(dtype):
         warnings.simplefilter("ignore")  # Conv1D's layout, options of generation
         if isinstance(source, torch.nn.Module):
@@ -135,9 +136,6 @@ def _model(source: Source, dtype: torch.dtype, adapter: Adapter) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = peft.get_peft_model(model, copy.deepcopy(adapter)).eval()
-    for name, parameter in model.named_parameters():
-        if ".ranknum." in name:  # AdaLoRA's, as where peft moves it to a GPU with the base
-            parameter.requires_grad_()
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             module.train()

@@ -157,6 +157,7 @@ SPREAD = [
     ("bloom", "prefix tuning", torch.bfloat16),
     ("gptj", "(IA)3 of inputs", torch.bfloat16),
     ("llama3", "AdaLoRA", torch.bfloat16),
+    ("gpt2", "AdaLoRA", torch.float32),
     ("opt", "Houlsby", torch.bfloat16),
     ("llama3", "parallel", torch.float32),
     ("gpt2", "P-tuning", torch.float32),
@@ -230,10 +231,19 @@ def test_a_module_of_its_own() -> None:
     assert found.layers[2] != found.layers[1] == found.layers[3]
 
 
-def test_parameters_that_peft_trains() -> None:
-    config, recipe = BY_NAME["llama3"].config(5), recipe_from(lora(["q_proj", "down_proj"]))
-    model = EagerModel(config, "float32", recipe, {})
-    assert model.trainable == 5 * 4 * (64 + 64 + 96 + 64)
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [*((method, torch.float32) for method in METHODS), ("AdaLoRA", torch.bfloat16)],
+    ids=str,
+)
+def test_parameters_that_peft_trains(method: str, dtype: torch.dtype) -> None:
+    """Of all layers, though those that are alike are one module here.
+
+    Over a bf16 base peft trains AdaLoRA's `ranknum`, too.
+    """
+    family = BY_NAME["opt"]
+    case = Case(family.config(3), dtype, METHODS[method](family), BATCH, SEQ)
+    assert case.model.trainable == case.expected_trainable()
 
 
 # --------------------------------------------------------------------------------- random cases
