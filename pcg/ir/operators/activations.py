@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sympy
+
 from pcg.errors import TypeCheckError
 from pcg.ir.operators.arithmetic import Unary, UnaryBackward
 from pcg.ir.operators.base import (
@@ -106,6 +108,9 @@ class PackSigns(Operator):
             raise TypeCheckError(f"pack_signs of {types[0]}: {size} is no multiple of 8")
         return (types[0].with_shape((*types[0].shape[:-1], size // 8)).with_dtype("u8"),)
 
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return 2 * inputs[0].elements  # a byte for each bit, and shifted
+
 
 class ReluBackwardPacked(UnaryBackward):
     """dx = dy where the output was positive, from its packed signs."""
@@ -121,6 +126,9 @@ class ReluBackwardPacked(UnaryBackward):
     def tile(self, tile: Tile, attributes: Attributes) -> str:
         byte = tile.read(1, f"({tile.column}) // 8")
         return f"tl.where((({byte} >> (({tile.column}) % 8)) & 1) != 0, {tile.read(0)}, 0.0)"
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return outputs[0].elements  # a byte for each bit
 
 
 class Gelu(Unary):

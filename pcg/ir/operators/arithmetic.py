@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from string import Formatter
 from typing import ClassVar
 
+import sympy
+
 from pcg.errors import TypeCheckError
 from pcg.ir.operators.base import (
     DTYPE,
@@ -177,6 +179,11 @@ class ClampBackward(UnaryBackward):
         dy, x = tile.read(0), tile.read(1)
         return f"tl.where({' & '.join(self._tests(x, attributes))}, {dy}, 0.0)"
 
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        # The second test's booleans, and what the first left of dy.
+        dx = outputs[0]
+        return dx.elements + (len(self._tests("x", attributes)) - 1) * dx.size_bytes
+
     @staticmethod
     def _tests(x: str, attributes: Attributes) -> list[str]:
         bounds = (("min", ">="), ("max", "<="))
@@ -291,6 +298,9 @@ class PointwiseBackward(Operator):
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         function = f"lambda x: {Pointwise().source(['x'], attributes)}"
         return f"torch.func.vjp({function}, {inputs[1]})[1]({inputs[0]})[0]"
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return inputs[1].size_bytes  # y
 
 
 class Binary(Operator):

@@ -20,9 +20,11 @@ from pcg.ir.operators.base import (
     Operator,
     Tile,
     Types,
+    cast_bytes,
     declared,
     optional,
     same_dims,
+    widened,
     word,
 )
 from pcg.ir.types import CONTEXT, DTYPE_BYTES, TensorType, tensor
@@ -151,8 +153,10 @@ class AttentionBackward(Operator):
         return inputs[4:6]
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        # As forward, and the scores' gradient with its parts.
-        return _score_bytes(inputs[3], attributes, 6 if attributes["softcap"] else 4)
+        # As forward, and the scores' gradient with its parts, and dout as wide as they are.
+        scores = _score_bytes(inputs[3], attributes, 6 if attributes["softcap"] else 4)
+        is_fused = not attributes["softcap"] and not attributes.get("sinks")
+        return scores if is_fused else scores + cast_bytes(inputs[0], widened(inputs[0]).dtype)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.attention_backward(batch, {_attention_arguments(inputs, 6, attributes)})"
@@ -244,8 +248,8 @@ def _score_bytes(q: TensorType, attributes: Attributes, copies: int) -> sympy.Ex
     if attributes["softcap"] or attributes.get("sinks"):
         return 4 * copies * heads * pairs
     if attributes.get("alibi"):
-        # The product in fp32 and the bias in q's dtype, or the bias and its masked copy.
-        return (8 if q.dtype == "f32" else 6) * heads * pairs
+        # Distances and their products in fp32, or the products and the bias in q's dtype.
+        return (4 * heads + 4 if q.dtype == "f32" else 6 * heads) * pairs
     return DTYPE_BYTES[q.dtype] * pairs if attributes["window"] else sympy.Integer(0)
 
 

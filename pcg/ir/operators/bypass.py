@@ -22,12 +22,17 @@ from pcg.ir.operators.base import (
     Kind,
     Operator,
     Types,
+    cast_bytes,
     declared,
     optional,
     word,
 )
 from pcg.ir.operators.linear import Product, weight_name
-from pcg.ir.types import TORCH_NAMES
+from pcg.ir.types import TOKENS, TORCH_NAMES
+
+DROPOUT_TOKENS = 64
+"""Tokens of a sequence for which dropout draws random numbers at a time, so that those of a token
+do not depend on how its sequence is cut into windows."""
 
 
 class Dropout(Operator):
@@ -59,6 +64,11 @@ class Dropout(Operator):
             x = f"{x}.to(torch.{TORCH_NAMES[attributes['dtype']]})"
         return f"K.dropout(batch, {x}, {attributes['p']}, {attributes['key']})"
 
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        # The copy that is dropped from, and a block of which not all rows are here.
+        row_bytes = outputs[0].size_bytes.subs(TOKENS, 1)
+        return cast_bytes(inputs[0], outputs[0].dtype) + DROPOUT_TOKENS * row_bytes
+
     def gradient(self, context: Gradient) -> list[str | None]:
         attributes = {name: context.attributes[name] for name in ("p", "key")}
         dx = context.add("dropout", context.incoming, **attributes)
@@ -89,6 +99,9 @@ class Activate(Operator):
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         yield (-1, -1), (-1,)
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return outputs[0].size_bytes  # the function's argument
 
     def gradient(self, context: Gradient) -> list[str | None]:
         op, attributes = self.gradients[context.attributes["function"]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import ClassVar
 
 import sympy
 
@@ -223,11 +224,14 @@ class OfExperts(Operator):
         tokens = sympy.Add(*(type_.size_bytes for type_ in (*inputs[:-2], *outputs)))
         return tokens + share * sympy.Add(*(type_.size_bytes for type_ in inputs[-2:]))
 
+    alive: ClassVar[tuple[tuple[int, int], ...]]
+    """At moments that may be the fullest: tensors [rows, h] and [rows, f], with those of the expert
+    before that are not yet replaced."""
+
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        # All rows of one expert at most: gate, up and their product, and x and y, or dy and dx.
-        x, features = inputs[-5], inputs[-1].shape[-1]
-        tensors = 4 * features + 3 * x.shape[-1]
-        return len(outputs) * x.size_bytes / x.shape[-1] * tensors
+        # All rows choose the same experts at most.
+        x, width, features = inputs[-5], int(inputs[-5].shape[-1]), int(inputs[-1].shape[-1])
+        return x.size_bytes / width * max(h * width + f * features for h, f in self.alive)
 
 
 class Experts(OfExperts):
@@ -240,6 +244,7 @@ class Experts(OfExperts):
 
     name = "experts"
     inputs = (5, 5)
+    alive = ((2, 4), (3, 3))  # gate and up are made; the product by down
     constant_in = (1, 3, 4)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
@@ -276,6 +281,7 @@ class ExpertsBackward(OfExperts):
 
     name = "experts_backward"
     inputs = (6, 6)
+    alive = ((3, 7), (2, 9))  # the product by down; dgate is made
     suffixes = ("", "weights")
 
     def infer(self, types: Types, attributes: Attributes) -> Types:

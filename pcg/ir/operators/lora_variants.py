@@ -59,6 +59,9 @@ class ColumnNorm(Operator):
     def gradient(self, context: Gradient) -> list[str | None]:
         return [None, None, None]
 
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return inputs[0].with_dtype(inputs[1].dtype).size_bytes  # W + scale · B A
+
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return 2 * inputs[0].elements * inputs[1].shape[0]
 
@@ -161,6 +164,9 @@ class VeraUpBackward(Operator):
         vectors = sympy.Add(*(type_.size_bytes for type_ in (*inputs[2:], *outputs)))
         return vectors + 2 * inputs[0].size_bytes  # of the shared matrix the site's rows
 
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return inputs[0].size_bytes  # dB' ⊙ B
+
     def measured(self, size: int, rank: int, dtype: str) -> Iterator[Measured]:
         yield (tensor(dtype, size, rank), *_vera_types(size, rank, dtype)), {}, (1, 2, 3)
 
@@ -202,6 +208,9 @@ class SingularDownBackward(Operator):
         if SingularDown().infer((a, e), {})[0].shape != gradient.shape:
             raise TypeCheckError(f"gradient {gradient} does not fit {a} and {e}")
         return a, e
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return inputs[1].size_bytes  # A ⊙ dA'
 
     def measured(self, size: int, rank: int, dtype: str) -> Iterator[Measured]:
         a = tensor(dtype, rank, size)
@@ -265,9 +274,6 @@ class KhatriRaoBackward(Operator):
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return 4 * inputs[0].elements
-
-    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        return inputs[0].size_bytes  # einsum lays pairs out anew
 
     def measured(self, size: int, rank: int, dtype: str) -> Iterator[Measured]:
         factor = tensor(dtype, size, _root(rank))

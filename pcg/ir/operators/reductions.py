@@ -124,7 +124,7 @@ class TopKBackward(Operator):
 
     name = "topk_backward"
     attributes = declared(size=COUNT)
-    template = "{0}.new_zeros(*{0}.shape[:-1], {size}).scatter(-1, {1}, {0})"
+    template = "{0}.new_zeros(*{0}.shape[:-1], {size}).scatter_(-1, {1}, {0})"
     inputs = (2, 2)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import sympy
+
 from pcg.errors import TypeCheckError
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, Sharding, sharding
 from pcg.ir.operators.base import (
@@ -19,9 +21,16 @@ from pcg.ir.operators.base import (
     Gradient,
     Operator,
     Types,
+    cast_bytes,
     declared,
+    widened,
 )
-from pcg.ir.types import TORCH_NAMES
+from pcg.ir.types import TORCH_NAMES, TensorType, promote
+
+
+def wider_bytes(y: TensorType, vector: TensorType) -> sympy.Expr:
+    """Bytes of a result in the wider dtype of y and a vector, before it is y's; 0 if it is y's."""
+    return cast_bytes(y, promote(y.dtype, vector.dtype))
 
 
 class Scale(Operator):
@@ -50,6 +59,11 @@ class Scale(Operator):
         yield sharding(PRE_REDUCE, REPLICATED, *base, PRE_REDUCE)
         if not base:
             yield sharding(REPLICATED, PRE_REDUCE, PRE_REDUCE)
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        y, vector, *base = inputs
+        # The product in the wider dtype, or what a base leaves of y.
+        return wider_bytes(y, vector) or (y.size_bytes if base else sympy.Integer(0))
 
     def gradient(self, context: Gradient) -> list[str | None]:
         dy = dvector = None
@@ -91,6 +105,12 @@ class Inner(VectorGradient):
             raise TypeCheckError(f"inner of {left} and {right}")
         return super().infer(types, attributes)
 
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        wide = widened(inputs[0])
+        rest = inputs[1].size_bytes if len(inputs) == 3 else sympy.Integer(0)  # y - b
+        copies = sum(cast_bytes(type_, wide.dtype) for type_ in inputs[:2])
+        return rest + copies + wide.size_bytes
+
 
 class InnerRequest(Inner):
     """An inner product requested from the caller, for the value that `of` names; for Triton."""
@@ -105,6 +125,9 @@ class SumTokens(VectorGradient):
 
     name = "sum_tokens"
     inputs = (1, 2)
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return cast_bytes(inputs[0], widened(inputs[0]).dtype)
 
 
 class SumTokensRequest(SumTokens):
@@ -132,6 +155,9 @@ class BiasAdd(Operator):
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         yield (-1,) * len(types), (-1,)
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return wider_bytes(*inputs[:2])  # the sum
 
     def gradient(self, context: Gradient) -> list[str | None]:
         dbias = None

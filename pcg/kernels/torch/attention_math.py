@@ -59,17 +59,21 @@ class Scoring:
 
     def mask(self, span: Span, q: Tensor) -> Tensor:
         """The numbers added to the logits, [1, 1 or H, n, m], in q's dtype."""
+        # In place throughout: each copy would be of scores of all pairs.
         keys = span.context + span.length
+        first = span.context - self.window + 1  # the diagonal of the first key in the window
+        if self.alibi is None:
+            seen = torch.ones((1, span.length, keys), dtype=q.dtype, device=q.device)
+            seen.tril_(span.context)
+            return (seen.triu_(first) if self.window else seen).log_().unsqueeze(0)
         key = torch.arange(keys, device=q.device)
         query = torch.arange(span.context, keys, device=q.device).unsqueeze(1)
-        hidden = key > query
+        slopes = self.alibi.to(torch.float32)[:, None, None]
+        bias = (slopes * (key.to(torch.float32) - query)).to(q.dtype)
+        bias.masked_fill_(key > query, float("-inf"))
         if self.window:
-            hidden |= key <= query - self.window
-        bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
-        if self.alibi is not None:
-            distance = (key - query).to(torch.float32)
-            bias = (self.alibi.to(torch.float32)[:, None, None] * distance).to(q.dtype)
-        return bias.masked_fill(hidden, float("-inf")).view(1, -1, *hidden.shape)
+            bias.masked_fill_(key <= query - self.window, float("-inf"))
+        return bias.unsqueeze(0)
 
 
 def blocks_of(span: Span, q: Tensor) -> list[Span]:

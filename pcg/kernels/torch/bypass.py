@@ -22,9 +22,14 @@ def dropout(batch: ProgramBatch, x: Tensor, p: float, key: int) -> Tensor:
         return torch.zeros_like(x)
     mask = x.new_empty(sum(part.count for part in parts), *x.shape[1:])
     for part in parts:
-        drawn = x.new_empty(part.whole, *x.shape[1:])
-        drawn.bernoulli_(1.0 - p, generator=part.generator)
-        mask[part.start : part.start + part.count] = drawn[part.skipped :][: part.count]
+        own = mask[part.start : part.start + part.count]
+        if part.count == part.whole:
+            own.bernoulli_(1.0 - p, generator=part.generator)
+        else:
+            block = x.new_empty(part.whole, *x.shape[1:])
+            block.bernoulli_(1.0 - p, generator=part.generator)
+            own.copy_(block[part.skipped :][: part.count])
+            del block  # before the next one is there
     if batch.chosen is not None:
         mask = mask[batch.chosen]
     return mask.div_(1.0 - p).mul_(x)

@@ -25,8 +25,7 @@ def pack_signs(y: Tensor) -> Tensor:
 def relu_backward_packed(dy: Tensor, signs: Tensor) -> Tensor:
     """dy where the packed sign is set, else 0."""
     bits = (signs.unsqueeze(-1) >> _places(dy.device)).bitwise_and_(1).flatten(-2)
-    dx: Tensor = dy * bits.to(dy.dtype)
-    return dx
+    return bits.to(dy.dtype).mul_(dy)
 
 
 def _places(device: torch.device) -> Tensor:

@@ -27,17 +27,22 @@ def column_norm(weight: Tensor, a: AdapterWeight, b: AdapterWeight) -> Tensor:
 
 
 def _column_norm(weight: Tensor, a: AdapterWeight, b: AdapterWeight) -> Tensor:
-    whole = torch.addmm(weight.to(a.weight.dtype), b.weight, a.weight, alpha=b.scale)
-    norm: Tensor = torch.linalg.vector_norm(whole, dim=1)
+    norm: Tensor = torch.linalg.vector_norm(_adapted(weight, a, b), dim=1)
     return norm
+
+
+def _adapted(weight: Tensor, a: AdapterWeight, b: AdapterWeight) -> Tensor:
+    """W + scale · B A in A's dtype: the only tensor of the weight's size that is made."""
+    if weight.dtype == a.weight.dtype:
+        return torch.addmm(weight, b.weight, a.weight, alpha=b.scale)
+    return weight.to(a.weight.dtype).addmm_(b.weight, a.weight, alpha=b.scale)
 
 
 def column_norm_part(
     weight: Tensor, a: AdapterWeight, b: AdapterWeight, batch: ProgramBatch
 ) -> Tensor:
     """||W + scale · B A|| where each rank has columns of the weight, and of A."""
-    own = torch.addmm(weight.to(a.weight.dtype), b.weight, a.weight, alpha=b.scale)
-    return batch.ranks.all_reduce(own.square().sum(1)).sqrt()
+    return batch.ranks.all_reduce(_adapted(weight, a, b).square_().sum(1)).sqrt()
 
 
 def column_factor(magnitude: AdapterWeight, norm: Tensor) -> Tensor:

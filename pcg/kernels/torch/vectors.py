@@ -40,9 +40,10 @@ def _scale(y: Tensor, vector: Any, base: Tensor | None) -> Tensor:
 
 
 def _scaled(y: Tensor, vector: Tensor, base: Tensor | None) -> Tensor:
-    if base is None:
-        return (y * vector).to(y.dtype)
-    return torch.addcmul(base.to(vector.dtype), y - base, vector).to(y.dtype)
+    wide = y.to(torch.promote_types(y.dtype, vector.dtype))
+    if base is not None:
+        return torch.addcmul(base.to(wide.dtype), wide - base, vector).to(y.dtype)
+    return y * vector if wide is y else wide.mul_(vector).to(y.dtype)
 
 
 def inner(left: Tensor, right: Tensor, base: Tensor | None = None) -> Tensor:

@@ -45,7 +45,8 @@ def cross_entropy_part_backward(
     """dloss · (softmax(logits) - onehot(target)) of the rank's part."""
     wide = widened(logits)
     own, is_own = _own_places(targets, logits.shape[-1], batch)
-    dlogits = torch.exp(wide - _log_sum_exp(wide, batch).unsqueeze(-1))
+    dlogits = torch.sub(wide, _log_sum_exp(wide, batch).unsqueeze(-1)).exp_()
+    del wide  # before there is a copy in the dtype of the logits
     rows = torch.arange(targets.shape[0], device=targets.device)
     dlogits[rows, own] -= is_own.to(dlogits.dtype)
     return dlogits.mul_((dloss * (targets >= 0)).unsqueeze(-1)).to(logits.dtype)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pcg.ir.operators.bypass import DROPOUT_TOKENS
 from pcg.kernels.batch import (
     BlockTable,
     DecodeGroup,
@@ -27,9 +28,6 @@ from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.decode_groups import Singles, decode_groups
 
-DROPOUT_TOKENS = 64
-"""Tokens of a sequence for which dropout draws random numbers at a time, so that those of a token
-do not depend on how its sequence is cut into windows."""
 ANY_TOKEN = 0
 """The id that stands for a virtual token; every vocabulary has it."""
 
